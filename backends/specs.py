@@ -1,0 +1,48 @@
+"""What each built-in backend can run, as data. Imports no kernel framework: a policy reads this without loading one."""
+
+from __future__ import annotations
+
+from nsa_sel.decision import Backend, Limits, Requirement
+
+_TRITON = Requirement("triton", "3.4", "pip install 'triton>=3.4' (comes with torch's CUDA builds on Linux)")
+# The interpreter computes bf16 dots wrongly and fp64 exactly; GPUs run the 16-bit types and fp32 with IEEE dots.
+_TRITON_LIMITS = Limits(
+    dtypes={"cuda": ("float16", "bfloat16", "float32"), "interpreter": ("float16", "float32", "float64")},
+    head_dim_multiple=8,
+    head_dim_max=256,
+    min_sm=80,
+)
+
+SPECS = (
+    Backend(
+        name="sdpa-packed",
+        path="nsa_sel.backends.sdpa_packed",
+        framework="torch",
+        limits=Limits(dtypes={place: ("float16", "bfloat16", "float32", "float64") for place in ("cpu", "cuda")}),
+        summary="rows bucketed by length, gathered, scaled_dot_product_attention; the fallback that always runs",
+    ),
+    Backend(
+        name="numba",
+        path="nsa_sel.backends.numba_cpu",
+        framework="numba",
+        limits=Limits(dtypes={"cpu": ("float16", "bfloat16", "float32", "float64")}),
+        requires=(Requirement("numba", "0.60", "pip install numba"),),
+        summary="parallel CPU loops: over rows forward, over KV positions backward",
+    ),
+    Backend(
+        name="triton-token",
+        path="nsa_sel.backends.triton_token",
+        framework="triton",
+        limits=_TRITON_LIMITS,
+        requires=(_TRITON,),
+        summary="one program per query row and head; no matrix unit, any h",
+    ),
+    Backend(
+        name="triton-group",
+        path="nsa_sel.backends.triton_group",
+        framework="triton",
+        limits=_TRITON_LIMITS,
+        requires=(_TRITON,),
+        summary="one program per query row and KV group: K/V loaded once for all h heads",
+    ),
+)

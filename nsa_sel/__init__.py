@@ -1,0 +1,50 @@
+"""Selection attention of Native Sparse Attention (arXiv 2502.11089): one call, several backends, and a decision anyone can read.
+
+Names are loaded when first used: `import nsa_sel.dispatch` needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nsa_sel.attention import explain, explain_request, forget_decisions, selection_attention, use_backend
+    from nsa_sel.decision import Decision
+    from nsa_sel.observe import counters, decisions, log_to
+    from nsa_sel.selection import Selection
+    from nsa_sel.show import describe
+
+__version__ = "0.1.0"
+__all__ = [
+    "Decision",
+    "Selection",
+    "counters",
+    "decisions",
+    "describe",
+    "explain",
+    "explain_request",
+    "forget_decisions",
+    "log_to",
+    "selection_attention",
+    "use_backend",
+]
+_HOMES = {
+    "Decision": "decision",
+    "Selection": "selection",
+    "counters": "observe",
+    "decisions": "observe",
+    "describe": "show",
+    "explain": "attention",
+    "explain_request": "attention",
+    "forget_decisions": "attention",
+    "log_to": "observe",
+    "selection_attention": "attention",
+    "use_backend": "attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nsa_sel' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"nsa_sel.{_HOMES[name]}"), name)

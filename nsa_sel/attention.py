@@ -1,0 +1,248 @@
+"""The public call: check, decide, run; autograd around whichever backends the decision names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nsa_sel import dispatch, observe, registry
+from nsa_sel.call import Call, check_call, device_info, request_of
+from nsa_sel.config import Settings, environment, settings_for
+from nsa_sel.decision import Decision, Override
+from nsa_sel.errors import BackendError
+from nsa_sel.request import DeviceInfo, Request
+from nsa_sel.selection import Selection
+
+T = TypeVar("T")
+FALLBACK = "sdpa-packed"
+_forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
+_memo: dict[Any, Decision] = {}
+_MEMO_SIZE = 4096
+# After these the CUDA context is lost: running anything else would only hide where it broke.
+_STICKY = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure", "illegal instruction")
+
+
+def selection_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection | Tensor,
+    *,
+    scale: float | None = None,
+    q_pos: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention of every query row to its selected keys (NSA, arXiv 2502.11089, Fig. 3 and Eq. 10-12), differentiable in q, k, v.
+
+    q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query a sequence (decode); k: [B,G,S_kv,Dk]; v: [B,G,S_kv,Dv]; all of one dtype
+    (float16, bfloat16, float32, float64) and device, any strides with a contiguous last dimension. selection: a `Selection`,
+    or its ranges [B,S,G,n,2] ([B,G,n,2] for decode), half-open, disjoint, shared by the h heads of a group. q_pos: key
+    positions of the rows, [S] or [B,S], by default S_kv - S + s. scale: of the logits, by default 1/sqrt(Dk).
+
+    A row at position t attends to the union of [max(start, 0), min(end, t + 1, S_kv)); nothing beyond t is read. Returns o,
+    shaped as q with Dv for Dk and in q's dtype, or (o, lse) with lse [B,S,G,h] the natural-log sum of exp of the scaled
+    logits, float32 (float64 for float64 inputs). A row with nothing selected gives o = 0, lse = -inf and gradients 0.
+
+    backend: a name to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy. Raises ArgumentError for bad
+    input and BackendError, with every reason, when the forced backend or all backends refuse; both before any kernel runs.
+    """
+    decode = isinstance(q, Tensor) and q.dim() == 4
+    q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
+    q, k, v = _autocast(q, k, v)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    request = request_of(q, k, v, selection, needs_grad)
+    decision = decide(request, device_info(q.device), backend)
+    settings = decision.settings
+    if settings.debug_triton:
+        selection.validate()
+    call = Call(q, k, v, selection, q_pos, scale, settings)
+    if needs_grad:
+        o, lse = _SelectionAttention.apply(q, k, v, call, decision)
+    else:
+        o, lse, decision = _forward(call, decision)
+    observe.record(decision, request)
+    if settings.debug_triton or settings.debug_compare:
+        _inspect(call, decision, o)
+    if decode:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    return (o, lse) if return_lse else o
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Force a backend for the calls inside the `with` block, of this thread or task. An argument `backend=` still wins."""
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, q_pos: Tensor | None = None, backend: str | None = None
+) -> Decision:
+    """The decision that `selection_attention` would take for these arguments; runs no kernel. Print it with `nsa_sel.describe`."""
+    q, k, v, selection, _, q_pos = check_call(q, k, v, selection, None, q_pos)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return select(request_of(q, k, v, selection, needs_grad), device_info(q.device), backend)
+
+
+def explain_request(request: Request, device: DeviceInfo | None = None, backend: str | None = None) -> Decision:
+    """The decision for a request without tensors, on this machine's first device or on an injected one."""
+    if device is None:
+        device = device_info(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    return select(request, device, backend)
+
+
+def select(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
+    """The remembered or fresh decision for the request's class under today's flags; `forward` is None when all refuse."""
+    key = (request.request_class(), device, environment(), backend, _forced.get())
+    decision = _memo.get(key)
+    if decision is None:
+        settings = settings_for(device)
+        observe.log_to(settings.debug_log)
+        decision = dispatch.select(
+            key[0], device, dispatch.load_policy("default"), settings, registry.offers(request), _override(backend, settings)
+        )
+        if len(_memo) >= _MEMO_SIZE:
+            _memo.clear()
+        _memo[key] = decision
+    return decision
+
+
+def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
+    """`select`, or BackendError with every reason when nothing may run the request."""
+    decision = select(request, device, backend)
+    message = dispatch.refusal(decision)
+    if message is not None:
+        raise BackendError(message, decision)
+    return decision
+
+
+def forget_decisions() -> None:
+    """Decide anew from now on: configuration files, installed packages or failures may have changed."""
+    _memo.clear()
+
+
+def _override(backend: str | None, settings: Settings) -> Override | None:
+    if backend is not None:
+        return Override(backend, "argument")
+    forced = _forced.get()
+    if forced is not None:
+        return Override(forced, "use_backend")
+    if settings.force_parity:
+        return Override(FALLBACK, "NSA_FORCE_PARITY")
+    if settings.backend is not None:
+        return Override(settings.backend, "NSA_SEL_BACKEND")
+    return None
+
+
+class _SelectionAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
+        o, lse, decision = _forward(call, decision)
+        ctx.save_for_backward(q, k, v, o, lse)
+        # The tensors of the call are saved by autograd, which notices when they are written in place.
+        ctx.call = (call.selection, call.q_pos, call.scale, call.settings)
+        ctx.decision = decision
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        if do is None and dlse is None:
+            return None, None, None, None, None
+        call = Call(q, k, v, *ctx.call)
+        if _nothing_to_do(call):
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
+        do = torch.zeros_like(o) if do is None else do
+        # Kernels read rows of a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
+        do = do if do.stride(-1) == 1 else do.contiguous()
+        dq, dk, dv = _run(call, ctx.decision, "backward", lambda module: module.backward(call, o, lse, do, dlse))[0]
+        return dq, dk, dv, None, None
+
+
+def _forward(call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
+    if _nothing_to_do(call):
+        shape = call.q.shape[:-1]
+        lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+        lse = torch.full(shape, float("-inf"), dtype=lse_dtype, device=call.q.device)
+        return call.q.new_zeros(*shape, call.v.shape[-1]), lse, decision
+    (o, lse), decision = _run(call, decision, "forward", lambda module: module.forward(call))
+    return o, lse, decision
+
+
+def _nothing_to_do(call: Call) -> bool:
+    return call.q.numel() == 0 or call.k.shape[2] == 0 or call.selection.n == 0
+
+
+def _run(call: Call, decision: Decision, direction: str, work: Callable[[registry.BackendModule], T]) -> tuple[T, Decision]:
+    """Run the decided backend; when an automatically chosen one fails, say so, and let packed SDPA do it instead."""
+    name = decision.forward if direction == "forward" else decision.backward
+    assert name is not None, "decide() refuses before any kernel"
+    timing = decision.settings.debug_timing
+    started = observe.now(call.q.device.type) if timing else 0.0
+    try:
+        result = work(registry.load(name))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        observe.count(f"failed.{name}")
+        observe.emit("sel.backend.failed", logging.ERROR, backend=name, direction=direction, error=repr(error), request=decision.request)
+        if decision.override is not None or name == FALLBACK or any(text in str(error) for text in _STICKY):
+            raise
+        registry.mark_broken(name, decision.request, error)
+        forget_decisions()
+        decision = _fall_back(decision, name)
+        result = work(registry.load(FALLBACK))
+    if timing:
+        seconds = observe.now(call.q.device.type) - started
+        observe.emit("sel.timing", backend=name, direction=direction, ms=seconds * 1e3)
+    return result, decision
+
+
+def _fall_back(decision: Decision, failed: str) -> Decision:
+    """The decision that serves the rest of the call after `failed` broke: packed SDPA, unless that refuses too."""
+    again = dispatch.select(
+        decision.request, decision.device, dispatch.load_policy(decision.policy), decision.settings,
+        registry.offers(decision.request), Override(FALLBACK, f"failure of {failed}"),
+    )  # fmt: skip
+    message = dispatch.refusal(again)
+    if message is not None:
+        raise BackendError(f"{failed} failed, and the fallback refuses. {message}", again)
+    return again
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under torch.autocast: q, k, v in its dtype, as scaled_dot_product_attention does (float64 is left alone)."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _inspect(call: Call, decision: Decision, o: Tensor) -> None:
+    """The events that need extra work: what was read, and the parity with packed SDPA. Reads the device."""
+    if decision.settings.debug_triton:
+        start, end = call.clamped_ranges()
+        tokens = int((end - start).sum())
+        width = (call.k.shape[-1] + call.v.shape[-1]) * call.k.element_size()
+        name = "sel.triton.reads" if str(decision.forward).startswith("triton") else "sel.reads"
+        observe.emit(name, backend=decision.forward, tokens=tokens, bytes=tokens * width, rows=start[..., 0].numel())
+    if decision.settings.debug_compare:
+        with torch.no_grad():
+            reference, _ = registry.load(FALLBACK).forward(call)
+            mae = float((o.detach().double() - reference.double()).abs().mean())
+        observe.emit("sel.compare", backend=decision.forward, reference=FALLBACK, mae=mae)

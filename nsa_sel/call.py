@@ -1,0 +1,148 @@
+"""One checked call: what a backend is given. Checks come before any kernel, and each names the argument and the remedy."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa_sel.config import Settings
+from nsa_sel.errors import ArgumentError
+from nsa_sel.request import DeviceInfo, Request
+from nsa_sel.selection import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] with contiguous last dims, a selection of the same rows, positions
+    q_pos [B,S] or None for S_kv - S + s, the softmax scale, and the settings that the decision was taken with."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selection: Selection
+    q_pos: Tensor | None
+    scale: float
+    settings: Settings
+
+    def positions(self) -> Tensor:
+        """[B,S] int64: the position of every query row."""
+        B, S = self.q.shape[:2]
+        if self.q_pos is not None:
+            return self.q_pos.long()
+        S_kv = self.k.shape[2]
+        return torch.arange(S_kv - S, S_kv, device=self.q.device).expand(B, S)
+
+    def clamped_ranges(self) -> tuple[Tensor, Tensor]:
+        """start, end [B,S,G,n] int64 after the causal clamp [max(start, 0), min(end, t + 1, S_kv)), end >= start."""
+        start, end = self.selection.ranges.long().unbind(-1)
+        start = start.clamp(min=0)
+        limit = (self.positions() + 1).clamp(max=self.k.shape[2])[:, :, None, None]
+        return start, torch.maximum(torch.minimum(end, limit), start)
+
+
+def check_call(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Selection, float, Tensor | None]:
+    """The arguments of `selection_attention` in the prefill form, or ArgumentError. Never reads a GPU."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(name, f"a {type(tensor).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
+    if q.dim() == 4:
+        q = q.unsqueeze(1)
+    if q.dim() != 5:
+        raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk], or [B,G,h,Dk] for decode", "split the heads into G groups of h")
+    B, S, G, h, Dk = q.shape
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dim() != 4 or tensor.shape[:2] != (B, G):
+            allowed = f"[B={B}, G={G}, S_kv, D]"
+            remedy = f"group-major keys; a [B,S_kv,G,D] cache is passed as {name}.transpose(1, 2)"
+            raise ArgumentError(name, f"of shape {tuple(tensor.shape)}", allowed, remedy)
+    if k.shape[3] != Dk:
+        raise ArgumentError("k", f"of head dimension {k.shape[3]}", f"q's head dimension {Dk}", "project q and k to the same size")
+    S_kv = k.shape[2]
+    if v.shape[2] != S_kv:
+        raise ArgumentError("v", f"of {v.shape[2]} positions", f"k's {S_kv} positions", "pass v for the same keys")
+    for name, size in (("h", h), ("Dk", Dk), ("Dv", v.shape[3]), ("G", G)):
+        if size == 0:
+            raise ArgumentError("q" if name != "Dv" else "v", f"of size 0 in {name}", f"{name} >= 1", "drop the empty dimension")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not tensor.is_floating_point() or tensor.dtype not in _DTYPES:
+            raise ArgumentError(name, f"of dtype {tensor.dtype}", ", ".join(_DTYPES.values()), f"call {name}.to(torch.bfloat16)")
+        if tensor.dtype != q.dtype:
+            raise ArgumentError(name, f"of dtype {tensor.dtype}", f"q's dtype {q.dtype}", f"call {name}.to(q.dtype)")
+        if tensor.device != q.device:
+            raise ArgumentError(name, f"on {tensor.device}", f"q's device {q.device}", f"call {name}.to(q.device)")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ArgumentError(name, f"of strides {tensor.stride()}", "a contiguous last dimension", f"call {name}.contiguous()")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ArgumentError("q", f"on {q.device}", "cpu or cuda", "move q, k, v there")
+
+    if not isinstance(selection, Selection):
+        if not isinstance(selection, Tensor):
+            raise ArgumentError("selection", f"a {type(selection).__name__}", "a Selection or ranges [B,S,G,n,2]", "see Selection.from_blocks")
+        selection = Selection.from_ranges(selection)
+    ranges = selection.ranges
+    if ranges.shape[:3] != (B, S, G):
+        raise ArgumentError("selection", f"over rows [B,S,G] = {tuple(ranges.shape[:3])}", f"q's rows {(B, S, G)}", "one set of ranges a query row and group")
+    if ranges.device != q.device:
+        raise ArgumentError("selection", f"on {ranges.device}", f"q's device {q.device}", "call selection.to(q.device)")
+
+    if scale is None:
+        scale = 1.0 / math.sqrt(Dk)
+    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ArgumentError("scale", repr(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
+    return q, k, v, selection, float(scale), _check_positions(q_pos, q, S_kv)
+
+
+def _check_positions(q_pos: Tensor | None, q: Tensor, S_kv: int) -> Tensor | None:
+    B, S = q.shape[:2]
+    if q_pos is None:
+        if S > S_kv:
+            raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows without q_pos", "pass q_pos, the rows' positions")
+        return None
+    if not isinstance(q_pos, Tensor):
+        raise ArgumentError("q_pos", f"a {type(q_pos).__name__}", "a torch.Tensor [S] or [B,S]", "wrap it in torch.as_tensor")
+    if q_pos.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError("q_pos", f"of dtype {q_pos.dtype}", "torch.int32 or torch.int64", "call .int() on it")
+    if q_pos.shape not in ((S,), (B, S)):
+        raise ArgumentError("q_pos", f"of shape {tuple(q_pos.shape)}", f"[S={S}] or [B={B}, S={S}]", "one position a query row")
+    if q_pos.device != q.device:
+        raise ArgumentError("q_pos", f"on {q_pos.device}", f"q's device {q.device}", "call q_pos.to(q.device)")
+    # On a GPU this would synchronise: there a position outside [0, S_kv) is clamped as the contract says.
+    if q_pos.device.type == "cpu" and q_pos.numel() and (int(q_pos.min()) < 0 or int(q_pos.max()) >= S_kv):
+        raise ArgumentError("q_pos", f"from {int(q_pos.min())} to {int(q_pos.max())}", f"positions in [0, S_kv = {S_kv})", "give each row its key position")
+    return q_pos.expand(B, S)
+
+
+_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+
+
+def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool) -> Request:
+    """The facts of a checked call that a policy may use."""
+    B, S, G, h, Dk = q.shape
+    S_kv, Dv = v.shape[2:]
+    step = 16 // q.element_size()
+    aligned = all(
+        tensor.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1]) for tensor in (q, k, v)
+    )
+    return Request(
+        B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
+        max_length=selection.length_bound(S_kv), dtype=_DTYPES[q.dtype], needs_grad=needs_grad, aligned=aligned,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def device_info(device: torch.device) -> DeviceInfo:
+    """The facts of a torch device that a policy may use."""
+    if device.type == "cpu":
+        return DeviceInfo(kind="cpu", name="cpu", triton_interpret=os.environ.get("TRITON_INTERPRET") == "1")
+    facts = torch.cuda.get_device_properties(device)
+    return DeviceInfo(
+        kind="cuda", name=facts.name, sm=facts.major * 10 + facts.minor, sm_count=facts.multi_processor_count,
+        shared_memory=facts.shared_memory_per_block_optin,
+    )  # fmt: skip

@@ -1,0 +1,287 @@
+"""From YAML files and environment flags to one validated `Settings`; later sources win, and each value knows its source.
+
+Order: configs/base.yaml < the GPU's profile in configs/devices/ < the file named by NSA_SEL_CONFIG < environment flags.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from nsa_sel.errors import ConfigError
+from nsa_sel.request import DeviceInfo
+
+ForcePath = Literal["dense", "varlen", "auto"]
+
+
+class KernelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one kernel is launched. `block_l`: keys a step; `rows`: query rows (tokens x heads) a step, where it applies."""
+
+    block_l: int
+    num_warps: int
+    num_stages: int
+    rows: int = 16
+    loads: Literal["pointer", "tma"] = "pointer"
+
+    def config_id(self, kernel: str) -> str:
+        """The name under which events and decisions mention this launch: "triton-group/forward:tma-L64-R16-w1-s2"."""
+        return f"{kernel}:{self.loads}-L{self.block_l}-R{self.rows}-w{self.num_warps}-s{self.num_stages}"
+
+
+class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `runtime:` part of a configuration file; every field may be left out of a profile."""
+
+    use_triton_sel: bool | msgspec.UnsetType = msgspec.UNSET
+    sel_triton_min_L: int | msgspec.UnsetType = msgspec.UNSET
+    workspace_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
+    prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
+    block_l: int | None | msgspec.UnsetType = msgspec.UNSET
+    block_d: int | None | msgspec.UnsetType = msgspec.UNSET
+    block_dv: int | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which devices a profile speaks for: `kind`, and for GPUs the compute capability and a part of the name."""
+
+    kind: Literal["cpu", "cuda"]
+    sm: int | None = None
+    name: str = ""
+
+
+class TritonOff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A device rule that turns Triton off, with the record behind it and the command that would re-open it."""
+
+    rule: str
+    evidence: str
+    reopen: str
+
+
+class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One YAML file of configs/."""
+
+    match: Match | None = None
+    provenance: str
+    runtime: Runtime = Runtime()
+    triton_off: TritonOff | None = None
+    kernels: dict[str, KernelConfig] = {}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The effective values for one device, as a decision records them."""
+
+    backend: str | None = None
+    use_triton_sel: bool
+    sel_triton_min_L: int
+    triton_force: bool = False
+    triton_group: bool = True
+    triton_allow_grad: bool = True
+    triton_require_align: bool = False
+    triton_force_path: ForcePath = "auto"
+    triton_double_buffer: bool | None = None
+    block_l: int | None = None
+    block_d: int | None = None
+    block_dv: int | None = None
+    use_sel_pack: bool = True
+    force_parity: bool = False
+    debug_triton: bool = False
+    debug_log: str | None = None
+    debug_timing: bool = False
+    debug_compare: bool = False
+    workspace_bytes: int
+    prefer_forward: tuple[str, ...]
+    prefer_backward: tuple[str, ...]
+    triton_off: TritonOff | None = None
+    kernels: dict[str, KernelConfig]
+    profile: str  # file name of the profile, or "built-in"
+    provenance: str
+    sources: dict[str, str]  # field -> where its value comes from, for the fields that are not built-in
+    fingerprint: str  # of all the values above
+
+    def kernel(self, name: str) -> KernelConfig:
+        """The launch of one kernel with the overrides of block size and double buffering applied."""
+        config = self.kernels[name]
+        if self.block_l is not None:
+            config = msgspec.structs.replace(config, block_l=self.block_l)
+        if self.triton_double_buffer is not None:
+            stages = max(2, config.num_stages) if self.triton_double_buffer else 1
+            config = msgspec.structs.replace(config, num_stages=stages)
+        return config
+
+
+class Flag(msgspec.Struct, frozen=True):
+    """One environment variable: the setting it sets and the values it takes."""
+
+    name: str
+    field: str
+    kind: Literal["bool", "length", "tile", "path", "text"]
+    help: str
+
+
+FLAGS = (
+    Flag("NSA_SEL_BACKEND", "backend", "text", "name of the backend to use, or an error that says why it can't"),
+    Flag("NSA_USE_TRITON_SEL", "use_triton_sel", "bool", "0 keeps Triton out, 1 lets the policy consider it"),
+    Flag("NSA_SEL_TRITON_MIN_L", "sel_triton_min_L", "length", "Triton only from this many selected keys a row on"),
+    Flag("NSA_TRITON_SEL_FORCE", "triton_force", "bool", "1 lifts the device rule that turns Triton off (experiments)"),
+    Flag("NSA_SEL_TRITON_GROUP", "triton_group", "bool", "0 keeps triton-group out, so that triton-token is the Triton choice"),
+    Flag("NSA_SEL_TRITON_ALLOW_GRAD", "triton_allow_grad", "bool", "0: no Triton when gradients are needed"),
+    Flag("NSA_SEL_TRITON_REQUIRE_ALIGN", "triton_require_align", "bool",
+         "1: Triton only for 16-byte aligned tensors and head dims that are multiples of 16"),
+    Flag("NSA_SEL_TRITON_FORCE_PATH", "triton_force_path", "path", "dense: one range a row; varlen: any; auto"),
+    Flag("NSA_SEL_TRITON_DB", "triton_double_buffer", "bool", "1: at least two pipeline stages; 0: one"),
+    Flag("NSA_SEL_TRITON_BLOCK_L", "block_l", "tile", "keys a kernel step takes"),
+    Flag("NSA_SEL_TRITON_BLOCK_D", "block_d", "tile", "tile width over Dk; a kernel holds Dk in one tile"),
+    Flag("NSA_SEL_TRITON_BLOCK_DV", "block_dv", "tile", "tile width over Dv; a kernel holds Dv in one tile"),
+    Flag("NSA_USE_SEL_PACK", "use_sel_pack", "bool", "0 keeps packed SDPA out"),
+    Flag("NSA_FORCE_PARITY", "force_parity", "bool", "1: packed SDPA, the reference path, for every call"),
+    Flag("NSA_DEBUG_TRITON", "debug_triton", "bool", "1: sel.triton.* events for every launch; checks selections"),
+    Flag("NSA_DEBUG_LOG", "debug_log", "text", "stderr or a file: events as JSON lines"),
+    Flag("NSA_DEBUG_TIMING", "debug_timing", "bool", "1: events carry times (synchronises the device)"),
+    Flag("NSA_DEBUG_COMPARE", "debug_compare", "bool", "1: every call is compared with packed SDPA; the MAE is logged"),
+)  # fmt: skip
+CONFIG_FLAG = "NSA_SEL_CONFIG"
+TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read by the tests alone
+_FLAG_NAMES = tuple(flag.name for flag in FLAGS) + (CONFIG_FLAG,)
+_BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+_ALLOWED = {
+    "bool": "0 or 1",
+    "length": "a whole number >= 0",
+    "tile": "a power of two from 16 to 512",
+    "path": ", ".join(get_args(ForcePath)),
+    "text": "a name",
+}
+
+
+def parse_flag(flag: Flag, text: str) -> Any:
+    """The value that `text` gives to `flag`. Raises ConfigError naming the flag, the text and what is allowed."""
+    value: Any = None
+    if flag.kind == "bool":
+        value = _BOOLS.get(text.strip().lower())
+    elif flag.kind in ("length", "tile") and text.strip().isdecimal():
+        number = int(text)
+        if flag.kind == "length" or (16 <= number <= 512 and number & (number - 1) == 0):
+            value = number
+    elif flag.kind == "path":
+        value = text if text in get_args(ForcePath) else None
+    elif flag.kind == "text":
+        value = text.strip() or None
+    if value is None:
+        raise ConfigError(flag.name, text, _ALLOWED[flag.kind], f"unset it, or set it to what it takes: {flag.help}")
+    return value
+
+
+def parse_config(text: bytes, source: str) -> ConfigFile:
+    """A configuration file from YAML, strictly: unknown fields and wrong types are refused with the field's path."""
+    import yaml  # only here: the decision path of a call never reads YAML twice
+
+    try:
+        config = msgspec.convert(yaml.safe_load(text), ConfigFile)
+    except (msgspec.ValidationError, yaml.YAMLError) as error:
+        remedy = "mend the field; configs/base.yaml shows every field"
+        raise ConfigError(source, str(error), "the fields of nsa_sel.config.ConfigFile", remedy) from error
+    for field in ("sel_triton_min_L", "workspace_bytes"):
+        number = getattr(config.runtime, field)
+        if number is not msgspec.UNSET and number < 0:
+            raise ConfigError(f"{source}: runtime.{field}", number, "a whole number >= 0", "write what is allowed")
+    for field in ("block_l", "block_d", "block_dv"):
+        tile = getattr(config.runtime, field)
+        if isinstance(tile, int) and not (16 <= tile <= 512 and tile & (tile - 1) == 0):
+            raise ConfigError(f"{source}: runtime.{field}", tile, _ALLOWED["tile"], "write what is allowed, or null")
+    for name, kernel in config.kernels.items():
+        power = all(x > 0 and x & (x - 1) == 0 for x in (kernel.block_l, kernel.num_warps, kernel.rows))
+        if not power or kernel.num_stages < 1:
+            allowed = "powers of two for block_l, rows, num_warps and num_stages >= 1"
+            raise ConfigError(f"{source}: kernels.{name}", msgspec.to_builtins(kernel), allowed, "mend the numbers")
+    return config
+
+
+@functools.cache
+def shipped_configs() -> dict[str, ConfigFile]:
+    """base.yaml and every device profile of configs/, by file name."""
+    folder = resources.files("nsa_sel") / "configs"
+    files = [folder / "base.yaml", *sorted((folder / "devices").iterdir(), key=lambda entry: entry.name)]
+    return {file.name: parse_config(file.read_bytes(), file.name) for file in files if file.name.endswith(".yaml")}
+
+
+def matching_profile(device: DeviceInfo) -> tuple[str, ConfigFile] | None:
+    """The profile that speaks for `device`: kind, compute capability and name must all fit."""
+    for name, config in shipped_configs().items():
+        match = config.match
+        if match and match.kind == device.kind and match.sm == device.sm and match.name in device.name:
+            return name, config
+    return None
+
+
+def environment() -> tuple[str | None, ...]:
+    """The raw values of all flags: settings and remembered decisions hold for one such tuple."""
+    # os.environ.get encodes and decodes every name: 22 flags cost 9 us a call, the mapping underneath 1 us.
+    data = getattr(os.environ, "_data", None)
+    encode = getattr(os.environ, "encodekey", None)
+    if data is None or encode is None:
+        return tuple(os.environ.get(name) for name in _FLAG_NAMES)
+    return tuple(map(data.get, _encoded_names(encode)))
+
+
+@functools.cache
+def _encoded_names(encode: Any) -> tuple[Any, ...]:
+    return tuple(encode(name) for name in _FLAG_NAMES)
+
+
+def settings_for(device: DeviceInfo) -> Settings:
+    """The effective settings on `device`, remembered until a flag changes. Raises ConfigError on a bad flag or file."""
+    return _resolve(device, environment())
+
+
+def debugging() -> bool:
+    """Whether NSA_DEBUG_TRITON asks for the checks that read the device."""
+    text = os.environ.get("NSA_DEBUG_TRITON")
+    return text is not None and bool(parse_flag(next(flag for flag in FLAGS if flag.name == "NSA_DEBUG_TRITON"), text))
+
+
+def forget_settings() -> None:
+    """Read configuration files anew: they may have changed on disk."""
+    shipped_configs.cache_clear()
+    _resolve.cache_clear()
+
+
+@functools.lru_cache(maxsize=64)
+def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settings:
+    layers = [("base.yaml", shipped_configs()["base.yaml"])]
+    profile = matching_profile(device)
+    if profile:
+        layers.append(profile)
+    user_file = os.environ.get(CONFIG_FLAG)
+    if user_file:
+        try:
+            layers.append((user_file, parse_config(Path(user_file).read_bytes(), user_file)))
+        except OSError as error:
+            raise ConfigError(CONFIG_FLAG, user_file, "a readable YAML file", f"{error.strerror}: mend the path") from error
+
+    values: dict[str, Any] = {"kernels": {}, "profile": "built-in"}
+    sources: dict[str, str] = {}
+    for name, layer in layers:
+        for field in Runtime.__struct_fields__:
+            value = getattr(layer.runtime, field)
+            if value is not msgspec.UNSET:
+                values[field] = tuple(value) if isinstance(value, list) else value
+                if name != "base.yaml":
+                    sources[field] = name
+        values["kernels"] = {**values["kernels"], **layer.kernels}
+        values["provenance"] = layer.provenance
+        if layer.triton_off:
+            values["triton_off"] = layer.triton_off
+        if name != "base.yaml":
+            values["profile"] = name
+    for flag in FLAGS:
+        text = os.environ.get(flag.name)
+        if text is not None:
+            values[flag.field] = parse_flag(flag, text)
+            sources[flag.field] = flag.name
+    digest = hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:12]
+    return Settings(**values, sources=sources, fingerprint=digest)

@@ -1,0 +1,36 @@
+"""Every error that nsa-sel raises on purpose: what was wrong, its value, what is allowed, and the remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nsa_sel.decision import Decision
+
+
+class NsaSelError(Exception):
+    """Base of all errors raised by nsa-sel."""
+
+
+class ArgumentError(NsaSelError, ValueError):
+    """An argument of a public call is not what the contract asks for; no kernel has run."""
+
+    def __init__(self, argument: str, value: object, allowed: str, remedy: str) -> None:
+        super().__init__(f"{argument} is {value}; allowed: {allowed}. Remedy: {remedy}.")
+        self.argument, self.value, self.allowed, self.remedy = argument, value, allowed, remedy
+
+
+class ConfigError(NsaSelError, ValueError):
+    """A flag of the environment or a field of a configuration file has a bad value."""
+
+    def __init__(self, source: str, value: object, allowed: str, remedy: str) -> None:
+        super().__init__(f"{source} is {value!r}; allowed: {allowed}. Remedy: {remedy}.")
+        self.source, self.value, self.allowed, self.remedy = source, value, allowed, remedy
+
+
+class BackendError(NsaSelError, RuntimeError):
+    """No backend may serve the call: a forced one is unknown or refuses, or none is left. Carries the decision."""
+
+    def __init__(self, message: str, decision: Decision | None = None) -> None:
+        super().__init__(message)
+        self.decision = decision

@@ -1,0 +1,115 @@
+"""Name -> backend: the built-in ones, those of installed packages (entry points), what is missing here, what broke."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import threading
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+from nsa_sel.backends.specs import SPECS
+from nsa_sel.decision import Backend, Offer, Reason
+from nsa_sel.errors import BackendError
+from nsa_sel.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nsa_sel.call import Call
+
+ENTRY_POINT_GROUP = "nsa_sel.backends"
+Direction = Literal["forward", "backward"]
+
+
+class BackendModule(Protocol):
+    """What a backend's module offers. Both functions get a checked call and may rely on the contract."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs)."""
+        ...
+
+    def backward(self, call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv, shaped and typed as q, k, v, contiguous; dlse is None when nobody uses lse."""
+        ...
+
+
+@functools.cache
+def backends() -> dict[str, Backend]:
+    """All known backends by name. An entry point of the group `nsa_sel.backends` names a `Backend` object."""
+    found = {spec.name: spec for spec in SPECS}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        spec = entry.load()
+        if not isinstance(spec, Backend):
+            raise BackendError(
+                f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} gives a {type(spec).__name__}; allowed: an"
+                " nsa_sel.decision.Backend. Remedy: mend or uninstall the package that declares it."
+            )
+        if spec.name in found:
+            raise BackendError(
+                f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} takes the name {spec.name!r}, which is already a"
+                " backend. Remedy: give it another name."
+            )
+        found[spec.name] = spec
+    return found
+
+
+def load(name: str) -> BackendModule:
+    """The module of a backend; this is where a kernel framework is first imported."""
+    return cast(BackendModule, importlib.import_module(backends()[name].path))
+
+
+@functools.cache
+def missing(name: str) -> tuple[Reason, ...]:
+    """What `name` lacks on this machine, found without importing anything."""
+    reasons = []
+    for need in backends()[name].requires:
+        try:
+            version = importlib.metadata.version(need.package)
+        except importlib.metadata.PackageNotFoundError:
+            version = None
+        if version is None or importlib.util.find_spec(need.package) is None:
+            reasons.append(
+                Reason("package-missing", "unavailable", f"package {need.package}", None, f">= {need.version}", need.remedy)
+            )
+        elif _numbers(version) < _numbers(need.version):
+            reasons.append(
+                Reason("package-old", "unavailable", f"package {need.package}", version, f">= {need.version}", need.remedy)
+            )
+    return tuple(reasons)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+
+
+# Failures of automatically chosen kernels: (backend, request class) is not tried again in this process.
+_broken: dict[tuple[str, Request], Reason] = {}
+_lock = threading.Lock()
+
+
+def mark_broken(name: str, request: Request, error: BaseException) -> None:
+    """Remember that `name` failed to compile or launch for this class of requests."""
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = Reason(
+        "failed-before", "unavailable", "kernel", f"{type(error).__name__}: {first_line}", "a kernel that compiles and launches",
+        "see the error event sel.backend.failed; restart the process to try again",
+    )  # fmt: skip
+    with _lock:
+        _broken[name, request.request_class()] = reason
+
+
+def forget_broken() -> None:
+    """Try every backend again."""
+    with _lock:
+        _broken.clear()
+
+
+def offers(request: Request) -> tuple[Offer, ...]:
+    """Every known backend with what is missing or broken here for this class of requests."""
+    key = request.request_class()
+    return tuple(
+        Offer(spec, missing(name) + ((_broken[name, key],) if (name, key) in _broken else ()))
+        for name, spec in backends().items()
+    )

@@ -1,0 +1,265 @@
+"""Selection: which keys each query row attends to, as half-open ranges, with static bounds and the plans that backends build from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.config import debugging
+from nsa_sel.errors import ArgumentError
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class Measured(NamedTuple):
+    """Exact statistics of a selection, over its rows (one row: one batch entry, query position and KV group)."""
+
+    rows: int
+    empty_rows: int
+    max_length: int  # keys
+    mean_length: float  # keys
+    total_length: int  # keys, summed over rows
+
+
+class Selection:
+    """Half-open key ranges [B,S,G,n,2] of every query row, shared by the h heads of a KV group (NSA, arXiv 2502.11089, Eq. 10-12).
+
+    ranges: int32 or int64, `[start, end)` in key positions; a range with end <= start is empty. `block_size` states that every
+    non-empty range is one whole block [j*block_size, (j+1)*block_size); `max_length` bounds the keys of one row. Both are
+    static: using a selection never reads the device. Ranges of one row must not overlap (`merge` makes them so, `validate`
+    tells). Backends keep their plans here, so that forward and backward, and layers that share a selection, build them once.
+    """
+
+    def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None) -> None:
+        self.ranges = ranges
+        self.block_size = block_size
+        self.max_length = max_length
+        self.measured: Measured | None = None
+        self._plans: dict[Any, Any] = {}
+
+    @classmethod
+    def from_ranges(cls, ranges: Tensor, block_size: int | None = None, max_length: int | None = None) -> Selection:
+        """From ranges [B,S,G,n,2] (or [B,G,n,2] for one query a sequence), int32 or int64.
+
+        Raises ArgumentError for another shape or dtype; with NSA_DEBUG_TRITON=1 also for what `validate` finds.
+        """
+        ranges = _as_rows(_tensor("ranges", ranges), "ranges", "[B,S,G,n,2] or [B,G,n,2]", 5)
+        if ranges.shape[-1] != 2:
+            raise ArgumentError("ranges", f"of shape {tuple(ranges.shape)}", "a last dimension of 2: start, end", "stack start and end")
+        _positive("block_size", block_size, optional=True)
+        _positive("max_length", max_length, optional=True)
+        selection = cls(ranges, block_size, max_length)
+        if debugging():
+            selection.validate()
+        return selection
+
+    @classmethod
+    def from_blocks(cls, block_indices: Tensor, block_size: int, block_counts: Tensor | None = None) -> Selection:
+        """From block_indices [B,S,G,n] (or [B,G,n]); -1 is padding, any order; entry i counts only if i < block_counts [B,S,G].
+
+        Unsigned 8-bit indices are accepted too (255 is then a block, not padding). Raises ArgumentError for a wrong shape
+        or dtype, and with NSA_DEBUG_TRITON=1 for a block that a row names twice.
+        """
+        indices = _tensor("block_indices", block_indices)
+        if indices.dtype not in _INDEX_DTYPES:
+            if indices.dtype not in (torch.uint8, torch.int8, torch.int16):
+                raise ArgumentError("block_indices", f"of dtype {indices.dtype}", "an integer dtype", "call .int() on it")
+            indices = indices.int()
+        indices = _as_rows(indices, "block_indices", "[B,S,G,n] or [B,G,n]", 4)
+        _positive("block_size", block_size)
+        if block_counts is not None:
+            counts = _tensor("block_counts", block_counts)
+            counts = counts.unsqueeze(1) if counts.dim() == 2 else counts
+            if counts.shape != indices.shape[:-1] or counts.device != indices.device:
+                shape = f"of shape {tuple(counts.shape)} on {counts.device}"
+                raise ArgumentError("block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count a row of block_indices")
+            used = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+            indices = torch.where(used, indices, -1)
+        start = torch.where(indices < 0, 0, indices * block_size)
+        end = torch.where(indices < 0, 0, start + block_size)
+        selection = cls(torch.stack((start, end), dim=-1), block_size)
+        if debugging():
+            selection.validate()
+        return selection
+
+    @classmethod
+    def from_scores(
+        cls,
+        scores: Tensor,
+        n: int,
+        block_size: int,
+        first: int = 1,
+        local: int = 2,
+        *,
+        S_kv: int | None = None,
+        q_pos: Tensor | None = None,
+    ) -> Selection:
+        """The n best blocks of every row by scores [B,S,G,blocks] (NSA Eq. 7-12): forced first and local ones, then by score.
+
+        The row at position t sees the blocks that start at or before t. The `first` blocks of the sequence and the `local`
+        last visible ones (the current block among them) are always taken, the others by falling score, ties to the lower
+        index; a score of -inf or NaN excludes a block. Positions are q_pos [S] or [B,S], by default S_kv - S + s; S_kv is by
+        default S. Ascending block indices with -1 padding are kept in the result's ranges. Deterministic.
+        """
+        scores = _tensor("scores", scores)
+        if scores.dim() != 4 or not scores.is_floating_point():
+            raise ArgumentError("scores", f"{scores.dtype} of shape {tuple(scores.shape)}", "floating point [B,S,G,blocks]", "add the missing axes")
+        for name, number in (("n", n), ("block_size", block_size)):
+            _positive(name, number)
+        if first < 0 or local < 0 or first + local > n:
+            raise ArgumentError("first + local", f"{first} + {local}", f"each >= 0 and together at most n = {n}", "raise n, or force fewer blocks")
+        S, blocks = scores.shape[1], scores.shape[3]
+        if q_pos is None:
+            S_kv = S if S_kv is None else S_kv
+            if -(-S_kv // block_size) != blocks:
+                raise ArgumentError(
+                    "scores", f"over {blocks} blocks of {block_size}", f"{-(-S_kv // block_size)} blocks for S_kv = {S_kv}",
+                    "pass S_kv= (the number of keys) or q_pos= (the rows' positions)",
+                )  # fmt: skip
+            q_pos = torch.arange(S_kv - S, S_kv, device=scores.device)
+        current = (q_pos if q_pos.dim() == 2 else q_pos.unsqueeze(0))[:, :, None, None] // block_size
+        block = torch.arange(blocks, device=scores.device)
+        forced = (block < first) | (block > current - local)
+        key = torch.where(forced, float("inf"), torch.where(scores.isnan(), float("-inf"), scores.float()))
+        key = torch.where(block <= current, key, float("-inf"))
+        # A stable sort, not topk: topk leaves the order of ties open.
+        key, order = torch.sort(key, dim=-1, descending=True, stable=True)
+        chosen = torch.where(key > float("-inf"), order, blocks)[..., :n]
+        chosen = torch.sort(chosen, dim=-1).values
+        if blocks < n:
+            chosen = torch.nn.functional.pad(chosen, (0, n - blocks), value=blocks)
+        return cls.from_blocks(torch.where(chosen < blocks, chosen, -1).int(), block_size)
+
+    @property
+    def n(self) -> int:
+        """Ranges a row, the empty ones included."""
+        return self.ranges.shape[-2]
+
+    @property
+    def block_indices(self) -> Tensor:
+        """[B,S,G,n] in the ranges' dtype, -1 where a range is empty. Raises ArgumentError when the ranges are not blocks."""
+        if self.block_size is None:
+            raise ArgumentError("block_size", None, "the size of the blocks", "build the selection from blocks, or pass block_size=")
+        start, end = self.ranges.unbind(-1)
+        return torch.where(end > start, start // self.block_size, -1)
+
+    def length_bound(self, S_kv: int) -> int:
+        """The most keys that one row may select among S_kv: exact after `measure`, else from the static facts alone."""
+        bounds = [S_kv]
+        if self.measured is not None:
+            bounds.append(self.measured.max_length)
+        if self.max_length is not None:
+            bounds.append(self.max_length)
+        if self.block_size is not None:
+            bounds.append(self.n * self.block_size)
+        return min(bounds)
+
+    def plan(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
+        """What `build()` returned for `key` the first time; built anew when the ranges were written in place since."""
+        version = self.ranges._version
+        cached = self._plans.get(key)
+        if cached is None or cached[0] != version:
+            cached = (version, build())
+            self._plans[key] = cached
+        return cached[1]
+
+    def merge(self) -> Selection:
+        """The same keys as sorted, disjoint ranges: overlapping and touching ranges of a row become one, empty ones go last."""
+        start, end = self.ranges.unbind(-1)
+        start = start.clamp(min=0)
+        empty = end <= start
+        far = torch.iinfo(start.dtype).max
+        start, order = torch.sort(torch.where(empty, far, start), dim=-1, stable=True)
+        end = torch.where(empty, 0, end).gather(-1, order)
+        reach = torch.cummax(end, dim=-1).values
+        before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=-1)
+        slot = torch.cumsum((start > before).to(torch.int64), dim=-1) - 1
+        merged_start = torch.full_like(start, far).scatter_reduce(-1, slot, start, "amin")
+        merged_end = torch.zeros_like(end).scatter_reduce(-1, slot, end, "amax")
+        merged_start = torch.where(merged_end > 0, merged_start, 0)
+        return Selection(torch.stack((merged_start, merged_end), dim=-1), None, self.length_bound(far))
+
+    def validate(self) -> Selection:
+        """Check what the static facts promise; reads the device. Returns self, raises ArgumentError naming the first bad row.
+
+        Ranges of a row must not overlap; unless they are whole blocks they must also be sorted by start; blocks must be whole.
+        """
+        start, end = self.ranges.unbind(-1)
+        start, filled = start.clamp(min=0), end > start.clamp(min=0)
+        if self.block_size is not None:
+            bad = filled & ((start % self.block_size != 0) | (end - start != self.block_size))
+            self._refuse(bad.any(-1), f"has a range that is not one block of {self.block_size}", "pass block_size=None, or align the ranges")
+        # Empty ranges take no part: they inherit the largest end before them.
+        reach = torch.cummax(torch.where(filled, end, 0), dim=-1).values
+        before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=0)
+        if self.block_size is None:
+            self._refuse((filled & (start < before)).any(-1), "has overlapping or unsorted ranges", "call selection.merge()")
+        else:
+            far = torch.iinfo(start.dtype).max
+            ordered = torch.sort(torch.where(filled, start, far), dim=-1).values
+            twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < far)
+            self._refuse(twice.any(-1), "names a block twice", "drop the duplicates, or call selection.merge()")
+        if self.max_length is not None:
+            longer = torch.where(filled, end - start, 0).sum(-1) > self.max_length
+            self._refuse(longer, f"selects more than max_length = {self.max_length} keys", "raise max_length, or leave it out")
+        return self
+
+    def _refuse(self, bad: Tensor, what: str, remedy: str) -> None:
+        if bool(bad.any()):
+            b, s, g = bad.nonzero()[0].tolist()
+            row = self.ranges[b, s, g].tolist()
+            raise ArgumentError(f"selection row (b={b}, s={s}, g={g})", f"{row}, which {what}", "disjoint ranges as Selection promises", remedy)
+
+    def measure(self, S_kv: int | None = None, q_pos: Tensor | None = None) -> Measured:
+        """Exact statistics, kept as `measured` and used by policies from then on. Reads the device: never on a hot path.
+
+        With S_kv the lengths are those after the causal clamp at q_pos [S] or [B,S] (default S_kv - S + s).
+        """
+        start, end = self.ranges.unbind(-1)
+        if S_kv is not None:
+            S = start.shape[1]
+            position = torch.arange(S_kv - S, S_kv, device=start.device) if q_pos is None else q_pos
+            position = position if position.dim() == 2 else position.unsqueeze(0)
+            end = torch.minimum(end, (position + 1).clamp(max=S_kv)[:, :, None, None])
+        lengths = (end - start.clamp(min=0)).clamp(min=0).sum(-1)
+        rows = lengths.numel()
+        total = int(lengths.sum())
+        longest = int(lengths.max()) if rows else 0
+        self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total)
+        return self.measured
+
+    def to(self, device: torch.device | str) -> Selection:
+        """The same selection on another device, without its plans."""
+        moved = Selection(self.ranges.to(device), self.block_size, self.max_length)
+        moved.measured = self.measured
+        return moved
+
+    def __repr__(self) -> str:
+        facts = f"block_size={self.block_size}, max_length={self.max_length}, measured={self.measured}"
+        return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
+
+
+def _tensor(argument: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ArgumentError(argument, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
+    return value
+
+
+def _as_rows(value: Tensor, argument: str, shapes: str, dims: int) -> Tensor:
+    if value.dtype not in _INDEX_DTYPES:
+        raise ArgumentError(argument, f"of dtype {value.dtype}", "torch.int32 or torch.int64", "call .int() on it")
+    if value.dim() == dims - 1:
+        value = value.unsqueeze(1)
+    if value.dim() != dims:
+        raise ArgumentError(argument, f"of shape {tuple(value.shape)}", shapes, "add the missing axes")
+    return value
+
+
+def _positive(argument: str, value: int | None, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ArgumentError(argument, repr(value), "a whole number >= 1", "pass what the selection was made with")

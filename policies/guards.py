@@ -1,0 +1,69 @@
+"""Can a backend run the call? One function that interprets `Limits`, and what its package needs; no opinion on speed."""
+
+from __future__ import annotations
+
+from nsa_sel.decision import Offer, Reason
+from nsa_sel.dispatch import Case
+
+
+def available(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """What is missing or has failed on this machine."""
+    return offer.missing
+
+
+def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """Every limit of the backend that the call or the device passes, with both values."""
+    limits, request, device = offer.backend.limits, case.request, case.device
+    interpreted = device.kind == "cpu" and device.triton_interpret and "interpreter" in limits.dtypes
+    place = "interpreter" if interpreted else device.kind
+    places = " or ".join(name for name in limits.dtypes if name != "interpreter")
+    reasons = []
+    if place not in limits.dtypes:
+        remedy = "move q, k, v there"
+        if "interpreter" in limits.dtypes:
+            remedy += ", or set TRITON_INTERPRET=1 before Python starts to test it slowly on the CPU"
+        reasons.append(Reason("device-kind", "unsupported", "device.kind", device.kind, places, remedy))
+    elif request.dtype not in limits.dtypes[place]:
+        dtypes = ", ".join(limits.dtypes[place])
+        reasons.append(Reason("dtype", "unsupported", "request.dtype", request.dtype, f"one of {dtypes}", "cast q, k, v"))
+    if place == "cuda" and (device.sm or 0) < limits.min_sm:
+        reasons.append(
+            Reason("compute-capability", "unsupported", "device.sm", device.sm, f">= {limits.min_sm}", "use a newer GPU or sdpa-packed")
+        )
+    for field in ("Dk", "Dv"):
+        value = getattr(request, field)
+        if value % limits.head_dim_multiple:
+            required = f"a multiple of {limits.head_dim_multiple}"
+            reasons.append(
+                Reason("head-dim-multiple", "unsupported", f"request.{field}", value, required, "pad the head dimension with zeros")
+            )
+        if value > limits.head_dim_max:
+            required = f"<= {limits.head_dim_max}"
+            reasons.append(Reason("head-dim-max", "unsupported", f"request.{field}", value, required, "use sdpa-packed"))
+    if limits.block_aligned_only and request.block_size is None:
+        reasons.append(
+            Reason("block-aligned", "unsupported", "request.block_size", None, "whole blocks", "build the Selection with from_blocks")
+        )
+    if request.needs_grad and not limits.backward:
+        reasons.append(
+            Reason("no-backward", "unsupported", "request.needs_grad", True, False, "use another backend, or torch.no_grad()")
+        )
+    return tuple(reasons)
+
+
+def tile_overrides(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """A Triton kernel holds a head dimension in one tile, and `dense` takes one range a row: overrides must agree."""
+    if offer.backend.framework != "triton":
+        return ()
+    reasons = []
+    for field, setting in (("Dk", "block_d"), ("Dv", "block_dv")):
+        tile, width = getattr(case.settings, setting), getattr(case.request, field)
+        if tile is not None and tile < width:
+            reasons.append(
+                Reason("tile-too-narrow", "unsupported", f"settings.{setting}", tile, f">= {field} = {width}", "unset the override or widen it")
+            )
+    if case.settings.triton_force_path == "dense" and case.request.n != 1:
+        reasons.append(
+            Reason("path-dense", "unsupported", "request.n", case.request.n, 1, "unset NSA_SEL_TRITON_FORCE_PATH or set it to varlen")
+        )
+    return tuple(reasons)

@@ -1,0 +1,66 @@
+"""Should a backend take the call? Device rules (ADR), flags that forbid, and the evidence on where it is faster."""
+
+from __future__ import annotations
+
+from nsa_sel.decision import Offer, Reason
+from nsa_sel.dispatch import Case
+
+
+def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """A profile may turn Triton off for a device (ADR-2025-08-M4-02 on SM 8.9); only NSA_TRITON_SEL_FORCE=1 lifts it."""
+    off = case.settings.triton_off
+    if offer.backend.framework != "triton" or off is None or case.settings.triton_force:
+        return ()
+    remedy = f"for experiments set NSA_TRITON_SEL_FORCE=1; to re-open the rule measure: {off.reopen}"
+    return (Reason("device-rule", "disabled", "device.sm", case.device.sm, off.rule, remedy),)
+
+
+def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """Flags and configuration that keep Triton, or one of its backends, out."""
+    settings, request = case.settings, case.request
+    if offer.backend.framework != "triton":
+        return ()
+    reasons = []
+    if not settings.use_triton_sel:
+        reasons.append(
+            Reason("triton-off", "disabled", "settings.use_triton_sel", False, True, "set NSA_USE_TRITON_SEL=1 or runtime.use_triton_sel")
+        )
+    if offer.backend.name == "triton-group" and not settings.triton_group:
+        reasons.append(Reason("group-off", "disabled", "settings.triton_group", False, True, "unset NSA_SEL_TRITON_GROUP"))
+    if request.needs_grad and not settings.triton_allow_grad:
+        reasons.append(
+            Reason("grad-off", "disabled", "settings.triton_allow_grad", False, True, "unset NSA_SEL_TRITON_ALLOW_GRAD, or torch.no_grad()")
+        )
+    if settings.triton_require_align:
+        dims = (request.Dk, request.Dv)
+        if any(dim % 16 for dim in dims):
+            reasons.append(
+                Reason("align-dims", "disabled", "request.Dk, request.Dv", f"{dims[0]}, {dims[1]}", "multiples of 16", "pad, or unset NSA_SEL_TRITON_REQUIRE_ALIGN")
+            )
+        if not request.aligned:
+            remedy = "make q, k, v 16-byte aligned, or unset NSA_SEL_TRITON_REQUIRE_ALIGN"
+            reasons.append(Reason("align-pointers", "disabled", "request.aligned", False, True, remedy))
+    return tuple(reasons)
+
+
+def pack_flag(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """NSA_USE_SEL_PACK=0 keeps packed SDPA out."""
+    if offer.backend.name != "sdpa-packed" or case.settings.use_sel_pack:
+        return ()
+    return (Reason("pack-off", "disabled", "settings.use_sel_pack", False, True, "unset NSA_USE_SEL_PACK"),)
+
+
+def no_triton_on_cpu(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """The interpreter is for tests: it is never faster than any CPU backend."""
+    if offer.backend.framework != "triton" or case.device.kind != "cpu":
+        return ()
+    return (Reason("triton-on-cpu", "slower", "device.kind", "cpu", "cuda", "force it by name to run the interpreter"),)
+
+
+def min_length(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """The min-L gate: Triton only where a row may select at least `sel_triton_min_L` keys."""
+    gate, length = case.settings.sel_triton_min_L, case.request.max_length
+    if offer.backend.framework != "triton" or length >= gate:
+        return ()
+    remedy = "lower NSA_SEL_TRITON_MIN_L or runtime.sel_triton_min_L when a measurement on this GPU shows a gain"
+    return (Reason("min-length", "slower", "request.max_length", length, f">= {gate}", remedy, satisfied_by=gate),)
