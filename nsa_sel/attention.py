@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -17,7 +16,7 @@ from nsa_sel import dispatch, observe, registry
 from nsa_sel.call import Call, check_call, device_info, request_of
 from nsa_sel.config import Settings, environment, settings_for
 from nsa_sel.decision import Decision, Override
-from nsa_sel.errors import BackendError
+from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 
@@ -62,9 +61,10 @@ def selection_attention(
     request = request_of(q, k, v, selection, needs_grad)
     decision = decide(request, device_info(q.device), backend)
     settings = decision.settings
+    observe.follow(settings.debug_log)
     if settings.debug_triton:
         selection.validate()
-    call = Call(q, k, v, selection, q_pos, scale, settings)
+    call = Call(q, k, v, selection, q_pos, scale, settings, decision.device)
     if needs_grad:
         o, lse = _SelectionAttention.apply(q, k, v, call, decision)
     else:
@@ -80,6 +80,9 @@ def selection_attention(
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Force a backend for the calls inside the `with` block, of this thread or task. An argument `backend=` still wins."""
+    if name is None:
+        raise ArgumentError("name", None, "a name of a backend", "leave the `with` out to let the policy choose")
+    _check_name("name", name)
     token = _forced.set(name)
     try:
         yield
@@ -92,6 +95,7 @@ def explain(
 ) -> Decision:
     """The decision that `selection_attention` would take for these arguments; runs no kernel. Print it with `nsa_sel.describe`."""
     q, k, v, selection, _, q_pos = check_call(q, k, v, selection, None, q_pos)
+    q, k, v = _autocast(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return select(request_of(q, k, v, selection, needs_grad), device_info(q.device), backend)
 
@@ -105,11 +109,11 @@ def explain_request(request: Request, device: DeviceInfo | None = None, backend:
 
 def select(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
     """The remembered or fresh decision for the request's class under today's flags; `forward` is None when all refuse."""
+    _check_name("backend", backend)
     key = (request.request_class(), device, environment(), backend, _forced.get())
     decision = _memo.get(key)
     if decision is None:
         settings = settings_for(device)
-        observe.log_to(settings.debug_log)
         decision = dispatch.select(
             key[0], device, dispatch.load_policy("default"), settings, registry.offers(request), _override(backend, settings)
         )
@@ -133,6 +137,11 @@ def forget_decisions() -> None:
     _memo.clear()
 
 
+def _check_name(argument: str, name: str | None) -> None:
+    if name is not None and not isinstance(name, str):
+        raise ArgumentError(argument, repr(name), "a name of a backend, as text", "see nsa_sel.registry.backends()")
+
+
 def _override(backend: str | None, settings: Settings) -> Override | None:
     if backend is not None:
         return Override(backend, "argument")
@@ -152,7 +161,7 @@ class _SelectionAttention(torch.autograd.Function):
         o, lse, decision = _forward(call, decision)
         ctx.save_for_backward(q, k, v, o, lse)
         # The tensors of the call are saved by autograd, which notices when they are written in place.
-        ctx.call = (call.selection, call.q_pos, call.scale, call.settings)
+        ctx.call = (call.selection, call.q_pos, call.scale, call.settings, call.device)
         ctx.decision = decision
         ctx.set_materialize_grads(False)
         return o, lse

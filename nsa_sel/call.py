@@ -19,7 +19,8 @@ from nsa_sel.selection import Selection
 @dataclass(frozen=True, slots=True)
 class Call:
     """q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] with contiguous last dims, a selection of the same rows, positions
-    q_pos [B,S] or None for S_kv - S + s, the softmax scale, and the settings that the decision was taken with."""
+    q_pos [B,S] or None for S_kv - S + s, the softmax scale, and the settings and device facts
+    that the decision was taken with."""
 
     q: Tensor
     k: Tensor
@@ -28,6 +29,7 @@ class Call:
     q_pos: Tensor | None
     scale: float
     settings: Settings
+    device: DeviceInfo = DeviceInfo(kind="cpu")
 
     def positions(self) -> Tensor:
         """[B,S] int64: the position of every query row."""

@@ -272,6 +272,9 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
                 values[field] = tuple(value) if isinstance(value, list) else value
                 if name != "base.yaml":
                     sources[field] = name
+        unknown = sorted(set(layer.kernels) - set(layers[0][1].kernels))
+        if unknown:
+            raise ConfigError(f"{name}: kernels", ", ".join(unknown), ", ".join(layers[0][1].kernels), "mend the name")
         values["kernels"] = {**values["kernels"], **layer.kernels}
         values["provenance"] = layer.provenance
         if layer.triton_off:

@@ -10,6 +10,7 @@ import msgspec
 
 from nsa_sel.config import Settings
 from nsa_sel.decision import REFUSING_KINDS, Decision, FieldChange, Offer, Override, Reason, Verdict
+from nsa_sel.errors import ArgumentError
 from nsa_sel.request import DeviceInfo, Request
 
 
@@ -37,7 +38,9 @@ POLICIES = {"default": "nsa_sel.policies.default"}  # name -> module with POLICY
 
 
 def load_policy(name: str) -> Policy:
-    """The policy that a decision names."""
+    """The policy that a decision names. Raises ArgumentError for a name that is none."""
+    if name not in POLICIES:
+        raise ArgumentError("policy", repr(name), ", ".join(POLICIES), "record the decision with a policy of POLICIES")
     policy: Policy = importlib.import_module(POLICIES[name]).POLICY
     return policy
 
@@ -83,7 +86,8 @@ def select(
             rule += f", but no backend is called {override.backend!r}"
     else:
         ahead = verdicts[: order.index(forward)] if forward else verdicts
-        steps = tuple(f"{v.backend}: {', '.join(r.code for r in v.forward)}" for v in ahead)
+        steps = tuple(f"{name}: no backend of that name" for name in settings.prefer_forward if name not in by_name)
+        steps += tuple(f"{v.backend}: {', '.join(r.code for r in v.forward)}" for v in ahead)
         rule = "first of the preference" if not ahead else "first of the preference that no check turned away"
         rule += f" ({settings.sources.get('prefer_forward', 'built-in')})"
     return Decision(
@@ -101,7 +105,7 @@ def refusal(decision: Decision) -> str | None:
         import difflib
 
         close = difflib.get_close_matches(decision.override.backend, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         return (
             f"backend {decision.override.backend!r} ({decision.override.source}) is unknown{hint} Allowed:"
             f" {', '.join(names)}. Remedy: use one of these names."
@@ -149,6 +153,6 @@ def _changes(path: str, old: Any, new: Any) -> list[FieldChange]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(dict.fromkeys([*old, *new]))
         return [c for key in keys for c in _changes(f"{path}.{key}".lstrip("."), old.get(key), new.get(key))]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         return [c for i, (a, b) in enumerate(zip(old, new, strict=True)) for c in _changes(f"{path}[{i}]", a, b)]
     return [] if old == new else [FieldChange(path, old, new)]

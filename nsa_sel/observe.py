@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from nsa_sel.decision import Decision
+from nsa_sel.errors import ConfigError
 from nsa_sel.request import Request
 
 LOGGER = logging.getLogger("nsa_sel")
@@ -22,6 +23,7 @@ _decisions: collections.deque[Decision] = collections.deque(maxlen=KEPT_DECISION
 _counters: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _handler: logging.Handler | None = None
+_followed: str | None = None  # what NSA_DEBUG_LOG said when a call last looked
 
 
 class JsonLines(logging.Formatter):
@@ -33,7 +35,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to(target: str | None) -> None:
-    """Write events to `target` ("stderr" or a file, appended); None stops it. NSA_DEBUG_LOG calls this."""
+    """Write events to `target` ("stderr" or a file, appended); None stops it. Raises ConfigError for a file that can't be written."""
     global _handler
     with _lock:
         if _handler is not None:
@@ -42,10 +44,21 @@ def log_to(target: str | None) -> None:
             _handler = None
         if target is None:
             return
-        _handler = logging.StreamHandler(sys.stderr) if target == "stderr" else logging.FileHandler(target, delay=True)
+        try:
+            _handler = logging.StreamHandler(sys.stderr) if target == "stderr" else logging.FileHandler(target)
+        except OSError as error:
+            raise ConfigError("NSA_DEBUG_LOG", target, "stderr or a file that can be written", f"{error.strerror}: mend the path") from error
         _handler.setFormatter(JsonLines())
         LOGGER.addHandler(_handler)
         LOGGER.setLevel(logging.INFO)
+
+
+def follow(flag: str | None) -> None:
+    """Log to where NSA_DEBUG_LOG says, once it says something else than before: a user's own `log_to` is left alone."""
+    global _followed
+    if flag != _followed:
+        log_to(flag)
+        _followed = flag
 
 
 def listening() -> bool:

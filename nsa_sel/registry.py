@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from nsa_sel.backends.specs import SPECS
@@ -65,11 +66,8 @@ def missing(name: str) -> tuple[Reason, ...]:
     """What `name` lacks on this machine, found without importing anything."""
     reasons = []
     for need in backends()[name].requires:
-        try:
-            version = importlib.metadata.version(need.package)
-        except importlib.metadata.PackageNotFoundError:
-            version = None
-        if version is None or importlib.util.find_spec(need.package) is None:
+        version = _version(need.package)
+        if version is None:
             reasons.append(
                 Reason("package-missing", "unavailable", f"package {need.package}", None, f">= {need.version}", need.remedy)
             )
@@ -78,6 +76,22 @@ def missing(name: str) -> tuple[Reason, ...]:
                 Reason("package-old", "unavailable", f"package {need.package}", version, f">= {need.version}", need.remedy)
             )
     return tuple(reasons)
+
+
+def _version(package: str) -> str | None:
+    """The version of an installed import package, whose distribution may have another name (cupy: cupy-cuda13x)."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    distributions = _distributions().get(package, [package])
+    try:
+        return importlib.metadata.version(distributions[0])
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -44,7 +44,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
         Policies are given the class, never the exact call: a remembered decision is the one that would be taken anew.
         """
-        return msgspec.structs.replace(self, S_kv=1 << max(0, self.S_kv - 1).bit_length())
+        S_kv = 1 << max(0, self.S_kv - 1).bit_length()
+        # Where nothing but S_kv bounds a row, the bound grows with it: otherwise every decode step would be a class of its own.
+        return msgspec.structs.replace(self, S_kv=S_kv, max_length=S_kv if self.max_length == self.S_kv else self.max_length)
 
 
 # Requests of the two examples that the documents and `nsa-sel explain` use when nothing is given.

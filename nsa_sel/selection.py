@@ -38,6 +38,7 @@ class Selection:
         self.block_size = block_size
         self.max_length = max_length
         self.measured: Measured | None = None
+        self._longest: tuple[int | None, int] | None = None  # version of the ranges that were measured, most keys of a row
         self._plans: dict[Any, Any] = {}
 
     @classmethod
@@ -75,9 +76,13 @@ class Selection:
             counts = counts.unsqueeze(1) if counts.dim() == 2 else counts
             if counts.shape != indices.shape[:-1] or counts.device != indices.device:
                 shape = f"of shape {tuple(counts.shape)} on {counts.device}"
-                raise ArgumentError("block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count a row of block_indices")
+                raise ArgumentError(
+                    "block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count a row of block_indices"
+                )
             used = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
             indices = torch.where(used, indices, -1)
+        # A block past every cache may not wrap around to a valid one.
+        indices = indices.clamp(max=torch.iinfo(indices.dtype).max // block_size - 1)
         start = torch.where(indices < 0, 0, indices * block_size)
         end = torch.where(indices < 0, 0, start + block_size)
         selection = cls(torch.stack((start, end), dim=-1), block_size)
@@ -101,29 +106,39 @@ class Selection:
 
         The row at position t sees the blocks that start at or before t. The `first` blocks of the sequence and the `local`
         last visible ones (the current block among them) are always taken, the others by falling score, ties to the lower
-        index; a score of -inf or NaN excludes a block. Positions are q_pos [S] or [B,S], by default S_kv - S + s; S_kv is by
-        default S. Ascending block indices with -1 padding are kept in the result's ranges. Deterministic.
+        index; a score of -inf or NaN excludes a block, +inf counts as the largest number. Positions are q_pos [S] or [B,S], by
+        default S_kv - S + s; S_kv is by default S. Ascending block indices with -1 padding are kept in the result's ranges.
+        Deterministic. Raises ArgumentError for shapes, dtypes or numbers that do not fit together.
         """
         scores = _tensor("scores", scores)
         if scores.dim() != 4 or not scores.is_floating_point():
-            raise ArgumentError("scores", f"{scores.dtype} of shape {tuple(scores.shape)}", "floating point [B,S,G,blocks]", "add the missing axes")
+            raise ArgumentError(
+                "scores", f"{scores.dtype} of shape {tuple(scores.shape)}", "floating point [B,S,G,blocks]", "add the missing axes"
+            )
         for name, number in (("n", n), ("block_size", block_size)):
             _positive(name, number)
-        if first < 0 or local < 0 or first + local > n:
-            raise ArgumentError("first + local", f"{first} + {local}", f"each >= 0 and together at most n = {n}", "raise n, or force fewer blocks")
-        S, blocks = scores.shape[1], scores.shape[3]
+        whole = all(isinstance(number, int) for number in (first, local))
+        if not whole or first < 0 or local < 0 or first + local > n:
+            raise ArgumentError(
+                "first + local", f"{first} + {local}", f"each >= 0 and together at most n = {n}", "raise n, or force fewer blocks"
+            )
+        B, S, _, blocks = scores.shape
         if q_pos is None:
             S_kv = S if S_kv is None else S_kv
+            if not isinstance(S_kv, int) or S_kv < S:
+                raise ArgumentError("S_kv", repr(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
             if -(-S_kv // block_size) != blocks:
                 raise ArgumentError(
                     "scores", f"over {blocks} blocks of {block_size}", f"{-(-S_kv // block_size)} blocks for S_kv = {S_kv}",
                     "pass S_kv= (the number of keys) or q_pos= (the rows' positions)",
                 )  # fmt: skip
             q_pos = torch.arange(S_kv - S, S_kv, device=scores.device)
-        current = (q_pos if q_pos.dim() == 2 else q_pos.unsqueeze(0))[:, :, None, None] // block_size
+        current = _positions(q_pos, B, S, scores.device)[:, :, None, None] // block_size
         block = torch.arange(blocks, device=scores.device)
         forced = (block < first) | (block > current - local)
-        key = torch.where(forced, float("inf"), torch.where(scores.isnan(), float("-inf"), scores.float()))
+        wide = scores if scores.dtype == torch.float64 else scores.float()
+        wide = wide.clamp(max=torch.finfo(wide.dtype).max)  # only forced blocks are infinite
+        key = torch.where(forced, float("inf"), torch.where(scores.isnan(), float("-inf"), wide))
         key = torch.where(block <= current, key, float("-inf"))
         # A stable sort, not topk: topk leaves the order of ties open.
         key, order = torch.sort(key, dim=-1, descending=True, stable=True)
@@ -147,10 +162,10 @@ class Selection:
         return torch.where(end > start, start // self.block_size, -1)
 
     def length_bound(self, S_kv: int) -> int:
-        """The most keys that one row may select among S_kv: exact after `measure`, else from the static facts alone."""
+        """The most keys that one row may select among S_kv, at any positions: from the static facts and, once taken, `measure`."""
         bounds = [S_kv]
-        if self.measured is not None:
-            bounds.append(self.measured.max_length)
+        if self._longest is not None and self._longest[0] is not None and self._longest[0] == self._version():
+            bounds.append(self._longest[1])
         if self.max_length is not None:
             bounds.append(self.max_length)
         if self.block_size is not None:
@@ -158,13 +173,21 @@ class Selection:
         return min(bounds)
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
-        """What `build()` returned for `key` the first time; built anew when the ranges were written in place since."""
-        version = self.ranges._version
+        """What `build()` returned for `key` the first time; built anew when the ranges were written in place since.
+
+        Ranges made under torch.inference_mode() do not tell whether they were written: their plans are built every time.
+        """
+        version = self._version()
+        if version is None:
+            return build()
         cached = self._plans.get(key)
         if cached is None or cached[0] != version:
             cached = (version, build())
             self._plans[key] = cached
         return cached[1]
+
+    def _version(self) -> int | None:
+        return None if self.ranges.is_inference() else self.ranges._version
 
     def merge(self) -> Selection:
         """The same keys as sorted, disjoint ranges: overlapping and touching ranges of a row become one, empty ones go last."""
@@ -180,7 +203,8 @@ class Selection:
         merged_start = torch.full_like(start, far).scatter_reduce(-1, slot, start, "amin")
         merged_end = torch.zeros_like(end).scatter_reduce(-1, slot, end, "amax")
         merged_start = torch.where(merged_end > 0, merged_start, 0)
-        return Selection(torch.stack((merged_start, merged_end), dim=-1), None, self.length_bound(far))
+        bound = self.length_bound(far)
+        return Selection(torch.stack((merged_start, merged_end), dim=-1), None, bound if bound < far else None)
 
     def validate(self) -> Selection:
         """Check what the static facts promise; reads the device. Returns self, raises ArgumentError naming the first bad row.
@@ -191,7 +215,9 @@ class Selection:
         start, filled = start.clamp(min=0), end > start.clamp(min=0)
         if self.block_size is not None:
             bad = filled & ((start % self.block_size != 0) | (end - start != self.block_size))
-            self._refuse(bad.any(-1), f"has a range that is not one block of {self.block_size}", "pass block_size=None, or align the ranges")
+            self._refuse(
+                bad.any(-1), f"has a range that is not one block of {self.block_size}", "pass block_size=None, or align the ranges"
+            )
         # Empty ranges take no part: they inherit the largest end before them.
         reach = torch.cummax(torch.where(filled, end, 0), dim=-1).values
         before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=0)
@@ -211,20 +237,27 @@ class Selection:
         if bool(bad.any()):
             b, s, g = bad.nonzero()[0].tolist()
             row = self.ranges[b, s, g].tolist()
-            raise ArgumentError(f"selection row (b={b}, s={s}, g={g})", f"{row}, which {what}", "disjoint ranges as Selection promises", remedy)
+            raise ArgumentError(
+                f"selection row (b={b}, s={s}, g={g})", f"{row}, which {what}", "disjoint ranges as Selection promises", remedy
+            )
 
     def measure(self, S_kv: int | None = None, q_pos: Tensor | None = None) -> Measured:
-        """Exact statistics, kept as `measured` and used by policies from then on. Reads the device: never on a hot path.
+        """Exact statistics, kept as `measured`. Reads the device: never on a hot path.
 
-        With S_kv the lengths are those after the causal clamp at q_pos [S] or [B,S] (default S_kv - S + s).
+        With S_kv the lengths are those after the causal clamp at q_pos [S] or [B,S] (default S_kv - S + s). From then on
+        `length_bound` knows the longest row before any clamp, since another call may stand at other positions; writing the
+        ranges in place makes it forget, and ranges made under torch.inference_mode() are never trusted to be unwritten.
         """
-        start, end = self.ranges.unbind(-1)
+        start, end = self.ranges.long().unbind(-1)
+        start = start.clamp(min=0)
+        unclamped = (end - start).clamp(min=0).sum(-1)
+        self._longest = (self._version(), int(unclamped.max()) if unclamped.numel() else 0)
         if S_kv is not None:
-            S = start.shape[1]
+            B, S = start.shape[:2]
             position = torch.arange(S_kv - S, S_kv, device=start.device) if q_pos is None else q_pos
-            position = position if position.dim() == 2 else position.unsqueeze(0)
+            position = _positions(position, B, S, start.device)
             end = torch.minimum(end, (position + 1).clamp(max=S_kv)[:, :, None, None])
-        lengths = (end - start.clamp(min=0)).clamp(min=0).sum(-1)
+        lengths = (end - start).clamp(min=0).sum(-1)
         rows = lengths.numel()
         total = int(lengths.sum())
         longest = int(lengths.max()) if rows else 0
@@ -235,6 +268,8 @@ class Selection:
         """The same selection on another device, without its plans."""
         moved = Selection(self.ranges.to(device), self.block_size, self.max_length)
         moved.measured = self.measured
+        if self._longest is not None and self._longest[0] == self._version():
+            moved._longest = (moved._version(), self._longest[1])
         return moved
 
     def __repr__(self) -> str:
@@ -256,6 +291,14 @@ def _as_rows(value: Tensor, argument: str, shapes: str, dims: int) -> Tensor:
     if value.dim() != dims:
         raise ArgumentError(argument, f"of shape {tuple(value.shape)}", shapes, "add the missing axes")
     return value
+
+
+def _positions(q_pos: Tensor, B: int, S: int, device: torch.device) -> Tensor:
+    q_pos = _tensor("q_pos", q_pos)
+    if q_pos.dtype not in _INDEX_DTYPES or q_pos.shape not in ((S,), (B, S)) or q_pos.device != device:
+        value = f"{q_pos.dtype} of shape {tuple(q_pos.shape)} on {q_pos.device}"
+        raise ArgumentError("q_pos", value, f"torch.int32 or torch.int64 [S={S}] or [B={B}, S={S}] on {device}", "one position a query row")
+    return q_pos.expand(B, S)
 
 
 def _positive(argument: str, value: int | None, optional: bool = False) -> None:

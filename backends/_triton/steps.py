@@ -1,0 +1,104 @@
+"""The mathematics of one step of selection attention, as Triton functions; the kernels decide which rows meet which keys.
+
+With logits s = scale * q k^T over the selected keys, L = log sum exp s, p = exp(s - L):
+    forward    o = sum_j p_j v_j, kept as (acc, l, m): o = acc / l, with everything relative to the running maximum m
+    backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta)
+               dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
+Kernels work in base 2 (s2 = s * log2 e), because exp2 is one instruction; lse leaves them as a natural logarithm.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Below any logit, yet finite: exp2(-inf - LOWEST) is 0 where exp2(-inf - -inf) would be NaN.
+LOWEST = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS: tl.constexpr):
+    """One past the last key that the row may see: min(t + 1, S_kv)."""
+    if HAS_POS:
+        t = tl.load(q_pos + b * stride_pb + s * stride_ps).to(tl.int64)
+        limit = tl.minimum(t + 1, S_kv).to(tl.int32)
+    else:
+        limit = S_kv - S + s + 1
+    return tl.maximum(limit, 0)
+
+
+@triton.jit
+def clamp_range(start, end, limit):
+    """[max(start, 0), min(end, limit)) as int32, empty ranges with end <= start; clamped before the cast: int64 may hold any bound."""
+    start = tl.minimum(tl.maximum(start, 0), limit).to(tl.int32)
+    end = tl.maximum(tl.minimum(end, limit), 0).to(tl.int32)
+    return start, end
+
+
+@triton.jit
+def walk_ranges(row_ranges, first, n, limit, NP: tl.constexpr):
+    """Ranges first .. first+NP of a row laid end to end: key number w in [before, after) stands at position w + shift.
+
+    So a kernel walks any mixture of ranges in full tiles, short and unaligned ones included.
+    """
+    i = first + tl.arange(0, NP)
+    start = tl.load(row_ranges + 2 * i, mask=i < n, other=0)
+    end = tl.load(row_ranges + 2 * i + 1, mask=i < n, other=0)
+    start, end = clamp_range(start, end, limit)
+    length = tl.maximum(end - start, 0)
+    after = tl.cumsum(length, 0)
+    before = after - length
+    return start - before, before, after, tl.sum(length, 0)
+
+
+@triton.jit
+def positions_of(w, shift, before, after):
+    """Key positions of the key numbers w [BLOCK_L] (any value where w is past the last key)."""
+    here = (before[None, :] <= w[:, None]) & (w[:, None] < after[None, :])
+    return w + tl.sum(tl.where(here, shift[None, :], 0), 1)
+
+
+@triton.jit
+def split_blocks(row_ranges, n, limit, BLOCK: tl.constexpr, NP: tl.constexpr):
+    """A row whose ranges are blocks of BLOCK keys: how many entries up to the last whole block, where that stands, and the block
+    that the limit cuts (of disjoint blocks at most one), empty when none is cut."""
+    i = tl.arange(0, NP)
+    start = tl.load(row_ranges + 2 * i, mask=i < n, other=0)
+    end = tl.load(row_ranges + 2 * i + 1, mask=i < n, other=0)
+    start, end = clamp_range(start, end, limit)
+    whole = end - start == BLOCK
+    cut = (end > start) & (end - start < BLOCK)
+    listed = tl.max(tl.where(whole, i + 1, 0), 0)
+    last_whole = tl.max(tl.where(whole, start, 0), 0)
+    return listed, last_whole, tl.max(tl.where(cut, start, 0), 0), tl.max(tl.where(cut, end, 0), 0)
+
+
+@triton.jit
+def whole_block(row_ranges, i, limit, last_whole, BLOCK: tl.constexpr):
+    """Where to read for entry i, and whether it counts. A hole in the list (padding, the cut block) reads the last whole block
+    again and adds nothing: a branch would stop the compiler from overlapping loads with arithmetic."""
+    start, end = clamp_range(tl.load(row_ranges + 2 * i), tl.load(row_ranges + 2 * i + 1), limit)
+    is_whole = end - start == BLOCK
+    return tl.where(is_whole, start, last_whole), is_whole
+
+
+@triton.jit
+def softmax_step(s2, v, acc, l, m, ACC: tl.constexpr):
+    """Take the logits s2 [M, BLOCK_L] (base 2, -inf where masked) and their values v [BLOCK_L, Dv] into (acc, l, m)."""
+    m_new = tl.maximum(m, tl.max(s2, 1))
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(s2 - m_new[:, None])
+    l = l * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
+    return acc, l, m_new
+
+
+@triton.jit
+def finish_softmax(acc, l, m):
+    """o and natural-log lse from (acc, l, m); rows that saw no key give 0 and -inf."""
+    seen = l > 0
+    o = acc / tl.where(seen, l, 1.0)[:, None]
+    lse = tl.where(seen, (m + tl.log2(tl.where(seen, l, 1.0))) * LN_2, float("-inf"))
+    return o, lse

@@ -1,0 +1,380 @@
+"""Packed SDPA: rows bucketed by length, their keys gathered, torch's SDPA kernels on the result; the fallback that runs everywhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from nsa_sel.call import Call
+
+# A step's keys should stay in a CPU's caches, but not so few that Python shows: 1, 4, 16, 32 MiB gave a forward pass of
+# 580, 212, 150, 178 ms (one thread of an EPYC 7003; S 2048, G 2, h 4, D 64, 8 blocks of 64, float32).
+_CPU_CHUNK_BYTES = 16 << 20
+_SMALLEST_BUCKET = 16  # keys
+_STEP_ROWS = 32768  # a CUDA grid takes less than 65536 sequences
+_INDEX_BYTES = 48  # per key: its position, its places in K and V, and what makes them
+_SORT_NUMBERS = 16  # per key: what index_put_ sorts with
+_DENSE_TILE = 64  # query positions of one dense step
+_DENSE_WASTE = 2  # a dense step may look at this many times the selected keys: it gathers nothing
+
+
+def path(call: Call) -> Literal["dense", "varlen"]:
+    """How `forward` goes through the rows of this call.
+
+    dense: tiles of adjacent rows attend to one slice of keys under a mask, without a gather. Taken for one range a row
+    (n = 1) when the slices hold few keys that their rows did not select; this takes a look at the ranges, so only on a CPU,
+    and at K and V: a value that is not finite would spread to rows that did not select it. varlen: everything else.
+    """
+    return "varlen" if _dense_tiles(call, *call.clamped_ranges()) is None else "dense"
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs). Reads no GPU memory on the host."""
+    B, S, G, h, _ = call.q.shape
+    S_kv, Dv = call.v.shape[2:]
+    o = call.q.new_zeros(B, S, G, h, Dv)
+    lse = torch.full((B, S, G, h), float("-inf"), dtype=_accumulate(call.q.dtype), device=call.q.device)
+    if o.numel() == 0 or S_kv == 0 or call.selection.n == 0:
+        return o, lse
+    with torch.autocast(call.q.device.type, enabled=False):
+        start, end = call.clamped_ranges()
+        tiles = _dense_tiles(call, start, end)
+        if tiles is None:
+            _forward_varlen(call, start, end, o, lse)
+        else:
+            _forward_dense(call, tiles, start, end, o, lse)
+    return o, lse
+
+
+def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous, in the dtypes of q, k, v; p is recomputed from lse. Bit-equal from run to run on every device.
+
+    With p = exp(scale q.k - lse) and delta = rowsum(do * o) - dlse: ds = p (do.v - delta), dq = scale ds k, dk = scale ds^T q,
+    dv = p^T do. On a CPU, tiles of keys meet the rows that selected any of their keys. On a GPU such lists would have to be
+    read: there each row's share of its gathered keys is computed, and then added by key in a fixed order.
+    """
+    dtype = _accumulate(call.q.dtype)
+    if call.q.numel() == 0 or call.k.shape[2] == 0 or call.selection.n == 0:
+        return call.q.new_zeros(call.q.shape), call.k.new_zeros(call.k.shape), call.v.new_zeros(call.v.shape)
+    with torch.autocast(call.q.device.type, enabled=False):
+        delta = (do.to(dtype) * o).sum(-1)
+        if dlse is not None:
+            delta -= dlse
+        work = _backward_by_key if call.q.device.type == "cpu" else _backward_by_row
+        dq, dk, dv = work(call, lse, do, delta)
+        return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
+
+
+def _accumulate(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _budget(call: Call) -> int:
+    """Bytes of temporaries that one step may take."""
+    budget = call.settings.workspace_bytes
+    return min(budget, _CPU_CHUNK_BYTES) if call.q.device.type == "cpu" else budget
+
+
+class _Tile(NamedTuple):
+    """Query positions [s0, s1) of all sequences and groups, and the keys [lo, hi) that hold their ranges."""
+
+    s0: int
+    s1: int
+    lo: int
+    hi: int
+
+
+def _dense_tiles(call: Call, start: Tensor, end: Tensor) -> list[_Tile] | None:
+    B, S, G, h, _ = call.q.shape
+    S_kv = call.k.shape[2]
+    if call.selection.n != 1 or call.q.device.type != "cpu" or start.numel() == 0 or S_kv == 0:
+        return None
+    # A query and a key take two booleans, the bias, and where the fused kernel refuses the head dims the scores.
+    pair_bytes = 4 * _accumulate(call.q.dtype).itemsize
+    height = min(_DENSE_TILE, call.settings.workspace_bytes // (B * G * h * S_kv * pair_bytes))
+    if height == 0:
+        return None
+    start, end = start.transpose(0, 1).reshape(S, B * G), end.transpose(0, 1).reshape(S, B * G)
+    selected = int((end - start).sum())
+    lo = torch.where(end > start, start, S_kv).amin(1)
+    hi = torch.where(end > start, end, 0).amax(1)
+    tiles = []
+    looked_at = 0
+    for s0 in range(0, S, height):
+        tile = _Tile(s0, min(s0 + height, S), int(lo[s0 : s0 + height].min()), int(hi[s0 : s0 + height].max()))
+        if tile.hi > tile.lo:
+            looked_at += (tile.s1 - tile.s0) * (tile.hi - tile.lo) * B * G
+            tiles.append(tile)
+    if not tiles or looked_at > _DENSE_WASTE * selected:
+        return None
+    first, last = min(tile.lo for tile in tiles), max(tile.hi for tile in tiles)
+    for x in (call.k, call.v):
+        least, most = torch.aminmax(x[:, :, first:last])
+        if not (torch.isfinite(least) and torch.isfinite(most)):
+            return None
+    return tiles
+
+
+def _forward_dense(call: Call, tiles: list[_Tile], start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
+    B, _, G, h, Dk = call.q.shape
+    for s0, s1, lo, hi in tiles:
+        key = torch.arange(lo, hi)
+        keep = (key >= start[:, s0:s1]) & (key < end[:, s0:s1])  # [B,T,G,W], n = 1 broadcast away
+        filled = keep.any(-1, keepdim=True)
+        keep = (keep | ~filled).transpose(1, 2).unsqueeze(3)
+        q = call.q[:, s0:s1].transpose(1, 2).reshape(B, G, -1, Dk)
+        keep = keep.expand(-1, -1, -1, h, -1).reshape(B, G, q.shape[2], hi - lo)
+        o_tile, lse_tile = _attend(q, call.k[:, :, lo:hi], call.v[:, :, lo:hi], keep, call.scale)
+        o_tile = o_tile.reshape(B, G, s1 - s0, h, -1).transpose(1, 2)
+        lse_tile = lse_tile.reshape(B, G, s1 - s0, h).transpose(1, 2)
+        o[:, s0:s1] = torch.where(filled.unsqueeze(-1), o_tile, 0)
+        lse[:, s0:s1] = torch.where(filled, lse_tile, float("-inf"))
+
+
+def _forward_varlen(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
+    h, Dk = call.q.shape[3:]
+    q, o, lse = call.q.reshape(-1, h, Dk), o.view(-1, h, o.shape[4]), lse.view(-1, h)
+    for rows, steps in _packed(call, start, end, 3 * h):
+        q_rows, keep = q[rows.ids].unsqueeze(1), rows.keep[:, None, None]
+        parts = []
+        for step in steps:
+            k, v = rows.gather(step)
+            parts.append(_attend(q_rows[step], k.unsqueeze(1), v.unsqueeze(1), keep[step], call.scale))
+        o_rows, lse_rows = (torch.cat(part).squeeze(1) for part in zip(*parts, strict=True))
+        filled = rows.filled.unsqueeze(1)
+        o.index_copy_(0, rows.ids, torch.where(filled.unsqueeze(2), o_rows, 0))
+        lse.index_copy_(0, rows.ids, torch.where(filled, lse_rows, float("-inf")))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """o [N,H,M,Dv] in q's dtype and lse [N,H,M] of q [N,H,M,Dk], k [N,H,L,Dk], v [N,H,L,Dv] where keep [N,H or 1,M or 1,L];
+    every row keeps at least one key. There is no causal flag: the keys are gathered, keep is all there is to know.
+
+    `scaled_dot_product_attention` computes lse and drops it. So its kernels are called by their own names, and where it
+    would take none of them (Dk != Dv on a CPU, float64 or odd head dims on a GPU) the same is written out.
+    """
+    Dk, Dv = k.shape[-1], v.shape[-1]
+    if q.device.type == "cpu" and Dk == Dv:
+        bias = torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, float("-inf"))
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+        return o, lse
+    if q.device.type == "cuda" and q.dtype != torch.float64 and Dk % 8 == 0 and Dv % 8 == 0:
+        bias = torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, float("-inf"))
+        bias = bias.expand(*q.shape[:3], k.shape[2])
+        o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
+        return o, lse[..., : q.shape[2]]  # the kernel pads its rows
+    dtype = _accumulate(q.dtype)
+    scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(-1, -2)
+    scores = scores.masked_fill_(~keep, float("-inf"))
+    lse = torch.logsumexp(scores, -1)
+    p = scores.sub_(lse.unsqueeze(-1)).exp_()
+    return (p @ v.to(dtype)).to(q.dtype), lse
+
+
+class _Rows(NamedTuple):
+    """Rows of about one length and where their keys are. A row that selects nothing keeps one key, so that no softmax is empty."""
+
+    ids: Tensor  # [r], (b * S + s) * G + g
+    keep: Tensor  # [r,L], False where padding repeats the first key
+    filled: Tensor  # [r], whether the row selects anything
+    position: Tensor  # [r,L]
+    tables: list[Tensor]  # K and V as rows [N,D]
+    places: list[Tensor]  # [r,L], where in each table a key is
+    buffers: list[Tensor]  # [steps' rows * L,D]: memory made anew for every step costs a CPU as much time as the gather
+
+    def gather(self, step: slice) -> list[Tensor]:
+        """k [r,L,Dk] and v [r,L,Dv] of some of the rows, until the next gather."""
+        gathered = []
+        for table, place, buffer in zip(self.tables, self.places, self.buffers, strict=True):
+            at = place[step]
+            out = buffer[: at.numel()]
+            gathered.append(torch.index_select(table, 0, at.reshape(-1), out=out).view(*at.shape, -1))
+        return gathered
+
+
+def _packed(call: Call, start: Tensor, end: Tensor, per_key: int) -> Iterator[tuple[_Rows, list[slice]]]:
+    """All rows that may select anything, in chunks, each with the steps in which to gather its keys.
+
+    A chunk's indices take half of the budget and a step's keys and `per_key` numbers for each of them the other half: indices
+    are small, and with steps alone a CPU would spend its time on their many short calls.
+    """
+    S, G = call.q.shape[1:3]
+    n = call.selection.n
+    start, end = start.view(-1, n), end.view(-1, n)
+    (k_table, k_strides), (v_table, v_strides) = _table(call.k), _table(call.v)
+    wide = _accumulate(call.q.dtype)
+    copies = call.q.element_size() + (wide.itemsize if call.q.dtype != wide else 0)
+    key_bytes = (call.k.shape[3] + call.v.shape[3]) * copies + per_key * wide.itemsize
+    half = _budget(call) // 2
+    for ids_of_bucket, L in _buckets(call, start, end):
+        step = min(max(1, half // (L * key_bytes)), _STEP_ROWS, len(ids_of_bucket))
+        buffers = [table.new_empty(step * L, table.shape[1]) for table in (k_table, v_table)]
+        for chunk in _slices(len(ids_of_bucket), max(step, half // (L * _INDEX_BYTES))):
+            ids = ids_of_bucket[chunk]
+            position, keep, filled = _positions(start[ids], end[ids], L)
+            b, g = (ids // (S * G)).unsqueeze(1), (ids % G).unsqueeze(1)
+            place = {steps: position * steps[2] + (b * steps[0] + g * steps[1]) for steps in {k_strides, v_strides}}
+            places = [place[k_strides], place[v_strides]]
+            yield _Rows(ids, keep, filled, position, [k_table, v_table], places, buffers), _slices(len(ids), step)
+
+
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _table(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """x [B,G,S_kv,D] as a table [N,D] of its rows, with the steps from one b, g, position to the next. Copies only odd strides."""
+    D = x.shape[3]
+    strides = [stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    if any(stride % D for stride in strides):
+        x = x.contiguous()
+        strides = list(x.stride()[:3])
+    steps = (strides[0] // D, strides[1] // D, strides[2] // D)
+    rows = 1 + sum((size - 1) * step for size, step in zip(x.shape[:3], steps, strict=True))
+    return x.as_strided((rows, D), (D, 1)), steps
+
+
+def _buckets(call: Call, start: Tensor, end: Tensor) -> list[tuple[Tensor, int]]:
+    """(ids [r], L): each row in the bucket of the next power of two; by its length on a CPU, by a static bound on a GPU."""
+    if call.q.device.type == "cpu":
+        total = (end - start).sum(1)
+        longest = int(total.max())
+        powers = _powers(longest)
+        level = torch.bucketize(total, torch.tensor(powers))
+        ids = [((level == i) & (total > 0)).nonzero().squeeze(1) for i in range(len(powers))]
+        return [(rows, min(L, longest)) for rows, L in zip(ids, powers, strict=True) if len(rows)]
+    return _static_buckets(call)
+
+
+def _static_buckets(call: Call) -> list[tuple[Tensor, int]]:
+    """Row s selects at most min(length_bound, t + 1) keys, where t is known without a look at the device."""
+    B, S, G = call.q.shape[:3]
+    S_kv = call.k.shape[2]
+    bound = call.selection.length_bound(S_kv)
+    device = call.q.device
+    sequence = torch.arange(B, device=device).unsqueeze(1) * (S * G)
+    buckets = []
+    s0 = 0
+    for L in _powers(bound):
+        s1 = S if L >= bound else s0 if call.q_pos is not None else min(S, max(s0, L - (S_kv - S)))
+        if s1 > s0:
+            ids = (sequence + torch.arange(s0 * G, s1 * G, device=device)).view(-1)
+            buckets.append((ids, min(L, -(-bound // 16) * 16)))
+        s0 = s1
+    return buckets
+
+
+def _powers(longest: int) -> list[int]:
+    powers = [_SMALLEST_BUCKET]
+    while powers[-1] < longest:
+        powers.append(2 * powers[-1])
+    return powers
+
+
+def _positions(start: Tensor, end: Tensor, L: int) -> tuple[Tensor, Tensor, Tensor]:
+    """position [r,L], keep [r,L], filled [r] of clamped ranges start, end [r,n]; padding repeats the row's first key (key 0 if none)."""
+    # Clamped to L, a row that breaks a promised max_length loses keys, and nothing is written out of bounds.
+    reach = (end - start).cumsum(1).clamp_(max=L)
+    before = pad(reach[:, :-1], (1, 0))
+    total = reach[:, -1:]
+    # A range's keys are its places in the row, shifted; one more range, of padding, makes every row L long.
+    shift = pad(start - before, (0, 1))
+    repeats = torch.cat((reach - before, L - total), 1)
+    place = torch.arange(L, device=start.device)
+    position = torch.repeat_interleave(shift.view(-1), repeats.view(-1), output_size=len(start) * L).view(-1, L) + place
+    keep = place < total
+    return torch.where(keep, position, position[:, :1]), keep | (total == 0) & (place == 0), total.squeeze(1) > 0
+
+
+def _backward_by_row(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the accumulating dtype, on any device; nothing is read back. Shares are added by key after a stable sort."""
+    B, S, G, h, Dk = call.q.shape
+    S_kv, Dv = call.v.shape[2:]
+    q, do, lse, delta = call.q.reshape(-1, h, Dk), do.reshape(-1, h, Dv), lse.reshape(-1, h, 1), delta.reshape(-1, h, 1)
+    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    # Padding is added behind the keys, spread over as many places as a row has: no key gets it, no place gets all of it.
+    keys = B * G * S_kv
+    places = keys + _powers(call.selection.length_bound(S_kv))[-1]
+    dk, dv = lse.new_zeros(places, Dk), lse.new_zeros(places, Dv)
+    for rows, steps in _packed(call, *call.clamped_ranges(), 4 * h + 2 * (Dk + Dv) + _SORT_NUMBERS):
+        group = rows.ids // (S * G) * G + rows.ids % G
+        real = rows.keep & rows.filled.unsqueeze(1)
+        spare = keys + torch.arange(real.shape[1], device=q.device)
+        place = torch.where(real, group.unsqueeze(1) * S_kv + rows.position, spare)
+        for step in steps:
+            ids, drop = rows.ids[step], ~real[step].unsqueeze(1)
+            q_rows, do_rows = q[ids].to(dq.dtype), do[ids].to(dq.dtype)
+            k, v = (x.to(dq.dtype) for x in rows.gather(step))
+            p = torch.exp(call.scale * (q_rows @ k.transpose(1, 2)) - lse[ids]).masked_fill_(drop, 0)
+            ds = (do_rows @ v.transpose(1, 2)).sub_(delta[ids]).mul_(p).mul_(call.scale).masked_fill_(drop, 0)
+            dq.index_copy_(0, ids, torch.where(rows.filled[step, None, None], ds @ k, 0))
+            # index_put_, not index_add_: on a GPU that one adds by atomics, in any order.
+            at = (place[step].reshape(-1),)
+            dk.index_put_(at, (ds.transpose(1, 2) @ q_rows).view(-1, Dk), accumulate=True)
+            dv.index_put_(at, (p.transpose(1, 2) @ do_rows).view(-1, Dv), accumulate=True)
+    return dq.view(call.q.shape), dk[:keys].view(call.k.shape), dv[:keys].view(call.v.shape)
+
+
+def _backward_by_key(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the accumulating dtype, on a CPU: tile after tile of keys, its rows in a fixed order."""
+    B, S, G, h, Dk = call.q.shape
+    S_kv, Dv = call.v.shape[2:]
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (call.q, call.k, call.v))
+    start, end = call.clamped_ranges()
+    # One block a tile, so that rows take it whole; within what matrix products like.
+    width = 64 if call.selection.block_size is None else min(max(call.selection.block_size, 32), 128)
+    size = max(1, _budget(call) // (h * (2 * Dk + Dv + 3 * width) * lse.element_size()))
+    for b, g in itertools.product(range(B), range(G)):
+        starts, ends = start[b, :, g], end[b, :, g]
+        q_bg, do_bg, lse_bg, delta_bg = (x[b, :, g].to(lse.dtype).reshape(S, -1).contiguous() for x in (call.q, do, lse, delta))
+        dq_bg = torch.zeros_like(q_bg)
+        for tile, rows in enumerate(_rows_by_tile(starts, ends, S_kv, width)):
+            lo, hi = tile * width, min((tile + 1) * width, S_kv)
+            k, v = call.k[b, g, lo:hi].to(lse.dtype), call.v[b, g, lo:hi].to(lse.dtype)
+            begin, stop = (x.index_select(0, rows).clamp_(lo, hi).sub_(lo) for x in (starts, ends))
+            whole = (stop - begin).sum(1) == hi - lo
+            for masked in (False, True):
+                # A key that only other rows selected meets ds = 0 in dq: it must be finite to give 0.
+                k_dq = torch.nan_to_num(k, 0, 0, 0) if masked else k
+                of_kind = (whole != masked).nonzero().squeeze(1)
+                for step in _slices(len(of_kind), size):
+                    chosen = of_kind[step]
+                    ids = rows[chosen]
+                    q, do_rows = q_bg.index_select(0, ids).view(-1, Dk), do_bg.index_select(0, ids).view(-1, Dv)
+                    p = torch.addmm(lse_bg[ids].view(-1, 1), q, k.T, beta=-1, alpha=call.scale).exp_()
+                    ds = torch.addmm(delta_bg[ids].view(-1, 1), do_rows, v.T, beta=-1).mul_(p)
+                    if masked:
+                        drop = ~_inside(begin[chosen], stop[chosen], hi - lo).repeat_interleave(h, 0)
+                        p.masked_fill_(drop, 0)
+                        ds.masked_fill_(drop, 0)
+                    dk[b, g, lo:hi].addmm_(ds.T, q, alpha=call.scale)
+                    dv[b, g, lo:hi].addmm_(p.T, do_rows)
+                    dq_bg.index_add_(0, ids, (ds @ k_dq).view(-1, h * Dk))
+        dq[b, :, g] = dq_bg.mul_(call.scale).view(S, h, Dk)
+    return dq, dk, dv
+
+
+def _rows_by_tile(start: Tensor, end: Tensor, S_kv: int, width: int) -> Sequence[Tensor]:
+    """For each tile of `width` keys the ascending rows of start, end [S,n] whose ranges touch it."""
+    tiles = -(-S_kv // width)
+    filled = (end > start).int()
+    # +1 in the tile where a range begins, -1 behind its last one: the running sum counts the ranges in a tile.
+    count = torch.zeros(len(start), tiles + 1, dtype=torch.int32)
+    count.scatter_add_(1, start.clamp(max=S_kv - 1) // width, filled)
+    count.scatter_add_(1, (end.clamp(max=S_kv) - 1).clamp_(min=0) // width + 1, -filled)
+    touched = (count.cumsum(1, dtype=torch.int32)[:, :tiles] > 0).T
+    return torch.split_with_sizes(touched.nonzero()[:, 1], touched.sum(1).tolist())
+
+
+def _inside(start: Tensor, end: Tensor, width: int) -> Tensor:
+    """[r,width] bool: which of `width` places the ranges start, end [r,n] hold."""
+    count = torch.zeros(len(start), width + 1, dtype=torch.int32)
+    one = torch.ones_like(start, dtype=torch.int32)
+    count.scatter_add_(1, start, one).scatter_add_(1, end, -one)
+    return count[:, :width].cumsum(1, dtype=torch.int32) > 0

@@ -1,0 +1,406 @@
+"""triton-group: one program per query row and KV group, so that K and V are loaded once for all h heads.
+
+Forward, three ways of one loop (steps.py has the mathematics):
+    ranges  pointer loads; the row's ranges laid end to end, so that short and unaligned ranges fill whole tiles
+    blocks  whole blocks through the tensor memory accelerator (sm_90 and newer), the block that holds t through pointers
+    split   few rows (decode): the walk cut into parts, one program each, joined by log-sum-exp (combine.py)
+Backward: dQ by the same walk as `ranges`; dK and dV by visiting KV tiles (dkdv.py).
+The h heads are the rows of the matrix-unit tiles, padded to 16; more than 64 heads take several programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_sel.backends._triton import launch
+from nsa_sel.backends._triton.dkdv import key_value_gradients
+from nsa_sel.backends._triton.steps import (
+    LOG2_E,
+    LOWEST,
+    finish_softmax,
+    positions_of,
+    row_limit,
+    softmax_step,
+    split_blocks,
+    walk_ranges,
+    whole_block,
+)
+from nsa_sel.call import Call
+from nsa_sel.config import KernelConfig
+
+
+@triton.jit
+def forward_ranges_kernel(
+    q, k, v, ranges, q_pos, o, lse,
+    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
+    S, S_kv, G, n, parts, scale_log2,
+    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """o and lse of one row's heads; with SPLIT, o and lse are the float32 partials [rows, parts, ...] of one part of the walk."""
+    HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
+    pid = tl.program_id(0)
+    part = pid % parts
+    pid = pid // parts
+    head0 = (pid % HEAD_TILES) * BLOCK_H
+    pid = pid // HEAD_TILES
+    s = pid % S
+    b = (pid // S // G).to(tl.int64)
+    g = (pid // S % G).to(tl.int64)
+    row = (b * S + s) * G + g
+    limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    row_ranges = ranges + row * n * 2
+
+    head = head0 + tl.arange(0, BLOCK_H)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    is_head = head < h
+    q_rows = q + b * stride_qb + s.to(tl.int64) * stride_qs + g * stride_qg + head[:, None] * stride_qh + d[None, :]
+    q_tile = tl.load(q_rows, mask=is_head[:, None] & (d < Dk)[None, :], other=0.0)
+    k_base = k + b * stride_kb + g * stride_kg
+    v_base = v + b * stride_vb + g * stride_vg
+
+    low, high = 0, S_kv
+    if SPLIT:  # this program's share of the walk over the row's keys, in whole tiles
+        total = 0
+        for first in range(0, n, NP):
+            _, _, _, keys = walk_ranges(row_ranges, first, n, limit, NP)
+            total += keys
+        share = tl.cdiv(tl.cdiv(total, BLOCK_L), parts) * BLOCK_L
+        low = part * share
+        high = low + share
+
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], ACC)
+    l = tl.zeros([BLOCK_H], ACC)
+    m = tl.full([BLOCK_H], LOWEST, ACC)
+    base = 0
+    for first in range(0, n, NP):
+        shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
+        stop = tl.minimum(keys, high - base)
+        for w0 in range(tl.maximum(low - base, 0), stop, BLOCK_L):
+            w = w0 + tl.arange(0, BLOCK_L)
+            valid = w < stop
+            position = positions_of(w, shift, before, after).to(tl.int64)
+            k_tile = tl.load(
+                k_base + position[None, :] * stride_kn + d[:, None], mask=valid[None, :] & (d < Dk)[:, None], other=0.0
+            )
+            s2 = tl.dot(q_tile, k_tile, input_precision="ieee", out_dtype=ACC) * scale_log2
+            s2 = tl.where(valid[None, :], s2, float("-inf"))
+            v_tile = tl.load(
+                v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0
+            )
+            acc, l, m = softmax_step(s2, v_tile, acc, l, m, ACC)
+        base += keys
+
+    o_tile, lse_rows = finish_softmax(acc, l, m)
+    out = (row * h + head) * parts + part
+    tl.store(o + out[:, None] * Dv + dv[None, :], o_tile.to(o.dtype.element_ty), mask=is_head[:, None] & (dv < Dv)[None, :])
+    tl.store(lse + out, lse_rows, mask=is_head)
+
+
+@triton.jit
+def forward_blocks_kernel(
+    q, k_desc, v_desc, k, v, ranges, q_pos, o, lse,
+    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
+    S, S_kv, G, n, scale_log2,
+    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """o and lse of one row's heads; every range is one block of BLOCK keys. k_desc, v_desc: descriptors of k, v [B,G,S_kv,D].
+
+    Bulk copies take whole blocks alone, since they cannot mask: of disjoint blocks at most one is cut (by t or by S_kv), and
+    pointers read that one. A hole in the list (padding) reads the row's last whole block again and adds nothing: a branch
+    would stop the compiler from overlapping loads with arithmetic.
+    """
+    HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
+    STEPS: tl.constexpr = BLOCK // BLOCK_L
+    pid = tl.program_id(0)
+    head0 = (pid % HEAD_TILES) * BLOCK_H
+    pid = pid // HEAD_TILES
+    s = pid % S
+    b = pid // S // G
+    g = pid // S % G
+    row = (b.to(tl.int64) * S + s) * G + g
+    limit = row_limit(q_pos, b.to(tl.int64), s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    row_ranges = ranges + row * n * 2
+
+    head = head0 + tl.arange(0, BLOCK_H)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    is_head = head < h
+    q_rows = q + b.to(tl.int64) * stride_qb + s.to(tl.int64) * stride_qs + g * stride_qg + head[:, None] * stride_qh + d[None, :]
+    q_tile = tl.load(q_rows, mask=is_head[:, None] & (d < Dk)[None, :], other=0.0)
+
+    listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], ACC)
+    l = tl.zeros([BLOCK_H], ACC)
+    m = tl.full([BLOCK_H], LOWEST, ACC)
+    for step in range(0, listed * STEPS):
+        c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
+        c += step % STEPS * BLOCK_L
+        k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
+        s2 = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
+        s2 = tl.where(is_whole, s2, float("-inf"))
+        v_tile = v_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
+        acc, l, m = softmax_step(s2, v_tile, acc, l, m, ACC)
+
+    k_base = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kg
+    v_base = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vg
+    for c in range(cut_start, cut_end, TAIL_L):
+        position = c + tl.arange(0, TAIL_L)
+        valid = position < cut_end
+        position = position.to(tl.int64)
+        k_tile = tl.load(k_base + position[None, :] * stride_kn + d[:, None], mask=valid[None, :] & (d < Dk)[:, None], other=0.0)
+        s2 = tl.dot(q_tile, k_tile, input_precision="ieee", out_dtype=ACC) * scale_log2
+        s2 = tl.where(valid[None, :], s2, float("-inf"))
+        v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
+        acc, l, m = softmax_step(s2, v_tile, acc, l, m, ACC)
+
+    o_tile, lse_rows = finish_softmax(acc, l, m)
+    out = row * h + head
+    tl.store(o + out[:, None] * Dv + dv[None, :], o_tile.to(o.dtype.element_ty), mask=is_head[:, None] & (dv < Dv)[None, :])
+    tl.store(lse + out, lse_rows, mask=is_head)
+
+
+@triton.jit
+def dq_kernel(
+    q, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta,
+    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
+    stride_dob, stride_dos, stride_dog, stride_doh, S, S_kv, G, n, scale, scale_log2,
+    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, HAS_DLSE: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """dq of one row's heads, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side."""
+    HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
+    pid = tl.program_id(0)
+    head0 = (pid % HEAD_TILES) * BLOCK_H
+    pid = pid // HEAD_TILES
+    s = pid % S
+    b = (pid // S // G).to(tl.int64)
+    g = (pid // S % G).to(tl.int64)
+    row = (b * S + s) * G + g
+    limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    row_ranges = ranges + row * n * 2
+
+    head = head0 + tl.arange(0, BLOCK_H)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    is_head = head < h
+    in_q, in_o = is_head[:, None] & (d < Dk)[None, :], is_head[:, None] & (dv < Dv)[None, :]
+    q_rows = q + b * stride_qb + s.to(tl.int64) * stride_qs + g * stride_qg + head[:, None] * stride_qh + d[None, :]
+    do_rows = do + b * stride_dob + s.to(tl.int64) * stride_dos + g * stride_dog + head[:, None] * stride_doh + dv[None, :]
+    q_tile = tl.load(q_rows, mask=in_q, other=0.0)
+    do_tile = tl.load(do_rows, mask=in_o, other=0.0)
+    out = row * h + head
+    o_tile = tl.load(o + out[:, None] * Dv + dv[None, :], mask=in_o, other=0.0)
+    delta_rows = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
+    if HAS_DLSE:
+        delta_rows -= tl.load(dlse + out, mask=is_head, other=0.0)
+    tl.store(delta + out, delta_rows, mask=is_head)
+    lse2 = tl.load(lse + out, mask=is_head, other=0.0) * LOG2_E
+    k_base = k + b * stride_kb + g * stride_kg
+    v_base = v + b * stride_vb + g * stride_vg
+
+    acc = tl.zeros([BLOCK_H, BLOCK_D], ACC)
+    for first in range(0, n, NP):
+        shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
+        for w0 in range(0, keys, BLOCK_L):
+            w = w0 + tl.arange(0, BLOCK_L)
+            valid = w < keys
+            position = positions_of(w, shift, before, after).to(tl.int64)
+            k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
+            v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
+            s2 = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
+            p = tl.where(valid[None, :], tl.exp2(s2 - lse2[:, None]), 0.0)
+            dp = tl.dot(do_tile, v_tile.T, input_precision="ieee", out_dtype=ACC)
+            ds = p * (dp - delta_rows[:, None])
+            acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee", out_dtype=ACC)
+    dq_rows = dq + out[:, None] * Dk + d[None, :]
+    tl.store(dq_rows, (acc * scale).to(dq.dtype.element_ty), mask=in_q)
+
+
+@triton.jit
+def dq_blocks_kernel(
+    q, k_desc, v_desc, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta,
+    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
+    stride_dob, stride_dos, stride_dog, stride_doh, S, S_kv, G, n, scale, scale_log2,
+    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, HAS_DLSE: tl.constexpr, ACC: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
+    TAIL_L: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """`dq_kernel` where every range is one block of BLOCK keys: whole blocks by bulk copies, as in `forward_blocks_kernel`."""
+    HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
+    STEPS: tl.constexpr = BLOCK // BLOCK_L
+    pid = tl.program_id(0)
+    head0 = (pid % HEAD_TILES) * BLOCK_H
+    pid = pid // HEAD_TILES
+    s = pid % S
+    b = pid // S // G
+    g = pid // S % G
+    b64, s64, g64 = b.to(tl.int64), s.to(tl.int64), g.to(tl.int64)
+    row = (b64 * S + s) * G + g
+    limit = row_limit(q_pos, b64, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    row_ranges = ranges + row * n * 2
+
+    head = head0 + tl.arange(0, BLOCK_H)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    is_head = head < h
+    in_q, in_o = is_head[:, None] & (d < Dk)[None, :], is_head[:, None] & (dv < Dv)[None, :]
+    q_rows = q + b64 * stride_qb + s64 * stride_qs + g64 * stride_qg + head[:, None] * stride_qh + d[None, :]
+    do_rows = do + b64 * stride_dob + s64 * stride_dos + g64 * stride_dog + head[:, None] * stride_doh + dv[None, :]
+    out = row * h + head
+    q_tile = tl.load(q_rows, mask=in_q, other=0.0)
+    do_tile = tl.load(do_rows, mask=in_o, other=0.0)
+    o_tile = tl.load(o + out[:, None] * Dv + dv[None, :], mask=in_o, other=0.0)
+    delta_rows = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
+    if HAS_DLSE:
+        delta_rows -= tl.load(dlse + out, mask=is_head, other=0.0)
+    tl.store(delta + out, delta_rows, mask=is_head)
+    lse2 = tl.load(lse + out, mask=is_head, other=0.0) * LOG2_E
+
+    listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], ACC)
+    for step in range(0, listed * STEPS):
+        c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
+        c += step % STEPS * BLOCK_L
+        k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
+        v_tile = v_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
+        s2 = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
+        p = tl.where(is_whole, tl.exp2(s2 - lse2[:, None]), 0.0)
+        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee", out_dtype=ACC)
+        ds = p * (dp - delta_rows[:, None])
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee", out_dtype=ACC)
+
+    k_base = k + b64 * stride_kb + g64 * stride_kg
+    v_base = v + b64 * stride_vb + g64 * stride_vg
+    for c in range(cut_start, cut_end, TAIL_L):
+        position = c + tl.arange(0, TAIL_L)
+        valid = position < cut_end
+        position = position.to(tl.int64)
+        k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
+        v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
+        s2 = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
+        p = tl.where(valid[None, :], tl.exp2(s2 - lse2[:, None]), 0.0)
+        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee", out_dtype=ACC)
+        ds = p * (dp - delta_rows[:, None])
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee", out_dtype=ACC)
+    tl.store(dq + out[:, None] * Dk + d[None, :], (acc * scale).to(dq.dtype.element_ty), mask=in_q)
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    rows = call.q.shape[0] * call.q.shape[1] * call.q.shape[2]
+    head_tiles = triton.cdiv(call.q.shape[3], _block_h(call))
+    parts = launch.split_parts(call, rows * head_tiles)
+    if parts > 1:
+        return _forward_split(call, launch.kernel_config(call, "triton-group/decode"), parts)
+    if _bulk_copies_fit(call, "triton-group/forward-blocks"):
+        return _forward_blocks(call, launch.kernel_config(call, "triton-group/forward-blocks"))
+    o, lse = launch.outputs(call)
+    _launch_ranges(call, launch.kernel_config(call, "triton-group/forward"), o, lse, 1)
+    return o, lse
+
+
+def _forward_blocks(call: Call, config: KernelConfig) -> tuple[Tensor, Tensor]:
+    o, lse = launch.outputs(call)
+    B, S, G, h, _ = call.q.shape
+    block_h = _block_h(call)
+    tiles = _block_tiles(call, config)
+    forward_blocks_kernel[(B * S * G * triton.cdiv(h, block_h),)](
+        call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, call.selection.ranges.contiguous(),
+        launch.position_arguments(call)[0], o, lse, *_strides(call), S, call.k.shape[2], G, call.selection.n, call.scale * launch.LOG2_E,
+        **launch.facts(call), **tiles, BLOCK_H=block_h, num_warps=_warps(config, block_h), num_stages=config.num_stages,
+    )  # fmt: skip
+    return o, lse
+
+
+def _block_tiles(call: Call, config: KernelConfig) -> dict[str, int]:
+    size = call.selection.block_size
+    assert size is not None, "bulk copies are taken for whole blocks alone"
+    block_l = min(config.block_l, size)
+    return {"BLOCK": size, "BLOCK_L": block_l, "TAIL_L": min(32, block_l), "NP": launch.tile(call.selection.n, 1)}
+
+
+def _descriptors(call: Call, block_l: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """k and v as the tensor memory accelerator addresses them: tiles of block_l keys of one batch entry and group."""
+    block_d, block_dv = launch.tile_widths(call)
+    return (
+        TensorDescriptor(call.k, list(call.k.shape), list(call.k.stride()), [1, 1, block_l, block_d]),
+        TensorDescriptor(call.v, list(call.v.shape), list(call.v.stride()), [1, 1, block_l, block_dv]),
+    )
+
+
+def _forward_split(call: Call, config: KernelConfig, parts: int) -> tuple[Tensor, Tensor]:
+    o, lse = launch.outputs(call)
+    part_o = torch.empty(lse.numel(), parts, o.shape[-1], dtype=lse.dtype, device=o.device)
+    part_lse = torch.empty(lse.numel(), parts, dtype=lse.dtype, device=o.device)
+    _launch_ranges(call, config, part_o, part_lse, parts)
+    launch.combine(part_o, part_lse, o, lse, parts)
+    return o, lse
+
+
+def _launch_ranges(call: Call, config: KernelConfig, o: Tensor, lse: Tensor, parts: int) -> None:
+    B, S, G, h, _ = call.q.shape
+    block_h = _block_h(call)
+    forward_ranges_kernel[(B * S * G * triton.cdiv(h, block_h) * parts,)](
+        call.q, call.k, call.v, call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse,
+        *_strides(call), S, call.k.shape[2], G, call.selection.n, parts, call.scale * launch.LOG2_E,
+        **launch.facts(call), BLOCK_H=block_h, SPLIT=parts > 1, BLOCK_L=config.block_l, NP=launch.walk_width(call),
+        num_warps=_warps(config, block_h), num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; dq by rows, dk and dv by KV tiles over the rows that chose them, in ascending row order."""
+    B, S, G, h, _ = call.q.shape
+    dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+    delta = torch.empty_like(lse)
+    block_h = _block_h(call)
+    grid = (B * S * G * triton.cdiv(h, block_h),)
+    tensors = (call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse, do, _contiguous(dlse), dq, delta)
+    numbers = (*_strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, call.scale * launch.LOG2_E)
+    facts = {**launch.facts(call), "BLOCK_H": block_h, "HAS_DLSE": dlse is not None}
+    if _bulk_copies_fit(call, "triton-group/dq-blocks"):
+        config = launch.kernel_config(call, "triton-group/dq-blocks")
+        tiles = _block_tiles(call, config)
+        dq_blocks_kernel[grid](
+            call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, *tensors, *numbers, **facts, **tiles,
+            num_warps=_warps(config, block_h), num_stages=config.num_stages,
+        )  # fmt: skip
+    else:
+        config = launch.kernel_config(call, "triton-group/dq")
+        dq_kernel[grid](
+            call.q, call.k, call.v, *tensors, *numbers, **facts, BLOCK_L=config.block_l, NP=launch.walk_width(call),
+            num_warps=_warps(config, block_h), num_stages=config.num_stages,
+        )  # fmt: skip
+    dk, dv = key_value_gradients(call, lse, do, delta, launch.kernel_config(call, "triton-group/dkdv"))
+    return dq, dk, dv
+
+
+def _bulk_copies_fit(call: Call, kernel: str) -> bool:
+    """Whether `kernel` may fetch this call's blocks by bulk copies: sm_90 and newer, whole blocks, 16-byte strides."""
+    size = call.selection.block_size
+    if call.settings.kernels[kernel].loads != "tma" or size is None or size & (size - 1) or size < launch.MIN_TILE or call.selection.n > 1024:
+        return False
+    if call.device.kind == "cuda" and (call.device.sm or 0) < 90:
+        return False
+    step = 16 // call.k.element_size()
+    aligned = all(x.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in x.stride()[:3]) for x in (call.k, call.v))
+    return aligned and call.k.shape[2] < 2**31
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _block_h(call: Call) -> int:
+    return min(64, launch.tile(call.q.shape[3]))
+
+
+def _warps(config: KernelConfig, block_h: int) -> int:
+    return max(config.num_warps, block_h // 16)
+
+
+def _strides(call: Call) -> tuple[int, ...]:
+    return (*call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *launch.position_arguments(call)[1:])

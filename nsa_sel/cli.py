@@ -1,0 +1,280 @@
+"""The command line `nsa-sel`: doctor, explain, run, replay, demo. With --json, stdout holds one JSON document and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nsa_sel import doctor as examination
+from nsa_sel import observe
+from nsa_sel.attention import explain_request, selection_attention
+from nsa_sel.call import device_info
+from nsa_sel.decision import Decision
+from nsa_sel.dispatch import refusal
+from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
+from nsa_sel.request import DeviceInfo, Request, example_request
+from nsa_sel.show import describe
+from nsa_sel.tensor_file import read_problem, write_result
+
+app = typer.Typer(
+    help="Selection attention of Native Sparse Attention: what runs here, why, and how fast.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+# Devices whose decisions one may ask for without having them: compute capability, SMs, bytes of shared memory a block.
+_SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+_GPUS = {
+    "a100": ("NVIDIA A100-SXM4-80GB", 80, 108),
+    "rtx4090": ("NVIDIA GeForce RTX 4090", 89, 128),
+    "h100": ("NVIDIA H100 80GB HBM3", 90, 132),
+    "h200": ("NVIDIA H200", 90, 132),
+}
+_EXAMPLE = example_request()
+
+
+class Dtype(enum.StrEnum):
+    """The dtypes that q, k, v may have."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class Where(enum.StrEnum):
+    """The device that a command runs on."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Backend = Annotated[str | None, typer.Option(help="Force this backend; an error with all reasons when it refuses.")]
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Show what is here: versions, devices, settings and their sources, each backend or what it lacks, odd variables."""
+    report = examination.examine()
+    _print(_pretty(report) if as_json else examination.text(report))
+
+
+@app.command()
+def explain(
+    B: Annotated[int, typer.Option("--B", min=1, help="Batch size.")] = _EXAMPLE.B,
+    S: Annotated[int, typer.Option("--S", min=1, help="Query rows a sequence; 1 is decode.")] = _EXAMPLE.S,
+    S_kv: Annotated[int | None, typer.Option("--S-kv", min=1, help=f"Keys; by default S, at least {_EXAMPLE.S_kv}.")] = None,
+    G: Annotated[int, typer.Option("--G", min=1, help="KV groups.")] = _EXAMPLE.G,
+    h: Annotated[int, typer.Option("--h", min=1, help="Query heads a group.")] = _EXAMPLE.h,
+    Dk: Annotated[int, typer.Option("--Dk", min=1, help="Head dimension of q and k.")] = _EXAMPLE.Dk,
+    Dv: Annotated[int, typer.Option("--Dv", min=1, help="Head dimension of v.")] = _EXAMPLE.Dv,
+    n: Annotated[int, typer.Option("--n", min=1, help="Ranges a row.")] = _EXAMPLE.n,
+    block_size: Annotated[int, typer.Option(min=0, help="Keys a block; 0: ranges that are not blocks.")] = _EXAMPLE.block_size or 0,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Most keys a row selects; by default n blocks, at most S_kv.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of q, k, v.")] = Dtype.bfloat16,
+    needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="Whether gradients are needed.")] = _EXAMPLE.needs_grad,
+    device: Annotated[
+        str, typer.Option(help=f"auto, cpu, cuda (those of this machine), {', '.join(_GPUS)}, or a compute capability like sm89.")
+    ] = "auto",
+    backend: Backend = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which backend would run a call of this shape, and why the others would not; runs nothing.
+
+    Packages are looked for on this machine, whatever --device says. Exit code 2 when nothing may run the call.
+    """
+    with _errors(as_json):
+        S_kv = max(S, _EXAMPLE.S_kv) if S_kv is None else S_kv
+        if S > S_kv:
+            raise ArgumentError("--S", S, f"at most S_kv = {S_kv}", "raise --S-kv")
+        if max_length is None:
+            max_length = min(S_kv, n * block_size if block_size else S_kv)
+        request = Request(
+            B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=n, block_size=block_size or None, max_length=max_length,
+            dtype=dtype.value, needs_grad=needs_grad,
+        )  # fmt: skip
+        decision = explain_request(request, _device_facts(device), backend)
+        _print(decision.to_json() if as_json else describe(decision))
+        message = refusal(decision)
+        if message is not None:
+            if not as_json:
+                _say_error(message)
+            raise typer.Exit(2)
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file with q, k, v and ranges or block_indices.")],
+    out: Annotated[Path | None, typer.Option(help="Write o, lse and the decision to this .safetensors file.")] = None,
+    backend: Backend = None,
+    device: Annotated[Where, typer.Option(help="auto: the first CUDA device, else the CPU.")] = Where.auto,
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast q, k, v; by default as in the file.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Of the logits; by default 1/sqrt(Dk).")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Keys a block; by default what the file's metadata says.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute selection attention of the tensors in FILE.
+
+    q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], and the selection: ranges [B,S,G,n,2] (int32, int64), or block_indices
+    [B,S,G,n] (any integer dtype, -1 is padding); optionally q_pos [S] or [B,S], the key positions of the rows.
+    """
+    with _errors(as_json):
+        if out is not None and out.exists() and out.samefile(file):
+            raise ArgumentError("--out", out, "another file than FILE, which is being read", "choose another name")
+        problem = read_problem(file, block_size).to(_device(device), getattr(torch, dtype.value) if dtype else None)
+        with torch.no_grad():
+            o, lse = selection_attention(
+                problem.q, problem.k, problem.v, problem.selection, scale=scale, q_pos=problem.q_pos, return_lse=True, backend=backend
+            )
+        decision = observe.decisions()[-1]
+        if out is not None:
+            write_result(out, o, lse, decision)
+        empty = int((lse == float("-inf")).all(-1).sum())
+        if as_json:
+            made = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("o", o), ("lse", lse))}
+            _print(_pretty({"decision": decision, **made, "empty_rows": empty, "out": out and str(out)}))
+            return
+        shapes = f"o {list(o.shape)} {str(o.dtype).removeprefix('torch.')}, lse {list(lse.shape)}, {empty} rows with nothing selected"
+        _print(f"{describe(decision)}\n\n{shapes}; {f'written to {out}' if out else 'not written: no --out'}")
+
+
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="JSON lines: decisions, or events that NSA_DEBUG_LOG wrote.")],
+    as_json: AsJson = False,
+) -> None:
+    """Take recorded decisions again with today's policy, without tensors or GPU. Exit code 1 when any field differs."""
+    with _errors(as_json):
+        recorded = list(_recorded_decisions(log))
+        if not recorded:
+            allowed = "JSON lines of Decision.to_json or NSA_DEBUG_LOG"
+            raise ArgumentError("LOG", f"{log}, which holds no decision", allowed, "mend the path")
+        differing = [(line, decision, changes) for line, decision in recorded if (changes := decision.replay())]
+        if as_json:
+            found = [{"line": line, "changes": changes} for line, _, changes in differing]
+            _print(_pretty({"log": str(log), "decisions": len(recorded), "differing": found}))
+        else:
+            for line, decision, changes in differing:
+                _print(f"line {line}: {decision.forward} on {decision.device.name}")
+                for change in changes:
+                    _print(f"  {change.field}: recorded {change.recorded!r}, replayed {change.replayed!r}")
+            _print(f"{len(recorded)} decisions, {len(differing)} differ")
+        if differing:
+            raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    trace: Annotated[Path | None, typer.Option(help="A file as for `run`; by default the shipped trace of SmolLM2-135M.")] = None,
+    out_dir: Annotated[Path, typer.Option(help="Folder of demo.png and demo.json.")] = Path("demo-output"),
+    as_json: AsJson = False,
+) -> None:
+    """Attention of a real language model on every backend that runs here: checked, timed, and drawn. Exit code 1 when one is wrong."""
+    from nsa_sel import demo as demonstration  # they load matplotlib, which no other command needs
+    from nsa_sel.demo_picture import draw
+
+    with _errors(as_json):
+        setting = demonstration.prepare(trace)
+        if not as_json:
+            _print(demonstration.introduction(setting))
+        with _progress(as_json) as advance:
+            result = demonstration.run(setting, advance)
+        document, picture, figures = _pretty(result), out_dir / "demo.png", out_dir / "demo.json"
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            figures.write_text(document + "\n")
+            draw(setting.problem, result, picture)
+        except OSError as error:
+            raise ArgumentError("--out-dir", f"{out_dir} ({error.strerror})", "a folder that can be written", "choose another") from error
+        _print(document if as_json else f"{demonstration.text(result)}\n\nwritten: {picture}, {figures}")
+        if not result.passed:
+            raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """The errors that nsa-sel raises on purpose, in their own words instead of a traceback; exit code 2."""
+    try:
+        yield
+    except NsaSelError as error:
+        if as_json:
+            decision = error.decision if isinstance(error, BackendError) else None
+            _print(_pretty({"error": str(error), "decision": decision}))
+        else:
+            _say_error(str(error))
+        raise typer.Exit(2) from error
+
+
+@contextlib.contextmanager
+def _progress(as_json: bool) -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr that is told what is going on and which share of it is done; nothing is drawn without a terminal."""
+    columns = (TextColumn("{task.description:<42}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda what, done: progress.update(task, description=what, completed=done)
+
+
+def _device(where: Where) -> torch.device:
+    if where is Where.cuda and not torch.cuda.is_available():
+        raise ArgumentError("--device", "cuda", "cpu: no CUDA device is usable here", "leave --device out, or see `nsa-sel doctor`")
+    return torch.device("cuda", 0) if where is not Where.cpu and torch.cuda.is_available() else torch.device("cpu")
+
+
+def _device_facts(name: str) -> DeviceInfo:
+    if name in _GPUS:
+        full_name, sm, count = _GPUS[name]
+        return DeviceInfo(kind="cuda", name=full_name, sm=sm, sm_count=count, shared_memory=_SHARED_MEMORY[sm])
+    capability = re.fullmatch(r"sm_?(\d{2,3})", name)
+    if capability and (sm := int(capability[1])) in _SHARED_MEMORY:
+        return DeviceInfo(kind="cuda", name="any GPU", sm=sm, shared_memory=_SHARED_MEMORY[sm])
+    if name not in list(Where):
+        allowed = ", ".join([*Where, *_GPUS, *(f"sm{sm}" for sm in _SHARED_MEMORY)])
+        raise ArgumentError("--device", repr(name), allowed, "pass one of these")
+    return device_info(_device(Where(name)))
+
+
+def _recorded_decisions(log: Path) -> Iterator[tuple[int, Decision]]:
+    """Line number and decision, of lines that are decisions or `sel.decision` events; other events are passed over."""
+    try:
+        lines = log.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError("LOG", f"{log} ({error})", "a readable file of JSON lines", "mend the path") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = msgspec.json.decode(line)
+            if isinstance(record, dict) and "event" in record:
+                if record["event"] != "sel.decision":
+                    continue
+                record = record.get("decision")
+            yield number, Decision.from_json(msgspec.json.encode(record))
+        except (msgspec.DecodeError, NsaSelError) as error:
+            allowed = "a decision as Decision.to_json writes it, or an event"
+            raise ArgumentError(f"line {number} of {log}", f"no decision ({error})", allowed, "drop the line") from error
+
+
+def _pretty(document: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(document)).decode()
+
+
+def _print(text: str) -> None:
+    typer.echo(text)
+
+
+def _say_error(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)

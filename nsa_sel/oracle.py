@@ -1,0 +1,124 @@
+"""The reference in float64: plain loops that read like the mathematics and share no code with any backend. For tests, not for speed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors of one row are small: waking other threads for each would cost up to milliseconds a row."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def oracle_mask(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None = None) -> Tensor:
+    """[B,S,G,S_kv] bool on the CPU: which keys every row attends to, from ranges [B,S,G,n,2] or [B,G,n,2].
+
+    Row s at position t = q_pos[b,s] (q_pos [S] or [B,S], default S_kv - S + s) has the union of [max(start,0), min(end,t+1,S_kv)).
+    """
+    ranges = ranges.unsqueeze(1) if ranges.dim() == 4 else ranges
+    mask = torch.zeros(*ranges.shape[:3], S_kv, dtype=torch.bool)
+    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
+        mask[b, s, g, keys] = True
+    return mask
+
+
+@_one_thread()
+def oracle_forward(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None = None, q_pos: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h] (natural logarithm), float64 on the CPU, from inputs of any float dtype and device.
+
+    q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], ranges [B,S,G,n,2] of any integer dtype; the decode form q [B,G,h,Dk],
+    ranges [B,G,n,2] gives o [B,G,h,Dv], lse [B,G,h]. Overlapping ranges count a key once. With a row's keys J (NSA, arXiv
+    2502.11089, Eq. 10, over selected keys alone):
+
+        s_j = scale q.k_j     lse = log sum_{j in J} exp(s_j)     p_j = exp(s_j - lse)     o = sum_{j in J} p_j v_j
+
+    and o = 0, lse = -inf where J is empty. Keys and values outside J are not read.
+    """
+    if q.dim() == 4:
+        o, lse = oracle_forward(q.unsqueeze(1), k, v, ranges, scale, q_pos)
+        return o.squeeze(1), lse.squeeze(1)
+    q, k, v = (tensor.detach().cpu() for tensor in (q, k, v))
+    B, S, G, h, Dk = q.shape
+    S_kv, Dv = v.shape[2:]
+    scale = 1.0 / math.sqrt(Dk) if scale is None else scale
+    o = torch.zeros(B, S, G, h, Dv, dtype=torch.float64)
+    lse = torch.full((B, S, G, h), -math.inf, dtype=torch.float64)
+    for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
+        scores = scale * (q[b, s, g].double() @ k[b, g, keys].double().T)
+        lse[b, s, g] = scores.logsumexp(-1)
+        p = torch.exp(scores - lse[b, s, g, :, None])
+        o[b, s, g] = p @ v[b, g, keys].double()
+    return o, lse
+
+
+@_one_thread()
+def oracle_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
+    scale: float | None = None,
+    q_pos: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, shaped as q, k, v, float64 on the CPU: the gradients of sum(o * do) + sum(lse * dlse).
+
+    do [B,S,G,h,Dv], dlse [B,S,G,h] or None for zeros ([B,G,h,Dv] and [B,G,h] in the decode form); the rest as for
+    `oracle_forward`. Derived by hand, not by autograd. With J, s, p, o, lse of one row and head as there:
+
+        dlse/ds_j = exp(s_j) / sum_i exp(s_i) = p_j
+        dp_i/ds_j = p_i (delta_ij - p_j)                          since p_i = exp(s_i - lse)
+        o = sum_i p_i v_i, so with g_i = do.v_i:   d(do.o)/ds_j = p_j (g_j - sum_i p_i g_i) = p_j (g_j - do.o)
+        ds_j = p_j (g_j - do.o) + dlse p_j = p_j (g_j - D),  D = do.o - dlse
+        dv_j += p_j do     dq = scale sum_j ds_j k_j     dk_j += scale ds_j q
+
+    dk_j and dv_j sum over all rows and heads that attend to key j. An empty J contributes nothing.
+    """
+    if q.dim() == 4:
+        dlse = dlse if dlse is None else dlse.unsqueeze(1)
+        dq, dk, dv = oracle_backward(q.unsqueeze(1), k, v, ranges, do.unsqueeze(1), dlse, scale, q_pos)
+        return dq.squeeze(1), dk, dv
+    q, k, v, do = (tensor.detach().cpu() for tensor in (q, k, v, do))
+    dlse = torch.zeros(do.shape[:-1]) if dlse is None else dlse.detach().cpu()
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64) for tensor in (q, k, v))
+    for b, s, g, keys in _rows(ranges, k.shape[2], q.shape[1], q_pos):
+        q_row, k_row, v_row, do_row = q[b, s, g].double(), k[b, g, keys].double(), v[b, g, keys].double(), do[b, s, g].double()
+        p = torch.softmax(scale * (q_row @ k_row.T), -1)
+        o_row = p @ v_row
+        D = (do_row * o_row).sum(-1) - dlse[b, s, g].double()
+        ds = p * (do_row @ v_row.T - D[:, None])
+        dq[b, s, g] = scale * (ds @ k_row)
+        dk[b, g, keys] += scale * (ds.T @ q_row)  # keys has no key twice, so nothing is lost in +=
+        dv[b, g, keys] += p.T @ do_row
+    return dq, dk, dv
+
+
+def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None) -> Iterator[tuple[int, int, int, Tensor]]:
+    """b, s, g and the ascending keys of every row that attends to anything."""
+    rows = (ranges.unsqueeze(1) if ranges.dim() == 4 else ranges).tolist()
+    for b, of_sequence in enumerate(rows):
+        positions = range(S_kv - S, S_kv) if q_pos is None else (q_pos[b] if q_pos.dim() == 2 else q_pos).tolist()
+        for s, of_query in enumerate(of_sequence):
+            limit = min(positions[s] + 1, S_kv)
+            for g, of_group in enumerate(of_query):
+                selected = torch.zeros(max(limit, 0), dtype=torch.bool)
+                for start, end in of_group:
+                    selected[max(start, 0) : max(min(end, limit), 0)] = True
+                keys = selected.nonzero().squeeze(-1)
+                if len(keys):
+                    yield b, s, g, keys

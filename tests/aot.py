@@ -1,0 +1,99 @@
+"""Compile what the Triton launchers would launch, for GPUs that are not here: `python tests/aot.py` prints a JSON line a kernel.
+
+The launchers run for real, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
+target. Needs a process without TRITON_INTERPRET. Shared memory is in the kernel's metadata; registers and spills come from cuobjdump.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from nsa_sel import registry
+from nsa_sel.call import Call, check_call
+from nsa_sel.config import settings_for
+from nsa_sel.request import DeviceInfo
+from nsa_sel.selection import Selection
+
+# Bytes of shared memory that one block may use (CUDA C++ programming guide, compute capabilities) and multiprocessors of a usual chip.
+TARGETS = {80: (163, 108), 86: (99, 84), 89: (99, 128), 90: (227, 132), 100: (227, 148), 120: (99, 170)}
+SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
+    "h16": (1, 4096, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
+    "h4-fp16": (1, 4096, 4096, 4, 4, 64, 64, 16, 64, torch.float16),
+    "h64-192-128": (1, 2048, 2048, 1, 64, 192, 128, 16, 64, torch.bfloat16),
+    "h3-256": (1, 2048, 2048, 4, 3, 256, 256, 8, 32, torch.bfloat16),
+    "h1-fp32": (1, 4096, 4096, 2, 1, 64, 64, 8, None, torch.float32),
+    "decode-h16": (1, 1, 65536, 4, 16, 128, 128, 16, 64, torch.bfloat16),
+}
+
+
+class TargetDriver:
+    """As much of a Triton driver as compiling needs."""
+
+    def __init__(self, sm: int) -> None:
+        self.target = GPUTarget("cuda", sm, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
+    """Every kernel that forward and backward of `name` launch for `shape` on a GPU of compute capability sm/10."""
+    compiled: list[Any] = []
+    kilobytes, sms = TARGETS[sm]
+    device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
+    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = SHAPES[shape]
+    q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
+    selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
+    checked = check_call(q, k, v, selection, None, None)
+    call = Call(q, k, v, checked[3], None, checked[4], settings_for(device), device)
+    triton.runtime.driver.set_active(TargetDriver(sm))
+    launch = triton.runtime.jit.KernelInterface.__getitem__
+    triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
+        lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
+    )
+    try:
+        module = registry.load(name)
+        o, lse = module.forward(call)
+        module.backward(call, o, lse, torch.empty_like(o), None)
+    finally:
+        triton.runtime.jit.KernelInterface.__getitem__ = launch
+    return [{"backend": name, "shape": shape, "sm": sm, "limit": kilobytes * 1024, **resources(kernel)} for kernel in compiled]
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Shared memory, registers and spilled bytes (stack frame, local memory) of a compiled kernel."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    return {
+        "kernel": kernel.metadata.name, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages,
+        "shared": kernel.metadata.shared, "registers": int(usage["REG"]), "spilled": int(usage["STACK"]) + int(usage["LOCAL"]),
+        "wgmma": "wgmma" in kernel.asm["ptx"], "bulk_copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or TARGETS:
+        for backend in ("triton-group", "triton-token"):
+            for shape_name in SHAPES:
+                for line in compile_backend(backend, shape_name, int(wanted)):
+                    print(json.dumps(line), flush=True)

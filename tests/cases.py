@@ -1,0 +1,198 @@
+"""Cases that the tests share: tensors, selections, the same-precision baseline, and the assertion against the oracle."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
+from nsa_sel.selection import Selection
+
+DISTRIBUTIONS = ("few", "many", "mixed")
+
+
+def make_qkv(
+    B: int = 1,
+    S: int = 16,
+    G: int = 1,
+    h: int = 2,
+    Dk: int = 16,
+    Dv: int | None = None,
+    *,
+    S_kv: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] from a standard normal, the same numbers on every device; Dv is Dk by default."""
+    generator = torch.Generator().manual_seed(seed)
+    S_kv = S if S_kv is None else S_kv
+    shapes = (B, S, G, h, Dk), (B, G, S_kv, Dk), (B, G, S_kv, Dk if Dv is None else Dv)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype).to(device).requires_grad_(requires_grad) for shape in shapes)
+    return q, k, v
+
+
+def make_grads(q: Tensor, v: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """do [B,S,G,h,Dv] in q's dtype and dlse [B,S,G,h] in lse's, on q's device."""
+    generator = torch.Generator().manual_seed(seed)
+    do = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator).to(q.dtype).to(q.device)
+    dlse = torch.randn(q.shape[:-1], generator=generator)
+    return do, dlse.to(torch.float64 if q.dtype == torch.float64 else torch.float32).to(q.device)
+
+
+def make_spans(kind: str, B: int, S: int, G: int, S_kv: int, L: int, *, seed: int = 0, device: str = "cpu") -> Tensor:
+    """Disjoint sorted int32 ranges [B,S,G,n,2] of min(L, S_kv) keys a row, before the causal clamp.
+
+    few: two long spans; many: spans of 4 keys; mixed: one span of half the keys and spans of 4.
+    """
+    L = min(L, S_kv)
+    short, rest = divmod(L if kind == "many" else L - L // 2, 4)
+    lengths = {
+        "few": [L - L // 2, L // 2],
+        "many": [4] * short + [rest],
+        "mixed": [4] * (short // 2) + [L // 2] + [4] * (short - short // 2) + [rest],
+    }[kind]
+    lengths = torch.tensor([length for length in lengths if length])
+    generator = torch.Generator().manual_seed(seed)
+    gaps = torch.randint(0, S_kv - L + 1, (B, S, G, len(lengths)), generator=generator).sort(-1).values
+    start = gaps + lengths.cumsum(0) - lengths
+    return torch.stack((start, start + lengths), -1).int().to(device)
+
+
+def make_blocks(B: int, S: int, G: int, S_kv: int, n: int, block_size: int, *, seed: int = 0, device: str = "cpu") -> Selection:
+    """The blocks that a model with random scores would select: n a row, first and local ones forced, never a future one."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(B, S, G, -(-S_kv // block_size), generator=generator)
+    return Selection.from_scores(scores, n, block_size, first=min(1, n), local=min(2, n - 1), S_kv=S_kv).to(device)
+
+
+def edge_selections(B: int, S: int, G: int, S_kv: int, *, device: str = "cpu") -> dict[str, Tensor]:
+    """Ranges [B,S,G,n,2] by name that are easily mistreated; those of a row are always disjoint. Wants S_kv >= 16 and S <= S_kv."""
+
+    def everywhere(*ranges: tuple[int, int]) -> Tensor:
+        return torch.tensor(ranges, dtype=torch.int32).expand(B, S, G, len(ranges), 2).clone()
+
+    middle = S_kv // 2
+    rows = torch.arange(S)[None, :, None, None, None]
+    some = everywhere((0, 5), (7, 9))
+    position = torch.arange(S_kv - S, S_kv, dtype=torch.int32)[None, :, None].expand(B, S, G)
+    own = torch.stack((position, position + 1), -1).unsqueeze(-2)
+    edges = {
+        "empty_all": everywhere((0, 0), (3, 3)),
+        "empty_first": torch.where(rows < (S + 1) // 2, 0, some),
+        "empty_last": torch.where(rows >= S // 2, 0, some),
+        "empty_alternating": torch.where(rows % 2 == 0, 0, some),
+        "inverted": everywhere((9, 4), (1, 3), (S_kv, 0)),
+        "padded": everywhere((0, 0), (2, 6), (0, 0), (0, 0), (8, 9), (0, 0)),
+        "unsorted": everywhere((12, 14), (0, 2), (6, 9)),
+        "touching": everywhere((0, 4), (4, 8), (8, 9)),
+        "negative_start": everywhere((-7, 3), (5, 6), (-4, -2)),
+        "past_end": everywhere((0, 1), (3, S_kv + 100), (S_kv + 200, S_kv + 300)),
+        "one_contiguous": everywhere((0, S_kv)),
+        "one_key": everywhere((0, 1)),
+        "own_key": own,
+        "future_only": own + 1,
+        "first_chunk_future": torch.cat((own + 1, everywhere((0, 2))), dim=-2),
+        "int64": everywhere((0, 3), (middle, middle + 4)).long(),
+    }
+    return {name: ranges.to(device) for name, ranges in edges.items()}
+
+
+def plain_torch(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None = None, q_pos: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The baseline: dense masked attention in the inputs' own dtype, for autograd; o [B,S,G,h,Dv], lse [B,S,G,h]; decode too.
+
+    Written without the oracle's code, so that each checks the other. Reads all keys: unselected NaN would spoil gradients.
+    """
+    if q.dim() == 4:
+        o, lse = plain_torch(q.unsqueeze(1), k, v, ranges.unsqueeze(1), scale, q_pos)
+        return o.squeeze(1), lse.squeeze(1)
+    B, S = q.shape[:2]
+    S_kv = k.shape[2]
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    key = torch.arange(S_kv, device=q.device)
+    position = torch.arange(S_kv - S, S_kv, device=q.device) if q_pos is None else q_pos
+    position = position.expand(B, S)[:, :, None, None]
+    within = (key >= ranges[..., :1]) & (key < ranges[..., 1:])  # [B,S,G,n,S_kv]
+    mask = (within.any(-2) & (key <= position)).unsqueeze(-2)  # [B,S,G,1,S_kv]
+    filled = mask.any(-1, keepdim=True)
+    scores = torch.einsum("bsghd,bgkd->bsghk", q * scale, k)
+    scores = torch.where(mask, scores, torch.where(filled, -math.inf, 0.0).to(scores.dtype))
+    p = torch.softmax(scores, -1) * filled
+    lse = torch.where(filled.squeeze(-1), torch.logsumexp(scores.to(torch.promote_types(q.dtype, torch.float32)), -1), -math.inf)
+    return torch.einsum("bsghk,bgkd->bsghd", p, v), lse
+
+
+def assert_forward(
+    got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None = None, q_pos: Tensor | None = None
+) -> None:
+    """o and lse have the contract's dtypes and are as close to the oracle as `assert_within_twice_baseline` asks."""
+    o, lse = got
+    assert o.dtype == q.dtype
+    assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    oracle, plain = oracle_forward(q, k, v, ranges, scale, q_pos), plain_torch(q, k, v, ranges, scale, q_pos)
+    for name, mine, exact, baseline in zip(("o", "lse"), got, oracle, plain, strict=True):
+        assert_within_twice_baseline(mine, exact, baseline, name)
+
+
+def assert_gradients(
+    got: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
+    scale: float | None = None,
+    q_pos: Tensor | None = None,
+) -> None:
+    """dq, dk, dv are as close to the oracle as `assert_within_twice_baseline` asks, and exact zeros for keys that no row selects."""
+    inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    o, lse = plain_torch(*inputs, ranges, scale, q_pos)
+    # lse of an empty row is constant: its gradient counts for nothing.
+    wanted = (o,) if dlse is None else (o, lse.masked_fill(lse == -math.inf, 0.0))
+    plain = torch.autograd.grad(wanted, inputs, (do,) if dlse is None else (do, dlse))
+    oracle = oracle_backward(q, k, v, ranges, do, dlse, scale, q_pos)
+    terms = _gradient_terms(q.detach(), k.detach(), v.detach(), do, scale)
+    for name, tensor, mine, exact, baseline, term in zip(("dq", "dk", "dv"), (q, k, v), got, oracle, plain, terms, strict=True):
+        assert mine.dtype == tensor.dtype
+        assert_within_twice_baseline(mine, exact, baseline, name, term)
+    unused = ~oracle_mask(ranges, k.shape[2], q.shape[1] if q.dim() == 5 else 1, q_pos).any(1).to(k.device)
+    assert bool((got[1][unused] == 0).all())
+    assert bool((got[2][unused] == 0).all())
+
+
+def _gradient_terms(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> tuple[float, float, float]:
+    """How large the terms are that cancel in dq, dk, dv: with one key ds = p (do.v - D) is zero, but only to the rounding of do.v."""
+    q, k, v, do = (tensor.abs().double() for tensor in (q, k, v, do))
+    q, do = (tensor if tensor.dim() == 5 else tensor.unsqueeze(1) for tensor in (q, do))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
+    dp = torch.einsum("bsghd,bgkd->bsghk", do, v).max()
+    score = scale * torch.einsum("bsghd,bgkd->bsghk", q, k).max()
+    return float(scale * dp * k.max()), float(scale * dp * q.max()), float(score * do.max())
+
+
+def assert_within_twice_baseline(got: Tensor, oracle: Tensor, baseline: Tensor, what: str = "result", terms: float = 0.0) -> None:
+    """The error against the float64 oracle, largest and mean, is at most twice the baseline's plus one rounding of the result.
+
+    -inf (lse of empty rows) must be at the same places; NaN is never right. After flash-attention's tests. `terms`: the
+    largest term of sums that cancel; one rounding of it, in the dtype of accumulation, is allowed too.
+    """
+    got, baseline, oracle = got.detach().cpu(), baseline.detach().cpu(), oracle.detach().cpu()
+    assert got.shape == oracle.shape == baseline.shape, f"{what}: shapes {tuple(got.shape)}, {tuple(oracle.shape)}, {tuple(baseline.shape)}"
+    eps = torch.finfo(got.dtype).eps
+    floor = terms * torch.finfo(torch.promote_types(got.dtype, torch.float32)).eps
+    empty = oracle == -math.inf
+    assert torch.equal(got == -math.inf, empty), f"{what}: -inf at the wrong places"
+    got, oracle, baseline = (torch.where(empty, 0.0, tensor.double()) for tensor in (got, oracle, baseline))
+    assert bool(got.isfinite().all()), f"{what}: {int((~got.isfinite()).sum())} values are not finite"
+    if got.numel() == 0:
+        return
+    error, allowed, size = (got - oracle).abs(), (baseline - oracle).abs(), oracle.abs()
+    for name, of in (("max", torch.max), ("mean", torch.mean)):
+        limit = 2 * of(allowed) + eps * of(size) + floor
+        assert of(error) <= limit, f"{what}: {name} error {of(error):.3e}, allowed {limit:.3e} (baseline {of(allowed):.3e})"

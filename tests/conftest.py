@@ -1,0 +1,67 @@
+"""Every test starts alike: fixed seeds, no NSA_* flags, nothing remembered. GPU tests: `-m gpu` or NSA_TEST_TRITON_SEL=1."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from nsa_sel import attention, config, observe, registry
+
+# The same examples in every run, and no folder of past ones.
+hypothesis.settings.register_profile("nsa_sel", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("nsa_sel")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One torch thread; NSA_TEST_TRITON_SEL=1 lifts the default deselection of GPU tests; another -m expression stays as it is.
+
+    Without GPU tests, Triton interprets its kernels.
+    """
+    # Tests work on small tensors and share their cores: waking threads takes longer than the work.
+    torch.set_num_threads(1)
+    if gpu_tests_wanted() and config.option.markexpr == "not gpu":
+        config.option.markexpr = ""
+    # Triton reads this once, when a test file first imports it: its kernels then run on CPU tensors.
+    if not gpu_tests_wanted() and config.option.markexpr != "gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def gpu_tests_wanted() -> bool:
+    """What NSA_TEST_TRITON_SEL says."""
+    text = os.environ.get(config.TEST_FLAG, "0")
+    if text not in ("0", "1"):
+        raise pytest.UsageError(f"{config.TEST_FLAG} is {text!r}; allowed: 0 or 1. Remedy: set it to 1 to run the GPU tests, or unset it.")
+    return text == "1"
+
+
+@pytest.fixture(autouse=True)
+def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Seeds set, NSA_* flags unset, settings, decisions and failures forgotten; a test's own flags end with the test."""
+    for name in list(os.environ):
+        if name.startswith("NSA_") and name != config.TEST_FLAG:
+            monkeypatch.delenv(name)
+    random.seed(0)
+    torch.manual_seed(0)
+    forget()
+    yield
+    observe.log_to(None)
+    forget()
+
+
+def forget() -> None:
+    config.forget_settings()
+    registry.forget_broken()
+    attention.forget_decisions()

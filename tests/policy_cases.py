@@ -1,0 +1,57 @@
+"""Requests, devices and offers for tests of the policies: no tensors, no torch, and nothing that depends on this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from nsa_sel.backends.specs import SPECS
+from nsa_sel.config import Settings, settings_for
+from nsa_sel.decision import Backend, Decision, Limits, Offer, Override
+from nsa_sel.dispatch import load_policy, select
+from nsa_sel.request import DeviceInfo, Request, example_request
+
+NAMES = ("triton-group", "triton-token", "sdpa-packed", "numba")
+OFFERS = tuple(Offer(spec) for spec in SPECS if spec.name in NAMES)
+
+CPU = DeviceInfo(kind="cpu")
+INTERPRETER = DeviceInfo(kind="cpu", triton_interpret=True)
+RTX4090 = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89, sm_count=128, shared_memory=101376)
+A100 = DeviceInfo(kind="cuda", name="NVIDIA A100-SXM4-80GB", sm=80, sm_count=108, shared_memory=166912)
+H100 = DeviceInfo(kind="cuda", name="NVIDIA H100 80GB HBM3", sm=90, sm_count=132, shared_memory=232448)
+UNKNOWN = DeviceInfo(kind="cuda", name="a GPU without a profile", sm=999, sm_count=64, shared_memory=65536)
+
+SHORT = example_request()  # L = 1024
+LONG = msgspec.structs.replace(SHORT, n=128, max_length=8192)
+
+
+def replace(thing: Any, **changes: Any) -> Any:
+    """A frozen struct with some fields changed."""
+    return msgspec.structs.replace(thing, **changes)
+
+
+def settings(**changes: Any) -> Settings:
+    """The built-in settings with the numbers pinned, then changed."""
+    pinned = {"use_triton_sel": True, "sel_triton_min_L": 4096, "prefer_forward": NAMES, "prefer_backward": NAMES, "triton_off": None}
+    built_in: Settings = replace(settings_for(UNKNOWN), **{**pinned, **changes})
+    return built_in
+
+
+def decide(
+    request: Request, device: DeviceInfo, offers: tuple[Offer, ...] = OFFERS, backend: str | None = None, **changes: Any
+) -> Decision:
+    """The default policy's decision under `settings(**changes)`, with a backend forced by argument."""
+    override = None if backend is None else Override(backend, "argument")
+    return select(request, device, load_policy("default"), settings(**changes), offers, override)
+
+
+def codes(decision: Decision, backend: str) -> list[str]:
+    """The codes of the forward reasons of one backend."""
+    return [reason.code for verdict in decision.verdicts if verdict.backend == backend for reason in verdict.forward]
+
+
+def toy(framework: str = "torch", **limits: Any) -> Offer:
+    """A backend called toy that is offered here, for float16 and bfloat16 on GPUs unless `limits` say otherwise."""
+    limits = {"dtypes": {"cuda": ("float16", "bfloat16")}, **limits}
+    return Offer(Backend(name="toy", path="toy", framework=framework, limits=Limits(**limits)))

@@ -1,0 +1,65 @@
+"""Edge cases of the Triton backends in the interpreter: empty, inverted, padded and poisoned inputs, short sequences, reruns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_sel.selection import Selection
+from tests.cases import edge_selections, make_blocks, make_qkv
+from tests.parity import attend, check_both, check_deterministic, check_poison
+
+BACKENDS = ("triton-group", "triton-token")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("edge", sorted(edge_selections(1, 2, 1, 16)))
+def test_edges(backend: str, edge: str) -> None:
+    q, k, v = make_qkv(B=1, S=6, G=2, h=2, Dk=8, Dv=16, S_kv=20)
+    check_both(backend, q, k, v, Selection.from_ranges(edge_selections(1, 6, 2, 20)[edge]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fewer_keys_than_blocks(backend: str) -> None:
+    q, k, v = make_qkv(S=5, G=1, h=2, Dk=16)
+    check_both(backend, q, k, v, make_blocks(1, 5, 1, 5, 4, 16))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_anywhere_in_a_block_list(backend: str) -> None:
+    indices = torch.tensor([[-1, 2, -1, 0], [0, 1, 2, -1], [-1, -1, -1, -1], [2, -1, -1, 1]], dtype=torch.int32)
+    q, k, v = make_qkv(S=4, G=1, h=2, Dk=16, S_kv=44)
+    check_both(backend, q, k, v, Selection.from_blocks(indices[None, :, None], 16))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unselected_and_future_keys_are_never_used(backend: str) -> None:
+    q, k, v = make_qkv(S=6, G=1, h=3, Dk=16, S_kv=90)
+    check_poison(backend, q, k, v, Selection.from_blocks(torch.tensor([0, 4]).int().expand(1, 6, 1, 2), 16))
+    check_poison(backend, q, k, v, Selection.from_ranges(torch.tensor([[1, 3], [40, 59]]).int().expand(1, 6, 1, 2, 2)))
+    later = torch.cat((k, torch.full_like(k, float("nan"))), 2), torch.cat((v, torch.full_like(v, float("nan"))), 2)
+    positions = torch.arange(84, 90)
+    selection = make_blocks(1, 6, 1, 90, 3, 16)
+    clean, _ = attend(backend, q, k, v, selection)
+    assert torch.equal(clean, attend(backend, q, *later, selection, q_pos=positions)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reruns_are_bit_equal(backend: str) -> None:
+    q, k, v = make_qkv(S=8, G=1, h=2, Dk=16, S_kv=64)
+    check_deterministic(backend, q, k, v, make_blocks(1, 8, 1, 64, 3, 16), reruns=3)
+
+
+def test_sums_of_split_blocks_do_not_depend_on_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dK and dV with one list entry a program, one (batch, group) pair at a time: the partials are many, the sums the same."""
+    import msgspec
+
+    from nsa_sel import attention, config
+    from nsa_sel.backends._triton import dkdv
+
+    q, k, v = make_qkv(B=2, S=8, G=2, h=2, Dk=16, S_kv=48)
+    selection = make_blocks(2, 8, 2, 48, 3, 16)
+    monkeypatch.setattr(dkdv, "ENTRIES_AN_ITEM", 2)
+    settings_for = config.settings_for
+    monkeypatch.setattr(attention, "settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=400_000))
+    check_both("triton-group", q, k, v, selection)
