@@ -155,14 +155,7 @@ def _transpose_tiles(first, last, x, xt, slot, limit, x_step, G, tiles, D):
 
 
 @_jit
-def _exp2(buffer, x):
-    """exp2 of one number, by way of a buffer of one vector."""
-    store(buffer, 0, exp2(splat(x)))
-    return buffer[0]
-
-
-@_jit
-def _take_scores(s, lo, hi, first, last, h, Dv, top, mass, out, buffer):
+def _take_scores(s, lo, hi, first, last, h, Dv, top, mass, out):
     """A step of the online softmax: scores s [h, TILE] of keys lo to hi become weights; what was summed shrinks to a new maximum."""
     W = lanes(s)
     low = s.dtype.type(-np.inf)
@@ -178,7 +171,7 @@ def _take_scores(s, lo, hi, first, last, h, Dv, top, mass, out, buffer):
         peak = largest(best)
         if peak > top[head]:
             if top[head] > low:
-                shrink = _exp2(buffer, top[head] - peak)
+                shrink = largest(exp2(splat(top[head] - peak)))
                 mass[head] *= shrink
                 for d in range(head * Dv, head * Dv + Dv):
                     out[d] *= shrink
@@ -198,7 +191,7 @@ def _forward_rows(first, last, q, kt, v, ranges, position, slot, o, lse, log2_sc
     S, G, h, Dk, Dv, S_kv, n = sizes
     tiles, pair = (S_kv + TILE - 1) // TILE, 2 * lanes(q)
     query, s, out = np.empty(h * Dk, q.dtype), np.empty(h * TILE, q.dtype), np.empty(h * Dv, q.dtype)
-    top, mass, buffer = np.empty(h, q.dtype), np.empty(h, q.dtype), np.empty(lanes(q), q.dtype)
+    top, mass = np.empty(h, q.dtype), np.empty(h, q.dtype)
     for row in range(first, last):
         head, i = row // S, row % S
         b, g = head // G, head % G
@@ -215,7 +208,7 @@ def _forward_rows(first, last, q, kt, v, ranges, position, slot, o, lse, log2_sc
                 kt0 = slot[head * tiles + tile] * Dk * TILE + left
                 s[:] = 0
                 _multiply(s, (left, TILE), query, (_ZERO, Dk, _ONE), kt, (kt0, TILE), (h, Dk, right - left))
-                _take_scores(s, lo, hi, left, right, h, Dv, top, mass, out, buffer)
+                _take_scores(s, lo, hi, left, right, h, Dv, top, mass, out)
                 v0 = b * v_step[0] + g * v_step[1] + start * v_step[2]
                 _multiply(out, (_ZERO, Dv), s, (lo, TILE, _ONE), v, (v0, v_step[2]), (h, hi - lo, Dv))
                 start += hi - lo
@@ -406,7 +399,7 @@ if hasattr(os, "register_at_fork"):  # a forked child has the pool but not its t
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The memory of a tensor with contiguous last dimension as one line, without a copy where dtype fits, and its other strides."""
+    """A tensor's memory as one line and its strides but the last, which is 1; a copy only for another dtype or last stride."""
     tensor = tensor.detach().to(dtype)
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.contiguous()

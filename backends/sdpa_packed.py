@@ -126,8 +126,8 @@ def _forward_dense(call: Call, tiles: list[_Tile], start: Tensor, end: Tensor, o
     for s0, s1, lo, hi in tiles:
         key = torch.arange(lo, hi)
         keep = (key >= start[:, s0:s1]) & (key < end[:, s0:s1])  # [B,T,G,W], n = 1 broadcast away
-        filled = keep.any(-1, keepdim=True)
-        keep = (keep | ~filled).transpose(1, 2).unsqueeze(3)
+        filled = (end > start)[:, s0:s1]
+        keep = keep.transpose(1, 2).unsqueeze(3)
         q = call.q[:, s0:s1].transpose(1, 2).reshape(B, G, -1, Dk)
         keep = keep.expand(-1, -1, -1, h, -1).reshape(B, G, q.shape[2], hi - lo)
         o_tile, lse_tile = _attend(q, call.k[:, :, lo:hi], call.v[:, :, lo:hi], keep, call.scale)
@@ -154,17 +154,17 @@ def _forward_varlen(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tens
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """o [N,H,M,Dv] in q's dtype and lse [N,H,M] of q [N,H,M,Dk], k [N,H,L,Dk], v [N,H,L,Dv] where keep [N,H or 1,M or 1,L];
-    every row keeps at least one key. There is no causal flag: the keys are gathered, keep is all there is to know.
+    a row that keeps none gets anything. There is no causal flag: the keys are gathered, keep is all there is to know.
 
     `scaled_dot_product_attention` computes lse and drops it. So its kernels are called by their own names, and where it
-    would take none of them (Dk != Dv on a CPU, float64 or odd head dims on a GPU) the same is written out.
+    would take none of them (Dk != Dv on a CPU, odd head dims on a GPU), or lose digits (float32 on a GPU), the same is written out.
     """
     Dk, Dv = k.shape[-1], v.shape[-1]
     if q.device.type == "cpu" and Dk == Dv:
         bias = torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, float("-inf"))
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
         return o, lse
-    if q.device.type == "cuda" and q.dtype != torch.float64 and Dk % 8 == 0 and Dv % 8 == 0:
+    if q.device.type == "cuda" and q.element_size() == 2 and Dk % 8 == 0 and Dv % 8 == 0:
         bias = torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, float("-inf"))
         bias = bias.expand(*q.shape[:3], k.shape[2])
         o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
@@ -178,10 +178,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> tupl
 
 
 class _Rows(NamedTuple):
-    """Rows of about one length and where their keys are. A row that selects nothing keeps one key, so that no softmax is empty."""
+    """Rows of about one length and where their keys are."""
 
     ids: Tensor  # [r], (b * S + s) * G + g
-    keep: Tensor  # [r,L], False where padding repeats the first key
+    keep: Tensor  # [r,L], False where padding repeats the first key (key 0 if there is none)
     filled: Tensor  # [r], whether the row selects anything
     position: Tensor  # [r,L]
     tables: list[Tensor]  # K and V as rows [N,D]
@@ -278,7 +278,7 @@ def _powers(longest: int) -> list[int]:
 
 
 def _positions(start: Tensor, end: Tensor, L: int) -> tuple[Tensor, Tensor, Tensor]:
-    """position [r,L], keep [r,L], filled [r] of clamped ranges start, end [r,n]; padding repeats the row's first key (key 0 if none)."""
+    """position [r,L], keep [r,L], filled [r] of `_Rows` from clamped ranges start, end [r,n]."""
     # Clamped to L, a row that breaks a promised max_length loses keys, and nothing is written out of bounds.
     reach = (end - start).cumsum(1).clamp_(max=L)
     before = pad(reach[:, :-1], (1, 0))
@@ -289,7 +289,7 @@ def _positions(start: Tensor, end: Tensor, L: int) -> tuple[Tensor, Tensor, Tens
     place = torch.arange(L, device=start.device)
     position = torch.repeat_interleave(shift.view(-1), repeats.view(-1), output_size=len(start) * L).view(-1, L) + place
     keep = place < total
-    return torch.where(keep, position, position[:, :1]), keep | (total == 0) & (place == 0), total.squeeze(1) > 0
+    return torch.where(keep, position, position[:, :1]), keep, total.squeeze(1) > 0
 
 
 def _backward_by_row(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,15 +304,14 @@ def _backward_by_row(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tupl
     dk, dv = lse.new_zeros(places, Dk), lse.new_zeros(places, Dv)
     for rows, steps in _packed(call, *call.clamped_ranges(), 4 * h + 2 * (Dk + Dv) + _SORT_NUMBERS):
         group = rows.ids // (S * G) * G + rows.ids % G
-        real = rows.keep & rows.filled.unsqueeze(1)
-        spare = keys + torch.arange(real.shape[1], device=q.device)
-        place = torch.where(real, group.unsqueeze(1) * S_kv + rows.position, spare)
+        spare = keys + torch.arange(rows.keep.shape[1], device=q.device)
+        place = torch.where(rows.keep, group.unsqueeze(1) * S_kv + rows.position, spare)
         for step in steps:
-            ids, drop = rows.ids[step], ~real[step].unsqueeze(1)
+            ids, drop = rows.ids[step], ~rows.keep[step].unsqueeze(1)
             q_rows, do_rows = q[ids].to(dq.dtype), do[ids].to(dq.dtype)
             k, v = (x.to(dq.dtype) for x in rows.gather(step))
             p = torch.exp(call.scale * (q_rows @ k.transpose(1, 2)) - lse[ids]).masked_fill_(drop, 0)
-            ds = (do_rows @ v.transpose(1, 2)).sub_(delta[ids]).mul_(p).mul_(call.scale).masked_fill_(drop, 0)
+            ds = (do_rows @ v.transpose(1, 2)).sub_(delta[ids]).mul_(p).mul_(call.scale)
             dq.index_copy_(0, ids, torch.where(rows.filled[step, None, None], ds @ k, 0))
             # index_put_, not index_add_: on a GPU that one adds by atomics, in any order.
             at = (place[step].reshape(-1),)

@@ -19,8 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.steps import (
+    LN_2,
     LOG2_E,
     LOWEST,
+    add_product,
     finish_softmax,
     positions_of,
     row_limit,
@@ -41,7 +43,8 @@ def forward_ranges_kernel(
     h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one row's heads; with SPLIT, o and lse are the float32 partials [rows, parts, ...] of one part of the walk."""
+    """o and lse of one row's heads; with SPLIT, the float32 partials [rows, parts, ...] of one part of
+    the walk, lse in base 2."""
     HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
     part = pid % parts
@@ -87,15 +90,17 @@ def forward_ranges_kernel(
             k_tile = tl.load(
                 k_base + position[None, :] * stride_kn + d[:, None], mask=valid[None, :] & (d < Dk)[:, None], other=0.0
             )
-            s2 = tl.dot(q_tile, k_tile, input_precision="ieee", out_dtype=ACC) * scale_log2
-            s2 = tl.where(valid[None, :], s2, float("-inf"))
+            logits = tl.dot(q_tile, k_tile, input_precision="ieee", out_dtype=ACC)
+            logits = tl.where(valid[None, :], logits, float("-inf"))
             v_tile = tl.load(
                 v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0
             )
-            acc, l, m = softmax_step(s2, v_tile, acc, l, m, ACC)
+            acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2, ACC)
         base += keys
 
-    o_tile, lse_rows = finish_softmax(acc, l, m)
+    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
+    if not SPLIT:
+        lse_rows = lse_rows * LN_2
     out = (row * h + head) * parts + part
     tl.store(o + out[:, None] * Dv + dv[None, :], o_tile.to(o.dtype.element_ty), mask=is_head[:, None] & (dv < Dv)[None, :])
     tl.store(lse + out, lse_rows, mask=is_head)
@@ -141,10 +146,10 @@ def forward_blocks_kernel(
         c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
         c += step % STEPS * BLOCK_L
         k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
-        s2 = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
-        s2 = tl.where(is_whole, s2, float("-inf"))
+        logits = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC)
+        logits = tl.where(is_whole, logits, float("-inf"))
         v_tile = v_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
-        acc, l, m = softmax_step(s2, v_tile, acc, l, m, ACC)
+        acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2, ACC)
 
     k_base = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kg
     v_base = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vg
@@ -153,15 +158,15 @@ def forward_blocks_kernel(
         valid = position < cut_end
         position = position.to(tl.int64)
         k_tile = tl.load(k_base + position[None, :] * stride_kn + d[:, None], mask=valid[None, :] & (d < Dk)[:, None], other=0.0)
-        s2 = tl.dot(q_tile, k_tile, input_precision="ieee", out_dtype=ACC) * scale_log2
-        s2 = tl.where(valid[None, :], s2, float("-inf"))
+        logits = tl.dot(q_tile, k_tile, input_precision="ieee", out_dtype=ACC)
+        logits = tl.where(valid[None, :], logits, float("-inf"))
         v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
-        acc, l, m = softmax_step(s2, v_tile, acc, l, m, ACC)
+        acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2, ACC)
 
-    o_tile, lse_rows = finish_softmax(acc, l, m)
+    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
     out = row * h + head
     tl.store(o + out[:, None] * Dv + dv[None, :], o_tile.to(o.dtype.element_ty), mask=is_head[:, None] & (dv < Dv)[None, :])
-    tl.store(lse + out, lse_rows, mask=is_head)
+    tl.store(lse + out, lse_rows * LN_2, mask=is_head)
 
 
 @triton.jit
@@ -215,7 +220,7 @@ def dq_kernel(
             p = tl.where(valid[None, :], tl.exp2(s2 - lse2[:, None]), 0.0)
             dp = tl.dot(do_tile, v_tile.T, input_precision="ieee", out_dtype=ACC)
             ds = p * (dp - delta_rows[:, None])
-            acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee", out_dtype=ACC)
+            acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
     dq_rows = dq + out[:, None] * Dk + d[None, :]
     tl.store(dq_rows, (acc * scale).to(dq.dtype.element_ty), mask=in_q)
 
@@ -270,7 +275,7 @@ def dq_blocks_kernel(
         p = tl.where(is_whole, tl.exp2(s2 - lse2[:, None]), 0.0)
         dp = tl.dot(do_tile, v_tile.T, input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta_rows[:, None])
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee", out_dtype=ACC)
+        acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
 
     k_base = k + b64 * stride_kb + g64 * stride_kg
     v_base = v + b64 * stride_vb + g64 * stride_vg
@@ -284,12 +289,14 @@ def dq_blocks_kernel(
         p = tl.where(valid[None, :], tl.exp2(s2 - lse2[:, None]), 0.0)
         dp = tl.dot(do_tile, v_tile.T, input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta_rows[:, None])
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee", out_dtype=ACC)
+        acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
     tl.store(dq + out[:, None] * Dk + d[None, :], (acc * scale).to(dq.dtype.element_ty), mask=in_q)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
+        return forward(launch.with_positive_scale(call))
     rows = call.q.shape[0] * call.q.shape[1] * call.q.shape[2]
     head_tiles = triton.cdiv(call.q.shape[3], _block_h(call))
     parts = launch.split_parts(call, rows * head_tiles)
@@ -309,7 +316,7 @@ def _forward_blocks(call: Call, config: KernelConfig) -> tuple[Tensor, Tensor]:
     tiles = _block_tiles(call, config)
     forward_blocks_kernel[(B * S * G * triton.cdiv(h, block_h),)](
         call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, call.selection.ranges.contiguous(),
-        launch.position_arguments(call)[0], o, lse, *_strides(call), S, call.k.shape[2], G, call.selection.n, call.scale * launch.LOG2_E,
+        launch.position_arguments(call)[0], o, lse, *_strides(call), S, call.k.shape[2], G, call.selection.n, launch.scale_log2(call),
         **launch.facts(call), **tiles, BLOCK_H=block_h, num_warps=_warps(config, block_h), num_stages=config.num_stages,
     )  # fmt: skip
     return o, lse
@@ -345,7 +352,7 @@ def _launch_ranges(call: Call, config: KernelConfig, o: Tensor, lse: Tensor, par
     block_h = _block_h(call)
     forward_ranges_kernel[(B * S * G * triton.cdiv(h, block_h) * parts,)](
         call.q, call.k, call.v, call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse,
-        *_strides(call), S, call.k.shape[2], G, call.selection.n, parts, call.scale * launch.LOG2_E,
+        *_strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
         **launch.facts(call), BLOCK_H=block_h, SPLIT=parts > 1, BLOCK_L=config.block_l, NP=launch.walk_width(call),
         num_warps=_warps(config, block_h), num_stages=config.num_stages,
     )  # fmt: skip
@@ -353,13 +360,16 @@ def _launch_ranges(call: Call, config: KernelConfig, o: Tensor, lse: Tensor, par
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; dq by rows, dk and dv by KV tiles over the rows that chose them, in ascending row order."""
+    if call.scale < 0:
+        dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
+        return -dq, dk, dv
     B, S, G, h, _ = call.q.shape
     dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     delta = torch.empty_like(lse)
     block_h = _block_h(call)
     grid = (B * S * G * triton.cdiv(h, block_h),)
     tensors = (call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse, do, _contiguous(dlse), dq, delta)
-    numbers = (*_strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, call.scale * launch.LOG2_E)
+    numbers = (*_strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call))
     facts = {**launch.facts(call), "BLOCK_H": block_h, "HAS_DLSE": dlse is not None}
     if _bulk_copies_fit(call, "triton-group/dq-blocks"):
         config = launch.kernel_config(call, "triton-group/dq-blocks")

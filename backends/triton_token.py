@@ -25,7 +25,7 @@ def forward_kernel(
     h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one row and head; with SPLIT, the float32 partials [rows, parts, ...] of one part of the walk."""
+    """o and lse of one row and head; with SPLIT, the float32 partials [rows, parts, ...] of one part of the walk, lse in base 2."""
     pid = tl.program_id(0)
     part = pid % parts
     pid = pid // parts
@@ -67,11 +67,10 @@ def forward_kernel(
             position = positions_of(w, shift, before, after).to(tl.int64)
             k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
             v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
-            s2 = tl.sum(k_tile.to(ACC) * q_row[None, :], 1) * scale_log2
-            s2 = tl.where(valid, s2, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s2, 0))
-            alpha = tl.exp2(m - m_new)
-            p = tl.exp2(s2 - m_new)
+            logits = tl.where(valid, tl.sum(k_tile.to(ACC) * q_row[None, :], 1), float("-inf"))
+            m_new = tl.maximum(m, tl.max(logits, 0))
+            alpha = tl.exp2((m - m_new) * scale_log2)
+            p = tl.exp2((logits - m_new) * scale_log2)
             l = l * alpha + tl.sum(p, 0)
             acc = acc * alpha + tl.sum(p[:, None] * v_tile.to(ACC), 0)
             m = m_new
@@ -81,7 +80,8 @@ def forward_kernel(
     total = tl.where(seen, l, 1.0)
     out = (row * h + head) * parts + part
     tl.store(o + out * Dv + dv, (acc / total).to(o.dtype.element_ty), mask=dv < Dv)
-    tl.store(lse + out, tl.where(seen, (m + tl.log2(total)) * LN_2, float("-inf")))
+    lse2 = tl.where(seen, m * scale_log2 + tl.log2(total), float("-inf"))
+    tl.store(lse + out, lse2 if SPLIT else lse2 * LN_2)
 
 
 @triton.jit
@@ -134,6 +134,8 @@ def dq_kernel(
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    if call.scale < 0:  # the kernel keeps the largest product, which must belong to the largest logit
+        return forward(launch.with_positive_scale(call))
     B, S, G, h, _ = call.q.shape
     o, lse = launch.outputs(call)
     parts = launch.split_parts(call, B * S * G * h)
@@ -147,7 +149,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     forward_kernel[(B * S * G * h * parts,)](
         call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, to_o, to_lse,
         *call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_strides,
-        S, call.k.shape[2], G, call.selection.n, parts, call.scale * launch.LOG2_E,
+        S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
         **launch.facts(call), SPLIT=parts > 1, BLOCK_L=config.block_l, NP=launch.walk_width(call),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -158,6 +160,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; dq by rows and heads, dk and dv by KV tiles over the rows that chose them, in ascending row order."""
+    if call.scale < 0:
+        dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
+        return -dq, dk, dv
     B, S, G, h, _ = call.q.shape
     config = launch.kernel_config(call, "triton-token/dq")
     dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
@@ -166,7 +171,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     dq_kernel[(B * S * G * h,)](
         call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, o, lse, do, None if dlse is None else dlse.contiguous(),
         dq, delta, *call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_strides, *do.stride()[:4],
-        S, call.k.shape[2], G, call.selection.n, call.scale, call.scale * launch.LOG2_E,
+        S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call),
         **launch.facts(call), HAS_DLSE=dlse is not None, BLOCK_L=config.block_l, NP=launch.walk_width(call),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -189,6 +189,10 @@ class Selection:
     def _version(self) -> int | None:
         return None if self.ranges.is_inference() else self.ranges._version
 
+    def forget_plans(self) -> None:
+        """Build plans anew when they are next needed: to measure them, or to free their memory."""
+        self._plans.clear()
+
     def merge(self) -> Selection:
         """The same keys as sorted, disjoint ranges: overlapping and touching ranges of a row become one, empty ones go last."""
         start, end = self.ranges.unbind(-1)

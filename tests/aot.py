@@ -1,4 +1,4 @@
-"""Compile what the Triton launchers would launch, for GPUs that are not here: `python tests/aot.py` prints a JSON line a kernel.
+"""Compile what the Triton launchers would launch, for GPUs that are not here: `python tests/aot.py 90 [SHAPE...]` prints a JSON line a kernel.
 
 The launchers run for real, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
 target. Needs a process without TRITON_INTERPRET. Shared memory is in the kernel's metadata; registers and spills come from cuobjdump.
@@ -92,8 +92,8 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or TARGETS:
-        for backend in ("triton-group", "triton-token"):
-            for shape_name in SHAPES:
-                for line in compile_backend(backend, shape_name, int(wanted)):
-                    print(json.dumps(line), flush=True)
+    target, *shapes = sys.argv[1:]
+    for backend in ("triton-group", "triton-token"):
+        for shape_name in shapes or SHAPES:
+            for line in compile_backend(backend, shape_name, int(target)):
+                print(json.dumps(line), flush=True)

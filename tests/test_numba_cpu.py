@@ -219,14 +219,17 @@ def test_16_bit_errors_are_within_twice_the_baseline(dtype: torch.dtype, kind: s
 
 
 def test_large_scores() -> None:
-    """Logits of some hundreds: float32 has no digits left for an absolute bound, plain torch neither."""
+    """Logits of some hundreds, where float32 has no digits left for an absolute bound; plain torch has none either."""
     q, k, v = make_qkv(1, 70, 1, 4, 16)
     ranges = make_spans("mixed", 1, 70, 1, 70, L=40)
     ranges[..., 0, 0] = 0
     do, dlse = make_grads(q, v)
-    results = (f(q, k, v, ranges, do, dlse, 40.0) for f in (run, expected, baseline))
+    results = [f(q, k, v, ranges, do, dlse, 40.0) for f in (run, expected, baseline)]
+    largest = float(results[1][1].abs().max())
     for name, mine, wanted, theirs in zip(NAMES, *results, strict=True):
-        assert_within_twice_baseline(mine, wanted, theirs, name)
+        # Gradients start from p = exp(s - lse), which turns one rounding of lse into a relative error.
+        terms = largest * float(wanted.abs().max()) if name.startswith("d") else 0.0
+        assert_within_twice_baseline(mine, wanted, theirs, name, terms=terms)
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

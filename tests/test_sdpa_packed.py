@@ -156,8 +156,11 @@ def test_a_head_shared_by_all_groups() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(("n", "Dv"), [(2, 16), (2, 8), (1, 16)])
-def test_what_no_row_selects_may_be_anything(n: int, Dv: int, bad: float) -> None:
-    """Keys between the ranges, and keys beyond t; rows that select nothing look at none either."""
+@pytest.mark.parametrize("buckets", ["by length", "static"])
+def test_what_no_row_selects_may_be_anything(n: int, Dv: int, bad: float, buckets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys between the ranges, and keys beyond t; rows that select nothing look at none either (a GPU can't leave them out)."""
+    if buckets == "static":
+        monkeypatch.setattr(sdpa_packed, "_buckets", lambda call, *_: sdpa_packed._static_buckets(call))
     q, k, v = make_qkv(2, 30, 1, 2, 16, Dv, S_kv=100)
     ranges = torch.tensor([[3, 9], [60, 500]][-n:], dtype=torch.int32).repeat(2, 30, 1, 1, 1)
     ranges[:, ::4] = 0
@@ -273,11 +276,12 @@ def test_autocast_keeps_out() -> None:
 
 
 class TestPath:
-    def path(self, ranges: Tensor, **options: int) -> str:
+    def path(self, ranges: Tensor, workspace_bytes: int | None = None) -> str:
         B, S, G = ranges.shape[:3]
-        call = make_call(*make_qkv(B, S, G, 2, 16, S_kv=256), ranges, **options)
-        check(call)
-        return sdpa_packed.path(call)
+        calls = [make_call(*make_qkv(B, S, G, 2, 16, Dv, S_kv=256), ranges, workspace_bytes=workspace_bytes) for Dv in (16, 8)]
+        for call in calls:
+            check(call)
+        return sdpa_packed.path(calls[0])
 
     def windows(self, start: Tensor, end: Tensor) -> Tensor:
         return torch.stack((start, end), -1).int()[None, :, None, None].expand(2, -1, 1, 1, 2)

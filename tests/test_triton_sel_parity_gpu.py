@@ -113,7 +113,7 @@ def test_decode(backend: str, dtype: str, B: int) -> None:
     q, k, v = gpu_qkv(dtype, B=B, S=1, G=2, h=4, Dk=64, S_kv=1024)
     selection = make_blocks(B, 1, 2, 1024, 8, 32, device="cuda")
     check_both(backend, q, k, v, selection)
-    decoded, _ = attend(backend, q[:, 0], k, v, Selection.from_ranges(selection.ranges[:, 0]))
+    decoded, _ = attend(backend, q[:, 0], k, v, Selection.from_ranges(selection.ranges[:, 0], 32))
     assert torch.equal(decoded, attend(backend, q, k, v, selection)[0][:, 0])
 
 
@@ -180,11 +180,11 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
 
     def impossible(device: object) -> config.Settings:
         settings = settings_for(device)  # type: ignore[arg-type]
-        kernels = {name: msgspec.structs.replace(kernel, block_l=4096) for name, kernel in settings.kernels.items()}
+        kernels = {name: msgspec.structs.replace(kernel, block_l=2048, num_warps=8, num_stages=1) for name, kernel in settings.kernels.items()}
         return msgspec.structs.replace(settings, kernels=kernels, sel_triton_min_L=1, triton_off=None)
 
     monkeypatch.setattr(attention, "settings_for", impossible)
-    q, k, v = gpu_qkv("float16", S=200, G=1, h=4, Dk=128, S_kv=5000)
+    q, k, v = gpu_qkv("float16", S=200, G=1, h=4, Dk=128, S_kv=5000)  # a tile of 2048 keys takes 512 KiB
     selection = Selection.from_ranges(make_spans("few", 1, 200, 1, 5000, 4500, device="cuda"))
     o = nsa_sel.selection_attention(q, k, v, selection)
     decision = nsa_sel.decisions()[-1]

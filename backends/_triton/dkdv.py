@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.inverse import inverse, items, most_items
-from nsa_sel.backends._triton.steps import LOG2_E, clamp_range
+from nsa_sel.backends._triton.steps import LOG2_E, add_product, clamp_range
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
@@ -72,11 +72,11 @@ def partial_dkdv_kernel(
             s2 = tl.dot(k_tile, q_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
             seen = (column[:, None] >= start[None, :]) & (column[:, None] < end[None, :])
             p = tl.where(seen, tl.exp2(s2 - lse2[None, :]), 0.0)
-            dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision="ieee", out_dtype=ACC)
+            dv_acc = add_product(dv_acc, p.to(do_tile.dtype), do_tile, ACC)
             dp = tl.dot(v_tile, do_tile.T, input_precision="ieee", out_dtype=ACC)
             # Where nothing is seen, v may be NaN, and p * dp with it: the mask decides, not the product.
             ds = tl.where(seen, p * (dp - delta_rows[None, :]), 0.0)
-            dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee", out_dtype=ACC)
+            dk_acc = add_product(dk_acc, ds.to(q_tile.dtype), q_tile, ACC)
 
         part = slot * BLOCK_L + tl.arange(0, BLOCK_L)
         tl.store(part_dk + part[:, None] * Dk + d[None, :], dk_acc * scale, mask=(d < Dk)[None, :])
@@ -146,7 +146,7 @@ def key_value_gradients(call: Call, lse: Tensor, do: Tensor, delta: Tensor, conf
             call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, lse, do, delta, part_dk, part_dv,
             plan.entries, plan.offsets, cut.tile, cut.offsets,
             *call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_strides, *do.stride()[:4],
-            S, S_kv, G, call.selection.n, plan.tiles, first_tile, end_tile, call.scale, call.scale * launch.LOG2_E,
+            S, S_kv, G, call.selection.n, plan.tiles, first_tile, end_tile, call.scale, launch.scale_log2(call),
             **launch.facts(call), ITEM=size, ROWS=config.rows, BLOCK_L=width, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         sum_rows = min(16, width)

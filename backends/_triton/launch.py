@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -41,6 +43,16 @@ def position_arguments(call: Call) -> tuple[Tensor | None, int, int]:
     if call.q_pos is None:
         return None, 0, 0
     return call.q_pos, call.q_pos.stride(0), call.q_pos.stride(1)
+
+
+def scale_log2(call: Call) -> float:
+    """The factor from products to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+    return max(call.scale * LOG2_E, 1e-30)
+
+
+def with_positive_scale(call: Call) -> Call:
+    """The same logits from -q and -scale."""
+    return replace(call, q=-call.q, scale=-call.scale)
 
 
 def split_parts(call: Call, programs: int) -> int:

@@ -4,7 +4,7 @@ With logits s = scale * q k^T over the selected keys, L = log sum exp s, p = exp
     forward    o = sum_j p_j v_j, kept as (acc, l, m): o = acc / l, with everything relative to the running maximum m
     backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta)
                dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
-Kernels work in base 2 (s2 = s * log2 e), because exp2 is one instruction; lse leaves them as a natural logarithm.
+Kernels work in base 2, with c = scale * log2 e, because exp2 is one instruction; lse leaves them as a natural logarithm.
 """
 
 from __future__ import annotations
@@ -85,20 +85,35 @@ def whole_block(row_ranges, i, limit, last_whole, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s2, v, acc, l, m, ACC: tl.constexpr):
-    """Take the logits s2 [M, BLOCK_L] (base 2, -inf where masked) and their values v [BLOCK_L, Dv] into (acc, l, m)."""
-    m_new = tl.maximum(m, tl.max(s2, 1))
-    alpha = tl.exp2(m - m_new)
-    p = tl.exp2(s2 - m_new[:, None])
+def softmax_step(s, v, acc, l, m, c, ACC: tl.constexpr):
+    """Take the products s = q k^T [M, BLOCK_L] (-inf where masked) and their values v [BLOCK_L, Dv] into (acc, l, m).
+
+    c = scale * log2 e > 0 is applied to differences: s - m is exact where it matters, near the maximum, and s * c would not be.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1))
+    alpha = tl.exp2((m - m_new) * c)
+    p = tl.exp2((s - m_new[:, None]) * c)
     l = l * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
     return acc, l, m_new
 
 
 @triton.jit
-def finish_softmax(acc, l, m):
-    """o and natural-log lse from (acc, l, m); rows that saw no key give 0 and -inf."""
+def finish_softmax(acc, l, m, c):
+    """o and lse in base 2 from (acc, l, m); rows that saw no key give 0 and -inf."""
     seen = l > 0
     o = acc / tl.where(seen, l, 1.0)[:, None]
-    lse = tl.where(seen, (m + tl.log2(tl.where(seen, l, 1.0))) * LN_2, float("-inf"))
-    return o, lse
+    lse2 = tl.where(seen, m * c + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
+    return o, lse2
+
+
+@triton.jit
+def add_product(acc, a, b, ACC: tl.constexpr):
+    """acc + a b. In float32 each step's product is summed by itself first: one chain over thousands of rows would lose digits.
+
+    Written as a difference, because the compiler turns a sum back into one chain.
+    """
+    if a.dtype == tl.float32:
+        return acc - tl.dot(-a, b, input_precision="ieee", out_dtype=ACC)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
