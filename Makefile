@@ -24,7 +24,7 @@ lint: $(STAMP)
 
 gpu-test:
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu \
-	$(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo -n 8)
+	$(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
 
 trace: $(TRACE)/.installed
 	$(TRACE)/bin/python bench/capture_trace.py

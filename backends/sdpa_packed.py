@@ -13,29 +13,34 @@ from torch.nn.functional import pad
 if TYPE_CHECKING:
     from nsa_sel.call import Call
 
-# A step's keys should stay in a CPU's caches, but not so few that Python shows: 1, 4, 16, 32 MiB gave a forward pass of
-# 580, 212, 150, 178 ms (one thread of an EPYC 7003; S 2048, G 2, h 4, D 64, 8 blocks of 64, float32).
+# A step's keys should stay in a CPU's caches, but not be so few that Python shows: 2, 4, 8, 16, 32, 64 MiB gave a gathering
+# forward pass of 328, 244, 237, 208, 282, 332 ms (one thread of a busy EPYC 7003; S 2048, G 2, h 4, D 64, 8 blocks of 64).
 _CPU_CHUNK_BYTES = 16 << 20
 _SMALLEST_BUCKET = 16  # keys
 _STEP_ROWS = 32768  # a CUDA grid takes less than 65536 sequences
 _INDEX_BYTES = 48  # per key: its position, its places in K and V, and what makes them
 _SORT_NUMBERS = 16  # per key: what index_put_ sorts with
 _DENSE_TILE = 64  # query positions of one dense step
-_DENSE_WASTE = 2  # a dense step may look at this many times the selected keys: it gathers nothing
+# What is faster than gathering each row's keys, by the keys looked at for one selected (S 2048, h 1 and 4, D 64): dense steps
+# at 2.0 (24 against 36 ms); tiles of keys at 1.04 (134 against 169 ms), but not at 1.5 (192 against 162 ms).
+_DENSE_WASTE = 2.0
+_KEY_WASTE = 1.3
+_ROWS_BY_KEY = 16  # rows that a tile of keys must meet on average
 
 
 def path(call: Call) -> Literal["dense", "varlen"]:
     """How `forward` goes through the rows of this call.
 
-    dense: tiles of adjacent rows attend to one slice of keys under a mask, without a gather. Taken for one range a row
-    (n = 1) when the slices hold few keys that their rows did not select; this takes a look at the ranges, so only on a CPU,
-    and at K and V: a value that is not finite would spread to rows that did not select it. varlen: everything else.
+    dense: tiles of adjacent rows attend to one slice of keys under a mask. Taken for one range a row (n = 1) when the slices
+    hold few keys that their rows did not select. varlen: everything else. There, rows are bucketed by length and their keys
+    gathered; on a CPU, where it pays, tiles of keys meet the rows that selected them instead. What gathers nothing needs a
+    look at the ranges, so only a CPU does it, and at K and V: a value that is not finite would spread to other rows.
     """
     return "varlen" if _dense_tiles(call, *call.clamped_ranges()) is None else "dense"
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs). Reads no GPU memory on the host."""
+    """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs). Never waits for a GPU."""
     B, S, G, h, _ = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     o = call.q.new_zeros(B, S, G, h, Dv)
@@ -45,10 +50,12 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     with torch.autocast(call.q.device.type, enabled=False):
         start, end = call.clamped_ranges()
         tiles = _dense_tiles(call, start, end)
-        if tiles is None:
-            _forward_varlen(call, start, end, o, lse)
-        else:
+        if tiles is not None:
             _forward_dense(call, tiles, start, end, o, lse)
+        elif _pays_by_key(call, start, end):
+            _forward_by_key(call, start, end, o, lse)
+        else:
+            _forward_by_row(call, start, end, o, lse)
     return o, lse
 
 
@@ -113,12 +120,13 @@ def _dense_tiles(call: Call, start: Tensor, end: Tensor) -> list[_Tile] | None:
             tiles.append(tile)
     if not tiles or looked_at > _DENSE_WASTE * selected:
         return None
-    first, last = min(tile.lo for tile in tiles), max(tile.hi for tile in tiles)
-    for x in (call.k, call.v):
-        least, most = torch.aminmax(x[:, :, first:last])
-        if not (torch.isfinite(least) and torch.isfinite(most)):
-            return None
-    return tiles
+    return tiles if _finite(call, min(tile.lo for tile in tiles), max(tile.hi for tile in tiles)) else None
+
+
+def _finite(call: Call, lo: int, hi: int) -> bool:
+    """Whether the keys and values [lo, hi) are all finite. Reads them, on a CPU."""
+    extremes = [extreme for x in (call.k, call.v) for extreme in torch.aminmax(x[:, :, lo:hi])]
+    return bool(torch.stack(extremes).isfinite().all())
 
 
 def _forward_dense(call: Call, tiles: list[_Tile], start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
@@ -137,7 +145,7 @@ def _forward_dense(call: Call, tiles: list[_Tile], start: Tensor, end: Tensor, o
         lse[:, s0:s1] = torch.where(filled, lse_tile, float("-inf"))
 
 
-def _forward_varlen(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
+def _forward_by_row(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
     h, Dk = call.q.shape[3:]
     q, o, lse = call.q.reshape(-1, h, Dk), o.view(-1, h, o.shape[4]), lse.view(-1, h)
     for rows, steps in _packed(call, start, end, 3 * h):
@@ -152,26 +160,59 @@ def _forward_varlen(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tens
         lse.index_copy_(0, rows.ids, torch.where(filled, lse_rows, float("-inf")))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """o [N,H,M,Dv] in q's dtype and lse [N,H,M] of q [N,H,M,Dk], k [N,H,L,Dk], v [N,H,L,Dv] where keep [N,H or 1,M or 1,L];
-    a row that keeps none gets anything. There is no causal flag: the keys are gathered, keep is all there is to know.
+def _pays_by_key(call: Call, start: Tensor, end: Tensor) -> bool:
+    """Whether tiles of keys meet enough rows, hold few keys that these did not select, and all of them are finite."""
+    if call.q.device.type != "cpu" or call.q.shape[1] < _ROWS_BY_KEY:
+        return False
+    lists = list(itertools.chain.from_iterable(_rows_by_tile(call, start, end)))
+    pairs, tiles = sum(map(len, lists)), sum(len(rows) > 0 for rows in lists)
+    few = pairs < _ROWS_BY_KEY * tiles or pairs * _key_tile(call) > _KEY_WASTE * int((end - start).sum())
+    return not few and _finite(call, 0, call.k.shape[2])
+
+
+def _forward_by_key(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
+    """Fills o and lse on a CPU: SDPA of each tile of keys with its rows, merged by lse. Nothing is gathered but rows of q."""
+    _, S, _, h, Dk = call.q.shape
+    for (b, g), steps in _by_key(call, start, end):
+        q = call.q[b, :, g].to(lse.dtype).reshape(S, -1).contiguous()
+        k, v = call.k[b, g].to(lse.dtype), call.v[b, g].to(lse.dtype)
+        o_sum, lse_sum = torch.zeros(S, h, v.shape[1], dtype=lse.dtype), torch.full((S, h), float("-inf"), dtype=lse.dtype)
+        for lo, hi, ids, keep in steps:
+            q_rows = q.index_select(0, ids).view(1, 1, -1, Dk)
+            mask = None if keep is None else keep.repeat_interleave(h, 0)[None, None]
+            o_part, lse_part = _attend(q_rows, k[None, None, lo:hi], v[None, None, lo:hi], mask, call.scale)
+            lse_part, before = lse_part.view(-1, h), lse_sum.index_select(0, ids)
+            after = torch.logaddexp(before, lse_part)
+            o_rows = o_sum.index_select(0, ids).mul_((before - after).exp_().unsqueeze(2))
+            o_rows.addcmul_(o_part.view_as(o_rows), (lse_part - after).exp_().unsqueeze(2))
+            o_sum.index_copy_(0, ids, o_rows)
+            lse_sum.index_copy_(0, ids, after)
+        o[b, :, g] = o_sum
+        lse[b, :, g] = lse_sum
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """o [N,H,M,Dv] in q's dtype and lse [N,H,M] of q [N,H,M,Dk], k [N,H,L,Dk], v [N,H,L,Dv] where keep [N,H or 1,M or 1,L]
+    (None: everywhere); a row that keeps none gets anything. There is no causal flag: the keys are gathered, keep is all there is to know.
 
     `scaled_dot_product_attention` computes lse and drops it. So its kernels are called by their own names, and where it
     would take none of them (Dk != Dv on a CPU, odd head dims on a GPU), or lose digits (float32 on a GPU), the same is written out.
     """
     Dk, Dv = k.shape[-1], v.shape[-1]
-    if q.device.type == "cpu" and Dk == Dv:
-        bias = torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, float("-inf"))
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
-        return o, lse
-    if q.device.type == "cuda" and q.element_size() == 2 and Dk % 8 == 0 and Dv % 8 == 0:
-        bias = torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, float("-inf"))
-        bias = bias.expand(*q.shape[:3], k.shape[2])
+    fused_cpu = q.device.type == "cpu" and Dk == Dv
+    fused_gpu = q.device.type == "cuda" and q.dtype != torch.float64 and Dk % 8 == 0 and Dv % 8 == 0
+    if fused_cpu or fused_gpu:
+        bias = None if keep is None else torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, float("-inf"))
+        if fused_cpu:
+            o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+            return o, lse
+        bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
         o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
         return o, lse[..., : q.shape[2]]  # the kernel pads its rows
     dtype = _accumulate(q.dtype)
     scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(-1, -2)
-    scores = scores.masked_fill_(~keep, float("-inf"))
+    if keep is not None:
+        scores.masked_fill_(~keep, float("-inf"))
     lse = torch.logsumexp(scores, -1)
     p = scores.sub_(lse.unsqueeze(-1)).exp_()
     return (p @ v.to(dtype)).to(q.dtype), lse
@@ -322,45 +363,81 @@ def _backward_by_row(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tupl
 
 def _backward_by_key(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the accumulating dtype, on a CPU: tile after tile of keys, its rows in a fixed order."""
-    B, S, G, h, Dk = call.q.shape
-    S_kv, Dv = call.v.shape[2:]
+    S, h, Dk = call.q.shape[1], *call.q.shape[3:]
+    Dv = call.v.shape[3]
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (call.q, call.k, call.v))
-    start, end = call.clamped_ranges()
-    # One block a tile, so that rows take it whole; within what matrix products like.
-    width = 64 if call.selection.block_size is None else min(max(call.selection.block_size, 32), 128)
-    size = max(1, _budget(call) // (h * (2 * Dk + Dv + 3 * width) * lse.element_size()))
-    for b, g in itertools.product(range(B), range(G)):
-        starts, ends = start[b, :, g], end[b, :, g]
-        q_bg, do_bg, lse_bg, delta_bg = (x[b, :, g].to(lse.dtype).reshape(S, -1).contiguous() for x in (call.q, do, lse, delta))
-        dq_bg = torch.zeros_like(q_bg)
-        for tile, rows in enumerate(_rows_by_tile(starts, ends, S_kv, width)):
-            lo, hi = tile * width, min((tile + 1) * width, S_kv)
-            k, v = call.k[b, g, lo:hi].to(lse.dtype), call.v[b, g, lo:hi].to(lse.dtype)
-            begin, stop = (x.index_select(0, rows).clamp_(lo, hi).sub_(lo) for x in (starts, ends))
-            whole = (stop - begin).sum(1) == hi - lo
-            for masked in (False, True):
+    for (b, g), steps in _by_key(call, *call.clamped_ranges()):
+        q, do_bg, lse_bg, delta_bg = (x[b, :, g].to(lse.dtype).reshape(S, -1).contiguous() for x in (call.q, do, lse, delta))
+        k_bg, v_bg = call.k[b, g].to(lse.dtype), call.v[b, g].to(lse.dtype)
+        dq_bg = torch.zeros_like(q)
+        for lo, hi, ids, keep in steps:
+            k, v = k_bg[lo:hi], v_bg[lo:hi]
+            q_rows, do_rows = q.index_select(0, ids).view(-1, Dk), do_bg.index_select(0, ids).view(-1, Dv)
+            p = torch.addmm(lse_bg[ids].view(-1, 1), q_rows, k.T, beta=-1, alpha=call.scale).exp_()
+            ds = torch.addmm(delta_bg[ids].view(-1, 1), do_rows, v.T, beta=-1).mul_(p)
+            if keep is not None:
+                drop = (~keep).repeat_interleave(h, 0)
+                p.masked_fill_(drop, 0)
+                ds.masked_fill_(drop, 0)
                 # A key that only other rows selected meets ds = 0 in dq: it must be finite to give 0.
-                k_dq = torch.nan_to_num(k, 0, 0, 0) if masked else k
-                of_kind = (whole != masked).nonzero().squeeze(1)
-                for step in _slices(len(of_kind), size):
-                    chosen = of_kind[step]
-                    ids = rows[chosen]
-                    q, do_rows = q_bg.index_select(0, ids).view(-1, Dk), do_bg.index_select(0, ids).view(-1, Dv)
-                    p = torch.addmm(lse_bg[ids].view(-1, 1), q, k.T, beta=-1, alpha=call.scale).exp_()
-                    ds = torch.addmm(delta_bg[ids].view(-1, 1), do_rows, v.T, beta=-1).mul_(p)
-                    if masked:
-                        drop = ~_inside(begin[chosen], stop[chosen], hi - lo).repeat_interleave(h, 0)
-                        p.masked_fill_(drop, 0)
-                        ds.masked_fill_(drop, 0)
-                    dk[b, g, lo:hi].addmm_(ds.T, q, alpha=call.scale)
-                    dv[b, g, lo:hi].addmm_(p.T, do_rows)
-                    dq_bg.index_add_(0, ids, (ds @ k_dq).view(-1, h * Dk))
+                k = torch.nan_to_num(k, 0, 0, 0)
+            dk[b, g, lo:hi].addmm_(ds.T, q_rows, alpha=call.scale)
+            dv[b, g, lo:hi].addmm_(p.T, do_rows)
+            dq_bg.index_add_(0, ids, (ds @ k).view(-1, h * Dk))
         dq[b, :, g] = dq_bg.mul_(call.scale).view(S, h, Dk)
     return dq, dk, dv
 
 
-def _rows_by_tile(start: Tensor, end: Tensor, S_kv: int, width: int) -> Sequence[Tensor]:
-    """For each tile of `width` keys the ascending rows of start, end [S,n] whose ranges touch it."""
+class _Step(NamedTuple):
+    """Rows of one sequence and group that selected all keys [lo, hi) of a tile (keep None) or some of them."""
+
+    lo: int
+    hi: int
+    ids: Tensor  # [r], positions s of the rows
+    keep: Tensor | None  # [r,hi - lo]
+
+
+def _by_key(call: Call, start: Tensor, end: Tensor) -> Iterator[tuple[tuple[int, int], Iterator[_Step]]]:
+    """Each (b, g) with its steps, tile after tile of keys: a tile and its rows, within the budget."""
+    B, G = call.k.shape[:2]
+    for (b, g), lists in zip(itertools.product(range(B), range(G)), _rows_by_tile(call, start, end), strict=True):
+        yield (b, g), _steps(call, start[b, :, g], end[b, :, g], lists)
+
+
+def _steps(call: Call, start: Tensor, end: Tensor, lists: Sequence[Tensor]) -> Iterator[_Step]:
+    h, Dk = call.q.shape[3:]
+    S_kv, Dv = call.v.shape[2:]
+    width = _key_tile(call)
+    size = max(1, _budget(call) // (h * (2 * Dk + 2 * Dv + 3 * width) * _accumulate(call.q.dtype).itemsize))
+    for tile, rows in enumerate(lists):
+        lo, hi = tile * width, min((tile + 1) * width, S_kv)
+        first, last = (x.index_select(0, rows).clamp_(lo, hi).sub_(lo) for x in (start, end))
+        whole = (last - first).sum(1) == hi - lo
+        for masked in (False, True):
+            chosen = (whole != masked).nonzero().squeeze(1)
+            for step in _slices(len(chosen), size):
+                some = chosen[step]
+                yield _Step(lo, hi, rows[some], _inside(first[some], last[some], hi - lo) if masked else None)
+
+
+def _key_tile(call: Call) -> int:
+    """Keys of a tile: one block, so that rows take it whole, within what matrix products like."""
+    return 64 if call.selection.block_size is None else min(max(call.selection.block_size, 32), 128)
+
+
+def _rows_by_tile(call: Call, start: Tensor, end: Tensor) -> list[Sequence[Tensor]]:
+    """For each (b, g) and each tile of keys the ascending rows whose ranges start, end [B,S,G,n] touch it."""
+    S_kv, width = call.k.shape[2], _key_tile(call)
+
+    def build() -> list[Sequence[Tensor]]:
+        groups = zip(start.transpose(1, 2).flatten(0, 1), end.transpose(1, 2).flatten(0, 1), strict=True)
+        return [_touching(*group, S_kv, width) for group in groups]
+
+    # Where no other positions are given, forward, backward and other layers meet the same rows.
+    return build() if call.q_pos is not None else call.selection.plan(("sdpa-packed", S_kv, width), build)  # type: ignore[no-any-return]
+
+
+def _touching(start: Tensor, end: Tensor, S_kv: int, width: int) -> Sequence[Tensor]:
     tiles = -(-S_kv // width)
     filled = (end > start).int()
     # +1 in the tile where a range begins, -1 behind its last one: the running sum counts the ranges in a tile.

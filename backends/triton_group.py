@@ -25,6 +25,7 @@ from nsa_sel.backends._triton.steps import (
     add_product,
     finish_softmax,
     positions_of,
+    products,
     row_limit,
     softmax_step,
     split_blocks,
@@ -87,10 +88,8 @@ def forward_ranges_kernel(
             w = w0 + tl.arange(0, BLOCK_L)
             valid = w < stop
             position = positions_of(w, shift, before, after).to(tl.int64)
-            k_tile = tl.load(
-                k_base + position[None, :] * stride_kn + d[:, None], mask=valid[None, :] & (d < Dk)[:, None], other=0.0
-            )
-            logits = tl.dot(q_tile, k_tile, input_precision="ieee", out_dtype=ACC)
+            k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
+            logits = products(q_tile, k_tile, ACC)
             logits = tl.where(valid[None, :], logits, float("-inf"))
             v_tile = tl.load(
                 v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0
@@ -146,7 +145,7 @@ def forward_blocks_kernel(
         c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
         c += step % STEPS * BLOCK_L
         k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
-        logits = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC)
+        logits = products(q_tile, k_tile, ACC)
         logits = tl.where(is_whole, logits, float("-inf"))
         v_tile = v_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
         acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2, ACC)
@@ -157,8 +156,8 @@ def forward_blocks_kernel(
         position = c + tl.arange(0, TAIL_L)
         valid = position < cut_end
         position = position.to(tl.int64)
-        k_tile = tl.load(k_base + position[None, :] * stride_kn + d[:, None], mask=valid[None, :] & (d < Dk)[:, None], other=0.0)
-        logits = tl.dot(q_tile, k_tile, input_precision="ieee", out_dtype=ACC)
+        k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
+        logits = products(q_tile, k_tile, ACC)
         logits = tl.where(valid[None, :], logits, float("-inf"))
         v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
         acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2, ACC)
@@ -216,9 +215,9 @@ def dq_kernel(
             position = positions_of(w, shift, before, after).to(tl.int64)
             k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
             v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
-            s2 = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
+            s2 = products(q_tile, k_tile, ACC) * scale_log2
             p = tl.where(valid[None, :], tl.exp2(s2 - lse2[:, None]), 0.0)
-            dp = tl.dot(do_tile, v_tile.T, input_precision="ieee", out_dtype=ACC)
+            dp = products(do_tile, v_tile, ACC)
             ds = p * (dp - delta_rows[:, None])
             acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
     dq_rows = dq + out[:, None] * Dk + d[None, :]
@@ -271,9 +270,9 @@ def dq_blocks_kernel(
         c += step % STEPS * BLOCK_L
         k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
         v_tile = v_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
-        s2 = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
+        s2 = products(q_tile, k_tile, ACC) * scale_log2
         p = tl.where(is_whole, tl.exp2(s2 - lse2[:, None]), 0.0)
-        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee", out_dtype=ACC)
+        dp = products(do_tile, v_tile, ACC)
         ds = p * (dp - delta_rows[:, None])
         acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
 
@@ -285,9 +284,9 @@ def dq_blocks_kernel(
         position = position.to(tl.int64)
         k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
         v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
-        s2 = tl.dot(q_tile, k_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
+        s2 = products(q_tile, k_tile, ACC) * scale_log2
         p = tl.where(valid[None, :], tl.exp2(s2 - lse2[:, None]), 0.0)
-        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee", out_dtype=ACC)
+        dp = products(do_tile, v_tile, ACC)
         ds = p * (dp - delta_rows[:, None])
         acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
     tl.store(dq + out[:, None] * Dk + d[None, :], (acc * scale).to(dq.dtype.element_ty), mask=in_q)

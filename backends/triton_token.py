@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
-from nsa_sel.backends._triton.steps import LN_2, LOG2_E, LOWEST, positions_of, row_limit, walk_ranges
+from nsa_sel.backends._triton.steps import LN_2, LOG2_E, LOWEST, positions_of, reciprocal, row_limit, walk_ranges
 from nsa_sel.call import Call
 
 
@@ -79,7 +79,7 @@ def forward_kernel(
     seen = l > 0
     total = tl.where(seen, l, 1.0)
     out = (row * h + head) * parts + part
-    tl.store(o + out * Dv + dv, (acc / total).to(o.dtype.element_ty), mask=dv < Dv)
+    tl.store(o + out * Dv + dv, (acc * reciprocal(total)).to(o.dtype.element_ty), mask=dv < Dv)
     lse2 = tl.where(seen, m * scale_log2 + tl.log2(total), float("-inf"))
     tl.store(lse + out, lse2 if SPLIT else lse2 * LN_2)
 

@@ -106,7 +106,8 @@ def main(
 ) -> None:
     """Measure every case with every backend; what runs out of memory or refuses is reported and passed over."""
     facts, table, console = measure.environment(), [], Console(stderr=True)
-    chosen = [case for case in (*cases.performance_cases(), *cases.decode_cases()) if only in case.case]
+    every = (*cases.performance_cases(), *cases.decode_cases(), *cases.threshold_cases())
+    chosen = [case for case in every if only in case.case]
     for case in track(chosen, "cases", console=console):
         for backend in backends.split(","):
             try:

@@ -47,6 +47,12 @@ def decode_cases() -> list[Case]:
     return [Case(f"decode-B{B}-{S // 1024}k-h{h}", "random", B, 1, S, G, h, 128, 128, 16, 64, "bfloat16") for B, S, G, h in sizes]
 
 
+def threshold_cases() -> list[Case]:
+    """Rows that select L keys, for the L from which Triton pays: 1024 rows of a prefill, and 64 decoded sequences."""
+    sizes = [(kind, B, S, D, L) for kind, B, S in (("prefill", 1, 1024), ("decode", 64, 1)) for D in (64, 128) for L in (64, 256, 1024, 4096)]
+    return [Case(f"threshold-{kind}-D{D}-L{L}", "random", B, S, 8192, 2, 4, D, D, L // 64, 64, "bfloat16") for kind, B, S, D, L in sizes]
+
+
 def real_selection(G: int, device: torch.device | str) -> Selection:
     """8192 rows, 16 blocks of 64 keys, as SmolLM2-135M's queries and keys choose: G of the 90 (layer, KV head) maps, evenly spread."""
     file = resources.files("nsa_sel") / "bench" / "data" / "smollm2_selections.npz"
@@ -65,7 +71,7 @@ def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Sel
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = -(-case.S_kv // case.block)
     scores = torch.randn(case.B, case.S, case.G, blocks, device=device, generator=generator)
-    return Selection.from_scores(scores, case.n, case.block, S_kv=case.S_kv)
+    return Selection.from_scores(scores, case.n, case.block, first=int(case.n > 1), local=min(2, max(1, case.n - 1)), S_kv=case.S_kv)
 
 
 def make_inputs(case: Case, device: torch.device | str, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.inverse import inverse, items, most_items
-from nsa_sel.backends._triton.steps import LOG2_E, add_product, clamp_range
+from nsa_sel.backends._triton.steps import LOG2_E, add_product, clamp_range, products
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
@@ -69,11 +69,11 @@ def partial_dkdv_kernel(
             lse2 = tl.load(lse + row * h + head, mask=listed, other=0.0) * LOG2_E
             delta_rows = tl.load(delta + row * h + head, mask=listed, other=0.0)
 
-            s2 = tl.dot(k_tile, q_tile.T, input_precision="ieee", out_dtype=ACC) * scale_log2
+            s2 = products(k_tile, q_tile, ACC) * scale_log2
             seen = (column[:, None] >= start[None, :]) & (column[:, None] < end[None, :])
             p = tl.where(seen, tl.exp2(s2 - lse2[None, :]), 0.0)
             dv_acc = add_product(dv_acc, p.to(do_tile.dtype), do_tile, ACC)
-            dp = tl.dot(v_tile, do_tile.T, input_precision="ieee", out_dtype=ACC)
+            dp = products(v_tile, do_tile, ACC)
             # Where nothing is seen, v may be NaN, and p * dp with it: the mask decides, not the product.
             ds = tl.where(seen, p * (dp - delta_rows[None, :]), 0.0)
             dk_acc = add_product(dk_acc, ds.to(q_tile.dtype), q_tile, ACC)

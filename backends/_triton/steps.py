@@ -85,6 +85,35 @@ def whole_block(row_ranges, i, limit, last_whole, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def products(a, b, ACC: tl.constexpr):
+    """a b^T [M, N] of a [M, D] and b [N, D].
+
+    In float32 a wide D is summed in four parts: the arithmetic units, which compute it, make one chain of D roundings.
+    """
+    M: tl.constexpr = a.shape[0]
+    N: tl.constexpr = b.shape[0]
+    D: tl.constexpr = a.shape[1]
+    if a.dtype == tl.float32 and D >= 128:
+        a0, a1 = tl.split(a.reshape(M, D // 2, 2))
+        b0, b1 = tl.split(b.reshape(N, D // 2, 2))
+        a00, a01 = tl.split(a0.reshape(M, D // 4, 2))
+        b00, b01 = tl.split(b0.reshape(N, D // 4, 2))
+        a10, a11 = tl.split(a1.reshape(M, D // 4, 2))
+        b10, b11 = tl.split(b1.reshape(N, D // 4, 2))
+        even = plain_products(a00, b00, ACC) - plain_products(-a01, b01, ACC)  # differences: see add_product
+        odd = plain_products(a10, b10, ACC) - plain_products(-a11, b11, ACC)
+        return even + odd
+    else:
+        return plain_products(a, b, ACC)
+
+
+@triton.jit
+def plain_products(a, b, ACC: tl.constexpr):
+    """a b^T in one go."""
+    return tl.dot(a, b.T, input_precision="ieee", out_dtype=ACC)
+
+
+@triton.jit
 def softmax_step(s, v, acc, l, m, c, ACC: tl.constexpr):
     """Take the products s = q k^T [M, BLOCK_L] (-inf where masked) and their values v [BLOCK_L, Dv] into (acc, l, m).
 
@@ -99,10 +128,20 @@ def softmax_step(s, v, acc, l, m, c, ACC: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x, correctly rounded: the GPU's plain division may be off by two units in the last place."""
+    one = x * 0.0 + 1.0
+    if x.dtype == tl.float32:
+        return tl.div_rn(one, x)
+    else:
+        return one / x
+
+
+@triton.jit
 def finish_softmax(acc, l, m, c):
     """o and lse in base 2 from (acc, l, m); rows that saw no key give 0 and -inf."""
     seen = l > 0
-    o = acc / tl.where(seen, l, 1.0)[:, None]
+    o = acc * reciprocal(tl.where(seen, l, 1.0))[:, None]
     lse2 = tl.where(seen, m * c + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
     return o, lse2
 
