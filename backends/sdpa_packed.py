@@ -200,7 +200,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) 
     """
     Dk, Dv = k.shape[-1], v.shape[-1]
     fused_cpu = q.device.type == "cpu" and Dk == Dv
-    fused_gpu = q.device.type == "cuda" and q.dtype != torch.float64 and Dk % 8 == 0 and Dv % 8 == 0
+    fused_gpu = q.device.type == "cuda" and q.element_size() == 2 and Dk % 8 == 0 and Dv % 8 == 0
     if fused_cpu or fused_gpu:
         bias = None if keep is None else torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, float("-inf"))
         if fused_cpu:

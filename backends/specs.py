@@ -18,7 +18,7 @@ SPECS = (
         name="sdpa-packed",
         path="nsa_sel.backends.sdpa_packed",
         framework="torch",
-        limits=Limits(dtypes={place: ("float16", "bfloat16", "float32", "float64") for place in ("cpu", "cuda")}),
+        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
         summary="rows bucketed by length, gathered, scaled_dot_product_attention; the fallback that always runs",
     ),
     Backend(

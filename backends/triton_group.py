@@ -91,9 +91,7 @@ def forward_ranges_kernel(
             k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
             logits = products(q_tile, k_tile, ACC)
             logits = tl.where(valid[None, :], logits, float("-inf"))
-            v_tile = tl.load(
-                v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0
-            )
+            v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
             acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2, ACC)
         base += keys
 
@@ -390,7 +388,13 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 def _bulk_copies_fit(call: Call, kernel: str) -> bool:
     """Whether `kernel` may fetch this call's blocks by bulk copies: sm_90 and newer, whole blocks, 16-byte strides."""
     size = call.selection.block_size
-    if call.settings.kernels[kernel].loads != "tma" or size is None or size & (size - 1) or size < launch.MIN_TILE or call.selection.n > 1024:
+    if (
+        call.settings.kernels[kernel].loads != "tma"
+        or size is None
+        or size & (size - 1)
+        or size < launch.MIN_TILE
+        or call.selection.n > 1024
+    ):
         return False
     if call.device.kind == "cuda" and (call.device.sm or 0) < 90:
         return False

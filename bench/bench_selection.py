@@ -57,19 +57,20 @@ def parity(
         if case.S == 1:
             o = work(q, k, v)
         else:
-            q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+            for x in (q, k, v):
+                x.requires_grad_()
             o = work(q, k, v)
             dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
             assert bool(dk.isfinite().all()), "dk has values that were not written"
             assert bool(dv.isfinite().all()), "dv has values that were not written"
     finally:
         torch.use_deterministic_algorithms(False)
-    kv = [x.detach()[:first] for x in (k, v)]
-    exact, _ = oracle_forward(few[0], *kv, few[1], q_pos=position)
+    few_k, few_v = k.detach()[:first], v.detach()[:first]
+    exact, _ = oracle_forward(few[0], few_k, few_v, few[1], q_pos=position)
     mae = float((o.detach()[:first, rows.to(o.device)].cpu().double() - exact).abs().mean())
     if case.S == 1:
         return mae, None
-    exact_dq, _, _ = oracle_backward(few[0].detach(), *kv, few[1], few[2], q_pos=position)
+    exact_dq, _, _ = oracle_backward(few[0].detach(), few_k, few_v, few[1], few[2], q_pos=position)
     return mae, float((dq[:first, rows.to(dq.device)].cpu().double() - exact_dq).abs().mean())
 
 
@@ -118,7 +119,9 @@ def main(
             finally:
                 torch.cuda.empty_cache()
             measure.append(out, rows)
-            table += [(r["case"], r["direction"], backend, r["ms_median"], r["ms_p20"], r["ms_p80"], r["mae"], r["workspace_bytes"]) for r in rows]
+            table += [
+                (r["case"], r["direction"], backend, r["ms_median"], r["ms_p20"], r["ms_p80"], r["mae"], r["workspace_bytes"]) for r in rows
+            ]
     print(tabulate(table, headers=["case", "direction", "backend", "ms", "p20", "p80", "mae", "workspace"], tablefmt="github"))
 
 

@@ -66,15 +66,11 @@ def run_model(weights: Path, text: str, tokens: int, on_layer: OnLayer) -> None:
         on_layer(module.layer_idx, grouped.permute(0, 3, 1, 2, 4), key, value)
         progress.advance(task)
         # As many queries as keys, so is_causal's top-left alignment is the right one here.
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-        )
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
 
     transformers.AttentionInterface.register("nsa_sel_capture", attention)
-    model = transformers.AutoModel.from_pretrained(
-        weights.parent, dtype=torch.float32, attn_implementation="nsa_sel_capture", **source
-    )
+    model = transformers.AutoModel.from_pretrained(weights.parent, dtype=torch.float32, attn_implementation="nsa_sel_capture", **source)
     with progress, torch.inference_mode():
         model(ids, use_cache=False)
 
@@ -139,8 +135,7 @@ def report(selections: dict[int, Tensor]) -> str:
         unions = [union_ratio(chosen, tile) for tile in TILES]
         figures.append([*unions, far_share(chosen, SELECTIONS_N, SELECTIONS_BLOCK)])
     by_layer = [
-        [layer, *(" ".join(f"{head:.2f}" for head in heads) for heads in row)]
-        for layer, row in zip(selections, figures, strict=True)
+        [layer, *(" ".join(f"{head:.2f}" for head in heads) for heads in row)] for layer, row in zip(selections, figures, strict=True)
     ]
     spread = [[name, *np.quantile(np.array(figures)[:, i], (0, 0.5, 1))] for i, name in enumerate(names)]
     return "\n\n".join(

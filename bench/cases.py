@@ -49,7 +49,9 @@ def decode_cases() -> list[Case]:
 
 def threshold_cases() -> list[Case]:
     """Rows that select L keys, for the L from which Triton pays: 1024 rows of a prefill, and 64 decoded sequences."""
-    sizes = [(kind, B, S, D, L) for kind, B, S in (("prefill", 1, 1024), ("decode", 64, 1)) for D in (64, 128) for L in (64, 256, 1024, 4096)]
+    sizes = [
+        (kind, B, S, D, L) for kind, B, S in (("prefill", 1, 1024), ("decode", 64, 1)) for D in (64, 128) for L in (64, 256, 1024, 4096)
+    ]
     return [Case(f"threshold-{kind}-D{D}-L{L}", "random", B, S, 8192, 2, 4, D, D, L // 64, 64, "bfloat16") for kind, B, S, D, L in sizes]
 
 

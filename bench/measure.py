@@ -30,9 +30,7 @@ def environment() -> dict[str, Any]:
             return None
 
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    smi = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
+    smi = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False)
     arguments = " ".join(shlex.quote(Path(a).name if Path(a).is_absolute() else a) for a in sys.argv[1:])
     return {
         "device": torch.cuda.get_device_name(),
@@ -67,7 +65,7 @@ def milliseconds(work: Callable[[], Any], rep: int = 100) -> tuple[float, float,
 
 def replayed_milliseconds(work: Callable[[], Any]) -> tuple[float, float, float]:
     """Time of one call by graph replay: `GRAPH_CALLS` calls captured, the replay's time divided."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):

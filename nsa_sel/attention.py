@@ -66,7 +66,7 @@ def selection_attention(
         selection.validate()
     call = Call(q, k, v, selection, q_pos, scale, settings, decision.device)
     if needs_grad:
-        o, lse = _SelectionAttention.apply(q, k, v, call, decision)
+        o, lse = _SelectionAttention.apply(q, k, v, call, decision)  # type: ignore[no-untyped-call]
     else:
         o, lse, decision = _forward(call, decision)
     observe.record(decision, request)

@@ -16,6 +16,9 @@ from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 
 
+CPU = DeviceInfo(kind="cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] with contiguous last dims, a selection of the same rows, positions
@@ -29,7 +32,7 @@ class Call:
     q_pos: Tensor | None
     scale: float
     settings: Settings
-    device: DeviceInfo = DeviceInfo(kind="cpu")
+    device: DeviceInfo = CPU
 
     def positions(self) -> Tensor:
         """[B,S] int64: the position of every query row."""
@@ -57,7 +60,9 @@ def check_call(
     if q.dim() == 4:
         q = q.unsqueeze(1)
     if q.dim() != 5:
-        raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk], or [B,G,h,Dk] for decode", "split the heads into G groups of h")
+        raise ArgumentError(
+            "q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk], or [B,G,h,Dk] for decode", "split the heads into G groups of h"
+        )
     B, S, G, h, Dk = q.shape
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[:2] != (B, G):
@@ -86,11 +91,18 @@ def check_call(
 
     if not isinstance(selection, Selection):
         if not isinstance(selection, Tensor):
-            raise ArgumentError("selection", f"a {type(selection).__name__}", "a Selection or ranges [B,S,G,n,2]", "see Selection.from_blocks")
+            raise ArgumentError(
+                "selection", f"a {type(selection).__name__}", "a Selection or ranges [B,S,G,n,2]", "see Selection.from_blocks"
+            )
         selection = Selection.from_ranges(selection)
     ranges = selection.ranges
     if ranges.shape[:3] != (B, S, G):
-        raise ArgumentError("selection", f"over rows [B,S,G] = {tuple(ranges.shape[:3])}", f"q's rows {(B, S, G)}", "one set of ranges a query row and group")
+        raise ArgumentError(
+            "selection",
+            f"over rows [B,S,G] = {tuple(ranges.shape[:3])}",
+            f"q's rows {(B, S, G)}",
+            "one set of ranges a query row and group",
+        )
     if ranges.device != q.device:
         raise ArgumentError("selection", f"on {ranges.device}", f"q's device {q.device}", "call selection.to(q.device)")
 
@@ -117,7 +129,9 @@ def _check_positions(q_pos: Tensor | None, q: Tensor, S_kv: int) -> Tensor | Non
         raise ArgumentError("q_pos", f"on {q_pos.device}", f"q's device {q.device}", "call q_pos.to(q.device)")
     # On a GPU this would synchronise: there a position outside [0, S_kv) is clamped as the contract says.
     if q_pos.device.type == "cpu" and q_pos.numel() and (int(q_pos.min()) < 0 or int(q_pos.max()) >= S_kv):
-        raise ArgumentError("q_pos", f"from {int(q_pos.min())} to {int(q_pos.max())}", f"positions in [0, S_kv = {S_kv})", "give each row its key position")
+        raise ArgumentError(
+            "q_pos", f"from {int(q_pos.min())} to {int(q_pos.max())}", f"positions in [0, S_kv = {S_kv})", "give each row its key position"
+        )
     return q_pos.expand(B, S)
 
 
@@ -129,9 +143,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad
     B, S, G, h, Dk = q.shape
     S_kv, Dv = v.shape[2:]
     step = 16 // q.element_size()
-    aligned = all(
-        tensor.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1]) for tensor in (q, k, v)
-    )
+    aligned = all(tensor.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1]) for tensor in (q, k, v))
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
         max_length=selection.length_bound(S_kv), dtype=_DTYPES[q.dtype], needs_grad=needs_grad, aligned=aligned,
@@ -144,7 +156,8 @@ def device_info(device: torch.device) -> DeviceInfo:
     if device.type == "cpu":
         return DeviceInfo(kind="cpu", name="cpu", triton_interpret=os.environ.get("TRITON_INTERPRET") == "1")
     facts = torch.cuda.get_device_properties(device)
+    shared = getattr(facts, "shared_memory_per_block_optin", facts.shared_memory_per_block)  # torch's stubs lack the first
     return DeviceInfo(
         kind="cuda", name=facts.name, sm=facts.major * 10 + facts.minor, sm_count=facts.multi_processor_count,
-        shared_memory=facts.shared_memory_per_block_optin,
+        shared_memory=shared,
     )  # fmt: skip

@@ -42,9 +42,9 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     workspace_bytes: int | msgspec.UnsetType = msgspec.UNSET
     prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
     prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
-    block_l: int | None | msgspec.UnsetType = msgspec.UNSET
-    block_d: int | None | msgspec.UnsetType = msgspec.UNSET
-    block_dv: int | None | msgspec.UnsetType = msgspec.UNSET
+    block_l: int | msgspec.UnsetType | None = msgspec.UNSET
+    block_d: int | msgspec.UnsetType | None = msgspec.UNSET
+    block_dv: int | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -147,7 +147,7 @@ FLAGS = (
 )  # fmt: skip
 CONFIG_FLAG = "NSA_SEL_CONFIG"
 TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read by the tests alone
-_FLAG_NAMES = tuple(flag.name for flag in FLAGS) + (CONFIG_FLAG,)
+_FLAG_NAMES = (*(flag.name for flag in FLAGS), CONFIG_FLAG)
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 _ALLOWED = {
     "bool": "0 or 1",

@@ -143,9 +143,7 @@ def counterfactuals(decision: Decision) -> tuple[str, ...]:
 
 def replay(decision: Decision) -> tuple[FieldChange, ...]:
     """Run the recorded facts through today's policy; every field that differs from the record, by its path."""
-    again = select(
-        decision.request, decision.device, load_policy(decision.policy), decision.settings, decision.offers, decision.override
-    )
+    again = select(decision.request, decision.device, load_policy(decision.policy), decision.settings, decision.offers, decision.override)
     return tuple(_changes("", msgspec.to_builtins(decision), msgspec.to_builtins(again)))
 
 

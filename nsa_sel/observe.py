@@ -47,7 +47,9 @@ def log_to(target: str | None) -> None:
         try:
             _handler = logging.StreamHandler(sys.stderr) if target == "stderr" else logging.FileHandler(target)
         except OSError as error:
-            raise ConfigError("NSA_DEBUG_LOG", target, "stderr or a file that can be written", f"{error.strerror}: mend the path") from error
+            raise ConfigError(
+                "NSA_DEBUG_LOG", target, "stderr or a file that can be written", f"{error.strerror}: mend the path"
+            ) from error
         _handler.setFormatter(JsonLines())
         LOGGER.addHandler(_handler)
         LOGGER.setLevel(logging.INFO)

@@ -68,13 +68,9 @@ def missing(name: str) -> tuple[Reason, ...]:
     for need in backends()[name].requires:
         version = _version(need.package)
         if version is None:
-            reasons.append(
-                Reason("package-missing", "unavailable", f"package {need.package}", None, f">= {need.version}", need.remedy)
-            )
+            reasons.append(Reason("package-missing", "unavailable", f"package {need.package}", None, f">= {need.version}", need.remedy))
         elif _numbers(version) < _numbers(need.version):
-            reasons.append(
-                Reason("package-old", "unavailable", f"package {need.package}", version, f">= {need.version}", need.remedy)
-            )
+            reasons.append(Reason("package-old", "unavailable", f"package {need.package}", version, f">= {need.version}", need.remedy))
     return tuple(reasons)
 
 
@@ -124,6 +120,5 @@ def offers(request: Request) -> tuple[Offer, ...]:
     """Every known backend with what is missing or broken here for this class of requests."""
     key = request.request_class()
     return tuple(
-        Offer(spec, missing(name) + ((_broken[name, key],) if (name, key) in _broken else ()))
-        for name, spec in backends().items()
+        Offer(spec, missing(name) + ((_broken[name, key],) if (name, key) in _broken else ())) for name, spec in backends().items()
     )

@@ -53,6 +53,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 def example_request(*, needs_grad: bool = False) -> Request:
     """An 8k-token prefill of the NSA paper's shape: 16 blocks of 64 keys a row, 4 groups of 16 heads, bf16."""
     return Request(
-        B=1, S=8192, S_kv=8192, G=4, h=16, Dk=128, Dv=128, n=16, block_size=64, max_length=1024,
-        dtype="bfloat16", needs_grad=needs_grad,
+        B=1,
+        S=8192,
+        S_kv=8192,
+        G=4,
+        h=16,
+        Dk=128,
+        Dv=128,
+        n=16,
+        block_size=64,
+        max_length=1024,
+        dtype="bfloat16",
+        needs_grad=needs_grad,
     )

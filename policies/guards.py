@@ -45,9 +45,7 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
             Reason("block-aligned", "unsupported", "request.block_size", None, "whole blocks", "build the Selection with from_blocks")
         )
     if request.needs_grad and not limits.backward:
-        reasons.append(
-            Reason("no-backward", "unsupported", "request.needs_grad", True, False, "use another backend, or torch.no_grad()")
-        )
+        reasons.append(Reason("no-backward", "unsupported", "request.needs_grad", True, False, "use another backend, or torch.no_grad()"))
     return tuple(reasons)
 
 
@@ -59,9 +57,8 @@ def tile_overrides(case: Case, offer: Offer) -> tuple[Reason, ...]:
     for field, setting in (("Dk", "block_d"), ("Dv", "block_dv")):
         tile, width = getattr(case.settings, setting), getattr(case.request, field)
         if tile is not None and tile < width:
-            reasons.append(
-                Reason("tile-too-narrow", "unsupported", f"settings.{setting}", tile, f">= {field} = {width}", "unset the override or widen it")
-            )
+            required, remedy = f">= {field} = {width}", "unset the override or widen it"
+            reasons.append(Reason("tile-too-narrow", "unsupported", f"settings.{setting}", tile, required, remedy))
     if case.settings.triton_force_path == "dense" and case.request.n != 1:
         reasons.append(
             Reason("path-dense", "unsupported", "request.n", case.request.n, 1, "unset NSA_SEL_TRITON_FORCE_PATH or set it to varlen")

@@ -34,9 +34,8 @@ def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
     if settings.triton_require_align:
         dims = (request.Dk, request.Dv)
         if any(dim % 16 for dim in dims):
-            reasons.append(
-                Reason("align-dims", "disabled", "request.Dk, request.Dv", f"{dims[0]}, {dims[1]}", "multiples of 16", "pad, or unset NSA_SEL_TRITON_REQUIRE_ALIGN")
-            )
+            remedy = "pad, or unset NSA_SEL_TRITON_REQUIRE_ALIGN"
+            reasons.append(Reason("align-dims", "disabled", "request.Dk, request.Dv", f"{dims[0]}, {dims[1]}", "multiples of 16", remedy))
         if not request.aligned:
             remedy = "make q, k, v 16-byte aligned, or unset NSA_SEL_TRITON_REQUIRE_ALIGN"
             reasons.append(Reason("align-pointers", "disabled", "request.aligned", False, True, remedy))

@@ -1,4 +1,6 @@
-"""Compile what the Triton launchers would launch, for GPUs that are not here: `python tests/aot.py 90 [SHAPE...]` prints a JSON line a kernel.
+"""Compile what the Triton launchers would launch, for GPUs that are not here, and print a JSON line a kernel.
+
+    python tests/aot.py 90 [SHAPE...]
 
 The launchers run for real, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
 target. Needs a process without TRITON_INTERPRET. Shared memory is in the kernel's metadata; registers and spills come from cuobjdump.

@@ -18,10 +18,7 @@ pytestmark = pytest.mark.gpu
 
 # From the backends' own declarations: what the registry says runs on a GPU must run here.
 CASES = [
-    (name, dtype)
-    for name, backend in registry.backends().items()
-    for dtype in backend.limits.dtypes.get("cuda", ())
-    if dtype != "float64"
+    (name, dtype) for name, backend in registry.backends().items() for dtype in backend.limits.dtypes.get("cuda", ()) if dtype != "float64"
 ]
 MAE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-3}
 on_gpu = pytest.mark.parametrize(("backend", "dtype"), CASES)
@@ -180,7 +177,8 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
 
     def impossible(device: object) -> config.Settings:
         settings = settings_for(device)  # type: ignore[arg-type]
-        kernels = {name: msgspec.structs.replace(kernel, block_l=2048, num_warps=8, num_stages=1) for name, kernel in settings.kernels.items()}
+        huge = {"block_l": 2048, "num_warps": 8, "num_stages": 1}
+        kernels = {name: msgspec.structs.replace(kernel, **huge) for name, kernel in settings.kernels.items()}
         return msgspec.structs.replace(settings, kernels=kernels, sel_triton_min_L=1, triton_off=None)
 
     monkeypatch.setattr(attention, "settings_for", impossible)
@@ -209,9 +207,7 @@ def test_amp_training_with_a_grad_scaler() -> None:
         for _ in range(5):
             with torch.autocast("cuda", dtype=dtype):
                 q, k, v = project(x).chunk(3, -1)
-                o = nsa_sel.selection_attention(
-                    q.unsqueeze(3), k.transpose(1, 2), v.transpose(1, 2), selection, backend="triton-group"
-                )
+                o = nsa_sel.selection_attention(q.unsqueeze(3), k.transpose(1, 2), v.transpose(1, 2), selection, backend="triton-group")
             assert o.dtype == dtype
             loss = (o.float() - target).square().mean()
             optimizer.zero_grad()

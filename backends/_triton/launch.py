@@ -23,7 +23,7 @@ WALK = 64  # ranges that a program lays end to end at once
 
 def tile(width: int, smallest: int = MIN_TILE) -> int:
     """The power of two that holds `width`, at least `smallest`."""
-    return max(smallest, triton.next_power_of_2(width))
+    return max(smallest, int(triton.next_power_of_2(width)))
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
@@ -58,7 +58,7 @@ def with_positive_scale(call: Call) -> Call:
 def split_parts(call: Call, programs: int) -> int:
     """Into how many programs each row is split so that few rows still fill the GPU: 1 when there are rows enough."""
     sms = SMS_WHEN_INTERPRETED if call.device.kind == "cpu" else call.device.sm_count
-    chunks = triton.cdiv(call.selection.length_bound(call.k.shape[2]), SPLIT_KEYS)
+    chunks = -(-call.selection.length_bound(call.k.shape[2]) // SPLIT_KEYS)
     return max(1, min(64, chunks, 2 * sms // max(1, programs)))
 
 

@@ -1,0 +1,101 @@
+"""Device profiles from committed rows: `python -m nsa_sel.bench.derive` writes configs/devices/; a test derives them again.
+
+A default changes only on evidence: one side's 80th percentile must lie below the other's 20th, for the H200 by the margin too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the threshold on (REQUIREMENTS 9)
+H200_ROWS = "bench/results/h200/selection.jsonl"
+CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
+
+Row = dict[str, Any]
+
+
+def read_rows(name: str) -> list[Row]:
+    """The rows of a JSON-lines file under the repository's root."""
+    return [json.loads(line) for line in (ROOT / name).read_text().splitlines()]
+
+
+def faster_by(fast: Row, slow: Row) -> float:
+    """The least speed-up that the spreads allow: the slow side's 20th percentile over the fast side's 80th."""
+    return float(slow["ms_p20"] / fast["ms_p80"])
+
+
+def triton_threshold(rows: list[Row]) -> tuple[int, list[tuple[Row, Row]]] | None:
+    """The smallest L from which triton-group beats packed SDPA by `MARGIN` in every measured case, and the pairs of rows at L."""
+    pairs = [
+        (triton, packed)
+        for triton in rows
+        for packed in rows
+        if triton["case"].startswith("threshold") and triton["backend"] == "triton-group" and packed["backend"] == "sdpa-packed"
+        if (triton["case"], triton["direction"]) == (packed["case"], packed["direction"])
+    ]
+    lengths = sorted({triton["n"] * triton["block"] for triton, _ in pairs})
+    for length in lengths:
+        if all(faster_by(*pair) >= MARGIN for pair in pairs if pair[0]["n"] * pair[0]["block"] >= length):
+            return length, [pair for pair in pairs if pair[0]["n"] * pair[0]["block"] == length]
+    return None
+
+
+def provenance(name: str, rows: list[Row], finding: str) -> str:
+    """Where a profile's values come from: finding, rows file and hash, count, device, versions, commit, command."""
+    digest = hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
+    row = rows[0]
+    versions = ", ".join(f"{key} {row[key]}" for key in ("torch", "triton", "numba", "driver") if row.get(key))
+    return f"{finding}; {name} (sha256 {digest}, {len(rows)} rows), {row['device']}, {versions}, commit {row['commit']}, `{row['command']}`"
+
+
+def h200_profile() -> dict[str, Any]:
+    """The profile of the NVIDIA H200: from which L on Triton is used."""
+    rows = read_rows(H200_ROWS)
+    found = triton_threshold(rows)
+    runtime: dict[str, Any] = {"use_triton_sel": True}
+    if found is None:
+        finding = "undecided: no L from which triton-group is ahead by the margin; the built-in threshold stays"
+    else:
+        length, pairs = found
+        triton, packed = min(pairs, key=lambda pair: faster_by(*pair))
+        runtime["sel_triton_min_L"] = length
+        shown = [f"{r['backend']} {r['ms_median']} ms ({r['ms_p20']} to {r['ms_p80']})" for r in (triton, packed)]
+        finding = (
+            f"triton-group is at least {MARGIN}x faster than sdpa-packed in every case from L = {length}, the least measured;"
+            f" closest there, {triton['case']} {triton['direction']}: {shown[0]} against {shown[1]}"
+        )
+    return {"match": {"kind": "cuda", "sm": 90, "name": "H200"}, "provenance": provenance(H200_ROWS, rows, finding), "runtime": runtime}
+
+
+def cpu_profile() -> dict[str, Any]:
+    """The profile of CPUs: whether numba goes before packed SDPA, by direction. Triton is never imported on a CPU path."""
+    rows = read_rows(CPU_ROWS)
+    runtime, findings = {}, []
+    for direction, field in (("fwd", "prefer_forward"), ("fwd+bwd", "prefer_backward")):
+        numba, packed = (next(r for r in rows if r["backend"] == b and r["direction"] == direction) for b in ("numba", "sdpa-packed"))
+        ahead = faster_by(numba, packed) > 1
+        first = ["numba", "sdpa-packed"] if ahead else ["sdpa-packed", "numba"]
+        runtime[field] = [*first, "triton-group", "triton-token"]
+        findings.append(
+            f"{direction}: numba {numba['ms_median']} ms, sdpa-packed {packed['ms_median']} ms" + ("" if ahead else ", undecided")
+        )
+    return {"match": {"kind": "cpu"}, "provenance": provenance(CPU_ROWS, rows, "; ".join(findings)), "runtime": runtime}
+
+
+def render(profile: dict[str, Any]) -> str:
+    """The profile as the YAML file that is committed."""
+    return "# Written by `python -m nsa_sel.bench.derive`; do not edit.\n" + yaml.safe_dump(profile, sort_keys=False, width=140)
+
+
+PROFILES = {"configs/devices/sm90_h200.yaml": h200_profile, "configs/devices/cpu.yaml": cpu_profile}
+
+if __name__ == "__main__":
+    for target, derive in PROFILES.items():
+        (ROOT / target).write_text(render(derive()))
+        print(f"{target} written")

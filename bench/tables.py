@@ -1,0 +1,59 @@
+"""The documents' tables from committed rows: `python -m nsa_sel.bench.tables` rewrites them between their markers; a test compares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from tabulate import tabulate
+
+from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
+
+
+def h200_table() -> str:
+    """triton-group against dense cuDNN attention and packed SDPA: milliseconds of the whole call, medians."""
+    rows = {(row["case"], row["direction"], row["backend"]): row for row in read_rows(H200_ROWS)}
+    wanted = [
+        (case, direction)
+        for case, direction, backend in rows
+        if backend == "triton-group" and not case.startswith("threshold") and ("8k" in case or "32k" in case or direction == "decode")
+    ]
+    lines = []
+    for case, direction in wanted:
+        ours, dense, packed = (rows[case, direction, b]["ms_median"] for b in ("triton-group", "dense-cudnn", "sdpa-packed"))
+        lines.append((case, direction, f"{ours:.3g}", f"{dense:.3g}", f"{packed:.3g}", f"{dense / ours:.2f}x", f"{packed / ours:.0f}x"))
+    headers = ["case", "direction", "triton-group", "dense cuDNN", "packed SDPA", "against dense", "against packed"]
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True, colalign=("left", "left", *["right"] * 5))
+
+
+def cpu_table() -> str:
+    """numba against packed, masked and dense SDPA on a CPU: milliseconds, medians."""
+    rows = read_rows(CPU_ROWS)
+    numba = {row["direction"]: row["ms_median"] for row in rows if row["backend"] == "numba"}
+    lines = [
+        (row["direction"], row["backend"], f"{row['ms_median']:.3g}", f"{row['ms_p20']:.3g} to {row['ms_p80']:.3g}",
+         f"{row['ms_median'] / numba[row['direction']]:.2f}x")
+        for row in rows
+    ]  # fmt: skip
+    headers = ["direction", "backend", "ms", "20th to 80th percentile", "time against numba"]
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True, colalign=("left", "left", "right", "right", "right"))
+
+
+TABLES: dict[str, Callable[[], str]] = {"h200": h200_table, "cpu": cpu_table}
+DOCUMENTS = ("README.md",)
+
+
+def with_tables(text: str) -> str:
+    """The document with every `<!-- table: NAME -->` ... `<!-- end -->` filled anew."""
+
+    def fill(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]]()}\n\n<!-- end -->"
+
+    return re.sub(r"(<!-- table: (\w+) -->\n).*?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        file = ROOT / document
+        file.write_text(with_tables(file.read_text()))
+        print(f"{document} written")

@@ -1,0 +1,5 @@
+"""`python -m nsa_sel`: the command line, from a checkout without an install."""
+
+from nsa_sel.cli import app
+
+app()
