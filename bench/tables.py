@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 from tabulate import tabulate
 
+from nsa_sel.attention import explain_request
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
+from nsa_sel.request import DeviceInfo, example_request
+from nsa_sel.show import describe
 
 
 def h200_table() -> str:
@@ -39,7 +42,14 @@ def cpu_table() -> str:
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True, colalign=("left", "left", "right", "right", "right"))
 
 
-TABLES: dict[str, Callable[[], str]] = {"h200": h200_table, "cpu": cpu_table}
+def decision() -> str:
+    """What `nsa-sel explain --device rtx4090` prints: the device rule at work."""
+    card = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89, sm_count=128, shared_memory=99 * 1024)
+    shown = describe(explain_request(example_request(), card))
+    return "```\n$ nsa-sel explain --device rtx4090\n" + "\n".join(line.rstrip() for line in shown.splitlines()) + "\n```"
+
+
+TABLES: dict[str, Callable[[], str]] = {"h200": h200_table, "cpu": cpu_table, "decision": decision}
 DOCUMENTS = ("README.md",)
 
 

@@ -15,7 +15,6 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 
-
 CPU = DeviceInfo(kind="cpu")
 
 

@@ -8,6 +8,9 @@ from nsa_sel.decision import Decision, Reason
 from nsa_sel.dispatch import counterfactuals
 
 
+REASON_WIDTH = 96  # characters
+
+
 def describe(decision: Decision) -> str:
     """The decision as text for a terminal, with every reason of every backend."""
     request, device = decision.request, decision.device
@@ -25,7 +28,7 @@ def describe(decision: Decision) -> str:
         f"config    {decision.settings.profile}, fingerprint {decision.settings.fingerprint}",
     ]
     rows = [(v.backend, _standing(decision, v.backend), _words(v.forward)) for v in decision.verdicts]
-    lines += ["", tabulate(rows, headers=["backend", "forward", "reasons"], tablefmt="simple")]
+    lines += ["", tabulate(rows, headers=["backend", "forward", "reasons"], tablefmt="simple", maxcolwidths=[None, None, REASON_WIDTH])]
     lines += [f"-> {sentence}" for sentence in counterfactuals(decision)]
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
     if offer.backend.framework != "triton" or off is None or case.settings.triton_force:
         return ()
     remedy = f"for experiments set NSA_TRITON_SEL_FORCE=1; to re-open the rule measure: {off.reopen}"
-    return (Reason("device-rule", "disabled", "device.sm", case.device.sm, off.rule, remedy),)
+    return (Reason("device-rule", "disabled", "device.sm", case.device.sm, f"another: {off.rule}", remedy),)
 
 
 def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
