@@ -116,7 +116,7 @@ class TestExplain:
     def test_example_request_by_default(self) -> None:
         decision = Decision.from_json(json.dumps(ask("explain", "--device", "cpu")))
         assert decision.request == example_request().request_class()
-        assert decision.forward == "sdpa-packed"
+        assert decision.forward == "numba"
 
     def test_sm89_lane_takes_packed_sdpa_and_names_the_adr(self) -> None:
         for device in ("sm89", "rtx4090"):
@@ -142,8 +142,8 @@ class TestExplain:
 
     def test_max_length_follows_from_the_shape(self) -> None:
         assert ask("explain", "--n", 4, "--block-size", 32)["request"]["max_length"] == 128
-        assert ask("explain", "--S", 16, "--S-kv", 100)["request"]["max_length"] == 100
-        assert ask("explain", "--S", 16, "--S-kv", 100, "--block-size", 0)["request"]["max_length"] == 100
+        assert ask("explain", "--S", 16, "--S-kv", 100)["request"]["max_length"] == 128  # the class of S_kv = 100
+        assert ask("explain", "--S", 16, "--S-kv", 100, "--block-size", 0)["request"]["max_length"] == 128
 
     def test_forced_refusal_prints_every_reason(self) -> None:
         message = refused("explain", "--device", "sm89", "--Dk", 12, "--backend", "triton-group")
@@ -174,7 +174,7 @@ class TestExplain:
     def test_as_a_process(self) -> None:
         process = run_python("-c", "from nsa_sel.cli import app; app()", "explain", "--json", "--device", "cpu")
         assert (process.returncode, process.stderr) == (0, "")
-        assert json.loads(process.stdout)["forward"] == "sdpa-packed"
+        assert json.loads(process.stdout)["forward"] == "numba"
 
 
 class TestRun:

@@ -278,7 +278,7 @@ def test_nothing_may_run_lists_every_backend() -> None:
 def test_device_rules_are_data() -> None:
     rule = TritonOff(rule="ADR-1", evidence="rows", reopen="measure --again")
     (reason,) = rules.device_rule(Case(LONG, A100, settings(triton_off=rule), "forward"), OFFERS[-1])
-    assert (reason.kind, reason.required) == ("disabled", "ADR-1")
+    assert (reason.kind, reason.required) == ("disabled", "another: ADR-1")
     assert "measure --again" in reason.remedy
     assert rules.device_rule(Case(LONG, A100, settings(triton_off=rule, triton_force=True), "forward"), OFFERS[-1]) == ()
     assert decide(LONG, A100, triton_off=rule).forward == "sdpa-packed"
