@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]  # one worker builds, once
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 NOT_SOURCE = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "demo-output")
