@@ -6,7 +6,8 @@ static bounds: building and using the plan never reads the device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +37,21 @@ class Items(NamedTuple):
 
 def inverse(call: Call, width: int) -> Inverse:
     """The plan for tiles of `width` keys, remembered in the selection."""
-    q_pos = call.q_pos
-    position = None if q_pos is None else (q_pos.data_ptr(), q_pos._version)
-    key = ("inverse", width, tuple(call.k.shape[:3]), position)
-    plan: Inverse = call.selection.plan(key, lambda: _build(call, width))
+    plan: Inverse = _remembered(call, ("inverse", width), lambda: _build(call, width))
     return plan
+
+
+def items(call: Call, plan: Inverse, size: int) -> Items:
+    """The plan's lists cut into items of at most `size` entries, remembered in the selection."""
+    cut: Items = _remembered(call, ("items", plan.width, size), lambda: _cut(plan, size))
+    return cut
+
+
+def _remembered(call: Call, key: tuple[object, ...], build: Callable[[], Any]) -> Any:
+    # The lists depend on the causal clamp; only without other positions do forward, backward and other layers share it.
+    if call.q_pos is not None:
+        return build()
+    return call.selection.plan((*key, tuple(call.k.shape[:3])), build)
 
 
 def _build(call: Call, width: int) -> Inverse:
@@ -72,13 +83,6 @@ def _build(call: Call, width: int) -> Inverse:
     offsets = torch.searchsorted(sorted_tile, torch.arange(nowhere + 1, device=tile.device, dtype=sorted_tile.dtype))
     entries = order if reach == 1 else order // reach
     return Inverse(entries.int() if capacity < 2**31 else entries, offsets, width, tiles, reach)
-
-
-def items(call: Call, plan: Inverse, size: int) -> Items:
-    """The plan's lists cut into items of at most `size` entries, remembered in the selection."""
-    key = ("items", size, plan.width, tuple(call.k.shape[:3]), id(plan.entries))
-    cut: Items = call.selection.plan(key, lambda: _cut(plan, size))
-    return cut
 
 
 def most_items(plan: Inverse, size: int, pairs: int, entries_each: int) -> int:
