@@ -70,7 +70,8 @@ def h200_profile() -> dict[str, Any]:
             f"triton-group is at least {MARGIN}x faster than sdpa-packed in every case from L = {length}, the least measured;"
             f" closest there, {triton['case']} {triton['direction']}: {shown[0]} against {shown[1]}"
         )
-    return {"match": {"kind": "cuda", "sm": 90, "name": "H200"}, "provenance": provenance(H200_ROWS, rows, finding), "runtime": runtime}
+    match = {"kind": "cuda", "sm": 90, "name": "NVIDIA H200"}
+    return {"match": match, "provenance": provenance(H200_ROWS, rows, finding), "runtime": runtime}
 
 
 def cpu_profile() -> dict[str, Any]:

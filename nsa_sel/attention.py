@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -211,6 +212,8 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
         observe.emit("sel.backend.failed", logging.ERROR, backend=name, direction=direction, error=repr(error), request=decision.request)
         if decision.override is not None or name == FALLBACK or any(text in str(error) for text in _STICKY):
             raise
+        # Seen without any logging set up, and once a class of calls: it is not tried again.
+        warnings.warn(f"nsa-sel: {name} failed, packed SDPA takes over for calls of this class: {error!r}", RuntimeWarning, stacklevel=2)
         registry.mark_broken(name, decision.request, error)
         forget_decisions()
         decision = _fall_back(decision, name)

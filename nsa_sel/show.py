@@ -7,7 +7,6 @@ from tabulate import tabulate
 from nsa_sel.decision import Decision, Reason
 from nsa_sel.dispatch import counterfactuals
 
-
 REASON_WIDTH = 96  # characters
 
 

@@ -44,6 +44,17 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
         reasons.append(
             Reason("block-aligned", "unsupported", "request.block_size", None, "whole blocks", "build the Selection with from_blocks")
         )
+    if not limits.deterministic:
+        reasons.append(
+            Reason(
+                "not-deterministic",
+                "unsupported",
+                "limits.deterministic",
+                False,
+                True,
+                "make its sums run in a fixed order: results are bit-equal here",
+            )
+        )
     if request.needs_grad and not limits.backward:
         reasons.append(Reason("no-backward", "unsupported", "request.needs_grad", True, False, "use another backend, or torch.no_grad()"))
     return tuple(reasons)

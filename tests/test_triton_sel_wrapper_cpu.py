@@ -83,7 +83,7 @@ def call_forced(monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> None
     ],
 )
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_cpu_calls_go_to_packed_sdpa(monkeypatch: pytest.MonkeyPatch, flags: dict[str, str], source: str | None, needs_grad: bool) -> None:
+def test_cpu_calls_are_routed(monkeypatch: pytest.MonkeyPatch, flags: dict[str, str], source: str | None, needs_grad: bool) -> None:
     for flag, text in flags.items():
         monkeypatch.setenv(flag, text)
     check(*problem(requires_grad=needs_grad))
