@@ -15,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/nsa-sel demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
