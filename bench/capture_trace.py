@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import numpy as np
 import safetensors.torch
 import torch
-import transformers
 import typer
 from rich.progress import Progress
 from tabulate import tabulate
@@ -49,6 +48,8 @@ def run_model(weights: Path, text: str, tokens: int, on_layer: OnLayer) -> None:
 
     It is called as on_layer(layer, q, k, v), after RoPE, in the library's layout: q [1,S,G,h,D], k and v [1,G,S,D].
     """
+    import transformers  # of the extra `trace`: the module itself imports without it
+
     source: dict[str, Any] = {"gguf_file": weights.name, "local_files_only": True}
     tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, **source)
     ids = tokenizer(text, truncation=True, max_length=tokens, return_tensors="pt").input_ids
@@ -158,7 +159,7 @@ def provenance(weights: Path, text: str, **facts: object) -> str:
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": importlib.metadata.version("transformers"),
             "first": FIRST,
             "local": LOCAL,
             **facts,

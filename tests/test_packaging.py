@@ -114,4 +114,5 @@ def test_installed_wheel_works_away_from_the_checkout(built: Built, tmp_path: Pa
     run([sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", str(built.wheel)], tmp_path)
     (tmp_path / "use.py").write_text(USE)
     run([python, "-I", "use.py", str(site)], tmp_path)
-    assert "Usage" in run([str(home / "bin" / "nsa-sel"), "--help"], tmp_path)
+    for program in ([str(home / "bin" / "nsa-sel")], [python, "-I", "-m", "nsa_sel"]):
+        assert "Usage" in run([*program, "--help"], tmp_path)
