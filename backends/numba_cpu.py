@@ -47,8 +47,9 @@ _SQUARE = 16  # side of the blocks in which tiles are transposed
 _SMALL = 1 << 22  # multiply-adds under which waking threads costs more than it saves
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 
-# reassoc is left out: explicit vectors need no licence to reorder, and the rounding trick of `exp2` would not survive it.
-_jit = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "nsz", "arcp"})
+# reassoc is left out: explicit vectors need no licence to reorder, and the rounding trick of `exp2` would not survive it. So is arcp:
+# versions of one loop would divide or multiply by the reciprocal, and which one runs depends on where memory happens to lie.
+_jit = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "nsz"})
 
 
 @_jit

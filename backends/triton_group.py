@@ -59,10 +59,10 @@ def forward_ranges_kernel(
     limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
     row_ranges = ranges + row * n * 2
 
-    head = head0 + tl.arange(0, BLOCK_H)
+    head = head0 + tl.arange(0, BLOCK_H).to(tl.int64)
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     is_head = head < h
-    q_rows = q + b * stride_qb + s.to(tl.int64) * stride_qs + g * stride_qg + head[:, None] * stride_qh + d[None, :]
+    q_rows = q + b * stride_qb + s.to(tl.int64) * stride_qs + g.to(tl.int64) * stride_qg + head[:, None] * stride_qh + d[None, :]
     q_tile = tl.load(q_rows, mask=is_head[:, None] & (d < Dk)[None, :], other=0.0)
     k_base = k + b * stride_kb + g * stride_kg
     v_base = v + b * stride_vb + g * stride_vg
@@ -129,10 +129,12 @@ def forward_blocks_kernel(
     limit = row_limit(q_pos, b.to(tl.int64), s, S, S_kv, stride_pb, stride_ps, HAS_POS)
     row_ranges = ranges + row * n * 2
 
-    head = head0 + tl.arange(0, BLOCK_H)
+    head = head0 + tl.arange(0, BLOCK_H).to(tl.int64)
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     is_head = head < h
-    q_rows = q + b.to(tl.int64) * stride_qb + s.to(tl.int64) * stride_qs + g * stride_qg + head[:, None] * stride_qh + d[None, :]
+    q_rows = (
+        q + b.to(tl.int64) * stride_qb + s.to(tl.int64) * stride_qs + g.to(tl.int64) * stride_qg + head[:, None] * stride_qh + d[None, :]
+    )
     q_tile = tl.load(q_rows, mask=is_head[:, None] & (d < Dk)[None, :], other=0.0)
 
     listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
@@ -186,11 +188,11 @@ def dq_kernel(
     limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
     row_ranges = ranges + row * n * 2
 
-    head = head0 + tl.arange(0, BLOCK_H)
+    head = head0 + tl.arange(0, BLOCK_H).to(tl.int64)
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     is_head = head < h
     in_q, in_o = is_head[:, None] & (d < Dk)[None, :], is_head[:, None] & (dv < Dv)[None, :]
-    q_rows = q + b * stride_qb + s.to(tl.int64) * stride_qs + g * stride_qg + head[:, None] * stride_qh + d[None, :]
+    q_rows = q + b * stride_qb + s.to(tl.int64) * stride_qs + g.to(tl.int64) * stride_qg + head[:, None] * stride_qh + d[None, :]
     do_rows = do + b * stride_dob + s.to(tl.int64) * stride_dos + g * stride_dog + head[:, None] * stride_doh + dv[None, :]
     q_tile = tl.load(q_rows, mask=in_q, other=0.0)
     do_tile = tl.load(do_rows, mask=in_o, other=0.0)
@@ -245,7 +247,7 @@ def dq_blocks_kernel(
     limit = row_limit(q_pos, b64, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
     row_ranges = ranges + row * n * 2
 
-    head = head0 + tl.arange(0, BLOCK_H)
+    head = head0 + tl.arange(0, BLOCK_H).to(tl.int64)
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     is_head = head < h
     in_q, in_o = is_head[:, None] & (d < Dk)[None, :], is_head[:, None] & (dv < Dv)[None, :]

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa_sel import dispatch, observe, registry
 from nsa_sel.call import Call, check_call, device_info, request_of
@@ -67,7 +66,7 @@ def selection_attention(
         selection.validate()
     call = Call(q, k, v, selection, q_pos, scale, settings, decision.device)
     if needs_grad:
-        o, lse = _SelectionAttention.apply(q, k, v, call, decision)  # type: ignore[no-untyped-call]
+        o, lse, decision = _SelectionAttention.apply(q, k, v, call, decision)  # type: ignore[no-untyped-call]
     else:
         o, lse, decision = _forward(call, decision)
     observe.record(decision, request)
@@ -158,19 +157,24 @@ def _override(backend: str | None, settings: Settings) -> Override | None:
 
 class _SelectionAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
         o, lse, decision = _forward(call, decision)
-        ctx.save_for_backward(q, k, v, o, lse)
-        # The tensors of the call are saved by autograd, which notices when they are written in place.
+        # Autograd notices when what it saved is written in place: so it is given the selection and the positions too.
+        index = [x for x in (call.selection.ranges, call.q_pos) if x is not None and not x.is_inference()]
+        ctx.save_for_backward(q, k, v, o, lse, *index)
         ctx.call = (call.selection, call.q_pos, call.scale, call.settings, call.device)
         ctx.decision = decision
         ctx.set_materialize_grads(False)
-        return o, lse
+        return o, lse, decision
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _decision: None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise BackendError(
+                "selection_attention has no second derivative, and the backward pass was asked for one (create_graph=True);"
+                " allowed: create_graph=False. Remedy: detach, or compute that term with plain PyTorch attention."
+            )
+        q, k, v, o, lse = ctx.saved_tensors[:5]
         if do is None and dlse is None:
             return None, None, None, None, None
         call = Call(q, k, v, *ctx.call)
@@ -201,10 +205,15 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
     """Run the decided backend; when an automatically chosen one fails, say so, and let packed SDPA do it instead."""
     name = decision.forward if direction == "forward" else decision.backward
     assert name is not None, "decide() refuses before any kernel"
+    if decision.override is None and registry.is_broken(name, decision.request):  # since this graph was recorded
+        decision, name = _fall_back(decision, name), FALLBACK
     timing = decision.settings.debug_timing
     started = observe.now(call.q.device.type) if timing else 0.0
+    # Triton launches on the current device, which need not be q's.
+    device = torch.cuda.device(call.q.device) if call.q.device.type == "cuda" else contextlib.nullcontext()
     try:
-        result = work(registry.load(name))
+        with device:
+            result = work(registry.load(name))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -217,7 +226,8 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
         registry.mark_broken(name, decision.request, error)
         forget_decisions()
         decision = _fall_back(decision, name)
-        result = work(registry.load(FALLBACK))
+        with device:
+            result = work(registry.load(FALLBACK))
     if timing:
         seconds = observe.now(call.q.device.type) - started
         observe.emit("sel.timing", backend=name, direction=direction, ms=seconds * 1e3)

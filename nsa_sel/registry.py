@@ -110,6 +110,11 @@ def mark_broken(name: str, request: Request, error: BaseException) -> None:
         _broken[name, request.request_class()] = reason
 
 
+def is_broken(name: str, request: Request) -> bool:
+    """Whether `name` has failed for this class of requests in this process."""
+    return (name, request.request_class()) in _broken
+
+
 def forget_broken() -> None:
     """Try every backend again."""
     with _lock:

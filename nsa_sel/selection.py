@@ -40,6 +40,7 @@ class Selection:
         self.measured: Measured | None = None
         self._longest: tuple[int | None, int] | None = None  # version of the ranges that were measured, most keys of a row
         self._plans: dict[Any, Any] = {}
+        self._planned_version: int | None = None
 
     @classmethod
     def from_ranges(cls, ranges: Tensor, block_size: int | None = None, max_length: int | None = None) -> Selection:
@@ -180,11 +181,11 @@ class Selection:
         version = self._version()
         if version is None:
             return build()
-        cached = self._plans.get(key)
-        if cached is None or cached[0] != version:
-            cached = (version, build())
-            self._plans[key] = cached
-        return cached[1]
+        if version != self._planned_version:  # plans of what was overwritten are never needed again
+            self._plans, self._planned_version = {}, version
+        if key not in self._plans:
+            self._plans[key] = build()
+        return self._plans[key]
 
     def _version(self) -> int | None:
         return None if self.ranges.is_inference() else self.ranges._version

@@ -76,3 +76,65 @@ def test_only_the_wanted_gradients() -> None:
     nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4)).sum().backward()
     assert q.grad is None
     assert v.grad is not None
+
+
+@pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
+@pytest.mark.parametrize("what", ["ranges", "q_pos"])
+def test_an_index_written_after_forward_is_noticed(backend: str, what: str) -> None:
+    q, k, v = make_qkv(S=4, G=1, h=2, Dk=8, S_kv=9, requires_grad=True)
+    selection, q_pos = make_blocks(1, 4, 1, 9, 2, 4), torch.arange(5, 9)
+    o = nsa_sel.selection_attention(q, k, v, selection, q_pos=q_pos, backend=backend)
+    (selection.ranges if what == "ranges" else q_pos).fill_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = make_qkv(S=4, G=1, h=2, Dk=8, requires_grad=True)
+    o = nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(o.sum(), q, create_graph=True)
+
+
+def test_the_record_names_the_backend_that_ran_and_a_broken_one_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_sel.backends import numba_cpu
+
+    tried = []
+
+    def broken(*_: object) -> None:
+        tried.append(1)
+        raise RuntimeError("planted")
+
+    q, k, v = make_qkv(S=4, G=1, h=2, Dk=8, requires_grad=True)
+    graphs = [nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4)) for _ in range(3)]
+    monkeypatch.setattr(numba_cpu, "backward", broken)
+    with pytest.warns(RuntimeWarning, match="numba failed"):
+        graphs[0].sum().backward()
+    for o in graphs[1:]:
+        o.sum().backward()
+    assert tried == [1]
+    monkeypatch.setattr(numba_cpu, "forward", broken)
+    nsa_sel.attention.registry.forget_broken()
+    nsa_sel.forget_decisions()
+    with pytest.warns(RuntimeWarning, match="numba failed"):
+        nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
+    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranges_of_any_layout(backend: str) -> None:
+    q, k, v = make_qkv(S=4, G=3, h=2, Dk=8, S_kv=12)
+    ranges = torch.tensor([[0, 5], [7, 9]]).int().expand(1, 3, 4, 2, 2).contiguous().transpose(1, 2)
+    o, _ = attend(backend, q, k, v, Selection.from_ranges(ranges))
+    expected, _ = attend(backend, q, k, v, Selection.from_ranges(ranges.contiguous()))
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
+def test_huge_unselected_keys_do_no_harm(backend: str) -> None:
+    q, k, v = make_qkv(S=40, G=1, h=2, Dk=8)
+    for ranges in (torch.tensor([[3, 40]]), torch.tensor([[1, 2], [3, 40]])):
+        selection = Selection.from_ranges(ranges.int().expand(1, 40, 1, len(ranges), 2))
+        clean, _ = attend(backend, q, k, v, selection)
+        k[:, :, 0] = 3e38
+        assert torch.equal(clean.isfinite(), attend(backend, q, k, v, selection)[0].isfinite())

@@ -53,7 +53,7 @@ def partial_dkdv_kernel(
         for p0 in range(0, pairs, ROWS):
             pair = p0 + tl.arange(0, ROWS)
             listed = pair < pairs
-            head = pair % h
+            head = (pair % h).to(tl.int64)
             entry = tl.load(entries + e0 + pair // h, mask=listed, other=0).to(tl.int64)
             row = entry // n
             s = row // G % S
