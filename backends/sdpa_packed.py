@@ -71,12 +71,20 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     if call.q.numel() == 0 or call.k.shape[2] == 0 or call.selection.n == 0:
         return call.q.new_zeros(call.q.shape), call.k.new_zeros(call.k.shape), call.v.new_zeros(call.v.shape)
     with torch.autocast(call.q.device.type, enabled=False):
-        delta = (do.to(dtype) * o).sum(-1)
+        delta = _row_products(do, o, dtype, _budget(call) // 8)
         if dlse is not None:
             delta -= dlse
         work = _backward_by_key if call.q.device.type == "cpu" else _backward_by_row
         dq, dk, dv = work(call, lse, do, delta)
         return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
+
+
+def _row_products(do: Tensor, o: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
+    """rowsum(do * o) [B,S,G,h] in `dtype`, some rows at a time: both in float32 at once would take more than all gathers."""
+    a, b = do.reshape(-1, o.shape[-1]), o.reshape(-1, o.shape[-1])
+    step = max(1, budget // (2 * o.shape[-1] * dtype.itemsize))
+    sums = [(a[i : i + step].to(dtype) * b[i : i + step]).sum(-1) for i in range(0, len(a), step)]
+    return torch.cat(sums).view(o.shape[:-1])
 
 
 def _accumulate(dtype: torch.dtype) -> torch.dtype:
@@ -336,11 +344,11 @@ def _positions(start: Tensor, end: Tensor, L: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _backward_by_row(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the accumulating dtype, on any device; nothing is read back. Shares are added by key after a stable sort."""
+    """dq in q's dtype, dk, dv in the accumulating one, on any device; nothing is read back. Shares are added by key after a stable sort."""
     B, S, G, h, Dk = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     q, do, lse, delta = call.q.reshape(-1, h, Dk), do.reshape(-1, h, Dv), lse.reshape(-1, h, 1), delta.reshape(-1, h, 1)
-    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    dq = torch.zeros_like(q)  # a row's dq is complete in one step
     # Padding is added behind the keys, spread over as many places as a row has: no key gets it, no place gets all of it.
     keys = B * G * S_kv
     places = keys + _powers(call.selection.length_bound(S_kv))[-1]
@@ -351,11 +359,11 @@ def _backward_by_row(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tupl
         place = torch.where(rows.keep, group.unsqueeze(1) * S_kv + rows.position, spare)
         for step in steps:
             ids, drop = rows.ids[step], ~rows.keep[step].unsqueeze(1)
-            q_rows, do_rows = q[ids].to(dq.dtype), do[ids].to(dq.dtype)
-            k, v = (x.to(dq.dtype) for x in rows.gather(step))
+            q_rows, do_rows = q[ids].to(lse.dtype), do[ids].to(lse.dtype)
+            k, v = (x.to(lse.dtype) for x in rows.gather(step))
             p = torch.exp(call.scale * (q_rows @ k.transpose(1, 2)) - lse[ids]).masked_fill_(drop, 0)
             ds = (do_rows @ v.transpose(1, 2)).sub_(delta[ids]).mul_(p).mul_(call.scale)
-            dq.index_copy_(0, ids, torch.where(rows.filled[step, None, None], ds @ k, 0))
+            dq.index_copy_(0, ids, torch.where(rows.filled[step, None, None], ds @ k, 0).to(dq.dtype))
             # index_put_, not index_add_: on a GPU that one adds by atomics, in any order.
             at = (place[step].reshape(-1),)
             dk.index_put_(at, (ds.transpose(1, 2) @ q_rows).view(-1, Dk), accumulate=True)
