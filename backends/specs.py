@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from nsa_sel.decision import Backend, Limits, Requirement
 
 _TRITON = Requirement("triton", "3.4", "pip install 'triton>=3.4' (comes with torch's CUDA builds on Linux)")
@@ -12,6 +14,8 @@ _TRITON_LIMITS = Limits(
     head_dim_max=256,
     min_sm=80,
 )
+# Tiles of keys are powers of two that divide the block; the matrix unit takes 16 keys at least.
+_BLOCK_LIMITS = msgspec.structs.replace(_TRITON_LIMITS, block_aligned_only=True, block_multiple=16)
 
 SPECS = (
     Backend(
@@ -44,5 +48,21 @@ SPECS = (
         limits=_TRITON_LIMITS,
         requires=(_TRITON,),
         summary="one program per query row and KV group: K/V loaded once for all h heads",
+    ),
+    Backend(
+        name="triton-tile",
+        path="nsa_sel.backends.triton_tile",
+        framework="triton",
+        limits=_BLOCK_LIMITS,
+        requires=(_TRITON,),
+        summary="one program per tile of adjacent rows: K/V loaded once for all of them, over the union of their blocks",
+    ),
+    Backend(
+        name="triton-block",
+        path="nsa_sel.backends.triton_block",
+        framework="triton",
+        limits=_BLOCK_LIMITS,
+        requires=(_TRITON,),
+        summary="one visit per KV block with all rows that chose it; partial results joined in the order of the ranges",
     ),
 )

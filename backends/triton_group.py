@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
@@ -23,6 +22,7 @@ from nsa_sel.backends._triton.steps import (
     LOG2_E,
     LOWEST,
     add_product,
+    chosen_step,
     finish_softmax,
     positions_of,
     products,
@@ -146,9 +146,8 @@ def forward_blocks_kernel(
         c += step % STEPS * BLOCK_L
         k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
         logits = products(q_tile, k_tile, ACC)
-        logits = tl.where(is_whole, logits, float("-inf"))
         v_tile = v_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
-        acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2, ACC)
+        acc, l, m = chosen_step(logits, is_whole, v_tile, acc, l, m, scale_log2, ACC)
 
     k_base = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kg
     v_base = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vg
@@ -314,8 +313,8 @@ def _forward_blocks(call: Call, config: KernelConfig) -> tuple[Tensor, Tensor]:
     block_h = _block_h(call)
     tiles = _block_tiles(call, config)
     forward_blocks_kernel[(B * S * G * triton.cdiv(h, block_h),)](
-        call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, call.selection.ranges.contiguous(),
-        launch.position_arguments(call)[0], o, lse, *_strides(call), S, call.k.shape[2], G, call.selection.n, launch.scale_log2(call),
+        call.q, *launch.descriptors(call, tiles["BLOCK_L"]), call.k, call.v, call.selection.ranges.contiguous(),
+        launch.position_arguments(call)[0], o, lse, *launch.strides(call), S, call.k.shape[2], G, call.selection.n, launch.scale_log2(call),
         **launch.facts(call), **tiles, BLOCK_H=block_h, num_warps=_warps(config, block_h), num_stages=config.num_stages,
     )  # fmt: skip
     return o, lse
@@ -326,15 +325,6 @@ def _block_tiles(call: Call, config: KernelConfig) -> dict[str, int]:
     assert size is not None, "bulk copies are taken for whole blocks alone"
     block_l = min(config.block_l, size)
     return {"BLOCK": size, "BLOCK_L": block_l, "TAIL_L": min(32, block_l), "NP": launch.tile(call.selection.n, 1)}
-
-
-def _descriptors(call: Call, block_l: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """k and v as the tensor memory accelerator addresses them: tiles of block_l keys of one batch entry and group."""
-    block_d, block_dv = launch.tile_widths(call)
-    return (
-        TensorDescriptor(call.k, list(call.k.shape), list(call.k.stride()), [1, 1, block_l, block_d]),
-        TensorDescriptor(call.v, list(call.v.shape), list(call.v.stride()), [1, 1, block_l, block_dv]),
-    )
 
 
 def _forward_split(call: Call, config: KernelConfig, parts: int) -> tuple[Tensor, Tensor]:
@@ -351,7 +341,7 @@ def _launch_ranges(call: Call, config: KernelConfig, o: Tensor, lse: Tensor, par
     block_h = _block_h(call)
     forward_ranges_kernel[(B * S * G * triton.cdiv(h, block_h) * parts,)](
         call.q, call.k, call.v, call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse,
-        *_strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
+        *launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
         **launch.facts(call), BLOCK_H=block_h, SPLIT=parts > 1, BLOCK_L=config.block_l, NP=launch.walk_width(call),
         num_warps=_warps(config, block_h), num_stages=config.num_stages,
     )  # fmt: skip
@@ -368,13 +358,13 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     block_h = _block_h(call)
     grid = (B * S * G * triton.cdiv(h, block_h),)
     tensors = (call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse, do, _contiguous(dlse), dq, delta)
-    numbers = (*_strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call))
+    numbers = (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call))
     facts = {**launch.facts(call), "BLOCK_H": block_h, "HAS_DLSE": dlse is not None}
     if _bulk_copies_fit(call, "triton-group/dq-blocks"):
         config = launch.kernel_config(call, "triton-group/dq-blocks")
         tiles = _block_tiles(call, config)
         dq_blocks_kernel[grid](
-            call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, *tensors, *numbers, **facts, **tiles,
+            call.q, *launch.descriptors(call, tiles["BLOCK_L"]), call.k, call.v, *tensors, *numbers, **facts, **tiles,
             num_warps=_warps(config, block_h), num_stages=config.num_stages,
         )  # fmt: skip
     else:
@@ -388,21 +378,10 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def _bulk_copies_fit(call: Call, kernel: str) -> bool:
-    """Whether `kernel` may fetch this call's blocks by bulk copies: sm_90 and newer, whole blocks, 16-byte strides."""
+    """Whether `kernel` takes whole blocks; it cuts them into tiles of a power of two, and looks at all ranges of a row at once."""
     size = call.selection.block_size
-    if (
-        call.settings.kernels[kernel].loads != "tma"
-        or size is None
-        or size & (size - 1)
-        or size < launch.MIN_TILE
-        or call.selection.n > 1024
-    ):
-        return False
-    if call.device.kind == "cuda" and (call.device.sm or 0) < 90:
-        return False
-    step = 16 // call.k.element_size()
-    aligned = all(x.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in x.stride()[:3]) for x in (call.k, call.v))
-    return aligned and call.k.shape[2] < 2**31
+    power = size is not None and size & (size - 1) == 0
+    return power and call.selection.n <= 1024 and launch.bulk_copies_fit(call, call.settings.kernels[kernel])
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -415,7 +394,3 @@ def _block_h(call: Call) -> int:
 
 def _warps(config: KernelConfig, block_h: int) -> int:
     return max(config.num_warps, block_h // 16)
-
-
-def _strides(call: Call) -> tuple[int, ...]:
-    return (*call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *launch.position_arguments(call)[1:])

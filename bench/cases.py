@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
@@ -11,11 +13,16 @@ from torch import Tensor
 
 from nsa_sel.selection import Selection
 
+LAYERS = 30  # of the committed maps
+SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Case(NamedTuple):
-    """Sizes of one case; `distribution`: random (scores from a normal distribution) or real (SmolLM2's selections)."""
+    """Sizes of one case; `distribution`: random (scores from a normal distribution) or real (SmolLM2's selections).
+
+    These are the keys of a measured row. Which layers a real case takes stands in its name alone (`layers_of`).
+    """
 
     case: str
     distribution: str
@@ -31,14 +38,16 @@ class Case(NamedTuple):
     dtype: str
 
 
+def prefill(kind: str, S: int, h: int, Dk: int = 128) -> Case:
+    """S rows over S keys, 4 groups of h heads, 16 blocks of 64 keys a row, bf16; named by distribution, thousands of rows and h."""
+    other_dims = "" if Dk == 128 else f"-{Dk}"
+    return Case(f"{kind}-{S // 1024}k-h{h}{other_dims}", kind, 1, S, S, 4, h, Dk, 128, 16, 64, "bfloat16")
+
+
 def performance_cases() -> list[Case]:
     """The prefill cases of the performance table: real 8k, random 8k and 32k, h 16, 4, 1, and the paper's 192/128 head dims."""
-    cases = [
-        Case(f"{kind}-{S // 1024}k-h{h}", kind, 1, S, S, 4, h, 128, 128, 16, 64, "bfloat16")
-        for kind, S in (("real", 8192), ("random", 8192), ("random", 32768))
-        for h in (16, 4, 1)
-    ]
-    return [*cases, Case("random-32k-h16-192", "random", 1, 32768, 32768, 4, 16, 192, 128, 16, 64, "bfloat16")]
+    sizes = [(kind, S, h) for kind, S in (("real", 8192), ("random", 8192), ("random", 32768)) for h in (16, 4, 1)]
+    return [*(prefill(*size) for size in sizes), prefill("random", 32768, 16, Dk=192)]
 
 
 def decode_cases() -> list[Case]:
@@ -55,25 +64,91 @@ def threshold_cases() -> list[Case]:
     return [Case(f"threshold-{kind}-D{D}-L{L}", "random", B, S, 8192, 2, 4, D, D, L // 64, 64, "bfloat16") for kind, B, S, D, L in sizes]
 
 
-def real_selection(G: int, device: torch.device | str) -> Selection:
-    """8192 rows, 16 blocks of 64 keys, as SmolLM2-135M's queries and keys choose: G of the 90 (layer, KV head) maps, evenly spread."""
+def layer_cases() -> list[Case]:
+    """Every layer of the committed maps with all its 3 KV heads, 8k rows: alone, and four different ones as a batch; h 16, 4, 1.
+
+    The last of the 8 batches wraps to the first layers.
+    """
+    alone = [(layer,) for layer in range(LAYERS)]
+    batches = [tuple(layer % LAYERS for layer in range(first, first + 4)) for first in range(0, LAYERS, 4)]
+    return [
+        Case(f"real-8k-{layer_name(layers)}-h{h}", "real", len(layers), 8192, 8192, 3, h, 128, 128, 16, 64, "bfloat16")
+        for layers in (*alone, *batches)
+        for h in (16, 4, 1)
+    ]
+
+
+def scaling_cases() -> list[Case]:
+    """Random selections from 8k to 128k rows, h 16, 4, 1: does the time grow linearly?"""
+    return [prefill("random", S * 1024, h) for S in (8, 32, 64, 128) for h in (16, 4, 1)]
+
+
+def breakeven_cases() -> list[Case]:
+    """From where on selection beats dense attention: the first 1k to 8k rows of real selections, 16k to 64k random ones, h 16, 4, 1."""
+    lengths = [("real", S) for S in (1, 2, 4, 8)] + [("random", S) for S in (16, 32, 64)]
+    return [prefill(kind, S * 1024, h) for kind, S in lengths for h in (16, 4, 1)]
+
+
+def layer_name(layers: tuple[int, ...]) -> str:
+    """layer07, or layers04-05-06-07."""
+    return f"layer{'s' * (len(layers) > 1)}" + "-".join(f"{layer:02}" for layer in layers)
+
+
+def layers_of(case: str) -> list[int]:
+    """The layers that `layer_name` wrote into a case's name; none when it has no such part."""
+    found = re.search(r"-layers?(\d\d(?:-\d\d)*)-", case)
+    return [int(layer) for layer in found[1].split("-")] if found else []
+
+
+@cache
+def _maps() -> np.ndarray:
+    """[layers, 8192, KV heads, 16] int8, -1 is padding: the blocks of 64 keys that SmolLM2-135M's queries and keys choose."""
     file = resources.files("nsa_sel") / "bench" / "data" / "smollm2_selections.npz"
     with file.open("rb") as opened, np.load(opened) as arrays:
-        maps = arrays["block_indices"]  # [layers, 8192, KV heads, 16] uint8, 255 is padding
-    maps = maps.transpose(0, 2, 1, 3).reshape(-1, *maps.shape[1::2])
+        blocks: np.ndarray = arrays["block_indices"].view(np.int8)
+    return blocks
+
+
+def real_selection(G: int, device: torch.device | str, S: int = 8192) -> Selection:
+    """The first S of 8192 rows, 16 blocks of 64 keys: G of the 90 (layer, KV head) maps, evenly spread.
+
+    Blocks are chosen causally, so that the first S rows are what the model selects in a text of S tokens.
+    """
+    maps = _maps().transpose(0, 2, 1, 3)[:, :, :S]
+    maps = maps.reshape(-1, *maps.shape[2:])
     chosen = [len(maps) * (2 * g + 1) // (2 * G) for g in range(G)]
-    indices = torch.from_numpy(np.stack([maps[c] for c in chosen], axis=1)[None].view(np.int8).copy())
+    indices = torch.from_numpy(np.stack([maps[c] for c in chosen], axis=1)[None])
     return Selection.from_blocks(indices.to(device), 64)
 
 
-def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:
-    """The selection of a case; the first, the previous and the current block are always among the n of a random one."""
-    if case.distribution == "real":
-        return real_selection(case.G, device)
+def layer_selection(layers: list[int], device: torch.device | str) -> Selection:
+    """8192 rows of whole layers, one a batch entry, with their 3 KV heads as groups."""
+    return Selection.from_blocks(torch.from_numpy(_maps()[layers]).to(device), 64)
+
+
+def random_selection(case: Case, device: torch.device | str, seed: int, at_once: int = SCORES_AT_ONCE) -> Selection:
+    """The best blocks by normally distributed scores, drawn for as many rows at a time as `at_once` scores allow.
+
+    The first, the previous and the current block are always among the n. The draws depend on the device and on `at_once`.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = -(-case.S_kv // case.block)
-    scores = torch.randn(case.B, case.S, case.G, blocks, device=device, generator=generator)
-    return Selection.from_scores(scores, case.n, case.block, first=int(case.n > 1), local=min(2, max(1, case.n - 1)), S_kv=case.S_kv)
+    first, local = int(case.n > 1), min(2, max(1, case.n - 1))
+    rows = max(1, at_once // (case.B * case.G * blocks))
+    ranges = []
+    for start in range(case.S_kv - case.S, case.S_kv, rows):
+        position = torch.arange(start, min(start + rows, case.S_kv), device=device)
+        scores = torch.randn(case.B, len(position), case.G, blocks, device=device, generator=generator)
+        ranges.append(Selection.from_scores(scores, case.n, case.block, first, local, q_pos=position).ranges)
+    return Selection(torch.cat(ranges, 1), case.block)
+
+
+def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:
+    """The selection of a case. A real one is the same for every seed."""
+    if case.distribution == "random":
+        return random_selection(case, device, seed)
+    layers = layers_of(case.case)
+    return layer_selection(layers, device) if layers else real_selection(case.G, device, case.S)
 
 
 def make_inputs(case: Case, device: torch.device | str, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:

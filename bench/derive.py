@@ -10,11 +10,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
+
+from nsa_sel.bench import cost_fit
 
 ROOT = Path(__file__).resolve().parents[1]
 MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the threshold on (REQUIREMENTS 9)
-H200_ROWS = "bench/results/h200/selection.jsonl"
+H200_RESULTS = "bench/results/h200"
+H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
 CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
 
 Row = dict[str, Any]
@@ -48,14 +52,50 @@ def triton_threshold(rows: list[Row]) -> tuple[int, list[tuple[Row, Row]]] | Non
 
 def provenance(name: str, rows: list[Row], finding: str) -> str:
     """Where a profile's values come from: finding, rows file and hash, count, device, versions, commit, command."""
-    digest = hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
     row = rows[0]
     versions = ", ".join(f"{key} {row[key]}" for key in ("torch", "triton", "numba", "driver") if row.get(key))
-    return f"{finding}; {name} (sha256 {digest}, {len(rows)} rows), {row['device']}, {versions}, commit {row['commit']}, `{row['command']}`"
+    return f"{finding}; {source(name, rows)}, {row['device']}, {versions}, commit {row['commit']}, `{row['command']}`"
+
+
+def source(name: str, rows: list[Row]) -> str:
+    """A file of rows, as it was."""
+    return f"{name} (sha256 {hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]}, {len(rows)} rows)"
+
+
+def cost_rows(folder: str = H200_RESULTS) -> dict[str, list[Row]]:
+    """By file, the rows of a folder that measured one backend, forward, backward or decoding, on a case of bench/cases.py.
+
+    Of several rows of one case, direction and backend the last counts, in the order of the files' names.
+    """
+    files = sorted((ROOT / folder).glob("*.jsonl"))
+    last: dict[tuple[str, str, str], tuple[str, Row]] = {}
+    for file in files:
+        for row in filter(cost_fit.is_cost_row, read_rows(str(file))):
+            last[row["case"], row["direction"], row["backend"]] = (file.as_posix(), row)
+    found: dict[str, list[Row]] = {}
+    for name, row in last.values():
+        found.setdefault(name.removeprefix(f"{ROOT.as_posix()}/"), []).append(row)
+    return found
+
+
+def costs(files: dict[str, list[Row]]) -> dict[str, Any]:
+    """The `costs:` part of a profile, from rows by file."""
+    rows = [row for rows in files.values() for row in rows]
+    models = cost_fit.models(rows)
+    errors = sorted(model.median_error for model in models.values())
+    finding = (
+        f"ms = max(host, sum of price x work), non-negative least squares of the relative error over {len(rows)} rows of {len(models)}"
+        f" models; median errors {errors[0]:.1%} to {errors[-1]:.1%}, worst {max(model.worst_error for model in models.values()):.1%}"
+    )
+    return {
+        "provenance": "; ".join((finding, *(source(name, read_rows(name)) for name in files))),
+        "dtypes": sorted({dtype for row in rows for dtype in cost_fit.DTYPES.get(row["dtype"], (row["dtype"],))}),
+        "models": msgspec.to_builtins(models),
+    }
 
 
 def h200_profile() -> dict[str, Any]:
-    """The profile of the NVIDIA H200: from which L on Triton is used."""
+    """The profile of the NVIDIA H200: from which L on Triton is used, and what each backend's work costs."""
     rows = read_rows(H200_ROWS)
     found = triton_threshold(rows)
     runtime: dict[str, Any] = {"use_triton_sel": True}
@@ -71,7 +111,7 @@ def h200_profile() -> dict[str, Any]:
             f" closest there, {triton['case']} {triton['direction']}: {shown[0]} against {shown[1]}"
         )
     match = {"kind": "cuda", "sm": 90, "name": "NVIDIA H200"}
-    return {"match": match, "provenance": provenance(H200_ROWS, rows, finding), "runtime": runtime}
+    return {"match": match, "provenance": provenance(H200_ROWS, rows, finding), "runtime": runtime, "costs": costs(cost_rows())}
 
 
 def cpu_profile() -> dict[str, Any]:

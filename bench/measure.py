@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -11,17 +12,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nsa_sel.bench.cases import Case
 
 ROOT = Path(__file__).resolve().parents[1]
 GRAPH_CALLS = 20  # calls captured into one graph: its own launch is shared by all of them
+LEAST_CALLS = 3  # timed of anything
+FLUSH_BYTES = 256 << 20  # several times any L2 cache
 
 
 def environment() -> dict[str, Any]:
     """Device, driver, versions, commit (NSA_SEL_COMMIT where git is not at hand) and the command, free of machine paths."""
-    import os
 
     def version(package: str) -> str | None:
         try:
@@ -29,15 +32,19 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    smi = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    def output(*command: str) -> str | None:
+        try:
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() or None
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
     arguments = " ".join(shlex.quote(Path(a).name if Path(a).is_absolute() else a) for a in sys.argv[1:])
     return {
         "device": torch.cuda.get_device_name(),
-        "driver": smi.stdout.strip() or None,
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": version("triton"),
-        "commit": os.environ.get("NSA_SEL_COMMIT") or git.stdout.strip() or None,
+        "commit": os.environ.get("NSA_SEL_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
         "command": f"python -m nsa_sel.bench.{Path(sys.argv[0]).stem} {arguments}".strip(),
     }
 
@@ -55,15 +62,34 @@ def append(file: Path, rows: list[dict[str, Any]]) -> None:
         opened.writelines(json.dumps(entry) + "\n" for entry in rows)
 
 
-def milliseconds(work: Callable[[], Any], rep: int = 100) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile of the time on the GPU; the L2 cache is flushed between calls."""
-    from triton.testing import do_bench
+def milliseconds(work: Callable[[], Any], rep: float = 50) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile of the time on the GPU; the L2 cache is flushed before each call.
 
-    median, low, high = do_bench(work, warmup=25, rep=rep, quantiles=[0.5, 0.2, 0.8])
+    Calls that fill `rep` ms are timed, after half as many to warm up; of a slow `work` just `LEAST_CALLS`. `work` must have run
+    before: a first call compiles. (Triton's do_bench times one call of what takes longer than `rep`, after seven others.)
+    """
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def timed(calls: int) -> list[float]:
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
+        for start, end in marks:
+            flush.zero_()
+            start.record()
+            work()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in marks]
+
+    times = timed(LEAST_CALLS)
+    calls = int(rep / min(times))
+    if calls > LEAST_CALLS:
+        timed(calls // 2)
+        times = timed(calls)
+    median, low, high = np.quantile(times, (0.5, 0.2, 0.8)).tolist()
     return median, low, high
 
 
-def replayed_milliseconds(work: Callable[[], Any]) -> tuple[float, float, float]:
+def replayed_milliseconds(work: Callable[[], Any], rep: float = 50) -> tuple[float, float, float]:
     """Time of one call by graph replay: `GRAPH_CALLS` calls captured, the replay's time divided."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -75,7 +101,7 @@ def replayed_milliseconds(work: Callable[[], Any]) -> tuple[float, float, float]
     with torch.cuda.graph(graph):
         for _ in range(GRAPH_CALLS):
             work()
-    median, low, high = milliseconds(graph.replay)
+    median, low, high = milliseconds(graph.replay, rep)
     return median / GRAPH_CALLS, low / GRAPH_CALLS, high / GRAPH_CALLS
 
 

@@ -8,25 +8,11 @@ from collections.abc import Callable
 from tabulate import tabulate
 
 from nsa_sel.attention import explain_request
+from nsa_sel.bench import summary
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
+from nsa_sel.bench.summary import Row
 from nsa_sel.request import DeviceInfo, example_request
 from nsa_sel.show import describe
-
-
-def h200_table() -> str:
-    """triton-group against dense cuDNN attention and packed SDPA: milliseconds of the whole call, medians."""
-    rows = {(row["case"], row["direction"], row["backend"]): row for row in read_rows(H200_ROWS)}
-    wanted = [
-        (case, direction)
-        for case, direction, backend in rows
-        if backend == "triton-group" and not case.startswith("threshold") and ("8k" in case or "32k" in case or direction == "decode")
-    ]
-    lines = []
-    for case, direction in wanted:
-        ours, dense, packed = (rows[case, direction, b]["ms_median"] for b in ("triton-group", "dense-cudnn", "sdpa-packed"))
-        lines.append((case, direction, f"{ours:.3g}", f"{dense:.3g}", f"{packed:.3g}", f"{dense / ours:.2f}x", f"{packed / ours:.0f}x"))
-    headers = ["case", "direction", "triton-group", "dense cuDNN", "packed SDPA", "against dense", "against packed"]
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True, colalign=("left", "left", *["right"] * 5))
 
 
 def cpu_table() -> str:
@@ -49,8 +35,24 @@ def decision() -> str:
     return "```\n$ nsa-sel explain --device rtx4090\n" + "\n".join(line.rstrip() for line in shown.splitlines()) + "\n```"
 
 
-TABLES: dict[str, Callable[[], str]] = {"h200": h200_table, "cpu": cpu_table, "decision": decision}
-DOCUMENTS = ("README.md",)
+def of_h200(table: Callable[[list[Row]], str]) -> Callable[[], str]:
+    """A table over the committed rows of the H200."""
+    return lambda: table(read_rows(H200_ROWS))
+
+
+# By document, one that is not there left out; any document may show any of them.
+PLACES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"h200": of_h200(summary.performance_table), "cpu": cpu_table, "decision": decision},
+    "docs/kernels.md": {
+        "targets": of_h200(summary.targets_table),
+        "workspace": of_h200(summary.workspace_table),
+        "layers": of_h200(summary.layers_table),
+        "scaling": of_h200(summary.scaling_table),
+        "breakeven": of_h200(summary.breakeven_table),
+    },
+}
+DOCUMENTS = tuple(document for document in PLACES if (ROOT / document).exists())
+TABLES = {name: make for document in DOCUMENTS for name, make in PLACES[document].items()}
 
 
 def with_tables(text: str) -> str:

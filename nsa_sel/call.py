@@ -146,6 +146,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
         max_length=selection.length_bound(S_kv), dtype=_DTYPES[q.dtype], needs_grad=needs_grad, aligned=aligned,
+        sharing=selection.sharing if S > 1 else None,  # one row has no neighbours
     )  # fmt: skip
 
 

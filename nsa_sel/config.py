@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 from importlib import resources
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from nsa_sel.errors import ConfigError
-from nsa_sel.request import DeviceInfo
+from nsa_sel.request import SHARING_TOKENS, DeviceInfo
 
 ForcePath = Literal["dense", "varlen", "auto"]
 
@@ -42,6 +43,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     workspace_bytes: int | msgspec.UnsetType = msgspec.UNSET
     prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
     prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
+    sharing_prior: list[float] | msgspec.UnsetType = msgspec.UNSET
     block_l: int | msgspec.UnsetType | None = msgspec.UNSET
     block_d: int | msgspec.UnsetType | None = msgspec.UNSET
     block_dv: int | msgspec.UnsetType | None = msgspec.UNSET
@@ -63,6 +65,24 @@ class TritonOff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reopen: str
 
 
+class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long one backend takes one way: the longer of `host` and the sum of coefficient x counted work (policies/cost.py)."""
+
+    host: float  # ms that queueing the call takes, however little the device has to do
+    terms: dict[str, float]  # a term of COST_TERMS -> ms a unit
+    rows: int  # measured rows behind it
+    median_error: float  # of the predictions for those rows, relative to the measured time
+    worst_error: float
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `costs:` part of a profile: predicted times, for selections of whole blocks in the dtypes that the rows speak for."""
+
+    provenance: str
+    dtypes: tuple[str, ...]
+    models: dict[str, CostModel]  # "triton-tile/forward", "triton-tile/backward", "triton-tile/decode" (S = 1)
+
+
 class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One YAML file of configs/."""
 
@@ -70,6 +90,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     provenance: str
     runtime: Runtime = Runtime()
     triton_off: TritonOff | None = None
+    costs: Costs | None = None
     kernels: dict[str, KernelConfig] = {}
 
 
@@ -97,8 +118,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int
     prefer_forward: tuple[str, ...]
     prefer_backward: tuple[str, ...]
+    sharing_prior: tuple[float, ...] = (1.0,) * len(SHARING_TOKENS)
     triton_off: TritonOff | None = None
+    costs: Costs | None = None
     kernels: dict[str, KernelConfig]
+    config_file: str | None = None  # the file that NSA_SEL_CONFIG names: its preference goes before predicted times
     profile: str  # file name of the profile, or "built-in"
     provenance: str
     sources: dict[str, str]  # field -> where its value comes from, for the fields that are not built-in
@@ -113,6 +137,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             stages = max(2, config.num_stages) if self.triton_double_buffer else 1
             config = msgspec.structs.replace(config, num_stages=stages)
         return config
+
+
+COST_TERMS = {  # what a cost model may weigh; policies/cost.py counts them
+    "launch": "1 a call",
+    "walk": "thousands of keys that the program of one row visits one after another",
+    "pairs": "millions of (row, block) pairs",
+    "rows": "GB of q and o, and of their gradients backward",
+    "read": "GB of K and V that one program a row loads for all its heads",
+    "read-wide": "the same where a key and its value are more than 256 numbers of a 16-bit type: other launches, other speed",
+    "reread": "GB of K and V that one program a row and head loads",
+    "reread-wide": "likewise",
+    "distinct": "GB of K and V that 64 adjacent rows load when each block is counted once",
+    "tile": "TFLOP of tiles of adjacent tokens over the union of their blocks",
+    "tile-wide": "likewise",
+    "exact": "TFLOP of blocks over the rows that chose them",
+    "exact-wide": "likewise",
+    "partials": "GB of queries gathered, and of partial outputs or dQ written and read, for each pair",
+    "scores": "billions of (row, head, key) triples",
+}
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -193,6 +236,16 @@ def parse_config(text: bytes, source: str) -> ConfigFile:
         tile = getattr(config.runtime, field)
         if isinstance(tile, int) and not (16 <= tile <= 512 and tile & (tile - 1) == 0):
             raise ConfigError(f"{source}: runtime.{field}", tile, _ALLOWED["tile"], "write what is allowed, or null")
+    prior = config.runtime.sharing_prior
+    if prior is not msgspec.UNSET and (len(prior) != len(SHARING_TOKENS) or prior != sorted(prior) or not 1 <= prior[0] <= prior[-1] < 1e6):
+        allowed = f"{len(SHARING_TOKENS)} rising numbers from 1 on, for tiles of {SHARING_TOKENS} tokens"
+        raise ConfigError(f"{source}: runtime.sharing_prior", prior, allowed, "see configs/base.yaml")
+    for name, model in config.costs.models.items() if config.costs else ():
+        unknown = sorted(set(model.terms) - set(COST_TERMS))
+        if unknown:
+            raise ConfigError(f"{source}: costs.models.{name}", ", ".join(unknown), ", ".join(COST_TERMS), "mend the term")
+        if not all(math.isfinite(number) and number >= 0 for number in (model.host, *model.terms.values())):
+            raise ConfigError(f"{source}: costs.models.{name}", msgspec.to_builtins(model), "numbers >= 0", "mend the numbers")
     for name, kernel in config.kernels.items():
         power = all(x > 0 and x & (x - 1) == 0 for x in (kernel.block_l, kernel.num_warps, kernel.rows))
         if not power or kernel.num_stages < 1:
@@ -263,7 +316,7 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         except OSError as error:
             raise ConfigError(CONFIG_FLAG, user_file, "a readable YAML file", f"{error.strerror}: mend the path") from error
 
-    values: dict[str, Any] = {"kernels": {}, "profile": "built-in"}
+    values: dict[str, Any] = {"kernels": {}, "profile": "built-in", "config_file": user_file or None}
     sources: dict[str, str] = {}
     for name, layer in layers:
         for field in Runtime.__struct_fields__:
@@ -279,6 +332,9 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         values["provenance"] = layer.provenance
         if layer.triton_off:
             values["triton_off"] = layer.triton_off
+        if layer.costs:
+            values["costs"] = layer.costs
+            sources["costs"] = name
         if name != "base.yaml":
             values["profile"] = name
     for flag in FLAGS:

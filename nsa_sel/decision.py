@@ -44,6 +44,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     backward: bool = True
     deterministic: bool = True
     block_aligned_only: bool = False
+    block_multiple: int = 1  # of the block size, where the selection is of whole blocks
 
 
 class Requirement(msgspec.Struct, frozen=True):
@@ -87,6 +88,14 @@ class Verdict(msgspec.Struct, frozen=True):
     backward: tuple[Reason, ...] = ()
 
 
+class Prediction(msgspec.Struct, frozen=True):
+    """What the profile's costs say about one backend that no check turned away."""
+
+    backend: str
+    direction: Literal["forward", "backward"]
+    ms: float
+
+
 class FieldChange(msgspec.Struct, frozen=True):
     """One field in which a replayed decision differs from the recorded one."""
 
@@ -104,11 +113,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings  # the effective values with their sources
     offers: tuple[Offer, ...]
     override: Override | None
-    verdicts: tuple[Verdict, ...]  # in the policy's order of preference
+    verdicts: tuple[Verdict, ...]  # in the order in which the forward considers them
     rule: str  # the rule that decided, in words
-    steps: tuple[str, ...]  # what the automatic choice stepped over, in order, each with its reasons
+    steps: tuple[str, ...]  # what the preference puts before the choice and a check turned away, each with its reasons
     forward: str | None  # None: nothing may run it, see `verdicts`
     backward: str | None  # None when no gradients are needed
+    predictions: tuple[Prediction, ...] = ()  # least first, forward before backward; empty where the profile has no costs
+    runner_up: str | None = None  # what would run forward if the choice could not; None when forced
+    runner_up_backward: str | None = None
 
     def to_json(self) -> str:
         """One line of JSON with every field."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from nsa_sel.config import Settings
-from nsa_sel.decision import REFUSING_KINDS, Decision, FieldChange, Offer, Override, Reason, Verdict
+from nsa_sel.decision import REFUSING_KINDS, Decision, FieldChange, Offer, Override, Prediction, Reason, Verdict
 from nsa_sel.errors import ArgumentError
 from nsa_sel.request import DeviceInfo, Request
 
@@ -27,11 +28,15 @@ Check = Callable[[Case, Offer], tuple[Reason, ...]]
 
 
 class Policy(NamedTuple):
-    """A policy: every check's reasons are kept, and the first backend of the preference without any is picked."""
+    """A policy: every check's reasons are kept; of the backends without any, the one with the least predicted time is picked.
+
+    Without predictions, and where the user's own file says what to prefer, it is the first of the preference.
+    """
 
     name: str
     checks: tuple[Check, ...]
     preference: Callable[[Case], tuple[str, ...]]
+    predict: Callable[[Case, str], float | None]  # ms of a backend, None where no evidence speaks
 
 
 POLICIES = {"default": "nsa_sel.policies.default"}  # name -> module with POLICY; recorded decisions name it
@@ -58,42 +63,67 @@ def select(
     A forced backend is taken although it may be slower, and refused (`forward` is None) for any other reason. Never
     raises: the caller turns a decision without a winner into an error (`refusal`).
     """
-    directions: tuple[Literal["forward", "backward"], ...] = ("forward", "backward") if request.needs_grad else ("forward",)
-    by_name = {offer.backend.name: offer for offer in offers}
-    reasons: dict[str, dict[str, tuple[Reason, ...]]] = {}
-    winners: dict[str, str | None] = {}
-    order: tuple[str, ...] = ()
-    for direction in directions:
-        case = Case(request, device, settings, direction)
-        reasons[direction] = {
-            name: tuple(reason for check in policy.checks for reason in check(case, offer)) for name, offer in by_name.items()
-        }
-        ranked = [name for name in policy.preference(case) if name in by_name]
-        ranked += [name for name in by_name if name not in ranked]
-        order = order or tuple(ranked)
-        if override is not None:
-            refusing = [r for r in reasons[direction].get(override.backend, ()) if r.kind in REFUSING_KINDS]
-            winners[direction] = override.backend if override.backend in by_name and not refusing else None
-        else:
-            winners[direction] = next((name for name in ranked if not reasons[direction][name]), None)
-
-    verdicts = tuple(Verdict(name, reasons["forward"][name], reasons.get("backward", {}).get(name, ())) for name in order)
-    forward = winners["forward"]
+    names = [offer.backend.name for offer in offers]
+    forward = _choose(Case(request, device, settings, "forward"), policy, offers, override)
+    backward = _choose(Case(request, device, settings, "backward"), policy, offers, override) if request.needs_grad else None
+    verdicts = tuple(Verdict(name, forward.reasons[name], backward.reasons[name] if backward else ()) for name in forward.order)
     steps: tuple[str, ...] = ()
     if override is not None:
         rule = f"forced by {override.source}"
-        if override.backend not in by_name:
+        if override.backend not in names:
             rule += f", but no backend is called {override.backend!r}"
     else:
-        ahead = verdicts[: order.index(forward)] if forward else verdicts
-        steps = tuple(f"{name}: no backend of that name" for name in settings.prefer_forward if name not in by_name)
-        steps += tuple(f"{v.backend}: {', '.join(r.code for r in v.forward)}" for v in ahead)
-        rule = "first of the preference" if not ahead else "first of the preference that no check turned away"
-        rule += f" ({settings.sources.get('prefer_forward', 'built-in')})"
+        steps = tuple(f"{name}: no backend of that name" for name in settings.prefer_forward if name not in names)
+        steps += tuple(f"{name}: {', '.join(r.code for r in forward.reasons[name])}" for name in forward.stepped_over)
+        rule = forward.rule
+        if backward and (forward.by_time or backward.by_time):
+            rule += f"; backward: {backward.rule}"
     return Decision(
         request=request, device=device, policy=policy.name, settings=settings, offers=tuple(offers), override=override,
-        verdicts=verdicts, rule=rule, steps=steps, forward=forward, backward=winners.get("backward"),
+        verdicts=verdicts, rule=rule, steps=steps, forward=forward.winner, backward=backward and backward.winner,
+        predictions=forward.predictions + (backward.predictions if backward else ()),
+        runner_up=forward.runner_up, runner_up_backward=backward and backward.runner_up,
     )  # fmt: skip
+
+
+class _Choice(NamedTuple):
+    """What `select` finds for one direction."""
+
+    order: tuple[str, ...]  # all backends as they were considered
+    reasons: dict[str, tuple[Reason, ...]]
+    predictions: tuple[Prediction, ...]
+    by_time: bool  # whether predictions decided
+    rule: str
+    stepped_over: tuple[str, ...]
+    winner: str | None
+    runner_up: str | None
+
+
+def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Override | None) -> _Choice:
+    reasons = {offer.backend.name: tuple(reason for check in policy.checks for reason in check(case, offer)) for offer in offers}
+    preferred = [name for name in policy.preference(case) if name in reasons]
+    preferred += [name for name in reasons if name not in preferred]
+    predicted = {name: ms for name in preferred if not reasons[name] and (ms := policy.predict(case, name)) is not None}
+    predictions = sorted((Prediction(name, case.direction, ms) for name, ms in predicted.items()), key=lambda found: found.ms)
+    field = f"prefer_{case.direction}"
+    source = case.settings.sources.get(field)
+    own = source is not None and source == case.settings.config_file
+    by_time = bool(predicted) and not own and override is None
+    # Sorting is stable: equal times, and backends without a time, keep the order of the preference.
+    order = sorted(preferred, key=lambda name: predicted.get(name, math.inf)) if by_time else preferred
+    eligible = [name for name in order if not reasons[name]]
+    winner, runner_up = (*eligible, None, None)[:2]
+    stepped_over = [name for name in preferred[: preferred.index(winner)] if reasons[name]] if winner else preferred
+    if override is not None:
+        refused = any(reason.kind in REFUSING_KINDS for reason in reasons.get(override.backend, ()))
+        winner, runner_up = override.backend if override.backend in reasons and not refused else None, None
+    if by_time:
+        shown = [f"{name} {predicted[name]:.3g} ms" if name in predicted else f"{name} (no prediction)" for name in eligible[:2]]
+        rule = f"least predicted time: {', runner-up '.join(shown)} ({case.settings.sources.get('costs', 'built-in')})"
+    else:
+        rule = "first of the preference" + (" that no check turned away" if stepped_over else "") + f" ({source or 'built-in'})"
+        rule += ", which goes before predicted times" if own and predicted else ""
+    return _Choice(tuple(order), reasons, tuple(predictions), by_time, rule, tuple(stepped_over), winner, runner_up)
 
 
 def refusal(decision: Decision) -> str | None:

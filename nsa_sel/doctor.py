@@ -21,7 +21,7 @@ from nsa_sel.errors import NsaSelError
 from nsa_sel.request import DeviceInfo, example_request
 
 PACKAGES = ("torch", "triton", "numba", "cupy", "numpy")
-_SHOWN_APART = ("profile", "provenance", "fingerprint", "sources", "kernels", "triton_off")
+_SHOWN_APART = ("profile", "provenance", "fingerprint", "sources", "kernels", "triton_off", "costs")
 
 
 class BackendHere(msgspec.Struct, frozen=True):
@@ -128,6 +128,8 @@ def _device_lines(here: DeviceHere) -> list[str]:
     for field in Settings.__struct_fields__:
         if field not in _SHOWN_APART:
             rows.append((field, _shown(getattr(settings, field)), settings.sources.get(field, "built-in")))
+    if settings.costs:
+        rows.append(("costs", f"{len(settings.costs.models)} models, see --json: {settings.costs.provenance}", settings.sources["costs"]))
     rows.append(("kernels", f"{len(settings.kernels)} launch configurations, see --json", "base.yaml and profile"))
     lines += ["", tabulate(rows, headers=["setting", "value", "source"], tablefmt="simple", disable_numparse=True)]
     standing = [(b.name, "\n".join(_lack(r) for r in b.lacks) or "available", b.summary) for b in here.backends]

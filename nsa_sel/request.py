@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+SHARING_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # sizes of tiles of adjacent query tokens for which `sharing` is known
+
 
 class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of one device that a policy may use. Inject one to see what another machine would decide."""
@@ -23,6 +25,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_length` is the largest number of keys that one row may select (L of the min-L gate), a static bound unless
     `Selection.measure()` made it exact. `aligned` tells that pointers and strides of q, k, v are multiples of 16 bytes.
+    `sharing` tells how many blocks a tile of 1, 2, 4 ... 64 adjacent tokens (`SHARING_TOKENS`) chooses between them, over the blocks
+    of one token, as `Selection.measure()` found; None: not measured, the prior `runtime.sharing_prior` stands in.
     """
 
     B: int
@@ -38,13 +42,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     needs_grad: bool = False
     aligned: bool = True
+    sharing: tuple[float, ...] | None = None
 
     def request_class(self) -> Request:
         """The key under which decisions are remembered: S_kv rounded up to a power of two, so that decode steps share one.
 
-        Policies are given the class, never the exact call: a remembered decision is the one that would be taken anew.
+        The S_kv of a prefill from the first token on stays: S is in the key anyway. Policies are given the class, never the
+        exact call: a remembered decision is the one that would be taken anew.
         """
-        S_kv = 1 << max(0, self.S_kv - 1).bit_length()
+        S_kv = self.S_kv if self.S_kv == self.S else 1 << max(0, self.S_kv - 1).bit_length()
         # Where nothing but S_kv bounds a row, the bound grows with it: otherwise every decode step would be a class of its own.
         return msgspec.structs.replace(self, S_kv=S_kv, max_length=S_kv if self.max_length == self.S_kv else self.max_length)
 

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from nsa_sel.config import debugging
 from nsa_sel.errors import ArgumentError
+from nsa_sel.request import SHARING_TOKENS
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_SORTED_AT_ONCE = 1 << 22  # blocks that measuring sorts at a time, which bounds its memory
 
 
 class Measured(NamedTuple):
@@ -22,6 +24,8 @@ class Measured(NamedTuple):
     max_length: int  # keys
     mean_length: float  # keys
     total_length: int  # keys, summed over rows
+    # Blocks that 1, 2, 4 ... 64 adjacent rows (SHARING_TOKENS) choose between them over the blocks of one; None: not whole blocks.
+    sharing: tuple[float, ...] | None = None
 
 
 class Selection:
@@ -38,7 +42,8 @@ class Selection:
         self.block_size = block_size
         self.max_length = max_length
         self.measured: Measured | None = None
-        self._longest: tuple[int | None, int] | None = None  # version of the ranges that were measured, most keys of a row
+        # What `measure` found: version of the ranges that it read, most keys of a row, sharing to two digits.
+        self._exact: tuple[int | None, int, tuple[float, ...] | None] | None = None
         self._plans: dict[Any, Any] = {}
         self._planned_version: int | None = None
 
@@ -165,13 +170,20 @@ class Selection:
     def length_bound(self, S_kv: int) -> int:
         """The most keys that one row may select among S_kv, at any positions: from the static facts and, once taken, `measure`."""
         bounds = [S_kv]
-        if self._longest is not None and self._longest[0] is not None and self._longest[0] == self._version():
-            bounds.append(self._longest[1])
+        if self._exact is not None and self._exact[0] is not None and self._exact[0] == self._version():
+            bounds.append(self._exact[1])
         if self.max_length is not None:
             bounds.append(self.max_length)
         if self.block_size is not None:
             bounds.append(self.n * self.block_size)
         return min(bounds)
+
+    @property
+    def sharing(self) -> tuple[float, ...] | None:
+        """`Measured.sharing` to two digits while it holds: None before `measure`, and once the ranges were written since."""
+        if self._exact is None or self._exact[0] is None or self._exact[0] != self._version():
+            return None
+        return self._exact[2]
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
         """What `build()` returned for `key` the first time; built anew when the ranges were written in place since.
@@ -250,13 +262,14 @@ class Selection:
         """Exact statistics, kept as `measured`. Reads the device: never on a hot path.
 
         With S_kv the lengths are those after the causal clamp at q_pos [S] or [B,S] (default S_kv - S + s). From then on
-        `length_bound` knows the longest row before any clamp, since another call may stand at other positions; writing the
-        ranges in place makes it forget, and ranges made under torch.inference_mode() are never trusted to be unwritten.
+        `length_bound` knows the longest row before any clamp, since another call may stand at other positions, and `sharing`
+        how alike neighbours choose; writing the ranges in place makes both forget, and ranges made under
+        torch.inference_mode() are never trusted to be unwritten.
         """
         start, end = self.ranges.long().unbind(-1)
         start = start.clamp(min=0)
         unclamped = (end - start).clamp(min=0).sum(-1)
-        self._longest = (self._version(), int(unclamped.max()) if unclamped.numel() else 0)
+        most = int(unclamped.max()) if unclamped.numel() else 0
         if S_kv is not None:
             B, S = start.shape[:2]
             position = torch.arange(S_kv - S, S_kv, device=start.device) if q_pos is None else q_pos
@@ -266,20 +279,40 @@ class Selection:
         rows = lengths.numel()
         total = int(lengths.sum())
         longest = int(lengths.max()) if rows else 0
-        self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total)
+        sharing = None if self.block_size is None else _sharing(torch.where(end > start, start // self.block_size, -1))
+        self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
+        # Two digits: calls whose selections are as good as alike share one remembered decision.
+        self._exact = (self._version(), most, sharing and tuple(round(ratio, 2) for ratio in sharing))
         return self.measured
 
     def to(self, device: torch.device | str) -> Selection:
         """The same selection on another device, without its plans."""
         moved = Selection(self.ranges.to(device), self.block_size, self.max_length)
         moved.measured = self.measured
-        if self._longest is not None and self._longest[0] == self._version():
-            moved._longest = (moved._version(), self._longest[1])
+        if self._exact is not None and self._exact[0] == self._version():
+            moved._exact = (moved._version(), *self._exact[1:])
         return moved
 
     def __repr__(self) -> str:
         facts = f"block_size={self.block_size}, max_length={self.max_length}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
+
+
+def _sharing(blocks: Tensor) -> tuple[float, ...]:
+    """Mean number of distinct blocks of tiles of adjacent rows over that of one row, from block indices [B,S,G,n], -1 for none."""
+    B, S, G, n = blocks.shape
+    tiles = [B * G * -(-S // tokens) for tokens in SHARING_TOKENS]
+    most = SHARING_TOKENS[-1]
+    rows = torch.nn.functional.pad(blocks.transpose(1, 2).reshape(B * G, S, n), (0, 0, 0, -S % most), value=-1)
+    distinct = torch.zeros(len(SHARING_TOKENS), dtype=torch.int64, device=blocks.device)
+    for chunk in torch.split(rows, most * max(1, _SORTED_AT_ONCE // max(1, most * B * G * n)), dim=1):
+        for i, tokens in enumerate(SHARING_TOKENS):
+            chosen = chunk.reshape(B * G, chunk.shape[1] // tokens, tokens * n).sort(dim=-1).values
+            new = chosen >= 0
+            new[..., 1:] &= chosen[..., 1:] != chosen[..., :-1]
+            distinct[i] += new.sum()
+    means = [count / max(1, number) for count, number in zip(distinct.tolist(), tiles, strict=True)]
+    return tuple(mean / means[0] if means[0] else 1.0 for mean in means)
 
 
 def _tensor(argument: str, value: object) -> Tensor:

@@ -6,6 +6,7 @@ from tabulate import tabulate
 
 from nsa_sel.decision import Decision, Reason
 from nsa_sel.dispatch import counterfactuals
+from nsa_sel.request import SHARING_TOKENS
 
 REASON_WIDTH = 96  # characters
 
@@ -26,8 +27,17 @@ def describe(decision: Decision) -> str:
         f"rule      {decision.rule}",
         f"config    {decision.settings.profile}, fingerprint {decision.settings.fingerprint}",
     ]
-    rows = [(v.backend, _standing(decision, v.backend), _words(v.forward)) for v in decision.verdicts]
-    lines += ["", tabulate(rows, headers=["backend", "forward", "reasons"], tablefmt="simple", maxcolwidths=[None, None, REASON_WIDTH])]
+    headers = ["backend", "forward", "reasons"]
+    rows = [[v.backend, _standing(decision, v.backend), _words(v.forward)] for v in decision.verdicts]
+    if decision.predictions:
+        lines.insert(-1, f"sharing   {_sharing(decision)}")
+        directions = ("forward", "backward") if request.needs_grad else ("forward",)
+        headers[2:2] = [f"{direction}, ms" for direction in directions]
+        for row in rows:
+            row[2:2] = [_predicted(decision, row[0], direction) for direction in directions]
+    widths = [None] * (len(headers) - 1)
+    table = tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True, maxcolwidths=[*widths, REASON_WIDTH])
+    lines += ["", table]
     lines += [f"-> {sentence}" for sentence in counterfactuals(decision)]
     return "\n".join(lines)
 
@@ -38,6 +48,18 @@ def _standing(decision: Decision, backend: str) -> str:
     verdict = next(v for v in decision.verdicts if v.backend == backend)
     kinds = {reason.kind for reason in verdict.forward}
     return "eligible" if not kinds else ("slower" if kinds == {"slower"} else "refused")
+
+
+def _predicted(decision: Decision, backend: str, direction: str) -> str:
+    return next((f"{p.ms:.3g}" for p in decision.predictions if (p.backend, p.direction) == (backend, direction)), "-")
+
+
+def _sharing(decision: Decision) -> str:
+    """What the predictions take neighbours to have in common."""
+    known = decision.request.sharing
+    source = "measured" if known else f"not measured: prior of {decision.settings.sources.get('sharing_prior', 'base.yaml')}"
+    ratios = ", ".join(f"{t}: {r}" for t, r in zip(SHARING_TOKENS, known or decision.settings.sharing_prior, strict=True))
+    return f"blocks of so many adjacent tokens over those of one, {ratios} ({source})"
 
 
 def _words(reasons: tuple[Reason, ...]) -> str:

@@ -1,1 +1,1 @@
-"""The policies: guards (can a backend run the call?), rules (should it?), and the chain of both that is the default."""
+"""The policies: guards (can a backend run the call?), rules (should it?), cost (how long would it take?), and their chain, default."""

@@ -1,9 +1,12 @@
-"""The default policy: guards, then rules; the first backend of the measured preference that none of them turns away."""
+"""The default policy: guards, then rules; of the backends that none of them turns away, the one with the least predicted time.
+
+Where the device's profile has no costs, or they do not speak for the request, the profile's order of preference decides.
+"""
 
 from __future__ import annotations
 
 from nsa_sel.dispatch import Case, Policy
-from nsa_sel.policies import guards, rules
+from nsa_sel.policies import cost, guards, rules
 
 
 def preference(case: Case) -> tuple[str, ...]:
@@ -24,4 +27,5 @@ POLICY = Policy(
         rules.min_length,
     ),
     preference=preference,
+    predict=cost.predict,
 )

@@ -44,6 +44,10 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
         reasons.append(
             Reason("block-aligned", "unsupported", "request.block_size", None, "whole blocks", "build the Selection with from_blocks")
         )
+    if request.block_size is not None and request.block_size % limits.block_multiple:
+        required = f"a multiple of {limits.block_multiple}"
+        remedy = "select blocks of such a size, or use triton-group"
+        reasons.append(Reason("block-multiple", "unsupported", "request.block_size", request.block_size, required, remedy))
     if not limits.deterministic:
         reasons.append(
             Reason(

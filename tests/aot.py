@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from nsa_sel import registry
+from nsa_sel.backends.specs import SPECS
 from nsa_sel.call import Call, check_call
 from nsa_sel.config import settings_for
 from nsa_sel.request import DeviceInfo
@@ -95,7 +96,9 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     target, *shapes = sys.argv[1:]
-    for backend in ("triton-group", "triton-token"):
+    for backend in (spec for spec in SPECS if spec.framework == "triton"):
         for shape_name in shapes or SHAPES:
-            for line in compile_backend(backend, shape_name, int(target)):
+            if backend.limits.block_aligned_only and SHAPES[shape_name][8] is None:
+                continue
+            for line in compile_backend(backend.name, shape_name, int(target)):
                 print(json.dumps(line), flush=True)

@@ -13,13 +13,14 @@ from nsa_sel.dispatch import load_policy, select
 from nsa_sel.request import DeviceInfo, Request, example_request
 
 NAMES = ("triton-group", "triton-token", "sdpa-packed", "numba")
-OFFERS = tuple(Offer(spec) for spec in SPECS if spec.name in NAMES)
+OFFERS = tuple(Offer(spec) for spec in SPECS)
 
 CPU = DeviceInfo(kind="cpu")
 INTERPRETER = DeviceInfo(kind="cpu", triton_interpret=True)
 RTX4090 = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89, sm_count=128, shared_memory=101376)
 A100 = DeviceInfo(kind="cuda", name="NVIDIA A100-SXM4-80GB", sm=80, sm_count=108, shared_memory=166912)
 H100 = DeviceInfo(kind="cuda", name="NVIDIA H100 80GB HBM3", sm=90, sm_count=132, shared_memory=232448)
+H200 = msgspec.structs.replace(H100, name="NVIDIA H200")
 UNKNOWN = DeviceInfo(kind="cuda", name="a GPU without a profile", sm=999, sm_count=64, shared_memory=65536)
 
 SHORT = example_request()  # L = 1024

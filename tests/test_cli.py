@@ -138,7 +138,7 @@ class TestExplain:
         shape = ("--B", 2, "--S", 1, "--S-kv", 500, "--G", 3, "--h", 5, "--Dk", 24, "--Dv", 40, "--n", 7)
         request = ask("explain", *shape, "--block-size", 0, "--max-length", 99, "--dtype", "float32", "--needs-grad")["request"]
         expected = {"B": 2, "S": 1, "S_kv": 512, "G": 3, "h": 5, "Dk": 24, "Dv": 40, "n": 7, "block_size": None}
-        assert request == {**expected, "max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True}
+        assert request == {**expected, "max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True, "sharing": None}
 
     def test_max_length_follows_from_the_shape(self) -> None:
         assert ask("explain", "--n", 4, "--block-size", 32)["request"]["max_length"] == 128

@@ -22,6 +22,7 @@ from tests.policy_cases import (
     A100,
     CPU,
     H100,
+    H200,
     INTERPRETER,
     LONG,
     NAMES,
@@ -52,6 +53,9 @@ GUARDED = [  # offer, changes of the request, device, code, field, actual
     (toy(head_dim_max=64), {"Dk": 192, "Dv": 64}, H100, "head-dim-max", "request.Dk", 192),
     (toy(head_dim_max=128), {"Dv": 256}, H100, "head-dim-max", "request.Dv", 256),
     (toy(block_aligned_only=True), {"block_size": None}, H100, "block-aligned", "request.block_size", None),
+    (toy(block_multiple=16), {"block_size": 24}, H100, "block-multiple", "request.block_size", 24),
+    (toy(block_aligned_only=True, block_multiple=16), {"block_size": None}, H100, "block-aligned", "request.block_size", None),
+    (toy(block_aligned_only=True, block_multiple=64), {"block_size": 32}, H100, "block-multiple", "request.block_size", 32),
     (toy(backward=False), {"needs_grad": True}, H100, "no-backward", "request.needs_grad", True),
 ]
 
@@ -73,6 +77,8 @@ def test_every_limit_is_a_refusal_with_values(
 @pytest.mark.parametrize(
     ("offer", "changes", "device"),
     [
+        (toy(block_multiple=16), {"block_size": None}, H100),
+        (toy(block_aligned_only=True, block_multiple=16), {"block_size": 48}, H100),
         (toy(min_sm=80, head_dim_multiple=8, head_dim_max=128, block_aligned_only=True), {}, A100),
         (toy(backward=False), {}, H100),
         (toy(dtypes={"interpreter": ("float32",)}), {"dtype": "float32"}, INTERPRETER),
@@ -169,7 +175,8 @@ def test_a100_and_h100_lanes_take_triton_above_the_gate(device: DeviceInfo, need
     decision = decide(replace(LONG, needs_grad=needs_grad), device)
     assert decision.forward == "triton-group"
     assert decision.backward == ("triton-group" if needs_grad else None)
-    assert decision.steps == ()
+    assert (decision.runner_up, decision.runner_up_backward) == ("triton-token", "triton-token" if needs_grad else None)
+    assert (decision.steps, decision.predictions) == ((), ())
     assert codes(decision, "numba") == ["device-kind"]
     shipped = select(LONG, device, load_policy("default"), settings_for(device), OFFERS, Override("triton-group", "argument"))
     assert shipped.forward == "triton-group"
@@ -262,7 +269,7 @@ def test_forward_and_backward_are_chosen_apart() -> None:
 def test_backends_outside_the_preference_come_last() -> None:
     decision = decide(LONG, H100, (toy(), *OFFERS), prefer_forward=("sdpa-packed",))
     assert decision.forward == "sdpa-packed"
-    assert {verdict.backend for verdict in decision.verdicts} == {"toy", *NAMES}
+    assert {verdict.backend for verdict in decision.verdicts} == {"toy", *(offer.backend.name for offer in OFFERS)}
     assert decide(LONG, H100, (toy(), *OFFERS), prefer_forward=()).forward == "toy"
 
 
@@ -342,13 +349,16 @@ def sample() -> list[Decision]:
     without_triton = tuple(replace(o, missing=(lacking,)) if o.backend.framework == "triton" else o for o in OFFERS)
     cases: list[tuple[Request, DeviceInfo, tuple[Offer, ...], str | None]] = [
         (replace(request, needs_grad=needs_grad), device, OFFERS, None)
-        for device in (CPU, RTX4090, A100, H100, UNKNOWN)
+        for device in (CPU, RTX4090, A100, H100, H200, UNKNOWN)
         for request in (SHORT, LONG)
         for needs_grad in (False, True)
     ]
     cases += [
         (replace(LONG, S=1, S_kv=65536), H100, OFFERS, None),
         (replace(LONG, Dk=192, dtype="float16"), H100, OFFERS, None),
+        (replace(SHORT, needs_grad=True, sharing=(1.0, 1.7, 2.8, 3.7, 4.2, 4.4, 4.5)), H200, OFFERS, None),
+        (replace(SHORT, S=1, S_kv=65536), H200, OFFERS, None),
+        (replace(SHORT, block_size=None), H200, OFFERS, None),
         (replace(LONG, Dk=100, dtype="float64"), H100, OFFERS, None),
         (LONG, H100, without_triton, None),
         (LONG, RTX4090, OFFERS, "triton-group"),

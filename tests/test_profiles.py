@@ -9,9 +9,8 @@ import pytest
 from nsa_sel.attention import explain_request
 from nsa_sel.bench.derive import PROFILES, ROOT, faster_by, read_rows, render, triton_threshold
 from nsa_sel.config import shipped_configs
-from nsa_sel.request import DeviceInfo, example_request
-
-H200 = DeviceInfo(kind="cuda", name="NVIDIA H200", sm=90, sm_count=132, shared_memory=232448)
+from nsa_sel.request import example_request
+from tests.policy_cases import H100, H200
 
 
 @pytest.mark.parametrize("target", sorted(PROFILES))
@@ -24,7 +23,7 @@ def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
     decision = explain_request(example_request(needs_grad=True), H200)
     assert (decision.forward, decision.backward) == ("triton-group", "triton-group")
     assert decision.settings.profile == "sm90_h200.yaml"
-    other = explain_request(example_request(), DeviceInfo(kind="cuda", name="NVIDIA H100", sm=90, sm_count=132, shared_memory=232448))
+    other = explain_request(example_request(), H100)
     assert (other.forward, other.settings.profile) == ("sdpa-packed", "built-in")
 
 

@@ -1,4 +1,4 @@
-"""The production launches of both Triton backends, compiled for GPUs that are not here: shared memory fits, nothing spills."""
+"""The production launches of the Triton backends, compiled for GPUs that are not here: shared memory fits, nothing spills."""
 
 from __future__ import annotations
 
@@ -13,9 +13,30 @@ import triton
 
 ROOT = Path(__file__).resolve().parents[1]
 SOME = ("h16", "h3-256", "decode-h16")  # where a target differs from its neighbour in nothing but the size of shared memory
-# The launches were chosen so that nothing spills with Triton 3.9's assembler. Triton 3.7's spills up to 440 bytes in a few of them.
+# Bytes that a thread may spill with Triton 3.9's assembler. Most launches were chosen so that nothing spills; dK and dV hold two
+# accumulators and two operands in registers, and measure faster with a pipeline and spills than without either (docs/kernels.md).
+# Triton 3.7's assembler spills up to 440 bytes in a few of the others.
 OLDER = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
-KERNELS = {"forward_blocks_kernel", "forward_ranges_kernel", "forward_kernel", "dq_blocks_kernel", "dq_kernel", "partial_dkdv_kernel"}
+SPILLS = {"partial_dkdv_kernel": 640, "partial_kernel": 160, "rank_kernel": 16, "place_kernel": 16, "sum_parts_kernel": 16}
+WIDE_TILE, TILE = 400, 48  # triton-tile with head dims of 256, and with others
+SHARED = {"rank_kernel", "place_kernel", "partial_dkdv_kernel", "sum_parts_kernel"}
+GROUP = {"forward_ranges_kernel", "forward_blocks_kernel", "dq_kernel", "dq_blocks_kernel"}
+KERNELS = {
+    "triton-group": SHARED | GROUP,
+    "triton-token": SHARED | {"forward_kernel", "dq_kernel"},
+    "triton-tile": SHARED | {"union_kernel", "forward_kernel", "dq_kernel"},
+    "triton-block": SHARED | {"partial_kernel", "join_kernel", "delta_kernel", "sum_dq_kernel"},
+}
+
+
+def spills_allowed(kernel: dict[str, object]) -> int:
+    """float32 runs without the matrix unit, for parity: its few spilled bytes are looked at, not forbidden."""
+    name, shape = str(kernel["kernel"]), str(kernel["shape"])
+    if shape.endswith("fp32"):
+        return 512
+    tile = kernel["backend"] == "triton-tile" and name in ("forward_kernel", "dq_kernel")
+    allowed = (WIDE_TILE if shape == "h3-256" else TILE) if tile else SPILLS.get(name, 0)
+    return max(allowed, 512) if OLDER and name != "partial_dkdv_kernel" else allowed * (2 if OLDER else 1)
 
 
 @pytest.mark.parametrize(("sm", "shapes"), [(80, SOME), (86, SOME), (89, ()), (90, ()), (100, SOME), (120, SOME)])
@@ -26,16 +47,14 @@ def test_kernels_fit(sm: int, shapes: tuple[str, ...]) -> None:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     found = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {kernel["backend"] for kernel in found} == {"triton-group", "triton-token"}
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
-        # float32 runs without the matrix unit, for parity: its few spilled bytes are looked at, not forbidden.
-        assert kernel["spilled"] <= (512 if OLDER or kernel["shape"].endswith("fp32") else 0), kernel
-    names = {kernel["kernel"] for kernel in found}
-    bulk = {kernel["kernel"] for kernel in found if kernel["bulk_copies"]}
-    if sm >= 90:
-        assert bulk == {"forward_blocks_kernel", "dq_blocks_kernel"}
-        assert names >= KERNELS - {"forward_ranges_kernel"}
-    else:
-        assert not bulk
-        assert names >= KERNELS - {"forward_blocks_kernel", "dq_blocks_kernel"}
+        assert kernel["spilled"] <= spills_allowed(kernel), kernel
+    bulk = {"forward_blocks_kernel", "dq_blocks_kernel"} if sm >= 90 else set()
+    for backend, kernels in KERNELS.items():
+        names = {kernel["kernel"] for kernel in found if kernel["backend"] == backend}
+        copied = {kernel["kernel"] for kernel in found if kernel["backend"] == backend and kernel["bulk_copies"]}
+        assert names | GROUP >= kernels, backend  # which of the group's two ways runs, the target decides
+        assert names <= kernels | {"combine_kernel"}, backend
+        expected = {"triton-group": bulk, "triton-tile": {"forward_kernel", "dq_kernel"} if sm >= 90 else set()}
+        assert copied == expected.get(backend, set()), backend

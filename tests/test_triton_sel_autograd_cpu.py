@@ -13,6 +13,12 @@ from tests.parity import attend
 BACKENDS = ("sdpa-packed", "numba", "triton-group", "triton-token")
 
 
+@pytest.mark.parametrize("backend", ["triton-tile", "triton-block"])
+def test_gradcheck_of_whole_blocks(backend: str) -> None:
+    q, k, v = make_qkv(S=3, G=1, h=2, Dk=8, Dv=16, S_kv=35, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *inputs: attend(backend, *inputs, make_blocks(1, 3, 1, 35, 2, 16)), (q, k, v), fast_mode=True)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("blocks", [True, False])
 def test_gradcheck(backend: str, blocks: bool) -> None:

@@ -51,15 +51,13 @@ def test_reruns_are_bit_equal(backend: str) -> None:
 
 
 def test_sums_of_split_blocks_do_not_depend_on_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """dK and dV with one list entry a program, one (batch, group) pair at a time: the partials are many, the sums the same."""
+    """dK and dV one (batch, group) pair at a time: the partials are many, the sums the same."""
     import msgspec
 
     from nsa_sel import attention, config
-    from nsa_sel.backends._triton import dkdv
 
     q, k, v = make_qkv(B=2, S=8, G=2, h=2, Dk=16, S_kv=48)
     selection = make_blocks(2, 8, 2, 48, 3, 16)
-    monkeypatch.setattr(dkdv, "ENTRIES_AN_ITEM", 2)
     settings_for = config.settings_for
     monkeypatch.setattr(attention, "settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=400_000))
     check_both("triton-group", q, k, v, selection)

@@ -11,7 +11,7 @@ import nsa_sel
 from nsa_sel import attention, registry
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
-from tests.cases import edge_selections, make_blocks, make_grads, make_qkv, make_spans
+from tests.cases import edge_block_lists, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,18 @@ CASES = [
 ]
 MAE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-3}
 on_gpu = pytest.mark.parametrize(("backend", "dtype"), CASES)
+on_ranges = pytest.mark.parametrize(
+    ("backend", "dtype"), [case for case in CASES if not registry.backends()[case[0]].limits.block_aligned_only]
+)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def rows_of(backend: str, kind: str, S: int, G: int, S_kv: int, L: int) -> Selection:
+    """A selection of L keys a row: spans, or for a backend of whole blocks as many keys in blocks (few: 2 wide, many: 16 keys each)."""
+    if not registry.backends()[backend].limits.block_aligned_only:
+        return Selection.from_ranges(make_spans(kind, 1, S, G, S_kv, L, device="cuda"))
+    block_size = {"few": L // 2, "many": 16, "mixed": 32}[kind]
+    return make_blocks(1, S, G, S_kv, L // block_size, block_size, device="cuda")
 
 
 def gpu_qkv(dtype: str, **sizes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -36,7 +47,7 @@ def test_forward_matrix(backend: str, dtype: str, Dk: int, Dv: int, h: int) -> N
     for L in (64, 128, 256, 512):
         for kind in ("few", "many", "mixed"):
             q, k, v = gpu_qkv(dtype, S=8, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=L + 88, seed=L + Dk + h)
-            selection = Selection.from_ranges(make_spans(kind, 1, 8, 2, L + 88, L, device="cuda"))
+            selection = rows_of(backend, kind, 8, 2, L + 88, L)
             check_forward(backend, q, k, v, selection)
             o, _ = attend(backend, q, k, v, selection)
             exact, _ = oracle_forward(q, k, v, selection.ranges)
@@ -49,7 +60,7 @@ def test_forward_matrix(backend: str, dtype: str, Dk: int, Dv: int, h: int) -> N
 def test_backward_matrix(backend: str, dtype: str, Dk: int, Dv: int, h: int) -> None:
     for L, kind in ((64, "few"), (128, "many"), (256, "mixed"), (512, "few")):
         q, k, v = gpu_qkv(dtype, S=8, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=L + 88, seed=L + Dk + h)
-        check_both(backend, q, k, v, Selection.from_ranges(make_spans(kind, 1, 8, 2, L + 88, L, device="cuda")))
+        check_both(backend, q, k, v, rows_of(backend, kind, 8, 2, L + 88, L))
 
 
 @on_gpu
@@ -64,7 +75,7 @@ def test_any_number_of_heads(backend: str, dtype: str, h: int) -> None:
 def test_any_head_dim(backend: str, dtype: str, Dk: int, Dv: int) -> None:
     q, k, v = gpu_qkv(dtype, S=140, G=1, h=4, Dk=Dk, Dv=Dv, seed=Dk)
     check_both(backend, q, k, v, make_blocks(1, 140, 1, 140, 3, 32, device="cuda"))
-    check_both(backend, q[:, -6:], k, v, Selection.from_ranges(make_spans("many", 1, 6, 1, 140, 50, device="cuda")))
+    check_both(backend, q[:, -6:], k, v, rows_of(backend, "many", 6, 1, 140, 48))
 
 
 @on_gpu
@@ -75,6 +86,13 @@ def test_batch_of_three_from_a_cache(backend: str, dtype: str) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("edge", sorted(edge_block_lists(1, 2, 1, 64, 16)))
+def test_edges_of_blocks(backend: str, dtype: str, edge: str) -> None:
+    q, k, v = gpu_qkv(dtype, B=2, S=8, G=2, h=3, Dk=16, Dv=32, S_kv=70)
+    check_both(backend, q, k, v, Selection.from_blocks(edge_block_lists(2, 8, 2, 70, 16, device="cuda")[edge], 16))
+
+
+@on_ranges
 @pytest.mark.parametrize("edge", sorted(edge_selections(1, 2, 1, 16)))
 def test_edges(backend: str, dtype: str, edge: str) -> None:
     q, k, v = gpu_qkv(dtype, B=2, S=8, G=2, h=3, Dk=16, Dv=32, S_kv=40)
@@ -92,9 +110,14 @@ def test_unselected_keys_are_never_used(backend: str, dtype: str) -> None:
     blocks = Selection.from_blocks(torch.tensor([0, 4], device="cuda").int().expand(1, 300, 1, 2), 16)
     q, k, v = gpu_qkv(dtype, S=300, G=1, h=4, Dk=32, S_kv=400)
     check_poison(backend, q, k, v, blocks)
-    spans = torch.tensor([[1, 3], [40, 59]], device="cuda").int().expand(1, 6, 1, 2, 2)
-    check_poison(backend, q[:, -6:], k, v, Selection.from_ranges(spans))
-    check_poison(backend, q[:, -1:], k, v, Selection.from_ranges(spans[:, :1]))
+    check_poison(backend, q[:, -1:], k, v, Selection(blocks.ranges[:, :1], 16))
+    # Row 1 alone chose its own block, and stands in its midst: what follows in that block belongs to nobody.
+    lone = torch.tensor([[0, -1], [24, 0], [0, -1], [0, 1], [1, -1], [0, -1]], device="cuda").int()
+    check_poison(backend, q[:, -6:], k[:, :, :396], v[:, :, :396], Selection.from_blocks(lone[None, :, None], 16))
+    if not registry.backends()[backend].limits.block_aligned_only:
+        spans = torch.tensor([[1, 3], [40, 59]], device="cuda").int().expand(1, 6, 1, 2, 2)
+        check_poison(backend, q[:, -6:], k, v, Selection.from_ranges(spans))
+        check_poison(backend, q[:, -1:], k, v, Selection.from_ranges(spans[:, :1]))
 
 
 @on_gpu
@@ -144,13 +167,12 @@ def test_keys_past_two_to_the_31_elements(backend: str) -> None:
 def test_the_policy_routes_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "128")
     q, k, v = gpu_qkv("bfloat16", S=200, G=1, h=4, Dk=64)
-    for n, winner in ((4, "triton-group"), (3, "sdpa-packed")):
+    for n, framework in ((4, "triton"), (3, "sdpa")):
         nsa_sel.selection_attention(q, k, v, make_blocks(1, 200, 1, 200, n, 32, device="cuda"))
         decision = nsa_sel.decisions()[-1]
-        if decision.settings.triton_off is not None and winner == "triton-group":
-            assert decision.forward == "sdpa-packed", "the device rule (ADR) stands"
-        else:
-            assert decision.forward == winner
+        if decision.settings.triton_off is not None:
+            framework = "sdpa"  # the device rule (ADR) stands
+        assert str(decision.forward).startswith(framework)
         assert decision.replay() == ()
 
 
@@ -160,9 +182,11 @@ def test_bulk_copies_are_taken_on_hopper(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     q, k, v = gpu_qkv("bfloat16", S=300, G=1, h=4, Dk=64)
     with caplog.at_level(logging.INFO, logger="nsa_sel"):
-        attend("triton-group", q, k, v, make_blocks(1, 300, 1, 300, 3, 32, device="cuda"))
+        for backend in ("triton-group", "triton-tile"):
+            attend(backend, q, k, v, make_blocks(1, 300, 1, 300, 3, 32, device="cuda"))
     configs = [record.nsa_sel["config"] for record in caplog.records if record.getMessage() == "sel.triton.kernel"]  # type: ignore[attr-defined]
-    assert any(config.startswith("triton-group/forward-blocks:tma") for config in configs)
+    for kernel in ("triton-group/forward-blocks:tma", "triton-tile/forward:tma"):
+        assert any(config.startswith(kernel) for config in configs), configs
 
 
 def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

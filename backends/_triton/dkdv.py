@@ -1,10 +1,14 @@
-"""dK and dV without atomics: a program takes one KV tile and (a part of) the list of rows that chose it, in ascending order.
+"""dK and dV without atomics: a program takes a piece of the lists of rows that chose each KV tile, in ascending order of rows.
 
-dv = sum p^T do, dk = scale * sum ds^T q over the rows and all h heads of the group (steps.py). Programs that share a tile write
-float32 partials, which a second kernel adds in the order of the list: the sum's order is fixed, whatever ran first.
+dv = sum p^T do, dk = scale * sum ds^T q over the rows and all h heads of the group (steps.py). A piece writes what it found about a
+tile as a float32 part, which a second kernel adds in the order of the pieces: the sum's order is fixed, whatever ran first.
+For triton-block the same pass also writes each (row, range)'s share of dq = scale * ds k, to be added by rows (triton_block.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,146 +16,265 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import launch
-from nsa_sel.backends._triton.inverse import inverse, items, most_items
-from nsa_sel.backends._triton.steps import LOG2_E, add_product, clamp_range, products
+from nsa_sel.backends._triton.inverse import Inverse, inverse, list_start, reach_of
+from nsa_sel.backends._triton.steps import LOG2_E, add_product, clamp_range, products, row_limit
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
-
-ENTRIES_AN_ITEM = 1024  # rows that one program takes: long enough to amortise its tile, short enough to share hot blocks
 
 
 @triton.jit
 def partial_dkdv_kernel(
-    q, k, v, ranges, q_pos, lse, do, delta, part_dk, part_dv, entries, entry_offsets, item_tile, item_offsets,
+    q, k, v, ranges, q_pos, lse, do, delta, part_dk, part_dv, part_dq, entries, ends, piece_list,
     stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
-    stride_dob, stride_dos, stride_dog, stride_doh, S, S_kv, G, n, tiles, first_tile, end_tile, scale, scale_log2,
-    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr, ITEM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
+    stride_dob, stride_dos, stride_dog, stride_doh, S, S_kv, G, tiles, pairs_all, stretches, first_list, end_list, piece,
+    first_pair, first_row, section, scale, scale_log2,
+    N: tl.constexpr, REACH: tl.constexpr, h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr,
+    ACC: tl.constexpr, WHOLE: tl.constexpr,
+    WITH_DQ: tl.constexpr, BY_ENTRY: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Item number program_id of the tiles first_tile .. end_tile: its part of dk [BLOCK_L, Dk] and dv [BLOCK_L, Dv].
+    """Piece number program_id of the unit's lists first_list .. end_list: its parts of dk [BLOCK_L, Dk] and dv [BLOCK_L, Dv].
 
-    A matrix-unit step takes ROWS pairs of (entry, head), so that any number of heads fills it.
+    A matrix-unit step takes ROWS pairs of (entry, head), so that any number of heads fills it. WHOLE: every entry's range
+    covers its tile up to the causal clamp, so that only the first BLOCK_L rows of a list, in their order, need a mask.
     """
-    slot = tl.program_id(0).to(tl.int64)
-    item = tl.load(item_offsets + first_tile) + slot
-    if item < tl.load(item_offsets + end_tile):
-        tile = tl.load(item_tile + item)
-        e0 = tl.load(entry_offsets + tile) + (item - tl.load(item_offsets + tile)) * ITEM
-        e1 = tl.minimum(e0 + ITEM, tl.load(entry_offsets + tile + 1))
-        bg = tile // tiles
-        b, g = bg // G, bg % G
-        j0 = (tile % tiles * BLOCK_L).to(tl.int32)
-
-        column = j0 + tl.arange(0, BLOCK_L)
+    e, stop = piece_bounds(ends, first_list, end_list, stretches, piece)
+    if e < stop:
+        number = tl.load(piece_list + tl.program_id(0))
+        r = tl.arange(0, ROWS)
         d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-        in_k, in_v = (column < S_kv)[:, None] & (d < Dk)[None, :], (column < S_kv)[:, None] & (dv < Dv)[None, :]
-        k_tile = tl.load(k + b * stride_kb + g * stride_kg + column.to(tl.int64)[:, None] * stride_kn + d[None, :], mask=in_k, other=0.0)
-        v_tile = tl.load(v + b * stride_vb + g * stride_vg + column.to(tl.int64)[:, None] * stride_vn + dv[None, :], mask=in_v, other=0.0)
-        dk_acc = tl.zeros([BLOCK_L, BLOCK_D], ACC)
-        dv_acc = tl.zeros([BLOCK_L, BLOCK_DV], ACC)
-        pairs = ((e1 - e0) * h).to(tl.int32)
-        for p0 in range(0, pairs, ROWS):
-            pair = p0 + tl.arange(0, ROWS)
-            listed = pair < pairs
-            head = (pair % h).to(tl.int64)
-            entry = tl.load(entries + e0 + pair // h, mask=listed, other=0).to(tl.int64)
-            row = entry // n
-            s = row // G % S
-            limit = row_limits(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
-            start = tl.load(ranges + 2 * entry, mask=listed, other=0)
-            end = tl.load(ranges + 2 * entry + 1, mask=listed, other=0)
-            start, end = clamp_range(start, end, limit)
+        while e < stop:
+            list_begin = list_start(ends, number, stretches)
+            e1 = tl.minimum(list_start(ends, number + 1, stretches), stop)
+            if e < e1:
+                bg = number // tiles % pairs_all
+                b, g = bg // G, bg % G
+                column = (number % tiles * BLOCK_L).to(tl.int32) + tl.arange(0, BLOCK_L)
+                reachable = S_kv
+                if WITH_DQ:  # ds k must not meet keys that no row may see: they may hold NaN
+                    reachable = highest_limit(entries, q_pos, e, e1, b, S, S_kv, stride_pb, stride_ps, N * REACH, HAS_POS)
+                in_k = (column < reachable)[:, None] & (d < Dk)[None, :]
+                in_v = (column < reachable)[:, None] & (dv < Dv)[None, :]
+                wide = column.to(tl.int64)[:, None]
+                k_tile = tl.load(k + b * stride_kb + g * stride_kg + wide * stride_kn + d[None, :], mask=in_k, other=0.0)
+                v_tile = tl.load(v + b * stride_vb + g * stride_vg + wide * stride_vn + dv[None, :], mask=in_v, other=0.0)
+                dk_acc = tl.zeros([BLOCK_L, BLOCK_D], ACC)
+                dv_acc = tl.zeros([BLOCK_L, BLOCK_DV], ACC)
+                pairs = ((e1 - e) * h).to(tl.int32)
+                masked = (tl.maximum(list_begin + BLOCK_L - e, 0) * h).to(tl.int32)
+                # The next step's entries are fetched early: the rows' addresses wait for them.
+                first_out = (b * S * G + g) * h
+                first_slot = ((bg - first_pair) * section - first_row) * (N * REACH) * h
+                coming = tl.load(entries + e + r // h, mask=r < pairs, other=0)
+                for p0 in range(0, pairs, ROWS):
+                    pair = p0 + r
+                    listed = pair < pairs
+                    entry = coming
+                    coming = tl.load(entries + e + (pair + ROWS) // h, mask=pair + ROWS < pairs, other=0)
+                    head = pair % h
+                    s = (entry // (N * REACH)).to(tl.int64)
+                    q_rows = q + b * stride_qb + g * stride_qg + (s * stride_qs + head * stride_qh)
+                    do_rows = do + b * stride_dob + g * stride_dog + (s * stride_dos + head * stride_doh)
+                    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=listed[:, None] & (d < Dk)[None, :], other=0.0)
+                    do_tile = tl.load(do_rows[:, None] + dv[None, :], mask=listed[:, None] & (dv < Dv)[None, :], other=0.0)
+                    # A row that is not listed gets p = 0 from an infinite log-sum-exp.
+                    out = first_out + s * G * h + head
+                    lse2 = tl.load(lse + out, mask=listed, other=float("inf")) * LOG2_E
+                    delta_rows = tl.load(delta + out, mask=listed, other=0.0)
 
-            q_rows = q + b * stride_qb + g * stride_qg + s[:, None] * stride_qs + head[:, None] * stride_qh + d[None, :]
-            do_rows = do + b * stride_dob + g * stride_dog + s[:, None] * stride_dos + head[:, None] * stride_doh + dv[None, :]
-            q_tile = tl.load(q_rows, mask=listed[:, None] & (d < Dk)[None, :], other=0.0)
-            do_tile = tl.load(do_rows, mask=listed[:, None] & (dv < Dv)[None, :], other=0.0)
-            lse2 = tl.load(lse + row * h + head, mask=listed, other=0.0) * LOG2_E
-            delta_rows = tl.load(delta + row * h + head, mask=listed, other=0.0)
+                    p = tl.exp2(products(q_tile, k_tile, ACC) * scale_log2 - lse2[:, None])
+                    dp = products(do_tile, v_tile, ACC)
+                    ds = p * (dp - delta_rows[:, None])
+                    if (not WHOLE) or HAS_POS or p0 < masked:
+                        limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+                        seen = column[None, :] < limit[:, None]
+                        if not WHOLE:
+                            at = ranges + (((b * S + s) * G + g) * N + entry // REACH % N) * 2
+                            start, end = clamp_range(tl.load(at, mask=listed, other=0), tl.load(at + 1, mask=listed, other=0), limit)
+                            seen = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
+                        # Where nothing is seen, k and v may be NaN, and p and ds with them: the mask decides, not the product.
+                        p = tl.where(seen, p, 0.0)
+                        ds = tl.where(seen, ds, 0.0)
+                    p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
+                    dv_acc = add_product(dv_acc, p.T, do_tile, ACC)
+                    dk_acc = add_product(dk_acc, ds.T, q_tile, ACC)
+                    if WITH_DQ:
+                        share = tl.dot(ds, k_tile, input_precision="ieee", out_dtype=ACC) * scale
+                        slot = first_slot + entry.to(tl.int64) * h + head
+                        in_q = listed[:, None] & (d < Dk)[None, :]
+                        tl.store(part_dq + (slot * Dk)[:, None] + d[None, :], share.to(part_dq.dtype.element_ty), mask=in_q)
 
-            s2 = products(k_tile, q_tile, ACC) * scale_log2
-            seen = (column[:, None] >= start[None, :]) & (column[:, None] < end[None, :])
-            p = tl.where(seen, tl.exp2(s2 - lse2[None, :]), 0.0)
-            dv_acc = add_product(dv_acc, p.to(do_tile.dtype), do_tile, ACC)
-            dp = products(v_tile, do_tile, ACC)
-            # Where nothing is seen, v may be NaN, and p * dp with it: the mask decides, not the product.
-            ds = tl.where(seen, p * (dp - delta_rows[None, :]), 0.0)
-            dk_acc = add_product(dk_acc, ds.to(q_tile.dtype), q_tile, ACC)
-
-        part = slot * BLOCK_L + tl.arange(0, BLOCK_L)
-        tl.store(part_dk + part[:, None] * Dk + d[None, :], dk_acc * scale, mask=(d < Dk)[None, :])
-        tl.store(part_dv + part[:, None] * Dv + dv[None, :], dv_acc, mask=(dv < Dv)[None, :])
+                unit_begin = list_start(ends, first_list, stretches)
+                part = part_number(number - first_list, tl.program_id(0), e - unit_begin, BY_ENTRY) * BLOCK_L + tl.arange(0, BLOCK_L)
+                tl.store(part_dk + part[:, None] * Dk + d[None, :], dk_acc * scale, mask=(d < Dk)[None, :])
+                tl.store(part_dv + part[:, None] * Dv + dv[None, :], dv_acc, mask=(dv < Dv)[None, :])
+            e = e1
+            number += 1
 
 
 @triton.jit
-def row_limits(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS: tl.constexpr):
-    """`row_limit` for a vector of rows s."""
-    if HAS_POS:
-        limit = tl.minimum(tl.load(q_pos + b * stride_pb + s * stride_ps).to(tl.int64) + 1, S_kv)
+def piece_bounds(ends, first_list, end_list, stretches, piece):
+    """The entries [e, stop) of this program's piece of the lists first_list .. end_list; e >= stop where the lists are shorter."""
+    e = list_start(ends, first_list, stretches) + tl.program_id(0).to(tl.int64) * piece
+    return e, tl.minimum(e + piece, list_start(ends, end_list, stretches))
+
+
+@triton.jit
+def part_number(list_in_unit, piece_in_unit, first_entry, BY_ENTRY: tl.constexpr):
+    """Where a piece's part of a list is kept: at list + piece, which the next list or the next piece raises; where a unit has fewer
+    entries than that would take places, at the part's first entry."""
+    if BY_ENTRY:
+        return first_entry
     else:
-        limit = S_kv - S + s + 1
-    return tl.maximum(limit, 0)
+        return list_in_unit + piece_in_unit
+
+
+@triton.jit
+def highest_limit(entries, q_pos, e, e1, b, S, S_kv, stride_pb, stride_ps, EACH: tl.constexpr, HAS_POS: tl.constexpr):
+    """One past the last key that any row of the entries [e, e1) may see; in the default positions the last row sees most."""
+    s = tl.load(entries + e1 - 1) // EACH
+    highest = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    if HAS_POS:
+        for i in range(e, e1):
+            s = tl.load(entries + i) // EACH
+            highest = tl.maximum(highest, row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS))
+    return highest
 
 
 @triton.jit
 def sum_parts_kernel(
-    part_dk, part_dv, dk, dv, item_offsets, S_kv, tiles, first_tile,
+    part_dk, part_dv, dk, dv, ends, S_kv, tiles, pairs_all, stretches, first_list, end_list, piece,
     Dk: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, ROWS: tl.constexpr,
+    ADD: tl.constexpr, BY_ENTRY: tl.constexpr,
 ):  # fmt: skip
-    """dk [B*G, S_kv, Dk] and dv [B*G, S_kv, Dv]: the parts of each tile added in order; tiles that nobody chose get zeros."""
+    """dk [B*G, S_kv, Dk] and dv [B*G, S_kv, Dv]: the parts of each list added in the order of the pieces, to what is there if ADD;
+    tiles that nobody chose get zeros."""
     PIECES: tl.constexpr = BLOCK_L // ROWS
-    tile = first_tile + tl.program_id(0).to(tl.int64) // PIECES
+    number = first_list + tl.program_id(0).to(tl.int64) // PIECES
     within = tl.program_id(0) % PIECES * ROWS + tl.arange(0, ROWS)
-    base = tl.load(item_offsets + first_tile)
-    i0, i1 = tl.load(item_offsets + tile) - base, tl.load(item_offsets + tile + 1) - base
+    unit_begin = list_start(ends, first_list, stretches)
+    begin = list_start(ends, number, stretches) - unit_begin
+    end = list_start(ends, number + 1, stretches) - unit_begin
     d, dv_ = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    dk_acc = tl.zeros([ROWS, BLOCK_D], part_dk.dtype.element_ty)
-    dv_acc = tl.zeros([ROWS, BLOCK_DV], part_dv.dtype.element_ty)
-    for i in range(i0, i1):
-        part = i * BLOCK_L + within
-        dk_acc += tl.load(part_dk + part[:, None] * Dk + d[None, :], mask=(d < Dk)[None, :], other=0.0)
-        dv_acc += tl.load(part_dv + part[:, None] * Dv + dv_[None, :], mask=(dv_ < Dv)[None, :], other=0.0)
-    column = tile % tiles * BLOCK_L + within
-    row = tile // tiles * S_kv + column
-    inside = (column < S_kv)[:, None]
-    tl.store(dk + row[:, None] * Dk + d[None, :], dk_acc.to(dk.dtype.element_ty), mask=inside & (d < Dk)[None, :])
-    tl.store(dv + row[:, None] * Dv + dv_[None, :], dv_acc.to(dv.dtype.element_ty), mask=inside & (dv_ < Dv)[None, :])
+    column = number % tiles * BLOCK_L + within
+    row = number // tiles % pairs_all * S_kv + column
+    dk_rows, dv_rows = dk + row[:, None] * Dk + d[None, :], dv + row[:, None] * Dv + dv_[None, :]
+    in_dk, in_dv = (column < S_kv)[:, None] & (d < Dk)[None, :], (column < S_kv)[:, None] & (dv_ < Dv)[None, :]
+    if ADD:
+        dk_acc, dv_acc = tl.load(dk_rows, mask=in_dk, other=0.0), tl.load(dv_rows, mask=in_dv, other=0.0)
+    else:
+        dk_acc = tl.zeros([ROWS, BLOCK_D], part_dk.dtype.element_ty)
+        dv_acc = tl.zeros([ROWS, BLOCK_DV], part_dv.dtype.element_ty)
+    if begin < end:
+        for i in range(begin // piece, (end - 1) // piece + 1):
+            part = part_number(number - first_list, i, tl.maximum(begin, i * piece), BY_ENTRY) * BLOCK_L + within
+            dk_acc += tl.load(part_dk + part[:, None] * Dk + d[None, :], mask=(d < Dk)[None, :], other=0.0)
+            dv_acc += tl.load(part_dv + part[:, None] * Dv + dv_[None, :], mask=(dv_ < Dv)[None, :], other=0.0)
+    tl.store(dk_rows, dk_acc.to(dk.dtype.element_ty), mask=in_dk)
+    tl.store(dv_rows, dv_acc.to(dv.dtype.element_ty), mask=in_dv)
+
+
+class Unit(NamedTuple):
+    """What one launch works on: `pairs` (batch entry, group) pairs from `first_pair`, the rows [first_row, first_row + rows) of each,
+    and their lists."""
+
+    first_pair: int
+    pairs: int
+    first_row: int
+    rows: int
+    first_list: int
+    end_list: int
+    piece_list: Tensor
+
+
+def units(call: Call, plan: Inverse) -> Iterator[Unit]:
+    """The units of a plan, in the order in which results are added."""
+    B, S, G = call.q.shape[:3]
+    starts = [(row, pair) for row in range(0, S, plan.section) for pair in range(0, B * G, plan.pairs)]
+    for number, (row, pair) in enumerate(starts):
+        pairs = min(plan.pairs, B * G - pair)
+        first = (row // plan.section * B * G + pair) * plan.tiles
+        piece_list = plan.piece_list[number * plan.pieces : (number + 1) * plan.pieces]
+        yield Unit(pair, pairs, row, min(plan.section, S - row), first, first + pairs * plan.tiles, piece_list)
+
+
+class Gradients:
+    """dk and dv under way: float32 while several sections of rows add to them, and the parts of one unit."""
+
+    def __init__(self, call: Call, plan: Inverse, lse: Tensor) -> None:
+        B, S, G = call.q.shape[:3]
+        _, _, S_kv, Dv = call.v.shape
+        Dk = call.k.shape[3]
+        self.several = plan.section < S
+        parts = most_parts(plan.section * call.selection.n * plan.reach, plan.pairs, plan.tiles, plan.piece)
+        self.part_dk = torch.empty(parts, plan.width, Dk, dtype=lse.dtype, device=lse.device)
+        self.part_dv = torch.empty(parts, plan.width, Dv, dtype=lse.dtype, device=lse.device)
+        self.dk = torch.empty(B, G, S_kv, Dk, dtype=lse.dtype if self.several else call.k.dtype, device=lse.device)
+        self.dv = torch.empty(B, G, S_kv, Dv, dtype=lse.dtype if self.several else call.v.dtype, device=lse.device)
+
+
+def add_unit(
+    call: Call, plan: Inverse, unit: Unit, lse: Tensor, do: Tensor, delta: Tensor, sums: Gradients, config: KernelConfig,
+    part_dq: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add one unit's share to dk and dv; with part_dq [pairs, section, n*reach, h, Dk], write its shares of dq too."""
+    S, G = call.q.shape[1:3]
+    B, _, S_kv, Dv = call.v.shape
+    q_pos, *position_strides = launch.position_arguments(call)
+    block_d, block_dv = launch.tile_widths(call)
+    block = call.selection.block_size
+    by_entry = sums.part_dk.shape[0] < plan.pieces + plan.pairs * plan.tiles
+    lists = (plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list, plan.piece)
+    partial_dkdv_kernel[(plan.pieces,)](
+        call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
+        plan.entries, plan.ends, unit.piece_list,
+        *call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_strides, *do.stride()[:4],
+        S, S_kv, G, *lists, unit.first_pair, unit.first_row, plan.section, call.scale, launch.scale_log2(call),
+        N=call.selection.n, REACH=plan.reach, **launch.facts(call), WHOLE=block is not None and block % plan.width == 0,
+        WITH_DQ=part_dq is not None, BY_ENTRY=by_entry, ROWS=config.rows,
+        BLOCK_L=plan.width, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    sum_rows = min(16, plan.width)
+    sum_parts_kernel[((unit.end_list - unit.first_list) * (plan.width // sum_rows),)](
+        sums.part_dk, sums.part_dv, sums.dk, sums.dv, plan.ends, S_kv, *lists,
+        Dk=call.k.shape[3], Dv=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_L=plan.width, ROWS=sum_rows, ADD=unit.first_row > 0,
+        BY_ENTRY=by_entry, num_warps=4,
+    )  # fmt: skip
+
+
+def most_parts(entries: int, pairs: int, tiles: int, piece: int) -> int:
+    """A bound on the parts of a unit of `pairs` pairs with at most `entries` entries each; see `part_number`."""
+    return min(entries * pairs, -(-entries * pairs // piece) + pairs * tiles)
+
+
+def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -> Inverse:
+    """The plan whose float32 parts fit `budget` bytes: short pieces for balance, fewer pairs a unit, at last longer pieces."""
+    S, _, h, Dk = call.q.shape[1:]
+    entries = min(section, S) * call.selection.n * reach_of(call, width)
+    tiles = -(-call.k.shape[2] // width)
+    part_bytes = width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
+    piece = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its parts
+
+    def parts_bytes() -> int:
+        return most_parts(entries, pairs, tiles, piece) * part_bytes
+
+    while parts_bytes() > budget and pairs > 1:
+        pairs = -(-pairs // 2)
+    while parts_bytes() > budget and piece < entries:
+        piece *= 2
+    return inverse(call, width, section, pairs, piece)
+
+
+def tile_width(call: Call, config: KernelConfig) -> int:
+    """Keys a KV tile: what the kernel takes at once; a power of two that divides the blocks, where there are blocks."""
+    block = call.selection.block_size
+    return config.block_l if block is None or block % launch.MIN_TILE else min(config.block_l, block & -block)
 
 
 def key_value_gradients(call: Call, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]; partials stay within the workspace bound."""
-    B, S, G, h, Dk = call.q.shape
-    S_kv, Dv = call.v.shape[2:]
-    width = config.block_l
-    plan = inverse(call, width)
-    entries_each = S * call.selection.n * plan.reach
-    item_bytes = width * (Dk + Dv) * lse.element_size()
-    size = ENTRIES_AN_ITEM
-    while size < entries_each and most_items(plan, size, 1, entries_each) * item_bytes > call.settings.workspace_bytes:
-        size *= 2
-    cut = items(call, plan, size)
-    pair_bytes = most_items(plan, size, 1, entries_each) * item_bytes
-    pairs_at_once = max(1, min(B * G, call.settings.workspace_bytes // pair_bytes))
-    slots = most_items(plan, size, pairs_at_once, entries_each)
-    part_dk = torch.empty(slots, width, Dk, dtype=lse.dtype, device=lse.device)
-    part_dv = torch.empty(slots, width, Dv, dtype=lse.dtype, device=lse.device)
-    dk = torch.empty(B, G, S_kv, Dk, dtype=call.k.dtype, device=lse.device)
-    dv = torch.empty(B, G, S_kv, Dv, dtype=call.v.dtype, device=lse.device)
-    block_d, block_dv = launch.tile_widths(call)
-    q_pos, *position_strides = launch.position_arguments(call)
-    for pair in range(0, B * G, pairs_at_once):
-        pairs = min(pairs_at_once, B * G - pair)
-        first_tile, end_tile = pair * plan.tiles, (pair + pairs) * plan.tiles
-        partial_dkdv_kernel[(most_items(plan, size, pairs, entries_each),)](
-            call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, lse, do, delta, part_dk, part_dv,
-            plan.entries, plan.offsets, cut.tile, cut.offsets,
-            *call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_strides, *do.stride()[:4],
-            S, S_kv, G, call.selection.n, plan.tiles, first_tile, end_tile, call.scale, launch.scale_log2(call),
-            **launch.facts(call), ITEM=size, ROWS=config.rows, BLOCK_L=width, num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
-        sum_rows = min(16, width)
-        sum_parts_kernel[(pairs * plan.tiles * (width // sum_rows),)](
-            part_dk, part_dv, dk, dv, cut.offsets, S_kv, plan.tiles, first_tile,
-            Dk=Dk, Dv=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_L=width, ROWS=sum_rows, num_warps=4,
-        )  # fmt: skip
-    return dk, dv
+    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]; parts stay within the workspace bound."""
+    B, S, G = call.q.shape[:3]
+    plan = plan_within(call, tile_width(call, config), S, B * G, call.settings.workspace_bytes)
+    sums = Gradients(call, plan, lse)
+    for unit in units(call, plan):
+        add_unit(call, plan, unit, lse, do, delta, sums, config)
+    return sums.dk, sums.dv

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel import observe
 from nsa_sel.backends._triton.combine import combine_kernel
@@ -70,6 +73,39 @@ def kernel_config(call: Call, kernel: str) -> KernelConfig:
     if call.settings.debug_triton:
         observe.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), path="dense" if call.selection.n == 1 else "varlen")
     return config
+
+
+def remembered(call: Call, key: tuple[object, ...], build: Callable[[], Any]) -> Any:
+    """A plan kept in the selection. Plans depend on the causal clamp: with positions of its own, a call builds them anew."""
+    if call.q_pos is not None:
+        return build()
+    return call.selection.plan((*key, tuple(call.k.shape[:3])), build)
+
+
+def strides(call: Call) -> tuple[int, ...]:
+    """Of q [b, s, g, h], k and v [b, g, n] and q_pos [b, s], in the order in which kernels take them."""
+    return (*call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_arguments(call)[1:])
+
+
+def bulk_copies_fit(call: Call, config: KernelConfig) -> bool:
+    """Whether a kernel may fetch this call's blocks by bulk copies: sm_90 and newer, whole blocks, 16-byte strides."""
+    size = call.selection.block_size
+    if config.loads != "tma" or size is None or size % MIN_TILE:
+        return False
+    if call.device.kind == "cuda" and (call.device.sm or 0) < 90:
+        return False
+    step = 16 // call.k.element_size()
+    aligned = all(x.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in x.stride()[:3]) for x in (call.k, call.v))
+    return aligned and call.k.shape[2] < 2**31
+
+
+def descriptors(call: Call, block_l: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """k and v as the tensor memory accelerator addresses them: tiles of block_l keys of one batch entry and group."""
+    block_d, block_dv = tile_widths(call)
+    return (
+        TensorDescriptor(call.k, list(call.k.shape), list(call.k.stride()), [1, 1, block_l, block_d]),
+        TensorDescriptor(call.v, list(call.v.shape), list(call.v.stride()), [1, 1, block_l, block_dv]),
+    )
 
 
 def walk_width(call: Call) -> int:

@@ -20,7 +20,7 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS: tl.constexpr):
-    """One past the last key that the row may see: min(t + 1, S_kv)."""
+    """One past the last key that row s (or each of a vector of rows) may see: min(t + 1, S_kv)."""
     if HAS_POS:
         t = tl.load(q_pos + b * stride_pb + s * stride_ps).to(tl.int64)
         limit = tl.minimum(t + 1, S_kv).to(tl.int32)
@@ -115,16 +115,35 @@ def plain_products(a, b, ACC: tl.constexpr):
 
 @triton.jit
 def softmax_step(s, v, acc, l, m, c, ACC: tl.constexpr):
-    """Take the products s = q k^T [M, BLOCK_L] (-inf where masked) and their values v [BLOCK_L, Dv] into (acc, l, m).
+    """Take the products s = q k^T [M, BLOCK_L] (-inf where masked) and their values v [BLOCK_L, Dv] into (acc, l, m)."""
+    return chosen_step(s, True, v, acc, l, m, c, ACC)
 
-    c = scale * log2 e > 0 is applied to differences: s - m is exact where it matters, near the maximum, and s * c would not be.
+
+@triton.jit
+def chosen_step(s, chosen, v, acc, l, m, c, ACC: tl.constexpr):
+    """`softmax_step` where only the rows `chosen` (a bool, or one a row) take part.
+
+    The others keep their maximum, and a shift of infinity makes their p = 0: a mask for whole rows costs nothing per element.
     """
-    m_new = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.where(chosen, tl.maximum(m, tl.max(s, 1)), m)
     alpha = tl.exp2((m - m_new) * c)
-    p = tl.exp2((s - m_new[:, None]) * c)
+    p = powers(s, tl.where(chosen, m_new, float("inf")), c, v.dtype)
     l = l * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
     return acc, l, m_new
+
+
+@triton.jit
+def powers(s, shift, c, dtype: tl.constexpr):
+    """2^((s - shift) * c) [M, N] for shift [M] and c = scale * log2 e > 0.
+
+    The difference is exact where it matters, near the maximum, and s * c would not be: 16-bit results do not see it, and for
+    them one multiply-add an element does.
+    """
+    if dtype == tl.float16 or dtype == tl.bfloat16:
+        return tl.exp2(s * c - (shift * c)[:, None])
+    else:
+        return tl.exp2((s - shift[:, None]) * c)
 
 
 @triton.jit

@@ -1,0 +1,100 @@
+"""Which blocks a tile of adjacent rows chose between them, and which of its rows chose each: the plan of triton-tile.
+
+A tile holds TQ rows of one batch entry and group. Its list names every block once, in ascending order, with a bit for each row
+that chose it; the blocks that every row of the tile sees to their last key come first, and the few that the causal clamp cuts,
+for some row, come last. One program sorts the entries of one tile, so the plan never reads the device and costs O(rows * n).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_sel.backends._triton import launch
+from nsa_sel.backends._triton.steps import clamp_range, row_limit
+from nsa_sel.call import Call
+
+MOST_ROWS = 64  # of a tile: one bit each
+
+
+class Union(NamedTuple):
+    """Tile number (b*G + g)*tiles + i holds the rows [i*TQ, (i+1)*TQ) of that batch entry and group; its list starts at
+    tile * capacity."""
+
+    blocks: Tensor  # [B*G*tiles * capacity] int32
+    rows: Tensor  # [B*G*tiles * capacity] int64, bit r: row i*TQ + r chose the block
+    counts: Tensor  # [B*G*tiles, 2] int32: blocks that are whole for every row, all blocks
+    tiles: int
+    capacity: int  # TQ * n
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def union_kernel(
+    ranges, q_pos, blocks, rows, counts, stride_pb, stride_ps, S, S_kv, G, tiles,
+    N: tl.constexpr, HAS_POS: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Sort the (block, row) pairs of one tile; runs of one block become one entry of its list."""
+    NOWHERE: tl.constexpr = 2147483647
+    pid = tl.program_id(0)
+    i = pid % tiles
+    b = (pid // tiles // G).to(tl.int64)
+    g = pid // tiles % G
+    e = tl.arange(0, ENTRIES)
+    r = e // N
+    s = i * TQ + r
+    listed = (r < TQ) & (s < S)
+    limit = row_limit(q_pos, b, tl.minimum(s, S - 1), S, S_kv, stride_pb, stride_ps, HAS_POS)
+    lowest = tl.min(tl.where(listed, limit, NOWHERE), 0)
+    entry = ((b * S + s) * G + g) * N + e % N
+    start = tl.load(ranges + 2 * entry, mask=listed, other=0)
+    end = tl.load(ranges + 2 * entry + 1, mask=listed, other=0)
+    start, end = clamp_range(start, end, limit)
+    key = tl.sort(tl.where(end > start, start // BLOCK * 64 + r, NOWHERE))
+
+    block = key >> 6
+    real = key != NOWHERE
+    first = real & ((e == 0) | (tl.gather(block, tl.maximum(e - 1, 0), 0) != block))
+    last = real & ((e == ENTRIES - 1) | (tl.gather(block, tl.minimum(e + 1, ENTRIES - 1), 0) != block))
+    # A row names a block once, so the bits of a run never carry: the difference of a running sum is their union (modulo 2^64).
+    bit = tl.where(real, tl.full([ENTRIES], 1, tl.int64) << (key & 63).to(tl.int64), 0)
+    sums = tl.cumsum(bit, 0)
+    run = tl.associative_scan(tl.where(first, e, 0), 0, _larger)
+    chosen = sums - tl.gather(sums - bit, run, 0)
+
+    ordinal = tl.cumsum(first.to(tl.int32), 0) - 1
+    out = pid.to(tl.int64) * (TQ * N) + ordinal
+    tl.store(blocks + out, block, mask=last)
+    tl.store(rows + out, chosen, mask=last)
+    tl.store(counts + pid * 2, tl.sum((first & ((block + 1) * BLOCK <= lowest)).to(tl.int32), 0))
+    tl.store(counts + pid * 2 + 1, tl.sum(first.to(tl.int32), 0))
+
+
+def union(call: Call, TQ: int) -> Union:
+    """The plan for tiles of TQ <= 64 rows, remembered in the selection."""
+    plan: Union = launch.remembered(call, ("union", TQ), lambda: _build(call, TQ))
+    return plan
+
+
+def _build(call: Call, TQ: int) -> Union:
+    B, S, G, n = call.selection.ranges.shape[:4]
+    tiles = triton.cdiv(S, TQ)
+    device = call.q.device
+    blocks = torch.empty(B * G * tiles * TQ * n, dtype=torch.int32, device=device)
+    rows = torch.empty(blocks.numel(), dtype=torch.int64, device=device)
+    counts = torch.empty(B * G * tiles, 2, dtype=torch.int32, device=device)
+    entries = launch.tile(TQ * n, 1)
+    q_pos, *position_strides = launch.position_arguments(call)
+    union_kernel[(B * G * tiles,)](
+        call.selection.ranges.contiguous(), q_pos, blocks, rows, counts, *position_strides, S, call.k.shape[2], G, tiles,
+        N=n, HAS_POS=q_pos is not None, BLOCK=call.selection.block_size, TQ=TQ, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)),
+    )  # fmt: skip
+    return Union(blocks, rows, counts, tiles, TQ * n)

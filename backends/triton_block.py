@@ -1,0 +1,260 @@
+"""triton-block: every KV block is visited once, with all the rows that chose it; for selections whose neighbours share little.
+
+Forward: the program that holds a block's K and V attends to it with each row on its list (_triton/inverse.py) and writes a partial
+o and log-sum-exp per (row, range); a second kernel joins each row's partials in the order of its ranges. Backward: the same pass
+gives dK and dV (_triton/dkdv.py) and the partials of dQ, added in the order of the ranges.
+    o = sum_i w_i o_i,  w_i = 2^(lse_i - lse),  lse = log2 sum_i 2^lse_i;  dq = sum_i dq_i
+The partials are the cost: S * n * h * Dv values written and read once, 16-bit for 16-bit inputs. They live in a buffer within
+runtime.workspace_bytes; units of rows and groups that do not fit take turns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_sel.backends._triton import launch
+from nsa_sel.backends._triton.dkdv import (
+    Gradients,
+    Unit,
+    add_unit,
+    highest_limit,
+    piece_bounds,
+    plan_within,
+    tile_width,
+    units,
+)
+from nsa_sel.backends._triton.inverse import Inverse, list_start
+from nsa_sel.backends._triton.steps import LN_2, LOWEST, clamp_range, powers, products, reciprocal, row_limit
+from nsa_sel.call import Call
+
+REDUCED = 4  # (row, head) pairs that a program of the second kernels joins
+
+
+@triton.jit
+def partial_kernel(
+    q, k, v, q_pos, part_o, part_lse, entries, ends, piece_list,
+    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
+    S, S_kv, tiles, pairs_all, G, stretches, first_list, end_list, piece, first_pair, first_row, section, scale_log2,
+    EACH: tl.constexpr, h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Partials [pairs, section, n*reach, h] (lse in base 2) of one piece of the unit's lists first_list .. end_list."""
+    e, stop = piece_bounds(ends, first_list, end_list, stretches, piece)
+    if e < stop:
+        number = tl.load(piece_list + tl.program_id(0))
+        r = tl.arange(0, ROWS)
+        d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        while e < stop:
+            list_begin = list_start(ends, number, stretches)
+            e1 = tl.minimum(list_start(ends, number + 1, stretches), stop)
+            if e < e1:
+                bg = number // tiles % pairs_all
+                b, g = bg // G, bg % G
+                column = (number % tiles * BLOCK_L).to(tl.int32) + tl.arange(0, BLOCK_L)
+                # Keys that none of the rows may see may hold NaN, which 0 * v would not mask.
+                reachable = highest_limit(entries, q_pos, e, e1, b, S, S_kv, stride_pb, stride_ps, EACH, HAS_POS)
+                in_k = (column < reachable)[:, None] & (d < Dk)[None, :]
+                in_v = (column < reachable)[:, None] & (dv < Dv)[None, :]
+                wide = column.to(tl.int64)[:, None]
+                k_tile = tl.load(k + b * stride_kb + g * stride_kg + wide * stride_kn + d[None, :], mask=in_k, other=0.0)
+                v_tile = tl.load(v + b * stride_vb + g * stride_vg + wide * stride_vn + dv[None, :], mask=in_v, other=0.0)
+                pairs = ((e1 - e) * h).to(tl.int32)
+                masked = (tl.maximum(list_begin + BLOCK_L - e, 0) * h).to(tl.int32)
+                first_slot = ((bg - first_pair) * section - first_row) * EACH * h
+                coming = tl.load(entries + e + r // h, mask=r < pairs, other=0)
+                for p0 in range(0, pairs, ROWS):
+                    pair = p0 + r
+                    listed = pair < pairs
+                    entry = coming
+                    coming = tl.load(entries + e + (pair + ROWS) // h, mask=pair + ROWS < pairs, other=0)
+                    head = pair % h
+                    s = (entry // EACH).to(tl.int64)
+                    q_rows = q + b * stride_qb + g * stride_qg + (s * stride_qs + head * stride_qh)
+                    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=listed[:, None] & (d < Dk)[None, :], other=0.0)
+                    logits = products(q_tile, k_tile, ACC)
+                    if HAS_POS or p0 < masked:  # of the rows in order, only the first BLOCK_L can stand within the block
+                        limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+                        logits = tl.where(column[None, :] < limit[:, None], logits, float("-inf"))
+                    m = tl.maximum(tl.max(logits, 1), LOWEST)
+                    p = powers(logits, m, scale_log2, v_tile.dtype)
+                    l = tl.where(listed, tl.sum(p, 1), 1.0)
+                    o_tile = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee", out_dtype=ACC) * reciprocal(l)[:, None]
+                    slot = first_slot + entry.to(tl.int64) * h + head
+                    in_o = listed[:, None] & (dv < Dv)[None, :]
+                    tl.store(part_o + (slot * Dv)[:, None] + dv[None, :], o_tile.to(part_o.dtype.element_ty), mask=in_o)
+                    tl.store(part_lse + slot, m * scale_log2 + tl.log2(l), mask=listed)
+            e = e1
+            number += 1
+
+
+@triton.jit
+def unit_rows(S, G, rows, first_pair, first_row, pairs, section, EACH: tl.constexpr, h: tl.constexpr, R: tl.constexpr):
+    """The R (row, head) pairs of this program: batch entry, s, row among all, head, first slot, and whether they exist."""
+    i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    head = i % h
+    within = i // h % rows
+    pair = tl.minimum(i // h // rows, pairs - 1)
+    b, g, s = (first_pair + pair) // G, (first_pair + pair) % G, first_row + within
+    return b, s, (b * S + s) * G + g, head, (pair * section + within) * EACH * h + head, i < pairs * rows * h
+
+
+@triton.jit
+def slot_used(ranges, row, i, limit, exists, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr):
+    """Whether slot i = range * REACH + step of the rows holds a partial: the range reaches its step-th tile."""
+    at = ranges + (row * N + i // REACH) * 2
+    start, end = clamp_range(tl.load(at, mask=exists, other=0), tl.load(at + 1, mask=exists, other=0), limit)
+    return (end > start) & ((start // WIDTH + i % REACH) * WIDTH < end)
+
+
+@triton.jit
+def join_kernel(
+    part_o, part_lse, ranges, q_pos, o, lse, stride_pb, stride_ps, S, S_kv, G, rows, first_pair, first_row, pairs, section,
+    N: tl.constexpr, REACH: tl.constexpr, h: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_DV: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """o and lse of R (row, head) pairs from their partials, in the order of the ranges."""
+    b, s, row, head, slot, exists = unit_rows(S, G, rows, first_pair, first_row, pairs, section, N * REACH, h, R)
+    limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    dv = tl.arange(0, BLOCK_DV)
+    m = tl.full([R], LOWEST, ACC)
+    for i in range(0, N * REACH):
+        used = exists & slot_used(ranges, row, i, limit, exists, N, REACH, WIDTH)
+        m = tl.maximum(m, tl.load(part_lse + slot + i * h, mask=used, other=float("-inf")))
+    acc = tl.zeros([R, BLOCK_DV], ACC)
+    l = tl.zeros([R], ACC)
+    for i in range(0, N * REACH):
+        used = exists & slot_used(ranges, row, i, limit, exists, N, REACH, WIDTH)
+        weight = tl.exp2(tl.load(part_lse + slot + i * h, mask=used, other=float("-inf")) - m)
+        l += weight
+        rows_o = part_o + ((slot + i * h) * Dv)[:, None] + dv[None, :]
+        acc += weight[:, None] * tl.load(rows_o, mask=used[:, None] & (dv < Dv)[None, :], other=0.0).to(ACC)
+    seen = l > 0
+    out = row * h + head
+    o_tile = acc * reciprocal(tl.where(seen, l, 1.0))[:, None]
+    tl.store(o + (out * Dv)[:, None] + dv[None, :], o_tile.to(o.dtype.element_ty), mask=exists[:, None] & (dv < Dv)[None, :])
+    tl.store(lse + out, tl.where(seen, (m + tl.log2(tl.where(seen, l, 1.0))) * LN_2, float("-inf")), mask=exists)
+
+
+@triton.jit
+def sum_dq_kernel(
+    part_dq, ranges, q_pos, dq, stride_pb, stride_ps, S, S_kv, G, rows, first_pair, first_row, pairs, section,
+    N: tl.constexpr, REACH: tl.constexpr, h: tl.constexpr, Dk: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """dq of R (row, head) pairs: their partials added in the order of the ranges."""
+    b, s, row, head, slot, exists = unit_rows(S, G, rows, first_pair, first_row, pairs, section, N * REACH, h, R)
+    limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([R, BLOCK_D], ACC)
+    for i in range(0, N * REACH):
+        used = exists & slot_used(ranges, row, i, limit, exists, N, REACH, WIDTH)
+        rows_dq = part_dq + ((slot + i * h) * Dk)[:, None] + d[None, :]
+        acc += tl.load(rows_dq, mask=used[:, None] & (d < Dk)[None, :], other=0.0).to(ACC)
+    out = ((row * h + head) * Dk)[:, None] + d[None, :]
+    tl.store(dq + out, acc.to(dq.dtype.element_ty), mask=exists[:, None] & (d < Dk)[None, :])
+
+
+@triton.jit
+def delta_kernel(
+    o, do, dlse, delta, stride_dob, stride_dos, stride_dog, stride_doh, S, G, total,
+    h: tl.constexpr, Dv: tl.constexpr, HAS_DLSE: tl.constexpr, ACC: tl.constexpr, BLOCK_DV: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """delta = sum(do * o) - dlse [B,S,G,h]."""
+    i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    exists = i < total
+    dv = tl.arange(0, BLOCK_DV)
+    inside = exists[:, None] & (dv < Dv)[None, :]
+    row = i // h
+    at = row // G // S * stride_dob + row // G % S * stride_dos + row % G * stride_dog + i % h * stride_doh
+    o_tile = tl.load(o + i[:, None] * Dv + dv[None, :], mask=inside, other=0.0)
+    do_tile = tl.load(do + at[:, None] + dv[None, :], mask=inside, other=0.0)
+    rows = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
+    if HAS_DLSE:
+        rows -= tl.load(dlse + i, mask=exists, other=0.0)
+    tl.store(delta + i, rows, mask=exists)
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
+        return forward(launch.with_positive_scale(call))
+    config = launch.kernel_config(call, "triton-block/forward")
+    o, lse = launch.outputs(call)
+    plan = _plan(call, tile_width(call, config), call.v.shape[3], call.settings.workspace_bytes, 0)
+    G, n = call.q.shape[2], call.selection.n
+    part_lse = torch.empty(plan.pairs, plan.section, n * plan.reach, call.q.shape[3], dtype=lse.dtype, device=o.device)
+    part_o = torch.empty(*part_lse.shape, o.shape[-1], dtype=o.dtype, device=o.device)
+    facts = launch.facts(call)
+    for unit in units(call, plan):
+        partial_kernel[(plan.pieces,)](
+            call.q, call.k, call.v, launch.position_arguments(call)[0], part_o, part_lse, plan.entries, plan.ends, unit.piece_list,
+            *launch.strides(call), call.q.shape[1], call.k.shape[2], plan.tiles, call.q.shape[0] * G, G, plan.stretches,
+            unit.first_list, unit.end_list, plan.piece, unit.first_pair, unit.first_row, plan.section, launch.scale_log2(call),
+            EACH=n * plan.reach, **facts, ROWS=config.rows, BLOCK_L=plan.width, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+        join_kernel[_reduce_grid(call, unit)](
+            part_o, part_lse, *_reduce_arguments(call, plan, unit, (o, lse)), N=n, REACH=plan.reach, h=facts["h"], Dv=facts["Dv"],
+            HAS_POS=facts["HAS_POS"], ACC=facts["ACC"], WIDTH=plan.width, BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
+        )  # fmt: skip
+    return o, lse
+
+
+def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
+    if call.scale < 0:
+        dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
+        return -dq, dk, dv
+    config = launch.kernel_config(call, "triton-block/backward")
+    facts = launch.facts(call)
+    B, S, G, h, Dk = call.q.shape
+    dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+    delta = torch.empty_like(lse)
+    delta_kernel[(triton.cdiv(lse.numel(), REDUCED),)](
+        o, do, None if dlse is None else dlse.contiguous(), delta, *do.stride()[:4], S, G, lse.numel(), h=h, Dv=facts["Dv"],
+        HAS_DLSE=dlse is not None, ACC=facts["ACC"], BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
+    )  # fmt: skip
+    workspace = call.settings.workspace_bytes
+    plan = _plan(call, tile_width(call, config), Dk, workspace * 3 // 4, workspace // 4)
+    part_dq = torch.empty(plan.pairs, plan.section, call.selection.n * plan.reach, h, Dk, dtype=dq.dtype, device=dq.device)
+    sums = Gradients(call, plan, lse)
+    for unit in units(call, plan):
+        add_unit(call, plan, unit, lse, do, delta, sums, config, part_dq)
+        sum_dq_kernel[_reduce_grid(call, unit)](
+            part_dq, *_reduce_arguments(call, plan, unit, (dq,)), N=call.selection.n, REACH=plan.reach, h=h, Dk=Dk,
+            HAS_POS=facts["HAS_POS"], ACC=facts["ACC"], WIDTH=plan.width, BLOCK_D=facts["BLOCK_D"], R=REDUCED, num_warps=1,
+        )  # fmt: skip
+    return dq, sums.dk.to(call.k.dtype), sums.dv.to(call.v.dtype)
+
+
+def _plan(call: Call, width: int, D: int, partials: int, parts: int) -> Inverse:
+    """Units whose partials [rows, n*reach, h, D] fit `partials` bytes, and whose float32 parts of dk and dv fit `parts` (0: none).
+
+    All rows of few pairs rather than few rows of all: longer lists, and a group's K and V stay in the cache.
+    """
+    B, S, G, h, _ = call.q.shape
+    block = call.selection.block_size
+    assert block is not None, "Limits.block_aligned_only keeps other selections out"
+    row_bytes = call.selection.n * (block // width) * h * (D * call.q.element_size() + 4)
+    fitting = max(1, partials // row_bytes)
+    if fitting >= S:
+        section, pairs = S, min(B * G, fitting // S)
+    else:
+        even = -(-S // -(-S // fitting))  # sections of one size
+        section, pairs = (min(fitting, -(-even // 1024) * 1024) if fitting >= 1024 else 1 << (fitting.bit_length() - 1)), 1
+        section = section // 1024 * 1024 if section >= 1024 else section
+    return plan_within(call, width, section, pairs, parts if parts else 1 << 62)
+
+
+def _reduce_grid(call: Call, unit: Unit) -> tuple[int]:
+    return (triton.cdiv(unit.pairs * unit.rows * call.q.shape[3], REDUCED),)
+
+
+def _reduce_arguments(call: Call, plan: Inverse, unit: Unit, results: tuple[Tensor, ...]) -> tuple[object, ...]:
+    q_pos, *position_strides = launch.position_arguments(call)
+    return (
+        call.selection.ranges.contiguous(), q_pos, *results, *position_strides, call.q.shape[1], call.k.shape[2], call.q.shape[2],
+        unit.rows, unit.first_pair, unit.first_row, unit.pairs, plan.section,
+    )  # fmt: skip

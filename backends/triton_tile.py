@@ -1,0 +1,244 @@
+"""triton-tile: one program per tile of adjacent rows, which loads every block that any of them chose once, for all of them.
+
+Neighbouring tokens choose nearly the same blocks (docs/kernels.md), so a tile of TQ rows and h heads, TQ * h = 64 rows of the matrix
+unit, walks the union of their blocks (_triton/union.py): K and V travel once for the tile, and a row that did not choose a block
+takes no part in its step (steps.chosen_step), at no cost per element.
+    whole blocks  every row of the tile sees them to their last key: no mask; bulk copies on sm_90 and newer, pointers before
+    cut blocks    the causal clamp, or the end of the cache, cuts them for some row: pointers, and a mask for every element
+Backward: dQ by the same walk; dK and dV over the exact rows that chose each block (_triton/dkdv.py), which costs no union.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_sel.backends._triton import launch
+from nsa_sel.backends._triton.dkdv import key_value_gradients
+from nsa_sel.backends._triton.steps import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    add_product,
+    chosen_step,
+    finish_softmax,
+    products,
+    row_limit,
+    softmax_step,
+)
+from nsa_sel.backends._triton.union import MOST_ROWS, Union, union
+from nsa_sel.call import Call
+from nsa_sel.config import KernelConfig
+
+SORTED = 2048  # entries of one tile that the plan sorts: more ranges a row make smaller tiles
+
+
+@triton.jit
+def tile_rows(pid, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
+    """Where program pid works: batch entry, group, tile number, and of its ROWS rows the position s, bit, head, and whether they
+    exist. Late tiles, which see the most blocks, start first."""
+    HEAD_TILES: tl.constexpr = (h + ROWS - 1) // ROWS
+    head0 = pid % HEAD_TILES * ROWS
+    pid = pid // HEAD_TILES
+    i = tiles - 1 - pid % tiles
+    b, g = pid // tiles // G, pid // tiles % G
+    r = tl.arange(0, ROWS)
+    bit = r // h if TQ > 1 else r * 0
+    head = r % h if TQ > 1 else head0 + r
+    s = i * TQ + bit
+    exists = (bit < TQ) & (s < S) & (head < h)
+    return b, g, (b * G + g) * tiles + i, tl.minimum(s, S - 1), bit.to(tl.int64), head, exists
+
+
+@triton.jit
+def whole_tile(
+    desc, x, b, g, c, stride_b, stride_g, stride_n, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BULK: tl.constexpr
+):
+    """Rows [c, c + BLOCK_L) of k or v, all of which exist: by a bulk copy or by pointers."""
+    if BULK:
+        return desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
+    else:
+        d = tl.arange(0, BLOCK_D)
+        rows = x + b.to(tl.int64) * stride_b + g.to(tl.int64) * stride_g + (c + tl.arange(0, BLOCK_L)).to(tl.int64)[:, None] * stride_n
+        return tl.load(rows + d[None, :], mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def forward_kernel(
+    q, k_desc, v_desc, k, v, blocks, rows, counts, q_pos, o, lse,
+    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
+    S, S_kv, G, tiles, capacity, scale_log2,
+    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr, BULK: tl.constexpr, BLOCK: tl.constexpr,
+    TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
+):  # fmt: skip
+    """o and lse of one tile's rows and heads."""
+    STEPS: tl.constexpr = BLOCK // BLOCK_L
+    b, g, tile, s, bit, head, exists = tile_rows(tl.program_id(0), S, G, tiles, h, TQ, ROWS)
+    b64, g64, s64, head64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64), head.to(tl.int64)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    q_rows = (q + b64 * stride_qb + g64 * stride_qg + (s64 * stride_qs + head64 * stride_qh))[:, None] + d[None, :]
+    q_tile = tl.load(q_rows, mask=exists[:, None] & (d < Dk)[None, :], other=0.0)
+    blocks += tile.to(tl.int64) * capacity
+    rows += tile.to(tl.int64) * capacity
+    whole, total = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+
+    acc = tl.zeros([ROWS, BLOCK_DV], ACC)
+    l = tl.zeros([ROWS], ACC)
+    m = tl.full([ROWS], LOWEST, ACC)
+    # The list is read one step ahead: a copy cannot start before its block is known.
+    block, chosen = tl.load(blocks), tl.load(rows)
+    for step in range(0, whole * STEPS):
+        c = block * BLOCK + step % STEPS * BLOCK_L
+        k_tile = whole_tile(k_desc, k, b, g, c, stride_kb, stride_kg, stride_kn, Dk, BLOCK_L, BLOCK_D, BULK)
+        v_tile = whole_tile(v_desc, v, b, g, c, stride_vb, stride_vg, stride_vn, Dv, BLOCK_L, BLOCK_DV, BULK)
+        takes_part = ((chosen >> bit) & 1) != 0
+        coming = tl.minimum((step + 1) // STEPS, whole - 1)
+        block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
+        acc, l, m = chosen_step(products(q_tile, k_tile, ACC), takes_part, v_tile, acc, l, m, scale_log2, ACC)
+
+    limit = row_limit(q_pos, b64, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    k_base, v_base = k + b64 * stride_kb + g64 * stride_kg, v + b64 * stride_vb + g64 * stride_vg
+    for i in range(whole, total):
+        takes_part = exists & (((tl.load(rows + i) >> bit) & 1) != 0)
+        sees = tl.where(takes_part, limit, 0)
+        c0 = tl.load(blocks + i) * BLOCK
+        end = tl.minimum(c0 + BLOCK, tl.max(sees, 0))  # keys that none of the rows sees may hold NaN
+        for c in range(c0, end, TAIL_L):
+            position = c + tl.arange(0, TAIL_L)
+            wide = position.to(tl.int64)[:, None]
+            k_tail = tl.load(k_base + wide * stride_kn + d[None, :], mask=(position < end)[:, None] & (d < Dk)[None, :], other=0.0)
+            v_tail = tl.load(v_base + wide * stride_vn + dv[None, :], mask=(position < end)[:, None] & (dv < Dv)[None, :], other=0.0)
+            logits = tl.where(position[None, :] < sees[:, None], products(q_tile, k_tail, ACC), float("-inf"))
+            acc, l, m = softmax_step(logits, v_tail, acc, l, m, scale_log2, ACC)
+
+    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
+    out = ((b64 * S + s64) * G + g64) * h + head64
+    tl.store(o + out[:, None] * Dv + dv[None, :], o_tile.to(o.dtype.element_ty), mask=exists[:, None] & (dv < Dv)[None, :])
+    tl.store(lse + out, lse_rows * LN_2, mask=exists)
+
+
+@triton.jit
+def dq_kernel(
+    q, k_desc, v_desc, k, v, blocks, rows, counts, q_pos, o, lse, do, dlse, dq, delta,
+    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
+    stride_dob, stride_dos, stride_dog, stride_doh, S, S_kv, G, tiles, capacity, scale, scale_log2,
+    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, HAS_DLSE: tl.constexpr, ACC: tl.constexpr,
+    BULK: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile's rows and heads, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side."""
+    STEPS: tl.constexpr = BLOCK // BLOCK_L
+    b, g, tile, s, bit, head, exists = tile_rows(tl.program_id(0), S, G, tiles, h, TQ, ROWS)
+    b64, g64, s64, head64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64), head.to(tl.int64)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    in_q, in_o = exists[:, None] & (d < Dk)[None, :], exists[:, None] & (dv < Dv)[None, :]
+    q_rows = (q + b64 * stride_qb + g64 * stride_qg + (s64 * stride_qs + head64 * stride_qh))[:, None] + d[None, :]
+    do_rows = (do + b64 * stride_dob + g64 * stride_dog + (s64 * stride_dos + head64 * stride_doh))[:, None] + dv[None, :]
+    q_tile = tl.load(q_rows, mask=in_q, other=0.0)
+    do_tile = tl.load(do_rows, mask=in_o, other=0.0)
+    out = ((b64 * S + s64) * G + g64) * h + head64
+    o_tile = tl.load(o + out[:, None] * Dv + dv[None, :], mask=in_o, other=0.0)
+    delta_rows = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
+    if HAS_DLSE:
+        delta_rows -= tl.load(dlse + out, mask=exists, other=0.0)
+    tl.store(delta + out, delta_rows, mask=exists)
+    lse_rows = tl.load(lse + out, mask=exists, other=0.0) * LOG2_E
+    blocks += tile.to(tl.int64) * capacity
+    rows += tile.to(tl.int64) * capacity
+    whole, total = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
+
+    acc = tl.zeros([ROWS, BLOCK_D], ACC)
+    block, chosen = tl.load(blocks), tl.load(rows)
+    for step in range(0, whole * STEPS):
+        c = block * BLOCK + step % STEPS * BLOCK_L
+        k_tile = whole_tile(k_desc, k, b, g, c, stride_kb, stride_kg, stride_kn, Dk, BLOCK_L, BLOCK_D, BULK)
+        v_tile = whole_tile(v_desc, v, b, g, c, stride_vb, stride_vg, stride_vn, Dv, BLOCK_L, BLOCK_DV, BULK)
+        takes_part = ((chosen >> bit) & 1) != 0
+        coming = tl.minimum((step + 1) // STEPS, whole - 1)
+        block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
+        s2 = products(q_tile, k_tile, ACC) * scale_log2
+        dp = products(do_tile, v_tile, ACC)
+        p = tl.exp2(s2 - tl.where(takes_part, lse_rows, float("inf"))[:, None])
+        ds = p * (dp - delta_rows[:, None])
+        acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
+
+    limit = row_limit(q_pos, b64, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    k_base, v_base = k + b64 * stride_kb + g64 * stride_kg, v + b64 * stride_vb + g64 * stride_vg
+    for i in range(whole, total):
+        takes_part = exists & (((tl.load(rows + i) >> bit) & 1) != 0)
+        sees = tl.where(takes_part, limit, 0)
+        c0 = tl.load(blocks + i) * BLOCK
+        end = tl.minimum(c0 + BLOCK, tl.max(sees, 0))
+        for c in range(c0, end, TAIL_L):
+            position = c + tl.arange(0, TAIL_L)
+            wide = position.to(tl.int64)[:, None]
+            k_tail = tl.load(k_base + wide * stride_kn + d[None, :], mask=(position < end)[:, None] & (d < Dk)[None, :], other=0.0)
+            v_tail = tl.load(v_base + wide * stride_vn + dv[None, :], mask=(position < end)[:, None] & (dv < Dv)[None, :], other=0.0)
+            s2 = products(q_tile, k_tail, ACC) * scale_log2
+            p = tl.where(position[None, :] < sees[:, None], tl.exp2(s2 - lse_rows[:, None]), 0.0)
+            dp = products(do_tile, v_tail, ACC)
+            ds = p * (dp - delta_rows[:, None])
+            acc = add_product(acc, ds.to(k_tail.dtype), k_tail, ACC)
+    tl.store(dq + out[:, None] * Dk + d[None, :], (acc * scale).to(dq.dtype.element_ty), mask=in_q)
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
+        return forward(launch.with_positive_scale(call))
+    config = launch.kernel_config(call, "triton-tile/forward")
+    o, lse = launch.outputs(call)
+    plan, facts = _plan_and_facts(call, config)
+    forward_kernel[_grid(call, plan, config)](
+        call.q, *_descriptors(call, facts), call.k, call.v, plan.blocks, plan.rows, plan.counts, launch.position_arguments(call)[0], o, lse,
+        *launch.strides(call), call.q.shape[1], call.k.shape[2], call.q.shape[2], plan.tiles, plan.capacity, launch.scale_log2(call),
+        **facts, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return o, lse
+
+
+def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; dq by tiles, dk and dv by KV blocks over the rows that chose them, in ascending row order."""
+    if call.scale < 0:
+        dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
+        return -dq, dk, dv
+    config = launch.kernel_config(call, "triton-tile/dq")
+    dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+    delta = torch.empty_like(lse)
+    dlse = None if dlse is None else dlse.contiguous()
+    plan, facts = _plan_and_facts(call, config)
+    dq_kernel[_grid(call, plan, config)](
+        call.q, *_descriptors(call, facts), call.k, call.v, plan.blocks, plan.rows, plan.counts, launch.position_arguments(call)[0],
+        o, lse, do, dlse, dq, delta, *launch.strides(call), *do.stride()[:4], call.q.shape[1], call.k.shape[2], call.q.shape[2],
+        plan.tiles, plan.capacity, call.scale, launch.scale_log2(call),
+        HAS_DLSE=dlse is not None, **facts, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    dk, dv = key_value_gradients(call, lse, do, delta, launch.kernel_config(call, "triton-tile/dkdv"))
+    return dq, dk, dv
+
+
+def _rows_a_tile(call: Call, config: KernelConfig) -> int:
+    """TQ: as many rows as fill the matrix unit's tile with their heads, and as the plan can sort and mark."""
+    return max(1, min(MOST_ROWS, config.rows // call.q.shape[3], SORTED // call.selection.n))
+
+
+def _plan_and_facts(call: Call, config: KernelConfig) -> tuple[Union, dict[str, object]]:
+    """The plan, and the compile-time facts of both kernels."""
+    block = call.selection.block_size
+    assert block is not None, "Limits.block_aligned_only keeps other selections out"
+    TQ = _rows_a_tile(call, config)
+    block_l = min(config.block_l, block & -block)
+    bulk = launch.bulk_copies_fit(call, config)
+    tiles = {"BULK": bulk, "BLOCK": block, "TQ": TQ, "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
+    return union(call, TQ), {**launch.facts(call), **tiles}
+
+
+def _descriptors(call: Call, facts: dict[str, object]) -> tuple[object, object]:
+    return launch.descriptors(call, facts["BLOCK_L"]) if facts["BULK"] else (None, None)  # type: ignore[arg-type]
+
+
+def _grid(call: Call, plan: Union, config: KernelConfig) -> tuple[int]:
+    B, _, G, h, _ = call.q.shape
+    return (B * G * plan.tiles * triton.cdiv(h, config.rows),)

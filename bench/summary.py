@@ -1,0 +1,264 @@
+"""What the rows of `bench_selection` say: times against dense attention, targets, layers, scaling, break-even. Tables in Markdown.
+
+Every function takes rows (one object a measurement; of two of the same case, direction and backend the later one counts) and
+shows what exists: cases and backends without rows are left out. "Ours" is the fastest of `OURS` in each case and direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from tabulate import tabulate
+
+from nsa_sel.bench import cases
+from nsa_sel.bench.cases import Case
+
+Row = dict[str, Any]
+Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
+
+OURS = ("triton-tile", "triton-block", "triton-group")
+DENSE = "dense-cudnn"
+PACKED = "sdpa-packed"
+WORKSPACE = 1 << 30  # bytes, the default bound
+
+
+class Target(NamedTuple):
+    """One cell of the targets' table: whole calls on an H200, plans included, in ms. `peer`: the best correct public kernel's."""
+
+    case: str
+    direction: str
+    peer: float
+    target: float
+
+
+# Of the project's performance notes, 2026-11-21; peers are named there.
+TARGETS = (
+    Target("real-8k-h16", "fwd", 2.25, 0.65),
+    Target("real-8k-h4", "fwd", 2.21, 0.22),
+    Target("real-8k-h1", "fwd", 2.21, 0.12),
+    Target("random-32k-h16", "fwd", 9.62, 5.0),
+    Target("random-32k-h4", "fwd", 9.19, 1.6),
+    Target("random-32k-h1", "fwd", 5.77, 0.5),
+    Target("random-32k-h16-192", "fwd", 15.0, 7.0),
+    Target("real-8k-h16", "bwd", 4.5, 1.7),
+    Target("real-8k-h4", "bwd", 3.22, 0.58),
+    Target("real-8k-h1", "bwd", 3.08, 0.25),
+    Target("random-32k-h16", "bwd", 18.5, 9.0),
+    Target("random-32k-h4", "bwd", 11.5, 2.8),
+    Target("random-32k-h1", "bwd", 4.67, 0.8),
+    Target("decode-B1-64k-h16", "decode", 0.0265, 0.009),
+    Target("decode-B64-32k-h16", "decode", 0.0508, 0.036),
+    Target("decode-B256-16k-h16", "decode", 0.142, 0.132),
+)
+
+
+class Fit(NamedTuple):
+    """ms = slope * S + intercept by least squares, and the share of the variance that it explains."""
+
+    slope: float
+    intercept: float
+    r2: float
+
+
+def indexed(rows: Iterable[Row]) -> Table:
+    """Rows by case and direction, then by backend."""
+    table: Table = {}
+    for row in rows:
+        table.setdefault((row["case"], row["direction"]), {})[row["backend"]] = row
+    return table
+
+
+def ours(of_case: dict[str, Row]) -> Row | None:
+    """The fastest row of our backends; None when there is none."""
+    return min((of_case[backend] for backend in OURS if backend in of_case), key=lambda row: row["ms_median"], default=None)
+
+
+def speed_up(of_case: dict[str, Row], over: str = DENSE) -> float | None:
+    """How many times faster ours is than another backend; None when one of the rows is missing."""
+    best, other = ours(of_case), of_case.get(over)
+    return None if best is None or other is None else float(other["ms_median"] / best["ms_median"])
+
+
+def fit(lengths: Sequence[float], times: Sequence[float]) -> Fit:
+    """The straight line through times over lengths; at least two different lengths."""
+    slope, intercept = np.polyfit(lengths, times, 1)
+    rest = np.square(np.subtract(times, slope * np.asarray(lengths) + intercept)).sum()
+    spread = np.square(np.subtract(times, np.mean(times))).sum()
+    return Fit(float(slope), float(intercept), 1.0 if spread == 0 else float(1 - rest / spread))
+
+
+def break_even(lengths: Sequence[int], gains: Sequence[float]) -> float:
+    """The length from which on every gain (dense time over ours) is 1 or more; 0 below the first length, inf beyond the last.
+
+    Between the last length that loses and the next one, log(gain) is taken as linear in log(length): exact for powers of it.
+    """
+    losing = [i for i, gain in enumerate(gains) if gain < 1]
+    if not losing:
+        return 0.0
+    last = losing[-1]
+    if last == len(gains) - 1:
+        return math.inf
+    low, high = math.log(gains[last]), math.log(gains[last + 1])
+    return float(lengths[last] * (lengths[last + 1] / lengths[last]) ** (low / (low - high)))
+
+
+def performance_table(rows: Iterable[Row]) -> str:
+    """Milliseconds of every backend with rows, in the prefill and decode cases, and ours against dense attention and packed SDPA."""
+    names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases())}
+    chosen = {key: found for key, found in indexed(rows).items() if key[0] in names and key[1] != "fwd+bwd"}
+    mine = [backend for backend in OURS if any(backend in found for found in chosen.values())]
+    lines = [
+        (
+            *key,
+            *(ms(found.get(backend)) for backend in (*mine, DENSE, PACKED)),
+            gain_of(speed_up(found)),
+            gain_of(speed_up(found, PACKED), digits=0),
+        )
+        for key, found in chosen.items()
+        if ours(found) is not None
+    ]
+    return markdown(["case", "direction", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], lines, left=2)
+
+
+def targets_table(rows: Iterable[Row]) -> str:
+    """Every target whose case has rows: the best public kernel, dense attention, ours, and whether it is met."""
+    table = indexed(rows)
+    lines = []
+    for case, direction, peer, target in TARGETS:
+        found = table.get((case, direction), {})
+        best = ours(found)
+        if best is not None:
+            met = "met" if best["ms_median"] <= target else f"missed by {best['ms_median'] / target - 1:.1%}"
+            lines.append(
+                (
+                    case,
+                    direction,
+                    f"{peer:.3g}",
+                    ms(found.get(DENSE)),
+                    f"{target:.3g}",
+                    ms(best),
+                    best["backend"].removeprefix("triton-"),
+                    met,
+                )
+            )
+    headers = ["case", "direction", "best peer", "dense cuDNN", "target", "ours", "which", "outcome"]
+    return markdown(headers, lines, left=2)
+
+
+def workspace_table(rows: Iterable[Row]) -> str:
+    """The most memory that each of our backends takes beyond inputs and outputs, and in which case."""
+    lines = []
+    for backend in (*OURS, PACKED):
+        most = max((row for row in rows if row["backend"] == backend), key=lambda row: row["workspace_bytes"], default=None)
+        if most is not None:
+            share = most["workspace_bytes"] / WORKSPACE
+            lines.append(
+                (backend, most["case"], most["direction"], f"{share * 1024:.0f}", "met" if share <= 1 else f"over by {share - 1:.0%}")
+            )
+    return markdown(["backend", "case", "direction", "most, MiB", "1 GiB"], lines, left=3)
+
+
+def layers_table(rows: Iterable[Row]) -> str:
+    """Over the layers of the committed maps, each with all its KV heads: ours, dense attention, how often ours is faster, which it is."""
+    named = {case.case: case for case in cases.layer_cases()}
+    groups: dict[tuple[int, int, str], list[dict[str, Row]]] = {}
+    for (case, direction), found in indexed(rows).items():
+        if case in named and ours(found) is not None and DENSE in found:
+            groups.setdefault((named[case].B, named[case].h, direction), []).append(found)
+    lines = []
+    for (B, h, direction), members in groups.items():
+        mine = [row for row in map(ours, members) if row is not None]
+        gains = [gain for gain in map(speed_up, members) if gain is not None]
+        low, high = (pick(mine, key=lambda row: row["ms_median"]) for pick in (min, max))
+        lines.append(
+            (
+                B, h, direction, len(members), ms(low), f"{median(row['ms_median'] for row in mine):.3g}", ms(high),
+                "-".join(map(str, cases.layers_of(high["case"]))), f"{median(found[DENSE]['ms_median'] for found in members):.3g}",
+                f"{min(gains):.2f}x to {max(gains):.2f}x", sum(gain > 1 for gain in gains), most_used(mine),
+            )
+        )  # fmt: skip
+    headers = ["B", "h", "direction", "cases", "min", "median", "max", "slowest layer", "dense", "against dense", "faster", "which"]
+    return markdown(headers, lines, left=3)
+
+
+def scaling_table(rows: Iterable[Row]) -> str:
+    """ms against S of random selections, by direction and h: least squares, and how the time of 1024 rows changes from end to end."""
+    table = indexed(rows)
+    lines = []
+    for direction in ("fwd", "bwd"):
+        for h, points in by_heads(table, cases.scaling_cases(), direction):
+            if len(points) < 2:
+                continue
+            lengths, mine = [case.S / 1024 for case, _ in points], [row for _, found in points if (row := ours(found)) is not None]
+            slope, intercept, r2 = fit(lengths, [row["ms_median"] for row in mine])
+            first, last = (mine[i]["ms_median"] / lengths[i] for i in (0, -1))
+            dense = [found[DENSE]["ms_median"] / (case.S / 1024) for case, found in points if DENSE in found]
+            lines.append(
+                (
+                    direction, h, most_used(mine), ", ".join(f"{S:.0f}k {ms(row)}" for S, row in zip(lengths, mine, strict=True)),
+                    f"{slope:.3g}", f"{intercept:.2g}", f"{r2:.5f}", f"{first:.3g}", f"{last:.3g}", f"{last / first:.2f}",
+                    f"{dense[-1] / dense[0]:.2f}" if len(dense) == len(points) else "-",
+                )
+            )  # fmt: skip
+    per_row = ["ms a 1024 rows, first", "last", "last / first", "dense: last / first"]
+    return markdown(["direction", "h", "which", "S: ms", "slope, ms a 1024 rows", "intercept, ms", "r^2", *per_row], lines, left=4)
+
+
+def breakeven_table(rows: Iterable[Row]) -> str:
+    """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at each length."""
+    table = indexed(rows)
+    every = list({case.case: case for case in (*cases.breakeven_cases(), *cases.scaling_cases())}.values())
+    lines = []
+    for direction in ("fwd", "bwd", "fwd+bwd"):
+        for kind in ("real", "random"):
+            some = sorted((case for case in every if case.distribution == kind), key=lambda case: case.S)
+            for h, points in by_heads(table, some, direction):
+                measured = [(case.S, gain) for case, found in points if (gain := speed_up(found)) is not None]
+                if measured:
+                    lengths, gains = zip(*measured, strict=True)
+                    at = ", ".join(f"{S // 1024}k {gain:.2f}x" for S, gain in measured)
+                    lines.append((direction, kind, h, from_length(break_even(lengths, gains), lengths), at))
+    return markdown(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
+
+
+def by_heads(table: Table, some: Iterable[Case], direction: str) -> Iterable[tuple[int, list[tuple[Case, dict[str, Row]]]]]:
+    """By h, falling: the cases in which ours was measured, in their order."""
+    groups: dict[int, list[tuple[Case, dict[str, Row]]]] = {}
+    for case in some:
+        found = table.get((case.case, direction), {})
+        if ours(found) is not None:
+            groups.setdefault(case.h, []).append((case, found))
+    return sorted(groups.items(), reverse=True)
+
+
+def ms(row: Row | None) -> str:
+    return "-" if row is None else f"{row['ms_median']:.3g}"
+
+
+def gain_of(factor: float | None, digits: int = 2) -> str:
+    return "-" if factor is None else f"{factor:.{digits}f}x"
+
+
+def from_length(S: float, measured: Sequence[int]) -> str:
+    """A break-even length, or on which side of the measured ones it lies."""
+    if S == 0:
+        return f"below {measured[0] // 1024}k"
+    return f"above {measured[-1] // 1024}k" if S == math.inf else f"{S / 1024:.2g}k"
+
+
+def most_used(rows: Iterable[Row]) -> str:
+    """Backends by how often they were the fastest."""
+    counts = Counter(row["backend"].removeprefix("triton-") for row in rows)
+    return counts.most_common(1)[0][0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in counts.most_common())
+
+
+def markdown(headers: Sequence[str], lines: Iterable[Sequence[Any]], left: int) -> str:
+    """A table whose first `left` columns are flush left."""
+    lines = [[str(cell) for cell in line] for line in lines]
+    align = ("left",) * left + ("right",) * (len(headers) - left)
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True, colalign=align if lines else None)
