@@ -53,7 +53,7 @@ SPECS = (
         name="triton-tile",
         path="nsa_sel.backends.triton_tile",
         framework="triton",
-        limits=_BLOCK_LIMITS,
+        limits=msgspec.structs.replace(_BLOCK_LIMITS, ranges_max=2048),  # its plan sorts a row's ranges in one program
         requires=(_TRITON,),
         summary="one program per tile of adjacent rows: K/V loaded once for all of them, over the union of their blocks",
     ),

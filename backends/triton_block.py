@@ -6,6 +6,8 @@ gives dK and dV (_triton/dkdv.py) and the partials of dQ, added in the order of 
     o = sum_i w_i o_i,  w_i = 2^(lse_i - lse),  lse = log2 sum_i 2^lse_i;  dq = sum_i dq_i
 The partials are the cost: S * n * h * Dv values written and read once, 16-bit for 16-bit inputs. They live in a buffer within
 runtime.workspace_bytes; units of rows and groups that do not fit take turns.
+
+Within a block, 0 * NaN is NaN: a NaN or infinity in a value that one of its rows sees may reach the rows that stand before it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ REDUCED = 4  # (row, head) pairs that a program of the second kernels joins
 def partial_kernel(
     q, k, v, q_pos, part_o, part_lse, entries, ends, piece_list,
     stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
-    S, S_kv, tiles, pairs_all, G, stretches, first_list, end_list, piece, first_pair, first_row, section, scale_log2,
+    S, S_kv, G, tiles, pairs_all, stretches, first_list, end_list, piece, first_pair, first_row, section, scale_log2,
     EACH: tl.constexpr, h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +193,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     for unit in units(call, plan):
         partial_kernel[(plan.pieces,)](
             call.q, call.k, call.v, launch.position_arguments(call)[0], part_o, part_lse, plan.entries, plan.ends, unit.piece_list,
-            *launch.strides(call), call.q.shape[1], call.k.shape[2], plan.tiles, call.q.shape[0] * G, G, plan.stretches,
+            *launch.strides(call), call.q.shape[1], call.k.shape[2], G, plan.tiles, call.q.shape[0] * G, plan.stretches,
             unit.first_list, unit.end_list, plan.piece, unit.first_pair, unit.first_row, plan.section, launch.scale_log2(call),
             EACH=n * plan.reach, **facts, ROWS=config.rows, BLOCK_L=plan.width, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
@@ -212,7 +214,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     B, S, G, h, Dk = call.q.shape
     dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(lse.numel(), REDUCED),)](
+    delta_kernel[(-(-lse.numel() // REDUCED),)](
         o, do, None if dlse is None else dlse.contiguous(), delta, *do.stride()[:4], S, G, lse.numel(), h=h, Dv=facts["Dv"],
         HAS_DLSE=dlse is not None, ACC=facts["ACC"], BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
     )  # fmt: skip
@@ -249,7 +251,7 @@ def _plan(call: Call, width: int, D: int, partials: int, parts: int) -> Inverse:
 
 
 def _reduce_grid(call: Call, unit: Unit) -> tuple[int]:
-    return (triton.cdiv(unit.pairs * unit.rows * call.q.shape[3], REDUCED),)
+    return (-(-(unit.pairs * unit.rows * call.q.shape[3]) // REDUCED),)
 
 
 def _reduce_arguments(call: Call, plan: Inverse, unit: Unit, results: tuple[Tensor, ...]) -> tuple[object, ...]:

@@ -296,7 +296,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
         return forward(launch.with_positive_scale(call))
     rows = call.q.shape[0] * call.q.shape[1] * call.q.shape[2]
-    head_tiles = triton.cdiv(call.q.shape[3], _block_h(call))
+    head_tiles = -(-call.q.shape[3] // _block_h(call))
     parts = launch.split_parts(call, rows * head_tiles)
     if parts > 1:
         return _forward_split(call, launch.kernel_config(call, "triton-group/decode"), parts)
@@ -312,7 +312,7 @@ def _forward_blocks(call: Call, config: KernelConfig) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = call.q.shape
     block_h = _block_h(call)
     tiles = _block_tiles(call, config)
-    forward_blocks_kernel[(B * S * G * triton.cdiv(h, block_h),)](
+    forward_blocks_kernel[(B * S * G * -(-h // block_h),)](
         call.q, *launch.descriptors(call, tiles["BLOCK_L"]), call.k, call.v, call.selection.ranges.contiguous(),
         launch.position_arguments(call)[0], o, lse, *launch.strides(call), S, call.k.shape[2], G, call.selection.n, launch.scale_log2(call),
         **launch.facts(call), **tiles, BLOCK_H=block_h, num_warps=_warps(config, block_h), num_stages=config.num_stages,
@@ -339,7 +339,7 @@ def _forward_split(call: Call, config: KernelConfig, parts: int) -> tuple[Tensor
 def _launch_ranges(call: Call, config: KernelConfig, o: Tensor, lse: Tensor, parts: int) -> None:
     B, S, G, h, _ = call.q.shape
     block_h = _block_h(call)
-    forward_ranges_kernel[(B * S * G * triton.cdiv(h, block_h) * parts,)](
+    forward_ranges_kernel[(B * S * G * -(-h // block_h) * parts,)](
         call.q, call.k, call.v, call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse,
         *launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
         **launch.facts(call), BLOCK_H=block_h, SPLIT=parts > 1, BLOCK_L=config.block_l, NP=launch.walk_width(call),
@@ -356,7 +356,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     delta = torch.empty_like(lse)
     block_h = _block_h(call)
-    grid = (B * S * G * triton.cdiv(h, block_h),)
+    grid = (B * S * G * -(-h // block_h),)
     tensors = (call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse, do, _contiguous(dlse), dq, delta)
     numbers = (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call))
     facts = {**launch.facts(call), "BLOCK_H": block_h, "HAS_DLSE": dlse is not None}

@@ -6,6 +6,8 @@ takes no part in its step (steps.chosen_step), at no cost per element.
     whole blocks  every row of the tile sees them to their last key: no mask; bulk copies on sm_90 and newer, pointers before
     cut blocks    the causal clamp, or the end of the cache, cuts them for some row: pointers, and a mask for every element
 Backward: dQ by the same walk; dK and dV over the exact rows that chose each block (_triton/dkdv.py), which costs no union.
+
+Within a tile, 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach the other rows of its tile.
 """
 
 from __future__ import annotations
@@ -181,7 +183,9 @@ def dq_kernel(
             dp = products(do_tile, v_tail, ACC)
             ds = p * (dp - delta_rows[:, None])
             acc = add_product(acc, ds.to(k_tail.dtype), k_tail, ACC)
-    tl.store(dq + out[:, None] * Dk + d[None, :], (acc * scale).to(dq.dtype.element_ty), mask=in_q)
+    # A row that saw no key has p = 0, which an infinite do or dlse would make NaN.
+    acc = tl.where((lse_rows > float("-inf"))[:, None], acc * scale, 0.0)
+    tl.store(dq + out[:, None] * Dk + d[None, :], acc.to(dq.dtype.element_ty), mask=in_q)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -241,4 +245,4 @@ def _descriptors(call: Call, facts: dict[str, object]) -> tuple[object, object]:
 
 def _grid(call: Call, plan: Union, config: KernelConfig) -> tuple[int]:
     B, _, G, h, _ = call.q.shape
-    return (B * G * plan.tiles * triton.cdiv(h, config.rows),)
+    return (B * G * plan.tiles * -(-h // config.rows),)

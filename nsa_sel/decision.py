@@ -44,6 +44,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     backward: bool = True
     deterministic: bool = True
     block_aligned_only: bool = False
+    ranges_max: int = 1 << 30  # ranges a row
     block_multiple: int = 1  # of the block size, where the selection is of whole blocks
 
 

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
+import msgspec
+
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.decision import Backend, Offer, Reason
 from nsa_sel.errors import BackendError
@@ -99,6 +101,11 @@ _broken: dict[tuple[str, Request], Reason] = {}
 _lock = threading.Lock()
 
 
+def _kind(request: Request) -> Request:
+    """The class of calls that compile and launch alike: what a selection was measured to share changes no kernel."""
+    return msgspec.structs.replace(request.request_class(), sharing=None)
+
+
 def mark_broken(name: str, request: Request, error: BaseException) -> None:
     """Remember that `name` failed to compile or launch for this class of requests."""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -107,12 +114,12 @@ def mark_broken(name: str, request: Request, error: BaseException) -> None:
         "see the error event sel.backend.failed; restart the process to try again",
     )  # fmt: skip
     with _lock:
-        _broken[name, request.request_class()] = reason
+        _broken[name, _kind(request)] = reason
 
 
 def is_broken(name: str, request: Request) -> bool:
     """Whether `name` has failed for this class of requests in this process."""
-    return (name, request.request_class()) in _broken
+    return (name, _kind(request)) in _broken
 
 
 def forget_broken() -> None:
@@ -123,7 +130,7 @@ def forget_broken() -> None:
 
 def offers(request: Request) -> tuple[Offer, ...]:
     """Every known backend with what is missing or broken here for this class of requests."""
-    key = request.request_class()
+    key = _kind(request)
     return tuple(
         Offer(spec, missing(name) + ((_broken[name, key],) if (name, key) in _broken else ())) for name, spec in backends().items()
     )

@@ -48,6 +48,9 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
         required = f"a multiple of {limits.block_multiple}"
         remedy = "select blocks of such a size, or use triton-group"
         reasons.append(Reason("block-multiple", "unsupported", "request.block_size", request.block_size, required, remedy))
+    if request.n > limits.ranges_max:
+        required = f"<= {limits.ranges_max}"
+        reasons.append(Reason("ranges-max", "unsupported", "request.n", request.n, required, "select fewer blocks, or use triton-group"))
     if not limits.deterministic:
         reasons.append(
             Reason(

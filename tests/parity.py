@@ -41,18 +41,18 @@ def check_both(
     assert_gradients(got, q, k, v, selection.ranges, do, dlse if with_lse else None, q_pos=q_pos)
 
 
-def check_poison(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> None:
+def check_poison(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None = None) -> None:
     """NaN in every key and value that no row may read changes nothing; o and gradients stay finite and equal."""
     from nsa_sel.oracle import oracle_mask
 
     S_kv = k.shape[2]
-    unused = ~oracle_mask(selection.ranges, S_kv, q.shape[1]).any(1).to(k.device)
+    unused = ~oracle_mask(selection.ranges, S_kv, q.shape[1], q_pos).any(1).to(k.device)
     assert bool(unused.any()), "the case must leave keys unselected"
     poison = torch.where(unused.unsqueeze(-1), float("nan"), 0.0).to(k.dtype)
     results = []
     for extra in (torch.zeros_like(poison), poison):
         inputs = [x.detach().requires_grad_() for x in (q, k + extra, v + extra)]
-        o, lse = attend(backend, *inputs, selection)
+        o, lse = attend(backend, *inputs, selection, q_pos=q_pos)
         results.append((o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, make_grads(q, v)[0])))
     for clean, poisoned in zip(*results, strict=True):
         assert torch.equal(clean, poisoned)

@@ -44,6 +44,43 @@ def test_unselected_and_future_keys_are_never_used(backend: str) -> None:
     assert torch.equal(clean, attend(backend, q, *later, selection, q_pos=positions)[0])
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton-tile", "triton-block"])
+def test_keys_after_unordered_positions_are_never_used(backend: str) -> None:
+    q, k, v = make_qkv(S=3, G=1, h=2, Dk=16, S_kv=160)
+    indices = torch.tensor([[0, 1], [2, 0], [1, 0]]).int()
+    check_poison(backend, q, k, v, Selection.from_blocks(indices[None, :, None], 16), q_pos=torch.tensor([150, 36, 20]))
+
+
+@pytest.mark.parametrize("backend", ["sdpa-packed", "numba", *BACKENDS, "triton-tile", "triton-block"])
+def test_rows_without_keys_have_no_gradient_whatever_comes_in(backend: str) -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40))
+    indices = torch.tensor([[0, 1], [-1, -1], [1, 0], [-1, -1]]).int()
+    o, lse = attend(backend, q, k, v, Selection.from_blocks(indices[None, :, None], 16))
+    dlse = torch.zeros_like(lse)
+    dlse[:, 1::2] = float("nan")  # as from logsumexp over branches that are all -inf
+    dq, dk, dv = torch.autograd.grad((o, lse), (q, k, v), (torch.ones_like(o), dlse))
+    assert int(torch.count_nonzero(dq[:, 1::2])) == 0
+    assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton-tile", "triton-block"])
+def test_one_range_of_one_row_of_many_pairs(backend: str) -> None:
+    """Programs hold far more lanes than there are entries: none of them may read past the plan."""
+    q, k, v = make_qkv(B=3, S=1, G=3, h=1, Dk=16, S_kv=70)
+    check_both(backend, q, k, v, make_blocks(3, 1, 3, 70, 1, 16))
+
+
+def test_blocks_that_straddle_kv_tiles_take_little_room() -> None:
+    from nsa_sel.backends._triton.inverse import reach_of
+    from nsa_sel.call import Call, check_call, device_info
+    from nsa_sel.config import settings_for
+
+    q, k, v = make_qkv(S=4, G=1, h=1, Dk=16, S_kv=3000)
+    checked, device = check_call(q, k, v, make_blocks(1, 4, 1, 3000, 64, 24), None, None), device_info(q.device)
+    call = Call(*checked[:4], checked[5], checked[4], settings_for(device), device)
+    assert reach_of(call, 64) == 2
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_reruns_are_bit_equal(backend: str) -> None:
     q, k, v = make_qkv(S=8, G=1, h=2, Dk=16, S_kv=64)

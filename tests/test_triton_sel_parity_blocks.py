@@ -195,7 +195,7 @@ def test_the_inverse_lists_every_row_of_a_tile_in_order(blocks: bool, section: i
                 ]
                 assert plan.entries[starts[number] : ends[number]].tolist() == expected
                 number += 1
-    for unit in range(plan.units):
+    for unit in range(len(plan.piece_list) // plan.pieces):
         row, group = divmod(unit, -(-B * G // plan.pairs))
         first = (row * B * G + group * plan.pairs) * plan.tiles
         last = min(first + plan.pairs * plan.tiles, (row + 1) * B * G * plan.tiles)

@@ -75,7 +75,8 @@ def test_any_number_of_heads(backend: str, dtype: str, h: int) -> None:
 def test_any_head_dim(backend: str, dtype: str, Dk: int, Dv: int) -> None:
     q, k, v = gpu_qkv(dtype, S=140, G=1, h=4, Dk=Dk, Dv=Dv, seed=Dk)
     check_both(backend, q, k, v, make_blocks(1, 140, 1, 140, 3, 32, device="cuda"))
-    check_both(backend, q[:, -6:], k, v, rows_of(backend, "many", 6, 1, 140, 48))
+    if not registry.backends()[backend].limits.block_aligned_only:
+        check_both(backend, q[:, -6:], k, v, Selection.from_ranges(make_spans("many", 1, 6, 1, 140, 50, device="cuda")))
 
 
 @on_gpu

@@ -86,7 +86,7 @@ def partial_dkdv_kernel(
                     ds = p * (dp - delta_rows[:, None])
                     if (not WHOLE) or HAS_POS or p0 < masked:
                         limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
-                        seen = column[None, :] < limit[:, None]
+                        seen = listed[:, None] & (column[None, :] < limit[:, None])
                         if not WHOLE:
                             at = ranges + (((b * S + s) * G + g) * N + entry // REACH % N) * 2
                             start, end = clamp_range(tl.load(at, mask=listed, other=0), tl.load(at + 1, mask=listed, other=0), limit)
@@ -134,9 +134,10 @@ def highest_limit(entries, q_pos, e, e1, b, S, S_kv, stride_pb, stride_ps, EACH:
     s = tl.load(entries + e1 - 1) // EACH
     highest = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
     if HAS_POS:
-        for i in range(e, e1):
-            s = tl.load(entries + i) // EACH
-            highest = tl.maximum(highest, row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS))
+        for i in range(e, e1, 128):
+            s = tl.load(entries + i + tl.arange(0, 128), mask=i + tl.arange(0, 128) < e1, other=0) // EACH
+            limits = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+            highest = tl.maximum(highest, tl.max(tl.where(i + tl.arange(0, 128) < e1, limits, 0), 0))
     return highest
 
 
@@ -206,6 +207,7 @@ class Gradients:
         Dk = call.k.shape[3]
         self.several = plan.section < S
         parts = most_parts(plan.section * call.selection.n * plan.reach, plan.pairs, plan.tiles, plan.piece)
+        self.by_entry = parts < plan.pieces + plan.pairs * plan.tiles
         self.part_dk = torch.empty(parts, plan.width, Dk, dtype=lse.dtype, device=lse.device)
         self.part_dv = torch.empty(parts, plan.width, Dv, dtype=lse.dtype, device=lse.device)
         self.dk = torch.empty(B, G, S_kv, Dk, dtype=lse.dtype if self.several else call.k.dtype, device=lse.device)
@@ -222,7 +224,6 @@ def add_unit(
     q_pos, *position_strides = launch.position_arguments(call)
     block_d, block_dv = launch.tile_widths(call)
     block = call.selection.block_size
-    by_entry = sums.part_dk.shape[0] < plan.pieces + plan.pairs * plan.tiles
     lists = (plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list, plan.piece)
     partial_dkdv_kernel[(plan.pieces,)](
         call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
@@ -230,14 +231,14 @@ def add_unit(
         *call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_strides, *do.stride()[:4],
         S, S_kv, G, *lists, unit.first_pair, unit.first_row, plan.section, call.scale, launch.scale_log2(call),
         N=call.selection.n, REACH=plan.reach, **launch.facts(call), WHOLE=block is not None and block % plan.width == 0,
-        WITH_DQ=part_dq is not None, BY_ENTRY=by_entry, ROWS=config.rows,
+        WITH_DQ=part_dq is not None, BY_ENTRY=sums.by_entry, ROWS=config.rows,
         BLOCK_L=plan.width, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     sum_rows = min(16, plan.width)
     sum_parts_kernel[((unit.end_list - unit.first_list) * (plan.width // sum_rows),)](
         sums.part_dk, sums.part_dv, sums.dk, sums.dv, plan.ends, S_kv, *lists,
         Dk=call.k.shape[3], Dv=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_L=plan.width, ROWS=sum_rows, ADD=unit.first_row > 0,
-        BY_ENTRY=by_entry, num_warps=4,
+        BY_ENTRY=sums.by_entry, num_warps=4,
     )  # fmt: skip
 
 
@@ -271,7 +272,8 @@ def tile_width(call: Call, config: KernelConfig) -> int:
 
 
 def key_value_gradients(call: Call, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]; parts stay within the workspace bound."""
+    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]; parts stay within the workspace bound where those of one
+    (batch entry, group) pair do."""
     B, S, G = call.q.shape[:3]
     plan = plan_within(call, tile_width(call, config), S, B * G, call.settings.workspace_bytes)
     sums = Gradients(call, plan, lse)

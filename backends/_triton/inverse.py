@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import launch
-from nsa_sel.backends._triton.steps import clamp_range, row_limit
+from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
 
@@ -43,7 +43,6 @@ class Inverse(NamedTuple):
     stretches: int  # of a list
     section: int  # rows of one batch entry and group in a unit
     pairs: int  # (batch entry, group) pairs in a unit
-    units: int
     piece: int  # entries a piece
     pieces: int  # of a unit, at most
 
@@ -51,12 +50,7 @@ class Inverse(NamedTuple):
 @triton.jit
 def list_start(ends, number, stretches):
     """Where list `number` begins among the entries; the next one's beginning is its end."""
-    return tl.load(ends + number * stretches - 1, mask=number > 0, other=0)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
+    return tl.load(ends + tl.cast(number, tl.int64) * stretches - 1, mask=number > 0, other=0)
 
 
 @triton.jit
@@ -94,7 +88,7 @@ def rank_kernel(
         real = key != NOWHERE
         first = real & ((i == 0) | (tl.gather(tile, tl.maximum(i - 1, 0), 0) != tile))
         last = real & ((i == SORTED - 1) | (tl.gather(tile, tl.minimum(i + 1, SORTED - 1), 0) != tile))
-        rank = i - tl.associative_scan(tl.where(first, i, 0), 0, _larger)
+        rank = i - tl.associative_scan(tl.where(first, i, 0), 0, larger)
         rank += tl.load(counts + tile.to(tl.int64) * stretches, mask=real, other=0)
         tl.debug_barrier()  # all have read the count of their tile before its last entry writes it
         tl.store(counts + tile.to(tl.int64) * stretches, rank + 1, mask=last)
@@ -143,7 +137,8 @@ def reach_of(call: Call, width: int) -> int:
     if block is not None and (width % block == 0 or block % width == 0):
         return max(1, block // width)  # a whole block never straddles a tile
     S_kv = call.k.shape[2]
-    return min(-(-S_kv // width), -(-call.selection.length_bound(S_kv) // width) + 1)
+    longest = call.selection.length_bound(S_kv) if block is None else min(block, S_kv)
+    return min(-(-S_kv // width), -(-longest // width) + 1)
 
 
 def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inverse:
@@ -152,9 +147,19 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inve
     reach = reach_of(call, width)
     each = S * n * reach
     capacity = B * G * each
-    if each >= 2**31 or capacity * 8 > max(call.settings.workspace_bytes, 1 << 20):
+    section = min(section, S)
+    sections = -(-S // section)
+    # Stretches long enough for a table of counts that is no longer than the lists.
+    stretch = max(SORTED // (n * reach), -(-S * B * G // STRETCHES), tiles // (n * reach))
+    stretch = min(section, launch.tile(stretch, 1))
+    if sections > 1:  # a stretch lies within one section
+        stretch = min(stretch, section & -section)
+    stretches = -(-section // stretch)
+    lists = sections * B * G * tiles
+    needed = 8 * (capacity + lists * stretches)
+    if each > 2**31 - SORTED or needed > max(call.settings.workspace_bytes, 1 << 20):
         raise BackendError(
-            f"the list of rows of every KV tile needs {capacity * 8} bytes, because any of the {n} ranges of a row may span"
+            f"the list of rows of every KV tile needs {needed} bytes, because any of the {n} ranges of a row may span"
             f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"
             " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
         )
@@ -163,18 +168,11 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inve
             f"k has {tiles} tiles of {width} keys; allowed: fewer than {MOST_TILES}. Remedy: use a larger block, or sdpa-packed."
         )
     device, index = call.q.device, torch.int32 if capacity < 2**31 else torch.int64
-    section = min(section, S)
-    sections = -(-S // section)
-    stretch = min(section, launch.tile(max(SORTED // (n * reach), -(-S * B * G // STRETCHES)), 1))
-    if sections > 1:  # a stretch lies within one section
-        stretch = min(stretch, section & -section)
-    stretches = -(-section // stretch)
     pieces = -(-section * min(pairs, B * G) * n * reach // piece)
-    units = sections * -(-B * G // pairs)
-    counts = torch.zeros(sections * B * G * tiles * stretches, dtype=torch.int32, device=device)
+    counts = torch.zeros(lists * stretches, dtype=torch.int32, device=device)
     ranks = torch.empty(capacity, dtype=torch.int32, device=device)
     entries = torch.empty(capacity, dtype=torch.int32, device=device)
-    piece_list = torch.empty(units * pieces, dtype=torch.int64, device=device)
+    piece_list = torch.empty(sections * -(-B * G // pairs) * pieces, dtype=torch.int64, device=device)
     q_pos, *position_strides = launch.position_arguments(call)
     ranges = call.selection.ranges.contiguous()
     numbers = (*position_strides, S, call.k.shape[2], G, tiles, B * G, section, stretch, stretches)
@@ -184,4 +182,4 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inve
     place_kernel[(-(-each // SORTED) * B * G,)](
         ranges, q_pos, ranks, ends, entries, piece_list, *numbers, min(pairs, B * G), piece, pieces, **facts
     )
-    return Inverse(entries, ends, piece_list, width, tiles, reach, stretches, section, min(pairs, B * G), units, piece, pieces)
+    return Inverse(entries, ends, piece_list, width, tiles, reach, stretches, section, min(pairs, B * G), piece, pieces)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -26,7 +25,7 @@ WALK = 64  # ranges that a program lays end to end at once
 
 def tile(width: int, smallest: int = MIN_TILE) -> int:
     """The power of two that holds `width`, at least `smallest`."""
-    return max(smallest, int(triton.next_power_of_2(width)))
+    return max(smallest, 1 << (width - 1).bit_length())
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
@@ -76,8 +75,12 @@ def kernel_config(call: Call, kernel: str) -> KernelConfig:
 
 
 def remembered(call: Call, key: tuple[object, ...], build: Callable[[], Any]) -> Any:
-    """A plan kept in the selection. Plans depend on the causal clamp: with positions of its own, a call builds them anew."""
-    if call.q_pos is not None:
+    """A plan kept in the selection.
+
+    Built anew with positions of its own, which the causal clamp depends on, and inside a CUDA graph: a replay must follow ranges
+    that were written since, and what a capture builds holds nothing until it is replayed.
+    """
+    if call.q_pos is not None or (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return build()
     return call.selection.plan((*key, tuple(call.k.shape[:3])), build)
 
@@ -130,7 +133,7 @@ def facts(call: Call) -> dict[str, object]:
 def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, parts: int) -> None:
     """Join the partials [rows, parts, Dv] and [rows, parts] of split rows into o and lse."""
     block_rows = 4 if lse.numel() >= 4096 else 1
-    combine_kernel[(triton.cdiv(lse.numel(), block_rows),)](
+    combine_kernel[(-(-lse.numel() // block_rows),)](
         part_o, part_lse, o, lse, lse.numel(), parts, Dv=o.shape[-1], PARTS=tile(parts, 1), BLOCK_DV=tile(o.shape[-1]),
         BLOCK_ROWS=block_rows, num_warps=1,
     )  # fmt: skip

@@ -19,6 +19,12 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def larger(a, b):
+    """For running maxima."""
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS: tl.constexpr):
     """One past the last key that row s (or each of a vector of rows) may see: min(t + 1, S_kv)."""
     if HAS_POS:

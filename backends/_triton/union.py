@@ -15,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import launch
-from nsa_sel.backends._triton.steps import clamp_range, row_limit
+from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
 from nsa_sel.call import Call
+from nsa_sel.errors import BackendError
 
-MOST_ROWS = 64  # of a tile: one bit each
+MOST_ROWS = 64  # of a tile: one bit each, and six bits of the sorted keys
+MOST_BLOCKS = 2**31 // MOST_ROWS - 1  # the other bits
 
 
 class Union(NamedTuple):
@@ -30,11 +32,6 @@ class Union(NamedTuple):
     counts: Tensor  # [B*G*tiles, 2] int32: blocks that are whole for every row, all blocks
     tiles: int
     capacity: int  # TQ * n
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -67,7 +64,7 @@ def union_kernel(
     # A row names a block once, so the bits of a run never carry: the difference of a running sum is their union (modulo 2^64).
     bit = tl.where(real, tl.full([ENTRIES], 1, tl.int64) << (key & 63).to(tl.int64), 0)
     sums = tl.cumsum(bit, 0)
-    run = tl.associative_scan(tl.where(first, e, 0), 0, _larger)
+    run = tl.associative_scan(tl.where(first, e, 0), 0, larger)
     chosen = sums - tl.gather(sums - bit, run, 0)
 
     ordinal = tl.cumsum(first.to(tl.int32), 0) - 1
@@ -86,7 +83,11 @@ def union(call: Call, TQ: int) -> Union:
 
 def _build(call: Call, TQ: int) -> Union:
     B, S, G, n = call.selection.ranges.shape[:4]
-    tiles = triton.cdiv(S, TQ)
+    block, S_kv = call.selection.block_size, call.k.shape[2]
+    assert block is not None, "Limits.block_aligned_only keeps other selections out"
+    if -(-S_kv // block) > MOST_BLOCKS:
+        raise BackendError(f"k has {-(-S_kv // block)} blocks of {block} keys; allowed: {MOST_BLOCKS}. Remedy: use a larger block.")
+    tiles = -(-S // TQ)
     device = call.q.device
     blocks = torch.empty(B * G * tiles * TQ * n, dtype=torch.int32, device=device)
     rows = torch.empty(blocks.numel(), dtype=torch.int64, device=device)
@@ -94,7 +95,7 @@ def _build(call: Call, TQ: int) -> Union:
     entries = launch.tile(TQ * n, 1)
     q_pos, *position_strides = launch.position_arguments(call)
     union_kernel[(B * G * tiles,)](
-        call.selection.ranges.contiguous(), q_pos, blocks, rows, counts, *position_strides, S, call.k.shape[2], G, tiles,
-        N=n, HAS_POS=q_pos is not None, BLOCK=call.selection.block_size, TQ=TQ, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)),
+        call.selection.ranges.contiguous(), q_pos, blocks, rows, counts, *position_strides, S, S_kv, G, tiles,
+        N=n, HAS_POS=q_pos is not None, BLOCK=block, TQ=TQ, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)),
     )  # fmt: skip
     return Union(blocks, rows, counts, tiles, TQ * n)
