@@ -23,7 +23,6 @@ from nsa_sel.backends._triton.dkdv import (
     Unit,
     add_unit,
     highest_limit,
-    lists_bytes,
     piece_bounds,
     plan_within,
     tile_width,
@@ -186,8 +185,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return forward(launch.with_positive_scale(call))
     config = launch.kernel_config(call, "triton-block/forward")
     o, lse = launch.outputs(call)
-    width = tile_width(call, config)
-    plan = _plan(call, width, call.v.shape[3], call.settings.workspace_bytes - lists_bytes(call, width), 0)
+    plan = _plan(call, tile_width(call, config), call.v.shape[3], call.settings.workspace_bytes, 0)
     G, n = call.q.shape[2], call.selection.n
     part_lse = torch.empty(plan.pairs, plan.section, n * plan.reach, call.q.shape[3], dtype=lse.dtype, device=o.device)
     part_o = torch.empty(*part_lse.shape, o.shape[-1], dtype=o.dtype, device=o.device)
@@ -220,10 +218,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         o, do, None if dlse is None else dlse.contiguous(), delta, *do.stride()[:4], S, G, lse.numel(), h=h, Dv=facts["Dv"],
         HAS_DLSE=dlse is not None, ACC=facts["ACC"], BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
     )  # fmt: skip
-    width = tile_width(call, config)
-    sums_bytes = (call.k.numel() + call.v.numel()) * lse.element_size()  # dk and dv in float32, while several units add to them
-    free = max(0, call.settings.workspace_bytes - lists_bytes(call, width) - sums_bytes)
-    plan = _plan(call, width, Dk, free * 3 // 4, free // 4 + lists_bytes(call, width))
+    workspace = call.settings.workspace_bytes
+    plan = _plan(call, tile_width(call, config), Dk, workspace * 3 // 4, workspace // 4)
     part_dq = torch.empty(plan.pairs, plan.section, call.selection.n * plan.reach, h, Dk, dtype=dq.dtype, device=dq.device)
     sums = Gradients(call, plan, lse)
     for unit in units(call, plan):

@@ -247,19 +247,12 @@ def most_parts(entries: int, pairs: int, tiles: int, piece: int) -> int:
     return min(entries * pairs, -(-entries * pairs // piece) + pairs * tiles)
 
 
-def lists_bytes(call: Call, width: int) -> int:
-    """What building an inverse takes at most: ranks, entries, and the counts and their sums, which are no more."""
-    B, S, G = call.q.shape[:3]
-    return 16 * B * S * G * call.selection.n * reach_of(call, width)
-
-
 def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -> Inverse:
     """The plan whose float32 parts fit `budget` bytes: short pieces for balance, fewer pairs a unit, at last longer pieces."""
     S, _, h, Dk = call.q.shape[1:]
     entries = min(section, S) * call.selection.n * reach_of(call, width)
     tiles = -(-call.k.shape[2] // width)
     part_bytes = width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
-    budget -= lists_bytes(call, width)
     piece = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its parts
 
     def parts_bytes() -> int:
