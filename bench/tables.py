@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.bench.summary import Row
 from nsa_sel.request import DeviceInfo, example_request
 from nsa_sel.show import describe
+
+H200_PROFILES = "bench/results/h200/profiles.json"
 
 
 def cpu_table() -> str:
@@ -40,6 +43,20 @@ def of_h200(table: Callable[[list[Row]], str]) -> Callable[[], str]:
     return lambda: table(read_rows(H200_ROWS))
 
 
+def profiles() -> str:
+    """What the hardware counters say of single kernels (Nsight Compute, clocks free)."""
+    shares = ("l2_pct", "dram_pct", "l2_hit_pct", "issue_pct")
+    lines = []
+    for r in json.loads((ROOT / H200_PROFILES).read_text()):
+        percent = [f"{r[key]:.0f}%" for key in shares]
+        tensor = f"{r['busiest_pipe_pct']:.0f}%" if r["busiest_pipe_pct"] else "-"
+        lines.append(
+            (r["kernel"], r["case"], f"{r['duration_us'] / 1e3:.3g}", *percent, tensor, r["registers"], f"{r['shared_kbyte']:.0f}")
+        )
+    headers = ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "tensor pipe", "registers", "shared, KB"]
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+
+
 # By document, one that is not there left out; any document may show any of them.
 PLACES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"h200": of_h200(summary.performance_table), "cpu": cpu_table, "decision": decision},
@@ -49,6 +66,7 @@ PLACES: dict[str, dict[str, Callable[[], str]]] = {
         "layers": of_h200(summary.layers_table),
         "scaling": of_h200(summary.scaling_table),
         "breakeven": of_h200(summary.breakeven_table),
+        "profiles": profiles,
     },
 }
 DOCUMENTS = tuple(document for document in PLACES if (ROOT / document).exists())

@@ -21,7 +21,7 @@ def test_a_profile_is_derived_from_its_rows(target: str) -> None:
 
 def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
     decision = explain_request(example_request(needs_grad=True), H200)
-    assert (decision.forward, decision.backward) == ("triton-group", "triton-group")
+    assert (decision.forward, decision.backward) == ("triton-tile", "triton-tile")
     assert decision.settings.profile == "sm90_h200.yaml"
     other = explain_request(example_request(), H100)
     assert (other.forward, other.settings.profile) == ("sdpa-packed", "built-in")
