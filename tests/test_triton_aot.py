@@ -18,7 +18,7 @@ SOME = ("h16", "h3-256", "decode-h16")  # where a target differs from its neighb
 # Triton 3.7's assembler spills up to 440 bytes in a few of the others.
 OLDER = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 SPILLS = {"partial_dkdv_kernel": 640, "partial_kernel": 160, "rank_kernel": 16, "place_kernel": 16, "sum_parts_kernel": 16}
-WIDE_TILE, TILE = 400, 48  # triton-tile with head dims of 256, and with others
+WIDE_TILE, TILE = 448, 64  # triton-tile with head dims of 256, and with others
 SHARED = {"rank_kernel", "place_kernel", "partial_dkdv_kernel", "sum_parts_kernel"}
 GROUP = {"forward_ranges_kernel", "forward_blocks_kernel", "dq_kernel", "dq_blocks_kernel"}
 KERNELS = {
