@@ -244,10 +244,16 @@ def _plan(call: Call, width: int, D: int, partials: int, parts: int) -> Inverse:
     if fitting >= S:
         section, pairs = S, min(B * G, fitting // S)
     else:
-        even = -(-S // -(-S // fitting))  # sections of one size
-        section, pairs = (min(fitting, -(-even // 1024) * 1024) if fitting >= 1024 else 1 << (fitting.bit_length() - 1)), 1
-        section = section // 1024 * 1024 if section >= 1024 else section
+        section, pairs = _even_section(S, fitting), 1
     return plan_within(call, width, section, pairs, parts if parts else 1 << 62)
+
+
+def _even_section(S: int, fitting: int) -> int:
+    """At most `fitting` rows, sections of about one size; a multiple of 1024 or a power of two, which stretches of rows divide."""
+    if fitting < 1024:
+        return 1 << (fitting.bit_length() - 1)
+    even = -(-S // -(-S // fitting))
+    return min(fitting // 1024, -(-even // 1024)) * 1024
 
 
 def _reduce_grid(call: Call, unit: Unit) -> tuple[int]:

@@ -381,7 +381,7 @@ def _bulk_copies_fit(call: Call, kernel: str) -> bool:
     """Whether `kernel` takes whole blocks; it cuts them into tiles of a power of two, and looks at all ranges of a row at once."""
     size = call.selection.block_size
     power = size is not None and size & (size - 1) == 0
-    return power and call.selection.n <= 1024 and launch.bulk_copies_fit(call, call.settings.kernels[kernel])
+    return power and call.selection.n <= 1024 and call.settings.kernels[kernel].loads == "tma" and launch.bulk_copies_fit(call)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

@@ -234,8 +234,7 @@ def _plan_and_facts(call: Call, config: KernelConfig) -> tuple[Union, dict[str, 
     assert block is not None, "Limits.block_aligned_only keeps other selections out"
     TQ = _rows_a_tile(call, config)
     block_l = min(config.block_l, block & -block)
-    bulk = launch.bulk_copies_fit(call, config)
-    tiles = {"BULK": bulk, "BLOCK": block, "TQ": TQ, "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
+    tiles = {"BULK": config.loads == "tma", "BLOCK": block, "TQ": TQ, "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
     return union(call, TQ), {**launch.facts(call), **tiles}
 
 

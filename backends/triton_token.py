@@ -145,10 +145,10 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     else:
         to_o = torch.empty(lse.numel(), parts, o.shape[-1], dtype=lse.dtype, device=o.device)
         to_lse = torch.empty(lse.numel(), parts, dtype=lse.dtype, device=o.device)
-    q_pos, *position_strides = launch.position_arguments(call)
+    q_pos = launch.position_arguments(call)[0]
     forward_kernel[(B * S * G * h * parts,)](
         call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, to_o, to_lse,
-        *call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_strides,
+        *launch.strides(call),
         S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
         **launch.facts(call), SPLIT=parts > 1, BLOCK_L=config.block_l, NP=launch.walk_width(call),
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -167,10 +167,10 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     config = launch.kernel_config(call, "triton-token/dq")
     dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     delta = torch.empty_like(lse)
-    q_pos, *position_strides = launch.position_arguments(call)
+    q_pos = launch.position_arguments(call)[0]
     dq_kernel[(B * S * G * h,)](
         call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, o, lse, do, None if dlse is None else dlse.contiguous(),
-        dq, delta, *call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_strides, *do.stride()[:4],
+        dq, delta, *launch.strides(call), *do.stride()[:4],
         S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call),
         **launch.facts(call), HAS_DLSE=dlse is not None, BLOCK_L=config.block_l, NP=launch.walk_width(call),
         num_warps=config.num_warps, num_stages=config.num_stages,

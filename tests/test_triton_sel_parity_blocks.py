@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import pytest
 import torch
@@ -93,6 +95,27 @@ def test_edges(backend: str, edge: str) -> None:
 def test_fewer_keys_than_blocks(backend: str) -> None:
     q, k, v = make_qkv(S=5, G=1, h=2, Dk=16)
     check_both(backend, q, k, v, make_blocks(1, 5, 1, 5, 4, 16))
+
+
+@pytest.mark.parametrize("loads", ["tma", "pointer"])
+def test_tiles_by_bulk_copies_and_by_pointers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loads: str) -> None:
+    """GPUs before sm_90 take pointers: the same results, and the event tells which."""
+    settings_for = config.settings_for
+
+    def changed(device: object) -> config.Settings:
+        settings = settings_for(device)  # type: ignore[arg-type]
+        kernels = {name: msgspec.structs.replace(kernel, loads=loads) for name, kernel in settings.kernels.items()}
+        return msgspec.structs.replace(settings, kernels=kernels, debug_triton=True)
+
+    monkeypatch.setattr(attention, "settings_for", changed)
+    q, k, v = make_qkv(B=2, S=9, G=2, h=3, Dk=24, Dv=16, S_kv=100)
+    with caplog.at_level(logging.INFO, logger="nsa_sel"):
+        check_both("triton-tile", q, k, v, make_blocks(2, 9, 2, 100, 3, 16))
+    configs = [record.nsa_sel["config"] for record in caplog.records if record.getMessage() == "sel.triton.kernel"]  # type: ignore[attr-defined]
+    for kernel in ("forward", "dq"):
+        taken = [name for name in configs if name.startswith(f"triton-tile/{kernel}")]
+        assert taken
+        assert all(f":{loads}" in name for name in taken)
 
 
 @both

@@ -61,9 +61,9 @@ def partial_dkdv_kernel(
                 dv_acc = tl.zeros([BLOCK_L, BLOCK_DV], ACC)
                 pairs = ((e1 - e) * h).to(tl.int32)
                 masked = (tl.maximum(list_begin + BLOCK_L - e, 0) * h).to(tl.int32)
-                # The next step's entries are fetched early: the rows' addresses wait for them.
                 first_out = (b * S * G + g) * h
                 first_slot = ((bg - first_pair) * section - first_row) * (N * REACH) * h
+                # The next step's entries are fetched early: the rows' addresses wait for them.
                 coming = tl.load(entries + e + r // h, mask=r < pairs, other=0)
                 for p0 in range(0, pairs, ROWS):
                     pair = p0 + r
@@ -86,8 +86,9 @@ def partial_dkdv_kernel(
                     ds = p * (dp - delta_rows[:, None])
                     if (not WHOLE) or HAS_POS or p0 < masked:
                         limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
-                        seen = listed[:, None] & (column[None, :] < limit[:, None])
-                        if not WHOLE:
+                        if WHOLE:
+                            seen = listed[:, None] & (column[None, :] < limit[:, None])
+                        else:
                             at = ranges + (((b * S + s) * G + g) * N + entry // REACH % N) * 2
                             start, end = clamp_range(tl.load(at, mask=listed, other=0), tl.load(at + 1, mask=listed, other=0), limit)
                             seen = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
@@ -143,7 +144,7 @@ def highest_limit(entries, q_pos, e, e1, b, S, S_kv, stride_pb, stride_ps, EACH:
 
 @triton.jit
 def sum_parts_kernel(
-    part_dk, part_dv, dk, dv, ends, S_kv, tiles, pairs_all, stretches, first_list, end_list, piece,
+    part_dk, part_dv, dk, dv, ends, S_kv, tiles, pairs_all, stretches, first_list, piece,
     Dk: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, BY_ENTRY: tl.constexpr,
 ):  # fmt: skip
@@ -221,22 +222,22 @@ def add_unit(
     """Add one unit's share to dk and dv; with part_dq [pairs, section, n*reach, h, Dk], write its shares of dq too."""
     S, G = call.q.shape[1:3]
     B, _, S_kv, Dv = call.v.shape
-    q_pos, *position_strides = launch.position_arguments(call)
+    q_pos = launch.position_arguments(call)[0]
     block_d, block_dv = launch.tile_widths(call)
     block = call.selection.block_size
-    lists = (plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list, plan.piece)
     partial_dkdv_kernel[(plan.pieces,)](
         call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
         plan.entries, plan.ends, unit.piece_list,
-        *call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_strides, *do.stride()[:4],
-        S, S_kv, G, *lists, unit.first_pair, unit.first_row, plan.section, call.scale, launch.scale_log2(call),
+        *launch.strides(call), *do.stride()[:4], S, S_kv, G,
+        plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list, plan.piece, unit.first_pair, unit.first_row, plan.section,
+        call.scale, launch.scale_log2(call),
         N=call.selection.n, REACH=plan.reach, **launch.facts(call), WHOLE=block is not None and block % plan.width == 0,
         WITH_DQ=part_dq is not None, BY_ENTRY=sums.by_entry, ROWS=config.rows,
         BLOCK_L=plan.width, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     sum_rows = min(16, plan.width)
     sum_parts_kernel[((unit.end_list - unit.first_list) * (plan.width // sum_rows),)](
-        sums.part_dk, sums.part_dv, sums.dk, sums.dv, plan.ends, S_kv, *lists,
+        sums.part_dk, sums.part_dv, sums.dk, sums.dv, plan.ends, S_kv, plan.tiles, B * G, plan.stretches, unit.first_list, plan.piece,
         Dk=call.k.shape[3], Dv=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_L=plan.width, ROWS=sum_rows, ADD=unit.first_row > 0,
         BY_ENTRY=sums.by_entry, num_warps=4,
     )  # fmt: skip

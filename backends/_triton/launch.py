@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -65,10 +66,13 @@ def split_parts(call: Call, programs: int) -> int:
 
 
 def kernel_config(call: Call, kernel: str) -> KernelConfig:
-    """The launch of `kernel` for this call's head dimensions and dtype, and the event that names it."""
+    """The launch of `kernel` for this call's head dimensions and dtype, with pointers where bulk copies do not fit, and the event
+    that names it."""
     wide = call.q.element_size() > 2 or sum(tile_widths(call)) > 256
     name = f"{kernel}-wide" if wide else kernel
     config = call.settings.kernel(name)
+    if config.loads == "tma" and not bulk_copies_fit(call):
+        config = msgspec.structs.replace(config, loads="pointer")
     if call.settings.debug_triton:
         observe.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), path="dense" if call.selection.n == 1 else "varlen")
     return config
@@ -90,10 +94,10 @@ def strides(call: Call) -> tuple[int, ...]:
     return (*call.q.stride()[:4], *call.k.stride()[:3], *call.v.stride()[:3], *position_arguments(call)[1:])
 
 
-def bulk_copies_fit(call: Call, config: KernelConfig) -> bool:
-    """Whether a kernel may fetch this call's blocks by bulk copies: sm_90 and newer, whole blocks, 16-byte strides."""
+def bulk_copies_fit(call: Call) -> bool:
+    """Whether this call's blocks can be fetched by bulk copies: sm_90 and newer, whole blocks, 16-byte strides."""
     size = call.selection.block_size
-    if config.loads != "tma" or size is None or size % MIN_TILE:
+    if size is None or size % MIN_TILE:
         return False
     if call.device.kind == "cuda" and (call.device.sm or 0) < 90:
         return False
