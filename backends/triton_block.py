@@ -27,9 +27,20 @@ from nsa_sel.backends._triton.dkdv import (
     plan_within,
     tile_width,
     units,
+    workspace_beside_plan,
 )
 from nsa_sel.backends._triton.inverse import Inverse, list_start
-from nsa_sel.backends._triton.steps import LN_2, LOWEST, clamp_range, powers, products, reciprocal, row_limit
+from nsa_sel.backends._triton.steps import (
+    LN_2,
+    LOWEST,
+    clamp_range,
+    load_columns,
+    powers,
+    reciprocal,
+    row_limit,
+    split_products,
+    store_columns,
+)
 from nsa_sel.call import Call
 
 REDUCED = 4  # (row, head) pairs that a program of the second kernels joins
@@ -41,14 +52,13 @@ def partial_kernel(
     stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
     S, S_kv, G, tiles, pairs_all, stretches, first_list, end_list, piece, first_pair, first_row, section, scale_log2,
     EACH: tl.constexpr, h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Partials [pairs, section, n*reach, h] (lse in base 2) of one piece of the unit's lists first_list .. end_list."""
     e, stop = piece_bounds(ends, first_list, end_list, stretches, piece)
     if e < stop:
         number = tl.load(piece_list + tl.program_id(0))
         r = tl.arange(0, ROWS)
-        d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
         while e < stop:
             list_begin = list_start(ends, number, stretches)
             e1 = tl.minimum(list_start(ends, number + 1, stretches), stop)
@@ -58,11 +68,11 @@ def partial_kernel(
                 column = (number % tiles * BLOCK_L).to(tl.int32) + tl.arange(0, BLOCK_L)
                 # Keys that none of the rows may see may hold NaN, which 0 * v would not mask.
                 reachable = highest_limit(entries, q_pos, e, e1, b, S, S_kv, stride_pb, stride_ps, EACH, HAS_POS)
-                in_k = (column < reachable)[:, None] & (d < Dk)[None, :]
-                in_v = (column < reachable)[:, None] & (dv < Dv)[None, :]
-                wide = column.to(tl.int64)[:, None]
-                k_tile = tl.load(k + b * stride_kb + g * stride_kg + wide * stride_kn + d[None, :], mask=in_k, other=0.0)
-                v_tile = tl.load(v + b * stride_vb + g * stride_vg + wide * stride_vn + dv[None, :], mask=in_v, other=0.0)
+                k_rows = k + b * stride_kb + g * stride_kg + column.to(tl.int64) * stride_kn
+                v_rows = v + b * stride_vb + g * stride_vg + column.to(tl.int64) * stride_vn
+                k_tile = load_columns(k_rows, column < reachable, 0, Dk, BLOCK_D)
+                k_rest = load_columns(k_rows, column < reachable, BLOCK_D, Dk, BLOCK_REST) if BLOCK_REST > 0 else k_tile
+                v_tile = load_columns(v_rows, column < reachable, 0, Dv, BLOCK_DV)
                 pairs = ((e1 - e) * h).to(tl.int32)
                 masked = (tl.maximum(list_begin + BLOCK_L - e, 0) * h).to(tl.int32)
                 first_slot = ((bg - first_pair) * section - first_row) * EACH * h
@@ -75,8 +85,9 @@ def partial_kernel(
                     head = pair % h
                     s = (entry // EACH).to(tl.int64)
                     q_rows = q + b * stride_qb + g * stride_qg + (s * stride_qs + head * stride_qh)
-                    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=listed[:, None] & (d < Dk)[None, :], other=0.0)
-                    logits = products(q_tile, k_tile, ACC)
+                    q_tile = load_columns(q_rows, listed, 0, Dk, BLOCK_D)
+                    q_rest = load_columns(q_rows, listed, BLOCK_D, Dk, BLOCK_REST) if BLOCK_REST > 0 else q_tile
+                    logits = split_products(q_tile, q_rest, k_tile, k_rest, BLOCK_REST, ACC)
                     if HAS_POS or p0 < masked:  # of the rows in order, only the first BLOCK_L can stand within the block
                         limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
                         logits = tl.where(column[None, :] < limit[:, None], logits, float("-inf"))
@@ -85,8 +96,7 @@ def partial_kernel(
                     l = tl.where(listed, tl.sum(p, 1), 1.0)
                     o_tile = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee", out_dtype=ACC) * reciprocal(l)[:, None]
                     slot = first_slot + entry.to(tl.int64) * h + head
-                    in_o = listed[:, None] & (dv < Dv)[None, :]
-                    tl.store(part_o + (slot * Dv)[:, None] + dv[None, :], o_tile.to(part_o.dtype.element_ty), mask=in_o)
+                    store_columns(part_o + slot * Dv, o_tile, listed, 0, Dv)
                     tl.store(part_lse + slot, m * scale_log2 + tl.log2(l), mask=listed)
             e = e1
             number += 1
@@ -185,7 +195,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return forward(launch.with_positive_scale(call))
     config = launch.kernel_config(call, "triton-block/forward")
     o, lse = launch.outputs(call)
-    plan = _plan(call, tile_width(call, config), call.v.shape[3], call.settings.workspace_bytes, 0)
+    plan = _plan(call, tile_width(call, config), call.v.shape[3], 0)
     G, n = call.q.shape[2], call.selection.n
     part_lse = torch.empty(plan.pairs, plan.section, n * plan.reach, call.q.shape[3], dtype=lse.dtype, device=o.device)
     part_o = torch.empty(*part_lse.shape, o.shape[-1], dtype=o.dtype, device=o.device)
@@ -195,7 +205,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             call.q, call.k, call.v, launch.position_arguments(call)[0], part_o, part_lse, plan.entries, plan.ends, unit.piece_list,
             *launch.strides(call), call.q.shape[1], call.k.shape[2], G, plan.tiles, call.q.shape[0] * G, plan.stretches,
             unit.first_list, unit.end_list, plan.piece, unit.first_pair, unit.first_row, plan.section, launch.scale_log2(call),
-            EACH=n * plan.reach, **facts, ROWS=config.rows, BLOCK_L=plan.width, num_warps=config.num_warps, num_stages=config.num_stages,
+            EACH=n * plan.reach, **launch.split_facts(call), ROWS=config.rows, BLOCK_L=plan.width,
+            num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
         join_kernel[_reduce_grid(call, unit)](
             part_o, part_lse, *_reduce_arguments(call, plan, unit, (o, lse)), N=n, REACH=plan.reach, h=facts["h"], Dv=facts["Dv"],
@@ -218,8 +229,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         o, do, None if dlse is None else dlse.contiguous(), delta, *do.stride()[:4], S, G, lse.numel(), h=h, Dv=facts["Dv"],
         HAS_DLSE=dlse is not None, ACC=facts["ACC"], BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
     )  # fmt: skip
-    workspace = call.settings.workspace_bytes
-    plan = _plan(call, tile_width(call, config), Dk, workspace * 3 // 4, workspace // 4)
+    plan = _plan(call, tile_width(call, config), Dk, Dk + call.v.shape[3])
     part_dq = torch.empty(plan.pairs, plan.section, call.selection.n * plan.reach, h, Dk, dtype=dq.dtype, device=dq.device)
     sums = Gradients(call, plan, lse)
     for unit in units(call, plan):
@@ -228,22 +238,26 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
             part_dq, *_reduce_arguments(call, plan, unit, (dq,)), N=call.selection.n, REACH=plan.reach, h=h, Dk=Dk,
             HAS_POS=facts["HAS_POS"], ACC=facts["ACC"], WIDTH=plan.width, BLOCK_D=facts["BLOCK_D"], R=REDUCED, num_warps=1,
         )  # fmt: skip
-    return dq, sums.dk.to(call.k.dtype), sums.dv.to(call.v.dtype)
+    return dq, sums.dk, sums.dv
 
 
-def _plan(call: Call, width: int, D: int, partials: int, parts: int) -> Inverse:
-    """Units whose partials [rows, n*reach, h, D] fit `partials` bytes, and whose float32 parts of dk and dv fit `parts` (0: none).
+def _plan(call: Call, width: int, D: int, gradient_columns: int) -> Inverse:
+    """Units whose partials [rows, n*reach, h, D] fit the workspace beside the plan; with gradient_columns = Dk + Dv, a quarter of it
+    is left to the float32 parts of dk and dv, and where rows come in sections, their sums over one pair are set aside.
 
     All rows of few pairs rather than few rows of all: longer lists, and a group's K and V stay in the cache.
     """
     B, S, G, h, _ = call.q.shape
-    block = call.selection.block_size
+    block, accumulator = call.selection.block_size, max(4, call.q.element_size())
     assert block is not None, "Limits.block_aligned_only keeps other selections out"
-    row_bytes = call.selection.n * (block // width) * h * (D * call.q.element_size() + 4)
-    fitting = max(1, partials // row_bytes)
-    if fitting >= S:
-        section, pairs = S, min(B * G, fitting // S)
+    row_bytes = call.selection.n * (block // width) * h * (D * call.q.element_size() + accumulator)
+    workspace = workspace_beside_plan(call, width)
+    parts = workspace // 4 if gradient_columns else 0
+    if (workspace - parts) // row_bytes >= S:
+        section, pairs = S, min(B * G, (workspace - parts) // row_bytes // S)
     else:
+        sums = call.k.shape[2] * gradient_columns * accumulator
+        fitting = max(1, (workspace - parts - sums) // row_bytes, workspace // 8 // row_bytes)
         section, pairs = _even_section(S, fitting), 1
     return plan_within(call, width, section, pairs, parts if parts else 1 << 62)
 

@@ -313,7 +313,7 @@ def _forward_blocks(call: Call, config: KernelConfig) -> tuple[Tensor, Tensor]:
     block_h = _block_h(call)
     tiles = _block_tiles(call, config)
     forward_blocks_kernel[(B * S * G * -(-h // block_h),)](
-        call.q, *launch.descriptors(call, tiles["BLOCK_L"]), call.k, call.v, call.selection.ranges.contiguous(),
+        call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, call.selection.ranges.contiguous(),
         launch.position_arguments(call)[0], o, lse, *launch.strides(call), S, call.k.shape[2], G, call.selection.n, launch.scale_log2(call),
         **launch.facts(call), **tiles, BLOCK_H=block_h, num_warps=_warps(config, block_h), num_stages=config.num_stages,
     )  # fmt: skip
@@ -364,7 +364,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         config = launch.kernel_config(call, "triton-group/dq-blocks")
         tiles = _block_tiles(call, config)
         dq_blocks_kernel[grid](
-            call.q, *launch.descriptors(call, tiles["BLOCK_L"]), call.k, call.v, *tensors, *numbers, **facts, **tiles,
+            call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, *tensors, *numbers, **facts, **tiles,
             num_warps=_warps(config, block_h), num_stages=config.num_stages,
         )  # fmt: skip
     else:
@@ -375,6 +375,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         )  # fmt: skip
     dk, dv = key_value_gradients(call, lse, do, delta, launch.kernel_config(call, "triton-group/dkdv"))
     return dq, dk, dv
+
+
+def _descriptors(call: Call, block_l: int) -> tuple[object, object]:
+    block_d, block_dv = launch.tile_widths(call)
+    return launch.descriptor(call.k, block_l, block_d), launch.descriptor(call.v, block_l, block_dv)
 
 
 def _bulk_copies_fit(call: Call, kernel: str) -> bool:

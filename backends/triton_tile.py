@@ -12,6 +12,8 @@ Within a tile, 0 * NaN is NaN: a NaN or infinity in a key or value that one row 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,9 +28,12 @@ from nsa_sel.backends._triton.steps import (
     add_product,
     chosen_step,
     finish_softmax,
+    load_columns,
     products,
     row_limit,
     softmax_step,
+    split_products,
+    store_columns,
 )
 from nsa_sel.backends._triton.union import MOST_ROWS, Union, union
 from nsa_sel.call import Call
@@ -56,32 +61,34 @@ def tile_rows(pid, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def whole_tile(
-    desc, x, b, g, c, stride_b, stride_g, stride_n, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BULK: tl.constexpr
-):
-    """Rows [c, c + BLOCK_L) of k or v, all of which exist: by a bulk copy or by pointers."""
+    desc, x, b, g, c, stride_b, stride_g, stride_n,
+    first: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    """Rows [c, c + BLOCK_L) of k or v, all of which exist, columns [first, first + BLOCK_D): by a bulk copy or by pointers."""
     if BULK:
-        return desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
+        return desc.load([b, g, c, first]).reshape(BLOCK_L, BLOCK_D)
     else:
-        d = tl.arange(0, BLOCK_D)
-        rows = x + b.to(tl.int64) * stride_b + g.to(tl.int64) * stride_g + (c + tl.arange(0, BLOCK_L)).to(tl.int64)[:, None] * stride_n
-        return tl.load(rows + d[None, :], mask=(d < D)[None, :], other=0.0)
+        position = (c + tl.arange(0, BLOCK_L)).to(tl.int64)
+        rows = x + b.to(tl.int64) * stride_b + g.to(tl.int64) * stride_g + position * stride_n
+        return load_columns(rows, position >= 0, first, D, BLOCK_D)
 
 
 @triton.jit
 def forward_kernel(
-    q, k_desc, v_desc, k, v, blocks, rows, counts, q_pos, o, lse,
+    q, k_desc, k_rest_desc, v_desc, k, v, blocks, rows, counts, q_pos, o, lse,
     stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
     S, S_kv, G, tiles, capacity, scale_log2,
     h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr, BULK: tl.constexpr, BLOCK: tl.constexpr,
-    TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
+    TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
+    TAIL_L: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile's rows and heads."""
     STEPS: tl.constexpr = BLOCK // BLOCK_L
     b, g, tile, s, bit, head, exists = tile_rows(tl.program_id(0), S, G, tiles, h, TQ, ROWS)
     b64, g64, s64, head64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64), head.to(tl.int64)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_rows = (q + b64 * stride_qb + g64 * stride_qg + (s64 * stride_qs + head64 * stride_qh))[:, None] + d[None, :]
-    q_tile = tl.load(q_rows, mask=exists[:, None] & (d < Dk)[None, :], other=0.0)
+    q_rows = q + b64 * stride_qb + g64 * stride_qg + (s64 * stride_qs + head64 * stride_qh)
+    q_tile = load_columns(q_rows, exists, 0, Dk, BLOCK_D)
+    q_rest = load_columns(q_rows, exists, BLOCK_D, Dk, BLOCK_REST) if BLOCK_REST > 0 else q_tile
     blocks += tile.to(tl.int64) * capacity
     rows += tile.to(tl.int64) * capacity
     whole, total = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
@@ -93,12 +100,16 @@ def forward_kernel(
     block, chosen = tl.load(blocks), tl.load(rows)
     for step in range(0, whole * STEPS):
         c = block * BLOCK + step % STEPS * BLOCK_L
-        k_tile = whole_tile(k_desc, k, b, g, c, stride_kb, stride_kg, stride_kn, Dk, BLOCK_L, BLOCK_D, BULK)
-        v_tile = whole_tile(v_desc, v, b, g, c, stride_vb, stride_vg, stride_vn, Dv, BLOCK_L, BLOCK_DV, BULK)
+        k_tile = whole_tile(k_desc, k, b, g, c, stride_kb, stride_kg, stride_kn, 0, Dk, BLOCK_L, BLOCK_D, BULK)
+        k_rest = k_tile
+        if BLOCK_REST > 0:
+            k_rest = whole_tile(k_rest_desc, k, b, g, c, stride_kb, stride_kg, stride_kn, BLOCK_D, Dk, BLOCK_L, BLOCK_REST, BULK)
+        v_tile = whole_tile(v_desc, v, b, g, c, stride_vb, stride_vg, stride_vn, 0, Dv, BLOCK_L, BLOCK_DV, BULK)
         takes_part = ((chosen >> bit) & 1) != 0
         coming = tl.minimum((step + 1) // STEPS, whole - 1)
         block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
-        acc, l, m = chosen_step(products(q_tile, k_tile, ACC), takes_part, v_tile, acc, l, m, scale_log2, ACC)
+        logits = split_products(q_tile, q_rest, k_tile, k_rest, BLOCK_REST, ACC)
+        acc, l, m = chosen_step(logits, takes_part, v_tile, acc, l, m, scale_log2, ACC)
 
     limit = row_limit(q_pos, b64, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
     k_base, v_base = k + b64 * stride_kb + g64 * stride_kg, v + b64 * stride_vb + g64 * stride_vg
@@ -109,39 +120,40 @@ def forward_kernel(
         end = tl.minimum(c0 + BLOCK, tl.max(sees, 0))  # keys that none of the rows sees may hold NaN
         for c in range(c0, end, TAIL_L):
             position = c + tl.arange(0, TAIL_L)
-            wide = position.to(tl.int64)[:, None]
-            k_tail = tl.load(k_base + wide * stride_kn + d[None, :], mask=(position < end)[:, None] & (d < Dk)[None, :], other=0.0)
-            v_tail = tl.load(v_base + wide * stride_vn + dv[None, :], mask=(position < end)[:, None] & (dv < Dv)[None, :], other=0.0)
-            logits = tl.where(position[None, :] < sees[:, None], products(q_tile, k_tail, ACC), float("-inf"))
+            k_rows, v_rows = k_base + position.to(tl.int64) * stride_kn, v_base + position.to(tl.int64) * stride_vn
+            k_tail = load_columns(k_rows, position < end, 0, Dk, BLOCK_D)
+            k_rest = load_columns(k_rows, position < end, BLOCK_D, Dk, BLOCK_REST) if BLOCK_REST > 0 else k_tail
+            v_tail = load_columns(v_rows, position < end, 0, Dv, BLOCK_DV)
+            logits = split_products(q_tile, q_rest, k_tail, k_rest, BLOCK_REST, ACC)
+            logits = tl.where(position[None, :] < sees[:, None], logits, float("-inf"))
             acc, l, m = softmax_step(logits, v_tail, acc, l, m, scale_log2, ACC)
 
     o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
     out = ((b64 * S + s64) * G + g64) * h + head64
-    tl.store(o + out[:, None] * Dv + dv[None, :], o_tile.to(o.dtype.element_ty), mask=exists[:, None] & (dv < Dv)[None, :])
+    store_columns(o + out * Dv, o_tile, exists, 0, Dv)
     tl.store(lse + out, lse_rows * LN_2, mask=exists)
 
 
 @triton.jit
 def dq_kernel(
-    q, k_desc, v_desc, k, v, blocks, rows, counts, q_pos, o, lse, do, dlse, dq, delta,
+    q, k_desc, k_rest_desc, v_desc, k, v, blocks, rows, counts, q_pos, o, lse, do, dlse, dq, delta,
     stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
     stride_dob, stride_dos, stride_dog, stride_doh, S, S_kv, G, tiles, capacity, scale, scale_log2,
     h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, HAS_DLSE: tl.constexpr, ACC: tl.constexpr,
-    BULK: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
+    BULK: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile's rows and heads, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side."""
     STEPS: tl.constexpr = BLOCK // BLOCK_L
     b, g, tile, s, bit, head, exists = tile_rows(tl.program_id(0), S, G, tiles, h, TQ, ROWS)
     b64, g64, s64, head64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64), head.to(tl.int64)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    in_q, in_o = exists[:, None] & (d < Dk)[None, :], exists[:, None] & (dv < Dv)[None, :]
-    q_rows = (q + b64 * stride_qb + g64 * stride_qg + (s64 * stride_qs + head64 * stride_qh))[:, None] + d[None, :]
-    do_rows = (do + b64 * stride_dob + g64 * stride_dog + (s64 * stride_dos + head64 * stride_doh))[:, None] + dv[None, :]
-    q_tile = tl.load(q_rows, mask=in_q, other=0.0)
-    do_tile = tl.load(do_rows, mask=in_o, other=0.0)
+    q_rows = q + b64 * stride_qb + g64 * stride_qg + (s64 * stride_qs + head64 * stride_qh)
+    q_tile = load_columns(q_rows, exists, 0, Dk, BLOCK_D)
+    q_rest = load_columns(q_rows, exists, BLOCK_D, Dk, BLOCK_REST) if BLOCK_REST > 0 else q_tile
+    do_rows = do + b64 * stride_dob + g64 * stride_dog + (s64 * stride_dos + head64 * stride_doh)
+    do_tile = load_columns(do_rows, exists, 0, Dv, BLOCK_DV)
     out = ((b64 * S + s64) * G + g64) * h + head64
-    o_tile = tl.load(o + out[:, None] * Dv + dv[None, :], mask=in_o, other=0.0)
+    o_tile = load_columns(o + out * Dv, exists, 0, Dv, BLOCK_DV)
     delta_rows = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
     if HAS_DLSE:
         delta_rows -= tl.load(dlse + out, mask=exists, other=0.0)
@@ -152,19 +164,25 @@ def dq_kernel(
     whole, total = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
 
     acc = tl.zeros([ROWS, BLOCK_D], ACC)
+    rest = tl.zeros([ROWS, BLOCK_REST], ACC) if BLOCK_REST > 0 else acc
     block, chosen = tl.load(blocks), tl.load(rows)
     for step in range(0, whole * STEPS):
         c = block * BLOCK + step % STEPS * BLOCK_L
-        k_tile = whole_tile(k_desc, k, b, g, c, stride_kb, stride_kg, stride_kn, Dk, BLOCK_L, BLOCK_D, BULK)
-        v_tile = whole_tile(v_desc, v, b, g, c, stride_vb, stride_vg, stride_vn, Dv, BLOCK_L, BLOCK_DV, BULK)
+        k_tile = whole_tile(k_desc, k, b, g, c, stride_kb, stride_kg, stride_kn, 0, Dk, BLOCK_L, BLOCK_D, BULK)
+        k_rest = k_tile
+        if BLOCK_REST > 0:
+            k_rest = whole_tile(k_rest_desc, k, b, g, c, stride_kb, stride_kg, stride_kn, BLOCK_D, Dk, BLOCK_L, BLOCK_REST, BULK)
+        v_tile = whole_tile(v_desc, v, b, g, c, stride_vb, stride_vg, stride_vn, 0, Dv, BLOCK_L, BLOCK_DV, BULK)
         takes_part = ((chosen >> bit) & 1) != 0
         coming = tl.minimum((step + 1) // STEPS, whole - 1)
         block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
-        s2 = products(q_tile, k_tile, ACC) * scale_log2
+        s2 = split_products(q_tile, q_rest, k_tile, k_rest, BLOCK_REST, ACC) * scale_log2
         dp = products(do_tile, v_tile, ACC)
         p = tl.exp2(s2 - tl.where(takes_part, lse_rows, float("inf"))[:, None])
         ds = p * (dp - delta_rows[:, None])
         acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
+        if BLOCK_REST > 0:
+            rest = add_product(rest, ds.to(k_tile.dtype), k_rest, ACC)
 
     limit = row_limit(q_pos, b64, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
     k_base, v_base = k + b64 * stride_kb + g64 * stride_kg, v + b64 * stride_vb + g64 * stride_vg
@@ -175,17 +193,22 @@ def dq_kernel(
         end = tl.minimum(c0 + BLOCK, tl.max(sees, 0))
         for c in range(c0, end, TAIL_L):
             position = c + tl.arange(0, TAIL_L)
-            wide = position.to(tl.int64)[:, None]
-            k_tail = tl.load(k_base + wide * stride_kn + d[None, :], mask=(position < end)[:, None] & (d < Dk)[None, :], other=0.0)
-            v_tail = tl.load(v_base + wide * stride_vn + dv[None, :], mask=(position < end)[:, None] & (dv < Dv)[None, :], other=0.0)
-            s2 = products(q_tile, k_tail, ACC) * scale_log2
-            p = tl.where(position[None, :] < sees[:, None], tl.exp2(s2 - lse_rows[:, None]), 0.0)
+            k_rows, v_rows = k_base + position.to(tl.int64) * stride_kn, v_base + position.to(tl.int64) * stride_vn
+            k_tail = load_columns(k_rows, position < end, 0, Dk, BLOCK_D)
+            k_rest = load_columns(k_rows, position < end, BLOCK_D, Dk, BLOCK_REST) if BLOCK_REST > 0 else k_tail
+            v_tail = load_columns(v_rows, position < end, 0, Dv, BLOCK_DV)
+            logits = split_products(q_tile, q_rest, k_tail, k_rest, BLOCK_REST, ACC)
+            p = tl.where(position[None, :] < sees[:, None], tl.exp2(logits * scale_log2 - lse_rows[:, None]), 0.0)
             dp = products(do_tile, v_tail, ACC)
             ds = p * (dp - delta_rows[:, None])
             acc = add_product(acc, ds.to(k_tail.dtype), k_tail, ACC)
+            if BLOCK_REST > 0:
+                rest = add_product(rest, ds.to(k_tail.dtype), k_rest, ACC)
     # A row that saw no key has p = 0, which an infinite do or dlse would make NaN.
-    acc = tl.where((lse_rows > float("-inf"))[:, None], acc * scale, 0.0)
-    tl.store(dq + out[:, None] * Dk + d[None, :], acc.to(dq.dtype.element_ty), mask=in_q)
+    saw = (lse_rows > float("-inf"))[:, None]
+    store_columns(dq + out * Dk, tl.where(saw, acc * scale, 0.0), exists, 0, Dk)
+    if BLOCK_REST > 0:
+        store_columns(dq + out * Dk, tl.where(saw, rest * scale, 0.0), exists, BLOCK_D, Dk)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -228,18 +251,22 @@ def _rows_a_tile(call: Call, config: KernelConfig) -> int:
     return max(1, min(MOST_ROWS, config.rows // call.q.shape[3], SORTED // call.selection.n))
 
 
-def _plan_and_facts(call: Call, config: KernelConfig) -> tuple[Union, dict[str, object]]:
+def _plan_and_facts(call: Call, config: KernelConfig) -> tuple[Union, dict[str, Any]]:
     """The plan, and the compile-time facts of both kernels."""
     block = call.selection.block_size
     assert block is not None, "Limits.block_aligned_only keeps other selections out"
     TQ = _rows_a_tile(call, config)
     block_l = min(config.block_l, block & -block)
     tiles = {"BULK": config.loads == "tma", "BLOCK": block, "TQ": TQ, "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
-    return union(call, TQ), {**launch.facts(call), **tiles}
+    return union(call, TQ), {**launch.split_facts(call), **tiles}
 
 
-def _descriptors(call: Call, facts: dict[str, object]) -> tuple[object, object]:
-    return launch.descriptors(call, facts["BLOCK_L"]) if facts["BULK"] else (None, None)  # type: ignore[arg-type]
+def _descriptors(call: Call, facts: dict[str, Any]) -> tuple[object, object, object]:
+    if not facts["BULK"]:
+        return None, None, None
+    block_l, rest = facts["BLOCK_L"], facts["BLOCK_REST"]
+    k = launch.descriptor(call.k, block_l, facts["BLOCK_D"])
+    return k, launch.descriptor(call.k, block_l, rest) if rest else None, launch.descriptor(call.v, block_l, facts["BLOCK_DV"])
 
 
 def _grid(call: Call, plan: Union, config: KernelConfig) -> tuple[int]:

@@ -68,8 +68,9 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
 
     tokens = max(1, TILE_ROWS // h)
     tile_rows = TILE_ROWS * -(-h // TILE_ROWS)
-    # A head dimension takes a tile of a power of two on the matrix units; loads leave the padding out.
+    # A head dimension takes a tile of a power of two on the matrix units, or 128 + 64; loads leave the padding out.
     wide_k, wide_v = (max(16, 1 << (width - 1).bit_length()) for width in (Dk, Dv))
+    wide_k = 192 if 128 < Dk <= 192 else wide_k
     # Products with one (row, key): logits and o; tiles then recompute logits and take dP and dQ; blocks logits, dP, dV and dK.
     tile_widths = 2 * wide_k + wide_v if backward else wide_k + wide_v
     exact_widths = 2 * wide_k + 2 * wide_v if backward else wide_k + wide_v

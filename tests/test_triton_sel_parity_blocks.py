@@ -53,6 +53,14 @@ def test_half_precision(backend: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("Dk", [136, 192])
+def test_keys_in_two_tiles(backend: str, Dk: int) -> None:
+    """16-bit keys of 129 to 192 columns stand in tiles of 128 and 64; S_kv % 16 leaves a cut block."""
+    q, k, v = make_qkv(S=5, G=2, h=3, Dk=Dk, Dv=128, S_kv=50, dtype=torch.float16, seed=Dk)
+    check_both(backend, q, k, v, make_blocks(1, 5, 2, 50, 3, 16))
+
+
+@both
 def test_batch_of_transposed_views(backend: str) -> None:
     q, k, v = make_qkv(B=3, S=5, G=2, h=2, Dk=16, Dv=24, S_kv=77)
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))  # a [B,S_kv,G,D] cache

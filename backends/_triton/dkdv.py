@@ -17,7 +17,16 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.inverse import Inverse, inverse, list_start, reach_of
-from nsa_sel.backends._triton.steps import LOG2_E, add_product, clamp_range, products, row_limit
+from nsa_sel.backends._triton.steps import (
+    LOG2_E,
+    add_product,
+    clamp_range,
+    load_columns,
+    products,
+    row_limit,
+    split_products,
+    store_columns,
+)
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
@@ -30,7 +39,8 @@ def partial_dkdv_kernel(
     first_pair, first_row, section, scale, scale_log2,
     N: tl.constexpr, REACH: tl.constexpr, h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr,
     ACC: tl.constexpr, WHOLE: tl.constexpr,
-    WITH_DQ: tl.constexpr, BY_ENTRY: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
+    WITH_DQ: tl.constexpr, BY_ENTRY: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Piece number program_id of the unit's lists first_list .. end_list: its parts of dk [BLOCK_L, Dk] and dv [BLOCK_L, Dv].
 
@@ -41,7 +51,6 @@ def partial_dkdv_kernel(
     if e < stop:
         number = tl.load(piece_list + tl.program_id(0))
         r = tl.arange(0, ROWS)
-        d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
         while e < stop:
             list_begin = list_start(ends, number, stretches)
             e1 = tl.minimum(list_start(ends, number + 1, stretches), stop)
@@ -52,12 +61,13 @@ def partial_dkdv_kernel(
                 reachable = S_kv
                 if WITH_DQ:  # ds k must not meet keys that no row may see: they may hold NaN
                     reachable = highest_limit(entries, q_pos, e, e1, b, S, S_kv, stride_pb, stride_ps, N * REACH, HAS_POS)
-                in_k = (column < reachable)[:, None] & (d < Dk)[None, :]
-                in_v = (column < reachable)[:, None] & (dv < Dv)[None, :]
-                wide = column.to(tl.int64)[:, None]
-                k_tile = tl.load(k + b * stride_kb + g * stride_kg + wide * stride_kn + d[None, :], mask=in_k, other=0.0)
-                v_tile = tl.load(v + b * stride_vb + g * stride_vg + wide * stride_vn + dv[None, :], mask=in_v, other=0.0)
+                k_rows = k + b * stride_kb + g * stride_kg + column.to(tl.int64) * stride_kn
+                v_rows = v + b * stride_vb + g * stride_vg + column.to(tl.int64) * stride_vn
+                k_tile = load_columns(k_rows, column < reachable, 0, Dk, BLOCK_D)
+                k_rest = load_columns(k_rows, column < reachable, BLOCK_D, Dk, BLOCK_REST) if BLOCK_REST > 0 else k_tile
+                v_tile = load_columns(v_rows, column < reachable, 0, Dv, BLOCK_DV)
                 dk_acc = tl.zeros([BLOCK_L, BLOCK_D], ACC)
+                dk_rest = tl.zeros([BLOCK_L, BLOCK_REST], ACC) if BLOCK_REST > 0 else dk_acc
                 dv_acc = tl.zeros([BLOCK_L, BLOCK_DV], ACC)
                 pairs = ((e1 - e) * h).to(tl.int32)
                 masked = (tl.maximum(list_begin + BLOCK_L - e, 0) * h).to(tl.int32)
@@ -74,14 +84,16 @@ def partial_dkdv_kernel(
                     s = (entry // (N * REACH)).to(tl.int64)
                     q_rows = q + b * stride_qb + g * stride_qg + (s * stride_qs + head * stride_qh)
                     do_rows = do + b * stride_dob + g * stride_dog + (s * stride_dos + head * stride_doh)
-                    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=listed[:, None] & (d < Dk)[None, :], other=0.0)
-                    do_tile = tl.load(do_rows[:, None] + dv[None, :], mask=listed[:, None] & (dv < Dv)[None, :], other=0.0)
+                    q_tile = load_columns(q_rows, listed, 0, Dk, BLOCK_D)
+                    q_rest = load_columns(q_rows, listed, BLOCK_D, Dk, BLOCK_REST) if BLOCK_REST > 0 else q_tile
+                    do_tile = load_columns(do_rows, listed, 0, Dv, BLOCK_DV)
                     # A row that is not listed gets p = 0 from an infinite log-sum-exp.
                     out = first_out + s * G * h + head
                     lse2 = tl.load(lse + out, mask=listed, other=float("inf")) * LOG2_E
                     delta_rows = tl.load(delta + out, mask=listed, other=0.0)
 
-                    p = tl.exp2(products(q_tile, k_tile, ACC) * scale_log2 - lse2[:, None])
+                    s2 = split_products(q_tile, q_rest, k_tile, k_rest, BLOCK_REST, ACC) * scale_log2
+                    p = tl.exp2(s2 - lse2[:, None])
                     dp = products(do_tile, v_tile, ACC)
                     ds = p * (dp - delta_rows[:, None])
                     if (not WHOLE) or HAS_POS or p0 < masked:
@@ -98,16 +110,22 @@ def partial_dkdv_kernel(
                     p, ds = p.to(do_tile.dtype), ds.to(q_tile.dtype)
                     dv_acc = add_product(dv_acc, p.T, do_tile, ACC)
                     dk_acc = add_product(dk_acc, ds.T, q_tile, ACC)
+                    if BLOCK_REST > 0:
+                        dk_rest = add_product(dk_rest, ds.T, q_rest, ACC)
                     if WITH_DQ:
-                        share = tl.dot(ds, k_tile, input_precision="ieee", out_dtype=ACC) * scale
                         slot = first_slot + entry.to(tl.int64) * h + head
-                        in_q = listed[:, None] & (d < Dk)[None, :]
-                        tl.store(part_dq + (slot * Dk)[:, None] + d[None, :], share.to(part_dq.dtype.element_ty), mask=in_q)
+                        share = tl.dot(ds, k_tile, input_precision="ieee", out_dtype=ACC) * scale
+                        store_columns(part_dq + slot * Dk, share, listed, 0, Dk)
+                        if BLOCK_REST > 0:
+                            share = tl.dot(ds, k_rest, input_precision="ieee", out_dtype=ACC) * scale
+                            store_columns(part_dq + slot * Dk, share, listed, BLOCK_D, Dk)
 
                 unit_begin = list_start(ends, first_list, stretches)
                 part = part_number(number - first_list, tl.program_id(0), e - unit_begin, BY_ENTRY) * BLOCK_L + tl.arange(0, BLOCK_L)
-                tl.store(part_dk + part[:, None] * Dk + d[None, :], dk_acc * scale, mask=(d < Dk)[None, :])
-                tl.store(part_dv + part[:, None] * Dv + dv[None, :], dv_acc, mask=(dv < Dv)[None, :])
+                store_columns(part_dk + part * Dk, dk_acc * scale, part >= 0, 0, Dk)
+                if BLOCK_REST > 0:
+                    store_columns(part_dk + part * Dk, dk_rest * scale, part >= 0, BLOCK_D, Dk)
+                store_columns(part_dv + part * Dv, dv_acc, part >= 0, 0, Dv)
             e = e1
             number += 1
 
@@ -144,35 +162,38 @@ def highest_limit(entries, q_pos, e, e1, b, S, S_kv, stride_pb, stride_ps, EACH:
 
 @triton.jit
 def sum_parts_kernel(
-    part_dk, part_dv, dk, dv, ends, S_kv, tiles, pairs_all, stretches, first_list, piece,
+    part_dk, part_dv, sum_dk, sum_dv, dk, dv, ends, S_kv, tiles, pairs_all, stretches, first_list, first_pair, piece,
     Dk: tl.constexpr, Dv: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, ROWS: tl.constexpr,
-    ADD: tl.constexpr, BY_ENTRY: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, BY_ENTRY: tl.constexpr,
 ):  # fmt: skip
-    """dk [B*G, S_kv, Dk] and dv [B*G, S_kv, Dv]: the parts of each list added in the order of the pieces, to what is there if ADD;
-    tiles that nobody chose get zeros."""
+    """dk [B*G, S_kv, Dk] and dv [B*G, S_kv, Dv]: the parts of each list added in the order of the pieces; tiles that nobody chose
+    get zeros. Sections of rows but the LAST add to sum_dk and sum_dv [pairs, S_kv, D] instead, of which the FIRST reads nothing."""
     PIECES: tl.constexpr = BLOCK_L // ROWS
     number = first_list + tl.program_id(0).to(tl.int64) // PIECES
     within = tl.program_id(0) % PIECES * ROWS + tl.arange(0, ROWS)
     unit_begin = list_start(ends, first_list, stretches)
     begin = list_start(ends, number, stretches) - unit_begin
     end = list_start(ends, number + 1, stretches) - unit_begin
-    d, dv_ = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     column = number % tiles * BLOCK_L + within
-    row = number // tiles % pairs_all * S_kv + column
-    dk_rows, dv_rows = dk + row[:, None] * Dk + d[None, :], dv + row[:, None] * Dv + dv_[None, :]
-    in_dk, in_dv = (column < S_kv)[:, None] & (d < Dk)[None, :], (column < S_kv)[:, None] & (dv_ < Dv)[None, :]
-    if ADD:
-        dk_acc, dv_acc = tl.load(dk_rows, mask=in_dk, other=0.0), tl.load(dv_rows, mask=in_dv, other=0.0)
-    else:
+    pair = number // tiles % pairs_all
+    sums_row, row = (pair - first_pair) * S_kv + column, pair * S_kv + column
+    if FIRST:
         dk_acc = tl.zeros([ROWS, BLOCK_D], part_dk.dtype.element_ty)
         dv_acc = tl.zeros([ROWS, BLOCK_DV], part_dv.dtype.element_ty)
+    else:
+        dk_acc = load_columns(sum_dk + sums_row * Dk, column < S_kv, 0, Dk, BLOCK_D)
+        dv_acc = load_columns(sum_dv + sums_row * Dv, column < S_kv, 0, Dv, BLOCK_DV)
     if begin < end:
         for i in range(begin // piece, (end - 1) // piece + 1):
             part = part_number(number - first_list, i, tl.maximum(begin, i * piece), BY_ENTRY) * BLOCK_L + within
-            dk_acc += tl.load(part_dk + part[:, None] * Dk + d[None, :], mask=(d < Dk)[None, :], other=0.0)
-            dv_acc += tl.load(part_dv + part[:, None] * Dv + dv_[None, :], mask=(dv_ < Dv)[None, :], other=0.0)
-    tl.store(dk_rows, dk_acc.to(dk.dtype.element_ty), mask=in_dk)
-    tl.store(dv_rows, dv_acc.to(dv.dtype.element_ty), mask=in_dv)
+            dk_acc += load_columns(part_dk + part * Dk, column < S_kv, 0, Dk, BLOCK_D)
+            dv_acc += load_columns(part_dv + part * Dv, column < S_kv, 0, Dv, BLOCK_DV)
+    if LAST:
+        store_columns(dk + row * Dk, dk_acc, column < S_kv, 0, Dk)
+        store_columns(dv + row * Dv, dv_acc, column < S_kv, 0, Dv)
+    else:
+        store_columns(sum_dk + sums_row * Dk, dk_acc, column < S_kv, 0, Dk)
+        store_columns(sum_dv + sums_row * Dv, dv_acc, column < S_kv, 0, Dv)
 
 
 class Unit(NamedTuple):
@@ -189,30 +210,34 @@ class Unit(NamedTuple):
 
 
 def units(call: Call, plan: Inverse) -> Iterator[Unit]:
-    """The units of a plan, in the order in which results are added."""
+    """The units of a plan, in the order in which results are added: all sections of some pairs, then of the next."""
     B, S, G = call.q.shape[:3]
-    starts = [(row, pair) for row in range(0, S, plan.section) for pair in range(0, B * G, plan.pairs)]
-    for number, (row, pair) in enumerate(starts):
+    for pair in range(0, B * G, plan.pairs):
         pairs = min(plan.pairs, B * G - pair)
-        first = (row // plan.section * B * G + pair) * plan.tiles
-        piece_list = plan.piece_list[number * plan.pieces : (number + 1) * plan.pieces]
-        yield Unit(pair, pairs, row, min(plan.section, S - row), first, first + pairs * plan.tiles, piece_list)
+        for row in range(0, S, plan.section):
+            section = row // plan.section
+            first = (section * B * G + pair) * plan.tiles
+            number = section * -(-B * G // plan.pairs) + pair // plan.pairs
+            piece_list = plan.piece_list[number * plan.pieces : (number + 1) * plan.pieces]
+            yield Unit(pair, pairs, row, min(plan.section, S - row), first, first + pairs * plan.tiles, piece_list)
 
 
 class Gradients:
-    """dk and dv under way: float32 while several sections of rows add to them, and the parts of one unit."""
+    """dk and dv, the parts of one unit, and its pairs' float32 sums where several sections of rows add to them."""
 
     def __init__(self, call: Call, plan: Inverse, lse: Tensor) -> None:
         B, S, G = call.q.shape[:3]
         _, _, S_kv, Dv = call.v.shape
         Dk = call.k.shape[3]
-        self.several = plan.section < S
         parts = most_parts(plan.section * call.selection.n * plan.reach, plan.pairs, plan.tiles, plan.piece)
         self.by_entry = parts < plan.pieces + plan.pairs * plan.tiles
         self.part_dk = torch.empty(parts, plan.width, Dk, dtype=lse.dtype, device=lse.device)
         self.part_dv = torch.empty(parts, plan.width, Dv, dtype=lse.dtype, device=lse.device)
-        self.dk = torch.empty(B, G, S_kv, Dk, dtype=lse.dtype if self.several else call.k.dtype, device=lse.device)
-        self.dv = torch.empty(B, G, S_kv, Dv, dtype=lse.dtype if self.several else call.v.dtype, device=lse.device)
+        several = plan.section < S
+        self.sum_dk = torch.empty(plan.pairs, S_kv, Dk, dtype=lse.dtype, device=lse.device) if several else None
+        self.sum_dv = torch.empty(plan.pairs, S_kv, Dv, dtype=lse.dtype, device=lse.device) if several else None
+        self.dk = torch.empty(B, G, S_kv, Dk, dtype=call.k.dtype, device=lse.device)
+        self.dv = torch.empty(B, G, S_kv, Dv, dtype=call.v.dtype, device=lse.device)
 
 
 def add_unit(
@@ -231,15 +256,15 @@ def add_unit(
         *launch.strides(call), *do.stride()[:4], S, S_kv, G,
         plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list, plan.piece, unit.first_pair, unit.first_row, plan.section,
         call.scale, launch.scale_log2(call),
-        N=call.selection.n, REACH=plan.reach, **launch.facts(call), WHOLE=block is not None and block % plan.width == 0,
+        N=call.selection.n, REACH=plan.reach, **launch.split_facts(call), WHOLE=block is not None and block % plan.width == 0,
         WITH_DQ=part_dq is not None, BY_ENTRY=sums.by_entry, ROWS=config.rows,
         BLOCK_L=plan.width, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     sum_rows = min(16, plan.width)
     sum_parts_kernel[((unit.end_list - unit.first_list) * (plan.width // sum_rows),)](
-        sums.part_dk, sums.part_dv, sums.dk, sums.dv, plan.ends, S_kv, plan.tiles, B * G, plan.stretches, unit.first_list, plan.piece,
-        Dk=call.k.shape[3], Dv=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_L=plan.width, ROWS=sum_rows, ADD=unit.first_row > 0,
-        BY_ENTRY=sums.by_entry, num_warps=4,
+        sums.part_dk, sums.part_dv, sums.sum_dk, sums.sum_dv, sums.dk, sums.dv, plan.ends, S_kv, plan.tiles, B * G, plan.stretches,
+        unit.first_list, unit.first_pair, plan.piece, Dk=call.k.shape[3], Dv=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_L=plan.width,
+        ROWS=sum_rows, FIRST=unit.first_row == 0, LAST=unit.first_row + unit.rows == S, BY_ENTRY=sums.by_entry, num_warps=4,
     )  # fmt: skip
 
 
@@ -249,7 +274,10 @@ def most_parts(entries: int, pairs: int, tiles: int, piece: int) -> int:
 
 
 def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -> Inverse:
-    """The plan whose float32 parts fit `budget` bytes: short pieces for balance, fewer pairs a unit, at last longer pieces."""
+    """The plan whose float32 parts fit `budget` bytes: short pieces for balance, fewer pairs a unit, at last longer pieces.
+
+    Pieces grow only while they make most of the parts: every list has one part at least, however long pieces are.
+    """
     S, _, h, Dk = call.q.shape[1:]
     entries = min(section, S) * call.selection.n * reach_of(call, width)
     tiles = -(-call.k.shape[2] // width)
@@ -261,9 +289,15 @@ def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -
 
     while parts_bytes() > budget and pairs > 1:
         pairs = -(-pairs // 2)
-    while parts_bytes() > budget and piece < entries:
+    while parts_bytes() > budget and entries > piece * tiles:
         piece *= 2
     return inverse(call, width, section, pairs, piece)
+
+
+def workspace_beside_plan(call: Call, width: int) -> int:
+    """Bytes that runtime.workspace_bytes leaves beside the plan (entries, and a table of at most as many numbers) and delta."""
+    bound, capacity = call.settings.workspace_bytes, call.selection.ranges[..., 0].numel() * reach_of(call, width)
+    return max(bound - 8 * capacity - 4 * call.q[..., 0].numel(), bound // 8)
 
 
 def tile_width(call: Call, config: KernelConfig) -> int:
@@ -276,7 +310,8 @@ def key_value_gradients(call: Call, lse: Tensor, do: Tensor, delta: Tensor, conf
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]; parts stay within the workspace bound where those of one
     (batch entry, group) pair do."""
     B, S, G = call.q.shape[:3]
-    plan = plan_within(call, tile_width(call, config), S, B * G, call.settings.workspace_bytes)
+    width = tile_width(call, config)
+    plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width))
     sums = Gradients(call, plan, lse)
     for unit in units(call, plan):
         add_unit(call, plan, unit, lse, do, delta, sums, config)

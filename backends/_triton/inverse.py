@@ -1,7 +1,7 @@
 """The selection turned round: for every KV tile, the (row, range) pairs that reach into it, in ascending order of rows.
 
 A counting sort, so that each tile's list has a fixed order and sums over it are bit-equal from run to run:
-    rank    a program takes a stretch of one group's entries, sorts 1024 at a time by tile, and numbers those of each tile
+    rank    a program takes a stretch of one group's entries, sorts 256 at a time by tile, and numbers those of each tile
     count   a running sum over (tile, stretch) tells where each stretch's entries of a tile begin
     place   every entry goes to its tile's beginning plus its rank
 All sizes are static bounds: building and using the plan never reads the device.
@@ -25,9 +25,9 @@ from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
 
-SORTED = 1024  # entries that a program sorts at once; ten bits of its keys
+SORTED = 256  # entries that a program sorts at once; eight bits of its keys
 MOST_TILES = 2**31 // SORTED - 1  # the other bits
-STRETCHES = 2048  # programs that rank: enough for any GPU, few enough for a small table
+STRETCHES = 4096  # programs that rank: enough for any GPU, few enough for a small table
 
 
 class Inverse(NamedTuple):
@@ -176,7 +176,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inve
     q_pos, *position_strides = launch.position_arguments(call)
     ranges = call.selection.ranges.contiguous()
     numbers = (*position_strides, S, call.k.shape[2], G, tiles, B * G, section, stretch, stretches)
-    facts = {"N": n, "REACH": reach, "HAS_POS": q_pos is not None, "WIDTH": width, "SORTED": SORTED, "num_warps": 8}
+    facts = {"N": n, "REACH": reach, "HAS_POS": q_pos is not None, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
     rank_kernel[(-(-S // stretch) * B * G,)](ranges, q_pos, ranks, counts, *numbers, **facts)
     ends = torch.cumsum(counts, 0, dtype=index)
     place_kernel[(-(-each // SORTED) * B * G,)](

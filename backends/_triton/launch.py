@@ -21,6 +21,7 @@ LOG2_E = 1.4426950408889634
 SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many programs
 MIN_TILE = 16  # the smallest side of a matrix-unit operand
 SPLIT_KEYS = 32  # the fewest keys worth a program of their own
+WIDE, WIDEST = 256, 320  # columns of a key and its value beyond which a kernel has another launch
 WALK = 64  # ranges that a program lays end to end at once
 
 
@@ -68,8 +69,9 @@ def split_parts(call: Call, programs: int) -> int:
 def kernel_config(call: Call, kernel: str) -> KernelConfig:
     """The launch of `kernel` for this call's head dimensions and dtype, with pointers where bulk copies do not fit, and the event
     that names it."""
-    wide = call.q.element_size() > 2 or sum(tile_widths(call)) > 256
-    name = f"{kernel}-wide" if wide else kernel
+    known = split_facts(call)
+    columns = known["BLOCK_D"] + known["BLOCK_REST"] + known["BLOCK_DV"] if call.q.element_size() == 2 else WIDEST + 1
+    name = kernel + ("-widest" if columns > WIDEST else "-wide" if columns > WIDE else "")
     config = call.settings.kernel(name)
     if config.loads == "tma" and not bulk_copies_fit(call):
         config = msgspec.structs.replace(config, loads="pointer")
@@ -106,13 +108,9 @@ def bulk_copies_fit(call: Call) -> bool:
     return aligned and call.k.shape[2] < 2**31
 
 
-def descriptors(call: Call, block_l: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """k and v as the tensor memory accelerator addresses them: tiles of block_l keys of one batch entry and group."""
-    block_d, block_dv = tile_widths(call)
-    return (
-        TensorDescriptor(call.k, list(call.k.shape), list(call.k.stride()), [1, 1, block_l, block_d]),
-        TensorDescriptor(call.v, list(call.v.shape), list(call.v.stride()), [1, 1, block_l, block_dv]),
-    )
+def descriptor(x: Tensor, block_l: int, width: int) -> TensorDescriptor:
+    """k or v as the tensor memory accelerator addresses it: `width` columns of block_l keys of one batch entry and group."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block_l, width])
 
 
 def walk_width(call: Call) -> int:
@@ -125,13 +123,20 @@ def tile_widths(call: Call) -> tuple[int, int]:
     return max(tile(call.q.shape[-1]), call.settings.block_d or 0), max(tile(call.v.shape[-1]), call.settings.block_dv or 0)
 
 
-def facts(call: Call) -> dict[str, object]:
+def facts(call: Call) -> dict[str, Any]:
     """The compile-time facts that every kernel takes."""
     block_d, block_dv = tile_widths(call)
     return {
         "h": call.q.shape[3], "Dk": call.q.shape[4], "Dv": call.v.shape[3], "HAS_POS": call.q_pos is not None,
         "ACC": tl.float64 if call.q.dtype == torch.float64 else tl.float32, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
     }  # fmt: skip
+
+
+def split_facts(call: Call) -> dict[str, Any]:
+    """`facts` for the kernels that may take Dk in two tiles: 192 as 128 + 64, where a power of two would pad it to 256."""
+    known = facts(call)
+    split = known["BLOCK_D"] == 256 and call.q.shape[-1] <= 192 and call.q.element_size() == 2 and call.settings.block_d != 256
+    return {**known, **({"BLOCK_D": 128, "BLOCK_REST": 64} if split else {"BLOCK_REST": 0})}
 
 
 def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, parts: int) -> None:

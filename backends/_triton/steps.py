@@ -114,6 +114,29 @@ def products(a, b, ACC: tl.constexpr):
 
 
 @triton.jit
+def split_products(a, a_rest, b, b_rest, BLOCK_REST: tl.constexpr, ACC: tl.constexpr):
+    """a b^T where a head dimension like 192 stands in two tiles, 128 and 64 columns wide; in one where BLOCK_REST is 0."""
+    if BLOCK_REST > 0:
+        return tl.dot(a_rest, b_rest.T, products(a, b, ACC), input_precision="ieee", out_dtype=ACC)
+    else:
+        return products(a, b, ACC)
+
+
+@triton.jit
+def load_columns(rows, exists, first: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns [first, first + WIDTH) of the rows that the pointers [M] begin; zeros past D and where a row does not exist."""
+    d = first + tl.arange(0, WIDTH)
+    return tl.load(rows[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_columns(rows, x, exists, first: tl.constexpr, D: tl.constexpr):
+    """Write x [M, WIDTH] to the columns from `first` on."""
+    d = first + tl.arange(0, x.shape[1])
+    tl.store(rows[:, None] + d[None, :], x.to(rows.dtype.element_ty), mask=exists[:, None] & (d < D)[None, :])
+
+
+@triton.jit
 def plain_products(a, b, ACC: tl.constexpr):
     """a b^T in one go."""
     return tl.dot(a, b.T, input_precision="ieee", out_dtype=ACC)
