@@ -30,6 +30,7 @@ from nsa_sel.backends._triton.dkdv import (
     workspace_beside_plan,
 )
 from nsa_sel.backends._triton.inverse import Inverse, list_start
+from nsa_sel.backends._triton.start import start
 from nsa_sel.backends._triton.steps import (
     LN_2,
     LOWEST,
@@ -201,14 +202,16 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     part_o = torch.empty(*part_lse.shape, o.shape[-1], dtype=o.dtype, device=o.device)
     facts = launch.facts(call)
     for unit in units(call, plan):
-        partial_kernel[(plan.pieces,)](
+        start(
+            partial_kernel, (plan.pieces,),
             call.q, call.k, call.v, launch.position_arguments(call)[0], part_o, part_lse, plan.entries, plan.ends, unit.piece_list,
             *launch.strides(call), call.q.shape[1], call.k.shape[2], G, plan.tiles, call.q.shape[0] * G, plan.stretches,
             unit.first_list, unit.end_list, plan.piece, unit.first_pair, unit.first_row, plan.section, launch.scale_log2(call),
             EACH=n * plan.reach, **launch.split_facts(call), ROWS=config.rows, BLOCK_L=plan.width,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-        join_kernel[_reduce_grid(call, unit)](
+        start(
+            join_kernel, _reduce_grid(call, unit),
             part_o, part_lse, *_reduce_arguments(call, plan, unit, (o, lse)), N=n, REACH=plan.reach, h=facts["h"], Dv=facts["Dv"],
             HAS_POS=facts["HAS_POS"], ACC=facts["ACC"], WIDTH=plan.width, BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
         )  # fmt: skip
@@ -225,7 +228,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     B, S, G, h, Dk = call.q.shape
     dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     delta = torch.empty_like(lse)
-    delta_kernel[(-(-lse.numel() // REDUCED),)](
+    start(
+        delta_kernel, (-(-lse.numel() // REDUCED),),
         o, do, None if dlse is None else dlse.contiguous(), delta, *do.stride()[:4], S, G, lse.numel(), h=h, Dv=facts["Dv"],
         HAS_DLSE=dlse is not None, ACC=facts["ACC"], BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
     )  # fmt: skip
@@ -234,7 +238,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     sums = Gradients(call, plan, lse)
     for unit in units(call, plan):
         add_unit(call, plan, unit, lse, do, delta, sums, config, part_dq)
-        sum_dq_kernel[_reduce_grid(call, unit)](
+        start(
+            sum_dq_kernel, _reduce_grid(call, unit),
             part_dq, *_reduce_arguments(call, plan, unit, (dq,)), N=call.selection.n, REACH=plan.reach, h=h, Dk=Dk,
             HAS_POS=facts["HAS_POS"], ACC=facts["ACC"], WIDTH=plan.width, BLOCK_D=facts["BLOCK_D"], R=REDUCED, num_warps=1,
         )  # fmt: skip

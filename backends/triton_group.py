@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
+from nsa_sel.backends._triton.start import start
 from nsa_sel.backends._triton.steps import (
     LN_2,
     LOG2_E,
@@ -312,7 +313,8 @@ def _forward_blocks(call: Call, config: KernelConfig) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = call.q.shape
     block_h = _block_h(call)
     tiles = _block_tiles(call, config)
-    forward_blocks_kernel[(B * S * G * -(-h // block_h),)](
+    start(
+        forward_blocks_kernel, (B * S * G * -(-h // block_h),),
         call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, call.selection.ranges.contiguous(),
         launch.position_arguments(call)[0], o, lse, *launch.strides(call), S, call.k.shape[2], G, call.selection.n, launch.scale_log2(call),
         **launch.facts(call), **tiles, BLOCK_H=block_h, num_warps=_warps(config, block_h), num_stages=config.num_stages,
@@ -339,7 +341,8 @@ def _forward_split(call: Call, config: KernelConfig, parts: int) -> tuple[Tensor
 def _launch_ranges(call: Call, config: KernelConfig, o: Tensor, lse: Tensor, parts: int) -> None:
     B, S, G, h, _ = call.q.shape
     block_h = _block_h(call)
-    forward_ranges_kernel[(B * S * G * -(-h // block_h) * parts,)](
+    start(
+        forward_ranges_kernel, (B * S * G * -(-h // block_h) * parts,),
         call.q, call.k, call.v, call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse,
         *launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
         **launch.facts(call), BLOCK_H=block_h, SPLIT=parts > 1, BLOCK_L=config.block_l, NP=launch.walk_width(call),
@@ -363,13 +366,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     if _bulk_copies_fit(call, "triton-group/dq-blocks"):
         config = launch.kernel_config(call, "triton-group/dq-blocks")
         tiles = _block_tiles(call, config)
-        dq_blocks_kernel[grid](
+        start(
+            dq_blocks_kernel, grid,
             call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, *tensors, *numbers, **facts, **tiles,
             num_warps=_warps(config, block_h), num_stages=config.num_stages,
         )  # fmt: skip
     else:
         config = launch.kernel_config(call, "triton-group/dq")
-        dq_kernel[grid](
+        start(
+            dq_kernel, grid,
             call.q, call.k, call.v, *tensors, *numbers, **facts, BLOCK_L=config.block_l, NP=launch.walk_width(call),
             num_warps=_warps(config, block_h), num_stages=config.num_stages,
         )  # fmt: skip

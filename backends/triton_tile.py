@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
+from nsa_sel.backends._triton.start import start
 from nsa_sel.backends._triton.steps import (
     LN_2,
     LOG2_E,
@@ -218,7 +219,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     config = launch.kernel_config(call, "triton-tile/forward")
     o, lse = launch.outputs(call)
     plan, facts = _plan_and_facts(call, config)
-    forward_kernel[_grid(call, plan, config)](
+    start(
+        forward_kernel, _grid(call, plan, config),
         call.q, *_descriptors(call, facts), call.k, call.v, plan.blocks, plan.rows, plan.counts, launch.position_arguments(call)[0], o, lse,
         *launch.strides(call), call.q.shape[1], call.k.shape[2], call.q.shape[2], plan.tiles, plan.capacity, launch.scale_log2(call),
         **facts, num_warps=config.num_warps, num_stages=config.num_stages,
@@ -236,7 +238,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     delta = torch.empty_like(lse)
     dlse = None if dlse is None else dlse.contiguous()
     plan, facts = _plan_and_facts(call, config)
-    dq_kernel[_grid(call, plan, config)](
+    start(
+        dq_kernel, _grid(call, plan, config),
         call.q, *_descriptors(call, facts), call.k, call.v, plan.blocks, plan.rows, plan.counts, launch.position_arguments(call)[0],
         o, lse, do, dlse, dq, delta, *launch.strides(call), *do.stride()[:4], call.q.shape[1], call.k.shape[2], call.q.shape[2],
         plan.tiles, plan.capacity, call.scale, launch.scale_log2(call),

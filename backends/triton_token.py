@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
+from nsa_sel.backends._triton.start import start
 from nsa_sel.backends._triton.steps import LN_2, LOG2_E, LOWEST, positions_of, reciprocal, row_limit, walk_ranges
 from nsa_sel.call import Call
 
@@ -146,7 +147,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         to_o = torch.empty(lse.numel(), parts, o.shape[-1], dtype=lse.dtype, device=o.device)
         to_lse = torch.empty(lse.numel(), parts, dtype=lse.dtype, device=o.device)
     q_pos = launch.position_arguments(call)[0]
-    forward_kernel[(B * S * G * h * parts,)](
+    start(
+        forward_kernel, (B * S * G * h * parts,),
         call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, to_o, to_lse,
         *launch.strides(call),
         S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
@@ -168,7 +170,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     delta = torch.empty_like(lse)
     q_pos = launch.position_arguments(call)[0]
-    dq_kernel[(B * S * G * h,)](
+    start(
+        dq_kernel, (B * S * G * h,),
         call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, o, lse, do, None if dlse is None else dlse.contiguous(),
         dq, delta, *launch.strides(call), *do.stride()[:4],
         S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 
@@ -15,7 +14,7 @@ from nsa_sel.bench.summary import Row
 from nsa_sel.request import DeviceInfo, example_request
 from nsa_sel.show import describe
 
-H200_PROFILES = "bench/results/h200/profiles.json"
+H200_PROFILES = "bench/results/h200/profiles.jsonl"
 
 
 def cpu_table() -> str:
@@ -44,16 +43,17 @@ def of_h200(table: Callable[[list[Row]], str]) -> Callable[[], str]:
 
 
 def profiles() -> str:
-    """What the hardware counters say of single kernels (Nsight Compute, clocks free)."""
+    """What the hardware counters say of single kernels (bench/profile_kernels.py), in percent of what the device could do."""
     shares = ("l2_pct", "dram_pct", "l2_hit_pct", "issue_pct")
     lines = []
-    for r in json.loads((ROOT / H200_PROFILES).read_text()):
+    for r in read_rows(H200_PROFILES):
         percent = [f"{r[key]:.0f}%" for key in shares]
-        tensor = f"{r['busiest_pipe_pct']:.0f}%" if r["busiest_pipe_pct"] else "-"
+        pipe = f"{r['busiest_pipe']} {r['busiest_pipe_pct']:.0f}%" if "busiest_pipe" in r else "-"
+        stall = f"{r['stall']} {r['stall_pct']:.0f}%" if "stall" in r else "-"
         lines.append(
-            (r["kernel"], r["case"], f"{r['duration_us'] / 1e3:.3g}", *percent, tensor, r["registers"], f"{r['shared_kbyte']:.0f}")
+            (r["kernel"], r["case"], f"{r['duration_us'] / 1e3:.3g}", *percent, pipe, stall, r["registers"], f"{r['shared_kbyte']:.0f}")
         )
-    headers = ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "tensor pipe", "registers", "shared, KB"]
+    headers = ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "busiest pipe", "warps wait for", "registers", "shared, KB"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.inverse import Inverse, inverse, list_start, reach_of
+from nsa_sel.backends._triton.start import start
 from nsa_sel.backends._triton.steps import (
     LOG2_E,
     add_product,
@@ -250,7 +251,8 @@ def add_unit(
     q_pos = launch.position_arguments(call)[0]
     block_d, block_dv = launch.tile_widths(call)
     block = call.selection.block_size
-    partial_dkdv_kernel[(plan.pieces,)](
+    start(
+        partial_dkdv_kernel, (plan.pieces,),
         call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
         plan.entries, plan.ends, unit.piece_list,
         *launch.strides(call), *do.stride()[:4], S, S_kv, G,
@@ -261,7 +263,8 @@ def add_unit(
         BLOCK_L=plan.width, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     sum_rows = min(16, plan.width)
-    sum_parts_kernel[((unit.end_list - unit.first_list) * (plan.width // sum_rows),)](
+    start(
+        sum_parts_kernel, ((unit.end_list - unit.first_list) * (plan.width // sum_rows),),
         sums.part_dk, sums.part_dv, sums.sum_dk, sums.sum_dv, sums.dk, sums.dv, plan.ends, S_kv, plan.tiles, B * G, plan.stretches,
         unit.first_list, unit.first_pair, plan.piece, Dk=call.k.shape[3], Dv=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_L=plan.width,
         ROWS=sum_rows, FIRST=unit.first_row == 0, LAST=unit.first_row + unit.rows == S, BY_ENTRY=sums.by_entry, num_warps=4,

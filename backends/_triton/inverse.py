@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import launch
+from nsa_sel.backends._triton.start import start
 from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
@@ -177,9 +178,10 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inve
     ranges = call.selection.ranges.contiguous()
     numbers = (*position_strides, S, call.k.shape[2], G, tiles, B * G, section, stretch, stretches)
     facts = {"N": n, "REACH": reach, "HAS_POS": q_pos is not None, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
-    rank_kernel[(-(-S // stretch) * B * G,)](ranges, q_pos, ranks, counts, *numbers, **facts)
+    start(rank_kernel, (-(-S // stretch) * B * G,), ranges, q_pos, ranks, counts, *numbers, **facts)
     ends = torch.cumsum(counts, 0, dtype=index)
-    place_kernel[(-(-each // SORTED) * B * G,)](
-        ranges, q_pos, ranks, ends, entries, piece_list, *numbers, min(pairs, B * G), piece, pieces, **facts
-    )
+    start(
+        place_kernel, (-(-each // SORTED) * B * G,),
+        ranges, q_pos, ranks, ends, entries, piece_list, *numbers, min(pairs, B * G), piece, pieces, **facts,
+    )  # fmt: skip
     return Inverse(entries, ends, piece_list, width, tiles, reach, stretches, section, min(pairs, B * G), piece, pieces)

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel import observe
 from nsa_sel.backends._triton.combine import combine_kernel
+from nsa_sel.backends._triton.start import start
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
@@ -142,7 +143,8 @@ def split_facts(call: Call) -> dict[str, Any]:
 def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, parts: int) -> None:
     """Join the partials [rows, parts, Dv] and [rows, parts] of split rows into o and lse."""
     block_rows = 4 if lse.numel() >= 4096 else 1
-    combine_kernel[(-(-lse.numel() // block_rows),)](
+    start(
+        combine_kernel, (-(-lse.numel() // block_rows),),
         part_o, part_lse, o, lse, lse.numel(), parts, Dv=o.shape[-1], PARTS=tile(parts, 1), BLOCK_DV=tile(o.shape[-1]),
         BLOCK_ROWS=block_rows, num_warps=1,
     )  # fmt: skip

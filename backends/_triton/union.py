@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import launch
+from nsa_sel.backends._triton.start import start
 from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
@@ -94,7 +95,8 @@ def _build(call: Call, TQ: int) -> Union:
     counts = torch.empty(B * G * tiles, 2, dtype=torch.int32, device=device)
     entries = launch.tile(TQ * n, 1)
     q_pos, *position_strides = launch.position_arguments(call)
-    union_kernel[(B * G * tiles,)](
+    start(
+        union_kernel, (B * G * tiles,),
         call.selection.ranges.contiguous(), q_pos, blocks, rows, counts, *position_strides, S, S_kv, G, tiles,
         N=n, HAS_POS=q_pos is not None, BLOCK=block, TQ=TQ, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)),
     )  # fmt: skip
