@@ -11,10 +11,13 @@ from nsa_sel.attention import explain_request
 from nsa_sel.bench import summary
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.bench.summary import Row
+from nsa_sel.bench.trials import trials_table
 from nsa_sel.request import DeviceInfo, example_request
 from nsa_sel.show import describe
 
-H200_PROFILES = "bench/results/h200/profiles.jsonl"
+H200_COUNTERS = "bench/results/h200/profiles/counters.jsonl"
+H200_TRIALS = "bench/results/h200/profiles/trials.jsonl"
+H200_KERNEL_TIMES = "bench/results/h200/profiles/kernel_times.jsonl"
 
 
 def cpu_table() -> str:
@@ -46,7 +49,7 @@ def profiles() -> str:
     """What the hardware counters say of single kernels (bench/profile_kernels.py), in percent of what the device could do."""
     shares = ("l2_pct", "dram_pct", "l2_hit_pct", "issue_pct")
     lines = []
-    for r in read_rows(H200_PROFILES):
+    for r in read_rows(H200_COUNTERS):
         percent = [f"{r[key]:.0f}%" for key in shares]
         pipe = f"{r['busiest_pipe']} {r['busiest_pipe_pct']:.0f}%" if "busiest_pipe" in r else "-"
         stall = f"{r['stall']} {r['stall_pct']:.0f}%" if "stall" in r else "-"
@@ -54,6 +57,24 @@ def profiles() -> str:
             (r["kernel"], r["case"], f"{r['duration_us'] / 1e3:.3g}", *percent, pipe, stall, r["registers"], f"{r['shared_kbyte']:.0f}")
         )
     headers = ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "busiest pipe", "warps wait for", "registers", "shared, KB"]
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def kernel_times() -> str:
+    """GPU microseconds of every kernel of one call with the backend that takes least of it (bench/kernel_times.py)."""
+    least: dict[tuple[str, str], tuple[float, str, dict[str, list[float]]]] = {}
+    for r in read_rows(H200_KERNEL_TIMES):
+        total = sum(us for _, us in r["kernels"].values())
+        least[r["case"], r["direction"]] = min(least.get((r["case"], r["direction"]), (total, "", {})), (total, r["backend"], r["kernels"]))
+    lines = []
+    for (case, direction), (total, backend, kernels) in least.items():
+        each = [
+            f"{name.removesuffix('_kernel')} {us:.0f}" + (f" ({count:.0f})" if count > 1 else "")
+            for name, (count, us) in kernels.items()
+            if us >= 1
+        ]
+        lines.append((case, direction, backend.removeprefix("triton-"), f"{total:.0f}", ", ".join(each)))
+    headers = ["case", "direction", "backend", "us", "kernels: us (launches)"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -67,6 +88,8 @@ PLACES: dict[str, dict[str, Callable[[], str]]] = {
         "scaling": of_h200(summary.scaling_table),
         "breakeven": of_h200(summary.breakeven_table),
         "profiles": profiles,
+        "kernel-times": kernel_times,
+        "trials": lambda: trials_table(read_rows(H200_TRIALS)),
     },
 }
 DOCUMENTS = tuple(document for document in PLACES if (ROOT / document).exists())

@@ -1,0 +1,131 @@
+"""What was tried on the way to the kernels: predictions beside what came out, from the committed rows of the trials.
+
+The rows are medians of whole calls, plans included, of one run each; the code of a variant that lost is not kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+Row = dict[str, Any]
+
+
+class Trial(NamedTuple):
+    """One idea: what it promised, what was learnt, and (trial, case, {label: variants whose times add up})."""
+
+    prediction: str
+    outcome: str
+    trial: int
+    case: str
+    variants: dict[str, tuple[str, ...]]
+
+
+TRIALS = (
+    Trial(
+        "keys of 192 columns as 128 + 64 save a quarter of the products with keys: tile forward",
+        "more: two programs fit a multiprocessor",
+        4,
+        "random-32k-h16-192",
+        {"padded to 256": ("tile fwd",), "128 + 64": ("split tile fwd L64 st2 w4",)},
+    ),
+    Trial(
+        "the same, dQ by tiles, two stages",
+        "a tenth",
+        4,
+        "random-32k-h16-192",
+        {"padded": ("tile dq L32 w4 st2",), "128 + 64": ("split tile dq L32 w4 st2",)},
+    ),
+    Trial(
+        "the same, dK and dV",
+        "a third, and a larger step helps as much",
+        4,
+        "random-32k-h16-192",
+        {
+            "padded, 32 x 32": ("dkdv L32 r32 w4 st1",),
+            "padded, 64 x 64": ("dkdv L64 r64 w4 st1",),
+            "128 + 64": ("split dkdv L64 r64 w4 st1",),
+        },
+    ),
+    Trial(
+        "forced blocks by tiles, the others by blocks or rows, merged by log-sum-exp: forward, h 16",
+        "no gain, before the merge is paid",
+        4,
+        "random-32k-h16",
+        {"all by tiles": ("tile fwd",), "3 by tiles + 13 by rows": ("tile fwd forced 3", "group fwd other 13")},
+    ),
+    Trial(
+        "the same, forward, h 4",
+        "lost: shorter lists fill the steps of the 13 less well",
+        4,
+        "random-32k-h4",
+        {"all by blocks": ("block fwd",), "3 by tiles + 13 by blocks": ("tile fwd forced 3", "block fwd other 13")},
+    ),
+    Trial(
+        "the same, forward, h 1",
+        "lost",
+        4,
+        "random-32k-h1",
+        {"all by blocks": ("block fwd",), "3 by tiles + 13 by blocks": ("tile fwd forced 3", "block fwd other 13")},
+    ),
+    Trial(
+        "the same, backward, h 4",
+        "lost",
+        4,
+        "random-32k-h4",
+        {"all by blocks": ("block bwd",), "3 by tiles + 13 by blocks": ("tile bwd forced 3", "block bwd other 13")},
+    ),
+    Trial(
+        "sorting 256 entries at a time instead of 1024 makes the inverted lists cheaper",
+        "right: 36 steps of the network instead of 55, and more programs",
+        5,
+        "random-32k-h4",
+        {"1024": ("plan 1024 w8 2048",), "256": ("plan 256 w2 4096",)},
+    ),
+    Trial(
+        "three programs a multiprocessor by steps of 32 keys: tile forward",
+        "lost: products of 32 columns use the tensor cores badly",
+        3,
+        "real-8k-h16",
+        {"64 keys": ("tile fwd L64 st3 mrNone",), "32 keys": ("tile fwd L32 st3 mrNone",)},
+    ),
+    Trial(
+        "three programs a multiprocessor by 168 registers: block forward",
+        "no gain",
+        5,
+        "random-32k-h4",
+        {"free": ("block fwd",), "168": ("block fwd st1 mr168",)},
+    ),
+    Trial(
+        "fewer register spills are faster: dK and dV with one stage instead of two",
+        "wrong",
+        2,
+        "real-8k-h16",
+        {"two stages": ("tile bwd dkdv st2",), "one": ("tile bwd dkdv st1",)},
+    ),
+    Trial(
+        "eight warps share the accumulators of dK and dV",
+        "lost: they wait together",
+        2,
+        "real-8k-h16",
+        {"64 rows, 4 warps": ("tile bwd dkdv st2",), "128 rows, 8 warps": ("tile bwd dkdv r128 w8 st2",)},
+    ),
+    Trial(
+        "sections of 2048 rows keep q and do in L2 for dK and dV",
+        "lost: more parts to write",
+        1,
+        "real-8k-h16",
+        {"all rows": ("tile bwd dkdv st2",), "2048": ("tile bwd section 2048",)},
+    ),
+)
+
+
+def trials_table(rows: list[Row]) -> str:
+    """Predictions, outcomes and the milliseconds behind them."""
+    times = {(int(row["trial"].split()[0]), row["case"], row["variant"]): row["ms_median"] for row in rows}
+    lines = []
+    for trial in TRIALS:
+        sums = {label: sum(times[trial.trial, trial.case, name] for name in names) for label, names in trial.variants.items()}
+        lines.append((trial.prediction, trial.case, ", ".join(f"{label} {ms:.3g}" for label, ms in sums.items()), trial.outcome))
+    return tabulate(lines, headers=["prediction", "case", "ms", "outcome"], tablefmt="github", disable_numparse=True)
