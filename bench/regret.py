@@ -22,10 +22,11 @@ from nsa_sel.bench.cost_fit import Row, case_of, models, request_of, sharing_of
 from nsa_sel.bench.derive import H200_RESULTS, cost_rows
 from nsa_sel.config import Costs, Settings, settings_for
 from nsa_sel.decision import Offer
+from nsa_sel.devices import GPUS
 from nsa_sel.dispatch import load_policy, select
 from nsa_sel.request import DeviceInfo
 
-H200 = DeviceInfo(kind="cuda", name="NVIDIA H200", sm=90, sm_count=132, shared_memory=232448)
+H200 = GPUS["h200"]
 CLOSE = 0.10  # within which a choice counts as right
 
 
@@ -53,21 +54,28 @@ def measured_times(rows: Sequence[Row]) -> dict[tuple[Case, str], dict[str, floa
     return {key: found for key, found in times.items() if len(found) > 1}
 
 
-def choose(case: Case, direction: str, times: Mapping[str, float], settings: Settings, known: bool) -> Choice:
-    """The default policy's pick among the backends that were measured; `known`: whether it is told the selection's sharing."""
+def choose(
+    case: Case, direction: str, times: Mapping[str, float], settings: Settings, known: bool, device: DeviceInfo = H200
+) -> Choice | None:
+    """The default policy's pick among the backends that were measured, None where it turns all of them away.
+
+    `known`: whether it is told the selection's sharing.
+    """
     backward = direction == "bwd"
     request = request_of(case, sharing_of(case) if known else None, backward)
     offers = [Offer(spec) for spec in SPECS if spec.name in times]
-    decision = select(request, H200, load_policy("default"), settings, offers)
+    decision = select(request, device, load_policy("default"), settings, offers)
     picked = decision.backward if backward else decision.forward
-    assert picked is not None, f"nothing runs {case.case} {direction}, though rows say that something did"
+    if picked is None:
+        return None
     best = min(times, key=lambda name: times[name])
     return Choice(case.case, direction, picked, times[picked], best, times[best])
 
 
-def choices(rows: Sequence[Row], settings: Settings, known: bool) -> list[Choice]:
+def choices(rows: Sequence[Row], settings: Settings, known: bool, device: DeviceInfo = H200) -> list[Choice]:
     """The policy's choice in every measured case."""
-    return [choose(case, direction, times, settings, known) for (case, direction), times in measured_times(rows).items()]
+    found = [choose(case, direction, times, settings, known, device) for (case, direction), times in measured_times(rows).items()]
+    return [choice for choice in found if choice is not None]
 
 
 def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
@@ -79,7 +87,8 @@ def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
         costs = Costs(provenance=f"without {sizes}", dtypes=settings.costs.dtypes if settings.costs else (), models=models(others))
         return msgspec.structs.replace(settings, costs=costs)
 
-    return [choose(case, way, times, without(case[1:], way), known=True) for (case, way), times in measured_times(rows).items()]
+    found = [choose(case, way, times, without(case[1:], way), known=True) for (case, way), times in measured_times(rows).items()]
+    return [choice for choice in found if choice is not None]
 
 
 def summary(found: Sequence[Choice]) -> str:

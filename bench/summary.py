@@ -65,6 +65,17 @@ class Fit(NamedTuple):
     r2: float
 
 
+class Curve(NamedTuple):
+    """How many times faster than another backend ours is, over the lengths S that were measured; at each, which backend of ours."""
+
+    direction: str
+    kind: str  # of selections: real, random
+    h: int
+    lengths: tuple[int, ...]
+    gains: tuple[float, ...]
+    backends: tuple[str, ...]
+
+
 def indexed(rows: Iterable[Row]) -> Table:
     """Rows by case and direction, then by backend."""
     table: Table = {}
@@ -209,20 +220,31 @@ def scaling_table(rows: Iterable[Row]) -> str:
     return markdown(["direction", "h", "which", "S: ms", "slope, ms a 1024 rows", "intercept, ms", "r^2", *per_row], lines, left=4)
 
 
-def breakeven_table(rows: Iterable[Row]) -> str:
-    """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at each length."""
+def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:
+    """Ours against another backend over S, from the first rows of a text to 128k rows, by direction, kind of selection and h (falling)."""
     table = indexed(rows)
     every = list({case.case: case for case in (*cases.breakeven_cases(), *cases.scaling_cases())}.values())
-    lines = []
+    found = []
     for direction in ("fwd", "bwd", "fwd+bwd"):
         for kind in ("real", "random"):
             some = sorted((case for case in every if case.distribution == kind), key=lambda case: case.S)
             for h, points in by_heads(table, some, direction):
-                measured = [(case.S, gain) for case, found in points if (gain := speed_up(found)) is not None]
+                measured = [
+                    (case.S, gain, best["backend"])
+                    for case, of_case in points
+                    if (gain := speed_up(of_case, over)) is not None and (best := ours(of_case)) is not None
+                ]
                 if measured:
-                    lengths, gains = zip(*measured, strict=True)
-                    at = ", ".join(f"{S // 1024}k {gain:.2f}x" for S, gain in measured)
-                    lines.append((direction, kind, h, from_length(break_even(lengths, gains), lengths), at))
+                    found.append(Curve(direction, kind, h, *zip(*measured, strict=True)))
+    return found
+
+
+def breakeven_table(rows: Iterable[Row]) -> str:
+    """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at each length."""
+    lines = []
+    for direction, kind, h, lengths, gains, _ in curves(rows):
+        at = ", ".join(f"{S // 1024}k {gain:.2f}x" for S, gain in zip(lengths, gains, strict=True))
+        lines.append((direction, kind, h, from_length(break_even(lengths, gains), lengths), at))
     return markdown(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
 
 

@@ -53,19 +53,20 @@ def sharing_at(sharing: tuple[float, ...], tokens: int) -> float:
     return sharing[low] + (place - low) * (sharing[low + 1] - sharing[low])
 
 
+def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> float:
+    """(tile, block) pairs of tiles of so many adjacent tokens; no union passes what may be seen."""
+    pairs, visible = blocks_of(request)
+    tokens = min(tokens, max(1, request.S))
+    return min(pairs * sharing_at(sharing, tokens), visible) / tokens
+
+
 def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[str, float]:
     """The amount of every kind of work in `nsa_sel.config.COST_TERMS`, in its unit, for selections of whole blocks."""
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
     block = request.block_size or 1
-    pairs, visible = blocks_of(request)
+    pairs = blocks_of(request).chosen
     keys = pairs * block
     rows = request.B * request.S * request.G
-
-    def together(tokens: int) -> float:
-        """(tile, block) pairs of tiles of so many adjacent tokens; no union passes what may be seen."""
-        tokens = min(tokens, max(1, request.S))
-        return min(pairs * sharing_at(sharing, tokens), visible) / tokens
-
     tokens = max(1, TILE_ROWS // h)
     tile_rows = TILE_ROWS * -(-h // TILE_ROWS)
     # A head dimension takes a tile of a power of two on the matrix units, or 128 + 64; loads leave the padding out.
@@ -85,8 +86,8 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
         "read" + suffix: read / 1e9,
         "reread" + suffix: keys * h * (Dk + Dv) * size / 1e9,
-        "distinct": together(64) * block * (Dk + Dv) * size / 1e9,
-        "tile" + suffix: together(tokens) * block * tile_rows * 2 * tile_widths / 1e12,
+        "distinct": tile_blocks(request, sharing, 64) * block * (Dk + Dv) * size / 1e9,
+        "tile" + suffix: tile_blocks(request, sharing, tokens) * block * tile_rows * 2 * tile_widths / 1e12,
         "exact" + suffix: keys / tokens * tile_rows * 2 * exact_widths / 1e12,
         "partials": pairs * h * partial_widths * size / 1e9,
         "scores": keys * h / 1e9,
