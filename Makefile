@@ -1,4 +1,5 @@
 # make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed
+# make report                docs/report/ and the README's picture, from the committed rows
 # make gpu-test              the GPU tests, with PYTHON as it is: nothing is installed
 # make trace                 captures bench/data again, in a virtual environment of its own
 PYTHON ?= python3
@@ -9,10 +10,13 @@ STAMP := .venv/.installed
 TRACE := build/trace-venv
 export PIP_NO_INPUT := 1
 
-.PHONY: demo test lint gpu-test trace clean
+.PHONY: demo report test lint gpu-test trace clean
 
 demo: $(STAMP)
 	$(BIN)/nsa-sel demo
+
+report: $(STAMP)
+	$(BIN)/python -m nsa_sel.bench.report
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -30,7 +34,7 @@ trace: $(TRACE)/.installed
 	$(TRACE)/bin/python bench/capture_trace.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .*_cache .hypothesis demo-output
+	rm -rf .venv build dist *.egg-info .*_cache .hypothesis demo-output report-output
 
 $(STAMP): pyproject.toml constraints.txt
 	$(call create-venv,.venv)

@@ -1,4 +1,4 @@
-"""The command line `nsa-sel`: doctor, explain, run, replay, demo. With --json, stdout holds one JSON document and nothing else."""
+"""The command line `nsa-sel`: doctor, explain, run, replay, demo, report. With --json, stdout holds one JSON document and nothing else."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from nsa_sel import observe
 from nsa_sel.attention import explain_request, selection_attention
 from nsa_sel.call import device_info
 from nsa_sel.decision import Decision
+from nsa_sel.devices import GPUS, SHARED_MEMORY
 from nsa_sel.dispatch import refusal
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from nsa_sel.request import DeviceInfo, Request, example_request
@@ -34,14 +35,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-# Devices whose decisions one may ask for without having them: compute capability, SMs, bytes of shared memory a block.
-_SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-_GPUS = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 80, 108),
-    "rtx4090": ("NVIDIA GeForce RTX 4090", 89, 128),
-    "h100": ("NVIDIA H100 80GB HBM3", 90, 132),
-    "h200": ("NVIDIA H200", 90, 132),
-}
 _EXAMPLE = example_request()
 
 
@@ -88,7 +81,7 @@ def explain(
     dtype: Annotated[Dtype, typer.Option(help="Of q, k, v.")] = Dtype.bfloat16,
     needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="Whether gradients are needed.")] = _EXAMPLE.needs_grad,
     device: Annotated[
-        str, typer.Option(help=f"auto, cpu, cuda (those of this machine), {', '.join(_GPUS)}, or a compute capability like sm89.")
+        str, typer.Option(help=f"auto, cpu, cuda (those of this machine), {', '.join(GPUS)}, or a compute capability like sm89.")
     ] = "auto",
     backend: Backend = None,
     as_json: AsJson = False,
@@ -205,6 +198,22 @@ def demo(
             raise typer.Exit(1)
 
 
+@app.command()
+def report(
+    rows: Annotated[list[Path], typer.Argument(metavar="ROWS...", help="JSON-lines files of measured rows, of any devices.")],
+    out: Annotated[Path, typer.Option(help="Folder of report.html, selection_report.md and the figures as PNG.")] = Path("report-output"),
+    copy_tbs: Annotated[float | None, typer.Option(min=0.001, help="TB/s of a copy in the device's memory, for the roofline.")] = None,
+    matmul_tflops: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s of a bf16 matrix product, likewise.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what measured rows say: one HTML page that loads nothing, Markdown, and PNGs. Lines without a measurement are counted."""
+    from nsa_sel.bench import report as reporting  # loads matplotlib, as the demo does
+
+    with _errors(as_json):
+        written = reporting.write(rows, out, copy_tbs, matmul_tflops)
+        _print(_pretty(written) if as_json else reporting.text(written))
+
+
 @contextlib.contextmanager
 def _errors(as_json: bool) -> Iterator[None]:
     """The errors that nsa-sel raises on purpose, in their own words instead of a traceback; exit code 2."""
@@ -235,14 +244,13 @@ def _device(where: Where) -> torch.device:
 
 
 def _device_facts(name: str) -> DeviceInfo:
-    if name in _GPUS:
-        full_name, sm, count = _GPUS[name]
-        return DeviceInfo(kind="cuda", name=full_name, sm=sm, sm_count=count, shared_memory=_SHARED_MEMORY[sm])
+    if name in GPUS:
+        return GPUS[name]
     capability = re.fullmatch(r"sm_?(\d{2,3})", name)
-    if capability and (sm := int(capability[1])) in _SHARED_MEMORY:
-        return DeviceInfo(kind="cuda", name="any GPU", sm=sm, shared_memory=_SHARED_MEMORY[sm])
+    if capability and (sm := int(capability[1])) in SHARED_MEMORY:
+        return DeviceInfo(kind="cuda", name="any GPU", sm=sm, shared_memory=SHARED_MEMORY[sm])
     if name not in list(Where):
-        allowed = ", ".join([*Where, *_GPUS, *(f"sm{sm}" for sm in _SHARED_MEMORY)])
+        allowed = ", ".join([*Where, *GPUS, *(f"sm{sm}" for sm in SHARED_MEMORY)])
         raise ArgumentError("--device", repr(name), allowed, "pass one of these")
     return device_info(_device(Where(name)))
 

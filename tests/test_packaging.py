@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-NOT_SOURCE = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "demo-output")
+NOT_SOURCE = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "demo-output", "report-output")
 RESULTS = "nsa_sel/bench/results/"  # measured rows: in the repository, in no package
 
 # Runs in the installed environment: everything is imported, the data is found, and one call gives the oracle's result.
