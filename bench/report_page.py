@@ -166,7 +166,7 @@ a { color: var(--triton-tile); }
 .key { display: flex; flex-wrap: wrap; gap: 0.2rem 1.2rem; padding: 0; margin: 0.4rem 0; list-style: none; font-size: 0.88rem; }
 .key span { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 0.2em; margin-right: 0.4em; }
 .key .stroke { width: 1.6em; height: 0; border-top: 2px solid var(--muted); border-radius: 0; vertical-align: middle; }
-.facets { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 23rem), 1fr)); gap: 0.6rem 1.2rem; margin: 0.4rem 0; }
+.facets { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: 0.6rem 1.2rem; margin: 0.4rem 0; }
 .facets div { max-width: 34rem; }
 .facets svg { display: block; width: 100%; height: auto; stroke-linejoin: round; }
 .scroll { overflow-x: auto; margin: 0.8rem 0; }

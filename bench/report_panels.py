@@ -47,13 +47,18 @@ def case_groups() -> dict[str, str]:
         "every layer of the model": [case for case in cases.layer_cases() if case.B == 1],
         "four layers as a batch": [case for case in cases.layer_cases() if case.B > 1],
     }
-    return {case.case: group for group, members in reversed(groups.items()) for case in members}
+    names: dict[str, str] = {}
+    for group, members in groups.items():
+        for case in members:
+            names.setdefault(case.case, group)
+    return names
 
 
 def verdict(rows: Sequence[Row]) -> Panel:
     """Where ours is ahead of dense attention and where not, by kind of case, direction and h."""
     panel = Panel("verdict", "Where selection beats dense attention, and where it does not")
-    known, order = case_groups(), [*dict.fromkeys(reversed(case_groups().values())), "other cases"]
+    known = case_groups()
+    order = [*dict.fromkeys(known.values()), "other cases"]
     groups: dict[tuple[int, int, int], list[tuple[float, str]]] = {}
     for (name, direction), found in indexed(rows).items():
         best, gain = ours(found), speed_up(found)

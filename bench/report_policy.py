@@ -59,9 +59,8 @@ def decision_map(name: str, device: DeviceInfo | None) -> Panel:
     elsewhere = [
         (gpu.name, settings_for(gpu).profile, *(_shares(gpu, chart) for chart in MAPS if not chart.measured)) for gpu in GPUS.values()
     ]
-    others = Table(
-        f"The drawings' requests on the GPUs that `nsa-sel explain --device` knows, of {len(LENGTHS) * len(HEADS)}", headers, elsewhere, 5
-    )
+    caption = f"Who takes how many of a drawing's {len(LENGTHS) * len(HEADS)} requests, as text, on the GPUs that nsa-sel knows by name"
+    others = Table(caption, headers, elsewhere, 5)
     if device is None:
         missing = f"No map of {name}: its facts are neither in nsa_sel/devices.py nor this machine's own; write the report on it."
         return panel._replace(missing=missing, tables=(others,))
@@ -136,8 +135,7 @@ def regrets(name: str, device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
     said = " ".join(f"{label.capitalize()}: {regret.summary(found)}." for label, _, found in both)
     return panel._replace(
         text=f"{said} Where nobody measured it, the policy takes a selection for text, which random ones are not."
-        f"{f' Right of the drawings: {beyond}.' if beyond else ''} python -m nsa_sel.bench.regret also judges fits without the rows of"
-        " each size.",
+        f"{f' Choices that lie right of the drawings: {beyond}.' if beyond else ''}",
         figure=Figure(panel.name, tuple(facets)),
         tables=tuple(
             of_markdown(regret.misses(found), f"Choices that were not the best, {label}", 3, folded=True) for label, _, found in both
@@ -209,7 +207,7 @@ def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
 
 
 def _said(rows: Sequence[Row]) -> str:
-    found = triton_threshold(list(rows))
+    found = triton_threshold([row for row in rows if row["case"].startswith("threshold") and row["backend"] in (GATED, PACKED)])
     return "undecided" if found is None else f"L = {found[0]}"
 
 
