@@ -47,4 +47,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'nsa_sel' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"nsa_sel.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module(f"nsa_sel.{_HOMES[name]}"), name)  # found without this from now on
+    return value

@@ -57,7 +57,7 @@ def selection_attention(
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
     q, k, v = _autocast(q, k, v)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     request = request_of(q, k, v, selection, needs_grad)
     decision = decide(request, device_info(q.device), backend)
     settings = decision.settings
@@ -198,7 +198,7 @@ def _forward(call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
 
 
 def _nothing_to_do(call: Call) -> bool:
-    return call.q.numel() == 0 or call.k.shape[2] == 0 or call.selection.n == 0
+    return call.selection.n == 0 or call.q.numel() == 0 or call.k.numel() == 0
 
 
 def _run(call: Call, decision: Decision, direction: str, work: Callable[[registry.BackendModule], T]) -> tuple[T, Decision]:
@@ -209,11 +209,8 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
         decision, name = _fall_back(decision, name), FALLBACK
     timing = decision.settings.debug_timing
     started = observe.now(call.q.device.type) if timing else 0.0
-    # Triton launches on the current device, which need not be q's.
-    device = torch.cuda.device(call.q.device) if call.q.device.type == "cuda" else contextlib.nullcontext()
     try:
-        with device:
-            result = work(registry.load(name))
+        result = _on_device(call, name, work)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -226,12 +223,20 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
         registry.mark_broken(name, decision.request, error)
         forget_decisions()
         decision = _fall_back(decision, name)
-        with device:
-            result = work(registry.load(FALLBACK))
+        result = _on_device(call, FALLBACK, work)
     if timing:
         seconds = observe.now(call.q.device.type) - started
         observe.emit("sel.timing", backend=name, direction=direction, ms=seconds * 1e3)
     return result, decision
+
+
+def _on_device(call: Call, name: str, work: Callable[[registry.BackendModule], T]) -> T:
+    """Do the work with the backend's module. Triton launches on the current device, which need not be q's."""
+    module = registry.load(name)
+    if call.q.is_cuda and call.q.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(call.q.device):
+            return work(module)
+    return work(module)
 
 
 def _fall_back(decision: Decision, failed: str) -> Decision:
@@ -248,7 +253,7 @@ def _fall_back(decision: Decision, failed: str) -> Decision:
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast: q, k, v in its dtype, as scaled_dot_product_attention does (float64 is left alone)."""
-    kind = q.device.type
+    kind = "cuda" if q.is_cuda else "cpu"
     if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
         return q, k, v
     dtype = torch.get_autocast_dtype(kind)

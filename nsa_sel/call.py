@@ -18,7 +18,7 @@ from nsa_sel.selection import Selection
 CPU = DeviceInfo(kind="cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # nobody writes to it; frozen=True would take 1 us of every call
 class Call:
     """q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] with contiguous last dims, a selection of the same rows, positions
     q_pos [B,S] or None for S_kv - S + s, the softmax scale, and the settings and device facts
@@ -53,9 +53,11 @@ def check_call(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Selection, float, Tensor | None]:
     """The arguments of `selection_attention` in the prefill form, or ArgumentError. Never reads a GPU."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentError(name, f"a {type(tensor).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
+    # On the path of every call: a tensor builds its shape, strides and device anew whenever it is asked, so that each is asked
+    # for once, and what names the culprit only runs once there is one.
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, value = next((name, x) for name, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, Tensor))
+        raise ArgumentError(name, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
     if q.dim() == 4:
         q = q.unsqueeze(1)
     if q.dim() != 5:
@@ -63,30 +65,26 @@ def check_call(
             "q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk], or [B,G,h,Dk] for decode", "split the heads into G groups of h"
         )
     B, S, G, h, Dk = q.shape
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dim() != 4 or tensor.shape[:2] != (B, G):
+    k_shape, v_shape = k.shape, v.shape
+    for name, shape in (("k", k_shape), ("v", v_shape)):
+        if len(shape) != 4 or shape[0] != B or shape[1] != G:
             allowed = f"[B={B}, G={G}, S_kv, D]"
             remedy = f"group-major keys; a [B,S_kv,G,D] cache is passed as {name}.transpose(1, 2)"
-            raise ArgumentError(name, f"of shape {tuple(tensor.shape)}", allowed, remedy)
-    if k.shape[3] != Dk:
-        raise ArgumentError("k", f"of head dimension {k.shape[3]}", f"q's head dimension {Dk}", "project q and k to the same size")
-    S_kv = k.shape[2]
-    if v.shape[2] != S_kv:
-        raise ArgumentError("v", f"of {v.shape[2]} positions", f"k's {S_kv} positions", "pass v for the same keys")
-    for name, size in (("h", h), ("Dk", Dk), ("Dv", v.shape[3]), ("G", G)):
-        if size == 0:
-            raise ArgumentError("q" if name != "Dv" else "v", f"of size 0 in {name}", f"{name} >= 1", "drop the empty dimension")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not tensor.is_floating_point() or tensor.dtype not in _DTYPES:
-            raise ArgumentError(name, f"of dtype {tensor.dtype}", ", ".join(_DTYPES.values()), f"call {name}.to(torch.bfloat16)")
-        if tensor.dtype != q.dtype:
-            raise ArgumentError(name, f"of dtype {tensor.dtype}", f"q's dtype {q.dtype}", f"call {name}.to(q.dtype)")
-        if tensor.device != q.device:
-            raise ArgumentError(name, f"on {tensor.device}", f"q's device {q.device}", f"call {name}.to(q.device)")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ArgumentError(name, f"of strides {tensor.stride()}", "a contiguous last dimension", f"call {name}.contiguous()")
-    if q.device.type not in ("cpu", "cuda"):
-        raise ArgumentError("q", f"on {q.device}", "cpu or cuda", "move q, k, v there")
+            raise ArgumentError(name, f"of shape {tuple(shape)}", allowed, remedy)
+    S_kv, Dv = k_shape[2], v_shape[3]
+    if k_shape[3] != Dk:
+        raise ArgumentError("k", f"of head dimension {k_shape[3]}", f"q's head dimension {Dk}", "project q and k to the same size")
+    if v_shape[2] != S_kv:
+        raise ArgumentError("v", f"of {v_shape[2]} positions", f"k's {S_kv} positions", "pass v for the same keys")
+    if not (h and Dk and Dv and G):
+        size = next(name for name, size in (("h", h), ("Dk", Dk), ("Dv", Dv), ("G", G)) if not size)
+        raise ArgumentError("v" if size == "Dv" else "q", f"of size 0 in {size}", f"{size} >= 1", "drop the empty dimension")
+    dtype, device = q.dtype, q.device
+    alike = dtype in _DTYPES and k.dtype == v.dtype == dtype and k.device == v.device == device
+    if not alike or not (q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1):
+        _check_alike(q, k, v)
+    if not (q.is_cpu or q.is_cuda):
+        raise ArgumentError("q", f"on {device}", "cpu or cuda", "move q, k, v there")
 
     if not isinstance(selection, Selection):
         if not isinstance(selection, Tensor):
@@ -102,22 +100,35 @@ def check_call(
             f"q's rows {(B, S, G)}",
             "one set of ranges a query row and group",
         )
-    if ranges.device != q.device:
-        raise ArgumentError("selection", f"on {ranges.device}", f"q's device {q.device}", "call selection.to(q.device)")
+    if ranges.device != device:
+        raise ArgumentError("selection", f"on {ranges.device}", f"q's device {device}", "call selection.to(q.device)")
 
     if scale is None:
         scale = 1.0 / math.sqrt(Dk)
     elif isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ArgumentError("scale", repr(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
-    return q, k, v, selection, float(scale), _check_positions(q_pos, q, S_kv)
+    if q_pos is not None:
+        return q, k, v, selection, float(scale), _check_positions(q_pos, q, S_kv)
+    if S > S_kv:
+        raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows without q_pos", "pass q_pos, the rows' positions")
+    return q, k, v, selection, float(scale), None
 
 
-def _check_positions(q_pos: Tensor | None, q: Tensor, S_kv: int) -> Tensor | None:
+def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """One of our dtypes, one device, contiguous last dimensions (a stride over a single element may be anything)."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in _DTYPES:
+            raise ArgumentError(name, f"of dtype {tensor.dtype}", ", ".join(_DTYPES.values()), f"call {name}.to(torch.bfloat16)")
+        if tensor.dtype != q.dtype:
+            raise ArgumentError(name, f"of dtype {tensor.dtype}", f"q's dtype {q.dtype}", f"call {name}.to(q.dtype)")
+        if tensor.device != q.device:
+            raise ArgumentError(name, f"on {tensor.device}", f"q's device {q.device}", f"call {name}.to(q.device)")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ArgumentError(name, f"of strides {tensor.stride()}", "a contiguous last dimension", f"call {name}.contiguous()")
+
+
+def _check_positions(q_pos: Tensor, q: Tensor, S_kv: int) -> Tensor:
     B, S = q.shape[:2]
-    if q_pos is None:
-        if S > S_kv:
-            raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows without q_pos", "pass q_pos, the rows' positions")
-        return None
     if not isinstance(q_pos, Tensor):
         raise ArgumentError("q_pos", f"a {type(q_pos).__name__}", "a torch.Tensor [S] or [B,S]", "wrap it in torch.as_tensor")
     if q_pos.dtype not in (torch.int32, torch.int64):
@@ -141,8 +152,8 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad
     """The facts of a checked call that a policy may use."""
     B, S, G, h, Dk = q.shape
     S_kv, Dv = v.shape[2:]
-    step = 16 // q.element_size()
-    aligned = all(tensor.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1]) for tensor in (q, k, v))
+    outer_strides = (*q.stride()[:-1], *k.stride()[:-1], *v.stride()[:-1])
+    aligned = not (math.gcd(*outer_strides) * q.element_size() % 16 or math.gcd(q.data_ptr(), k.data_ptr(), v.data_ptr()) % 16)
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
         max_length=selection.length_bound(S_kv), dtype=_DTYPES[q.dtype], needs_grad=needs_grad, aligned=aligned,

@@ -191,6 +191,7 @@ FLAGS = (
 CONFIG_FLAG = "NSA_SEL_CONFIG"
 TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read by the tests alone
 _FLAG_NAMES = (*(flag.name for flag in FLAGS), CONFIG_FLAG)
+_NO_FLAGS = (None,) * len(_FLAG_NAMES)
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 _ALLOWED = {
     "bool": "0 or 1",
@@ -273,12 +274,14 @@ def matching_profile(device: DeviceInfo) -> tuple[str, ConfigFile] | None:
 
 def environment() -> tuple[str | None, ...]:
     """The raw values of all flags: settings and remembered decisions hold for one such tuple."""
-    # os.environ.get encodes and decodes every name: 22 flags cost 9 us a call, the mapping underneath 1 us.
+    # os.environ.get encodes and decodes every name: 22 flags cost 9 us a call, the mapping underneath 1 us, and one look
+    # whether it has any of them, which it usually has not, half of that.
     data = getattr(os.environ, "_data", None)
     encode = getattr(os.environ, "encodekey", None)
     if data is None or encode is None:
         return tuple(os.environ.get(name) for name in _FLAG_NAMES)
-    return tuple(map(data.get, _encoded_names(encode)))
+    names = _encoded_names(encode)
+    return _NO_FLAGS if data.keys().isdisjoint(names) else tuple(map(data.get, names))
 
 
 @functools.cache

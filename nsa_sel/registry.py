@@ -60,7 +60,12 @@ def backends() -> dict[str, Backend]:
 
 def load(name: str) -> BackendModule:
     """The module of a backend; this is where a kernel framework is first imported."""
-    return cast(BackendModule, importlib.import_module(backends()[name].path))
+    return _module(backends()[name].path)
+
+
+@functools.cache  # import_module takes longer, every time
+def _module(path: str) -> BackendModule:
+    return cast(BackendModule, importlib.import_module(path))
 
 
 @functools.cache
@@ -119,7 +124,7 @@ def mark_broken(name: str, request: Request, error: BaseException) -> None:
 
 def is_broken(name: str, request: Request) -> bool:
     """Whether `name` has failed for this class of requests in this process."""
-    return (name, _kind(request)) in _broken
+    return bool(_broken) and (name, _kind(request)) in _broken
 
 
 def forget_broken() -> None:

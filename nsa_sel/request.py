@@ -51,6 +51,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         exact call: a remembered decision is the one that would be taken anew.
         """
         S_kv = self.S_kv if self.S_kv == self.S else 1 << max(0, self.S_kv - 1).bit_length()
+        if S_kv == self.S_kv:
+            return self
         # Where nothing but S_kv bounds a row, the bound grows with it: otherwise every decode step would be a class of its own.
         return msgspec.structs.replace(self, S_kv=S_kv, max_length=S_kv if self.max_length == self.S_kv else self.max_length)
 

@@ -39,6 +39,7 @@ class Selection:
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None) -> None:
         self.ranges = ranges
+        self.n: int = ranges.shape[-2]  # ranges a row, the empty ones included
         self.block_size = block_size
         self.max_length = max_length
         self.measured: Measured | None = None
@@ -155,11 +156,6 @@ class Selection:
         return cls.from_blocks(torch.where(chosen < blocks, chosen, -1).int(), block_size)
 
     @property
-    def n(self) -> int:
-        """Ranges a row, the empty ones included."""
-        return self.ranges.shape[-2]
-
-    @property
     def block_indices(self) -> Tensor:
         """[B,S,G,n] in the ranges' dtype, -1 where a range is empty. Raises ArgumentError when the ranges are not blocks."""
         if self.block_size is None:
@@ -169,14 +165,14 @@ class Selection:
 
     def length_bound(self, S_kv: int) -> int:
         """The most keys that one row may select among S_kv, at any positions: from the static facts and, once taken, `measure`."""
-        bounds = [S_kv]
+        bound = S_kv
         if self._exact is not None and self._exact[0] is not None and self._exact[0] == self._version():
-            bounds.append(self._exact[1])
+            bound = min(bound, self._exact[1])
         if self.max_length is not None:
-            bounds.append(self.max_length)
+            bound = min(bound, self.max_length)
         if self.block_size is not None:
-            bounds.append(self.n * self.block_size)
-        return min(bounds)
+            bound = min(bound, self.n * self.block_size)
+        return bound
 
     @property
     def sharing(self) -> tuple[float, ...] | None:
