@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nsa_sel import observe
+
 if TYPE_CHECKING:
     from nsa_sel.call import Call
 
@@ -158,7 +160,7 @@ def _forward_dense(call: Call, tiles: list[_Tile], start: Tensor, end: Tensor, o
 def _forward_by_row(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
     h, Dk = call.q.shape[3:]
     q, o, lse = call.q.reshape(-1, h, Dk), o.view(-1, h, o.shape[4]), lse.view(-1, h)
-    for rows, steps in _packed(call, start, end, 3 * h):
+    for rows, steps in _packed(call, start, end, 3 * h, "forward"):
         q_rows, keep = q[rows.ids].unsqueeze(1), rows.keep[:, None, None]
         parts = []
         for step in steps:
@@ -249,11 +251,12 @@ class _Rows(NamedTuple):
         return gathered
 
 
-def _packed(call: Call, start: Tensor, end: Tensor, per_key: int) -> Iterator[tuple[_Rows, list[slice]]]:
+def _packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str) -> Iterator[tuple[_Rows, list[slice]]]:
     """All rows that may select anything, in chunks, each with the steps in which to gather its keys.
 
     A chunk's indices take half of the budget and a step's keys and `per_key` numbers for each of them the other half: indices
-    are small, and with steps alone a CPU would spend its time on their many short calls.
+    are small, and with steps alone a CPU would spend its time on their many short calls. A bucket's time is from the first chunk
+    being made to the last one's being done with.
     """
     S, G = call.q.shape[1:3]
     n = call.selection.n
@@ -263,7 +266,9 @@ def _packed(call: Call, start: Tensor, end: Tensor, per_key: int) -> Iterator[tu
     copies = call.q.element_size() + (wide.itemsize if call.q.dtype != wide else 0)
     key_bytes = (call.k.shape[3] + call.v.shape[3]) * copies + per_key * wide.itemsize
     half = _budget(call) // 2
+    timed, device = call.timed(), call.q.device.type
     for ids_of_bucket, L in _buckets(call, start, end):
+        started = observe.now(device) if timed else 0.0
         step = min(max(1, half // (L * key_bytes)), _STEP_ROWS, len(ids_of_bucket))
         buffers = [table.new_empty(step * L, table.shape[1]) for table in (k_table, v_table)]
         for chunk in _slices(len(ids_of_bucket), max(step, half // (L * _INDEX_BYTES))):
@@ -273,6 +278,9 @@ def _packed(call: Call, start: Tensor, end: Tensor, per_key: int) -> Iterator[tu
             place = {steps: position * steps[2] + (b * steps[0] + g * steps[1]) for steps in {k_strides, v_strides}}
             places = [place[k_strides], place[v_strides]]
             yield _Rows(ids, keep, filled, position, [k_table, v_table], places, buffers), _slices(len(ids), step)
+        if timed:
+            ms = (observe.now(device) - started) * 1e3
+            observe.emit("sel.timing.bucket", backend="sdpa-packed", direction=direction, length=L, rows=len(ids_of_bucket), ms=ms)
 
 
 def _slices(count: int, size: int) -> list[slice]:
@@ -353,7 +361,7 @@ def _backward_by_row(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tupl
     keys = B * G * S_kv
     places = keys + _powers(call.selection.length_bound(S_kv))[-1]
     dk, dv = lse.new_zeros(places, Dk), lse.new_zeros(places, Dv)
-    for rows, steps in _packed(call, *call.clamped_ranges(), 4 * h + 2 * (Dk + Dv) + _SORT_NUMBERS):
+    for rows, steps in _packed(call, *call.clamped_ranges(), 4 * h + 2 * (Dk + Dv) + _SORT_NUMBERS, "backward"):
         group = rows.ids // (S * G) * G + rows.ids % G
         spare = keys + torch.arange(rows.keep.shape[1], device=q.device)
         place = torch.where(rows.keep, group.unsqueeze(1) * S_kv + rows.position, spare)

@@ -7,12 +7,14 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel import dispatch, observe, registry
+from nsa_sel import dispatch, observe, registry, watch
 from nsa_sel.call import Call, check_call, device_info, request_of
 from nsa_sel.config import Settings, environment, settings_for
 from nsa_sel.decision import Decision, Override
@@ -70,8 +72,8 @@ def selection_attention(
     else:
         o, lse, decision = _forward(call, decision)
     observe.record(decision, request)
-    if settings.debug_triton or settings.debug_compare:
-        _inspect(call, decision, o)
+    if settings.debug_compare:
+        _compare(call, decision, "forward", (o,))
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
@@ -128,6 +130,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     decision = select(request, device, backend)
     message = dispatch.refusal(decision)
     if message is not None:
+        observe.count("unserved")
         raise BackendError(message, decision)
     return decision
 
@@ -183,7 +186,10 @@ class _SelectionAttention(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         # Kernels read rows of a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
         do = do if do.stride(-1) == 1 else do.contiguous()
-        dq, dk, dv = _run(call, ctx.decision, "backward", lambda module: module.backward(call, o, lse, do, dlse))[0]
+        (dq, dk, dv), decision = _run(call, ctx.decision, "backward", lambda module: module.backward(call, o, lse, do, dlse))
+        observe.count("backward", str(decision.backward))
+        if call.settings.debug_compare:
+            _compare(call, decision, "backward", (dq, dk, dv), o, lse, do, dlse)
         return dq, dk, dv, None, None
 
 
@@ -206,15 +212,14 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
     name = decision.forward if direction == "forward" else decision.backward
     assert name is not None, "decide() refuses before any kernel"
     if decision.override is None and registry.is_broken(name, decision.request):  # since this graph was recorded
+        observe.count("fallbacks", name, "failed-before")
         decision, name = _fall_back(decision, name), FALLBACK
-    timing = decision.settings.debug_timing
-    started = observe.now(call.q.device.type) if timing else 0.0
     try:
-        result = _on_device(call, name, work)
+        return _on_device(call, name, direction, work), decision
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        observe.count(f"failed.{name}")
+        observe.count("failed", name)
         observe.emit("sel.backend.failed", logging.ERROR, backend=name, direction=direction, error=repr(error), request=decision.request)
         if decision.override is not None or name == FALLBACK or any(text in str(error) for text in _STICKY):
             raise
@@ -223,19 +228,18 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
         registry.mark_broken(name, decision.request, error)
         forget_decisions()
         decision = _fall_back(decision, name)
-        result = _on_device(call, FALLBACK, work)
-    if timing:
-        seconds = observe.now(call.q.device.type) - started
-        observe.emit("sel.timing", backend=name, direction=direction, ms=seconds * 1e3)
-    return result, decision
+        observe.count("fallbacks", name, type(error).__name__)
+        return _on_device(call, FALLBACK, direction, work), decision
 
 
-def _on_device(call: Call, name: str, work: Callable[[registry.BackendModule], T]) -> T:
+def _on_device(call: Call, name: str, direction: str, work: Callable[[registry.BackendModule], T]) -> T:
     """Do the work with the backend's module. Triton launches on the current device, which need not be q's."""
-    module = registry.load(name)
     if call.q.is_cuda and call.q.get_device() != torch.cuda.current_device():
         with torch.cuda.device(call.q.device):
-            return work(module)
+            return _on_device(call, name, direction, work)
+    module = registry.load(name)
+    if watch.wanted(call.settings):
+        return watch.watched(call, name, direction, lambda: work(module))
     return work(module)
 
 
@@ -260,16 +264,11 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _inspect(call: Call, decision: Decision, o: Tensor) -> None:
-    """The events that need extra work: what was read, and the parity with packed SDPA. Reads the device."""
-    if decision.settings.debug_triton:
-        start, end = call.clamped_ranges()
-        tokens = int((end - start).sum())
-        width = (call.k.shape[-1] + call.v.shape[-1]) * call.k.element_size()
-        name = "sel.triton.reads" if str(decision.forward).startswith("triton") else "sel.reads"
-        observe.emit(name, backend=decision.forward, tokens=tokens, bytes=tokens * width, rows=start[..., 0].numel())
-    if decision.settings.debug_compare:
-        with torch.no_grad():
-            reference, _ = registry.load(FALLBACK).forward(call)
-            mae = float((o.detach().double() - reference.double()).abs().mean())
-        observe.emit("sel.compare", backend=decision.forward, reference=FALLBACK, mae=mae)
+def _compare(call: Call, decision: Decision, direction: str, got: tuple[Tensor, ...], *given: Tensor | None) -> None:
+    """The event of NSA_DEBUG_COMPARE: the largest mean absolute error of o, or of dq, dk, dv, against packed SDPA. Reads the device."""
+    untimed = replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False))
+    with torch.no_grad():
+        wanted = getattr(registry.load(FALLBACK), direction)(untimed, *given)
+        mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in zip(got, wanted, strict=False))
+    backend = decision.forward if direction == "forward" else decision.backward
+    observe.emit("sel.compare", backend=backend, direction=direction, reference=FALLBACK, mae=mae)

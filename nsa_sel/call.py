@@ -41,6 +41,14 @@ class Call:
         S_kv = self.k.shape[2]
         return torch.arange(S_kv - S, S_kv, device=self.q.device).expand(B, S)
 
+    def capturing(self) -> bool:
+        """Whether this call is being captured into a CUDA graph: then nothing may wait for the device."""
+        return self.q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def timed(self) -> bool:
+        """Whether NSA_DEBUG_TIMING is to take times of this call."""
+        return self.settings.debug_timing and not self.capturing()
+
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
         """start, end [B,S,G,n] int64 after the causal clamp [max(start, 0), min(end, t + 1, S_kv)), end >= start."""
         start, end = self.selection.ranges.long().unbind(-1)

@@ -1,4 +1,4 @@
-"""The command line `nsa-sel`: doctor, explain, run, replay, demo, report. With --json, stdout holds one JSON document and nothing else."""
+"""The command line `nsa-sel`: looking, running, replaying, the demo. With --json, stdout holds one JSON document and nothing else."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nsa_sel import doctor as examination
-from nsa_sel import observe
+from nsa_sel import log_summary, observe
 from nsa_sel.attention import explain_request, selection_attention
 from nsa_sel.call import device_info
-from nsa_sel.decision import Decision
 from nsa_sel.devices import GPUS, SHARED_MEMORY
 from nsa_sel.dispatch import refusal
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
@@ -152,7 +151,7 @@ def replay(
 ) -> None:
     """Take recorded decisions again with today's policy, without tensors or GPU. Exit code 1 when any field differs."""
     with _errors(as_json):
-        recorded = list(_recorded_decisions(log))
+        recorded = [(line.number, line.decision) for line in log_summary.read_log(log) if line.decision is not None]
         if not recorded:
             allowed = "JSON lines of Decision.to_json or NSA_DEBUG_LOG"
             raise ArgumentError("LOG", f"{log}, which holds no decision", allowed, "mend the path")
@@ -168,6 +167,18 @@ def replay(
             _print(f"{len(recorded)} decisions, {len(differing)} differ")
         if differing:
             raise typer.Exit(1)
+
+
+@app.command()
+def decisions(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="JSON lines: events that NSA_DEBUG_LOG wrote, or decisions.")],
+    top: Annotated[int, typer.Option(min=1, help="How many of the slowest buckets.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Summarise a log: who won and by which rule, how often each check turned a backend away, failures, the slowest buckets."""
+    with _errors(as_json):
+        summary = log_summary.summarise(log, top)
+        _print(_pretty(summary) if as_json else log_summary.text(summary))
 
 
 @app.command()
@@ -253,27 +264,6 @@ def _device_facts(name: str) -> DeviceInfo:
         allowed = ", ".join([*Where, *GPUS, *(f"sm{sm}" for sm in SHARED_MEMORY)])
         raise ArgumentError("--device", repr(name), allowed, "pass one of these")
     return device_info(_device(Where(name)))
-
-
-def _recorded_decisions(log: Path) -> Iterator[tuple[int, Decision]]:
-    """Line number and decision, of lines that are decisions or `sel.decision` events; other events are passed over."""
-    try:
-        lines = log.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError("LOG", f"{log} ({error})", "a readable file of JSON lines", "mend the path") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = msgspec.json.decode(line)
-            if isinstance(record, dict) and "event" in record:
-                if record["event"] != "sel.decision":
-                    continue
-                record = record.get("decision")
-            yield number, Decision.from_json(msgspec.json.encode(record))
-        except (msgspec.DecodeError, NsaSelError) as error:
-            allowed = "a decision as Decision.to_json writes it, or an event"
-            raise ArgumentError(f"line {number} of {log}", f"no decision ({error})", allowed, "drop the line") from error
 
 
 def _pretty(document: Any) -> str:

@@ -115,6 +115,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     debug_log: str | None = None
     debug_timing: bool = False
     debug_compare: bool = False
+    debug_nvtx: bool = False
     workspace_bytes: int
     prefer_forward: tuple[str, ...]
     prefer_backward: tuple[str, ...]
@@ -187,6 +188,7 @@ FLAGS = (
     Flag("NSA_DEBUG_LOG", "debug_log", "text", "stderr or a file: events as JSON lines"),
     Flag("NSA_DEBUG_TIMING", "debug_timing", "bool", "1: events carry times (synchronises the device)"),
     Flag("NSA_DEBUG_COMPARE", "debug_compare", "bool", "1: every call is compared with packed SDPA; the MAE is logged"),
+    Flag("NSA_DEBUG_NVTX", "debug_nvtx", "bool", "1: an NVTX range around each pass of a backend on a GPU, for its profilers"),
 )  # fmt: skip
 CONFIG_FLAG = "NSA_SEL_CONFIG"
 TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read by the tests alone

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -20,7 +21,8 @@ LOGGER.addHandler(logging.NullHandler())
 KEPT_DECISIONS = 1024
 
 _decisions: collections.deque[Decision] = collections.deque(maxlen=KEPT_DECISIONS)
-_counters: collections.Counter[str] = collections.Counter()
+_tally: dict[int, tuple[Decision, list[int]]] = {}  # id of a decision -> the decision, and for how many calls it was taken
+_counters: collections.Counter[tuple[str, ...]] = collections.Counter()
 _lock = threading.Lock()
 _handler: logging.Handler | None = None
 _followed: str | None = None  # what NSA_DEBUG_LOG said when a call last looked
@@ -77,7 +79,14 @@ def emit(event: str, level: int = logging.INFO, **fields: Any) -> None:
 def record(decision: Decision, request: Request) -> None:
     """Remember the decision of one call; `request` has the call's exact sizes, the decision those of its class."""
     _decisions.append(decision)
-    _counters[f"calls.{decision.forward}"] += 1
+    with _lock:
+        known = _tally.get(id(decision))
+        if known is not None:
+            known[1][0] += 1
+        else:
+            if len(_tally) >= KEPT_DECISIONS:
+                _fold()
+            _tally[id(decision)] = decision, [1]
     if listening():
         emit("sel.decision", request=request, decision=decision)
 
@@ -87,14 +96,46 @@ def decisions() -> tuple[Decision, ...]:
     return tuple(_decisions)
 
 
-def count(name: str) -> None:
-    """Add one to a counter."""
-    _counters[name] += 1
+def count(*name: str) -> None:
+    """Add one to a counter: its kind, then what tells counters of that kind apart ("failed", "triton-tile")."""
+    with _lock:
+        _counters[name] += 1
+
+
+def tallies() -> dict[tuple[str, ...], int]:
+    """All counters since the process started, by kind and labels.
+
+    ("calls", backend): forward passes; ("backward", backend): backward passes; ("forced", source): calls with a backend by name;
+    ("refused", backend, code): calls in which a check turned away a backend that is preferred to the chosen one;
+    ("unserved",): calls that no backend might run; ("failed", backend): exceptions in a backend;
+    ("fallbacks", backend, reason): passes that packed SDPA took over from it, for an exception now or one before.
+    """
+    with _lock:
+        _fold()
+        return dict(_counters)
 
 
 def counters() -> dict[str, int]:
-    """Calls by backend and failures by backend since the process started."""
-    return dict(_counters)
+    """`tallies` with the parts of a name joined by dots: "refused.triton-group.min-length"."""
+    return {".".join(name): number for name, number in tallies().items()}
+
+
+def _fold() -> None:
+    """Turn the calls of each decision into counters: what they say is in the decision, and a call only counts itself."""
+    for decision, (calls,) in _tally.values():
+        for name in _names(decision):
+            _counters[name] += calls
+    _tally.clear()
+
+
+def _names(decision: Decision) -> Iterator[tuple[str, ...]]:
+    yield "calls", str(decision.forward)
+    if decision.override is not None and not decision.override.source.startswith("failure of "):  # those are fallbacks
+        yield "forced", decision.override.source
+    stepped_over = {step.partition(": ")[0] for step in decision.steps}
+    for verdict in decision.verdicts:
+        if verdict.backend in stepped_over:
+            yield from (("refused", verdict.backend, reason.code) for reason in verdict.forward)
 
 
 def now(device_type: str) -> float:

@@ -43,8 +43,9 @@ class Selection:
         self.block_size = block_size
         self.max_length = max_length
         self.measured: Measured | None = None
-        # What `measure` found: version of the ranges that it read, most keys of a row, sharing to two digits.
-        self._exact: tuple[int | None, int, tuple[float, ...] | None] | None = None
+        # What `measure` found: version of the ranges that it read, most keys of a row, sharing to two digits, and for the
+        # default positions among S_kv keys (S_kv, keys of all rows).
+        self._exact: tuple[int | None, int, tuple[float, ...] | None, tuple[int, int] | None] | None = None
         self._plans: dict[Any, Any] = {}
         self._planned_version: int | None = None
 
@@ -166,7 +167,7 @@ class Selection:
     def length_bound(self, S_kv: int) -> int:
         """The most keys that one row may select among S_kv, at any positions: from the static facts and, once taken, `measure`."""
         bound = S_kv
-        if self._exact is not None and self._exact[0] is not None and self._exact[0] == self._version():
+        if self._exact is not None and self._holds(self._exact[0]):
             bound = min(bound, self._exact[1])
         if self.max_length is not None:
             bound = min(bound, self.max_length)
@@ -177,9 +178,12 @@ class Selection:
     @property
     def sharing(self) -> tuple[float, ...] | None:
         """`Measured.sharing` to two digits while it holds: None before `measure`, and once the ranges were written since."""
-        if self._exact is None or self._exact[0] is None or self._exact[0] != self._version():
-            return None
-        return self._exact[2]
+        return self._exact[2] if self._exact is not None and self._holds(self._exact[0]) else None
+
+    def total_length(self, S_kv: int) -> int | None:
+        """Keys of all rows at the positions S_kv - S + s, as `measure(S_kv)` counted them while that holds; else None."""
+        total = self._exact[3] if self._exact is not None and self._holds(self._exact[0]) else None
+        return total[1] if total is not None and total[0] == S_kv else None
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
         """What `build()` returned for `key` the first time; built anew when the ranges were written in place since.
@@ -194,6 +198,10 @@ class Selection:
         if key not in self._plans:
             self._plans[key] = build()
         return self._plans[key]
+
+    def _holds(self, version: int | None) -> bool:
+        """Whether what was found in the ranges at `version` is true of them still."""
+        return version is not None and version == self._version()
 
     def _version(self) -> int | None:
         return None if self.ranges.is_inference() else self.ranges._version
@@ -278,7 +286,8 @@ class Selection:
         sharing = None if self.block_size is None else _sharing(torch.where(end > start, start // self.block_size, -1))
         self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
         # Two digits: calls whose selections are as good as alike share one remembered decision.
-        self._exact = (self._version(), most, sharing and tuple(round(ratio, 2) for ratio in sharing))
+        rounded = sharing and tuple(round(ratio, 2) for ratio in sharing)
+        self._exact = (self._version(), most, rounded, (S_kv, total) if S_kv is not None and q_pos is None else None)
         return self.measured
 
     def to(self, device: torch.device | str) -> Selection:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import safetensors
 import safetensors.torch
@@ -294,6 +295,37 @@ class TestReplay:
         for line in ("not json", '{"forward": "numba"}', '{"event": "sel.decision"}', "[]"):
             log.write_text(f"\n{line}\n")
             assert f"line 2 of {log} is no decision" in refused("replay", log)
+
+
+class TestDecisions:
+    def test_sample_log(self) -> None:
+        log = Path(__file__).parent / "data" / "sample_log.jsonl"
+        result = invoke("decisions", log)
+        assert result.exit_code == 0
+        for text in ("failure of numba", "failed-before", "triton-group/dkdv", "slowest buckets", "worst MAE", "counted"):
+            assert text in result.output
+        told = ask("decisions", log, "--top", "1")
+        assert (told["decisions"], len(told["buckets"])) == (5, 1)
+        assert sum(told["events"].values()) == told["lines"]
+
+    def test_predicted_times_are_one_rule(self, tmp_path: Path) -> None:
+        log, h200 = tmp_path / "log.jsonl", DeviceInfo(kind="cuda", name="NVIDIA H200", sm=90, sm_count=132, shared_memory=232448)
+        requests = [msgspec.structs.replace(example_request(needs_grad=True), B=B) for B in (1, 2)]
+        log.write_text("".join(explain_request(request, h200).to_json() + "\n" for request in requests))
+        (won,) = ask("decisions", log)["won"]
+        assert won["calls"] == 2
+        assert "ms" not in won["rule"]
+        assert "(sm90_h200.yaml)" in won["rule"]
+
+    def test_wrong_logs(self, tmp_path: Path) -> None:
+        log = tmp_path / "log.jsonl"
+        assert "LOG" in refused("decisions", log)
+        log.write_text("\n")
+        assert "is empty" in refused("decisions", log)
+        log.write_text('\n{"event": "sel.timing", "backend": "numba", "ms": 1}\n')
+        assert f"line 2 of {log} is sel.timing without direction" in refused("decisions", log)
+        log.write_text("nonsense\n")
+        assert "line 1" in ask("decisions", log, exit_code=2)["error"]
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -80,6 +80,7 @@ VALUES = {  # what any flag sets: text -> value
     "NSA_DEBUG_LOG": ("stderr", "stderr"),
     "NSA_DEBUG_TIMING": ("on", True),
     "NSA_DEBUG_COMPARE": ("1", True),
+    "NSA_DEBUG_NVTX": ("1", True),
 }
 
 

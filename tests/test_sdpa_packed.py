@@ -221,7 +221,7 @@ def test_workspace_bounds_the_gathered_keys() -> None:
     call = make_call(q, k, v, make_spans("mixed", 1, 64, 1, 512, 256), workspace_bytes=1_000_000)
     start, end = call.clamped_ranges()
     count = 0
-    for rows, steps in sdpa_packed._packed(call, start, end, 6):
+    for rows, steps in sdpa_packed._packed(call, start, end, 6, "forward"):
         held = sum(buffer.nbytes for buffer in rows.buffers)
         assert held + sum(x.nbytes for x in (rows.keep, rows.position, rows.places[0])) <= 1_000_000
         count += len(steps)

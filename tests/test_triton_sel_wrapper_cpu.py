@@ -482,7 +482,7 @@ def test_debug_flags_add_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     found = {(line["event"], line.get("direction")): line for line in lines_of(file)}
     assert found["sel.timing", "forward"]["ms"] > 0
     assert found["sel.timing", "backward"]["backend"] == "sdpa-packed"
-    assert found["sel.compare", None]["mae"] == 0
+    assert found["sel.compare", "forward"]["mae"] == found["sel.compare", "backward"]["mae"] == 0
     reads = found["sel.reads", None]
     tokens = int(oracle_mask(ranges, 40, 12).sum())
     assert (reads["tokens"], reads["bytes"], reads["rows"]) == (tokens, tokens * (16 + 24) * 4, 48)

@@ -1,0 +1,86 @@
+"""What the NSA_DEBUG_* flags tell about one pass of a backend: how long it took, what it read and computed, a range for profilers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from nsa_sel import observe
+from nsa_sel.call import Call
+from nsa_sel.config import Settings
+
+T = TypeVar("T")
+Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_DEBUG_TRITON, by Selection.measure(), from static facts
+
+
+def wanted(settings: Settings) -> bool:
+    """Whether any flag asks for `watched`."""
+    return settings.debug_triton or settings.debug_timing or settings.debug_nvtx
+
+
+def watched(call: Call, backend: str, direction: str, work: Callable[[], T]) -> T:
+    """What `work`, one pass of `backend`, returns; with the events and the NVTX range that the call's settings ask for."""
+    timed, device = call.timed(), call.q.device.type
+    nvtx = call.settings.debug_nvtx and call.q.is_cuda
+    started = observe.now(device) if timed else 0.0
+    with torch.cuda.nvtx.range(f"nsa_sel {backend} {direction}") if nvtx else contextlib.nullcontext():
+        result = work()
+    seconds = observe.now(device) - started if timed else None
+    if seconds is not None:
+        observe.emit("sel.timing", backend=backend, direction=direction, ms=seconds * 1e3)
+    if (call.settings.debug_triton or timed) and observe.listening():
+        (_emit_reads if direction == "forward" else _emit_backward)(call, backend, seconds)
+    return result
+
+
+def keys_read(call: Call, count: bool) -> tuple[int, Source]:
+    """The keys that all rows of the call select after the causal clamp, summed over rows [B,S,G], and where the number is from.
+
+    counted: exact, from a look at the ranges, which waits for the device (kept with the selection); measured: exact, as
+    `Selection.measure(S_kv)` found; bound: from static facts, as if every row selected as many keys as it may.
+    """
+    selection, S_kv, q_pos = call.selection, call.k.shape[2], call.q_pos
+    B, S, G = call.q.shape[:3]
+    if count and not call.capturing():
+
+        def total() -> int:
+            start, end = call.clamped_ranges()
+            return int((end - start).sum())
+
+        return (total() if q_pos is not None else selection.plan(("keys read", S_kv), total)), "counted"
+    measured = selection.total_length(S_kv) if q_pos is None else None
+    if measured is not None:
+        return measured, "measured"
+    most = selection.length_bound(S_kv)
+    if q_pos is not None:
+        return B * S * G * most, "bound"
+    short = max(0, min(S, most - (S_kv - S)))  # rows that see fewer keys than `most`: S_kv - S + 1, S_kv - S + 2 ...
+    return B * G * (short * (S_kv - S) + short * (short + 1) // 2 + (S - short) * most), "bound"
+
+
+def _emit_reads(call: Call, backend: str, seconds: float | None) -> None:
+    tokens, source = keys_read(call, call.settings.debug_triton)
+    B, S, G = call.q.shape[:3]
+    size = tokens * (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
+    name = "sel.triton.reads" if backend.startswith("triton") else "sel.reads"
+    observe.emit(name, backend=backend, tokens=tokens, bytes=size, rows=B * S * G, source=source)
+
+
+def _emit_backward(call: Call, backend: str, seconds: float | None) -> None:
+    """An estimate of the work that any backward pass has, not a count of what this backend does.
+
+    FLOPs: five products for each (row, head, key): logits, do.v, and the shares of dq, dk, dv. Bytes: selected K and V once a row
+    and group; q, o, do and dq once; dk and dv once.
+    """
+    keys, source = keys_read(call, call.settings.debug_triton)
+    h, Dk = call.q.shape[3:]
+    Dv = call.v.shape[3]
+    flops = 2 * keys * h * (3 * Dk + 2 * Dv)
+    rows = call.q.numel() // Dk
+    size = (keys * (Dk + Dv) + 2 * rows * (Dk + Dv) + call.k.numel() + call.v.numel()) * call.q.element_size()
+    rates: dict[str, Any] = {} if seconds is None else {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12, "gbps": size / seconds / 1e9}
+    name = "sel.triton.bwd" if backend.startswith("triton") else "sel.bwd"
+    observe.emit(name, backend=backend, flops=flops, bytes=size, source=source, **rates)

@@ -1,0 +1,326 @@
+"""What is observed: counters by reason, keys read, backward estimates, times of buckets, NVTX ranges, Prometheus; and nothing when off."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+import nsa_sel
+from nsa_sel import attention, observe, prometheus, registry, watch
+from nsa_sel.backends import numba_cpu
+from nsa_sel.call import Call, check_call
+from nsa_sel.config import Settings, settings_for
+from nsa_sel.errors import BackendError, NsaSelError
+from nsa_sel.oracle import oracle_mask
+from nsa_sel.selection import Selection
+from tests.cases import make_blocks, make_qkv, make_spans
+from tests.policy_cases import CPU, H100, LONG, SHORT, decide, replace
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """seen(name) -> the fields of every event of that name; events are listened to."""
+    caplog.set_level("INFO", logger="nsa_sel")
+    return lambda name: [record.nsa_sel for record in caplog.records if record.getMessage() == name]  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[tuple[str, ...], int]]:
+    """What the counters grew by inside the `with` block; filled when it ends."""
+    grown: dict[tuple[str, ...], int] = {}
+    before = observe.tallies()
+    yield grown
+    grown.update({name: n - before.get(name, 0) for name, n in observe.tallies().items() if n > before.get(name, 0)})
+
+
+# Counters
+
+
+def test_calls_are_counted_by_backend_and_direction() -> None:
+    q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32, requires_grad=True)
+    blocks = make_blocks(1, 4, 1, 32, 2, 8)
+    with counted() as grown:
+        for _ in range(3):
+            nsa_sel.selection_attention(q, k, v, blocks).sum().backward()
+        nsa_sel.selection_attention(q, k, v, blocks, backend="sdpa-packed")
+        with nsa_sel.use_backend("sdpa-packed"):
+            nsa_sel.selection_attention(q, k, v, blocks)
+    assert grown == {
+        ("calls", "numba"): 3, ("backward", "numba"): 3, ("calls", "sdpa-packed"): 2,
+        ("forced", "argument"): 1, ("forced", "use_backend"): 1,
+    }  # fmt: skip
+
+
+def test_refusals_of_the_preferred_are_counted_by_code() -> None:
+    decision = decide(SHORT, H100)
+    assert decision.steps == ("triton-group: min-length", "triton-token: min-length")
+    with counted() as grown:
+        observe.record(decision, SHORT)
+        observe.record(decision, SHORT)
+        observe.record(decide(LONG, H100), LONG)
+    refused = {("refused", name, "min-length"): 2 for name in ("triton-group", "triton-token")}
+    assert grown == {("calls", "sdpa-packed"): 2, ("calls", "triton-group"): 1, **refused}
+
+
+def test_failures_and_fallbacks_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32, requires_grad=True)
+    blocks = make_blocks(1, 4, 1, 32, 2, 8)
+    recorded = nsa_sel.selection_attention(q, k, v, blocks)
+    monkeypatch.setattr(numba_cpu, "forward", lambda call: 1 / 0)
+    with counted() as grown, pytest.warns(RuntimeWarning, match="numba failed"):
+        nsa_sel.selection_attention(q, k, v, blocks)
+    assert grown == {("failed", "numba"): 1, ("fallbacks", "numba", "ZeroDivisionError"): 1, ("calls", "sdpa-packed"): 1}
+    with counted() as grown:
+        nsa_sel.selection_attention(q, k, v, blocks)
+        recorded.sum().backward()  # its decision is from before
+    fallback = {("fallbacks", "numba", "failed-before"): 1, ("backward", "sdpa-packed"): 1}
+    assert grown == {("calls", "sdpa-packed"): 1, ("refused", "numba", "failed-before"): 1, **fallback}
+
+
+def test_calls_that_nothing_may_run_are_counted() -> None:
+    with counted() as grown, pytest.raises(BackendError):
+        attention.decide(LONG, CPU, "no-such-backend")
+    assert grown == {("unserved",): 1}
+
+
+def test_no_call_is_lost_between_threads() -> None:
+    decisions = [replace(decide(SHORT, CPU), rule=str(i)) for i in range(4)]
+
+    def record(decision: Any) -> None:
+        for _ in range(2000):
+            observe.record(decision, SHORT)
+            observe.count("failed", "nobody")
+
+    with counted() as grown:
+        threads = [threading.Thread(target=record, args=(decision,)) for decision in decisions]
+        for thread in threads:
+            thread.start()
+        for _ in range(50):
+            observe.counters()
+        for thread in threads:
+            thread.join()
+    assert (grown["calls", str(decisions[0].forward)], grown["failed", "nobody"]) == (8000, 8000)
+
+
+def test_many_decisions_are_not_kept_for_their_counts() -> None:
+    decision = decide(SHORT, CPU)
+    with counted() as grown:
+        for i in range(observe.KEPT_DECISIONS + 10):
+            observe.record(replace(decision, rule=str(i)), SHORT)
+        assert len(observe._tally) <= observe.KEPT_DECISIONS
+    assert grown["calls", str(decision.forward)] == observe.KEPT_DECISIONS + 10
+
+
+# Keys read
+
+
+def call_of(q: Any, k: Any, v: Any, selection: Selection, q_pos: Any = None, settings: Settings | None = None) -> Call:
+    q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, None, q_pos)
+    return Call(q, k, v, selection, q_pos, scale, settings or settings_for(CPU))
+
+
+@pytest.mark.parametrize(("S", "S_kv"), [(1, 40), (12, 12), (12, 40), (40, 40)])
+@pytest.mark.parametrize("positions", [False, True])
+def test_keys_read(S: int, S_kv: int, positions: bool) -> None:
+    q, k, v = make_qkv(2, S, 2, 3, 16, S_kv=S_kv)
+    ranges = make_spans("mixed", 2, S, 2, S_kv, 9)
+    q_pos = torch.arange(S) % S_kv if positions else None
+    selection = Selection.from_ranges(ranges, max_length=9)
+    call = call_of(q, k, v, selection, q_pos)
+    exact = int(oracle_mask(ranges, S_kv, S, q_pos).sum())
+    assert watch.keys_read(call, count=True) == (exact, "counted")
+    at = range(S_kv - S, S_kv)
+    most = 4 * sum(9 if positions else min(9, t + 1) for t in at)
+    assert watch.keys_read(call, count=False) == (most, "bound")
+    assert most >= exact
+    selection.measure(S_kv)
+    assert watch.keys_read(call, count=False)[1] == ("bound" if positions else "measured")
+    if not positions:
+        assert watch.keys_read(call, count=False)[0] == exact
+        shorter = call_of(q[:, : min(S, 12)], k[:, :, :12], v[:, :, :12], Selection.from_ranges(ranges[:, : min(S, 12)])) if S > 1 else None
+        assert shorter is None or watch.keys_read(shorter, count=False)[1] == "bound"
+        selection.ranges[:, :, :, 0] = 0  # written: what was measured and counted holds no more
+        assert watch.keys_read(call, count=False)[1] == "bound"
+        assert watch.keys_read(call, count=True) == (int(oracle_mask(selection.ranges, S_kv, S).sum()), "counted")
+
+
+def test_a_measure_at_another_length_is_not_used() -> None:
+    q, k, v = make_qkv(1, 8, 1, 1, 16, S_kv=32)
+    selection = Selection.from_ranges(make_spans("few", 1, 8, 1, 32, 6))
+    call = call_of(q, k, v, selection)
+    for S_kv, q_pos in ((16, None), (None, None), (32, torch.arange(8))):
+        selection.measure(S_kv, q_pos)
+        assert watch.keys_read(call, count=False)[1] == "bound"
+    selection.measure(32)
+    total = watch.keys_read(call, count=False)
+    assert total[1] == "measured"
+    assert watch.keys_read(call_of(q, k, v, selection.to("cpu")), count=False) == total
+
+
+def test_nothing_waits_for_the_device_inside_a_graph(monkeypatch: pytest.MonkeyPatch, seen: Any) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TIMING", "1")
+    monkeypatch.setattr(Call, "capturing", lambda call: True)
+    monkeypatch.setattr(observe, "now", lambda device: pytest.fail("waited"))
+    q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32)
+    nsa_sel.selection_attention(q, k, v, make_spans("few", 1, 4, 1, 32, 6), backend="sdpa-packed")
+    assert seen("sel.timing") == seen("sel.timing.bucket") == []
+    assert watch.keys_read(call_of(q, k, v, make_blocks(1, 4, 1, 32, 2, 8)), count=True)[1] == "bound"
+
+
+# Events of passes
+
+
+@pytest.mark.parametrize("flag", ["NSA_DEBUG_TRITON", "NSA_DEBUG_TIMING"])
+def test_backward_estimates(monkeypatch: pytest.MonkeyPatch, seen: Any, flag: str) -> None:
+    monkeypatch.setenv(flag, "1")
+    B, S, G, h, Dk, Dv, S_kv = 2, 6, 2, 3, 16, 24, 40
+    q, k, v = make_qkv(B, S, G, h, Dk, Dv, S_kv=S_kv, requires_grad=True)
+    ranges = make_spans("few", B, S, G, S_kv, 8)
+    nsa_sel.selection_attention(q, k, v, ranges, backend="sdpa-packed").sum().backward()
+    (event,) = seen("sel.bwd")
+    (reads,) = seen("sel.reads")
+    keys = int(oracle_mask(ranges, S_kv, S).sum()) if flag == "NSA_DEBUG_TRITON" else reads["tokens"]
+    assert event["source"] == reads["source"] == ("counted" if flag == "NSA_DEBUG_TRITON" else "bound")
+    assert reads["tokens"] == keys
+    products = 2 * keys * h * (Dk + Dv + Dv + Dk + Dk)  # q.k, do.v, and what dv, dq, dk are summed from
+    moved = 4 * (keys * (Dk + Dv) + B * S * G * h * 2 * (Dk + Dv) + B * G * S_kv * (Dk + Dv))
+    assert (event["flops"], event["bytes"]) == (products, moved)
+    if flag == "NSA_DEBUG_TIMING":
+        (timing,) = [fields for fields in seen("sel.timing") if fields["direction"] == "backward"]
+        assert timing["ms"] == event["ms"] > 0
+        assert event["tflops"] == pytest.approx(products / event["ms"] / 1e9)
+        assert event["gbps"] == pytest.approx(moved / event["ms"] / 1e6)
+    else:
+        assert not {"ms", "tflops", "gbps"}.intersection(event)
+
+
+def test_buckets_are_timed(monkeypatch: pytest.MonkeyPatch, seen: Any) -> None:
+    lengths = torch.tensor([3, 20, 40])[torch.arange(12) % 3].view(1, 12, 1, 1).expand(1, 12, 2, 1)
+    ranges = torch.stack((torch.zeros_like(lengths), lengths), -1).repeat(1, 1, 1, 2, 1)
+    ranges[..., 1, :] = 0  # two ranges a row: one would be taken densely
+    q, k, v = make_qkv(1, 12, 2, 2, 16, S_kv=60)
+    nsa_sel.selection_attention(q, k, v, ranges, backend="sdpa-packed")
+    assert seen("sel.timing.bucket") == []
+    monkeypatch.setenv("NSA_DEBUG_TIMING", "1")
+    monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")  # runs packed SDPA again: those buckets are no part of the call
+    nsa_sel.selection_attention(q, k, v, ranges, backend="sdpa-packed")
+    buckets = seen("sel.timing.bucket")
+    assert [(b["length"], b["rows"], b["direction"]) for b in buckets] == [(16, 8, "forward"), (32, 8, "forward"), (40, 8, "forward")]
+    (whole,) = seen("sel.timing")
+    assert 0 < sum(bucket["ms"] for bucket in buckets) <= whole["ms"]
+
+
+def test_gradients_are_compared(monkeypatch: pytest.MonkeyPatch, seen: Any) -> None:
+    monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")
+    real = numba_cpu.backward
+
+    def wrong(*arguments: Any) -> Any:
+        dq, dk, dv = real(*arguments)
+        return dq, dk + 0.5, dv
+
+    monkeypatch.setattr(numba_cpu, "backward", wrong)
+    q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32, requires_grad=True)
+    nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 32, 2, 8)).sum().backward()
+    forward, backward = seen("sel.compare")
+    assert (forward["direction"], forward["backend"], backward["direction"], backward["backend"]) == (
+        "forward",
+        "numba",
+        "backward",
+        "numba",
+    )
+    assert forward["mae"] < 1e-6
+    assert backward["mae"] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_nothing_is_watched_when_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "watched", lambda *_: pytest.fail("a pass was watched"))
+    monkeypatch.setattr(observe, "now", lambda *_: pytest.fail("the clock was read"))
+    q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32, requires_grad=True)
+    for backend in ("numba", "sdpa-packed"):
+        nsa_sel.selection_attention(q, k, v, make_spans("few", 1, 4, 1, 32, 6), backend=backend).sum().backward()
+
+
+@pytest.mark.parametrize(("flag", "on_gpu"), [(True, True), (True, False), (False, True)])
+def test_nvtx_ranges(monkeypatch: pytest.MonkeyPatch, flag: bool, on_gpu: bool) -> None:
+    """The range is around the work, on a GPU alone."""
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def range_(name: str) -> Iterator[None]:
+        told.append(f"push {name}")
+        yield
+        told.append("pop")
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", range_)
+    q = types.SimpleNamespace(is_cuda=on_gpu, device=types.SimpleNamespace(type="cuda"))
+    settings = replace(settings_for(CPU), debug_nvtx=flag)
+    assert watch.wanted(settings) == flag
+    call: Any = types.SimpleNamespace(q=q, settings=settings, timed=lambda: False)
+    assert watch.watched(call, "triton-tile", "backward", lambda: told.append("work") or 7) == 7
+    assert told == (["push nsa_sel triton-tile backward", "work", "pop"] if flag and on_gpu else ["work"])
+
+
+# Prometheus
+
+
+def test_prometheus_text_is_the_counters() -> None:
+    observe.record(decide(SHORT, H100), SHORT)
+    observe.count("failed", "triton-tile")
+    observe.count("of a plug-in", "some", "name")
+    samples = {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(prometheus.text())
+        for sample in family.samples
+    }
+    wanted = {}
+    for (kind, *labels), number in observe.tallies().items():
+        known = prometheus.METRICS.get(kind)
+        metric = known.metric if known else f"nsa_sel_{re.sub('[^a-z]', '_', kind)}"
+        wanted[f"{metric}_total", tuple(labels) if known else (".".join(labels),)] = number
+    assert samples == wanted
+    assert samples["nsa_sel_refusals_total", ("triton-group", "min-length")] >= 1
+    assert samples["nsa_sel_of_a_plug_in_total", ("some.name",)] >= 1
+
+
+def test_prometheus_reads_at_every_scrape() -> None:
+    metrics = CollectorRegistry()
+    collector = prometheus.register(metrics)
+    observe.count("failed", "x")
+    before = metrics.get_sample_value("nsa_sel_failures_total", {"backend": "x"})
+    observe.count("failed", "x")
+    assert before is not None
+    assert metrics.get_sample_value("nsa_sel_failures_total", {"backend": "x"}) == before + 1
+    metrics.unregister(collector)
+
+
+@pytest.mark.parametrize("work", [prometheus.text, prometheus.register])
+def test_prometheus_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, work: Any) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(NsaSelError, match=r"prometheus-client is not installed.*pip install 'nsa-sel\[prometheus\]'"):
+        work()
+
+
+def test_every_kind_of_counter_has_a_metric() -> None:
+    sources = [file.read_text() for folder in ("nsa_sel", "backends") for file in (ROOT / folder).rglob("*.py")]
+    kinds = {kind for source in sources for kind in re.findall(r'(?:observe\.count\(|\byield (?:from \(\()?)"([a-z]+)"', source)}
+    assert kinds == set(prometheus.METRICS)
+
+
+def test_broken_backends_cost_no_look_up_while_there_are_none() -> None:
+    assert not registry.is_broken("numba", SHORT)
+    registry.mark_broken("numba", SHORT, RuntimeError("x"))
+    assert registry.is_broken("numba", SHORT)
+    assert not registry.is_broken("numba", LONG)
