@@ -7,7 +7,6 @@ All take turns within one process, so that what else the machine does meets all 
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.bench.baselines import dense_causal_sdpa, masked_sdpa, token_mask
+from nsa_sel.bench.measure import processor
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 
@@ -141,16 +141,6 @@ def facts(shape: Shape, command: str) -> dict[str, Any]:
         "numba": metadata.version("numba"), "threads": torch.get_num_threads(),
         "commit": git.stdout.strip() or None, "command": command,
     }  # fmt: skip
-
-
-def processor() -> str:
-    """The processor's name as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def table(rows: list[dict[str, Any]]) -> str:

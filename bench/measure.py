@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -23,7 +24,7 @@ LEAST_CALLS = 3  # timed of anything
 FLUSH_BYTES = 256 << 20  # several times any L2 cache
 
 
-def environment() -> dict[str, Any]:
+def environment(device: str = "cuda") -> dict[str, Any]:
     """Device, driver, versions, commit (NSA_SEL_COMMIT where git is not at hand) and the command, free of machine paths."""
 
     def version(package: str) -> str | None:
@@ -40,13 +41,23 @@ def environment() -> dict[str, Any]:
 
     arguments = " ".join(shlex.quote(Path(a).name if Path(a).is_absolute() else a) for a in sys.argv[1:])
     return {
-        "device": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device == "cuda" else None,
         "torch": torch.__version__,
         "triton": version("triton"),
         "commit": os.environ.get("NSA_SEL_COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
         "command": f"python -m nsa_sel.bench.{Path(sys.argv[0]).stem} {arguments}".strip(),
     }
+
+
+def processor() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def row(case: Case, direction: str, backend: str, times: tuple[float, float, float], **more: Any) -> dict[str, Any]:

@@ -1,0 +1,224 @@
+"""What one call costs the host beyond its backend: checking, deciding, recording; and what observing costs while it is off.
+
+On tiny tensors, so that the host is what takes the time, with every backend and with "nothing": a stand-in that returns new tensors
+and computes nothing, beside which the rest of a call is not lost in a kernel's spread. All parts of a backend take turns within one
+process, many calls at a time; a round gives each part one mean, and differences and ratios are taken within a round, so that what
+else the machine does meets both sides. "Without observing" is the same call with the functions of `nsa_sel.observe` and
+`nsa_sel.watch` replaced by ones that do nothing: decisions are neither kept nor counted, and no flag is looked at. With gradients,
+a call is `torch.autograd.grad` of it, whose own time on the same shapes is the part "autograd". Rows go to a JSON-lines file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import typer
+from rich.progress import track
+from tabulate import tabulate
+from torch import Tensor
+
+from nsa_sel import attention, observe, registry, watch
+from nsa_sel.bench import measure
+from nsa_sel.call import Call, check_call, device_info, request_of
+from nsa_sel.errors import BackendError
+from nsa_sel.selection import Selection
+
+SHAPE = {"B": 1, "S": 4, "S_kv": 64, "G": 1, "h": 2, "Dk": 16, "Dv": 16, "n": 2, "block": 16}
+CALLS = 50  # a round; few enough that a GPU's queue takes all their launches without waiting
+CHOSEN = "chosen"  # by the policy, instead of a backend forced by name
+NOTHING = "nothing"  # the stand-in, forced in the place of packed SDPA
+
+
+class Problem(NamedTuple):
+    """The arguments of a call, and the gradient of o for calls that need gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selection: Selection
+    do: Tensor | None
+
+
+def make_problem(device: str, needs_grad: bool) -> Problem:
+    """Standard normal tensors of SHAPE, float32 on a CPU and bfloat16 on a GPU; every row selects the first two blocks."""
+    B, S, S_kv, G, h, Dk, Dv, n, block = SHAPE.values()
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, S, G, h, Dk), (B, G, S_kv, Dk), (B, G, S_kv, Dv), (B, S, G, h, Dv)
+    q, k, v, do = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    blocks = torch.arange(n, dtype=torch.int32, device=device).expand(B, S, G, n)
+    for x in (q, k, v):
+        x.requires_grad_(needs_grad)
+    return Problem(q, k, v, Selection.from_blocks(blocks, block), do if needs_grad else None)
+
+
+def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name: the whole call, and its steps one by one. Raises BackendError when `backend` refuses the call."""
+    q, k, v, selection, do = problem
+    forced = {CHOSEN: None, NOTHING: attention.FALLBACK}.get(backend, backend)
+    arguments = check_call(q, k, v, selection, None, None)
+    device = device_info(q.device)
+    request = request_of(q, k, v, selection, do is not None)
+    decision = attention.decide(request, device, forced)
+    call = Call(q.detach(), k.detach(), v.detach(), selection, None, arguments[4], decision.settings, device)
+    forward = registry.load(str(decision.forward)).forward
+
+    def whole() -> Any:
+        o = attention.selection_attention(q, k, v, selection, backend=forced)
+        return o if do is None else torch.autograd.grad(o, (q, k, v), do)
+
+    def alone() -> Any:
+        o, lse = forward(call)
+        return o if do is None else registry.load(str(decision.backward)).backward(call, o, lse, do, None)
+
+    def autograd() -> Any:
+        """A node with the same inputs and outputs that does nothing: what PyTorch itself takes."""
+        return torch.autograd.grad(_Nothing.apply(q, k, v)[0], (q, k, v), do)  # type: ignore[no-untyped-call]
+
+    return {
+        "call": whole,
+        "backend": alone,
+        **({} if do is None else {"autograd": autograd}),
+        "check": lambda: check_call(q, k, v, selection, None, None),
+        "decide": lambda: attention.decide(request_of(q, k, v, selection, do is not None), device_info(q.device), forced),
+        "decision, cached": lambda: attention.select(request, device, forced),
+    }
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        rows = q.shape[:-1]
+        o, lse = q.new_empty(*rows, v.shape[-1]), torch.empty(rows, device=q.device)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: None) -> tuple[Tensor, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@contextlib.contextmanager
+def without_observing() -> Iterator[None]:
+    """Calls inside the `with` block keep, count and look at nothing."""
+    module: Any = attention
+    module.observe = types.SimpleNamespace(record=lambda *_: None, follow=lambda _: None, count=lambda *_: None)
+    module.watch = types.SimpleNamespace(wanted=lambda _: False)
+    try:
+        yield
+    finally:
+        module.observe, module.watch = observe, watch
+
+
+@contextlib.contextmanager
+def standing_in() -> Iterator[None]:
+    """Calls inside the `with` block get new tensors, unwritten, from whichever backend they are given to."""
+
+    def forward(call: Call) -> tuple[Tensor, Tensor]:
+        rows = call.q.shape[:-1]
+        return call.q.new_empty(*rows, call.v.shape[-1]), torch.empty(rows, device=call.q.device)
+
+    def backward(call: Call, *_: Any) -> tuple[Tensor, ...]:
+        return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
+
+    stand_in, module, load = types.SimpleNamespace(forward=forward, backward=backward), cast(Any, registry), registry.load
+    module.load = lambda name: stand_in
+    try:
+        yield
+    finally:
+        module.load = load
+
+
+def microseconds(work: Callable[[], Any], calls: int, synchronise: Callable[[], None]) -> float:
+    """Mean time of one call on the host, not counting the wait for what it queued."""
+    synchronise()
+    started = time.perf_counter()
+    for _ in range(calls):
+        work()
+    taken = time.perf_counter() - started
+    synchronise()
+    return taken / calls * 1e6
+
+
+def measured(problem: Problem, backend: str, rounds: int, calls: int) -> dict[str, list[float]]:
+    """Microseconds of every part in each round, with "call, without observing" and what follows from them."""
+    synchronise: Callable[[], None] = torch.cuda.synchronize if problem.q.is_cuda else lambda: None
+    works = parts(problem, backend)
+    named = f"{backend}, {'fwd+bwd' if problem.do is not None else 'fwd'}"
+    times: dict[str, list[float]] = {name: [] for name in (*works, "call, without observing")}
+    for turn in track(range(rounds + 1), named):
+        for name, work in works.items():
+            if name != "call":
+                times[name].append(microseconds(work, calls, synchronise))
+        # Who goes first may matter: they take turns at that too.
+        for observing in (True, False) if turn % 2 else (False, True):
+            with contextlib.nullcontext() if observing else without_observing():
+                times["call" if observing else "call, without observing"].append(microseconds(works["call"], calls, synchronise))
+    times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
+    pairs = list(zip(times["call"], times["backend"], times["call, without observing"], strict=True))
+    times["beyond the backend"] = [call - backend for call, backend, _ in pairs]
+    return times
+
+
+def rows_of(problem: Problem, backend: str, rounds: int, calls: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a part, in microseconds, and one with the ratio of a call to one without observing."""
+    with standing_in() if backend == NOTHING else contextlib.nullcontext():
+        times = measured(problem, backend, rounds, calls)
+    direction = "fwd" if problem.do is None else "fwd+bwd"
+    common = {**SHAPE, "dtype": str(problem.q.dtype).removeprefix("torch."), "direction": direction, "backend": backend}
+    common |= {"rounds": rounds, "calls_a_round": calls}
+    rows = []
+    for part, taken in times.items():
+        p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(3).tolist()
+        rows.append({**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80, **facts})
+    ratios = [a / b for a, b in zip(times["call"], times["call, without observing"], strict=True)]
+    p20, median, p80 = np.quantile(ratios, (0.2, 0.5, 0.8)).round(4).tolist()
+    rows.append({**common, "part": "observing, off", "ratio_median": median, "ratio_p20": p20, "ratio_p80": p80, **facts})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Medians with their spread."""
+    lines = []
+    for row in rows:
+        unit = "us" if "us_median" in row else "ratio"
+        spread = f"{row[f'{unit}_p20']:.3g} - {row[f'{unit}_p80']:.3g}"
+        lines.append([row["backend"], row["direction"], row["part"], f"{row[f'{unit}_median']:.3g}", spread, unit])
+    return tabulate(lines, headers=["backend", "direction", "part", "median", "p20 - p80", ""], disable_numparse=True)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON-lines file of the rows; overwritten.")],
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each of --calls calls of every part.")] = 200,
+    calls: Annotated[int, typer.Option(min=1, help="Calls of a part in a round.")] = CALLS,
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
+    backend: Annotated[list[str] | None, typer.Option(help="Only these; repeat it for several. By default all.")] = None,
+) -> None:
+    """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
+    facts = {**measure.environment(device), "threads": 1}
+    rows = []
+    for name in backend or (NOTHING, CHOSEN, *registry.backends()):
+        for needs_grad in (False, True):
+            try:
+                rows += rows_of(make_problem(device, needs_grad), name, rounds, calls, facts)
+            except BackendError as error:
+                typer.echo(str(error))
+                break
+    out.unlink(missing_ok=True)
+    measure.append(out, rows)
+    typer.echo(table(rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

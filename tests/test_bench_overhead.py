@@ -1,0 +1,76 @@
+"""The bench of the host's share: its parts, what it replaces for a while, and that committed rows meet the targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import nsa_sel
+from nsa_sel import attention, observe, registry, watch
+from nsa_sel.bench import bench_overhead
+from nsa_sel.bench.bench_overhead import CHOSEN, NOTHING, make_problem, measured, parts, standing_in, without_observing
+from nsa_sel.errors import BackendError
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_parts_do_what_they_say(needs_grad: bool) -> None:
+    problem = make_problem("cpu", needs_grad)
+    works = parts(problem, "numba")
+    assert ("autograd" in works) == needs_grad
+    whole, alone = works["call"](), works["backend"]()
+    if needs_grad:
+        assert all(map(lambda a, b: (a - b).abs().max() < 1e-6, whole, alone))
+    else:
+        assert (whole - alone).abs().max() < 1e-6
+    assert works["decision, cached"]() is works["decide"]()
+    assert nsa_sel.decisions()[-1].override.source == "argument"  # type: ignore[union-attr]
+    parts(problem, CHOSEN)["call"]()
+    assert nsa_sel.decisions()[-1].override is None
+
+
+def test_backends_that_refuse_say_so() -> None:
+    with pytest.raises(BackendError, match=r"'numbat'.*did you mean 'numba'"):
+        parts(make_problem("cpu", False), "numbat")
+
+
+def test_what_is_replaced_comes_back() -> None:
+    problem, load = make_problem("cpu", False), registry.load
+    works = parts(problem, "numba")
+    before = observe.tallies()
+    with without_observing():
+        works["call"]()
+    assert observe.tallies() == before
+    with standing_in():
+        assert parts(problem, NOTHING)["call"]().shape == problem.q.shape
+    assert (attention.observe, attention.watch, registry.load) == (observe, watch, load)  # type: ignore[attr-defined]
+    works["call"]()
+    assert observe.tallies() != before
+
+
+def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1, 1000))
+    monkeypatch.setattr(bench_overhead, "microseconds", lambda *_: float(next(clock)))
+    times = measured(make_problem("cpu", False), CHOSEN, rounds=3, calls=1)
+    assert all(len(taken) == 3 for taken in times.values())
+    for call, backend, beyond in zip(times["call"], times["backend"], times["beyond the backend"], strict=True):
+        assert beyond == call - backend
+    firsts = [a < b for a, b in zip(times["call"], times["call, without observing"], strict=True)]
+    assert firsts == [True, False, True]  # they take turns at going first
+
+
+def test_rows(tmp_path: Path) -> None:
+    out = tmp_path / "overhead.jsonl"
+    app = typer.Typer()
+    app.command()(bench_overhead.main)
+    only = [part for name in (NOTHING, CHOSEN, "numba") for part in ("--backend", name)]
+    result = CliRunner().invoke(app, ["--out", str(out), "--rounds", "2", "--calls", "2", "--device", "cpu", *only])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["backend"] for row in rows} == {NOTHING, CHOSEN, "numba"}
+    assert {row["direction"] for row in rows} == {"fwd", "fwd+bwd"}
+    assert all(row["device"] and row["threads"] == 1 and row["command"] for row in rows)
+    assert "observing, off" in result.output
