@@ -2,10 +2,11 @@
 
 On tiny tensors, so that the host is what takes the time, with every backend and with "nothing": a stand-in that returns new tensors
 and computes nothing, beside which the rest of a call is not lost in a kernel's spread. All parts of a backend take turns within one
-process, many calls at a time; a round gives each part one mean, and differences and ratios are taken within a round, so that what
-else the machine does meets both sides. "Without observing" is the same call with the functions of `nsa_sel.observe` and
-`nsa_sel.watch` replaced by ones that do nothing: decisions are neither kept nor counted, and no flag is looked at. With gradients,
-a call is `torch.autograd.grad` of it, whose own time on the same shapes is the part "autograd". Rows go to a JSON-lines file.
+process, many calls at a time; a round gives each part one median, and differences and ratios are taken within a round, so that what
+else the machine does meets both sides. "Without observing" is the same call with the functions of `nsa_sel.observe` that a call
+runs replaced by ones that do nothing: decisions are neither kept nor counted, and whether anybody listens is not asked; what stays
+are a few attributes that are looked at. With gradients, a call is `torch.autograd.grad` of it, whose own time on the same shapes is
+the part "autograd". Rows go to a JSON-lines file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.progress import track
 from tabulate import tabulate
 from torch import Tensor
 
-from nsa_sel import attention, observe, registry, watch
+from nsa_sel import attention, observe, registry
 from nsa_sel.bench import measure
 from nsa_sel.call import Call, check_call, device_info, request_of
 from nsa_sel.errors import BackendError
@@ -112,11 +113,10 @@ def without_observing() -> Iterator[None]:
     """Calls inside the `with` block keep, count and look at nothing."""
     module: Any = attention
     module.observe = types.SimpleNamespace(record=lambda *_: None, follow=lambda _: None, count=lambda *_: None)
-    module.watch = types.SimpleNamespace(wanted=lambda _: False)
     try:
         yield
     finally:
-        module.observe, module.watch = observe, watch
+        module.observe = observe
 
 
 @contextlib.contextmanager
@@ -139,14 +139,14 @@ def standing_in() -> Iterator[None]:
 
 
 def microseconds(work: Callable[[], Any], calls: int, synchronise: Callable[[], None]) -> float:
-    """Mean time of one call on the host, not counting the wait for what it queued."""
+    """Median time of one call on the host, not counting the wait for what it queued. A mean would be of who else wants the core."""
     synchronise()
-    started = time.perf_counter()
+    marks = [time.perf_counter_ns()]
     for _ in range(calls):
         work()
-    taken = time.perf_counter() - started
+        marks.append(time.perf_counter_ns())
     synchronise()
-    return taken / calls * 1e6
+    return float(np.median(np.diff(marks))) / 1e3
 
 
 def measured(problem: Problem, backend: str, rounds: int, calls: int) -> dict[str, list[float]]:

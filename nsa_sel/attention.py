@@ -111,7 +111,8 @@ def explain_request(request: Request, device: DeviceInfo | None = None, backend:
 
 def select(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
     """The remembered or fresh decision for the request's class under today's flags; `forward` is None when all refuse."""
-    _check_name("backend", backend)
+    if backend is not None:
+        _check_name("backend", backend)
     key = (request.request_class(), device, environment(), backend, _forced.get())
     decision = _memo.get(key)
     if decision is None:
@@ -140,8 +141,8 @@ def forget_decisions() -> None:
     _memo.clear()
 
 
-def _check_name(argument: str, name: str | None) -> None:
-    if name is not None and not isinstance(name, str):
+def _check_name(argument: str, name: object) -> None:
+    if not isinstance(name, str):
         raise ArgumentError(argument, repr(name), "a name of a backend, as text", "see nsa_sel.registry.backends()")
 
 
@@ -237,8 +238,8 @@ def _on_device(call: Call, name: str, direction: str, work: Callable[[registry.B
     if call.q.is_cuda and call.q.get_device() != torch.cuda.current_device():
         with torch.cuda.device(call.q.device):
             return _on_device(call, name, direction, work)
-    module = registry.load(name)
-    if watch.wanted(call.settings):
+    module, settings = registry.load(name), call.settings
+    if settings.debug_triton or settings.debug_timing or settings.debug_nvtx:
         return watch.watched(call, name, direction, lambda: work(module))
     return work(module)
 

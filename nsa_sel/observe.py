@@ -20,8 +20,8 @@ LOGGER = logging.getLogger("nsa_sel")
 LOGGER.addHandler(logging.NullHandler())
 KEPT_DECISIONS = 1024
 
-_decisions: collections.deque[Decision] = collections.deque(maxlen=KEPT_DECISIONS)
-_tally: dict[int, tuple[Decision, list[int]]] = {}  # id of a decision -> the decision, and for how many calls it was taken
+_taken: list[Decision] = []  # by the last calls, at least KEPT_DECISIONS of them
+_counted = 0  # how many of these, from the first on, are in the counters
 _counters: collections.Counter[tuple[str, ...]] = collections.Counter()
 _lock = threading.Lock()
 _handler: logging.Handler | None = None
@@ -78,22 +78,18 @@ def emit(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 def record(decision: Decision, request: Request) -> None:
     """Remember the decision of one call; `request` has the call's exact sizes, the decision those of its class."""
-    _decisions.append(decision)
-    with _lock:
-        known = _tally.get(id(decision))
-        if known is not None:
-            known[1][0] += 1
-        else:
-            if len(_tally) >= KEPT_DECISIONS:
-                _fold()
-            _tally[id(decision)] = decision, [1]
-    if listening():
+    # Appending needs no lock, and what a call says about itself is in its decision: it is counted later, many calls at a time.
+    _taken.append(decision)
+    if len(_taken) >= 2 * KEPT_DECISIONS:
+        with _lock:
+            _fold()
+    if LOGGER.isEnabledFor(logging.INFO):
         emit("sel.decision", request=request, decision=decision)
 
 
 def decisions() -> tuple[Decision, ...]:
     """The decisions of the last calls of this process, oldest first, at most `KEPT_DECISIONS`."""
-    return tuple(_decisions)
+    return tuple(_taken[-KEPT_DECISIONS:])
 
 
 def count(*name: str) -> None:
@@ -121,11 +117,16 @@ def counters() -> dict[str, int]:
 
 
 def _fold() -> None:
-    """Turn the calls of each decision into counters: what they say is in the decision, and a call only counts itself."""
-    for decision, (calls,) in _tally.values():
-        for name in _names(decision):
+    """Count the decisions that were taken since the last time, and forget the oldest; under the lock. Others may go on appending."""
+    global _counted
+    end = len(_taken)
+    new = {id(decision): decision for decision in _taken[_counted:end]}
+    for key, calls in collections.Counter(map(id, _taken[_counted:end])).items():
+        for name in _names(new[key]):
             _counters[name] += calls
-    _tally.clear()
+    surplus = max(0, end - KEPT_DECISIONS)
+    del _taken[:surplus]
+    _counted = end - surplus
 
 
 def _names(decision: Decision) -> Iterator[tuple[str, ...]]:

@@ -10,19 +10,14 @@ import torch
 
 from nsa_sel import observe
 from nsa_sel.call import Call
-from nsa_sel.config import Settings
 
 T = TypeVar("T")
 Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_DEBUG_TRITON, by Selection.measure(), from static facts
 
 
-def wanted(settings: Settings) -> bool:
-    """Whether any flag asks for `watched`."""
-    return settings.debug_triton or settings.debug_timing or settings.debug_nvtx
-
-
 def watched(call: Call, backend: str, direction: str, work: Callable[[], T]) -> T:
-    """What `work`, one pass of `backend`, returns; with the events and the NVTX range that the call's settings ask for."""
+    """What `work`, one pass of `backend`, returns; with the events and the NVTX range that the call's settings ask for: called when
+    any of debug_triton, debug_timing and debug_nvtx is set."""
     timed, device = call.timed(), call.q.device.type
     nvtx = call.settings.debug_nvtx and call.q.is_cuda
     started = observe.now(device) if timed else 0.0

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 import nsa_sel
-from nsa_sel import attention, observe, registry, watch
+from nsa_sel import attention, observe, registry
 from nsa_sel.bench import bench_overhead
 from nsa_sel.bench.bench_overhead import CHOSEN, NOTHING, make_problem, measured, parts, standing_in, without_observing
 from nsa_sel.errors import BackendError
@@ -46,7 +46,7 @@ def test_what_is_replaced_comes_back() -> None:
     assert observe.tallies() == before
     with standing_in():
         assert parts(problem, NOTHING)["call"]().shape == problem.q.shape
-    assert (attention.observe, attention.watch, registry.load) == (observe, watch, load)  # type: ignore[attr-defined]
+    assert (attention.observe, registry.load) == (observe, load)  # type: ignore[attr-defined]
     works["call"]()
     assert observe.tallies() != before
 

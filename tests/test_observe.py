@@ -115,13 +115,15 @@ def test_no_call_is_lost_between_threads() -> None:
     assert (grown["calls", str(decisions[0].forward)], grown["failed", "nobody"]) == (8000, 8000)
 
 
-def test_many_decisions_are_not_kept_for_their_counts() -> None:
-    decision = decide(SHORT, CPU)
+def test_many_decisions_are_counted_and_the_last_kept() -> None:
+    decision, calls = decide(SHORT, CPU), 3 * observe.KEPT_DECISIONS
     with counted() as grown:
-        for i in range(observe.KEPT_DECISIONS + 10):
+        for i in range(calls):
             observe.record(replace(decision, rule=str(i)), SHORT)
-        assert len(observe._tally) <= observe.KEPT_DECISIONS
-    assert grown["calls", str(decision.forward)] == observe.KEPT_DECISIONS + 10
+        assert len(observe._taken) < 2 * observe.KEPT_DECISIONS
+        assert [kept.rule for kept in observe.decisions()] == [str(i) for i in range(calls)][-observe.KEPT_DECISIONS :]
+    assert grown["calls", str(decision.forward)] == calls
+    assert [kept.rule for kept in observe.decisions()][-1] == str(calls - 1)
 
 
 # Keys read
@@ -267,7 +269,6 @@ def test_nvtx_ranges(monkeypatch: pytest.MonkeyPatch, flag: bool, on_gpu: bool) 
     monkeypatch.setattr(torch.cuda.nvtx, "range", range_)
     q = types.SimpleNamespace(is_cuda=on_gpu, device=types.SimpleNamespace(type="cuda"))
     settings = replace(settings_for(CPU), debug_nvtx=flag)
-    assert watch.wanted(settings) == flag
     call: Any = types.SimpleNamespace(q=q, settings=settings, timed=lambda: False)
     assert watch.watched(call, "triton-tile", "backward", lambda: told.append("work") or 7) == 7
     assert told == (["push nsa_sel triton-tile backward", "work", "pop"] if flag and on_gpu else ["work"])
