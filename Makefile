@@ -1,6 +1,9 @@
-# make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed
+# make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed; make venv is that alone
 # make report                docs/report/ and the README's picture, from the committed rows
+# make lane-sm80 | lane-sm89 | lane-sm90    how calls are routed on such GPUs, which are injected: no GPU is needed
+# make package               the sdist, and the wheel made from it, in dist/
 # make gpu-test              the GPU tests, with PYTHON as it is: nothing is installed
+# make gpu-lane              of these, how calls are routed on this machine's GPU
 # make trace                 captures bench/data again, in a virtual environment of its own
 PYTHON ?= python3
 WORKERS ?= 2
@@ -10,7 +13,7 @@ STAMP := .venv/.installed
 TRACE := build/trace-venv
 export PIP_NO_INPUT := 1
 
-.PHONY: demo report test lint gpu-test trace clean
+.PHONY: demo report test lint venv lane-sm80 lane-sm89 lane-sm90 package gpu-test gpu-lane trace clean
 
 demo: $(STAMP)
 	$(BIN)/nsa-sel demo
@@ -25,6 +28,17 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+venv: $(STAMP)
+
+lane-sm80 lane-sm89 lane-sm90: lane-%: $(STAMP)
+	$(BIN)/python -m pytest tests/test_lanes.py -k $*
+
+package: $(STAMP)
+	$(BIN)/python -m build
+
+gpu-lane:
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu tests/test_lanes.py
 
 gpu-test:
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu \
