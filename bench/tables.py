@@ -78,9 +78,26 @@ def kernel_times() -> str:
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
+def overhead() -> str:
+    """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
+    parts = ("call", "backend", "beyond the backend", "check", "decide", "decision, cached", "autograd")
+    lines = []
+    for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
+        calls: dict[tuple[str, str, str], dict[str, Row]] = {}
+        for row in read_rows(str(file)):
+            calls.setdefault((row["device"], row["backend"], row["direction"]), {})[row["part"]] = row
+        for key, found in calls.items():
+            times = [f"{found[part]['us_median']:.3g}" if part in found else "-" for part in parts]
+            ratio = found["observing, off"]
+            lines.append((*key, *times, f"{ratio['ratio_median']:.2f} ({ratio['ratio_p20']:.2f} to {ratio['ratio_p80']:.2f})"))
+    headers = ["device", "backend", "direction", *parts, "observing off / none"]
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+
+
 # By document, one that is not there left out; any document may show any of them.
 PLACES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"h200": of_h200(summary.performance_table), "cpu": cpu_table, "decision": decision},
+    "PRD.md": {"overhead": overhead},
     "docs/kernels.md": {
         "targets": of_h200(summary.targets_table),
         "workspace": of_h200(summary.workspace_table),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -14,6 +15,10 @@ from nsa_sel import attention, observe, registry
 from nsa_sel.bench import bench_overhead
 from nsa_sel.bench.bench_overhead import CHOSEN, NOTHING, make_problem, measured, parts, standing_in, without_observing
 from nsa_sel.errors import BackendError
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+COMMITTED = sorted(RESULTS.glob("*/overhead.jsonl"))
+DECISION_US, HOST_US = 3.0, 30.0  # the targets: a cached decision, and what a call takes beyond its backend
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -74,3 +79,24 @@ def test_rows(tmp_path: Path) -> None:
     assert {row["direction"] for row in rows} == {"fwd", "fwd+bwd"}
     assert all(row["device"] and row["threads"] == 1 and row["command"] for row in rows)
     assert "observing, off" in result.output
+
+
+@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.parent.name)
+def test_committed_rows_meet_the_targets(file: Path) -> None:
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        if row["part"] == "decision, cached":
+            assert row["us_median"] <= DECISION_US, row
+    (beyond,) = [row for row in rows if selects(row, NOTHING, "fwd", "beyond the backend")]
+    assert beyond["us_median"] <= HOST_US
+    for row in rows:
+        if row["part"] == "observing, off" and row["backend"] == CHOSEN:
+            assert row["ratio_p20"] <= 1 <= row["ratio_p80"], "observing costs a real call something, though it is off"
+
+
+def test_there_are_committed_rows() -> None:
+    assert "cpu" in [file.parent.name for file in COMMITTED]
+
+
+def selects(row: dict[str, Any], backend: str, direction: str, part: str) -> bool:
+    return (row["backend"], row["direction"], row["part"]) == (backend, direction, part)
