@@ -26,7 +26,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from nsa_sel import attention, observe, registry
-from nsa_sel.bench import measure
+from nsa_sel.bench import measure, records
 from nsa_sel.call import Call, check_call, device_info, request_of
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
@@ -216,7 +216,7 @@ def main(
                 typer.echo(str(error))
                 break
     out.unlink(missing_ok=True)
-    measure.append(out, rows)
+    records.append(out, rows)
     typer.echo(table(rows))
 
 

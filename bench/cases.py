@@ -15,13 +15,18 @@ from nsa_sel.selection import Selection
 
 LAYERS = 30  # of the committed maps
 SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
+SPANS = ("one", "few", "many", "mixed")  # distributions of `span_lengths`
+SHORT = 16  # keys of a short span: the least block that every backend takes
+SPAN_KEYS = 8192  # that a row of a span case may select
+DECODE_KEYS = 4096  # of each sequence in the decode matrix
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Case(NamedTuple):
-    """Sizes of one case; `distribution`: random (scores from a normal distribution) or real (SmolLM2's selections).
+    """Sizes of one case; `distribution`: random (scores from a normal distribution), real (SmolLM2's selections), or one of `SPANS`.
 
-    These are the keys of a measured row. Which layers a real case takes stands in its name alone (`layers_of`).
+    `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
+    real case takes, and how many keys a row of spans selects, stands in its name alone (`layers_of`, `length_of`).
     """
 
     case: str
@@ -89,6 +94,51 @@ def breakeven_cases() -> list[Case]:
     return [prefill(kind, S * 1024, h) for kind, S in lengths for h in (16, 4, 1)]
 
 
+def quick_cases() -> list[Case]:
+    """Small ones of each kind, for a look at a machine: a real and a random prefill, and decoding."""
+    return [
+        *(Case(f"quick-{kind}-1k-h4", kind, 1, 1024, 1024, 2, 4, 64, 64, 16, 64, "bfloat16") for kind in ("real", "random")),
+        Case("quick-decode-B4-4k-h4", "random", 4, 1, 4096, 2, 4, 64, 64, 16, 64, "bfloat16"),
+    ]
+
+
+def span_case(distribution: str, N: int, H: int, D: int, Dv: int, L: int, dtype: str = "bfloat16") -> Case:
+    """N rows of one prefill over the `SPAN_KEYS` keys before them, in one group of H heads, each selecting L keys in spans.
+
+    block is 0 where spans are not whole blocks; `length_of` knows L.
+    """
+    n, block = len(span_lengths(distribution, L)), SHORT if distribution == "many" and L % SHORT == 0 else 0
+    name = f"{distribution}-N{N}-H{H}-D{D}-Dv{Dv}-L{L}"
+    return Case(name, distribution, 1, N, SPAN_KEYS + N, 1, H, D, Dv, n, block, dtype)
+
+
+def block_decode_case(N: int, H: int, D: int, Dv: int, l_sel: int, n_sel: int, dtype: str = "bfloat16") -> Case:
+    """One query of each of N sequences over `DECODE_KEYS` keys, in one group of H heads: n_sel random blocks of l_sel keys."""
+    name = f"decode-N{N}-H{H}-D{D}-Dv{Dv}-l{l_sel}-n{n_sel}"
+    return Case(name, "random", N, 1, DECODE_KEYS, 1, H, D, Dv, n_sel, l_sel, dtype)
+
+
+def length_of(case: str, n: int, block: int) -> int:
+    """The keys that a row of a threshold case selects: the L of its name, or n whole blocks."""
+    found = re.search(r"-L(\d+)$", case)
+    return int(found[1]) if found else n * block
+
+
+def span_lengths(distribution: str, L: int) -> list[int]:
+    """How L keys are cut. one: a single span; few: two; many: spans of `SHORT`; mixed: a half, a quarter, an eighth and so on."""
+    if distribution == "one":
+        return [L]
+    if distribution == "few":
+        return [length for length in (L - L // 2, L // 2) if length]
+    if distribution == "many":
+        return [SHORT] * (L // SHORT) + [L % SHORT] * (L % SHORT > 0)
+    lengths = []
+    while L:
+        lengths.append(L - L // 2)
+        L //= 2
+    return lengths
+
+
 def layer_name(layers: tuple[int, ...]) -> str:
     """layer07, or layers04-05-06-07."""
     return f"layer{'s' * (len(layers) > 1)}" + "-".join(f"{layer:02}" for layer in layers)
@@ -143,8 +193,23 @@ def random_selection(case: Case, device: torch.device | str, seed: int, at_once:
     return Selection(torch.cat(ranges, 1), case.block)
 
 
+def span_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
+    """Disjoint spans in random places among the first `SPAN_KEYS` keys, in a random order of lengths; blocks where case.block says so."""
+    lengths = torch.tensor(span_lengths(case.distribution, length_of(case.case, case.n, case.block)))
+    generator = torch.Generator().manual_seed(seed)
+    rows, unit = (case.B, case.S, case.G), case.block or 1
+    lengths = lengths[torch.rand(*rows, len(lengths), generator=generator).argsort(-1)]
+    free = (SPAN_KEYS - int(lengths[0, 0, 0].sum())) // unit  # keys, or blocks, that a row leaves out
+    gaps = torch.randint(0, free + 1, (*rows, case.n), generator=generator).sort(-1).values * unit
+    start = gaps + lengths.cumsum(-1) - lengths
+    longest = int(lengths[0, 0, 0].sum())
+    return Selection(torch.stack((start, start + lengths), -1).int().to(device), case.block or None, longest)
+
+
 def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:
     """The selection of a case. A real one is the same for every seed."""
+    if case.distribution in SPANS:
+        return span_selection(case, device, seed)
     if case.distribution == "random":
         return random_selection(case, device, seed)
     layers = layers_of(case.case)

@@ -10,18 +10,16 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from tabulate import tabulate
 
 from nsa_sel.bench.cases import LAYERS, Case, layer_selection, make_selection
+from nsa_sel.bench.records import Row
 from nsa_sel.config import CostModel
 from nsa_sel.policies.cost import work
 from nsa_sel.request import SHARING_TOKENS, Request
 from nsa_sel.selection import Selection
-
-Row = dict[str, Any]
 
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that they speak for: same bytes, same matrix units
 WAYS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # direction of a row -> way of a cost model
@@ -47,7 +45,9 @@ TERMS = {
 
 
 def is_cost_row(row: Row) -> bool:
-    """Whether TERMS has a model for what the row measured."""
+    """Whether TERMS has a model for what the row measured: a time of selections of whole blocks."""
+    if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1:
+        return False
     return all(field in row for field in Case._fields) and f"{row.get('backend')}/{WAYS.get(str(row.get('direction')))}" in TERMS
 
 

@@ -6,48 +6,34 @@ A default changes only on evidence: one side's 80th percentile must lie below th
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
-from nsa_sel.bench import cost_fit
+from nsa_sel.bench import cost_fit, records
+from nsa_sel.bench.records import Row
+from nsa_sel.bench.threshold_optimizer import MARGIN as MARGIN
+from nsa_sel.bench.threshold_optimizer import Pair, length_pairs, sure_length
+from nsa_sel.bench.threshold_optimizer import faster_by as faster_by
 
 ROOT = Path(__file__).resolve().parents[1]
-MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the threshold on (REQUIREMENTS 9)
 H200_RESULTS = "bench/results/h200"
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
 CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
 
-Row = dict[str, Any]
-
 
 def read_rows(name: str) -> list[Row]:
-    """The rows of a JSON-lines file under the repository's root."""
-    return [json.loads(line) for line in (ROOT / name).read_text().splitlines()]
+    """The rows with a time of a JSON-lines file under the repository's root."""
+    return records.measured(records.read(ROOT / name))
 
 
-def faster_by(fast: Row, slow: Row) -> float:
-    """The least speed-up that the spreads allow: the slow side's 20th percentile over the fast side's 80th."""
-    return float(slow["ms_p20"] / fast["ms_p80"])
-
-
-def triton_threshold(rows: list[Row]) -> tuple[int, list[tuple[Row, Row]]] | None:
+def triton_threshold(rows: list[Row]) -> tuple[int, list[Pair]] | None:
     """The smallest L from which triton-group beats packed SDPA by `MARGIN` in every measured case, and the pairs of rows at L."""
-    pairs = [
-        (triton, packed)
-        for triton in rows
-        for packed in rows
-        if triton["case"].startswith("threshold") and triton["backend"] == "triton-group" and packed["backend"] == "sdpa-packed"
-        if (triton["case"], triton["direction"]) == (packed["case"], packed["direction"])
-    ]
-    lengths = sorted({triton["n"] * triton["block"] for triton, _ in pairs})
-    for length in lengths:
-        if all(faster_by(*pair) >= MARGIN for pair in pairs if pair[0]["n"] * pair[0]["block"] >= length):
-            return length, [pair for pair in pairs if pair[0]["n"] * pair[0]["block"] == length]
-    return None
+    pairs = length_pairs(rows)
+    length = sure_length(pairs, MARGIN)
+    return None if length is None else (length, [pair for pair in pairs if pair.length == length])
 
 
 def provenance(name: str, rows: list[Row], finding: str) -> str:

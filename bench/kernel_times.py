@@ -15,7 +15,7 @@ import typer
 from torch.profiler import ProfilerActivity, profile
 
 import nsa_sel
-from nsa_sel.bench import cases, measure
+from nsa_sel.bench import cases, measure, records
 from nsa_sel.selection import Selection
 
 BACKENDS = ("triton-tile", "triton-block", "triton-group")
@@ -69,7 +69,7 @@ def main(out: Annotated[Path, typer.Option(help="JSON lines, appended.")] = Path
             for backend in BACKENDS:
                 times = kernel_times(case, direction, backend)
                 row = {"case": case.case, "direction": direction, "backend": backend, "kernels": times, **environment}
-                measure.append(out, [row])
+                records.append(out, [row])
                 typer.echo(f"{case.case:20} {direction} {backend:13} {times}")
 
 

@@ -20,7 +20,7 @@ import torch
 import typer
 
 import nsa_sel
-from nsa_sel.bench import cases, measure
+from nsa_sel.bench import cases, measure, records
 from nsa_sel.selection import Selection
 
 
@@ -134,7 +134,7 @@ def main(
     environment = {**measure.environment(), "tool": "ncu --clock-control none"}
     for profiled in PROFILED:
         row = {**profiled._asdict(), **profile(profiled), **environment}
-        measure.append(out, [row])
+        records.append(out, [row])
         typer.echo(f"{row['kernel']:32} {row['case']:20} {row['duration_us']} us")
 
 

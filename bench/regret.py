@@ -18,8 +18,9 @@ from tabulate import tabulate
 
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.cases import Case
-from nsa_sel.bench.cost_fit import Row, case_of, models, request_of, sharing_of
+from nsa_sel.bench.cost_fit import case_of, models, request_of, sharing_of
 from nsa_sel.bench.derive import H200_RESULTS, cost_rows
+from nsa_sel.bench.records import Row
 from nsa_sel.config import Costs, Settings, settings_for
 from nsa_sel.decision import Offer
 from nsa_sel.devices import GPUS

@@ -17,8 +17,8 @@ from tabulate import tabulate
 
 from nsa_sel.bench import cases
 from nsa_sel.bench.cases import Case
+from nsa_sel.bench.records import Row, measured
 
-Row = dict[str, Any]
 Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
 
 OURS = ("triton-tile", "triton-block", "triton-group")
@@ -77,9 +77,9 @@ class Curve(NamedTuple):
 
 
 def indexed(rows: Iterable[Row]) -> Table:
-    """Rows by case and direction, then by backend."""
+    """Rows with a time by case and direction, then by backend."""
     table: Table = {}
-    for row in rows:
+    for row in measured(rows):
         table.setdefault((row["case"], row["direction"]), {})[row["backend"]] = row
     return table
 
@@ -165,7 +165,7 @@ def workspace_table(rows: Iterable[Row]) -> str:
     """The most memory that each of our backends takes beyond inputs and outputs, and in which case."""
     lines = []
     for backend in (*OURS, PACKED):
-        most = max((row for row in rows if row["backend"] == backend), key=lambda row: row["workspace_bytes"], default=None)
+        most = max((row for row in measured(rows) if row["backend"] == backend), key=lambda row: row["workspace_bytes"], default=None)
         if most is not None:
             share = most["workspace_bytes"] / WORKSPACE
             lines.append(

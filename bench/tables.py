@@ -10,7 +10,7 @@ from tabulate import tabulate
 from nsa_sel.attention import explain_request
 from nsa_sel.bench import summary
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
-from nsa_sel.bench.summary import Row
+from nsa_sel.bench.records import Row
 from nsa_sel.bench.trials import trials_table
 from nsa_sel.request import DeviceInfo, example_request
 from nsa_sel.show import describe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from nsa_sel import doctor as examination
 from nsa_sel import log_summary, observe
 from nsa_sel.attention import explain_request, selection_attention
+from nsa_sel.bench import command
 from nsa_sel.call import device_info
 from nsa_sel.devices import GPUS, SHARED_MEMORY
 from nsa_sel.dispatch import refusal
@@ -246,6 +248,21 @@ def _progress(as_json: bool) -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda what, done: progress.update(task, description=what, completed=done)
+
+
+def _in_words(body: Callable[..., None]) -> Callable[..., None]:
+    """A command whose body lives elsewhere, with its errors as those of the others."""
+
+    @functools.wraps(body)
+    def call(**options: Any) -> None:
+        with _errors(as_json=False):
+            body(**options)
+
+    return call
+
+
+app.command()(_in_words(command.bench))
+app.command()(_in_words(command.threshold))
 
 
 def _device(where: Where) -> torch.device:

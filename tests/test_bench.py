@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from torch import Tensor
 
-from nsa_sel.bench import bench_selection, cases, measure, summary
-from nsa_sel.bench.bench_selection import DENSE, PACKED, SUITES, Job, Problem, Suite, attend, jobs, measured, parity, sample
-from nsa_sel.bench.cases import Case, layers_of, make_inputs, make_selection, random_selection
+from nsa_sel.bench import bench_selection, cases, measure, session, summary
+from nsa_sel.bench.bench_selection import QUICK, SUITES, Suite, jobs, suites_of
+from nsa_sel.bench.cases import Case, layers_of, make_selection, random_selection
+from nsa_sel.bench.contenders import DENSE, PACKED, dense, named, ours
+from nsa_sel.bench.measure import Spread
+from nsa_sel.bench.parity import WrongResult, is_causal, make_problem, parity, sample
+from nsa_sel.bench.session import Job, measured_rows, wanted
+from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 TINY = Case("tiny", "random", 1, 64, 64, 2, 2, 16, 8, 3, 16, "float32")
 KEYS = {
     *("case", "distribution", "B", "S", "S_kv", "G", "h", "Dk", "Dv", "n", "block", "dtype", "direction", "backend"),
     *("ms_median", "ms_p20", "ms_p80", "mae", "workspace_bytes", "device", "driver", "torch", "triton", "commit", "command"),
+    *("ms_ci_low", "ms_ci_high", "calls", "sm_mhz", "memory_mhz", "temperature_c"),
 }
 
 
@@ -89,70 +94,75 @@ def test_one_draw_serves_up_to_32k_rows() -> None:
 
 
 def test_jobs_follow_suites_backends_and_names() -> None:
-    every = {job.case.case: job.backends for job in jobs("all", ",".join(bench_selection.BACKENDS), "")}
+    def backends_of(suites: str, backends: str, only: str = "") -> dict[str, list[str]]:
+        found = jobs(suites_of(suites, False, "cuda"), named(backends), only)
+        return {job.case.case: [contender.name for contender in job.contenders] for job in found}
+
+    every = backends_of("all", ",".join(bench_selection.BACKENDS))
     assert every["real-8k-h16"] == ["triton-tile", "triton-block", "triton-group", PACKED, DENSE]
     assert every["random-64k-h16"] == every["real-8k-layer07-h4"] == ["triton-tile", "triton-block", "triton-group", DENSE]
     assert every["decode-B1-64k-h16"] == every["threshold-decode-D64-L64"] == ["triton-group", PACKED, DENSE]
-    some = jobs("scaling,decode", f"{PACKED},triton-tile", "32k")
-    assert [(job.case.case, job.backends) for job in some] == [
-        *((f"decode-B64-32k-h{h}", [PACKED]) for h in (16, 4)),
-        *((f"random-32k-h{h}", ["triton-tile"]) for h in (16, 4, 1)),
-    ]
-    with pytest.raises(typer.BadParameter, match=r"speed; allowed: all, performance"):
-        jobs("speed", PACKED, "")
+    assert backends_of("scaling,decode", f"{PACKED},triton-tile", "32k") == {
+        **{f"decode-B64-32k-h{h}": [PACKED] for h in (16, 4)},
+        **{f"random-32k-h{h}": ["triton-tile"] for h in (16, 4, 1)},
+    }
+    with pytest.raises(ArgumentError, match=r"--suite is speed; allowed: all, performance"):
+        suites_of("speed", False, "cuda")
+    with pytest.raises(ArgumentError, match=r"--device is cpu; .*--quick"):
+        suites_of("decode", False, "cpu")
+    assert [job.case.dtype for job in jobs({"quick": QUICK}, [ours(PACKED)], "", "cpu")] == ["float32"] * 3
 
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements that run the work and know its times and memory beforehand."""
 
-    def milliseconds(work: Callable[[], Any], rep: float) -> tuple[float, float, float]:
+    def milliseconds(work: Callable[[], Any], **_: Any) -> Spread:
         work()
-        return 2.0, 1.0, 3.0
+        return Spread(2.0, 1.0, 3.0, 1.5, 2.5, 7)
 
-    for name in ("milliseconds", "replayed_milliseconds"):
-        monkeypatch.setattr(measure, name, milliseconds)
-    monkeypatch.setattr(measure, "workspace_bytes", lambda work: len(work()))
+    monkeypatch.setattr(measure, "milliseconds", milliseconds)
+    monkeypatch.setattr(measure, "workspace_bytes", lambda work, device: len(work()))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
 
 
-def problem_of(case: Case) -> Problem:
-    return Problem(make_selection(case, "cpu"), *make_inputs(case, "cpu"))
-
-
 @pytest.mark.usefixtures("untimed")
-@pytest.mark.parametrize("backend", [PACKED, DENSE])
+@pytest.mark.parametrize("contender", [ours(PACKED), dense()], ids=lambda contender: contender.name)
 @pytest.mark.parametrize("S", [64, 1])
-def test_rows_have_the_agreed_keys(backend: str, S: int) -> None:
+def test_rows_have_the_agreed_keys(contender: Any, S: int) -> None:
     case = TINY._replace(S=S)
-    job, problem = Job(case, SUITES["performance"], [backend]), problem_of(case)
-    rows = list(measured(job, backend, problem, sample(case, problem, 8), measure.environment()))
-    assert [row["direction"] for row in rows] == (["fwd", "bwd", "fwd+bwd"] if S > 1 else ["decode"])
+    directions = ("fwd", "bwd", "fwd+bwd") if S > 1 else ("decode",)
+    job = Job(case, (contender,), directions, 8)
+    rows = list(measured_rows(job, wanted(job), measure.environment(), "cpu", pytest.fail))
+    assert [row["direction"] for row in rows] == list(directions)
     for row in rows:
         assert set(row) == KEYS
         assert (row["ms_median"], row["ms_p20"], row["ms_p80"], row["commit"]) == (2.0, 1.0, 3.0, "abc1234")
-        assert (row["mae"] is None) == (backend == DENSE)
-    quick = Job(case, SUITES["layers"], [backend])
-    assert len(list(measured(quick, backend, problem, sample(case, problem, 8), {}))) == (2 if S > 1 else 1)
+        assert (row["ms_ci_low"], row["ms_ci_high"], row["calls"]) == (1.5, 2.5, 7)
+        assert (row["mae"] is None) == (contender.name == DENSE)
+    some = list(measured_rows(job, wanted(job)[:1], {}, "cpu", pytest.fail))
+    assert [row["direction"] for row in some] == [directions[0]]
 
 
 @pytest.mark.usefixtures("untimed")
 def test_what_fails_is_told_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_selection, "DEVICE", "cpu")
     told: list[str] = []
-    job = Job(TINY, SUITES["layers"], ["unheard-of", PACKED])
-    rows = list(bench_selection.measured_rows(job, {}, told.append))
+    job = Job(TINY, (ours("unheard-of"), ours(PACKED)), ("fwd", "bwd"), 8)
+    rows = list(measured_rows(job, wanted(job), {}, "cpu", told.append))
     assert [(row["backend"], row["direction"]) for row in rows] == [(PACKED, "fwd"), (PACKED, "bwd")]
     assert len(told) == 1
     assert told[0].startswith("tiny unheard-of: BackendError: ")
 
-    def out_of_memory(case: Case, device: str) -> None:
-        raise torch.OutOfMemoryError("too large")
+    def wrong(call: Any, problem: Any, exact: Any) -> None:
+        raise WrongResult("dk is not 0")
 
-    monkeypatch.setattr(cases, "make_inputs", out_of_memory)
-    assert list(bench_selection.measured_rows(job, {}, told.append)) == []
-    assert told[1:] == ["tiny inputs: OutOfMemoryError: too large"]
+    monkeypatch.setattr(session, "parity", wrong)
+    assert list(measured_rows(job._replace(contenders=(ours(PACKED),)), wanted(job), {}, "cpu", told.append)) == []
+    assert told[1:] == ["tiny sdpa-packed: WrongResult: dk is not 0"]
+    peer = ours(PACKED)._replace(peer=True)
+    rows = list(measured_rows(job._replace(contenders=(peer,)), wanted(job), {}, "cpu", told.append))
+    assert [(row["wrong"], row["mae"], row["causal"]) for row in rows] == [("dk is not 0", None, True)] * 2
 
 
 # Parity
@@ -160,8 +170,8 @@ def test_what_fails_is_told_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("B", [1, 5])
 def test_right_results_pass(B: int) -> None:
-    problem = problem_of(case := TINY._replace(B=B))
-    mae, of_gradients = parity(attend(PACKED, problem.selection), problem, sample(case, problem, 8))
+    problem = make_problem(case := TINY._replace(B=B), "cpu")
+    mae, of_gradients = parity(ours(PACKED).prepare(problem).call, problem, sample(case, problem, 8))
     assert mae < 1e-6
     assert of_gradients is not None
     assert of_gradients < 1e-5
@@ -183,18 +193,45 @@ class Wrong(torch.autograd.Function):
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_wrong_gradients_are_found(which: int) -> None:
-    problem = problem_of(TINY)
-    right, wanted = attend(PACKED, problem.selection), sample(TINY, problem, 8)
+    problem = make_problem(TINY, "cpu")
+    right, exact = ours(PACKED).prepare(problem).call, sample(TINY, problem, 8)
 
     def spoilt(how: Callable[[Tensor], Tensor]) -> tuple[float, float | None]:
-        return parity(lambda q, k, v: right(*Wrong.apply(q, k, v, which, how)), problem, wanted)
+        return parity(lambda q, k, v: right(*Wrong.apply(q, k, v, which, how)), problem, exact)
 
     assert (spoilt(lambda x: x * 1.5)[1] or 0) > 1e-3
-    with pytest.raises(RuntimeError, match=r"not written|is not 0"):
+    with pytest.raises(WrongResult, match=r"not written|is not 0"):
         spoilt(lambda x: torch.where(x == 0, math.nan, x))
     if which:
-        with pytest.raises(RuntimeError, match="is not 0"):
+        with pytest.raises(WrongResult, match="is not 0"):
             spoilt(lambda x: x + 1)
+
+
+def test_a_look_at_the_future_is_found() -> None:
+    problem = make_problem(TINY, "cpu")
+    right = ours(PACKED).prepare(problem).call
+    assert is_causal(right, problem) is True
+    assert is_causal(lambda q, k, v: right(q, k, v) + 1e-3 * v.mean(2)[:, None, :, None], problem) is False
+    assert is_causal(right, problem._replace(q=problem.q[:, :1])) is None
+
+    def within_the_block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What a kernel without a mask in the diagonal block gives: every row sees that block's end."""
+        return right(q, k, v) + v.unflatten(2, (-1, 16)).mean(3).repeat_interleave(16, 2).transpose(1, 2).unsqueeze(3)
+
+    assert is_causal(within_the_block, problem) is False
+
+
+def test_unwritten_output_of_a_decoding_is_found() -> None:
+    problem = make_problem(case := TINY._replace(S=1), "cpu")
+    with pytest.raises(WrongResult, match="not written"):
+        parity(lambda q, k, v: torch.empty(1, 1, 2, 2, 8), problem, sample(case, problem, 1))
+
+
+def test_dense_attention_is_held_to_the_oracle_over_every_key() -> None:
+    problem = make_problem(TINY, "cpu")
+    call = dense().prepare(problem).call
+    assert parity(call, problem, sample(TINY, problem, 8, every_key=True))[0] < 1e-6
+    assert parity(call, problem, sample(TINY, problem, 8))[0] > 1e-3
 
 
 # Tables
@@ -281,5 +318,10 @@ def test_tables_need_no_rows_and_later_rows_count(name: str) -> None:
         [row(c, d, "triton-group", ms) for ms in (t,) for c in ("real-8k-h16", "random-8k-h16", "random-32k-h16") for d in ("fwd", "bwd")]
         for t in (1.0, 2.0)
     )
+    gone = [
+        {key: value for key, value in row.items() if key not in ("ms_median", "workspace_bytes")} | {"error": "out of memory"}
+        for row in new
+    ]
+    assert table([*new, *gone]) == table(new)
     if name != "workspace_table":
         assert table([*old, *new]) == table(new)

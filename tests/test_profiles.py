@@ -29,7 +29,7 @@ def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
 
 def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
     def row(backend: str, length: int, ms: float) -> dict[str, object]:
-        case = {"case": f"threshold-L{length}", "direction": "fwd", "n": length // 64, "block": 64}
+        case = {"case": f"threshold-prefill-D64-L{length}", "direction": "fwd", "n": length // 64, "block": 64}
         return {**case, "backend": backend, "ms_median": ms, "ms_p20": ms * 0.99, "ms_p80": ms * 1.01}
 
     times = {64: (1.0, 2.0), 256: (1.0, 1.1), 1024: (1.0, 1.3), 4096: (1.0, 9.0)}

@@ -1,0 +1,250 @@
+"""Triton against packed SDPA over the lengths of a selection: the seed matrix, and with --decode the decode matrix.
+
+    python -m nsa_sel.bench.bench_sel_triton            # rows, CSV and Markdown under bench/results/sel_triton/<date>/
+    python -m nsa_sel.bench.bench_sel_triton --N 64 --H 8 --D 128 --Dv 128 --L_list 64,1024 --dist few --iters 50 --warmup 5
+
+A case is N query rows of one KV group with H heads, each selecting L of 8192 keys cut as --dist says; decoding, N sequences of one
+query each. On a GPU in bfloat16, Triton beside packed SDPA; on a CPU in float32, numba beside it. Run again, it goes on where it was
+stopped.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from tabulate import tabulate
+
+from nsa_sel.bench import cases, records
+from nsa_sel.bench.bench_selection import device_of
+from nsa_sel.bench.cases import SPANS, length_of
+from nsa_sel.bench.contenders import DENSE, PACKED, named
+from nsa_sel.bench.measure import Timing
+from nsa_sel.bench.program import program
+from nsa_sel.bench.records import Row
+from nsa_sel.bench.session import Job, able, run
+from nsa_sel.errors import ArgumentError
+
+RESULTS = Path("bench/results/sel_triton")
+TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
+DECODE_BLOCK = 64  # l_sel of the decode matrix
+SEED = {"N": "64,256,1024", "H": "4,8", "D": "64,128", "Dv": "64,128", "L_list": "16,32,64,128,256,512,1024", "dist": ",".join(SPANS)}
+SEED_DECODE = SEED | {"N": "64,256", "H": "2,4", "L_list": "512,1024"}  # n_sel 8 and 16
+QUICK = SEED | {"N": "64", "H": "4", "D": "64", "Dv": "64", "L_list": "16,128,1024", "dist": "few,many"}
+QUICK_DECODE = QUICK | {"N": "16", "H": "2", "L_list": "512,1024"}
+DERIVED = ("L", "bytes", "gb_s", "speedup")  # columns of the CSV that follow from the rows
+TEXTS = (  # columns of text
+    *("case", "distribution", "dtype", "direction", "backend", "device", "driver", "torch", "triton", "numba", "commit", "command"),
+    *("error", "error_in"),
+)
+SHOWN = ("case", "direction", "backend", "ms", "95% CI", "20th to 80th", "calls", "MB", "GB/s", "against packed", "MAE")
+ROWS_CHECKED = 16
+
+
+def jobs(
+    device: str, *, N: str, H: str, D: str, Dv: str, L_list: str, dist: str, decode: bool, timing: Timing, backends: str, console: Console
+) -> list[Job]:
+    """The cases of the flags, each with the contenders that run on the device."""
+    sizes = list(product(_numbers("--N", N), _numbers("--H", H), _numbers("--D", D), _numbers("--Dv", Dv)))
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    lengths = _numbers("--L_list", L_list)
+    if max(lengths) > cases.SPAN_KEYS:
+        raise ArgumentError("--L_list", max(lengths), f"at most {cases.SPAN_KEYS}, the keys of a case", "leave it out")
+    if decode:
+        odd = [L for L in lengths if L % DECODE_BLOCK or L > cases.DECODE_KEYS]
+        if odd:
+            allowed = f"multiples of {DECODE_BLOCK}, at most {cases.DECODE_KEYS}"
+            raise ArgumentError("--L_list", ", ".join(map(str, odd)), allowed, "a decoded row selects whole blocks")
+        found = [cases.block_decode_case(*size, DECODE_BLOCK, L // DECODE_BLOCK, dtype) for size in sizes for L in lengths]
+    else:
+        unknown = [name for name in dist.split(",") if name not in SPANS]
+        if unknown:
+            raise ArgumentError("--dist", ", ".join(unknown), f"{', '.join(SPANS)}, comma-separated", "pass some of these")
+        found = [cases.span_case(kind, *size, L, dtype) for kind in dist.split(",") for size in sizes for L in lengths]
+    everyone = (*TRITON, PACKED, *((DENSE,) if decode else ())) if device == "cuda" else (*TRITON, PACKED, "numba")
+    contenders = able(named(backends or ",".join(everyone)), device, console.print)
+    # The backward pass runs on the streams of its forward: several streams are for the forward alone.
+    directions = ("decode",) if decode else ("fwd",) if timing.streams > 1 else ("fwd", "bwd")
+    more = {"streams": timing.streams, "iters": timing.calls, "warmup": timing.warmup}
+    return [Job(case, tuple(c for c in contenders if c.refuses(case) is None), directions, ROWS_CHECKED, timing, more) for case in found]
+
+
+def moved_bytes(row: Row) -> int:
+    """What the operation has to move: K and V that the rows select, once a row and group, and the tensors of rows and gradients.
+
+    Forward and decoding: q read and o written. Backward: q, o and do read, dq written, dk and dv written once.
+    """
+    size = 4 if row["dtype"] == "float32" else 2
+    rows, heads = row["B"] * row["S"] * row["G"], row["h"]
+    keys, width = length_of(row["case"], row["n"], row["block"]), row["Dk"] + row["Dv"]
+    if row["direction"] != "bwd":
+        return int(size * rows * (keys * width + heads * width))
+    return int(size * (rows * (keys * width + 2 * heads * width) + row["B"] * row["G"] * row["S_kv"] * width))
+
+
+def with_derived(rows: Sequence[Row]) -> list[Row]:
+    """Rows with L, the bytes that must be moved, the GB/s that this comes to, and the speed-up over packed SDPA in the same case."""
+    packed = {_compared(row): row["ms_median"] for row in records.measured(rows) if row["backend"] == PACKED}
+    found = []
+    for row in rows:
+        ms, moved = row.get("ms_median"), moved_bytes(row)
+        other = packed.get(_compared(row))
+        derived: dict[str, Any] = {"L": length_of(row["case"], row["n"], row["block"]), "bytes": moved}
+        derived |= {"gb_s": moved / ms / 1e6 if ms else None, "speedup": other / ms if ms and other else None}
+        found.append({**row, **derived})
+    return found
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """All columns of the rows and the derived ones; `from_csv` reads the rows back."""
+    complete = with_derived(rows)
+    columns = list(dict.fromkeys(column for row in complete for column in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(complete)
+    return text.getvalue()
+
+
+def from_csv(file: Path) -> list[Row]:
+    """The rows of a file that `to_csv` made, without the derived columns; empty cells are left out."""
+    try:
+        with file.open(newline="") as opened:
+            found = list(csv.DictReader(opened))
+    except OSError as error:
+        raise ArgumentError("the CSV file", f"{file} ({error.strerror})", "a readable file of bench_sel_triton", "mend the path") from error
+    lacking = {"case", "direction", "backend", "n", "block", "ms_p20", "ms_p80"} - set(found[0] if found else ())
+    if lacking:
+        raise ArgumentError("the CSV file", f"{file} without {', '.join(sorted(lacking))}", "a file of bench_sel_triton", "mend the path")
+    return [{name: _value(name, text) for name, text in row.items() if text and name not in DERIVED} for row in found]
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The rows as Markdown, with what they were measured on."""
+    facts, lines = rows[0], []
+    commands = ", ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in rows))
+    for row in with_derived(rows):
+        ms = row.get("ms_median")
+        lines.append(
+            (
+                row["case"], row["direction"], row["backend"], f"{ms:.4g}" if ms else row["error"],
+                f"{row['ms_ci_low']:.4g} to {row['ms_ci_high']:.4g}" if ms else "-",
+                f"{row['ms_p20']:.4g} to {row['ms_p80']:.4g}" if ms else "-", row.get("calls", "-"), f"{row['bytes'] / 1e6:.3g}",
+                f"{row['gb_s']:.3g}" if ms else "-", f"{row['speedup']:.2f}x" if row["speedup"] else "-",
+                "-" if row.get("mae") is None else f"{row['mae']:.1e}",
+            )
+        )  # fmt: skip
+    table = tabulate(lines, headers=SHOWN, tablefmt="github", disable_numparse=True, colalign=("left",) * 3 + ("right",) * 8)
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "numba", "driver") if facts.get(name))
+    return (
+        f"# Selection attention over L\n\n{facts['device']}, {versions}, commit {facts['commit']}, {commands}\n\n"
+        "Whole calls in ms: the median, its 95% confidence interval by bootstrap, percentiles. MB: K and V that the rows select, once a\n"
+        f"row, and the rows' own tensors. `{PACKED}` is the reference.\n\n{table}\n"
+    )
+
+
+def write(out: Path, extra_csv: Path | None = None) -> list[Path]:
+    """CSV and Markdown beside the rows.jsonl of a folder: dense.csv (one range a row), varlen.csv (several), decode.csv, report.md.
+
+    Of several environments or commits that the file holds, the last one's rows.
+    """
+    rows = records.of_last_environment(records.read(out / "rows.jsonl")) if (out / "rows.jsonl").exists() else []
+    parts = {
+        "dense.csv": [row for row in rows if row["S"] > 1 and row["n"] == 1],
+        "varlen.csv": [row for row in rows if row["S"] > 1 and row["n"] > 1],
+        "decode.csv": [row for row in rows if row["S"] == 1],
+    }
+    texts = {out / name: to_csv(part) for name, part in parts.items() if part}
+    if rows:
+        texts[out / "report.md"] = report(rows)
+        if extra_csv is not None:
+            texts[extra_csv] = to_csv(rows)
+    for file, text in texts.items():
+        records.write_whole(file, text)
+    return list(texts)
+
+
+def measure_matrix(
+    device: str,
+    out: Path,
+    console: Console,
+    *,
+    decode: bool = False,
+    quick: bool = False,
+    timing: Timing | None = None,
+    backends: str = "",
+    **sizes: str,
+) -> list[Row]:
+    """Measure what `sizes` (N, H, D, Dv, L_list, dist) say, the seed matrix by default, into out/rows.jsonl; all rows of these jobs.
+
+    quick: one size of each, and fewer calls.
+    """
+    default = (QUICK_DECODE if quick else SEED_DECODE) if decode else QUICK if quick else SEED
+    asked = {**default, **{name: text for name, text in sizes.items() if text}}
+    timing = timing or Timing(calls=10 if quick else 50, warmup=5)
+    chosen = jobs(device, decode=decode, timing=timing, backends=backends, console=console, **asked)
+    return run(chosen, out / "rows.jsonl", device, console)
+
+
+def default_folder() -> Path:
+    """Where results of today go, below the current folder."""
+    return RESULTS / datetime.date.today().isoformat()
+
+
+def main(
+    N: Annotated[str, typer.Option("--N", help="query rows [64,256,1024], or sequences decoded [64,256]")] = "",
+    H: Annotated[str, typer.Option("--H", help="heads that share a row's selection [4,8; decoding 2,4]")] = "",
+    D: Annotated[str, typer.Option("--D", help="head dim of q and k [64,128]")] = "",
+    Dv: Annotated[str, typer.Option("--Dv", help="head dim of v [64,128]")] = "",
+    L_list: Annotated[str, typer.Option("--L_list", help="keys that a row selects [16,32,64,128,256,512,1024; decoding 512,1024]")] = "",
+    dist: Annotated[str, typer.Option(help="how L is cut: one span, few long, many short, mixed lengths [one,few,many,mixed]")] = "",
+    iters: Annotated[int | None, typer.Option(min=3, help="timed calls, of which the median is taken [50; 10 with --quick]")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="calls before them")] = 5,
+    streams: Annotated[int, typer.Option(min=1, help="CUDA streams that each run the call at once; ms is the time over their number")] = 1,
+    decode: Annotated[bool, typer.Option("--decode", help="the decode matrix: S = 1, blocks of 64 keys, 8 and 16 of them")] = False,
+    csv: Annotated[Path | None, typer.Option(help="write all rows into this CSV file too")] = None,
+    out: Annotated[Path | None, typer.Option(help=f"folder of the results; {RESULTS}/<today> by default")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="one size of each, ten calls")] = False,
+    device: Annotated[str, typer.Option(help="auto, cuda, cpu")] = "auto",
+    backends: Annotated[str, typer.Option(help="backends, comma-separated; by default those that run on the device")] = "",
+) -> None:
+    """Measure Triton against packed SDPA over L; what runs out of memory, refuses or fails is reported and passed over."""
+    where, console, folder = device_of(device), Console(stderr=True), out or default_folder()
+    if streams > 1 and where == "cpu":
+        raise ArgumentError("--streams", streams, "1 on a CPU, which has no streams", "leave it out")
+    timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
+    sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
+    rows = measure_matrix(where, folder, console, decode=decode, quick=quick, timing=timing, backends=backends, **sizes)
+    print(report(rows) if rows else "nothing was measured")
+    written = write(folder, csv)
+    console.print(f"written: {', '.join(map(str, written))}")
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ArgumentError(flag, repr(text), "whole numbers > 0, comma-separated", "mend it")
+    return [int(part) for part in parts]
+
+
+def _compared(row: Row) -> tuple[Any, ...]:
+    """Equal for rows whose backends are compared."""
+    return row["case"], row["dtype"], row["direction"], row.get("streams"), row.get("commit"), row.get("device")
+
+
+def _value(column: str, text: str) -> Any:
+    """A commit may look like a number: only columns that hold numbers are read as such."""
+    if column in TEXTS:
+        return text
+    return text == "True" if text in ("True", "False") else float(text) if set(text) & set(".einf") else int(text)
+
+
+if __name__ == "__main__":
+    program(main)

@@ -1,0 +1,82 @@
+"""The bodies of `nsa-sel bench` and `nsa-sel threshold`: the same functions as the scripts of this folder, under one roof."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from tabulate import tabulate
+
+from nsa_sel.bench import bench_sel_triton, bench_selection, records
+from nsa_sel.bench.bench_selection import BACKENDS, CPU_BACKENDS, SUITES, device_of
+from nsa_sel.bench.contenders import DENSE, named
+from nsa_sel.bench.peers import peers as every_peer
+from nsa_sel.bench.records import Row
+from nsa_sel.bench.sel_threshold_from_csv import report
+from nsa_sel.bench.session import able, run
+from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
+
+PEERS_SHOWN = ("case", "direction", "backend", "computes", "ms_median", "ms_p20", "ms_p80", "mae", "causal", "prepare_ms", "error", "wrong")
+
+
+def bench(
+    suite: Annotated[
+        str, typer.Option(help=f"Instead of the matrix: {', '.join(SUITES)}, some of them comma-separated, or all (a GPU's sizes).")
+    ] = "",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Beside ours: FlexAttention, masked and dense SDPA, flash-linear-attention where installed.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few and small cases: a look at a machine, in minutes.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help=f"Folder of the rows; {bench_sel_triton.RESULTS}/<today> by default. Run again, it goes on there.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda, cpu.")] = "auto",
+    only: Annotated[str, typer.Option(help="With --suite or --peers: only cases whose name contains this.")] = "",
+    backends: Annotated[str, typer.Option(help="Backends of ours, comma-separated; by default those that run on the device.")] = "",
+) -> None:
+    """Measure Triton against packed SDPA over the lengths of a selection: the seed matrix and the decode matrix, with CSV and Markdown."""
+    where, console, folder = device_of(device), Console(stderr=True), out or bench_sel_triton.default_folder()
+    if not suite and not peers:
+        for decode in (False, True):
+            bench_sel_triton.measure_matrix(where, folder, console, decode=decode, quick=quick, backends=backends)
+        written = bench_sel_triton.write(folder)
+        typer.echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
+        return
+    ours = named(backends or ",".join(BACKENDS if where == "cuda" else CPU_BACKENDS))
+    if peers:  # dense attention is one of them, there with its parity
+        ours = [contender for contender in ours if contender.name != DENSE]
+    contenders = (*able(ours, where, console.print), *(able(every_peer(), where, console.print) if peers else ()))
+    suites = bench_selection.suites_of(suite or "performance,decode", quick, where)
+    rows = run(bench_selection.jobs(suites, contenders, only, where), folder / f"{'peers' if peers else 'suites'}.jsonl", where, console)
+    typer.echo(peers_table(rows) if peers else bench_selection.table(rows))
+
+
+def peers_table(rows: list[Row]) -> str:
+    """What the peers' rows hold, ours beside them."""
+    lines = [[row.get(column) for column in PEERS_SHOWN] for row in rows]
+    return tabulate(lines, headers=PEERS_SHOWN, tablefmt="github")
+
+
+def threshold(
+    rows: Annotated[list[Path], typer.Argument(metavar="ROWS", help="Rows of `nsa-sel bench`: .jsonl or .csv.")],
+    margin: Annotated[float, typer.Option(help="How much faster than packed SDPA Triton must be.")] = MARGIN,
+    backend: Annotated[str, typer.Option(help="The Triton backend that is compared.")] = TRITON,
+    out: Annotated[Path, typer.Option(help="Markdown file with the evidence.")] = Path("selection_report.md"),
+    config: Annotated[Path | None, typer.Option(help="YAML file with the thresholds, for NSA_SEL_CONFIG.")] = None,
+) -> None:
+    """From which L on Triton pays on this GPU, by evidence: sel_triton_min_L for each direction, or undecided."""
+    read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else records.read(file))]
+    found = decided(read, margin, backend)
+    parts = {
+        "One contiguous range a row": [row for row in read if row["S"] > 1 and row["n"] == 1],
+        "Several ranges a row": [row for row in read if row["S"] > 1 and row["n"] > 1],
+        "Decoding": [row for row in read if row["S"] == 1],
+    }
+    records.write_whole(out, report({name: part for name, part in parts.items() if part}, margin, backend))
+    if config is not None:
+        records.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
+    for each in found:
+        typer.echo(sentence(each))
+    typer.echo(f"written: {', '.join(map(str, (out, config) if config else (out,)))}")

@@ -1,0 +1,99 @@
+"""Measured rows on disk: JSON lines that a kill at any moment leaves whole, read again so that nothing is measured twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from nsa_sel.bench.cases import Case
+from nsa_sel.errors import ArgumentError
+
+Row = dict[str, Any]
+
+# Of one environment a row with these values is measured once. A row lacks those that its bench does not know.
+ENVIRONMENT = ("device", "driver", "torch", "triton", "numba", "threads", "commit")
+IDENTITY = (*Case._fields, "direction", "backend", "streams", "iters", "warmup", "quick")
+OUT_OF_MEMORY = "out of memory"
+
+
+def append(file: Path, rows: Iterable[Row]) -> None:
+    """Add rows to the end, in one write that is on disk when this returns: a kill tears at most the last line."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with file.open("ab") as opened:
+        opened.write(text.encode())
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def read(file: Path) -> list[Row]:
+    """All rows, those without a time too. A last line that a kill tore is passed over; any other bad line is an ArgumentError."""
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ArgumentError("the file of rows", f"{file} ({error.strerror})", "a readable file of JSON lines", "mend the path") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            row = _parsed(line)
+            if row is not None:
+                rows.append(row)
+            elif number < len(lines):
+                raise ArgumentError(f"line {number} of {file}", f"{line[:40]!r}...", "one JSON object", "restore the line, or drop it")
+    return rows
+
+
+def mend(file: Path, tell: Callable[[str], None]) -> None:
+    """Make the end of a file ready to be added to: what a kill left of a last line is dropped, and told."""
+    if not file.exists():
+        return
+    content = file.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    torn = content[whole:]
+    if not torn:
+        return
+    with file.open("r+b") as opened:
+        if _parsed(torn) is not None:  # only its newline is missing
+            opened.seek(0, os.SEEK_END)
+            opened.write(b"\n")
+        else:
+            opened.truncate(whole)
+            tell(f"{file.name}: dropped {len(torn)} bytes of a last row that an interruption left unfinished")
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """The rows that hold a time: cases that ran out of memory have rows without one."""
+    return [row for row in rows if row.get("ms_median") is not None]
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """What was measured, and where: equal for two rows of which one would do."""
+    return tuple(row.get(field) for field in (*IDENTITY, *ENVIRONMENT))
+
+
+def of_last_environment(rows: Iterable[Row]) -> list[Row]:
+    """The rows of the environment and commit that the last row was measured in, the later one of two of the same thing."""
+    rows = list(rows)
+    last = {key(row): row for row in rows}
+    return [row for row in last.values() if all(row.get(field) == rows[-1].get(field) for field in ENVIRONMENT)]
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replace a file at once: a reader, or a kill, meets the old text or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(file)
+
+
+def _parsed(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

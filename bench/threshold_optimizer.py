@@ -1,0 +1,191 @@
+"""The one rule for `sel_triton_min_L`: the smallest L from which Triton is ahead of packed SDPA by the margin, by evidence.
+
+    python -m nsa_sel.bench.threshold_optimizer rows.jsonl --out threshold.yaml
+
+Of every measured case with L or more keys a row, in each direction: packed SDPA's 20th percentile over Triton's 80th must reach the
+margin. Below the threshold packed SDPA runs, so that nothing there can be slower than it; from it on, no case may be more than
+`REGRESSION` slower. Where medians alone would allow a smaller L, spreads overlap too much to tell: those lengths are undecided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+import yaml
+
+from nsa_sel.bench import records
+from nsa_sel.bench.cases import length_of
+from nsa_sel.bench.contenders import PACKED
+from nsa_sel.bench.cost_fit import WAYS
+from nsa_sel.bench.program import program
+from nsa_sel.bench.records import Row
+from nsa_sel.errors import ArgumentError
+
+MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the threshold on (REQUIREMENTS 9)
+REGRESSION = 0.10  # by which no case from the threshold on may be slower than packed SDPA, whatever the margin
+NO_LOSS = 1 / (1 + REGRESSION)  # the gain that this is
+TRITON = "triton-group"  # the Triton backend that takes every call the gate lets through
+DIRECTIONS = ("fwd", "bwd", "decode")
+
+
+class Pair(NamedTuple):
+    """Both sides of one case and direction."""
+
+    triton: Row
+    packed: Row
+
+    @property
+    def length(self) -> int:
+        """Keys that a row selects."""
+        return length_of(self.triton["case"], self.triton["n"], self.triton["block"])
+
+    @property
+    def gain(self) -> float:
+        """The speed-up of the medians."""
+        return float(self.packed["ms_median"] / self.triton["ms_median"])
+
+    @property
+    def sure_gain(self) -> float:
+        """The least speed-up that the spreads allow."""
+        return faster_by(self.triton, self.packed)
+
+
+class Threshold(NamedTuple):
+    """What the rows say of one direction. `length` is None where no L will do."""
+
+    direction: str
+    length: int | None
+    undecided: tuple[int, ...]  # measured lengths that the medians alone would let through
+    pairs: tuple[Pair, ...]
+    margin: float
+
+    @property
+    def lengths(self) -> list[int]:
+        """The measured ones."""
+        return sorted({pair.length for pair in self.pairs})
+
+    @property
+    def closest(self) -> Pair:
+        """Of the pairs at the threshold, or of the longest L where there is none, that with the least sure gain."""
+        length = self.lengths[-1] if self.length is None else self.length
+        return min((pair for pair in self.pairs if pair.length == length), key=lambda pair: pair.sure_gain)
+
+    @property
+    def slowest(self) -> Pair | None:
+        """Of all pairs from the threshold on, that with the least gain of the medians."""
+        length = self.length
+        return None if length is None else min((pair for pair in self.pairs if pair.length >= length), key=lambda pair: pair.gain)
+
+
+def faster_by(fast: Row, slow: Row) -> float:
+    """The least speed-up that the spreads allow: the slow side's 20th percentile over the fast side's 80th."""
+    return float(slow["ms_p20"] / fast["ms_p80"])
+
+
+def length_pairs(rows: Iterable[Row], triton: str = TRITON) -> list[Pair]:
+    """Both sides of every case of the threshold suite, or of bench_sel_triton, in every direction.
+
+    Of two rows of the same thing the later one counts; rows without a time, and those of several streams, count for nothing.
+    """
+    sides: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in records.measured(rows):
+        if _is_about_length(row) and row["backend"] in (triton, PACKED):
+            sides.setdefault((row["direction"], row["case"], row.get("dtype")), {})[row["backend"]] = row
+    return [Pair(both[triton], both[PACKED]) for both in sides.values() if len(both) == 2]
+
+
+def sure_length(pairs: Sequence[Pair], margin: float) -> int | None:
+    """The rule: the smallest measured L from which on every pair's spreads allow the margin, and none is slower by `REGRESSION`."""
+    return _first_length(pairs, lambda pair: pair.sure_gain >= margin and pair.gain >= NO_LOSS)
+
+
+def thresholds(rows: Iterable[Row], margin: float = MARGIN, triton: str = TRITON) -> list[Threshold]:
+    """The threshold of every direction that was measured."""
+    if not margin > 0:
+        raise ArgumentError("--margin", margin, "a number > 0", f"{MARGIN} asks that Triton be that many times faster")
+    pairs = length_pairs(rows, triton)
+    found = []
+    for direction in DIRECTIONS:
+        some = [pair for pair in pairs if pair.triton["direction"] == direction]
+        if some:
+            sure, median = sure_length(some, margin), _first_length(some, lambda pair: pair.gain >= max(margin, NO_LOSS))
+            doubtful = {pair.length for pair in some if median is not None and pair.length >= median}
+            below = tuple(sorted(length for length in doubtful if sure is None or length < sure))
+            found.append(Threshold(direction, sure, below, tuple(some), margin))
+    return found
+
+
+def sentence(threshold: Threshold) -> str:
+    """What a direction's rows say, with both sides' medians and spreads in the closest case."""
+    pair, margin = threshold.closest, threshold.margin
+    way = f"{threshold.direction}: {pair.triton['backend']}"
+    shown = " against ".join(f"{row['backend']} {row['ms_median']} ms ({row['ms_p20']} to {row['ms_p80']})" for row in pair)
+    case = f"closest there, {pair.triton['case']}: {shown}"
+    if threshold.length is not None:
+        least = ", the least measured" if threshold.length == threshold.lengths[0] else ""
+        doubt = f", undecided at L = {', '.join(map(str, threshold.undecided))}" if threshold.undecided else ""
+        return f"{way} at least {margin}x faster than {PACKED} in every case from L = {threshold.length}{least}{doubt}; {case}"
+    if threshold.undecided:
+        return f"{way} undecided, the spreads allow less than {margin}x where the medians reach it; at the longest L, {case}"
+    return f"{way} is never {margin}x faster than {PACKED} up to L = {threshold.lengths[-1]}; {case}"
+
+
+def profile(rows: Sequence[Row], found: Sequence[Threshold], source: str) -> dict[str, Any]:
+    """A configuration file with the thresholds by way, for NSA_SEL_CONFIG; it leaves out the ways that have none."""
+    row, by_way = records.measured(rows)[0], {WAYS[each.direction]: each.length for each in found if each.length is not None}
+    alike = len(by_way) == len(WAYS) and len(set(by_way.values())) == 1
+    versions = ", ".join(f"{name} {row[name]}" for name in ("torch", "triton", "driver") if row.get(name))
+    provenance = f"{'; '.join(map(sentence, found))}; {source}, {row['device']}, {versions}, commit {row['commit']}"
+    runtime = {"sel_triton_min_L": by_way["forward"] if alike else by_way} if by_way else {}
+    return {"provenance": provenance, "runtime": runtime}
+
+
+def as_yaml(profile: dict[str, Any]) -> str:
+    """The file's text."""
+    return yaml.safe_dump(profile, sort_keys=False, width=140)
+
+
+def decided(rows: Sequence[Row], margin: float, triton: str = TRITON) -> list[Threshold]:
+    """`thresholds`, or ArgumentError where no case has both sides, or rows come from several devices."""
+    devices = sorted({str(row.get("device")) for row in records.measured(rows)})
+    if len(devices) > 1:
+        raise ArgumentError("the rows", f"from {' and '.join(devices)}", "rows of one device", "pass its files alone")
+    found = thresholds(rows, margin, triton)
+    if not found:
+        allowed = f"rows of {triton} and {PACKED} on the same cases of the threshold suite or bench_sel_triton"
+        raise ArgumentError("the rows", f"{len(rows)} without such a pair", allowed, "measure on a GPU: nsa-sel bench")
+    return found
+
+
+def main(
+    rows: Annotated[list[Path], typer.Argument(help="JSON lines of bench_sel_triton or of bench_selection's threshold suite")],
+    margin: Annotated[float, typer.Option(help="how much faster Triton must be")] = MARGIN,
+    backend: Annotated[str, typer.Option(help="the Triton backend that is compared")] = TRITON,
+    out: Annotated[Path | None, typer.Option(help="YAML file for NSA_SEL_CONFIG")] = None,
+) -> None:
+    """Say from which L on Triton pays in each direction, and write it as a configuration file."""
+    every = [row for file in rows for row in records.read(file)]
+    found = decided(every, margin, backend)
+    for threshold in found:
+        print(sentence(threshold))
+    if out is not None:
+        records.write_whole(out, as_yaml(profile(every, found, ", ".join(file.name for file in rows))))
+        print(f"{out} written")
+
+
+def _first_length(pairs: Sequence[Pair], holds: Callable[[Pair], bool]) -> int | None:
+    """The smallest length from which on it holds of every pair."""
+    lengths = sorted({pair.length for pair in pairs})
+    return next((length for length in lengths if all(holds(pair) for pair in pairs if pair.length >= length)), None)
+
+
+def _is_about_length(row: Row) -> bool:
+    asked = str(row["case"]).startswith(("threshold", "decode-N")) or str(row.get("distribution")) in ("one", "few", "many", "mixed")
+    return asked and row.get("streams", 1) in (1, None)
+
+
+if __name__ == "__main__":
+    program(main)

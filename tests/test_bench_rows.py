@@ -1,0 +1,249 @@
+"""Rows on disk and runs that are interrupted: spreads, resuming, memory that runs out, lines that a kill tore."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from nsa_sel.bench import measure, records, session, summary
+from nsa_sel.bench.cases import Case
+from nsa_sel.bench.contenders import PACKED, ours
+from nsa_sel.bench.cost_fit import is_cost_row
+from nsa_sel.bench.measure import Spread, Timing, milliseconds, spread
+from nsa_sel.bench.session import Job, run, wanted
+from nsa_sel.errors import ArgumentError
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = Case("tiny", "random", 1, 32, 32, 2, 2, 16, 8, 3, 16, "float32")
+QUIET = Console(quiet=True)
+
+
+# Times
+
+
+def test_a_bootstrap_interval_covers_the_true_median_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(0)
+    found = [spread(generator.exponential(size=51).tolist()) for _ in range(200)]
+    covered = np.mean([times.ci_low <= np.log(2) <= times.ci_high for times in found])
+    assert 0.90 <= covered <= 0.99
+    assert all(times.ci_low <= times.median <= times.ci_high for times in found)
+    assert found[0] == spread(np.random.default_rng(0).exponential(size=51).tolist())  # seeded: the same again
+    assert spread([3.0, 1.0, 2.0])[:3] == pytest.approx((2.0, 1.4, 2.6))
+
+
+def test_as_many_calls_are_timed_as_asked_for_and_slow_ones_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SETTLE", 0)
+    made: list[None] = []
+    times = milliseconds(lambda: made.append(None), device="cpu", timing=Timing(calls=11, warmup=5))
+    assert (times.calls, len(made)) == (11, measure.LEAST_CALLS + 5 + 11)
+    monkeypatch.setattr(measure, "MOST_SECONDS", 0.02)
+    slow = milliseconds(lambda: time.sleep(0.005), device="cpu", timing=Timing(calls=50))
+    assert measure.LEAST_CALLS <= slow.calls <= 4
+    assert 5 <= slow.p20 <= slow.median <= slow.p80
+
+
+def test_clocks_and_temperature_are_read_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    answers = iter(["1980, 3201, 41", "[N/A], 3201, 55"])
+
+    def output(*command: str) -> str:
+        asked.append(command)
+        return next(answers)
+
+    monkeypatch.setattr(measure, "_output", output)
+    monkeypatch.setattr(measure, "_last_state", (-measure.STATE_SECONDS, {}))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "12-34"})())
+    assert measure.gpu_state() == measure.gpu_state() == {"sm_mhz": 1980, "memory_mhz": 3201, "temperature_c": 41}
+    assert len(asked) == 1
+    assert asked[0][:3] == ("nvidia-smi", "-i", "GPU-12-34")
+    assert not any(word.startswith(("-ac", "-lgc", "--lock", "--applications", "-rac", "-rgc")) for word in asked[0])
+    monkeypatch.setattr(measure, "STATE_SECONDS", 0.0)
+    assert measure.gpu_state() == {"sm_mhz": None, "memory_mhz": 3201, "temperature_c": 55}
+    assert set(measure.gpu_state("cpu").values()) == {None}
+
+
+def test_the_command_is_free_of_machine_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/me/bin/nsa-sel", "bench", "--out", "/home/me/rows", "--csv=/home/me/x.csv", "--only", "a b"])
+    assert measure.environment("cpu")["command"] == "nsa-sel bench --out rows --csv=x.csv --only 'a b'"
+    monkeypatch.setattr(sys, "argv", ["/home/me/bench/bench_cpu.py", "--quick"])
+    assert measure.environment("cpu")["command"] == "python -m nsa_sel.bench.bench_cpu --quick"
+
+
+# Runs
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Measurements without waiting; holds one entry for every one that was taken."""
+    taken: list[str] = []
+
+    def quickly(work: Callable[[], Any], **_: Any) -> Spread:
+        work()
+        taken.append("")
+        return Spread(1.0, 1.0, 1.0, 1.0, 1.0, 3)
+
+    monkeypatch.setattr(measure, "milliseconds", quickly)
+    monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
+    return taken
+
+
+def job(*directions: str, case: Case = TINY, **more: Any) -> Job:
+    return Job(case, (ours(PACKED), ours("numba")), directions or ("fwd", "bwd"), 4, more=more)
+
+
+def test_what_stands_in_the_file_is_not_measured_again(timed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.jsonl"
+    first = run([job("fwd")], out, "cpu", QUIET)
+    assert (len(timed), len(first)) == (2, 2)
+    both = run([job()], out, "cpu", QUIET)
+    assert (len(timed), len(both)) == (4, 4)  # bwd alone was new
+    assert {(row["backend"], row["direction"]) for row in both} == {(b, d) for b in (PACKED, "numba") for d in ("fwd", "bwd")}
+    assert run([job()], out, "cpu", QUIET) == both
+    assert len(timed) == 4
+    assert len(records.read(out)) == 4
+    run([job(streams=2)], out, "cpu", QUIET)
+    assert len(timed) == 8
+    monkeypatch.setenv("NSA_SEL_COMMIT", "def5678")
+    run([job()], out, "cpu", QUIET)
+    assert (len(timed), len(records.read(out))) == (12, 12)
+    assert {row["commit"] for row in records.of_last_environment(records.read(out))} == {"def5678"}
+
+
+@pytest.mark.parametrize("where", ["inputs", "parity", "bwd"])
+def test_cases_out_of_memory_have_rows_and_are_passed_over(
+    timed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    error = torch.OutOfMemoryError if where != "bwd" else lambda text: RuntimeError(f"DefaultCPUAllocator: can't allocate memory: {text}")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("you tried to allocate 8 TB")
+
+    target = {"inputs": (session, "make_problem"), "parity": (session, "parity"), "bwd": (session.torch.autograd, "grad")}[where]
+    if where == "bwd":
+        monkeypatch.setattr(session, "parity", lambda *_: (0.0, 0.0))
+    out = tmp_path / "rows.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(*target, fail)
+        rows = run([job(), job(case=TINY._replace(case="second", S=16))], out, "cpu", QUIET)
+    gone = [row for row in rows if "error" in row]
+    assert len(rows) == 8
+    assert len(gone) == (4 if where == "bwd" else 8)
+    for row in gone:
+        assert (row["error"], row["error_in"], row["commit"]) == ("out of memory", where, "abc1234")
+        assert "ms_median" not in row
+        assert row["direction"] == "bwd" or where != "bwd"
+    before = len(timed)
+    assert len(run([job()], out, "cpu", QUIET)) == 4  # they stand: not tried again
+    assert len(timed) == before
+    # Nobody who reads rows takes them for measurements.
+    assert len(records.measured(rows)) == len(rows) - len(gone)
+    assert not any(is_cost_row(row) for row in gone)
+    assert not {row["direction"] for row in gone} & {direction for _, direction in summary.indexed(rows)}
+
+
+def test_old_rows_are_read_and_count_as_measured() -> None:
+    """Keys were added since; nothing that a committed row lacks is needed."""
+    for name in ("h200/selection.jsonl", "cpu/numba_vs_sdpa.jsonl"):
+        rows = records.read(ROOT / "bench/results" / name)
+        assert records.measured(rows) == rows
+        assert len({records.key(row) for row in rows}) == len(rows)
+
+
+# Files
+
+
+def test_a_torn_last_line_is_dropped_with_a_word(tmp_path: Path) -> None:
+    file, told = tmp_path / "rows.jsonl", []
+    records.append(file, [{"a": 1}, {"a": 2}])
+    whole = file.read_bytes()
+    for length in range(1, len(whole) + 1):
+        file.write_bytes(whole[:length])
+        kept = records.read(file)
+        told.clear()
+        records.mend(file, told.append)
+        assert records.read(file) == kept  # reading and mending agree
+        assert len(told) == (length not in (len(whole), len(whole) - 1, whole.index(b"\n"), whole.index(b"\n") + 1))
+        assert all(word.startswith("rows.jsonl: dropped") for word in told)
+        records.append(file, [{"a": 3}])
+        assert records.read(file) == [*kept, {"a": 3}]
+    records.mend(tmp_path / "none.jsonl", told.append)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_bad_line_elsewhere_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
+    with pytest.raises(ArgumentError, match=r"line 2 of .*restore the line, or drop it"):
+        records.read(file)
+    with pytest.raises(ArgumentError, match="No such file"):
+        records.read(tmp_path / "none.jsonl")
+
+
+JOBS = [job(case=TINY._replace(case=f"case-{number}")) for number in range(50)]
+
+
+def append_in_pieces(file: Path, rows: list[dict[str, Any]]) -> None:
+    """What a file system may make of one write: a kill leaves any part of a line."""
+    line = (json.dumps(rows[0]) + "\n").encode()
+    with file.open("ab", buffering=0) as opened:
+        for start in range(0, len(line), 6000):
+            opened.write(line[start : start + 6000])
+            time.sleep(1e-4)
+
+
+def interrupt_and_resume(out: Path, kills: int) -> None:
+    """Run `JOBS` in children whose rows cost nothing, kill that many of them at random moments, and let the last one finish.
+
+    Every other one appends as `append_in_pieces` does.
+    """
+    facts = {"commit": "abc1234", "device": "none"}
+    measure.environment = lambda device: facts
+    session.make_problem = session.sample = lambda *_: None  # type: ignore[assignment]
+    session._measured = lambda job, contender, directions, *_: (  # type: ignore[assignment]
+        measure.row(job.case, way, contender.name, Spread(*[1.0] * 5, 3), filler="x" * 60_000) for way in directions
+    )
+    expected = {records.key({**facts, **row}) for one in JOBS for row in wanted(one)}
+    waits, seen, found, torn, append = random.Random(0), [], [], 0, records.append
+    for attempt in range(kills + 1):
+        child = os.fork()
+        if not child:
+            records.append = append_in_pieces if attempt % 2 else append
+            run(JOBS, out, "cpu", QUIET)
+            os._exit(0)
+        if attempt < kills:
+            time.sleep(waits.uniform(0, 0.02))
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status) if attempt < kills else status == 0, "it finished before the last kill: the test needs more rows"
+        torn += out.exists() and not out.read_bytes().endswith(b"\n")
+        seen = records.read(out) if out.exists() else []  # any bad line but a torn last one raises
+        assert seen[: len(found)] == found, "a finished row was lost or changed"
+        found = seen
+    assert torn, "no kill tore a line"
+    keys = [records.key(row) for row in found]
+    assert len(keys) == len(set(keys)), "a row was measured twice"
+    assert set(keys) == expected
+    assert all(json.loads(line) for line in out.read_text().splitlines())
+
+
+def test_killing_a_run_twenty_times_loses_no_row_and_corrupts_no_file(tmp_path: Path) -> None:
+    """In a process of its own, whose children are forked: importing torch twenty times would take a minute."""
+    code = "import sys; from tests.test_bench_rows import *; interrupt_and_resume(Path(sys.argv[1]), kills=20)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "rows.jsonl")], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
