@@ -231,7 +231,7 @@ def test_dense_attention_is_held_to_the_oracle_over_every_key() -> None:
     problem = make_problem(TINY, "cpu")
     call = dense().prepare(problem).call
     assert parity(call, problem, sample(TINY, problem, 8, every_key=True))[0] < 1e-6
-    assert parity(call, problem, sample(TINY, problem, 8))[0] > 1e-3
+    assert parity(call, problem, sample(TINY, problem, 64))[0] > 1e-3
 
 
 # Tables
