@@ -27,7 +27,7 @@ from nsa_sel.bench.bench_selection import device_of
 from nsa_sel.bench.cases import SPANS, length_of
 from nsa_sel.bench.contenders import DENSE, PACKED, named
 from nsa_sel.bench.measure import Timing
-from nsa_sel.bench.program import program
+from nsa_sel.bench.program import program, stderr_console
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.session import Job, able, run
 from nsa_sel.errors import ArgumentError
@@ -216,7 +216,7 @@ def main(
     backends: Annotated[str, typer.Option(help="backends, comma-separated; by default those that run on the device")] = "",
 ) -> None:
     """Measure Triton against packed SDPA over L; what runs out of memory, refuses or fails is reported and passed over."""
-    where, console, folder = device_of(device), Console(stderr=True), out or default_folder()
+    where, console, folder = device_of(device), stderr_console(), out or default_folder()
     if streams > 1 and where == "cpu":
         raise ArgumentError("--streams", streams, "1 on a CPU, which has no streams", "leave it out")
     timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)

@@ -14,14 +14,13 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
 from tabulate import tabulate
 
 from nsa_sel.bench import cases
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.contenders import DENSE, PACKED, PREFILL_ONLY, Contender, named
 from nsa_sel.bench.measure import Timing
-from nsa_sel.bench.program import program
+from nsa_sel.bench.program import program, stderr_console
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.session import Job, able, run
 from nsa_sel.errors import ArgumentError
@@ -110,7 +109,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="a few small cases instead, on any device")] = False,
 ) -> None:
     """Measure the cases with every backend; what runs out of memory, refuses or gives wrong results is reported and passed over."""
-    where, console = device_of(device), Console(stderr=True)
+    where, console = device_of(device), stderr_console()
     asked = named(backends or ",".join(BACKENDS if where == "cuda" else CPU_BACKENDS))
     chosen = jobs(suites_of(suite, quick, where), able(asked, where, console.print), only, where)
     print(table(run(chosen, out, where, console)))

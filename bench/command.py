@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from tabulate import tabulate
 
 from nsa_sel.bench import bench_sel_triton, bench_selection, records
 from nsa_sel.bench.bench_selection import BACKENDS, CPU_BACKENDS, SUITES, device_of
 from nsa_sel.bench.contenders import DENSE, named
 from nsa_sel.bench.peers import peers as every_peer
+from nsa_sel.bench.program import stderr_console
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.sel_threshold_from_csv import report
 from nsa_sel.bench.session import able, run
@@ -37,7 +37,7 @@ def bench(
     backends: Annotated[str, typer.Option(help="Backends of ours, comma-separated; by default those that run on the device.")] = "",
 ) -> None:
     """Measure Triton against packed SDPA over the lengths of a selection: the seed matrix and the decode matrix, with CSV and Markdown."""
-    where, console, folder = device_of(device), Console(stderr=True), out or bench_sel_triton.default_folder()
+    where, console, folder = device_of(device), stderr_console(), out or bench_sel_triton.default_folder()
     if not suite and not peers:
         for decode in (False, True):
             bench_sel_triton.measure_matrix(where, folder, console, decode=decode, quick=quick, backends=backends)

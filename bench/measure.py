@@ -30,7 +30,7 @@ FLUSH_BYTES = 256 << 20  # several times any L2 cache
 SETTLE = 0.02  # seconds before each call on a CPU: threads of the one before may still wait busily for work
 RESAMPLES = 1000  # of the bootstrap
 SAMPLED_AT_ONCE = 1 << 20  # times that it draws at once, which bounds its memory
-STATE_SECONDS = 5.0  # that a reading of clocks and temperature serves: nvidia-smi takes up to a second
+STATE_SECONDS = 10.0  # that a reading of clocks and temperature serves: nvidia-smi takes up to a second
 
 
 class Spread(NamedTuple):

@@ -1,4 +1,4 @@
-"""How the benches run as programs: an error that nsa-sel raises on purpose is one line, not a traceback."""
+"""How the benches run as programs: words go to stderr, and an error that nsa-sel raises on purpose is one line, not a traceback."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import sys
 from collections.abc import Callable
 
 import typer
+from rich.console import Console
 
 from nsa_sel.errors import NsaSelError
+
+
+def stderr_console() -> Console:
+    """Where progress and words go: whole lines, as they are."""
+    return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
 def program(main: Callable[..., None]) -> None:

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 from nsa_sel.bench import report_page
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.derive import H200_ROWS, ROOT
+from nsa_sel.bench.records import Row
 from nsa_sel.bench.report_figures import DARK, LIGHT, png
 from nsa_sel.bench.report_page import Panel, Section, Table
 from nsa_sel.bench.report_panels import breakeven, roof, speedup_by_L, speedup_by_S, times, verdict
 from nsa_sel.bench.report_policy import decision_map, device_of, regrets, thresholds
 from nsa_sel.bench.roofline import PEAKS, Peaks
-from nsa_sel.bench.summary import DENSE, OURS, PACKED, Row, indexed, speed_up
+from nsa_sel.bench.summary import DENSE, OURS, PACKED, indexed, speed_up
 from nsa_sel.errors import ArgumentError
 
 REPORT = "docs/report"  # of the committed rows

@@ -8,10 +8,11 @@ from statistics import median
 
 from nsa_sel.bench import cases, report_figures, roofline, summary
 from nsa_sel.bench.cases import Case
+from nsa_sel.bench.records import Row
 from nsa_sel.bench.report_figures import Facet, Figure, Interval, Line, Mark, Slope, role_of, short
 from nsa_sel.bench.report_page import Panel, Table, of_markdown
 from nsa_sel.bench.roofline import Peaks, Point
-from nsa_sel.bench.summary import DENSE, OURS, PACKED, Curve, Row, break_even, curves, from_length, gain_of, indexed, ours, speed_up
+from nsa_sel.bench.summary import DENSE, OURS, PACKED, Curve, break_even, curves, from_length, gain_of, indexed, ours, speed_up
 
 TITLES = {"fwd": "Forward", "bwd": "Backward", "fwd+bwd": "Forward + backward, one call", "decode": "Decode"}
 WORDS = {DENSE: "dense attention", PACKED: "packed SDPA"}

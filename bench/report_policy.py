@@ -11,10 +11,11 @@ import torch
 from nsa_sel.attention import explain_request
 from nsa_sel.bench import cases, cost_fit, regret, report_figures
 from nsa_sel.bench.derive import MARGIN, faster_by, triton_threshold
+from nsa_sel.bench.records import Row
 from nsa_sel.bench.report_figures import Facet, Figure, Line, Share, role_of, short
 from nsa_sel.bench.report_page import Panel, Table, of_markdown
 from nsa_sel.bench.report_panels import TITLES, plain, thousands, way_name
-from nsa_sel.bench.summary import PACKED, Row, gain_of, indexed
+from nsa_sel.bench.summary import PACKED, gain_of, indexed
 from nsa_sel.call import device_info
 from nsa_sel.config import settings_for
 from nsa_sel.devices import GPUS, named

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from nsa_sel.bench.cases import Case
-from nsa_sel.bench.cost_fit import Row, case_of, request_of, sharing_of
+from nsa_sel.bench.cost_fit import case_of, request_of, sharing_of
+from nsa_sel.bench.records import Row
 from nsa_sel.bench.summary import OURS
 from nsa_sel.policies.cost import BYTES, TILE_ROWS, blocks_of, tile_blocks, work
 

@@ -97,7 +97,7 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
             tell(f"{job.case.case} {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return
         tell(f"{job.case.case} {name}: {OUT_OF_MEMORY} ({doing})")
-        for key, _row in list(left.items()):
+        for key in list(left):
             if name in ("inputs", key[0]):
                 yield {**left.pop(key), "error": OUT_OF_MEMORY, "error_in": doing, **facts}
 
@@ -124,7 +124,8 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
             except Exception as error:
                 yield from failed(contender.name, error, doing[0])
             if device == "cuda":
-                gc.collect()
+                if any((contender.name, direction) in left for direction in directions):
+                    gc.collect()  # an error's frames hold tensors
                 torch.cuda.empty_cache()
 
 
