@@ -12,6 +12,8 @@ from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.baselines import dense_causal_sdpa
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.parity import Attend, Problem
+from nsa_sel.errors import ArgumentError
+from nsa_sel.registry import backends as registered
 from nsa_sel.selection import Selection
 
 DENSE = "dense-cudnn"
@@ -98,5 +100,8 @@ def dense(checked: bool = False) -> Contender:
 
 
 def named(backends: str) -> list[Contender]:
-    """Contenders by comma-separated names."""
+    """Contenders by comma-separated names. Raises ArgumentError for a name that no backend has."""
+    unknown = [name for name in backends.split(",") if name not in (*registered(), DENSE)]
+    if unknown:
+        raise ArgumentError("--backends", ", ".join(unknown), f"{', '.join(registered())}, {DENSE}, comma-separated", "pass some of these")
     return [dense() if name == DENSE else ours(name) for name in backends.split(",")]

@@ -17,7 +17,8 @@ from tabulate import tabulate
 
 from nsa_sel.bench import cases
 from nsa_sel.bench.cases import Case
-from nsa_sel.bench.records import Row, measured
+from nsa_sel.bench.records import Row as Row
+from nsa_sel.bench.records import measured
 
 Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
 

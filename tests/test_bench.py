@@ -108,6 +108,8 @@ def test_jobs_follow_suites_backends_and_names() -> None:
     }
     with pytest.raises(ArgumentError, match=r"--suite is speed; allowed: all, performance"):
         suites_of("speed", False, "cuda")
+    with pytest.raises(ArgumentError, match=r"--backends is tritn-tile; allowed: .*triton-tile.*, dense-cudnn"):
+        named("numba,tritn-tile")
     with pytest.raises(ArgumentError, match=r"--device is cpu; .*--quick"):
         suites_of("decode", False, "cpu")
     assert [job.case.dtype for job in jobs({"quick": QUICK}, [ours(PACKED)], "", "cpu")] == ["float32"] * 3
@@ -154,7 +156,7 @@ def test_what_fails_is_told_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(told) == 1
     assert told[0].startswith("tiny unheard-of: BackendError: ")
 
-    def wrong(call: Any, problem: Any, exact: Any) -> None:
+    def wrong(*_: Any, **__: Any) -> None:
         raise WrongResult("dk is not 0")
 
     monkeypatch.setattr(session, "parity", wrong)

@@ -83,6 +83,26 @@ def test_the_command_is_free_of_machine_paths(monkeypatch: pytest.MonkeyPatch) -
     assert measure.environment("cpu")["command"] == "python -m nsa_sel.bench.bench_cpu --quick"
 
 
+def test_the_commit_names_changes_but_not_those_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows of other code are not taken for rows of this one; rows that are added do not make their own run another one."""
+    for name in ("code.py", "bench/results/rows.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "first")):
+        subprocess.run(("git", *command), cwd=tmp_path, check=True)
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    clean = measure.environment("cpu")["commit"]
+    (tmp_path / "bench/results/rows.jsonl").write_text("1\n2\n")
+    assert measure.environment("cpu")["commit"] == clean
+    (tmp_path / "code.py").write_text("2\n")
+    changed = measure.environment("cpu")["commit"]
+    assert changed.startswith(f"{clean}+")
+    assert measure.environment("cpu")["commit"] == changed
+    (tmp_path / "code.py").write_text("3\n")
+    assert measure.environment("cpu")["commit"] not in (clean, changed)
+
+
 # Runs
 
 
@@ -134,7 +154,7 @@ def test_cases_out_of_memory_have_rows_and_are_passed_over(
 
     target = {"inputs": (session, "make_problem"), "parity": (session, "parity"), "bwd": (session.torch.autograd, "grad")}[where]
     if where == "bwd":
-        monkeypatch.setattr(session, "parity", lambda *_: (0.0, 0.0))
+        monkeypatch.setattr(session, "parity", lambda *_, **__: (0.0, 0.0))
     out = tmp_path / "rows.jsonl"
     with monkeypatch.context() as patch:
         patch.setattr(*target, fail)
