@@ -122,7 +122,8 @@ def _fla_refuses(case: Case) -> str | None:
 def _fla(problem: Problem) -> Ready:
     """`parallel_nsa` of flash-linear-attention with the selection's blocks, and neither compression nor window.
 
-    It keeps keys as [B,S_kv,G,D]: they lie so in memory before the call, which copies nothing.
+    It keeps keys as [B,S_kv,G,D]: they lie so in memory before the call, which copies nothing. It averages keys and values over blocks
+    in every call, for a compression that is not asked for: that is in its times.
     """
     parallel_nsa = importlib.import_module(FLA).parallel_nsa
     block_size, indices = problem.selection.block_size, problem.selection.block_indices.long().contiguous()
