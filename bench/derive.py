@@ -12,16 +12,19 @@ from typing import Any
 import msgspec
 import yaml
 
-from nsa_sel.bench import cost_fit, records
+from nsa_sel.bench import cost_fit, records, unmeasured
+from nsa_sel.bench import threshold_optimizer as optimizer
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.threshold_optimizer import MARGIN as MARGIN
 from nsa_sel.bench.threshold_optimizer import Pair, length_pairs, sure_length
 from nsa_sel.bench.threshold_optimizer import faster_by as faster_by
+from nsa_sel.config import Evidence, Side, Source, Threshold, Way
 
 ROOT = Path(__file__).resolve().parents[1]
 H200_RESULTS = "bench/results/h200"
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
 CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
+DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
 
 
 def read_rows(name: str) -> list[Row]:
@@ -36,6 +39,28 @@ def triton_threshold(rows: list[Row]) -> tuple[int, list[Pair]] | None:
     return None if length is None else (length, [pair for pair in pairs if pair.length == length])
 
 
+def threshold(found: optimizer.Threshold) -> Threshold:
+    """The threshold of one direction as a profile keeps it, with the closest case: at the value, or what leaves it undecided."""
+    triton, packed = (Side(row["backend"], row["ms_median"], row["ms_p20"], row["ms_p80"]) for row in found.closest)
+    return Threshold(
+        verdict="undecided" if found.length is None else "measured", value=found.length, margin=found.margin, cases=len(found.pairs),
+        closest=found.closest.triton["case"], triton=triton, packed=packed,
+    )  # fmt: skip
+
+
+def evidence(name: str, rows: list[Row]) -> Evidence:
+    """The `evidence:` part of a profile: the thresholds by way, and the rows that they come from."""
+    row = rows[0]
+    by_direction = {found.direction: threshold(found) for found in optimizer.thresholds(rows)}
+    return Evidence(
+        source=Source(
+            file=name, sha256=digest(name), rows=len(rows), device=row["device"],
+            versions={key: row[key] for key in ("torch", "triton", "driver") if row.get(key)}, commit=row["commit"], command=row["command"],
+        ),
+        sel_triton_min_L={way: by_direction[direction] for way, direction in DIRECTIONS.items() if direction in by_direction},
+    )  # fmt: skip
+
+
 def provenance(name: str, rows: list[Row], finding: str) -> str:
     """Where a profile's values come from: finding, rows file and hash, count, device, versions, commit, command."""
     row = rows[0]
@@ -45,7 +70,12 @@ def provenance(name: str, rows: list[Row], finding: str) -> str:
 
 def source(name: str, rows: list[Row]) -> str:
     """A file of rows, as it was."""
-    return f"{name} (sha256 {hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]}, {len(rows)} rows)"
+    return f"{name} (sha256 {digest(name)}, {len(rows)} rows)"
+
+
+def digest(name: str) -> str:
+    """Of a file under the repository's root."""
+    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
 
 
 def cost_rows(folder: str = H200_RESULTS) -> dict[str, list[Row]]:
@@ -81,23 +111,24 @@ def costs(files: dict[str, list[Row]]) -> dict[str, Any]:
 
 
 def h200_profile() -> dict[str, Any]:
-    """The profile of the NVIDIA H200: from which L on Triton is used, and what each backend's work costs."""
+    """The profile of the NVIDIA H200: from which L on Triton is used, each way, and what each backend's work costs."""
     rows = read_rows(H200_ROWS)
-    found = triton_threshold(rows)
-    runtime: dict[str, Any] = {"use_triton_sel": True}
-    if found is None:
-        finding = "undecided: no L from which triton-group is ahead by the margin; the built-in threshold stays"
-    else:
-        length, pairs = found
-        triton, packed = min(pairs, key=lambda pair: faster_by(*pair))
-        runtime["sel_triton_min_L"] = length
-        shown = [f"{r['backend']} {r['ms_median']} ms ({r['ms_p20']} to {r['ms_p80']})" for r in (triton, packed)]
-        finding = (
-            f"triton-group is at least {MARGIN}x faster than sdpa-packed in every case from L = {length}, the least measured;"
-            f" closest there, {triton['case']} {triton['direction']}: {shown[0]} against {shown[1]}"
-        )
-    match = {"kind": "cuda", "sm": 90, "name": "NVIDIA H200"}
-    return {"match": match, "provenance": provenance(H200_ROWS, rows, finding), "runtime": runtime, "costs": costs(cost_rows())}
+    found = evidence(H200_ROWS, rows)
+    decided = {way: known.value for way, known in found.sel_triton_min_L.items() if known.value is not None}
+    finding = "; ".join(f"{way}: {words(known)}" for way, known in found.sel_triton_min_L.items())
+    return {
+        "match": {"kind": "cuda", "sm": 90, "name": "NVIDIA H200"},
+        "provenance": provenance(H200_ROWS, rows, finding),
+        "runtime": {"use_triton_sel": True, **({"sel_triton_min_L": decided} if decided else {})},
+        "evidence": msgspec.to_builtins(found),
+        "costs": costs(cost_rows()),
+    }
+
+
+def words(known: Threshold) -> str:
+    """A threshold in words; the times stand in the evidence."""
+    ahead = f"triton-group at least {known.margin}x ahead of sdpa-packed"
+    return f"{ahead} in every case from L = {known.value} on" if known.value is not None else f"undecided, from no L on {ahead}"
 
 
 def cpu_profile() -> dict[str, Any]:
@@ -120,7 +151,13 @@ def render(profile: dict[str, Any]) -> str:
     return "# Written by `python -m nsa_sel.bench.derive`; do not edit.\n" + yaml.safe_dump(profile, sort_keys=False, width=140)
 
 
-PROFILES = {"configs/devices/sm90_h200.yaml": h200_profile, "configs/devices/cpu.yaml": cpu_profile}
+PROFILES = {
+    "configs/devices/cpu.yaml": cpu_profile,
+    "configs/devices/sm80_a100.yaml": unmeasured.a100_profile,
+    "configs/devices/sm89_rtx4090.yaml": unmeasured.rtx4090_profile,
+    "configs/devices/sm90_h100.yaml": unmeasured.h100_profile,
+    "configs/devices/sm90_h200.yaml": h200_profile,
+}
 
 if __name__ == "__main__":
     for target, derive in PROFILES.items():

@@ -11,7 +11,7 @@ import math
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -19,6 +19,8 @@ from nsa_sel.errors import ConfigError
 from nsa_sel.request import SHARING_TOKENS, DeviceInfo
 
 ForcePath = Literal["dense", "varlen", "auto"]
+Way = Literal["forward", "backward", "decode"]  # decode: the forward of one query a sequence
+WAYS: tuple[Way, ...] = get_args(Way)
 
 
 class KernelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,7 +41,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The `runtime:` part of a configuration file; every field may be left out of a profile."""
 
     use_triton_sel: bool | msgspec.UnsetType = msgspec.UNSET
-    sel_triton_min_L: int | msgspec.UnsetType = msgspec.UNSET
+    sel_triton_min_L: int | dict[Way, int] | msgspec.UnsetType = msgspec.UNSET  # of the ways that a mapping leaves out, what held before
     workspace_bytes: int | msgspec.UnsetType = msgspec.UNSET
     prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
     prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -50,7 +52,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which devices a profile speaks for: `kind`, and for GPUs the compute capability and a part of the name."""
+    """Which devices a profile speaks for: `kind`, and for GPUs the compute capability and a part of the name ("": every name)."""
 
     kind: Literal["cpu", "cuda"]
     sm: int | None = None
@@ -83,11 +85,54 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     models: dict[str, CostModel]  # "triton-tile/forward", "triton-tile/backward", "triton-tile/decode" (S = 1)
 
 
+class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One measured time: median, 20th and 80th percentile in ms."""
+
+    backend: str
+    ms_median: float
+    ms_p20: float
+    ms_p80: float
+
+
+class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why `sel_triton_min_L` is what it is for one way: the closest of the compared cases at that L, both sides."""
+
+    verdict: Literal["measured", "undecided"]  # undecided: spreads overlap, or the margin is missed; the value stays as it was
+    value: int | None
+    margin: float  # by which Triton must be faster, spreads apart, in every case from `value` on
+    cases: int  # in which both sides were measured
+    closest: str  # the case of the two times; of an undecided threshold the one that stands against it
+    triton: Side
+    packed: Side
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The committed rows that values come from, and what they were measured with."""
+
+    file: str
+    sha256: str
+    rows: int
+    device: str
+    versions: dict[str, str]
+    commit: str
+    command: str
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `evidence:` part of a profile."""
+
+    source: Source
+    sel_triton_min_L: dict[Way, Threshold]
+
+
 class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One YAML file of configs/."""
+    """One YAML file of configs/. `assumes` names the profile of another device whose values hold here too, unmeasured; base.yaml: the
+    built-in ones."""
 
     match: Match | None = None
     provenance: str
+    assumes: str | None = None
+    evidence: Evidence | None = None
     runtime: Runtime = Runtime()
     triton_off: TritonOff | None = None
     costs: Costs | None = None
@@ -99,7 +144,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: str | None = None
     use_triton_sel: bool
-    sel_triton_min_L: int
+    sel_triton_min_L: int | dict[Way, int]  # all ways, where they differ
     triton_force: bool = False
     triton_group: bool = True
     triton_allow_grad: bool = True
@@ -126,8 +171,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     config_file: str | None = None  # the file that NSA_SEL_CONFIG names: its preference goes before predicted times
     profile: str  # file name of the profile, or "built-in"
     provenance: str
+    assumed: str | None = None  # the profile of another device (base.yaml: of none) whose values are taken over unmeasured
     sources: dict[str, str]  # field -> where its value comes from, for the fields that are not built-in
     fingerprint: str  # of all the values above
+
+    def min_length(self, way: Way) -> int:
+        """The L from which Triton may run, one way."""
+        return self.sel_triton_min_L if isinstance(self.sel_triton_min_L, int) else self.sel_triton_min_L[way]
 
     def kernel(self, name: str) -> KernelConfig:
         """The launch of one kernel with the overrides of block size and double buffering applied."""
@@ -233,7 +283,7 @@ def parse_config(text: bytes, source: str) -> ConfigFile:
         raise ConfigError(source, str(error), "the fields of nsa_sel.config.ConfigFile", remedy) from error
     for field in ("sel_triton_min_L", "workspace_bytes"):
         number = getattr(config.runtime, field)
-        if number is not msgspec.UNSET and number < 0:
+        if number is not msgspec.UNSET and any(each < 0 for each in (number.values() if isinstance(number, dict) else (number,))):
             raise ConfigError(f"{source}: runtime.{field}", number, "a whole number >= 0", "write what is allowed")
     for field in ("block_l", "block_d", "block_dv"):
         tile = getattr(config.runtime, field)
@@ -265,12 +315,28 @@ def shipped_configs() -> dict[str, ConfigFile]:
     return {file.name: parse_config(file.read_bytes(), file.name) for file in files if file.name.endswith(".yaml")}
 
 
-def matching_profile(device: DeviceInfo) -> tuple[str, ConfigFile] | None:
-    """The profile that speaks for `device`: kind, compute capability and name must all fit."""
-    for name, config in shipped_configs().items():
-        match = config.match
-        if match and match.kind == device.kind and match.sm == device.sm and match.name in device.name:
-            return name, config
+class Profile(NamedTuple):
+    """A profile of configs/devices/ that holds on a device; `assumed`: the one whose values no measurement on it stands behind."""
+
+    name: str
+    config: ConfigFile
+    assumed: str | None
+
+
+def profile_for(device: DeviceInfo) -> Profile | None:
+    """The profile that names `device`, else the one for every device of its compute capability, else another device's of the same
+    compute capability, as assumed: a measured one before one that assumes itself. None: the built-in values alone."""
+    alike = [
+        (name, config)
+        for name, config in shipped_configs().items()
+        if config.match and (config.match.kind, config.match.sm) == (device.kind, device.sm)
+    ]
+    own = [(name, config) for name, config in alike if config.match and config.match.name in device.name]
+    if own:
+        name, config = max(own, key=lambda found: len(found[1].match.name) if found[1].match else 0)
+        return Profile(name, config, config.assumes)
+    for name, config in sorted(alike, key=lambda found: found[1].assumes is not None):
+        return Profile(name, config, name)
     return None
 
 
@@ -308,12 +374,24 @@ def forget_settings() -> None:
     _resolve.cache_clear()
 
 
+def _by_way(value: int | dict[Way, int], before: int | dict[Way, int] | None) -> int | dict[Way, int]:
+    """A threshold over the one that held before; one number where all ways agree."""
+    if isinstance(value, int):
+        return value
+    known = before if isinstance(before, dict) else dict.fromkeys(WAYS, before or 0)
+    merged = {way: value.get(way, known[way]) for way in WAYS}
+    return merged["forward"] if len(set(merged.values())) == 1 else merged
+
+
 @functools.lru_cache(maxsize=64)
 def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settings:
     layers = [("base.yaml", shipped_configs()["base.yaml"])]
-    profile = matching_profile(device)
+    profile = profile_for(device)
+    assumed = profile.assumed if profile else None
+    if profile and assumed not in (None, "base.yaml", profile.name):
+        layers.append((str(assumed), shipped_configs()[str(assumed)]))
     if profile:
-        layers.append(profile)
+        layers.append((profile.name, profile.config))
     user_file = os.environ.get(CONFIG_FLAG)
     if user_file:
         try:
@@ -321,15 +399,18 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         except OSError as error:
             raise ConfigError(CONFIG_FLAG, user_file, "a readable YAML file", f"{error.strerror}: mend the path") from error
 
-    values: dict[str, Any] = {"kernels": {}, "profile": "built-in", "config_file": user_file or None}
+    values: dict[str, Any] = {"kernels": {}, "profile": "built-in", "config_file": user_file or None, "assumed": assumed}
     sources: dict[str, str] = {}
     for name, layer in layers:
+        shown = f"{name} (assumed)" if name == assumed else name
         for field in Runtime.__struct_fields__:
             value = getattr(layer.runtime, field)
             if value is not msgspec.UNSET:
+                if field == "sel_triton_min_L":
+                    value = _by_way(value, values.get(field))
                 values[field] = tuple(value) if isinstance(value, list) else value
                 if name != "base.yaml":
-                    sources[field] = name
+                    sources[field] = shown
         unknown = sorted(set(layer.kernels) - set(layers[0][1].kernels))
         if unknown:
             raise ConfigError(f"{name}: kernels", ", ".join(unknown), ", ".join(layers[0][1].kernels), "mend the name")
@@ -339,7 +420,7 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
             values["triton_off"] = layer.triton_off
         if layer.costs:
             values["costs"] = layer.costs
-            sources["costs"] = name
+            sources["costs"] = shown
         if name != "base.yaml":
             values["profile"] = name
     for flag in FLAGS:
@@ -347,5 +428,7 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         if text is not None:
             values[flag.field] = parse_flag(flag, text)
             sources[flag.field] = flag.name
+    if profile and assumed == profile.name and not user_file:
+        values["provenance"] = f"assumed, no profile names this device; measured on another one: {values['provenance']}"
     digest = hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:12]
     return Settings(**values, sources=sources, fingerprint=digest)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from nsa_sel.config import Settings
+from nsa_sel.config import Settings, Way
 from nsa_sel.decision import REFUSING_KINDS, Decision, FieldChange, Offer, Override, Prediction, Reason, Verdict
 from nsa_sel.errors import ArgumentError
 from nsa_sel.request import DeviceInfo, Request
@@ -22,6 +22,11 @@ class Case(NamedTuple):
     device: DeviceInfo
     settings: Settings
     direction: Literal["forward", "backward"]
+
+    @property
+    def way(self) -> Way:
+        """The direction, with the forward of one query a sequence apart."""
+        return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
 
 
 Check = Callable[[Case, Offer], tuple[Reason, ...]]

@@ -21,7 +21,7 @@ from nsa_sel.errors import NsaSelError
 from nsa_sel.request import DeviceInfo, example_request
 
 PACKAGES = ("torch", "triton", "numba", "cupy", "numpy")
-_SHOWN_APART = ("profile", "provenance", "fingerprint", "sources", "kernels", "triton_off", "costs")
+_SHOWN_APART = ("profile", "provenance", "assumed", "fingerprint", "sources", "kernels", "triton_off", "costs")
 
 
 class BackendHere(msgspec.Struct, frozen=True):
@@ -122,6 +122,7 @@ def _device_lines(here: DeviceHere) -> list[str]:
     if settings is None:
         return [*lines, f"error: {here.error}"]
     lines += [f"profile {settings.profile}, fingerprint {settings.fingerprint}: {settings.provenance}"]
+    lines += [f"assumed, not measured here: the values of {settings.assumed}"] if settings.assumed else []
     if settings.triton_off:
         lines += [f"rule {settings.triton_off.rule}: {settings.triton_off.evidence}; to re-open: {settings.triton_off.reopen}"]
     rows = []
@@ -141,6 +142,8 @@ def _lack(reason: Reason) -> str:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {part}" for key, part in value.items())
     if isinstance(value, tuple):
         return ", ".join(str(part) for part in value)
     return "-" if value is None else str(value)

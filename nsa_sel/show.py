@@ -25,7 +25,7 @@ def describe(decision: Decision) -> str:
         lines.append(f"backward  {decision.backward or 'nothing may run it'}")
     lines += [
         f"rule      {decision.rule}",
-        f"config    {decision.settings.profile}, fingerprint {decision.settings.fingerprint}",
+        f"config    {decision.settings.profile}{_assumption(decision)}, fingerprint {decision.settings.fingerprint}",
     ]
     headers = ["backend", "forward", "reasons"]
     rows = [[v.backend, _standing(decision, v.backend), _words(v.forward)] for v in decision.verdicts]
@@ -48,6 +48,15 @@ def _standing(decision: Decision, backend: str) -> str:
     verdict = next(v for v in decision.verdicts if v.backend == backend)
     kinds = {reason.kind for reason in verdict.forward}
     return "eligible" if not kinds else ("slower" if kinds == {"slower"} else "refused")
+
+
+def _assumption(decision: Decision) -> str:
+    """What the values were not measured for."""
+    assumed = decision.settings.assumed
+    if assumed is None:
+        return ""
+    of = "the built-in values" if assumed == "base.yaml" else f"values of {assumed}, measured on another device"
+    return f", assumes {of}"
 
 
 def _predicted(decision: Decision, backend: str, direction: str) -> str:

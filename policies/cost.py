@@ -97,8 +97,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
 def predict(case: Case, backend: str) -> float | None:
     """Milliseconds to four digits; None where the profile's rows do not speak for such a request."""
     request, costs = case.request, case.settings.costs
-    way = "backward" if case.direction == "backward" else "decode" if request.S == 1 else "forward"
-    model = costs and costs.models.get(f"{backend}/{way}")
+    model = costs and costs.models.get(f"{backend}/{case.way}")
     if not costs or not model or request.dtype not in costs.dtypes or request.block_size is None:
         return None
     amounts = work(request, case.direction == "backward", request.sharing or case.settings.sharing_prior)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from nsa_sel.attention import explain_request
-from nsa_sel.bench.derive import PROFILES, ROOT, faster_by, read_rows, render, triton_threshold
-from nsa_sel.config import shipped_configs
+from nsa_sel.bench.derive import PROFILES, ROOT, faster_by, read_rows, render, threshold, triton_threshold, words
+from nsa_sel.config import WAYS, Way, profile_for, settings_for, shipped_configs
+from nsa_sel.dispatch import counterfactuals
 from nsa_sel.request import example_request
-from tests.policy_cases import H100, H200
+from nsa_sel.show import describe
+from tests.policy_cases import A100, H100, H200, LONG, RTX4090, SHORT, UNKNOWN, decide, replace
 
 
 @pytest.mark.parametrize("target", sorted(PROFILES))
@@ -23,8 +25,104 @@ def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
     decision = explain_request(example_request(needs_grad=True), H200)
     assert (decision.forward, decision.backward) == ("triton-tile", "triton-tile")
     assert decision.settings.profile == "sm90_h200.yaml"
-    other = explain_request(example_request(), H100)
-    assert (other.forward, other.settings.profile) == ("sdpa-packed", "built-in")
+
+
+def test_every_profile_is_derived() -> None:
+    assert set(PROFILES) == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
+
+
+# Lookup: by name, by compute capability, none
+
+
+def test_a_gpu_finds_its_profile_by_name() -> None:
+    for name in ("NVIDIA H200", "NVIDIA H200 NVL"):
+        found = settings_for(replace(H200, name=name))
+        assert (found.profile, found.assumed, found.sel_triton_min_L) == ("sm90_h200.yaml", None, 64)
+        assert found.sources["costs"] == "sm90_h200.yaml"
+
+
+def test_an_unmeasured_gpu_takes_over_what_its_profile_assumes_and_every_decision_says_so() -> None:
+    decision = explain_request(replace(LONG, needs_grad=True), H100)
+    assert (decision.settings.profile, decision.settings.assumed) == ("sm90_h100.yaml", "sm90_h200.yaml")
+    assert decision.settings.costs == settings_for(H200).costs
+    assert decision.settings.sources["sel_triton_min_L"] == decision.settings.sources["costs"] == "sm90_h200.yaml (assumed)"
+    assert decision.settings.provenance.startswith("not measured on this GPU.")
+    assert "(sm90_h200.yaml (assumed))" in decision.rule
+    assert "config    sm90_h100.yaml, assumes values of sm90_h200.yaml, measured on another device" in describe(decision)
+    assert decision.settings.fingerprint != settings_for(H200).fingerprint
+    built_in = settings_for(A100)
+    assert (built_in.profile, built_in.assumed, built_in.sel_triton_min_L, built_in.costs) == ("sm80_a100.yaml", "base.yaml", 4096, None)
+    assert "assumes the built-in values" in describe(explain_request(SHORT, A100))
+
+
+def test_a_gpu_without_a_profile_takes_over_a_measured_one_of_its_compute_capability() -> None:
+    decision = explain_request(LONG, replace(H200, name="NVIDIA H20"))
+    assert (decision.settings.profile, decision.settings.assumed) == ("sm90_h200.yaml", "sm90_h200.yaml")
+    assert decision.settings.provenance.startswith("assumed, no profile names this device; measured on another one: ")
+    assert decision.settings.sources["use_triton_sel"] == "sm90_h200.yaml (assumed)"
+    assert "measured on another device" in describe(decision)
+    assert profile_for(replace(A100, name="NVIDIA A30")) == ("sm80_a100.yaml", shipped_configs()["sm80_a100.yaml"], "sm80_a100.yaml")
+
+
+def test_a_rule_for_a_compute_capability_speaks_for_each_of_its_devices() -> None:
+    for name in (RTX4090.name, "NVIDIA L40S"):
+        found = settings_for(replace(RTX4090, name=name))
+        assert (found.profile, found.assumed) == ("sm89_rtx4090.yaml", "base.yaml")
+        assert found.triton_off is not None
+
+
+def test_any_other_gpu_has_the_built_in_values() -> None:
+    found = settings_for(UNKNOWN)
+    assert (found.profile, found.assumed) == ("built-in", None)
+    assert found.sources == {}
+    assert profile_for(UNKNOWN) is None
+
+
+def test_values_of_a_users_file_are_not_assumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("provenance: own rows\nruntime: {sel_triton_min_L: {backward: 512}}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    found = settings_for(H100)
+    assert found.sel_triton_min_L == {"forward": 64, "backward": 512, "decode": 64}
+    assert found.sources["sel_triton_min_L"] == found.profile == str(file)
+    assert found.provenance == "own rows"
+
+
+# Thresholds by way
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gate_is_that_of_the_way(way: Way) -> None:
+    gates = {**dict.fromkeys(WAYS, 1), way: 2000}
+    request = replace(SHORT, needs_grad=True, S=1 if way == "decode" else SHORT.S)
+    decision = decide(request, H100, sel_triton_min_L=gates)
+    held = [bool(verdict.backward if way == "backward" else verdict.forward) for verdict in decision.verdicts if "group" in verdict.backend]
+    assert held == [True]
+    assert (decision.forward, decision.backward) == (
+        ("triton-group", "sdpa-packed") if way == "backward" else ("sdpa-packed", "triton-group")
+    )
+    assert counterfactuals(decision) == (() if way == "backward" else ("triton-group would be picked from L >= 2000; here L = 1024",))
+
+
+def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("provenance: own rows\nruntime: {sel_triton_min_L: {forward: 512}}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    assert settings_for(UNKNOWN).sel_triton_min_L == {"forward": 512, "backward": 4096, "decode": 4096}
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "32")
+    assert {settings_for(UNKNOWN).min_length(way) for way in WAYS} == {32}
+
+
+def test_the_h200_says_what_each_threshold_comes_from() -> None:
+    found = shipped_configs()["sm90_h200.yaml"].evidence
+    assert found is not None
+    assert found.source.file == "bench/results/h200/selection.jsonl"
+    assert {field for field in ("torch", "triton", "driver") if found.source.versions[field]}
+    for way in WAYS:
+        known = found.sel_triton_min_L[way]
+        assert known.verdict == "measured"
+        assert known.value == settings_for(H200).min_length(way)
+        assert known.packed.ms_p20 >= known.margin * known.triton.ms_p80
 
 
 def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
@@ -38,6 +136,14 @@ def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
     assert found is not None
     assert found[0] == 1024
     assert triton_threshold(rows[:4]) is None
+    assert threshold([]) is None
+    known = threshold(rows)
+    assert known is not None
+    assert (known.verdict, known.value, known.closest, known.cases) == ("measured", 1024, "threshold-L1024", 4)
+    undecided = threshold(rows[:4])
+    assert undecided is not None
+    assert (undecided.verdict, undecided.value, undecided.closest) == ("undecided", None, "threshold-L256")
+    assert "undecided" in words(undecided)
     assert faster_by(rows[0], rows[1]) == pytest.approx(2.0 * 0.99 / 1.01)
     assert read_rows("bench/results/h200/selection.jsonl")
 
