@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from nsa_sel.observe import counters, decisions, log_to
     from nsa_sel.selection import Selection
     from nsa_sel.show import describe
+    from nsa_sel.syncing import sync_tuning
+    from nsa_sel.warming import warmup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,7 +29,9 @@ __all__ = [
     "forget_decisions",
     "log_to",
     "selection_attention",
+    "sync_tuning",
     "use_backend",
+    "warmup",
 ]
 _HOMES = {
     "Decision": "decision",
@@ -40,7 +44,9 @@ _HOMES = {
     "forget_decisions": "attention",
     "log_to": "observe",
     "selection_attention": "attention",
+    "sync_tuning": "syncing",
     "use_backend": "attention",
+    "warmup": "warming",
 }
 
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel import dispatch, observe, registry, watch
+from nsa_sel import dispatch, observe, registry, tuned, watch
 from nsa_sel.call import Call, check_call, device_info, request_of
 from nsa_sel.config import Settings, environment, settings_for
 from nsa_sel.decision import Decision, Override
@@ -28,7 +28,7 @@ _forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
 _memo: dict[Any, Decision] = {}
 _MEMO_SIZE = 4096
 # After these the CUDA context is lost: running anything else would only hide where it broke.
-_STICKY = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure", "illegal instruction")
+STICKY = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure", "illegal instruction")
 
 
 def selection_attention(
@@ -62,8 +62,10 @@ def selection_attention(
     needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     request = request_of(q, k, v, selection, needs_grad)
     decision = decide(request, device_info(q.device), backend)
+    observe.follow(decision.settings.debug_log)
+    if decision.settings.autotune in ("warmup", "warmup-tune") and _warm_up(request, q.device):
+        decision = decide(request, device_info(q.device), backend)
     settings = decision.settings
-    observe.follow(settings.debug_log)
     if settings.debug_triton:
         selection.validate()
     call = Call(q, k, v, selection, q_pos, scale, settings, decision.device)
@@ -77,6 +79,13 @@ def selection_attention(
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
+
+
+def _warm_up(request: Request, device: torch.device) -> bool:
+    """Compile, and tune where asked, before the first call on a device; whether that was done now."""
+    from nsa_sel.warming import first_call  # stands above
+
+    return first_call(request, device)
 
 
 @contextlib.contextmanager
@@ -113,16 +122,16 @@ def select(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     """The remembered or fresh decision for the request's class under today's flags; `forward` is None when all refuse."""
     if backend is not None:
         _check_name("backend", backend)
-    key = (request.request_class(), device, environment(), backend, _forced.get())
+    key = (request.request_class(), device, environment(), tuned.token(), backend, _forced.get())
     decision = _memo.get(key)
     if decision is None:
-        settings = settings_for(device)
+        settings = tuned.apply(settings_for(device), key[0], device)
         decision = dispatch.select(
             key[0], device, dispatch.load_policy("default"), settings, registry.offers(request), _override(backend, settings)
         )
         if len(_memo) >= _MEMO_SIZE:
             _memo.clear()
-        _memo[key] = decision
+        _memo[(*key[:3], tuned.token(), *key[4:])] = decision  # a file may just have been read
     return decision
 
 
@@ -222,7 +231,7 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
     except Exception as error:
         observe.count("failed", name)
         observe.emit("sel.backend.failed", logging.ERROR, backend=name, direction=direction, error=repr(error), request=decision.request)
-        if decision.override is not None or name == FALLBACK or any(text in str(error) for text in _STICKY):
+        if decision.override is not None or name == FALLBACK or any(text in str(error) for text in STICKY):
             raise
         # Seen without any logging set up, and once a class of calls: it is not tried again.
         warnings.warn(f"nsa-sel: {name} failed, packed SDPA takes over for calls of this class: {error!r}", RuntimeWarning, stacklevel=2)

@@ -22,6 +22,7 @@ from nsa_sel import log_summary, observe
 from nsa_sel.attention import explain_request, selection_attention
 from nsa_sel.bench import command
 from nsa_sel.call import device_info
+from nsa_sel.config import Way
 from nsa_sel.devices import GPUS, SHARED_MEMORY
 from nsa_sel.dispatch import refusal
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
@@ -46,6 +47,19 @@ class Dtype(enum.StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
     float64 = "float64"
+
+
+class Direction(enum.StrEnum):
+    """The ways whose launches are tuned; decode is the forward of one query a sequence."""
+
+    forward = "forward"
+    backward = "backward"
+    decode = "decode"
+
+    @property
+    def way(self) -> Way:
+        """As configurations name it."""
+        return self.value
 
 
 class Where(enum.StrEnum):
@@ -225,6 +239,38 @@ def report(
     with _errors(as_json):
         written = reporting.write(rows, out, copy_tbs, matmul_tflops)
         _print(_pretty(written) if as_json else reporting.text(written))
+
+
+@app.command()
+def tune(
+    quick: Annotated[bool, typer.Option("--quick", help="Few launches of one case, next to the committed ones: minutes.")] = False,
+    backend: Annotated[str | None, typer.Option(help="This Triton backend alone.")] = None,
+    direction: Annotated[Direction | None, typer.Option(help="This direction alone.")] = None,
+    L: Annotated[list[int] | None, typer.Option("--L", min=1, help="Selected keys a row; may be given several times.")] = None,
+    h: Annotated[int | None, typer.Option("--h", min=1, help="Query heads a group.")] = None,
+    Dk: Annotated[int | None, typer.Option("--Dk", min=1, help="Head dimension of q and k.")] = None,
+    Dv: Annotated[int | None, typer.Option("--Dv", min=1, help="Head dimension of v.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of q, k, v.")] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; the next run goes on.")] = 60,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be measured; needs no GPU.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the launches of the Triton kernels on this GPU; your calls use those that beat the committed ones.
+
+    Without --L, --h, --Dk, --Dv, --dtype, the cases of nsa_sel/tune_space.py. Every measurement is kept: a run that was ended goes on where
+    it stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
+    """
+    from nsa_sel import tune_command  # it knows the kernels, which no other command needs
+
+    with _errors(as_json):
+        sizes = tune_command.Sizes(L, h, Dk, Dv, dtype and dtype.value)
+        chosen = tune_command.plan(backend, direction.way if direction else None, sizes, quick=quick, dry_run=dry_run)
+        if dry_run:
+            _print(_pretty(chosen.document()) if as_json else chosen.text())
+            return
+        with _progress(as_json) as advance:
+            report = tune_command.measure(chosen, minutes, quick, advance)
+        _print(_pretty(report._replace(file=str(report.file))._asdict()) if as_json else tune_command.text(report))
 
 
 @contextlib.contextmanager

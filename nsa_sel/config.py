@@ -21,6 +21,7 @@ from nsa_sel.request import SHARING_TOKENS, DeviceInfo
 ForcePath = Literal["dense", "varlen", "auto"]
 Way = Literal["forward", "backward", "decode"]  # decode: the forward of one query a sequence
 WAYS: tuple[Way, ...] = get_args(Way)
+Autotune = Literal["on", "off", "warmup", "warmup-tune"]
 
 
 class KernelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,6 +47,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
     prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
     sharing_prior: list[float] | msgspec.UnsetType = msgspec.UNSET
+    autotune: Autotune | bool | msgspec.UnsetType = msgspec.UNSET  # YAML reads on and off as true and false
     block_l: int | msgspec.UnsetType | None = msgspec.UNSET
     block_d: int | msgspec.UnsetType | None = msgspec.UNSET
     block_dv: int | msgspec.UnsetType | None = msgspec.UNSET
@@ -151,6 +153,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     triton_require_align: bool = False
     triton_force_path: ForcePath = "auto"
     triton_double_buffer: bool | None = None
+    autotune: Autotune = "on"
     block_l: int | None = None
     block_d: int | None = None
     block_dv: int | None = None
@@ -168,6 +171,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     triton_off: TritonOff | None = None
     costs: Costs | None = None
     kernels: dict[str, KernelConfig]
+    tuned: str | None = None  # the user's own tuning that is in force: file and fingerprint (nsa_sel/tuned.py)
     config_file: str | None = None  # the file that NSA_SEL_CONFIG names: its preference goes before predicted times
     profile: str  # file name of the profile, or "built-in"
     provenance: str
@@ -214,7 +218,7 @@ class Flag(msgspec.Struct, frozen=True):
 
     name: str
     field: str
-    kind: Literal["bool", "length", "tile", "path", "text"]
+    kind: Literal["bool", "length", "tile", "path", "autotune", "text"]
     help: str
 
 
@@ -232,6 +236,8 @@ FLAGS = (
     Flag("NSA_SEL_TRITON_BLOCK_L", "block_l", "tile", "keys a kernel step takes"),
     Flag("NSA_SEL_TRITON_BLOCK_D", "block_d", "tile", "tile width over Dk; a kernel holds Dk in one tile"),
     Flag("NSA_SEL_TRITON_BLOCK_DV", "block_dv", "tile", "tile width over Dv; a kernel holds Dv in one tile"),
+    Flag("NSA_SEL_AUTOTUNE", "autotune", "autotune",
+         "off: ignore what nsa-sel tune found; on: use it; warmup: compile at the first call per device; warmup-tune: tune lightly too"),
     Flag("NSA_USE_SEL_PACK", "use_sel_pack", "bool", "0 keeps packed SDPA out"),
     Flag("NSA_FORCE_PARITY", "force_parity", "bool", "1: packed SDPA, the reference path, for every call"),
     Flag("NSA_DEBUG_TRITON", "debug_triton", "bool", "1: sel.triton.* events for every launch; checks selections"),
@@ -241,8 +247,9 @@ FLAGS = (
     Flag("NSA_DEBUG_NVTX", "debug_nvtx", "bool", "1: an NVTX range around each pass of a backend on a GPU, for its profilers"),
 )  # fmt: skip
 CONFIG_FLAG = "NSA_SEL_CONFIG"
+CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of what nsa-sel tune found
 TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read by the tests alone
-_FLAG_NAMES = (*(flag.name for flag in FLAGS), CONFIG_FLAG)
+_FLAG_NAMES = (*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG)
 _NO_FLAGS = (None,) * len(_FLAG_NAMES)
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 _ALLOWED = {
@@ -250,6 +257,7 @@ _ALLOWED = {
     "length": "a whole number >= 0",
     "tile": "a power of two from 16 to 512",
     "path": ", ".join(get_args(ForcePath)),
+    "autotune": ", ".join(get_args(Autotune)),
     "text": "a name",
 }
 
@@ -265,6 +273,10 @@ def parse_flag(flag: Flag, text: str) -> Any:
             value = number
     elif flag.kind == "path":
         value = text if text in get_args(ForcePath) else None
+    elif flag.kind == "autotune":
+        lowered = text.strip().lower()
+        known = _BOOLS.get(lowered)
+        value = lowered if lowered in get_args(Autotune) else known if known is None else ("on" if known else "off")
     elif flag.kind == "text":
         value = text.strip() or None
     if value is None:
@@ -300,11 +312,16 @@ def parse_config(text: bytes, source: str) -> ConfigFile:
         if not all(math.isfinite(number) and number >= 0 for number in (model.host, *model.terms.values())):
             raise ConfigError(f"{source}: costs.models.{name}", msgspec.to_builtins(model), "numbers >= 0", "mend the numbers")
     for name, kernel in config.kernels.items():
-        power = all(x > 0 and x & (x - 1) == 0 for x in (kernel.block_l, kernel.num_warps, kernel.rows))
-        if not power or kernel.num_stages < 1:
-            allowed = "powers of two for block_l, rows, num_warps and num_stages >= 1"
-            raise ConfigError(f"{source}: kernels.{name}", msgspec.to_builtins(kernel), allowed, "mend the numbers")
+        check_kernel(source, name, kernel)
     return config
+
+
+def check_kernel(source: str, name: str, kernel: KernelConfig, remedy: str = "mend the numbers") -> None:
+    """ConfigError for a launch that no kernel takes."""
+    power = all(x > 0 and x & (x - 1) == 0 for x in (kernel.block_l, kernel.num_warps, kernel.rows))
+    if not power or kernel.num_stages < 1:
+        allowed = "powers of two for block_l, rows, num_warps and num_stages >= 1"
+        raise ConfigError(f"{source}: kernels.{name}", msgspec.to_builtins(kernel), allowed, remedy)
 
 
 @functools.cache
@@ -408,6 +425,8 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
             if value is not msgspec.UNSET:
                 if field == "sel_triton_min_L":
                     value = _by_way(value, values.get(field))
+                elif field == "autotune" and isinstance(value, bool):
+                    value = "on" if value else "off"
                 values[field] = tuple(value) if isinstance(value, list) else value
                 if name != "base.yaml":
                     sources[field] = shown
@@ -415,6 +434,8 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         if unknown:
             raise ConfigError(f"{name}: kernels", ", ".join(unknown), ", ".join(layers[0][1].kernels), "mend the name")
         values["kernels"] = {**values["kernels"], **layer.kernels}
+        if name != "base.yaml":
+            sources |= {f"kernels.{kernel}": shown for kernel in layer.kernels}
         values["provenance"] = layer.provenance
         if layer.triton_off:
             values["triton_off"] = layer.triton_off

@@ -63,7 +63,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def examine() -> Report:
     """Look at this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata."""
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    flags = [flag.name for flag in config.FLAGS] + [config.CONFIG_FLAG, config.TEST_FLAG]
+    flags = [flag.name for flag in config.FLAGS] + [config.CONFIG_FLAG, config.CACHE_FLAG, config.TEST_FLAG]
     variables = sorted(name for name in os.environ if name.startswith("NSA_"))
     return Report(
         nsa_sel=nsa_sel.__version__,

@@ -23,14 +23,13 @@ def describe(decision: Decision) -> str:
     ]
     if request.needs_grad:
         lines.append(f"backward  {decision.backward or 'nothing may run it'}")
-    lines += [
-        f"rule      {decision.rule}",
-        f"config    {decision.settings.profile}{_assumption(decision)}, fingerprint {decision.settings.fingerprint}",
-    ]
+    config_line = f"config    {decision.settings.profile}{_assumption(decision)}, fingerprint {decision.settings.fingerprint}"
+    lines += [f"rule      {decision.rule}", config_line]
+    lines += [f"launch    {launch}" for launch in _tuned_launches(decision)]
     headers = ["backend", "forward", "reasons"]
     rows = [[v.backend, _standing(decision, v.backend), _words(v.forward)] for v in decision.verdicts]
     if decision.predictions:
-        lines.insert(-1, f"sharing   {_sharing(decision)}")
+        lines.insert(lines.index(config_line), f"sharing   {_sharing(decision)}")
         directions = ("forward", "backward") if request.needs_grad else ("forward",)
         headers[2:2] = [f"{direction}, ms" for direction in directions]
         for row in rows:
@@ -57,6 +56,16 @@ def _assumption(decision: Decision) -> str:
         return ""
     of = "the built-in values" if assumed == "base.yaml" else f"values of {assumed}, measured on another device"
     return f", assumes {of}"
+
+
+def _tuned_launches(decision: Decision) -> list[str]:
+    """The launches of the chosen backends that the user's own tuning brought, each with its id and source."""
+    settings, chosen = decision.settings, (decision.forward, decision.backward)
+    return [
+        f"{settings.kernels[kernel].config_id(kernel)} ({source})"
+        for kernel, source in ((field.removeprefix("kernels."), source) for field, source in settings.sources.items())
+        if kernel in settings.kernels and source.startswith("tuned: ") and kernel.split("/")[0] in chosen
+    ]
 
 
 def _predicted(decision: Decision, backend: str, direction: str) -> str:

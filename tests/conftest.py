@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from nsa_sel import attention, config, observe, registry
+from nsa_sel import attention, config, observe, registry, tuned, warming
 
 # The same examples in every run, and no folder of past ones.
 hypothesis.settings.register_profile("nsa_sel", derandomize=True, database=None, deadline=None)
@@ -80,10 +80,14 @@ def gpu_tests_wanted() -> bool:
 
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seeds set, NSA_* flags unset, settings, decisions and failures forgotten; a test's own flags end with the test."""
+    """Seeds set, NSA_* flags unset, settings, decisions and failures forgotten; a test's own flags end with the test.
+
+    What somebody tuned on this machine is out of sight.
+    """
     for name in list(os.environ):
         if name.startswith("NSA_") and name != config.TEST_FLAG:
             monkeypatch.delenv(name)
+    monkeypatch.setenv(config.CACHE_FLAG, os.devnull + "/nothing")
     random.seed(0)
     torch.manual_seed(0)
     forget()
@@ -95,4 +99,6 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def forget() -> None:
     config.forget_settings()
     registry.forget_broken()
+    tuned.forget()
+    warming.forget_warmups()
     attention.forget_decisions()

@@ -21,6 +21,7 @@ import nsa_sel
 from nsa_sel import observe
 from nsa_sel.attention import explain_request, selection_attention
 from nsa_sel.cli import app
+from nsa_sel.config import CACHE_FLAG
 from nsa_sel.decision import Decision
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.registry import backends
@@ -91,7 +92,7 @@ class TestDoctor:
         here = {backend["name"]: backend for backend in report["devices"][0]["backends"]}
         assert here["numba"]["lacks"] == []
         assert [reason["remedy"] for reason in here["sdpa-packed"]["lacks"]] == ["unset NSA_USE_SEL_PACK"]
-        assert report["flags"] == {"NSA_USE_SEL_PACK": "0"}
+        assert report["flags"] == {"NSA_USE_SEL_PACK": "0", CACHE_FLAG: os.environ[CACHE_FLAG]}
         assert report["devices"][0]["settings"]["sources"]["use_sel_pack"] == "NSA_USE_SEL_PACK"
 
     def test_names_unknown_variables_and_the_flag_that_was_meant(self, monkeypatch: pytest.MonkeyPatch) -> None:

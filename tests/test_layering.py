@@ -22,7 +22,7 @@ FLOORS = (
     ("config",),
     ("decision", "selection"),
     ("dispatch", "call", "observe", "backends.specs"),
-    ("policies", "registry", "show", "watch"),
+    ("policies", "registry", "show", "tuned", "watch"),
     ("backends",),
     ("attention",),
 )

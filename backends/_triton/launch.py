@@ -77,7 +77,9 @@ def kernel_config(call: Call, kernel: str) -> KernelConfig:
     if config.loads == "tma" and not bulk_copies_fit(call):
         config = msgspec.structs.replace(config, loads="pointer")
     if call.settings.debug_triton:
-        observe.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), path="dense" if call.selection.n == 1 else "varlen")
+        source = call.settings.sources.get(f"kernels.{name}", "base.yaml")
+        path = "dense" if call.selection.n == 1 else "varlen"
+        observe.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), source=source, path=path)
     return config
 
 

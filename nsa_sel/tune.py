@@ -1,0 +1,274 @@
+"""Measure the launches of each job, keep every measurement, and write what won: `nsa-sel tune` without the GPU and the terminal.
+
+A journal beside the file takes each measurement as soon as it is known, so that a run that is killed goes on where it stopped. A launch
+wins when its whole direction is faster than with the committed one, spreads apart (80th percentile below the other's 20th), in two
+rounds; the second round measures both again, because the best of many noisy numbers is often luck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from nsa_sel import tuned
+from nsa_sel.bench.measure import append
+from nsa_sel.config import CACHE_FLAG, KernelConfig
+from nsa_sel.errors import ArgumentError, ConfigError, NsaSelError
+from nsa_sel.tune_space import Job
+from nsa_sel.tuned import Key, Result, Stamp, Timed, TunedFile
+
+TOP = 5  # launches that a result records
+DEATHS = 3  # of the process while it measured one launch, after which the launch is passed over
+
+Times = tuple[float, float, float]  # median, 20th and 80th percentile, ms
+Measure = Callable[[Job, KernelConfig], Times]  # checks parity too; raises for what can't run or is wrong
+
+
+class ContextLost(NsaSelError, RuntimeError):
+    """A launch broke the CUDA context: this process can measure nothing more."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line of the journal: a launch was begun, measured, failed, or left by the user (Ctrl-C)."""
+
+    key: Key
+    kernel: str
+    problem: str
+    round: int
+    config: KernelConfig
+    state: Literal["started", "measured", "failed", "left"]
+    times: Times | None = None
+    error: str | None = None
+
+
+class Measured(NamedTuple):
+    """What is known of one launch in one round."""
+
+    times: Times | None
+    error: str | None
+
+
+class Report(NamedTuple):
+    """What a run did."""
+
+    file: Path
+    results: tuple[Result, ...]  # of the jobs that are done
+    left: int  # jobs
+    taken: int  # measurements of this run, failures included
+    skipped: tuple[str, ...]  # jobs whose committed launch can't be measured, and why
+
+
+def journal_of(stamp: Stamp) -> Path:
+    """Beside the file, for the same environment."""
+    return tuned.file_of(stamp).with_suffix(".jsonl")
+
+
+@contextlib.contextmanager
+def locked(stamp: Stamp) -> Iterator[None]:
+    """Held by one process at a time; ends with the process, however it ends."""
+    path = tuned.file_of(stamp).with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            "the cache folder", str(path.parent), "a folder that can be written", f"{error.strerror}: set {CACHE_FLAG} to one"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 32, 0).decode() or "unknown"
+            raise ArgumentError(
+                "nsa-sel tune", f"running already for this GPU and environment, as process {holder}", "one at a time", "wait for it to end"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Journal:
+    """The measurements so far. The process that holds the lock mends a torn last line; others only look."""
+
+    def __init__(self, path: Path, mend: bool = True) -> None:
+        self.path, self.mend = path, mend
+        self.found: dict[tuple[Key, str, str, int, KernelConfig], Measured] = {}
+        self.begun: Counter[tuple[Key, str, str, int, KernelConfig]] = Counter()
+        self.unreadable = 0
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data) and self.mend:  # a process was killed, or the disk was full, within a line
+            os.truncate(self.path, len(whole))
+        for line in whole.splitlines():
+            try:
+                entry = msgspec.json.decode(line, type=Entry)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self.unreadable += 1
+                continue
+            self._take(entry)
+
+    def _take(self, entry: Entry) -> None:
+        at = (entry.key, entry.kernel, entry.problem, entry.round, entry.config)
+        if entry.state in ("started", "left"):
+            self.begun[at] += 1 if entry.state == "started" else -1
+        else:
+            self.found[at] = Measured(entry.times, entry.error)
+
+    def _write(self, entry: Entry) -> None:
+        append(self.path, [msgspec.to_builtins(entry)])
+        self._take(entry)
+
+    def known(self, job: Job, config: KernelConfig, round: int) -> Measured | None:
+        """What was found before; a launch that the process died of is not tried for ever."""
+        at = (job.key, job.kernel, job.problem, round, config)
+        if at not in self.found and self.begun[at] >= DEATHS:
+            return Measured(None, f"the process died {self.begun[at]} times while it was measured")
+        return self.found.get(at)
+
+    def measure(self, job: Job, config: KernelConfig, round: int, measure: Measure) -> Measured:
+        """What is known, or is measured now and kept. What fails is kept too; ContextLost is passed on."""
+        known = self.known(job, config, round)
+        if known is not None:
+            return known
+        base = {"key": job.key, "kernel": job.kernel, "problem": job.problem, "round": round, "config": config}
+        self._write(Entry(**base, state="started"))  # type: ignore[arg-type]
+        try:
+            times = measure(job, config)
+        except Exception as error:
+            words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self._write(Entry(**base, state="failed", error=words))  # type: ignore[arg-type]
+            if isinstance(error, ContextLost):
+                raise
+            return Measured(None, words)
+        except BaseException:
+            self._write(Entry(**base, state="left"))  # type: ignore[arg-type]
+            raise
+        self._write(Entry(**base, state="measured", times=times))  # type: ignore[arg-type]
+        return Measured(times, None)
+
+
+def run(
+    jobs: Sequence[Job],
+    stamp: Stamp,
+    measure: Measure,
+    *,
+    commit: str | None = None,
+    tell: Callable[[str, float], None] = lambda what, done: None,
+    seconds: float = float("inf"),
+) -> Report:
+    """Measure what is not known yet, and write the file after every job. `tell` is given what is going on and the share that is done.
+
+    Stops after `seconds`, between two measurements. Raises ArgumentError where another process tunes, ConfigError where the cache folder
+    can't be written, ContextLost where a launch broke the CUDA context; whatever was measured is kept.
+    """
+    deadline = time.monotonic() + seconds
+    with locked(stamp):
+        journal, path = Journal(journal_of(stamp)), tuned.file_of(stamp)
+        results, taken, skipped, done = _written(path), 0, [], []
+        total = sum(1 + len(job.candidates) for job in jobs) or 1
+        passed = 0
+
+        def timed(job: Job, config: KernelConfig, round: int) -> Measured | None:
+            """None: no time is left."""
+            nonlocal taken
+            if journal.known(job, config, round) is None:
+                if time.monotonic() >= deadline:
+                    return None
+                taken += 1
+                tell(job.launch_id(config), passed / total)
+            return journal.measure(job, config, round, measure)
+
+        for job in jobs:
+            outcome = _tune(job, timed)
+            passed += 1 + len(job.candidates)
+            if outcome is None:
+                continue
+            if isinstance(outcome, str):
+                skipped.append(f"{job.launch_id(job.committed)}: {outcome}")
+                continue
+            done.append(outcome)
+            results[outcome.key, outcome.kernel, outcome.problem] = outcome
+            write(path, TunedFile(stamp=stamp, commit=commit, results=tuple(results.values())))
+    return Report(path, tuple(done), len(jobs) - len(done) - len(skipped), taken, tuple(skipped))
+
+
+def _tune(job: Job, timed: Callable[[Job, KernelConfig, int], Measured | None]) -> Result | str | None:
+    """The result; why there is none; or None where time ran out."""
+    committed = timed(job, job.committed, 1)
+    if committed is None:
+        return None
+    if committed.times is None:
+        return committed.error or "not measured"
+    fast, failed = [], 0
+    for config in job.candidates:
+        found = timed(job, config, 1)
+        if found is None:
+            return None
+        if found.times is None:
+            failed += 1
+        else:
+            fast.append(Timed(config, *found.times))
+    fast.sort(key=lambda timed: timed.ms_median)
+    base = Timed(job.committed, *committed.times)
+    winner, verdict = None, "the committed launch stays: no other is faster with its spread"
+    ahead = [launch for launch in fast if apart(launch, base)]
+    if ahead:
+        again = [timed(job, config, 2) for config in (job.committed, ahead[0].config)]
+        if None in again:
+            return None
+        rounds = [Timed(job.committed, *found.times) for found in again if found and found.times]
+        verdict = f"the committed launch stays: {job.launch_id(ahead[0].config)} was faster in one of two rounds"
+        if len(rounds) == 2 and apart(rounds[1], rounds[0]):
+            winner = ahead[0].config
+            verdict = (
+                f"{base.ms_median / ahead[0].ms_median:.3g}x and {rounds[0].ms_median / rounds[1].ms_median:.3g}x faster, in two rounds"
+            )
+    top = tuple(sorted([base, *fast], key=lambda timed: timed.ms_median)[:TOP])
+    return Result(
+        key=job.key, kernel=job.kernel, problem=job.problem, committed=base, winner=winner, verdict=verdict, top=top,
+        measured=len(fast) + 1, failed=failed,
+    )  # fmt: skip
+
+
+def apart(fast: Timed, slow: Timed) -> bool:
+    """Whether one is faster and the spreads do not overlap."""
+    return fast.ms_p80 < slow.ms_p20
+
+
+def _written(path: Path) -> dict[tuple[Key, str, str], Result]:
+    """The results of earlier runs; a file that can't be read is replaced, from the journal."""
+    try:
+        file, _ = tuned.parse(path.read_bytes(), path.name)
+    except (OSError, ConfigError):
+        return {}
+    return {(result.key, result.kernel, result.problem): result for result in file.results}
+
+
+def write(path: Path, file: TunedFile) -> None:
+    """Replace the file at once: readers see the old one or the new one, whenever the machine stops."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as opened:
+        opened.write(json.dumps(msgspec.to_builtins(file), indent=1).encode() + b"\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,147 @@
+"""What `nsa-sel tune` does: which jobs, on which device, and its report in words."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from tabulate import tabulate
+
+from nsa_sel import registry, tuned
+from nsa_sel.attention import forget_decisions
+from nsa_sel.call import device_info
+from nsa_sel.config import Settings, Way, settings_for
+from nsa_sel.errors import ArgumentError
+from nsa_sel.request import DeviceInfo
+from nsa_sel.tune import Journal, Report, journal_of, run
+from nsa_sel.tune_space import CASES, SPACES, Case, Job, jobs
+
+REP, QUICK_REP = 20.0, 10.0  # ms of timed calls a launch
+QUICK_MINUTES = 5.0  # of a backend's light tuning at a warm-up
+TUNED = tuple(dict.fromkeys(space.kernel.split("/")[0] for space in SPACES))
+ANY_GPU = DeviceInfo(kind="cuda", name="any GPU")  # of a dry run without one: the built-in launches, all of the space
+
+
+class Sizes(NamedTuple):
+    """What the command line asks for; nothing at all: the cases of nsa_sel/tune_space.py."""
+
+    L: list[int] | None = None
+    h: int | None = None
+    Dk: int | None = None
+    Dv: int | None = None
+    dtype: str | None = None
+
+
+class Plan(NamedTuple):
+    """The jobs for a device; `known` measurements are in the journal already."""
+
+    device: DeviceInfo
+    settings: Settings
+    jobs: list[Job]
+    known: int
+
+    @property
+    def launches(self) -> int:
+        """To measure, the committed ones included."""
+        return sum(1 + len(job.candidates) for job in self.jobs)
+
+    def document(self) -> dict[str, Any]:
+        """For --json."""
+        listed = [{"key": job.key, "kernel": job.kernel, "problem": job.problem, "launches": 1 + len(job.candidates)} for job in self.jobs]
+        return {"device": self.device, "jobs": listed, "launches": self.launches, "known": self.known}
+
+    def text(self) -> str:
+        """For a terminal."""
+        rows = [(*_key_cells(job), job.launch_id(job.committed), 1 + len(job.candidates)) for job in self.jobs]
+        table = tabulate(rows, headers=[*KEY_HEADERS, "committed launch", "launches"], tablefmt="simple", disable_numparse=True)
+        return f"{table}\n\n{self.launches} launches to measure on {self.device.name}, {self.known} of them known from earlier runs"
+
+
+KEY_HEADERS = ("Dk/Dv", "h", "L", "dtype", "direction")
+
+
+def _key_cells(job: Job) -> tuple[str, ...]:
+    key = job.key
+    return f"{key.Dk}/{key.Dv}", f"<={key.h}", f"<={key.L}", key.dtype, key.way
+
+
+def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry_run: bool) -> Plan:
+    """The jobs on this machine's current GPU; a dry run without one lists those of any. Raises ArgumentError for a bad option, and
+    where there is no GPU to measure on."""
+    if backend is not None and backend not in TUNED:
+        raise ArgumentError("--backend", repr(backend), ", ".join(TUNED), "name a Triton backend: the others have no launches")
+    here = torch.cuda.is_available()
+    if not here and not dry_run:
+        raise ArgumentError(
+            "nsa-sel tune", "on a machine without a usable GPU", "a CUDA device", "Triton needs a GPU; --dry-run lists the work"
+        )
+    lacking = registry.missing(backend or TUNED[0])
+    if lacking and not dry_run:
+        raise ArgumentError(lacking[0].field, lacking[0].actual, str(lacking[0].required), lacking[0].remedy)
+    device = device_info(torch.device("cuda", torch.cuda.current_device())) if here else ANY_GPU
+    settings = settings_for(device)
+    found = jobs(settings, device.sm, _cases(sizes, quick), backend, way, quick)
+    if not found:
+        raise ArgumentError("--direction", repr(way), "one that the backend has launches for", "see `nsa-sel tune --dry-run`")
+    return Plan(device, settings, found, _known(device, found) if here else 0)
+
+
+def _cases(sizes: Sizes, quick: bool) -> tuple[Case, ...]:
+    if not any(sizes):
+        return CASES[:1] if quick else CASES
+    if sizes.dtype == "float64":
+        raise ArgumentError("--dtype", sizes.dtype, "float16, bfloat16, float32", "Triton backends take no float64 on a GPU")
+    first = CASES[0]
+    return tuple(
+        Case(sizes.Dk or first.Dk, sizes.Dv or first.Dv, sizes.h or first.h, L, sizes.dtype or first.dtype) for L in sizes.L or [first.L]
+    )
+
+
+def _known(device: DeviceInfo, found: list[Job]) -> int:
+    journal = Journal(journal_of(tuned.stamp_of(device)), mend=False)
+    return sum(journal.known(job, config, 1) is not None for job in found for config in (job.committed, *job.candidates))
+
+
+def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, float], None]) -> Report:
+    """Run the plan on this GPU; later calls of this process use what was found."""
+    from nsa_sel.tune_runner import Runner, timer  # loads Triton when it is first used
+
+    runner = Runner(torch.device("cuda", torch.cuda.current_device()), chosen.settings, timer(QUICK_REP if quick else REP))
+    try:
+        return run(
+            chosen.jobs, tuned.stamp_of(chosen.device), runner, commit=os.environ.get("NSA_SEL_COMMIT"), tell=tell, seconds=60 * minutes
+        )
+    finally:
+        tuned.forget()
+        forget_decisions()
+
+
+def tune_quickly(device: torch.device, facts: DeviceInfo, case: Case, backend: str) -> Report:
+    """The light tuning of a warm-up: launches next to the committed ones, for one case and backend."""
+    settings = settings_for(facts)
+    found = jobs(settings, facts.sm, (case,), backend, None, quick=True)
+    with torch.cuda.device(device):
+        return measure(Plan(facts, settings, found, 0), QUICK_MINUTES, True, lambda what, done: None)
+
+
+def text(report: Report) -> str:
+    """The report for a terminal."""
+    rows = []
+    for result in report.results:
+        key = result.key
+        launch = result.winner.config_id(result.kernel) if result.winner else result.committed.config.config_id(result.kernel)
+        rows.append((f"{key.Dk}/{key.Dv}", f"<={key.h}", f"<={key.L}", key.dtype, key.way, launch, result.verdict))
+    table = tabulate(rows, headers=[*KEY_HEADERS, "launch", "verdict"], tablefmt="simple", disable_numparse=True)
+    won = Counter(result.winner is not None for result in report.results)[True]
+    lines = [
+        table,
+        "",
+        f"{report.taken} measurements taken; {won} of {len(report.results)} kernels have a launch of their own: {report.file}",
+    ]
+    lines += [f"passed over: {skipped}" for skipped in report.skipped]
+    if report.left:
+        lines.append(f"time is up, {report.left} kernels are left: run the command again to go on")
+    return "\n".join(lines)

@@ -1,0 +1,489 @@
+"""Tuning without a GPU: what is tried, what wins, what is kept, and what a killed run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nsa_sel import registry, tune, tune_command, tune_runner, tuned
+from nsa_sel.cli import app
+from nsa_sel.config import KernelConfig, settings_for, shipped_configs
+from nsa_sel.errors import ArgumentError, ConfigError
+from nsa_sel.request import DeviceInfo
+from nsa_sel.tune import ContextLost, Entry, Journal, journal_of
+from nsa_sel.tune_runner import Runner, WrongResult
+from nsa_sel.tune_space import CASES, PROBLEMS, SPACES, Case, Job, Problem, jobs, launches, near, wide
+from nsa_sel.tuned import stamp_of
+from tests.policy_cases import H200
+from tests.test_layering import ROOT
+from tests.tune_cases import CASE, SLOW, some_jobs, times, write
+
+STAMP = stamp_of(H200)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tuned"
+
+
+# The space
+
+
+def test_every_kernel_is_tuned_and_every_name_is_known() -> None:
+    committed = shipped_configs()["base.yaml"].kernels
+    assert {space.kernel for space in SPACES} == {name.removesuffix("-wide") for name in committed}
+    assert {space.problem for space in SPACES} == set(PROBLEMS)
+    assert {job.kernel for job in jobs(settings_for(H200), 90, (CASE, Case(192, 128, 16, 1024)))} == set(committed)
+    assert wide(Case(64, 64, 1, 64, "float32"))
+    assert not wide(Case(128, 128, 1, 64))
+    assert wide(Case(160, 16, 1, 64))
+
+
+def test_the_space_is_the_one_that_was_asked_for() -> None:
+    settings = settings_for(H200)
+    for space in SPACES:
+        found = list(launches(space, settings.kernels[space.kernel], 90))
+        assert found
+        assert len(found) == len(set(found)) < 100
+        assert settings.kernels[space.kernel] not in found
+        for config in found:
+            assert 16 <= config.block_l <= 256
+            assert config.num_warps in (1, 2, 4, 8)
+            assert config.num_stages in (1, 2, 3)
+    ranges = next(space for space in SPACES if space.problem == "ranges")
+    assert {64, 128, 256} <= {config.block_l for config in launches(ranges, settings.kernels[ranges.kernel], 90)}
+
+
+def test_older_gpus_have_no_bulk_copies() -> None:
+    for job in jobs(settings_for(H200), 80, CASES):
+        assert "forward-blocks" not in job.kernel
+        assert "dq-blocks" not in job.kernel
+        assert {config.loads for config in job.candidates} == {"pointer"}
+
+
+def test_quick_keeps_the_neighbours_of_the_committed_launch() -> None:
+    base = KernelConfig(64, 4, 2, 64)
+    assert near(KernelConfig(32, 4, 2, 64), base)
+    assert near(KernelConfig(64, 4, 3, 64), base)
+    assert near(KernelConfig(64, 4, 2, 64, "tma"), base)
+    assert not near(base, base)
+    assert not near(KernelConfig(16, 4, 2, 64), base)
+    assert not near(KernelConfig(32, 8, 2, 64), base)
+    assert all(1 <= len(job.candidates) <= 9 for job in some_jobs())
+
+
+def test_backend_and_direction_narrow_it() -> None:
+    found = jobs(settings_for(H200), 90, (CASE,), "triton-tile", "backward")
+    assert {(job.key.backend, job.key.way) for job in found} == {("triton-tile", "backward")}
+    assert [job.kernel for job in found] == ["triton-tile/dq", "triton-tile/dkdv"]
+
+
+# What wins
+
+
+def tuned_with(measure: tune.Measure, job: Job | None = None) -> tuned.Result:
+    job = job or some_jobs()[0]
+    return tune.run([job], STAMP, measure).results[0]
+
+
+def test_the_fastest_wins_where_spreads_are_apart_in_both_rounds() -> None:
+    job = some_jobs()[0]
+    result = tuned_with(times)
+    best = min(job.candidates, key=lambda config: times(job, config)[0])
+    assert result.winner == best == result.top[0].config
+    assert result.verdict.endswith("x faster, in two rounds")
+    assert [launch.ms_median for launch in result.top] == sorted(launch.ms_median for launch in result.top)
+    assert len(result.top) == min(tune.TOP, 1 + len(job.candidates))
+    assert (result.measured, result.failed) == (1 + len(job.candidates), 0)
+    file, table = tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")
+    assert file.results == (result,)
+    assert table.launches == {(job.key.shape, job.key.way): {job.kernel: best}}
+
+
+def test_overlapping_spreads_leave_the_committed_launch() -> None:
+    result = tuned_with(lambda job, config: SLOW if config == job.committed else (9.0, 8.0, 9.95))
+    assert result.winner is None
+    assert "no other is faster with its spread" in result.verdict
+    assert tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")[1].launches == {}
+
+
+def test_luck_in_one_round_is_not_enough() -> None:
+    seen: list[KernelConfig] = []
+
+    def lucky(job: Job, config: KernelConfig) -> tune.Times:
+        seen.append(config)
+        return SLOW if config == job.committed or seen.count(config) > 1 else (5.0, 4.9, 5.1)
+
+    result = tuned_with(lucky)
+    assert result.winner is None
+    assert "was faster in one of two rounds" in result.verdict
+    assert len(seen) == len(some_jobs()[0].candidates) + 3
+
+
+def test_what_fails_is_recorded_and_passed_over() -> None:
+    job = some_jobs()[0]
+    best = min(job.candidates, key=lambda config: times(job, config)[0])
+
+    def broken(job: Job, config: KernelConfig) -> tune.Times:
+        if config == best:
+            raise RuntimeError("out of resource: shared memory\nand more")
+        return times(job, config)
+
+    result = tuned_with(broken)
+    assert result.winner not in (None, best)
+    assert result.failed == 1
+    lines = [json.loads(line) for line in journal_of(STAMP).read_text().splitlines()]
+    assert [line["error"] for line in lines if line["state"] == "failed"] == ["RuntimeError: out of resource: shared memory"]
+
+
+def test_a_committed_launch_that_fails_leaves_its_kernel_out() -> None:
+    def broken(job: Job, config: KernelConfig) -> tune.Times:
+        raise WrongResult("this problem does not use it")
+
+    report = tune.run(some_jobs()[:1], STAMP, broken)
+    assert report.results == ()
+    assert "WrongResult: this problem does not use it" in report.skipped[0]
+    assert "passed over: triton-group" in tune_command.text(report)
+    assert not tuned.file_of(STAMP).exists()
+
+
+def test_a_lost_context_ends_the_run_and_the_next_one_passes_over() -> None:
+    job = some_jobs()[0]
+    fatal = job.candidates[1]
+
+    def crash(job: Job, config: KernelConfig) -> tune.Times:
+        if config == fatal:
+            raise ContextLost("an illegal memory access was encountered")
+        return times(job, config)
+
+    with pytest.raises(ContextLost):
+        tune.run([job], STAMP, crash)
+    result = tune.run([job], STAMP, crash).results[0]
+    assert result.failed == 1
+    assert result.winner != fatal
+
+
+# What is kept
+
+
+def test_nothing_is_measured_twice() -> None:
+    first = tune.run(some_jobs(), STAMP, times)
+    again = tune.run(some_jobs(), STAMP, lambda job, config: pytest.fail("measured again"))
+    assert again.results == first.results
+    assert (again.taken, again.left) == (0, 0)
+
+
+def test_runs_add_to_the_file() -> None:
+    group, tile = some_jobs(), some_jobs("triton-tile")
+    tune.run(group, STAMP, times)
+    tune.run(tile, STAMP, times)
+    file, _ = tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")
+    assert [result.kernel for result in file.results] == [job.kernel for job in (*group, *tile)]
+    tuned.file_of(STAMP).write_text("{")  # made again from the journal
+    tune.run([*group, *tile], STAMP, lambda job, config: pytest.fail("measured again"))
+    assert tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")[0] == file
+
+
+def test_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
+    found = some_jobs()
+    report = tune.run(found, STAMP, times, seconds=15)
+    assert 0 < len(report.results) < len(found)
+    assert report.left == len(found) - len(report.results)
+    assert f"time is up, {report.left} kernels are left" in tune_command.text(report)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("tail", ['{"key": {"back', '{"state":', "\0\0\0"])
+def test_a_torn_line_is_dropped_and_an_unreadable_one_passed_over(tail: str) -> None:
+    job = some_jobs()[0]
+    tune.run([job], STAMP, times)
+    journal = journal_of(STAMP)
+    whole = journal.read_text()
+    journal.write_text(whole + "no json\n" + tail)
+    assert tune_command._known(H200, [job]) == 1 + len(job.candidates)
+    assert journal.read_text().endswith(tail)  # whoever only looks changes nothing
+    tune.run([job], STAMP, lambda job, config: pytest.fail("measured again"))
+    assert journal.read_text() == whole + "no json\n"
+    assert Journal(journal).unreadable == 1
+
+
+def test_a_launch_that_the_process_dies_of_is_passed_over_and_one_that_was_interrupted_is_not() -> None:
+    job = some_jobs()[0]
+
+    def stopped(job: Job, config: KernelConfig) -> tune.Times:
+        raise KeyboardInterrupt
+
+    for _ in range(tune.DEATHS + 1):
+        with pytest.raises(KeyboardInterrupt):
+            tune.run([job], STAMP, stopped)
+    journal = Journal(journal_of(STAMP))
+    assert journal.known(job, job.committed, 1) is None
+    for _ in range(tune.DEATHS):
+        journal._write(Entry(key=job.key, kernel=job.kernel, problem=job.problem, round=1, config=job.candidates[0], state="started"))
+    result = tune.run([job], STAMP, times).results[0]
+    assert result.failed == 1
+    assert "died 3 times" in str(Journal(journal_of(STAMP)).known(job, job.candidates[0], 1))
+
+
+def test_one_process_at_a_time() -> None:
+    code = (
+        "import sys, time; from nsa_sel import tune; from nsa_sel.tuned import stamp_of; from tests.policy_cases import H200\n"
+        "with tune.locked(stamp_of(H200)):\n  print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(ArgumentError, match=rf"running already for this GPU and environment, as process {holder.pid}; .*wait for it"):
+        tune.run(some_jobs(), STAMP, times)
+    holder.kill()
+    holder.wait()
+    assert tune.run(some_jobs()[:1], STAMP, times).left == 0
+
+
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_SEL_CACHE", os.devnull)
+    with pytest.raises(ConfigError, match="set NSA_SEL_CACHE to one"):
+        tune.run(some_jobs(), STAMP, times)
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    write()
+    before = tuned.file_of(STAMP).read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write()
+    assert tuned.file_of(STAMP).read_bytes() == before
+
+
+KILLED = """
+import json, os, random, signal, sys, time
+from nsa_sel import tune, tuned
+from nsa_sel.tune import Journal, journal_of
+from tests.policy_cases import H200
+from tests.tune_cases import some_jobs, times
+
+stamp, jobs = tuned.stamp_of(H200), [*some_jobs(quick=False), *some_jobs("triton-tile", quick=False)]
+path, journal = tuned.file_of(stamp), journal_of(stamp)
+
+def measure(job, config):
+    time.sleep(0.002)
+    return times(job, config)
+
+def finished():
+    lines = journal.read_bytes().split(b"\\n")[:-1] if journal.exists() else []
+    return [line for line in map(json.loads, lines) if line["state"] == "measured"]
+
+random.seed(0)
+before, torn, files = [], 0, 0
+for kill in range(20):
+    child = os.fork()
+    if child == 0:
+        try:
+            tune.run(jobs, stamp, measure)
+        finally:
+            os._exit(0)
+    time.sleep(random.uniform(0.005, 0.04))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    now = finished()
+    assert now[: len(before)] == before, "a finished measurement is gone"
+    if path.exists():
+        files += 1
+        file, _ = tuned.parse(path.read_bytes(), path.name)
+        assert {(r.kernel, r.key) for r in file.results} <= {(j.kernel, j.key) for j in jobs}
+    before = now
+killed_with = len(before)
+report = tune.run(jobs, stamp, measure)
+assert Journal(journal).unreadable == 0
+seen = [json.dumps([line[f] for f in ("key", "kernel", "problem", "round", "config")]) for line in finished()]
+assert len(seen) == len(set(seen)), "measured twice"
+assert report.left == 0 and not report.skipped
+undisturbed = sum(1 + len(job.candidates) for job in jobs)
+print(json.dumps({"killed_with": killed_with, "files": files, "measured": len(seen), "launches": undisturbed,
+                  "results": len(report.results), "jobs": len(jobs)}))
+"""
+
+
+def test_killing_it_at_random_points_loses_no_finished_row_and_corrupts_no_file() -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert 0 < found["killed_with"] < found["measured"]
+    assert found["measured"] >= found["launches"]
+    assert found["results"] == found["jobs"]
+
+
+# The GPU's part, in the interpreter
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, problem in PROBLEMS.items():
+        monkeypatch.setitem(PROBLEMS, name, Problem(1, min(problem.S, 5), 128, 1, problem.blocks))
+
+
+def runner(timed: list[str] | None = None) -> Runner:
+    def time(work: Any, way: str) -> tune.Times:
+        assert all(isinstance(x, torch.Tensor) for x in work())
+        if timed is not None:
+            timed.append(way)
+        return 1.0, 0.9, 1.1
+
+    return Runner(torch.device("cpu"), settings_for(DeviceInfo(kind="cpu", triton_interpret=True)), time)
+
+
+SMALL = Case(16, 16, 2, 128, "float32")
+
+
+def small_jobs(backend: str, way: str) -> list[Job]:
+    return jobs(settings_for(H200), 90, (SMALL,), backend, way, quick=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("backend", "way"), [("triton-group", "forward"), ("triton-tile", "forward"), ("triton-tile", "backward"), ("triton-token", "decode")]
+)
+def test_launches_run_and_are_compared(backend: str, way: str) -> None:
+    timed: list[str] = []
+    measure = runner(timed)
+    for job in small_jobs(backend, way)[: 1 if way == "backward" else 2]:
+        for config in (job.committed, job.candidates[0]):
+            assert measure(job, config) == (1.0, 0.9, 1.1)
+    assert set(timed) == {way}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_launch_that_gives_other_results_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_jobs("triton-tile", "forward")[0]
+    module, wrong = registry.load("triton-tile"), job.candidates[0]
+    real = module.forward
+
+    def broken(call: Any) -> Any:
+        o, lse = real(call)
+        return (o * 1.01 if call.settings.kernels[job.kernel] == wrong else o), lse
+
+    monkeypatch.setattr(module, "forward", broken)
+    measure = runner()
+    with pytest.raises(WrongResult, match=r"result 0 differs from the committed launch's: most .*, allowed"):
+        measure(job, wrong)
+    assert measure(job, job.candidates[1])
+
+
+@pytest.mark.usefixtures("small")
+def test_a_launch_that_is_not_repeatable_or_not_used_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_jobs("triton-tile", "forward")[0]
+    other = job._replace(kernel="triton-tile/dq-wide")
+    with pytest.raises(WrongResult, match=r"this problem does not use triton-tile/dq-wide:.*; it used triton-tile/forward-wide:"):
+        runner()(other, job.candidates[0])
+    module = registry.load("triton-tile")
+    real, count = module.forward, iter(range(100))
+    monkeypatch.setattr(module, "forward", lambda call: tuple(x + next(count) for x in real(call)))
+    with pytest.raises(WrongResult, match="does not give the same results twice"):
+        runner()(job, job.candidates[0])
+
+
+def test_agreement_is_to_roundings() -> None:
+    wanted = torch.randn(100, 8).bfloat16()
+    lse = torch.where(torch.arange(100) == 3, -torch.inf, torch.randn(100))
+    tune_runner.agree((wanted, lse), (wanted, lse))
+    tune_runner.agree((wanted * (1 + 2**-8), lse), (wanted, lse))
+    for bad in (wanted * 1.1, torch.where(torch.arange(8) == 1, 0.0, wanted), wanted + torch.nan):
+        with pytest.raises(WrongResult, match="result 0"):
+            tune_runner.agree((bad, lse), (wanted, lse))
+    with pytest.raises(WrongResult, match="result 1 is -inf at other places"):
+        tune_runner.agree((wanted, lse.roll(1)), (wanted, lse))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_lost_context_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_jobs("triton-token", "decode")[0]
+    for text, kind in (("CUDA error: an illegal memory access was encountered", ContextLost), ("out of resource", RuntimeError)):
+
+        def fail(call: Any, text: str = text) -> Any:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(registry.load("triton-token"), "forward", fail)
+        with pytest.raises(kind, match=text) as caught:
+            runner()(job, job.candidates[0])
+        assert type(caught.value) is kind
+
+
+def test_flags_that_override_launches_do_not_reach_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_L", "16")
+    monkeypatch.setenv("NSA_SEL_TRITON_DB", "0")
+    here = runner().settings
+    assert here.kernel("triton-tile/forward") == settings_for(H200).kernels["triton-tile/forward"]
+
+
+# The command
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["tune", *arguments])
+
+
+def test_without_a_gpu_it_says_what_is_missing() -> None:
+    result = invoke()
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    assert "allowed: a CUDA device. Remedy: Triton needs a GPU; --dry-run lists the work." in result.output
+
+
+def test_a_dry_run_needs_no_gpu() -> None:
+    result = invoke("--dry-run", "--backend", "triton-tile", "--direction", "backward", "--quick")
+    assert result.exit_code == 0
+    assert "triton-tile/dq:tma-L64-R64-w4-s2" in result.output
+    assert "triton-tile/forward" not in result.output
+    document = json.loads(invoke("--dry-run", "--json", "--L", "256", "--L", "512", "--h", "3", "--dtype", "float16").stdout)
+    assert {(job["key"]["L"], job["key"]["h"], job["key"]["dtype"]) for job in document["jobs"]} == {
+        (256, 4, "float16"),
+        (512, 4, "float16"),
+    }
+    assert document["launches"] == sum(job["launches"] for job in document["jobs"])
+    assert len(json.loads(invoke("--dry-run", "--json").stdout)["jobs"]) == len(CASES) * len(SPACES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--backend", "numba"), "allowed: triton-group, triton-tile, triton-block, triton-token"),
+        (("--backend", "triton-block", "--direction", "decode"), "--direction is 'decode'"),
+        (("--dtype", "float64"), "--dtype is float64; allowed: float16, bfloat16, float32"),
+    ],
+)
+def test_bad_options_are_named(arguments: tuple[str, ...], words: str) -> None:
+    result = invoke("--dry-run", *arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_the_command_measures_and_its_process_uses_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tune_command, "device_info", lambda device: H200)
+    monkeypatch.setattr(tune_runner, "Runner", lambda device, settings, time: times)
+    result = invoke("--quick", "--backend", "triton-group", "--direction", "forward")
+    assert result.exit_code == 0, result.output
+    assert "x faster, in two rounds" in result.output
+    assert str(tuned.file_of(stamp_of(H200))) in result.output.replace("\n", "")
+    assert tuned.in_force(H200) is not None
+    again = json.loads(invoke("--quick", "--backend", "triton-group", "--direction", "forward", "--json").stdout)
+    assert (again["taken"], again["left"]) == (0, 0)
+    assert again["results"][0]["key"] == msgspec.to_builtins(some_jobs()[0].key)

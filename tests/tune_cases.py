@@ -1,0 +1,55 @@
+"""What the tests of tuning share: a GPU that is not here, jobs, times that need no GPU, and files as `nsa-sel tune` writes them."""
+
+from __future__ import annotations
+
+import hashlib
+
+from nsa_sel import tune, tuned
+from nsa_sel.config import KernelConfig, settings_for
+from nsa_sel.request import DeviceInfo
+from nsa_sel.tune_space import Case, Job, jobs
+from nsa_sel.tuned import Key, Result, Timed, TunedFile
+from tests.policy_cases import H200
+
+CASE = Case(128, 128, 16, 1024)
+SLOW = (10.0, 9.9, 10.1)
+FORWARD = "triton-group/forward-blocks"
+OTHER = KernelConfig(32, 2, 3, loads="tma")
+
+
+def some_jobs(backend: str = "triton-group", quick: bool = True) -> list[Job]:
+    """Jobs for the H200, which is not here."""
+    return jobs(settings_for(H200), 90, (CASE,), backend, None, quick)
+
+
+def times(job: Job, config: KernelConfig) -> tune.Times:
+    """The same for a launch whenever it is asked for: 10 ms for the committed one, 5 to 15 for the others."""
+    if config == job.committed:
+        return SLOW
+    ms = 5 + int(hashlib.sha256(job.launch_id(config).encode()).hexdigest()[:4], 16) % 1000 / 100
+    return ms, 0.99 * ms, 1.01 * ms
+
+
+def key(way: str = "forward", **changes: object) -> Key:
+    fields: dict[str, object] = {"backend": "triton-group", "Dk": 128, "Dv": 128, "h": 16, "L": 1024, "dtype": "bfloat16", **changes}
+    return Key(way=way, **fields)  # type: ignore[arg-type]
+
+
+def result(kernel: str = FORWARD, winner: KernelConfig | None = OTHER, of: Key | None = None) -> Result:
+    """One that says that `winner` is twice as fast."""
+    committed = settings_for(H200).kernels[kernel]
+    top = (Timed(winner, 5.0, 4.9, 5.1),) if winner else ()
+    return Result(
+        key=of or key(), kernel=kernel, problem="blocks", committed=Timed(committed, *SLOW), winner=winner, verdict="of a test", top=top,
+        measured=2, failed=0,
+    )  # fmt: skip
+
+
+def write(*results: Result, device: DeviceInfo = H200, **stamped: object) -> None:
+    """The user's file for `device`; `stamped` changes what it says of its environment."""
+    import msgspec
+
+    stamp = tuned.stamp_of(device)
+    path = tuned.file_of(stamp if "kernels" not in stamped else msgspec.structs.replace(stamp, **stamped))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tune.write(path, TunedFile(stamp=msgspec.structs.replace(stamp, **stamped), commit=None, results=results))
