@@ -270,7 +270,7 @@ def tune(
             return
         with _progress(as_json) as advance:
             report = tune_command.measure(chosen, minutes, quick, advance)
-        _print(_pretty(report._replace(file=str(report.file))._asdict()) if as_json else tune_command.text(report))
+        _print(_pretty({**report._asdict(), "file": str(report.file)}) if as_json else tune_command.text(report))
 
 
 @contextlib.contextmanager

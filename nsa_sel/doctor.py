@@ -131,7 +131,7 @@ def _device_lines(here: DeviceHere) -> list[str]:
             rows.append((field, _shown(getattr(settings, field)), settings.sources.get(field, "built-in")))
     if settings.costs:
         rows.append(("costs", f"{len(settings.costs.models)} models, see --json: {settings.costs.provenance}", settings.sources["costs"]))
-    rows.append(("kernels", f"{len(settings.kernels)} launch configurations, see --json", "base.yaml and profile"))
+    rows.append(("kernels", f"{len(settings.kernels)} launch configurations, see --json", settings.tuned or "base.yaml and profile"))
     lines += ["", tabulate(rows, headers=["setting", "value", "source"], tablefmt="simple", disable_numparse=True)]
     standing = [(b.name, "\n".join(_lack(r) for r in b.lacks) or "available", b.summary) for b in here.backends]
     return [*lines, "", tabulate(standing, headers=["backend", "here", "what it is"], tablefmt="simple", maxcolwidths=[None, 70, 60])]

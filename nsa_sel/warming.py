@@ -92,16 +92,16 @@ def _requests(given: Sequence[Request | Mapping[str, Any]] | None, device: torch
 
 def _request(fields: Mapping[str, Any], example: Request) -> Request:
     values = {**msgspec.to_builtins(example), "S_kv": fields.get("S", example.S_kv), **fields}
-    if "max_length" not in fields:
-        values["max_length"] = min(values["S_kv"], values["n"] * (values["block_size"] or values["S_kv"]))
-    unknown = sorted(set(fields) - set(Request.__struct_fields__))
     try:
-        if unknown:
-            raise msgspec.ValidationError(f"unknown: {', '.join(unknown)}")
-        return msgspec.convert(values, Request)
+        if not set(fields) <= set(Request.__struct_fields__):
+            raise msgspec.ValidationError("a field of another name")
+        request = msgspec.convert(values, Request)
     except msgspec.ValidationError as error:
         allowed = f"the fields of Request: {', '.join(Request.__struct_fields__)}"
         raise ArgumentError("requests", f"{dict(fields)} ({error})", allowed, "mend the field") from error
+    if "max_length" in fields:
+        return request
+    return msgspec.structs.replace(request, max_length=min(request.S_kv, request.n * (request.block_size or request.S_kv)))
 
 
 def _warm(request: Request, device: torch.device, tune: bool) -> Warmed:

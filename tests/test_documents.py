@@ -16,7 +16,7 @@ import yaml
 from nsa_sel import registry
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.derive import read_rows
-from nsa_sel.config import CONFIG_FLAG, FLAGS, TEST_FLAG, Runtime, parse_config, parse_flag, settings_for, shipped_configs
+from nsa_sel.config import CACHE_FLAG, CONFIG_FLAG, FLAGS, TEST_FLAG, Runtime, parse_config, parse_flag, settings_for, shipped_configs
 from nsa_sel.dispatch import load_policy, select
 from nsa_sel.request import DeviceInfo
 from tests.policy_cases import A100, CPU, H100, H200, LONG, OFFERS, RTX4090, UNKNOWN, replace
@@ -196,7 +196,7 @@ def shown(value: Any) -> str:
 
 def test_flags_are_those_of_the_code() -> None:
     rows = {bare(row["flag"]): row for row in table("flag", "takes", "default")}
-    assert list(rows) == [*(flag.name for flag in FLAGS), CONFIG_FLAG, TEST_FLAG]
+    assert list(rows) == [*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG, TEST_FLAG]
     built_in = settings_for(UNKNOWN)
     for flag in FLAGS:
         default, value = bare(rows[flag.name]["default"]), getattr(built_in, flag.field)
