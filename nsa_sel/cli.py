@@ -268,6 +268,8 @@ def tune(
         if dry_run:
             _print(_pretty(chosen.document()) if as_json else chosen.text())
             return
+        if chosen.note and not as_json:
+            _print(f"note: {chosen.note}")
         with _progress(as_json) as advance:
             report = tune_command.measure(chosen, minutes, quick, advance)
         _print(_pretty({**report._asdict(), "file": str(report.file)}) if as_json else tune_command.text(report))

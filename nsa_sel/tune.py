@@ -43,11 +43,21 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     key: Key
     kernel: str
     problem: str
-    round: int
+    rival: KernelConfig | None  # None: the first round; else the launch that this and the committed one are measured again for
     config: KernelConfig
     state: Literal["started", "measured", "failed", "left"]
     times: Times | None = None
     error: str | None = None
+
+
+class Place(NamedTuple):
+    """One launch in one round."""
+
+    key: Key
+    kernel: str
+    problem: str
+    rival: KernelConfig | None
+    config: KernelConfig
 
 
 class Measured(NamedTuple):
@@ -91,6 +101,9 @@ def locked(stamp: Stamp) -> Iterator[None]:
             raise ArgumentError(
                 "nsa-sel tune", f"running already for this GPU and environment, as process {holder}", "one at a time", "wait for it to end"
             ) from error
+        except OSError as error:
+            words = f"{error.strerror}: set {CACHE_FLAG} to a folder on a local disk"
+            raise ConfigError("the cache folder", str(path.parent), "a file system with locks", words) from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
@@ -103,8 +116,8 @@ class Journal:
 
     def __init__(self, path: Path, mend: bool = True) -> None:
         self.path, self.mend = path, mend
-        self.found: dict[tuple[Key, str, str, int, KernelConfig], Measured] = {}
-        self.begun: Counter[tuple[Key, str, str, int, KernelConfig]] = Counter()
+        self.found: dict[Place, Measured] = {}
+        self.begun: Counter[Place] = Counter()
         self.unreadable = 0
         if path.exists():
             self._read()
@@ -123,7 +136,7 @@ class Journal:
             self._take(entry)
 
     def _take(self, entry: Entry) -> None:
-        at = (entry.key, entry.kernel, entry.problem, entry.round, entry.config)
+        at = Place(entry.key, entry.kernel, entry.problem, entry.rival, entry.config)
         if entry.state in ("started", "left"):
             self.begun[at] += 1 if entry.state == "started" else -1
         else:
@@ -133,32 +146,32 @@ class Journal:
         append(self.path, [msgspec.to_builtins(entry)])
         self._take(entry)
 
-    def known(self, job: Job, config: KernelConfig, round: int) -> Measured | None:
+    def known(self, job: Job, config: KernelConfig, rival: KernelConfig | None = None) -> Measured | None:
         """What was found before; a launch that the process died of is not tried for ever."""
-        at = (job.key, job.kernel, job.problem, round, config)
+        at = Place(job.key, job.kernel, job.problem, rival, config)
         if at not in self.found and self.begun[at] >= DEATHS:
             return Measured(None, f"the process died {self.begun[at]} times while it was measured")
         return self.found.get(at)
 
-    def measure(self, job: Job, config: KernelConfig, round: int, measure: Measure) -> Measured:
+    def measure(self, job: Job, config: KernelConfig, rival: KernelConfig | None, measure: Measure) -> Measured:
         """What is known, or is measured now and kept. What fails is kept too; ContextLost is passed on."""
-        known = self.known(job, config, round)
+        known = self.known(job, config, rival)
         if known is not None:
             return known
-        base = {"key": job.key, "kernel": job.kernel, "problem": job.problem, "round": round, "config": config}
-        self._write(Entry(**base, state="started"))  # type: ignore[arg-type]
+        at = Place(job.key, job.kernel, job.problem, rival, config)._asdict()
+        self._write(Entry(**at, state="started"))
         try:
             times = measure(job, config)
         except Exception as error:
             words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            self._write(Entry(**base, state="failed", error=words))  # type: ignore[arg-type]
+            self._write(Entry(**at, state="failed", error=words))
             if isinstance(error, ContextLost):
                 raise
             return Measured(None, words)
         except BaseException:
-            self._write(Entry(**base, state="left"))  # type: ignore[arg-type]
+            self._write(Entry(**at, state="left"))
             raise
-        self._write(Entry(**base, state="measured", times=times))  # type: ignore[arg-type]
+        self._write(Entry(**at, state="measured", times=times))
         return Measured(times, None)
 
 
@@ -181,21 +194,23 @@ def run(
         journal, path = Journal(journal_of(stamp)), tuned.file_of(stamp)
         results, taken, skipped, done = _written(path), 0, [], []
         total = sum(1 + len(job.candidates) for job in jobs) or 1
-        passed = 0
+        begun = passed = 0
 
-        def timed(job: Job, config: KernelConfig, round: int) -> Measured | None:
+        def timed(job: Job, config: KernelConfig, rival: KernelConfig | None) -> Measured | None:
             """None: no time is left."""
-            nonlocal taken
-            if journal.known(job, config, round) is None:
+            nonlocal taken, passed
+            if journal.known(job, config, rival) is None:
                 if time.monotonic() >= deadline:
                     return None
                 taken += 1
                 tell(job.launch_id(config), passed / total)
-            return journal.measure(job, config, round, measure)
+            passed += rival is None
+            return journal.measure(job, config, rival, measure)
 
         for job in jobs:
             outcome = _tune(job, timed)
-            passed += 1 + len(job.candidates)
+            begun += 1 + len(job.candidates)
+            passed = begun
             if outcome is None:
                 continue
             if isinstance(outcome, str):
@@ -207,38 +222,35 @@ def run(
     return Report(path, tuple(done), len(jobs) - len(done) - len(skipped), taken, tuple(skipped))
 
 
-def _tune(job: Job, timed: Callable[[Job, KernelConfig, int], Measured | None]) -> Result | str | None:
+def _tune(job: Job, timed: Callable[[Job, KernelConfig, KernelConfig | None], Measured | None]) -> Result | str | None:
     """The result; why there is none; or None where time ran out."""
-    committed = timed(job, job.committed, 1)
+    committed = timed(job, job.committed, None)
     if committed is None:
         return None
     if committed.times is None:
         return committed.error or "not measured"
-    fast, failed = [], 0
+    base, fast, failed = Timed(job.committed, *committed.times), [], 0
     for config in job.candidates:
-        found = timed(job, config, 1)
+        found = timed(job, config, None)
         if found is None:
             return None
         if found.times is None:
             failed += 1
         else:
             fast.append(Timed(config, *found.times))
-    fast.sort(key=lambda timed: timed.ms_median)
-    base = Timed(job.committed, *committed.times)
+    fast.sort(key=lambda launch: launch.ms_median)
+    best = next((launch for launch in fast if apart(launch, base)), None)
     winner, verdict = None, "the committed launch stays: no other is faster with its spread"
-    ahead = [launch for launch in fast if apart(launch, base)]
-    if ahead:
-        again = [timed(job, config, 2) for config in (job.committed, ahead[0].config)]
+    if best is not None:
+        again = [timed(job, config, best.config) for config in (job.committed, best.config)]
         if None in again:
             return None
         rounds = [Timed(job.committed, *found.times) for found in again if found and found.times]
-        verdict = f"the committed launch stays: {job.launch_id(ahead[0].config)} was faster in one of two rounds"
+        verdict = f"the committed launch stays: {job.launch_id(best.config)} was faster in one of two rounds"
         if len(rounds) == 2 and apart(rounds[1], rounds[0]):
-            winner = ahead[0].config
-            verdict = (
-                f"{base.ms_median / ahead[0].ms_median:.3g}x and {rounds[0].ms_median / rounds[1].ms_median:.3g}x faster, in two rounds"
-            )
-    top = tuple(sorted([base, *fast], key=lambda timed: timed.ms_median)[:TOP])
+            winner, gains = best.config, (base.ms_median / best.ms_median, rounds[0].ms_median / rounds[1].ms_median)
+            verdict = f"{gains[0]:.3g}x and {gains[1]:.3g}x faster, in two rounds"
+    top = tuple(sorted([base, *fast], key=lambda launch: launch.ms_median)[:TOP])
     return Result(
         key=job.key, kernel=job.kernel, problem=job.problem, committed=base, winner=winner, verdict=verdict, top=top,
         measured=len(fast) + 1, failed=failed,

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from tabulate import tabulate
 
 from nsa_sel import registry, tuned
 from nsa_sel.attention import forget_decisions
 from nsa_sel.call import device_info
-from nsa_sel.config import Settings, Way, settings_for
-from nsa_sel.errors import ArgumentError
+from nsa_sel.config import Settings, Way, profile_for, settings_for, shipped_configs
+from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.request import DeviceInfo
 from nsa_sel.tune import Journal, Report, journal_of, run
 from nsa_sel.tune_space import CASES, SPACES, Case, Job, jobs
@@ -47,6 +48,14 @@ class Plan(NamedTuple):
     def launches(self) -> int:
         """To measure, the committed ones included."""
         return sum(1 + len(job.candidates) for job in self.jobs)
+
+    @property
+    def note(self) -> str | None:
+        """What keeps the launches from being used."""
+        off, mode = self.settings.triton_off, self.settings.autotune
+        if off is not None and not self.settings.triton_force:
+            return f"{off.rule} keeps Triton off on this device: what is found serves calls with NSA_TRITON_SEL_FORCE=1 alone"
+        return "what is found is ignored: NSA_SEL_AUTOTUNE or runtime.autotune is off" if mode == "off" else None
 
     def document(self) -> dict[str, Any]:
         """For --json."""
@@ -82,11 +91,19 @@ def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry
     if lacking and not dry_run:
         raise ArgumentError(lacking[0].field, lacking[0].actual, str(lacking[0].required), lacking[0].remedy)
     device = device_info(torch.device("cuda", torch.cuda.current_device())) if here else ANY_GPU
-    settings = settings_for(device)
+    settings = committed_settings(device)
     found = jobs(settings, device.sm, _cases(sizes, quick), backend, way, quick)
     if not found:
         raise ArgumentError("--direction", repr(way), "one that the backend has launches for", "see `nsa-sel tune --dry-run`")
     return Plan(device, settings, found, _known(device, found) if here else 0)
+
+
+def committed_settings(device: DeviceInfo) -> Settings:
+    """The settings with the committed launches, whatever the file of NSA_SEL_CONFIG says of them: winners must beat these."""
+    profile, shipped = profile_for(device), shipped_configs()
+    layers = ["base.yaml", *((profile.assumed or "base.yaml", profile.name) if profile else ())]
+    kernels = {name: config for layer in layers for name, config in shipped[layer].kernels.items()}
+    return msgspec.structs.replace(settings_for(device), kernels=kernels)
 
 
 def _cases(sizes: Sizes, quick: bool) -> tuple[Case, ...]:
@@ -102,7 +119,7 @@ def _cases(sizes: Sizes, quick: bool) -> tuple[Case, ...]:
 
 def _known(device: DeviceInfo, found: list[Job]) -> int:
     journal = Journal(journal_of(tuned.stamp_of(device)), mend=False)
-    return sum(journal.known(job, config, 1) is not None for job in found for config in (job.committed, *job.candidates))
+    return sum(journal.known(job, config) is not None for job in found for config in (job.committed, *job.candidates))
 
 
 def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, float], None]) -> Report:
@@ -114,6 +131,10 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, floa
         return run(
             chosen.jobs, tuned.stamp_of(chosen.device), runner, commit=os.environ.get("NSA_SEL_COMMIT"), tell=tell, seconds=60 * minutes
         )
+    except OSError as error:
+        raise ConfigError(
+            "the cache folder", str(tuned.cache_folder()), "one that can be written", f"{error.strerror}: make room"
+        ) from error
     finally:
         tuned.forget()
         forget_decisions()
@@ -121,7 +142,7 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, floa
 
 def tune_quickly(device: torch.device, facts: DeviceInfo, case: Case, backend: str) -> Report:
     """The light tuning of a warm-up: launches next to the committed ones, for one case and backend."""
-    settings = settings_for(facts)
+    settings = committed_settings(facts)
     found = jobs(settings, facts.sm, (case,), backend, None, quick=True)
     with torch.cuda.device(device):
         return measure(Plan(facts, settings, found, 0), QUICK_MINUTES, True, lambda what, done: None)

@@ -229,8 +229,9 @@ def _read(device: DeviceInfo, folder: Path) -> Table | None:
         return None
     stamp = stamp_of(device)
     own = next((file for file in files if file.name == file_of(stamp).name), None)
-    file = own or max(files, key=lambda file: file.stat().st_mtime)
+    file = own or files[0]
     try:
+        file = own or max(files, key=lambda file: file.stat().st_mtime)
         content, table = parse(file.read_bytes(), file.name)
     except ConfigError as error:
         _ignore(file, "corrupt", str(error))

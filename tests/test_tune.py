@@ -23,7 +23,7 @@ from nsa_sel.tune import ContextLost, Entry, Journal, journal_of
 from nsa_sel.tune_runner import Runner, WrongResult
 from nsa_sel.tune_space import CASES, PROBLEMS, SPACES, Case, Job, Problem, jobs, launches, near, wide
 from nsa_sel.tuned import stamp_of
-from tests.policy_cases import H200
+from tests.policy_cases import H200, RTX4090
 from tests.test_layering import ROOT
 from tests.tune_cases import CASE, SLOW, some_jobs, times, write
 
@@ -130,6 +130,20 @@ def test_luck_in_one_round_is_not_enough() -> None:
     assert len(seen) == len(some_jobs()[0].candidates) + 3
 
 
+def test_a_new_rival_is_measured_beside_the_committed_launch_of_its_own_hour() -> None:
+    job = some_jobs()[0]
+    first, second = job.candidates[:2]
+    hour = [1.0]
+
+    def drifting(job: Job, config: KernelConfig) -> tune.Times:
+        ms = {first: 8.0, second: 7.0}.get(config, 10.0) * hour[0]
+        return ms, 0.99 * ms, 1.01 * ms
+
+    assert tuned_with(drifting, job._replace(candidates=(first,))).winner == first
+    hour[0] = 0.5  # all is faster now, the committed launch too
+    assert tuned_with(lambda job, config: drifting(job, job.committed), job._replace(candidates=(first, second))).winner is None
+
+
 def test_what_fails_is_recorded_and_passed_over() -> None:
     job = some_jobs()[0]
     best = min(job.candidates, key=lambda config: times(job, config)[0])
@@ -229,12 +243,12 @@ def test_a_launch_that_the_process_dies_of_is_passed_over_and_one_that_was_inter
         with pytest.raises(KeyboardInterrupt):
             tune.run([job], STAMP, stopped)
     journal = Journal(journal_of(STAMP))
-    assert journal.known(job, job.committed, 1) is None
+    assert journal.known(job, job.committed) is None
     for _ in range(tune.DEATHS):
-        journal._write(Entry(key=job.key, kernel=job.kernel, problem=job.problem, round=1, config=job.candidates[0], state="started"))
+        journal._write(Entry(key=job.key, kernel=job.kernel, problem=job.problem, rival=None, config=job.candidates[0], state="started"))
     result = tune.run([job], STAMP, times).results[0]
     assert result.failed == 1
-    assert "died 3 times" in str(Journal(journal_of(STAMP)).known(job, job.candidates[0], 1))
+    assert "died 3 times" in str(Journal(journal_of(STAMP)).known(job, job.candidates[0]))
 
 
 def test_one_process_at_a_time() -> None:
@@ -312,7 +326,7 @@ for kill in range(20):
 killed_with = len(before)
 report = tune.run(jobs, stamp, measure)
 assert Journal(journal).unreadable == 0
-seen = [json.dumps([line[f] for f in ("key", "kernel", "problem", "round", "config")]) for line in finished()]
+seen = [json.dumps([line[f] for f in ("key", "kernel", "problem", "rival", "config")]) for line in finished()]
 assert len(seen) == len(set(seen)), "measured twice"
 assert report.left == 0 and not report.skipped
 undisturbed = sum(1 + len(job.candidates) for job in jobs)
@@ -433,6 +447,37 @@ def test_flags_that_override_launches_do_not_reach_the_candidates(monkeypatch: p
 
 
 # The command
+
+
+def test_winners_must_beat_the_committed_launches_not_a_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "provenance: mine\nkernels: {triton-tile/dq: {loads: pointer, block_l: 16, num_warps: 1, num_stages: 1}}\n"
+    )
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+    assert settings_for(H200).kernels["triton-tile/dq"].block_l == 16
+    assert tune_command.committed_settings(H200).kernels == shipped_configs()["base.yaml"].kernels
+
+
+def test_it_says_when_what_is_found_will_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(device: DeviceInfo) -> str | None:
+        return tune_command.Plan(device, settings_for(device), [], 0).note
+
+    assert note(H200) is None
+    assert "ADR-2025-08-M4-02 keeps Triton off" in str(note(RTX4090))
+    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
+    assert note(RTX4090) is None
+    monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
+    assert "is ignored" in str(note(H200))
+
+
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tune_command, "run", full)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ConfigError, match="No space left on device: make room"):
+        tune_command.measure(tune_command.Plan(H200, settings_for(H200), [], 0), 1, True, lambda what, done: None)
 
 
 def invoke(*arguments: str) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import stat
 import subprocess
 import sys
 import warnings
@@ -237,13 +235,19 @@ def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, events: Any, 
     assert "remove the file and run `nsa-sel tune` again" in ignored["words"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_file_is_reported(folder: Path) -> None:
+def test_what_cannot_be_read_is_reported(folder: Path, events: Any) -> None:
     write(result())
     (file,) = folder.glob("*.json")
-    file.chmod(stat.S_IWUSR)
-    with pytest.warns(RuntimeWarning, match="Permission denied"):
+    file.unlink()
+    file.mkdir()
+    with pytest.warns(RuntimeWarning, match="Is a directory"):
         assert launch() == COMMITTED
+    file.rmdir()
+    (folder / "NVIDIA-H200-sm90-000000000000.json").symlink_to("nowhere")
+    tuned.forget()
+    with pytest.warns(RuntimeWarning, match="No such file"):
+        assert launch() == COMMITTED
+    assert {event["why"] for event in events("sel.tuned.ignored")} == {"unreadable"}
 
 
 # Where and for what
