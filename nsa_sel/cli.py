@@ -255,10 +255,10 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be measured; needs no GPU.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the launches of the Triton kernels on this GPU; your calls use those that beat the committed ones.
+    """Measure on this GPU from which L on Triton pays, and the launches of its kernels; your calls use what is found.
 
-    Without --L, --h, --Dk, --Dv, --dtype, the cases of nsa_sel/tune_space.py. Every measurement is kept: a run that was ended goes on where
-    it stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
+    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, and the cases of nsa_sel/tune_space.py. Every measurement is kept:
+    a run that was ended goes on where it stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
     """
     from nsa_sel import tune_command  # it knows the kernels, which no other command needs
 
@@ -271,8 +271,8 @@ def tune(
         if chosen.note and not as_json:
             _print(f"note: {chosen.note}")
         with _progress(as_json) as advance:
-            report = tune_command.measure(chosen, minutes, quick, advance)
-        _print(_pretty({**report._asdict(), "file": str(report.file)}) if as_json else tune_command.text(report))
+            found = tune_command.measure(chosen, minutes, quick, advance)
+        _print(_pretty(found.document()) if as_json else tune_command.text(found))
 
 
 @contextlib.contextmanager

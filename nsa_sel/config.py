@@ -391,7 +391,7 @@ def forget_settings() -> None:
     _resolve.cache_clear()
 
 
-def _by_way(value: int | dict[Way, int], before: int | dict[Way, int] | None) -> int | dict[Way, int]:
+def by_way(value: int | dict[Way, int], before: int | dict[Way, int] | None) -> int | dict[Way, int]:
     """A threshold over the one that held before; one number where all ways agree."""
     if isinstance(value, int):
         return value
@@ -424,7 +424,7 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
             value = getattr(layer.runtime, field)
             if value is not msgspec.UNSET:
                 if field == "sel_triton_min_L":
-                    value = _by_way(value, values.get(field))
+                    value = by_way(value, values.get(field))
                 elif field == "autotune" and isinstance(value, bool):
                     value = "on" if value else "off"
                 values[field] = tuple(value) if isinstance(value, list) else value

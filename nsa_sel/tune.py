@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -192,7 +192,8 @@ def run(
     deadline = time.monotonic() + seconds
     with locked(stamp):
         journal, path = Journal(journal_of(stamp)), tuned.file_of(stamp)
-        results, taken, skipped, done = _written(path), 0, [], []
+        results = {(result.key, result.kernel, result.problem): result for result in written(stamp).results}
+        taken, skipped, done = 0, [], []
         total = sum(1 + len(job.candidates) for job in jobs) or 1
         begun = passed = 0
 
@@ -218,7 +219,7 @@ def run(
                 continue
             done.append(outcome)
             results[outcome.key, outcome.kernel, outcome.problem] = outcome
-            write(path, TunedFile(stamp=stamp, commit=commit, results=tuple(results.values())))
+            rewrite(stamp, commit=commit, results=tuple(results.values()))
     return Report(path, tuple(done), len(jobs) - len(done) - len(skipped), taken, tuple(skipped))
 
 
@@ -262,13 +263,18 @@ def apart(fast: Timed, slow: Timed) -> bool:
     return fast.ms_p80 < slow.ms_p20
 
 
-def _written(path: Path) -> dict[tuple[Key, str, str], Result]:
-    """The results of earlier runs; a file that can't be read is replaced, from the journal."""
+def written(stamp: Stamp) -> TunedFile:
+    """What earlier runs wrote; a file that can't be read is made anew, from the journal."""
+    path = tuned.file_of(stamp)
     try:
-        file, _ = tuned.parse(path.read_bytes(), path.name)
+        return tuned.parse(path.read_bytes(), path.name)[0]
     except (OSError, ConfigError):
-        return {}
-    return {(result.key, result.kernel, result.problem): result for result in file.results}
+        return TunedFile(stamp=stamp, commit=None)
+
+
+def rewrite(stamp: Stamp, **changes: Any) -> None:
+    """Replace some parts of the file; only for the process that holds the lock."""
+    write(tuned.file_of(stamp), msgspec.structs.replace(written(stamp), **changes))
 
 
 def write(path: Path, file: TunedFile) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from tabulate import tabulate
 from nsa_sel import registry, tuned
 from nsa_sel.attention import forget_decisions
 from nsa_sel.call import device_info
-from nsa_sel.config import Settings, Way, profile_for, settings_for, shipped_configs
+from nsa_sel.config import WAYS, Settings, Threshold, Way, profile_for, settings_for, shipped_configs
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.request import DeviceInfo
 from nsa_sel.tune import Journal, Report, journal_of, run
@@ -36,6 +37,17 @@ class Sizes(NamedTuple):
     dtype: str | None = None
 
 
+class Done(NamedTuple):
+    """What a run found."""
+
+    report: Report
+    thresholds: dict[Way, Threshold]
+
+    def document(self) -> dict[str, Any]:
+        """For --json."""
+        return {**self.report._asdict(), "file": str(self.report.file), "thresholds": self.thresholds}
+
+
 class Plan(NamedTuple):
     """The jobs for a device; `known` measurements are in the journal already."""
 
@@ -43,6 +55,7 @@ class Plan(NamedTuple):
     settings: Settings
     jobs: list[Job]
     known: int
+    ways: tuple[Way, ...] = ()  # whose thresholds are measured: where neither backend nor sizes are asked for
 
     @property
     def launches(self) -> int:
@@ -60,13 +73,14 @@ class Plan(NamedTuple):
     def document(self) -> dict[str, Any]:
         """For --json."""
         listed = [{"key": job.key, "kernel": job.kernel, "problem": job.problem, "launches": 1 + len(job.candidates)} for job in self.jobs]
-        return {"device": self.device, "jobs": listed, "launches": self.launches, "known": self.known}
+        return {"device": self.device, "jobs": listed, "launches": self.launches, "known": self.known, "thresholds": self.ways}
 
     def text(self) -> str:
         """For a terminal."""
         rows = [(*_key_cells(job), job.launch_id(job.committed), 1 + len(job.candidates)) for job in self.jobs]
         table = tabulate(rows, headers=[*KEY_HEADERS, "committed launch", "launches"], tablefmt="simple", disable_numparse=True)
-        return f"{table}\n\n{self.launches} launches to measure on {self.device.name}, {self.known} of them known from earlier runs"
+        first = f"first the least L of Triton, for {', '.join(self.ways)}; then " if self.ways else ""
+        return f"{table}\n\n{first}{self.launches} launches to measure on {self.device.name}, {self.known} of them known from earlier runs"
 
 
 KEY_HEADERS = ("Dk/Dv", "h", "L", "dtype", "direction")
@@ -95,7 +109,8 @@ def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry
     found = jobs(settings, device.sm, _cases(sizes, quick), backend, way, quick)
     if not found:
         raise ArgumentError("--direction", repr(way), "one that the backend has launches for", "see `nsa-sel tune --dry-run`")
-    return Plan(device, settings, found, _known(device, found) if here else 0)
+    ways = WAYS if way is None else (way,)
+    return Plan(device, settings, found, _known(device, found) if here else 0, () if backend or any(sizes) else ways)
 
 
 def committed_settings(device: DeviceInfo) -> Settings:
@@ -122,15 +137,24 @@ def _known(device: DeviceInfo, found: list[Job]) -> int:
     return sum(journal.known(job, config) is not None for job in found for config in (job.committed, *job.candidates))
 
 
-def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, float], None]) -> Report:
+def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, float], None]) -> Done:
     """Run the plan on this GPU; later calls of this process use what was found."""
+    from nsa_sel import tune_thresholds
     from nsa_sel.tune_runner import Runner, timer  # loads Triton when it is first used
 
-    runner = Runner(torch.device("cuda", torch.cuda.current_device()), chosen.settings, timer(QUICK_REP if quick else REP))
+    device, stamp, time = (
+        torch.device("cuda", torch.cuda.current_device()),
+        tuned.stamp_of(chosen.device),
+        timer(QUICK_REP if quick else REP),
+    )
+    commit, deadline = os.environ.get("NSA_SEL_COMMIT"), monotonic() + 60 * minutes
     try:
-        return run(
-            chosen.jobs, tuned.stamp_of(chosen.device), runner, commit=os.environ.get("NSA_SEL_COMMIT"), tell=tell, seconds=60 * minutes
-        )
+        thresholds = {}
+        if chosen.ways:
+            sides = tune_thresholds.Runner(device, chosen.settings, time)
+            thresholds = tune_thresholds.run(stamp, sides, chosen.ways, tell, deadline - monotonic())
+        runner = Runner(device, chosen.settings, time)
+        return Done(run(chosen.jobs, stamp, runner, commit=commit, tell=tell, seconds=deadline - monotonic()), thresholds)
     except OSError as error:
         raise ConfigError(
             "the cache folder", str(tuned.cache_folder()), "one that can be written", f"{error.strerror}: make room"
@@ -140,7 +164,7 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, floa
         forget_decisions()
 
 
-def tune_quickly(device: torch.device, facts: DeviceInfo, case: Case, backend: str) -> Report:
+def tune_quickly(device: torch.device, facts: DeviceInfo, case: Case, backend: str) -> Done:
     """The light tuning of a warm-up: launches next to the committed ones, for one case and backend."""
     settings = committed_settings(facts)
     found = jobs(settings, facts.sm, (case,), backend, None, quick=True)
@@ -148,16 +172,18 @@ def tune_quickly(device: torch.device, facts: DeviceInfo, case: Case, backend: s
         return measure(Plan(facts, settings, found, 0), QUICK_MINUTES, True, lambda what, done: None)
 
 
-def text(report: Report) -> str:
-    """The report for a terminal."""
-    rows = []
+def text(done: Done) -> str:
+    """What was done, for a terminal."""
+    report, rows = done.report, []
     for result in report.results:
         key = result.key
         launch = result.winner.config_id(result.kernel) if result.winner else result.committed.config.config_id(result.kernel)
         rows.append((f"{key.Dk}/{key.Dv}", f"<={key.h}", f"<={key.L}", key.dtype, key.way, launch, result.verdict))
     table = tabulate(rows, headers=[*KEY_HEADERS, "launch", "verdict"], tablefmt="simple", disable_numparse=True)
     won = Counter(result.winner is not None for result in report.results)[True]
-    lines = [
+    lines = [f"{way}: {_words(found)}" for way, found in done.thresholds.items()]
+    lines += [
+        "",
         table,
         "",
         f"{report.taken} measurements taken; {won} of {len(report.results)} kernels have a launch of their own: {report.file}",
@@ -166,3 +192,9 @@ def text(report: Report) -> str:
     if report.left:
         lines.append(f"time is up, {report.left} kernels are left: run the command again to go on")
     return "\n".join(lines)
+
+
+def _words(found: Threshold) -> str:
+    sides = [f"{side.backend} {side.ms_median:.3g} ms ({side.ms_p20:.3g} to {side.ms_p80:.3g})" for side in (found.triton, found.packed)]
+    least = "undecided, the least L of Triton stays" if found.value is None else f"Triton from L = {found.value} on"
+    return f"{least}; closest, {found.closest}: {' against '.join(sides)}"

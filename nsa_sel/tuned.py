@@ -24,7 +24,7 @@ import msgspec
 
 import nsa_sel
 from nsa_sel import observe
-from nsa_sel.config import CACHE_FLAG, KernelConfig, Settings, Way, check_kernel, shipped_configs
+from nsa_sel.config import CACHE_FLAG, KernelConfig, Settings, Threshold, Way, by_way, check_kernel, shipped_configs
 from nsa_sel.errors import ConfigError
 from nsa_sel.request import DeviceInfo, Request
 
@@ -101,16 +101,18 @@ class TunedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     stamp: Stamp
     commit: str | None
-    results: tuple[Result, ...]
+    results: tuple[Result, ...] = ()
+    thresholds: dict[Way, Threshold] = {}  # sel_triton_min_L, where it was measured
 
 
 class Table(NamedTuple):
-    """The launches of one file, by shape, way and kernel."""
+    """The launches of one file, by shape, way and kernel, and its thresholds."""
 
     name: str  # of the file, without its folder
     fingerprint: str
     data: bytes
     launches: dict[tuple[Shape, Way], dict[str, KernelConfig]]
+    min_length: dict[Way, int]  # where it is decided
 
 
 def class_of_heads(h: int) -> int:
@@ -201,7 +203,8 @@ def parse(data: bytes, name: str) -> tuple[TunedFile, Table]:
         if result.winner is not None:
             check_kernel(name, result.kernel, result.winner, ANEW)
             launches.setdefault((result.key.shape, result.key.way), {})[result.kernel] = result.winner
-    return file, Table(name, hashlib.sha256(data).hexdigest()[:12], data, launches)
+    min_length = {way: found.value for way, found in file.thresholds.items() if found.value is not None}
+    return file, Table(name, hashlib.sha256(data).hexdigest()[:12], data, launches, min_length)
 
 
 _tables: dict[tuple[DeviceInfo, Path], Table | None] = {}
@@ -245,7 +248,14 @@ def _read(device: DeviceInfo, folder: Path) -> Table | None:
             file, "environment", f"measured in another environment: {'; '.join(differing)}. Run `nsa-sel tune` here, or remove the file"
         )
         return None
-    observe.emit("sel.tuned.loaded", file=str(file), fingerprint=table.fingerprint, results=len(content.results), stamp=content.stamp)
+    observe.emit(
+        "sel.tuned.loaded",
+        file=str(file),
+        fingerprint=table.fingerprint,
+        results=len(content.results),
+        thresholds=table.min_length,
+        stamp=content.stamp,
+    )
     return table
 
 
@@ -302,9 +312,9 @@ def forget() -> None:
 
 
 def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
-    """The settings for calls like `request`: where the user's own tuning is in force, with its launches for them.
+    """The settings for calls like `request`: where the user's own tuning is in force, with its thresholds, and its launches for them.
 
-    Launches of the file that NSA_SEL_CONFIG names stay, and so do overrides by flags (`Settings.kernel`).
+    What the file that NSA_SEL_CONFIG names says stays, and so do overrides by flags (`Settings.kernel`).
     """
     table = None if settings.autotune == "off" else in_force(device)
     if table is None:
@@ -316,7 +326,11 @@ def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
     held = settings.config_file
     own = {kernel: config for kernel, config in own.items() if held is None or settings.sources.get(f"kernels.{kernel}") != held}
     origin = f"tuned: {table.name} {table.fingerprint}"
+    sources = {**settings.sources, **{f"kernels.{kernel}": origin for kernel in own}}
+    min_length = settings.sel_triton_min_L
+    if table.min_length and settings.sources.get("sel_triton_min_L") not in ("NSA_SEL_TRITON_MIN_L", held or ""):
+        min_length, sources["sel_triton_min_L"] = by_way(table.min_length, min_length), origin
     return msgspec.structs.replace(
-        settings, kernels={**settings.kernels, **own}, tuned=origin, sources={**settings.sources, **{f"kernels.{k}": origin for k in own}},
+        settings, kernels={**settings.kernels, **own}, sel_triton_min_L=min_length, tuned=origin, sources=sources,
         fingerprint=hashlib.sha256(f"{settings.fingerprint} {table.fingerprint}".encode()).hexdigest()[:12],
     )  # fmt: skip

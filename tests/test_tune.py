@@ -20,9 +20,10 @@ from nsa_sel.config import KernelConfig, settings_for, shipped_configs
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.request import DeviceInfo
 from nsa_sel.tune import ContextLost, Entry, Journal, journal_of
+from nsa_sel.tune_command import Done
 from nsa_sel.tune_runner import Runner, WrongResult
 from nsa_sel.tune_space import CASES, PROBLEMS, SPACES, Case, Job, Problem, jobs, launches, near, wide
-from nsa_sel.tuned import stamp_of
+from nsa_sel.tuned import TunedFile, stamp_of
 from tests.policy_cases import H200, RTX4090
 from tests.test_layering import ROOT
 from tests.tune_cases import CASE, SLOW, some_jobs, times, write
@@ -167,7 +168,7 @@ def test_a_committed_launch_that_fails_leaves_its_kernel_out() -> None:
     report = tune.run(some_jobs()[:1], STAMP, broken)
     assert report.results == ()
     assert "WrongResult: this problem does not use it" in report.skipped[0]
-    assert "passed over: triton-group" in tune_command.text(report)
+    assert "passed over: triton-group" in tune_command.text(Done(report, {}))
     assert not tuned.file_of(STAMP).exists()
 
 
@@ -215,7 +216,7 @@ def test_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     report = tune.run(found, STAMP, times, seconds=15)
     assert 0 < len(report.results) < len(found)
     assert report.left == len(found) - len(report.results)
-    assert f"time is up, {report.left} kernels are left" in tune_command.text(report)
+    assert f"time is up, {report.left} kernels are left" in tune_command.text(Done(report, {}))
     monkeypatch.undo()
 
 
@@ -276,13 +277,16 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     write()
     before = tuned.file_of(STAMP).read_bytes()
+    tune.write(tuned.file_of(STAMP), TunedFile(stamp=STAMP, commit="another"))
+    assert tuned.file_of(STAMP).read_bytes() != before
+    write()
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write()
+        tune.write(tuned.file_of(STAMP), TunedFile(stamp=STAMP, commit="another"))
     assert tuned.file_of(STAMP).read_bytes() == before
 
 
