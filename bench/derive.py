@@ -15,9 +15,7 @@ import yaml
 from nsa_sel.bench import cost_fit, records, unmeasured
 from nsa_sel.bench import threshold_optimizer as optimizer
 from nsa_sel.bench.records import Row
-from nsa_sel.bench.threshold_optimizer import MARGIN as MARGIN
-from nsa_sel.bench.threshold_optimizer import Pair, length_pairs, sure_length
-from nsa_sel.bench.threshold_optimizer import faster_by as faster_by
+from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.config import Evidence, Side, Source, Threshold, Way
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,13 +28,6 @@ DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "de
 def read_rows(name: str) -> list[Row]:
     """The rows with a time of a JSON-lines file under the repository's root."""
     return records.measured(records.read(ROOT / name))
-
-
-def triton_threshold(rows: list[Row]) -> tuple[int, list[Pair]] | None:
-    """The smallest L from which triton-group beats packed SDPA by `MARGIN` in every measured case, and the pairs of rows at L."""
-    pairs = length_pairs(rows)
-    length = sure_length(pairs, MARGIN)
-    return None if length is None else (length, [pair for pair in pairs if pair.length == length])
 
 
 def threshold(found: optimizer.Threshold) -> Threshold:

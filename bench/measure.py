@@ -18,9 +18,6 @@ import numpy as np
 import torch
 
 from nsa_sel.bench.cases import Case
-from nsa_sel.bench.records import append
-
-__all__ = ["ROOT", "Spread", "Timing", "append", "environment", "gpu_state", "milliseconds", "row", "spread", "workspace_bytes"]
 
 ROOT = Path(__file__).resolve().parents[1]
 GRAPH_CALLS = 20  # calls captured into one graph: its own launch is shared by all of them

@@ -10,12 +10,12 @@ import torch
 
 from nsa_sel.attention import explain_request
 from nsa_sel.bench import cases, cost_fit, regret, report_figures
-from nsa_sel.bench.derive import MARGIN, faster_by, triton_threshold
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.report_figures import Facet, Figure, Line, Share, role_of, short
 from nsa_sel.bench.report_page import Panel, Table, of_markdown
 from nsa_sel.bench.report_panels import TITLES, plain, thousands, way_name
 from nsa_sel.bench.summary import PACKED, gain_of, indexed
+from nsa_sel.bench.threshold_optimizer import MARGIN, faster_by, length_pairs, sure_length
 from nsa_sel.call import device_info
 from nsa_sel.config import settings_for
 from nsa_sel.devices import GPUS, named
@@ -208,8 +208,8 @@ def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
 
 
 def _said(rows: Sequence[Row]) -> str:
-    found = triton_threshold([row for row in rows if row["case"].startswith("threshold") and row["backend"] in (GATED, PACKED)])
-    return "undecided" if found is None else f"L = {found[0]}"
+    length = sure_length(length_pairs(rows, GATED), MARGIN)
+    return "undecided" if length is None else f"L = {length}"
 
 
 def _spread(row: Row) -> str:

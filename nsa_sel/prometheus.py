@@ -33,6 +33,7 @@ METRICS = {  # kind of `observe.tallies` -> metric; Prometheus adds _total to th
     "refused": Described("nsa_sel_refusals", "Calls in which a check turned away a preferred backend", ("backend", "code")),
     "unserved": Described("nsa_sel_unserved_calls", "Calls that no backend might run", ()),
     "failed": Described("nsa_sel_failures", "Exceptions in a backend", ("backend",)),
+    "warmups": Described("nsa_sel_warmups", "Requests that were warmed up, by the backend that ran forward", ("backend",)),
     "fallbacks": Described("nsa_sel_fallbacks", "Passes that packed SDPA took over from a backend", ("backend", "reason")),
 }
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from nsa_sel import tuned
-from nsa_sel.bench.measure import append
+from nsa_sel.bench.records import append
 from nsa_sel.config import CACHE_FLAG, KernelConfig
 from nsa_sel.errors import ArgumentError, ConfigError, NsaSelError
 from nsa_sel.tune_space import Job

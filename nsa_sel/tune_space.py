@@ -113,10 +113,11 @@ class Job(NamedTuple):
         return config.config_id(self.kernel)
 
 
-def wide(case: Case) -> bool:
-    """Whether kernels take their "-wide" launches (nsa_sel/backends/_triton/launch.py)."""
-    tiles = sum(max(16, 1 << (width - 1).bit_length()) for width in (case.Dk, case.Dv))
-    return case.dtype not in ("float16", "bfloat16") or tiles > 256
+def launch_class(case: Case) -> str:
+    """What kernels append to their launches' names for such sizes (nsa_sel/backends/_triton/launch.py)."""
+    tile_k, tile_v = (max(16, 1 << (width - 1).bit_length()) for width in (case.Dk, case.Dv))
+    columns = tile_v + (192 if 128 < case.Dk <= 192 else tile_k)
+    return "-widest" if columns > 320 or case.dtype not in ("float16", "bfloat16") else "-wide" if columns > 256 else ""
 
 
 def launches(space: Space, committed: KernelConfig, sm: int | None) -> Iterator[KernelConfig]:
@@ -149,7 +150,7 @@ def jobs(
             unreached = sm is not None and sm < BULK_COPIES_FROM and space.loads == ("tma",)
             if backend not in (None, name) or way not in (None, space.way) or unreached:
                 continue
-            kernel = f"{space.kernel}-wide" if wide(case) else space.kernel
+            kernel = space.kernel + launch_class(case)
             committed = settings.kernels[kernel]
             candidates = tuple(c for c in launches(space, committed, sm) if not quick or near(c, committed))
             key = Key(

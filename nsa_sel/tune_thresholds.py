@@ -14,7 +14,8 @@ import torch
 from nsa_sel import registry, tuned
 from nsa_sel.bench import cases
 from nsa_sel.bench.derive import DIRECTIONS, threshold
-from nsa_sel.bench.measure import append
+from nsa_sel.bench.records import append
+from nsa_sel.bench.threshold_optimizer import thresholds
 from nsa_sel.call import Call, device_info
 from nsa_sel.config import Settings, Threshold, Way
 from nsa_sel.selection import Selection
@@ -69,9 +70,8 @@ def run(
         for way in ways:
             rows = [known.get((case.case, of, side)) for case, of, side in wanted if of == way]
             complete = [row for row in rows if row is not None and "error" not in row]
-            decided = threshold(complete) if len(complete) == len(rows) else None
-            if decided is not None:
-                found[way] = decided
+            if complete and len(complete) == len(rows):
+                found[way] = threshold(thresholds(complete)[0])
         rewrite(stamp, thresholds=found)
     return found
 

@@ -123,6 +123,7 @@ def _warm(request: Request, device: torch.device, tune: bool) -> Warmed:
         request=request, forward=decision.forward, backward=decision.backward, ms_forward=ms_forward, ms_backward=ms_backward,
         ms_tuning=ms_tuning,
     )  # fmt: skip
+    observe.count("warmups", warmed.forward)
     observe.emit("sel.triton.warmup", device=facts.name, fingerprint=decision.settings.fingerprint, **msgspec.structs.asdict(warmed))
     return warmed
 

@@ -11,6 +11,7 @@ import torch
 
 import nsa_sel
 from nsa_sel import Selection, attention, registry
+from nsa_sel.call import check_call, request_of
 from nsa_sel.errors import ArgumentError, BackendError, ConfigError, NsaSelError
 from nsa_sel.request import DeviceInfo
 from tests.cases import make_qkv
@@ -262,3 +263,17 @@ def test_the_table_is_long() -> None:
     assert len(CALLS) >= 40
     assert rows >= 90
     assert len({wrong.name for wrong in CALLS + SELECTIONS}) == len(CALLS) + len(SELECTIONS)
+
+
+@pytest.mark.parametrize(("start", "row", "aligned"), [(0, 16, True), (0, 20, True), (0, 18, False), (4, 16, True), (2, 16, False)])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_alignment_is_a_fact_of_the_request(which: int, start: int, row: int, aligned: bool) -> None:
+    """Of pointers and of all strides but the last, in steps of 16 bytes, here four float32; any of the tensors may lack it."""
+    q, k, v = (torch.randn(1, 4, 1, 2, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16))
+    tensors = [q, k, v]
+    shape = tensors[which].shape
+    wide = torch.randn(*shape[:-1], row).flatten()
+    strides = torch.empty(*shape[:-1], row).stride()
+    tensors[which] = torch.cat((wide, wide))[start:].as_strided(shape, strides)
+    checked = check_call(*tensors, torch.zeros(1, 4, 1, 1, 2, dtype=torch.int32), None, None)
+    assert request_of(*checked[:4], False).aligned == aligned

@@ -88,13 +88,12 @@ def test_directions_are_apart_and_only_comparable_rows_count() -> None:
 
 
 def test_derive_uses_the_same_rule() -> None:
+    found = derive.evidence(derive.H200_ROWS, derive.read_rows(derive.H200_ROWS)).sel_triton_min_L
     rows = derive.read_rows(derive.H200_ROWS)
-    found = derive.triton_threshold(rows)
-    assert found is not None
-    assert found[0] == max(threshold.length or 0 for threshold in thresholds(rows))
-    assert derive.triton_threshold(list(rows_of({64: (1, 1.1)}))) is None
+    assert {derive.DIRECTIONS[way]: known.value for way, known in found.items()} == {one.direction: one.length for one in thresholds(rows)}
     noisy = [*rows_of({64: (1, 1.3)}, spread=0.2), *rows_of({256: (1, 1.3)})]
-    assert derive.triton_threshold(noisy) == (256, [pair for pair in only(noisy).pairs if pair.length == 256])
+    known = derive.threshold(only(noisy))
+    assert (known.verdict, known.value, known.closest) == ("measured", 256, only(noisy).closest.triton["case"])
 
 
 def test_a_profile_sets_what_is_decided() -> None:

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
 
 import nsa_sel
 from nsa_sel import attention, observe, prometheus, registry, watch
@@ -277,7 +275,12 @@ def test_nvtx_ranges(monkeypatch: pytest.MonkeyPatch, flag: bool, on_gpu: bool) 
 # Prometheus
 
 
+# prometheus-client is optional, and machines with a GPU collect this file too: it is imported where it is needed.
+
+
 def test_prometheus_text_is_the_counters() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
     observe.record(decide(SHORT, H100), SHORT)
     observe.count("failed", "triton-tile")
     observe.count("of a plug-in", "some", "name")
@@ -297,6 +300,8 @@ def test_prometheus_text_is_the_counters() -> None:
 
 
 def test_prometheus_reads_at_every_scrape() -> None:
+    from prometheus_client import CollectorRegistry
+
     metrics = CollectorRegistry()
     collector = prometheus.register(metrics)
     observe.count("failed", "x")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nsa_sel.attention import explain_request
-from nsa_sel.bench.derive import PROFILES, ROOT, faster_by, read_rows, render, threshold, triton_threshold, words
+from nsa_sel.bench.derive import PROFILES, ROOT, read_rows, render, threshold, words
+from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
 from nsa_sel.config import WAYS, Way, profile_for, settings_for, shipped_configs
 from nsa_sel.dispatch import counterfactuals
 from nsa_sel.request import example_request
@@ -132,16 +133,10 @@ def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
 
     times = {64: (1.0, 2.0), 256: (1.0, 1.1), 1024: (1.0, 1.3), 4096: (1.0, 9.0)}
     rows = [row(b, L, t[i]) for L, t in times.items() for i, b in enumerate(("triton-group", "sdpa-packed"))]
-    found = triton_threshold(rows)
-    assert found is not None
-    assert found[0] == 1024
-    assert triton_threshold(rows[:4]) is None
-    assert threshold([]) is None
-    known = threshold(rows)
-    assert known is not None
+    assert thresholds([]) == []
+    known = threshold(thresholds(rows)[0])
     assert (known.verdict, known.value, known.closest, known.cases) == ("measured", 1024, "threshold-L1024", 4)
-    undecided = threshold(rows[:4])
-    assert undecided is not None
+    undecided = threshold(thresholds(rows[:4])[0])
     assert (undecided.verdict, undecided.value, undecided.closest) == ("undecided", None, "threshold-L256")
     assert "undecided" in words(undecided)
     assert faster_by(rows[0], rows[1]) == pytest.approx(2.0 * 0.99 / 1.01)

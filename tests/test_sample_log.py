@@ -32,11 +32,11 @@ def test_its_decisions_replay() -> None:
 
 
 def test_its_summary() -> None:
-    """By hand: an automatic call, two forced ones, one that falls back, and one after that; all need gradients."""
+    """By hand: an automatic call, two forced ones, one that falls back, one after that, and that of the warm-up; all need gradients."""
     summary = summarise(LOG)
     won = [(w.forward, w.backward, w.override, w.calls) for w in summary.won]
     assert sorted(won, key=str) == [
-        ("numba", "numba", None, 1),
+        ("numba", "numba", None, 2),
         ("sdpa-packed", "sdpa-packed", "argument", 1),
         ("sdpa-packed", "sdpa-packed", "failure of numba", 1),
         ("sdpa-packed", "sdpa-packed", None, 1),
@@ -53,7 +53,7 @@ def test_its_summary() -> None:
     assert all(kernel.startswith("triton-group/") for kernel in summary.kernels)
     assert {traffic.source for traffic in summary.reads} == {"counted"}
     assert max(summary.worst_mae.values()) < 1e-6
-    assert summary.decisions == 5
+    assert summary.decisions == 6
 
 
 def write() -> None:
@@ -61,7 +61,7 @@ def write() -> None:
     import torch
 
     import nsa_sel
-    from nsa_sel import registry
+    from nsa_sel import attention, registry
     from nsa_sel.backends import numba_cpu
     from tests.cases import make_blocks, make_qkv, make_spans
 
@@ -84,7 +84,37 @@ def write() -> None:
         nsa_sel.selection_attention(q, k, v, blocks)
     numba_cpu.forward = real
     registry.forget_broken()
+    attention.forget_decisions()
+    tuning_events()
     nsa_sel.log_to(None)
+
+
+def tuning_events() -> None:
+    """A warm-up; a user's own launches, found and then of another environment."""
+    import shutil
+    import warnings
+
+    import torch
+
+    import nsa_sel
+    from nsa_sel import tuned
+    from nsa_sel.call import device_info
+    from tests.tune_cases import key, result, write
+
+    shape = {"S": 16, "S_kv": 64, "G": 2, "h": 2, "Dk": 16, "Dv": 16, "n": 2, "block_size": 16, "dtype": "float32"}
+    nsa_sel.warmup(requests=[shape])
+    here = device_info(torch.device("cpu"))
+    os.environ["NSA_SEL_CACHE"] = "sample-cache"
+    try:
+        for stamped in ({}, {"torch": "1.0"}):
+            write(result(of=key(**{"Dk": 16, "Dv": 16, "h": 2, "L": 64, "dtype": "float32"})), device=here, **stamped)
+            tuned.forget()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tuned.read(here)
+    finally:
+        shutil.rmtree("sample-cache")
+        tuned.forget()
 
 
 def fail(call: object) -> None:

@@ -22,7 +22,7 @@ from nsa_sel.request import DeviceInfo
 from nsa_sel.tune import ContextLost, Entry, Journal, journal_of
 from nsa_sel.tune_command import Done
 from nsa_sel.tune_runner import Runner, WrongResult
-from nsa_sel.tune_space import CASES, PROBLEMS, SPACES, Case, Job, Problem, jobs, launches, near, wide
+from nsa_sel.tune_space import CASES, PROBLEMS, SPACES, Case, Job, Problem, jobs, launch_class, launches, near
 from nsa_sel.tuned import TunedFile, stamp_of
 from tests.policy_cases import H200, RTX4090
 from tests.test_layering import ROOT
@@ -42,12 +42,12 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_every_kernel_is_tuned_and_every_name_is_known() -> None:
     committed = shipped_configs()["base.yaml"].kernels
-    assert {space.kernel for space in SPACES} == {name.removesuffix("-wide") for name in committed}
+    assert {space.kernel for space in SPACES} == {name.removesuffix("-widest").removesuffix("-wide") for name in committed}
     assert {space.problem for space in SPACES} == set(PROBLEMS)
     assert {job.kernel for job in jobs(settings_for(H200), 90, (CASE, Case(192, 128, 16, 1024)))} == set(committed)
-    assert wide(Case(64, 64, 1, 64, "float32"))
-    assert not wide(Case(128, 128, 1, 64))
-    assert wide(Case(160, 16, 1, 64))
+    sizes = {(128, 128): "", (160, 16): "", (192, 128): "-wide", (256, 16): "-wide", (128, 192): "-widest", (256, 256): "-widest"}
+    assert {dims: launch_class(Case(*dims, 1, 64)) for dims in sizes} == sizes
+    assert launch_class(Case(64, 64, 1, 64, "float32")) == "-widest"
 
 
 def test_the_space_is_the_one_that_was_asked_for() -> None:
