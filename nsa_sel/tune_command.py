@@ -142,12 +142,9 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, floa
     from nsa_sel import tune_thresholds
     from nsa_sel.tune_runner import Runner, timer  # loads Triton when it is first used
 
-    device, stamp, time = (
-        torch.device("cuda", torch.cuda.current_device()),
-        tuned.stamp_of(chosen.device),
-        timer(QUICK_REP if quick else REP),
-    )
-    commit, deadline = os.environ.get("NSA_SEL_COMMIT"), monotonic() + 60 * minutes
+    deadline = monotonic() + 60 * minutes
+    device, stamp = torch.device("cuda", torch.cuda.current_device()), tuned.stamp_of(chosen.device)
+    time, commit = timer(QUICK_REP if quick else REP), os.environ.get("NSA_SEL_COMMIT")
     try:
         thresholds = {}
         if chosen.ways:

@@ -113,9 +113,9 @@ class Runner:
 
 
 def prepare(job: Job, device: torch.device, settings: Settings) -> Setting:
-    """Random q, k, v; the language model's selections where rows of their length are asked for, else random ones."""
+    """Random q, k, v. Rows select L keys, or all where L is more: as the language model does where its rows are as long, else at random."""
     problem, sizes = PROBLEMS[job.problem], job.case
-    n = max(1, sizes.L // BLOCK)
+    n = min(max(1, sizes.L // BLOCK), problem.S_kv // BLOCK)
     real = sizes.L == REAL_LENGTH and problem.S == problem.S_kv == 8192
     case = cases.Case(
         "tune",
