@@ -306,7 +306,7 @@ class TestDecisions:
         for text in ("failure of numba", "failed-before", "triton-group/dkdv", "slowest buckets", "worst MAE", "counted"):
             assert text in result.output
         told = ask("decisions", log, "--top", "1")
-        assert (told["decisions"], len(told["buckets"])) == (5, 1)
+        assert (told["decisions"], len(told["buckets"])) == (6, 1)
         assert sum(told["events"].values()) == told["lines"]
 
     def test_predicted_times_are_one_rule(self, tmp_path: Path) -> None:

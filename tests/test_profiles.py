@@ -135,9 +135,9 @@ def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
     rows = [row(b, L, t[i]) for L, t in times.items() for i, b in enumerate(("triton-group", "sdpa-packed"))]
     assert thresholds([]) == []
     known = threshold(thresholds(rows)[0])
-    assert (known.verdict, known.value, known.closest, known.cases) == ("measured", 1024, "threshold-L1024", 4)
+    assert (known.verdict, known.value, known.closest, known.cases) == ("measured", 1024, "threshold-prefill-D64-L1024", 4)
     undecided = threshold(thresholds(rows[:4])[0])
-    assert (undecided.verdict, undecided.value, undecided.closest) == ("undecided", None, "threshold-L256")
+    assert (undecided.verdict, undecided.value, undecided.closest) == ("undecided", None, "threshold-prefill-D64-L256")
     assert "undecided" in words(undecided)
     assert faster_by(rows[0], rows[1]) == pytest.approx(2.0 * 0.99 / 1.01)
     assert read_rows("bench/results/h200/selection.jsonl")

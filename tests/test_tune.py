@@ -44,7 +44,9 @@ def test_every_kernel_is_tuned_and_every_name_is_known() -> None:
     committed = shipped_configs()["base.yaml"].kernels
     assert {space.kernel for space in SPACES} == {name.removesuffix("-widest").removesuffix("-wide") for name in committed}
     assert {space.problem for space in SPACES} == set(PROBLEMS)
-    assert {job.kernel for job in jobs(settings_for(H200), 90, (CASE, Case(192, 128, 16, 1024)))} == set(committed)
+    assert {job.kernel for job in jobs(settings_for(H200), 90, (CASE, Case(192, 128, 16, 1024), Case(256, 256, 16, 1024)))} == set(
+        committed
+    )
     sizes = {(128, 128): "", (160, 16): "", (192, 128): "-wide", (256, 16): "-wide", (128, 192): "-widest", (256, 256): "-widest"}
     assert {dims: launch_class(Case(*dims, 1, 64)) for dims in sizes} == sizes
     assert launch_class(Case(64, 64, 1, 64, "float32")) == "-widest"

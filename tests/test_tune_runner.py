@@ -72,8 +72,8 @@ def test_a_launch_that_gives_other_results_is_wrong(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("small")
 def test_a_launch_that_is_not_repeatable_or_not_used_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_jobs("triton-tile", "forward")[0]
-    other = job._replace(kernel="triton-tile/dq-wide")
-    with pytest.raises(WrongResult, match=r"this problem does not use triton-tile/dq-wide:.*; it used triton-tile/forward-wide:"):
+    other = job._replace(kernel="triton-tile/dq-widest")
+    with pytest.raises(WrongResult, match=r"this problem does not use triton-tile/dq-widest:.*; it used triton-tile/forward-widest:"):
         runner()(other, job.candidates[0])
     module = registry.load("triton-tile")
     real, count = module.forward, iter(range(100))

@@ -151,12 +151,12 @@ def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, events: 
     assert here.triton_interpret
     small = {"Dk": 16, "Dv": 16, "h": 2, "L": 64, "dtype": "float32"}
     winner = KernelConfig(64, 4, 3)
-    write(result("triton-group/forward-wide", winner, key("forward", **small)), device=here)
+    write(result("triton-group/forward-widest", winner, key("forward", **small)), device=here)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     q, k, v = make_qkv(S=8, h=2, S_kv=40)
     nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 8, 1, 40, 20)), backend="triton-group")
     (used,) = events("sel.triton.kernel")
-    assert used["config"] == winner.config_id("triton-group/forward-wide")
+    assert used["config"] == winner.config_id("triton-group/forward-widest")
     assert used["source"] == nsa_sel.decisions()[-1].settings.tuned
     (loaded,) = events("sel.tuned.loaded")
     assert loaded["fingerprint"] in used["source"]
@@ -166,7 +166,7 @@ def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, events: 
     assert events("sel.triton.kernel")[1]["source"] == "base.yaml"
 
 
-COMMITTED_SMALL = settings_for(H200).kernels["triton-group/forward-wide"].config_id("triton-group/forward-wide")
+COMMITTED_SMALL = settings_for(H200).kernels["triton-group/forward-widest"].config_id("triton-group/forward-widest")
 
 
 def test_it_costs_a_call_nothing_but_a_look_at_a_number() -> None:
