@@ -12,16 +12,19 @@ from typing import Any
 import msgspec
 import yaml
 
+from nsa_sel import tuned
 from nsa_sel.bench import cost_fit, records, unmeasured
 from nsa_sel.bench import threshold_optimizer as optimizer
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
-from nsa_sel.config import Evidence, Side, Source, Threshold, Way
+from nsa_sel.config import Evidence, KernelConfig, Side, Source, Threshold, Way
 
 ROOT = Path(__file__).resolve().parents[1]
 H200_RESULTS = "bench/results/h200"
+H200_TUNED = f"{H200_RESULTS}/tuned.json"  # as `nsa-sel tune` wrote it
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
 CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
+LAUNCH_MARGIN = 1.05  # a launch must be this much faster to be committed: what it is tuned on is one problem of many
 DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
 
 
@@ -113,7 +116,18 @@ def h200_profile() -> dict[str, Any]:
         "runtime": {"use_triton_sel": True, **({"sel_triton_min_L": decided} if decided else {})},
         "evidence": msgspec.to_builtins(found),
         "costs": costs(cost_rows()),
+        "kernels": launches(H200_TUNED),
     }
+
+
+def launches(name: str) -> dict[str, Any]:
+    """The `kernels:` part of a profile: launches that `nsa-sel tune` found ahead by `LAUNCH_MARGIN` in every case that it tuned."""
+    file, _ = tuned.parse((ROOT / name).read_bytes(), name)
+    ahead: dict[str, list[KernelConfig | None]] = {}
+    for result in file.results:
+        gain = result.committed.ms_median / result.top[0].ms_median
+        ahead.setdefault(result.kernel, []).append(result.winner if gain >= LAUNCH_MARGIN else None)
+    return {kernel: msgspec.to_builtins(found[0]) for kernel, found in ahead.items() if found[0] is not None and len(set(found)) == 1}
 
 
 def words(known: Threshold) -> str:

@@ -58,7 +58,7 @@ def environment(device: str = "cuda") -> dict[str, Any]:
     on_gpu = device == "cuda"
     facts: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else _processor(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "driver": _output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "torch": torch.__version__,
         "triton": _version("triton") if on_gpu else None,
     }

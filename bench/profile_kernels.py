@@ -58,6 +58,7 @@ METRICS = {  # ours: Nsight Compute's
     "shared": "Dynamic Shared Memory Per Block",
 }
 MICROSECONDS = {"ns": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}
+GIGAHERTZ = {"hz": 1e-9, "ghz": 1.0, "cycle/nsecond": 1.0}
 KILOBYTES = {"byte/block": 1e-3, "Kbyte/block": 1.0}
 
 
@@ -84,6 +85,8 @@ def counters(text: str) -> dict[str, Any]:
                 number = float(row["Metric Value"].replace(",", ""))
                 if ours == "duration":
                     found["duration_us"] = round(number * MICROSECONDS[row["Metric Unit"]], 2)
+                elif ours == "sm_ghz":
+                    found[ours] = round(number * GIGAHERTZ[row["Metric Unit"].lower()], 2)
                 elif ours == "shared":
                     found["shared_kbyte"] = round(number * KILOBYTES[row["Metric Unit"]], 2)
                 else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
 from tabulate import tabulate
 
 from nsa_sel.attention import explain_request
-from nsa_sel.bench import summary
+from nsa_sel.bench import records, summary
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.trials import trials_table
@@ -49,7 +50,7 @@ def profiles() -> str:
     """What the hardware counters say of single kernels (bench/profile_kernels.py), in percent of what the device could do."""
     shares = ("l2_pct", "dram_pct", "l2_hit_pct", "issue_pct")
     lines = []
-    for r in read_rows(H200_COUNTERS):
+    for r in records.read(ROOT / H200_COUNTERS):
         percent = [f"{r[key]:.0f}%" for key in shares]
         pipe = f"{r['busiest_pipe']} {r['busiest_pipe_pct']:.0f}%" if "busiest_pipe" in r else "-"
         stall = f"{r['stall']} {r['stall_pct']:.0f}%" if "stall" in r else "-"
@@ -63,9 +64,11 @@ def profiles() -> str:
 def kernel_times() -> str:
     """GPU microseconds of every kernel of one call with the backend that takes least of it (bench/kernel_times.py)."""
     least: dict[tuple[str, str], tuple[float, str, dict[str, list[float]]]] = {}
-    for r in read_rows(H200_KERNEL_TIMES):
+    for r in records.read(ROOT / H200_KERNEL_TIMES):
         total = sum(us for _, us in r["kernels"].values())
-        least[r["case"], r["direction"]] = min(least.get((r["case"], r["direction"]), (total, "", {})), (total, r["backend"], r["kernels"]))
+        least[r["case"], r["direction"]] = min(
+            least.get((r["case"], r["direction"]), (math.inf, "", {})), (total, r["backend"], r["kernels"])
+        )
     lines = []
     for (case, direction), (total, backend, kernels) in least.items():
         each = [
@@ -105,8 +108,8 @@ PLACES: dict[str, dict[str, Callable[[], str]]] = {
         "scaling": of_h200(summary.scaling_table),
         "breakeven": of_h200(summary.breakeven_table),
         "profiles": profiles,
-        "kernel-times": kernel_times,
-        "trials": lambda: trials_table(read_rows(H200_TRIALS)),
+        "kernel_times": kernel_times,
+        "trials": lambda: trials_table(records.read(ROOT / H200_TRIALS)),
     },
 }
 DOCUMENTS = tuple(document for document in PLACES if (ROOT / document).exists())

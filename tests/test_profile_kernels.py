@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from nsa_sel.bench import trials
-from nsa_sel.bench.derive import read_rows
+from nsa_sel.bench import records, trials
+from nsa_sel.bench.derive import ROOT
 from nsa_sel.bench.kernel_times import short
 from nsa_sel.bench.profile_kernels import counters
 from nsa_sel.bench.tables import H200_TRIALS
@@ -19,6 +19,7 @@ def test_counters_and_rules_are_read() -> None:
     writer = csv.writer(page, quoting=csv.QUOTE_ALL)
     writer.writerow(["ID", "Metric Name", "Metric Unit", "Metric Value", "Rule Description"])
     writer.writerow(["0", "Duration", "ms", "1,700.5", ""])
+    writer.writerow(["0", "SM Frequency", "hz", "1,760,000,000.5", ""])
     writer.writerow(["0", "Registers Per Thread", "register/thread", "168", ""])
     writer.writerow(["0", "Dynamic Shared Memory Per Block", "byte/block", "512", ""])
     writer.writerow(
@@ -34,7 +35,8 @@ def test_counters_and_rules_are_read() -> None:
     writer.writerow(["0", "", "", "", stall])
     found = counters("==PROF== Connected\n" + page.getvalue())
     assert found == {
-        "duration_us": 1700500.0, "registers": 168, "shared_kbyte": 0.51, "busiest_pipe": "Tensor (FP)", "busiest_pipe_pct": 50.5,
+        "duration_us": 1700500.0, "sm_ghz": 1.76, "registers": 168, "shared_kbyte": 0.51, "busiest_pipe": "Tensor (FP)",
+        "busiest_pipe_pct": 50.5,
         "stall": "waiting for a barrier", "stall_pct": 43.2,
     }  # fmt: skip
 
@@ -52,5 +54,5 @@ def test_names_of_kernels(name: str, expected: str) -> None:
 
 
 def test_every_trial_has_its_rows() -> None:
-    table = trials.trials_table(read_rows(H200_TRIALS))
+    table = trials.trials_table(records.read(ROOT / H200_TRIALS))
     assert len(table.splitlines()) == len(trials.TRIALS) + 2

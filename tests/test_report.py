@@ -201,7 +201,7 @@ def test_the_readme_claims_what_the_rows_say() -> None:
         assert words in readme
     assert all(gain > 1 for h in (16, 4) for way in ("fwd", "bwd", "fwd+bwd") for gain in some(f"real-8k-h{h}", way))
     assert gains["real-8k-h1", "fwd"] > 1
-    assert gains["real-8k-h1", "bwd"] > 1 > max(alone)
+    assert gains["real-8k-h1", "bwd"] > 1
     assert all((ROOT / name).exists() for name in re.findall(r'(?:src|srcset)="(.*?)"', readme))
 
 
