@@ -112,7 +112,7 @@ class _Nothing(torch.autograd.Function):
 def without_observing() -> Iterator[None]:
     """Calls inside the `with` block keep, count and look at nothing."""
     module: Any = attention
-    module.observe = types.SimpleNamespace(record=lambda *_: None, follow=lambda _: None, count=lambda *_: None)
+    module.observe = types.SimpleNamespace(record=lambda *_: None, follow=lambda _: None, count=lambda *_: None, emit=lambda *_, **__: None)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -245,3 +246,16 @@ def test_amp_training_with_a_grad_scaler() -> None:
             losses.append(float(loss.detach()))
         assert all(torch.isfinite(torch.tensor(losses)))
         assert losses[-1] <= losses[0]
+
+
+@pytest.mark.parametrize("backend", ["triton-group", "triton-tile"])
+def test_the_first_call_of_a_thread(backend: str) -> None:
+    """A thread in which nothing has bound the device's context: as autograd's, when a checkpointed forward is computed again."""
+    q, k, v = gpu_qkv("bfloat16", S=130, G=1, h=4, Dk=64)
+    selection = make_blocks(1, 130, 1, 130, 2, 64, device="cuda")
+    expected = attend(backend, q, k, v, selection)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(attend(backend, q, k, v, selection)))
+    thread.start()
+    thread.join()
+    assert [torch.equal(a, b) for a, b in zip(found[0], expected, strict=True)] == [True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
 LOG2_E = 1.4426950408889634
+_thread = threading.local()
 SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many programs
 MIN_TILE = 16  # the smallest side of a matrix-unit operand
 SPLIT_KEYS = 32  # the fewest keys worth a program of their own
@@ -113,7 +115,21 @@ def bulk_copies_fit(call: Call) -> bool:
 
 def descriptor(x: Tensor, block_l: int, width: int) -> TensorDescriptor:
     """k or v as the tensor memory accelerator addresses it: `width` columns of block_l keys of one batch entry and group."""
+    if x.is_cuda:
+        _bind_context(x)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, block_l, width])
+
+
+def _bind_context(x: Tensor) -> None:
+    """Make the device's context that of this thread, once: encoding a descriptor needs it and does not see to it.
+
+    Autograd runs backward passes, and what they recompute, on threads of its own; where a kernel that was compiled elsewhere is the
+    first that such a thread starts, nothing else has bound the context yet. A fill does, and may stand in a CUDA graph.
+    """
+    bound: set[int] = _thread.__dict__.setdefault("bound", set())
+    if x.get_device() not in bound:
+        x.new_zeros(1)
+        bound.add(x.get_device())
 
 
 def walk_width(call: Call) -> int:
