@@ -87,7 +87,7 @@ def overhead() -> str:
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
         calls: dict[tuple[str, str, str], dict[str, Row]] = {}
-        for row in read_rows(str(file)):
+        for row in records.read(ROOT / str(file)):
             calls.setdefault((row["device"], row["backend"], row["direction"]), {})[row["part"]] = row
         for key, found in calls.items():
             times = [f"{found[part]['us_median']:.3g}" if part in found else "-" for part in parts]
