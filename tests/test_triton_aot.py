@@ -18,7 +18,7 @@ SOME = ("h16", "h64-192-128", "h3-256", "decode-h16")  # where a target differs 
 # Triton 3.7's assembler spills up to 440 bytes in a few of the others.
 OLDER = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 SPILLS = {"partial_dkdv_kernel": 640, "partial_kernel": 160, "rank_kernel": 16, "place_kernel": 16, "sum_parts_kernel": 16}
-WIDE_TILE, TILE = 448, 64  # triton-tile with head dims of 256, and with others
+WIDE_TILE, TILE = 448, 64  # triton-tile with head dims of 256, or of 192 on sm_120, and with others
 SHARED = {"rank_kernel", "place_kernel", "partial_dkdv_kernel", "sum_parts_kernel"}
 GROUP = {"forward_ranges_kernel", "forward_blocks_kernel", "dq_kernel", "dq_blocks_kernel"}
 KERNELS = {
@@ -37,7 +37,8 @@ def spills_allowed(kernel: dict[str, object]) -> int:
     if name == "partial_dkdv_kernel" and shape == "h64-192-128":  # accumulators of 320 columns
         return 832 * (2 if OLDER else 1)
     tile = kernel["backend"] == "triton-tile" and name in ("forward_kernel", "dq_kernel")
-    allowed = (WIDE_TILE if shape == "h3-256" else TILE) if tile else SPILLS.get(name, 0)
+    wide = shape == "h3-256" or (shape == "h64-192-128" and kernel["sm"] == 120)
+    allowed = (WIDE_TILE if wide else TILE) if tile else SPILLS.get(name, 0)
     return max(allowed, 512) if OLDER and name != "partial_dkdv_kernel" else allowed * (2 if OLDER else 1)
 
 
