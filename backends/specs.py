@@ -6,6 +6,8 @@ import msgspec
 
 from nsa_sel.decision import Backend, Limits, Requirement
 
+WIDE, WIDEST = 256, 320  # columns of a key and its value beyond which a Triton kernel has another launch
+
 _TRITON = Requirement("triton", "3.4", "pip install 'triton>=3.4' (comes with torch's CUDA builds on Linux)")
 # The interpreter computes bf16 dots wrongly and fp64 exactly; GPUs run the 16-bit types and fp32 with IEEE dots.
 _TRITON_LIMITS = Limits(
@@ -66,3 +68,14 @@ SPECS = (
         summary="one visit per KV block with all rows that chose it; partial results joined in the order of the ranges",
     ),
 )
+
+
+def tile_columns(Dk: int, Dv: int, size: int) -> tuple[int, int]:
+    """Columns of the tiles that hold a key and a value of `size`-byte numbers: powers of two from 16 on, or 128 + 64 for a 16-bit key."""
+    key, value = (max(16, 1 << (width - 1).bit_length()) for width in (Dk, Dv))
+    return (192 if key == 256 and Dk <= 192 and size == 2 else key), value
+
+
+def launch_class(columns: int, size: int) -> str:
+    """What follows a kernel's name in configs/ for so many columns of `size`-byte numbers."""
+    return "-widest" if size > 2 or columns > WIDEST else "-wide" if columns > WIDE else ""

@@ -257,10 +257,10 @@ def tune(
 ) -> None:
     """Measure on this GPU from which L on Triton pays, and the launches of its kernels; your calls use what is found.
 
-    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, and the cases of nsa_sel/tune_space.py. Every measurement is kept:
+    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, and the cases of bench/tune_space.py. Every measurement is kept:
     a run that was ended goes on where it stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
     """
-    from nsa_sel import tune_command  # it knows the kernels, which no other command needs
+    from nsa_sel.bench import tune_command  # it knows the kernels, which no other command needs
 
     with _errors(as_json):
         sizes = tune_command.Sizes(L, h, Dk, Dv, dtype and dtype.value)

@@ -87,7 +87,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     key: Key
     kernel: str  # as configurations name it, "-wide" included
-    problem: str  # of nsa_sel.tune_space.PROBLEMS
+    problem: str  # of nsa_sel.bench.tune_space.PROBLEMS
     committed: Timed
     winner: KernelConfig | None
     verdict: str  # in words

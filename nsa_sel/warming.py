@@ -143,8 +143,8 @@ def _tensors(request: Request, device: torch.device) -> tuple[torch.Tensor, torc
 
 def _tune_lightly(request: Request, device: torch.device) -> float | None:
     """The launches next to the committed ones of the backends that would run the request; None where that is not possible."""
-    from nsa_sel import tune_command  # stands above, and needs a GPU
-    from nsa_sel.tune_space import Case
+    from nsa_sel.bench import tune_command  # stands above, and needs a GPU
+    from nsa_sel.bench.tune_space import Case
 
     started = observe.now("cuda")
     facts = device_info(device)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.dispatch import Case
 from nsa_sel.request import SHARING_TOKENS, Request
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads that a tile, or a step of a block's rows, holds
-WIDE = 256  # Dk + Dv, padded to powers of two, beyond which kernels take other launches
 
 
 class Blocks(NamedTuple):
@@ -69,16 +69,14 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     rows = request.B * request.S * request.G
     tokens = max(1, TILE_ROWS // h)
     tile_rows = TILE_ROWS * -(-h // TILE_ROWS)
-    # A head dimension takes a tile of a power of two on the matrix units, or 128 + 64; loads leave the padding out.
-    wide_k, wide_v = (max(16, 1 << (width - 1).bit_length()) for width in (Dk, Dv))
-    wide_k = 192 if 128 < Dk <= 192 else wide_k
+    wide_k, wide_v = tile_columns(Dk, Dv, size)  # on the matrix units; loads leave the padding out
     # Products with one (row, key): logits and o; tiles then recompute logits and take dP and dQ; blocks logits, dP, dV and dK.
     tile_widths = 2 * wide_k + wide_v if backward else wide_k + wide_v
     exact_widths = 2 * wide_k + 2 * wide_v if backward else wide_k + wide_v
     # What a pair moves through memory: q in and a partial o out and in; q and do in and a partial dq out and in.
     partial_widths = Dk + Dv + 2 * Dk if backward else Dk + 2 * Dv
     read = keys * -(-h // TILE_ROWS) * (Dk + Dv) * size
-    suffix = "-wide" if size > 2 or wide_k + wide_v > WIDE else ""
+    suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
     return {
         "launch": 1.0,
         "walk": keys / max(1, rows) / 1e3,

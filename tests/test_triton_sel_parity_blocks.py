@@ -57,7 +57,11 @@ def test_half_precision(backend: str) -> None:
 def test_keys_in_two_tiles(backend: str, Dk: int) -> None:
     """16-bit keys of 129 to 192 columns stand in tiles of 128 and 64; S_kv % 16 leaves a cut block."""
     q, k, v = make_qkv(S=5, G=2, h=3, Dk=Dk, Dv=128, S_kv=50, dtype=torch.float16, seed=Dk)
-    check_both(backend, q, k, v, make_blocks(1, 5, 2, 50, 3, 16))
+    selection = make_blocks(1, 5, 2, 50, 3, 16)
+    device = device_info(q.device)
+    facts = launch.split_facts(Call(q, k, v, selection, None, Dk**-0.5, config.settings_for(device), device))
+    assert (facts["BLOCK_D"], facts["BLOCK_REST"]) == (128, 64)
+    check_both(backend, q, k, v, selection)
 
 
 @both

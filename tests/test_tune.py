@@ -14,15 +14,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nsa_sel import tune, tune_command, tune_runner, tuned
+from nsa_sel import tuned
+from nsa_sel.backends.specs import launch_class, tile_columns
+from nsa_sel.bench import tune, tune_command, tune_runner
+from nsa_sel.bench.tune import ContextLost, Entry, Journal, journal_of
+from nsa_sel.bench.tune_command import Done
+from nsa_sel.bench.tune_runner import WrongResult
+from nsa_sel.bench.tune_space import CASES, PROBLEMS, SPACES, Case, Job, jobs, launches, near
 from nsa_sel.cli import app
 from nsa_sel.config import KernelConfig, settings_for, shipped_configs
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.request import DeviceInfo
-from nsa_sel.tune import ContextLost, Entry, Journal, journal_of
-from nsa_sel.tune_command import Done
-from nsa_sel.tune_runner import WrongResult
-from nsa_sel.tune_space import CASES, PROBLEMS, SPACES, Case, Job, jobs, launch_class, launches, near
 from nsa_sel.tuned import TunedFile, stamp_of
 from tests.policy_cases import H200, RTX4090
 from tests.test_layering import ROOT
@@ -48,8 +50,8 @@ def test_every_kernel_is_tuned_and_every_name_is_known() -> None:
         committed
     )
     sizes = {(128, 128): "", (160, 16): "", (192, 128): "-wide", (256, 16): "-wide", (128, 192): "-widest", (256, 256): "-widest"}
-    assert {dims: launch_class(Case(*dims, 1, 64)) for dims in sizes} == sizes
-    assert launch_class(Case(64, 64, 1, 64, "float32")) == "-widest"
+    assert {dims: launch_class(sum(tile_columns(*dims, 2)), 2) for dims in sizes} == sizes
+    assert launch_class(sum(tile_columns(64, 64, 4)), 4) == "-widest"
 
 
 def test_the_space_is_the_one_that_was_asked_for() -> None:
@@ -256,7 +258,7 @@ def test_a_launch_that_the_process_dies_of_is_passed_over_and_one_that_was_inter
 
 def test_one_process_at_a_time() -> None:
     code = (
-        "import sys, time; from nsa_sel import tune; from nsa_sel.tuned import stamp_of; from tests.policy_cases import H200\n"
+        "import sys, time; from nsa_sel.bench import tune; from nsa_sel.tuned import stamp_of; from tests.policy_cases import H200\n"
         "with tune.locked(stamp_of(H200)):\n  print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -294,8 +296,9 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(monkeypatch: pyt
 
 KILLED = """
 import json, os, random, signal, sys, time
-from nsa_sel import tune, tuned
-from nsa_sel.tune import Journal, journal_of
+from nsa_sel import tuned
+from nsa_sel.bench import tune
+from nsa_sel.bench.tune import Journal, journal_of
 from tests.policy_cases import H200
 from tests.tune_cases import some_jobs, times
 

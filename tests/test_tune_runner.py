@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_sel import registry, tune, tune_runner
+from nsa_sel import registry
+from nsa_sel.bench import tune, tune_runner
+from nsa_sel.bench.tune import ContextLost
+from nsa_sel.bench.tune_runner import Runner, WrongResult
+from nsa_sel.bench.tune_space import PROBLEMS, Case, Job, Problem, jobs
 from nsa_sel.config import settings_for
 from nsa_sel.request import DeviceInfo
-from nsa_sel.tune import ContextLost
-from nsa_sel.tune_runner import Runner, WrongResult
-from nsa_sel.tune_space import PROBLEMS, Case, Job, Problem, jobs
 from tests.policy_cases import H200
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_sel import registry, tune, tune_command, tune_runner, tune_thresholds, tuned
+from nsa_sel import registry, tuned
 from nsa_sel.attention import explain_request
-from nsa_sel.bench import cases
+from nsa_sel.bench import cases, tune, tune_command, tune_runner, tune_thresholds
+from nsa_sel.bench.tune import ContextLost, Times
 from nsa_sel.config import WAYS, Way, settings_for
 from nsa_sel.request import DeviceInfo
-from nsa_sel.tune import ContextLost, Times
 from nsa_sel.tuned import stamp_of
 from tests.policy_cases import LONG, RTX4090, UNKNOWN, replace
 from tests.tune_cases import write

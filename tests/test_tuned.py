@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import tune, tuned
+from nsa_sel import tuned
 from nsa_sel.attention import explain_request
+from nsa_sel.bench import tune
 from nsa_sel.call import device_info
 from nsa_sel.config import KernelConfig, forget_settings, settings_for
 from nsa_sel.request import DeviceInfo

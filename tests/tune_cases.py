@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
-from nsa_sel import tune, tuned
+from nsa_sel import tuned
+from nsa_sel.bench import tune
+from nsa_sel.bench.tune_space import Case, Job, jobs
 from nsa_sel.config import KernelConfig, settings_for
 from nsa_sel.request import DeviceInfo
-from nsa_sel.tune_space import Case, Job, jobs
 from nsa_sel.tuned import Key, Result, Timed, TunedFile
 from tests.policy_cases import H200
 

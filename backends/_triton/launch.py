@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_sel import observe
 from nsa_sel.backends._triton.combine import combine_kernel
 from nsa_sel.backends._triton.start import start
+from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
@@ -24,7 +25,6 @@ _thread = threading.local()
 SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many programs
 MIN_TILE = 16  # the smallest side of a matrix-unit operand
 SPLIT_KEYS = 32  # the fewest keys worth a program of their own
-WIDE, WIDEST = 256, 320  # columns of a key and its value beyond which a kernel has another launch
 WALK = 64  # ranges that a program lays end to end at once
 
 
@@ -73,8 +73,7 @@ def kernel_config(call: Call, kernel: str) -> KernelConfig:
     """The launch of `kernel` for this call's head dimensions and dtype, with pointers where bulk copies do not fit, and the event
     that names it."""
     known = split_facts(call)
-    columns = known["BLOCK_D"] + known["BLOCK_REST"] + known["BLOCK_DV"] if call.q.element_size() == 2 else WIDEST + 1
-    name = kernel + ("-widest" if columns > WIDEST else "-wide" if columns > WIDE else "")
+    name = kernel + launch_class(known["BLOCK_D"] + known["BLOCK_REST"] + known["BLOCK_DV"], call.q.element_size())
     config = call.settings.kernel(name)
     if config.loads == "tma" and not bulk_copies_fit(call):
         config = msgspec.structs.replace(config, loads="pointer")
@@ -154,7 +153,8 @@ def facts(call: Call) -> dict[str, Any]:
 def split_facts(call: Call) -> dict[str, Any]:
     """`facts` for the kernels that may take Dk in two tiles: 192 as 128 + 64, where a power of two would pad it to 256."""
     known = facts(call)
-    split = known["BLOCK_D"] == 256 and call.q.shape[-1] <= 192 and call.q.element_size() == 2 and call.settings.block_d != 256
+    in_two = tile_columns(call.q.shape[-1], call.v.shape[-1], call.q.element_size())[0] == 192
+    split = in_two and known["BLOCK_D"] == 256 and call.settings.block_d != 256
     return {**known, **({"BLOCK_D": 128, "BLOCK_REST": 64} if split else {"BLOCK_REST": 0})}
 
 

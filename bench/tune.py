@@ -21,9 +21,9 @@ import msgspec
 
 from nsa_sel import tuned
 from nsa_sel.bench.records import append
+from nsa_sel.bench.tune_space import Job
 from nsa_sel.config import CACHE_FLAG, KernelConfig
 from nsa_sel.errors import ArgumentError, ConfigError, NsaSelError
-from nsa_sel.tune_space import Job
 from nsa_sel.tuned import Key, Result, Stamp, Timed, TunedFile
 
 TOP = 5  # launches that a result records

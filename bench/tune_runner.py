@@ -15,12 +15,12 @@ from torch import Tensor
 from nsa_sel import observe, registry
 from nsa_sel.attention import STICKY
 from nsa_sel.bench import cases, measure
+from nsa_sel.bench.tune import ContextLost, Times
+from nsa_sel.bench.tune_space import BLOCK, PROBLEMS, Job
 from nsa_sel.call import Call, device_info
 from nsa_sel.config import KernelConfig, Settings, Way
 from nsa_sel.errors import NsaSelError
 from nsa_sel.selection import Selection
-from nsa_sel.tune import ContextLost, Times
-from nsa_sel.tune_space import BLOCK, PROBLEMS, Job
 
 REAL_LENGTH = 16 * cases.prefill("real", 8192, 1).block  # keys a row of the language model's committed selections
 # Two launches add in another order: roundings of the largest value, and of the mean, in which their results may differ.

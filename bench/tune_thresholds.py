@@ -16,10 +16,10 @@ from nsa_sel.bench import cases
 from nsa_sel.bench.derive import DIRECTIONS, threshold
 from nsa_sel.bench.records import append
 from nsa_sel.bench.threshold_optimizer import thresholds
+from nsa_sel.bench.tune import ContextLost, Times, locked, rewrite
 from nsa_sel.call import Call, device_info
 from nsa_sel.config import Settings, Threshold, Way
 from nsa_sel.selection import Selection
-from nsa_sel.tune import ContextLost, Times, locked, rewrite
 from nsa_sel.tuned import Stamp
 
 SIDES = ("triton-group", "sdpa-packed")
@@ -42,7 +42,7 @@ def run(
 ) -> dict[Way, Threshold]:
     """Measure what is not known yet, and write the thresholds of the ways that are measured whole into the user's file.
 
-    A way with a case that failed has none: the threshold that held before stays. Errors as `nsa_sel.tune.run`.
+    A way with a case that failed has none: the threshold that held before stays. Errors as `nsa_sel.bench.tune.run`.
     """
     deadline = time.monotonic() + seconds
     with locked(stamp):

@@ -10,7 +10,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.config import KernelConfig, Settings, Way
+from nsa_sel.policies.cost import BYTES
 from nsa_sel.tuned import Key, bucket_of_length, class_of_heads
 
 BLOCK = 64  # keys a block of the problems' selections
@@ -113,13 +115,6 @@ class Job(NamedTuple):
         return config.config_id(self.kernel)
 
 
-def launch_class(case: Case) -> str:
-    """What kernels append to their launches' names for such sizes (nsa_sel/backends/_triton/launch.py)."""
-    tile_k, tile_v = (max(16, 1 << (width - 1).bit_length()) for width in (case.Dk, case.Dv))
-    columns = tile_v + (192 if 128 < case.Dk <= 192 else tile_k)
-    return "-widest" if columns > 320 or case.dtype not in ("float16", "bfloat16") else "-wide" if columns > 256 else ""
-
-
 def launches(space: Space, committed: KernelConfig, sm: int | None) -> Iterator[KernelConfig]:
     """The launches of a space that a GPU of compute capability sm/10 takes (None: any), without the committed one."""
     choices = (space.block_l, space.warps, space.stages, space.rows or (committed.rows,), space.loads)
@@ -150,7 +145,8 @@ def jobs(
             unreached = sm is not None and sm < BULK_COPIES_FROM and space.loads == ("tma",)
             if backend not in (None, name) or way not in (None, space.way) or unreached:
                 continue
-            kernel = space.kernel + launch_class(case)
+            size = BYTES[case.dtype]
+            kernel = space.kernel + launch_class(sum(tile_columns(case.Dk, case.Dv, size)), size)
             committed = settings.kernels[kernel]
             candidates = tuple(c for c in launches(space, committed, sm) if not quick or near(c, committed))
             key = Key(

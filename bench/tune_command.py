@@ -14,12 +14,12 @@ from tabulate import tabulate
 
 from nsa_sel import registry, tuned
 from nsa_sel.attention import forget_decisions
+from nsa_sel.bench.tune import Journal, Report, journal_of, run
+from nsa_sel.bench.tune_space import CASES, SPACES, Case, Job, jobs
 from nsa_sel.call import device_info
 from nsa_sel.config import WAYS, Settings, Threshold, Way, profile_for, settings_for, shipped_configs
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.request import DeviceInfo
-from nsa_sel.tune import Journal, Report, journal_of, run
-from nsa_sel.tune_space import CASES, SPACES, Case, Job, jobs
 
 REP, QUICK_REP = 20.0, 10.0  # ms of timed calls a launch
 QUICK_MINUTES = 5.0  # of a backend's light tuning at a warm-up
@@ -28,7 +28,7 @@ ANY_GPU = DeviceInfo(kind="cuda", name="any GPU")  # of a dry run without one: t
 
 
 class Sizes(NamedTuple):
-    """What the command line asks for; nothing at all: the cases of nsa_sel/tune_space.py."""
+    """What the command line asks for; nothing at all: the cases of bench/tune_space.py."""
 
     L: list[int] | None = None
     h: int | None = None
@@ -139,8 +139,8 @@ def _known(device: DeviceInfo, found: list[Job]) -> int:
 
 def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, float], None]) -> Done:
     """Run the plan on this GPU; later calls of this process use what was found."""
-    from nsa_sel import tune_thresholds
-    from nsa_sel.tune_runner import Runner, timer  # loads Triton when it is first used
+    from nsa_sel.bench import tune_thresholds
+    from nsa_sel.bench.tune_runner import Runner, timer  # loads Triton when it is first used
 
     deadline = monotonic() + 60 * minutes
     device, stamp = torch.device("cuda", torch.cuda.current_device()), tuned.stamp_of(chosen.device)
