@@ -31,6 +31,9 @@ from nsa_sel.backends._triton.steps import (
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
+PROGRAMS = 512  # pieces that keep any GPU busy: three or four a multiprocessor
+SHORTEST = 32  # entries a piece: a few steps, else reading the tile and writing its parts is most of the work
+
 
 @triton.jit
 def partial_dkdv_kernel(
@@ -277,7 +280,8 @@ def most_parts(entries: int, pairs: int, tiles: int, piece: int) -> int:
 
 
 def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -> Inverse:
-    """The plan whose float32 parts fit `budget` bytes: short pieces for balance, fewer pairs a unit, at last longer pieces.
+    """The plan whose float32 parts fit `budget` bytes: pieces short enough to give PROGRAMS of them and then for balance, fewer pairs
+    a unit, at last longer pieces.
 
     Pieces grow only while they make most of the parts: every list has one part at least, however long pieces are.
     """
@@ -285,11 +289,14 @@ def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -
     entries = min(section, S) * call.selection.n * reach_of(call, width)
     tiles = -(-call.k.shape[2] // width)
     part_bytes = width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
-    piece = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its parts
+    longest = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its parts
+    piece = min(longest, max(SHORTEST, launch.tile(-(-entries * pairs // PROGRAMS), 1)))
 
     def parts_bytes() -> int:
         return most_parts(entries, pairs, tiles, piece) * part_bytes
 
+    while parts_bytes() > budget and piece < longest:
+        piece *= 2
     while parts_bytes() > budget and pairs > 1:
         pairs = -(-pairs // 2)
     while parts_bytes() > budget and entries > piece * tiles:
