@@ -12,6 +12,8 @@ Within a block, 0 * NaN is NaN: a NaN or infinity in a value that one of its row
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +32,7 @@ from nsa_sel.backends._triton.dkdv import (
     workspace_beside_plan,
 )
 from nsa_sel.backends._triton.inverse import Inverse, list_start
-from nsa_sel.backends._triton.start import start
+from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import (
     LN_2,
     LOWEST,
@@ -43,6 +45,7 @@ from nsa_sel.backends._triton.steps import (
     store_columns,
 )
 from nsa_sel.call import Call
+from nsa_sel.config import KernelConfig
 
 REDUCED = 4  # (row, head) pairs that a program of the second kernels joins
 
@@ -194,26 +197,24 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
         return forward(launch.with_positive_scale(call))
-    config = launch.kernel_config(call, "triton-block/forward")
+    heads, n = launch.heads(call), call.selection.n
+    config = launch.kernel_config(call, heads, "triton-block/forward")
     o, lse = launch.outputs(call)
     plan = _plan(call, tile_width(call, config), call.v.shape[3], 0)
-    G, n = call.q.shape[2], call.selection.n
-    part_lse = torch.empty(plan.pairs, plan.section, n * plan.reach, call.q.shape[3], dtype=lse.dtype, device=o.device)
-    part_o = torch.empty(*part_lse.shape, o.shape[-1], dtype=o.dtype, device=o.device)
-    facts = launch.facts(call)
+    B, S, G, h, _ = call.q.shape
+    part_lse = lse.new_empty(plan.pairs, plan.section, n * plan.reach, h)
+    part_o = o.new_empty(plan.pairs, plan.section, n * plan.reach, h, heads.Dv)
+    partial, join = _forward_launches(heads, config, n, plan.reach, plan.width)
     for unit in units(call, plan):
-        start(
-            partial_kernel, (plan.pieces,),
-            call.q, call.k, call.v, launch.position_arguments(call)[0], part_o, part_lse, plan.entries, plan.ends, unit.piece_list,
-            *launch.strides(call), call.q.shape[1], call.k.shape[2], G, plan.tiles, call.q.shape[0] * G, plan.stretches,
-            unit.first_list, unit.end_list, plan.piece, unit.first_pair, unit.first_row, plan.section, launch.scale_log2(call),
-            EACH=n * plan.reach, **launch.split_facts(call), ROWS=config.rows, BLOCK_L=plan.width,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+        partial.start(
+            plan.pieces,
+            (call.q, call.k, call.v, call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list),
+            (*launch.strides(call), S, call.k.shape[2], G, plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list, plan.piece,
+             unit.first_pair, unit.first_row, plan.section, launch.scale_log2(call)),
         )  # fmt: skip
-        start(
-            join_kernel, _reduce_grid(call, unit),
-            part_o, part_lse, *_reduce_arguments(call, plan, unit, (o, lse)), N=n, REACH=plan.reach, h=facts["h"], Dv=facts["Dv"],
-            HAS_POS=facts["HAS_POS"], ACC=facts["ACC"], WIDTH=plan.width, BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
+        join.start(
+            _reduce_grid(call, unit), (part_o, part_lse, call.selection.ranges.contiguous(), call.q_pos, o, lse),
+            _reduce_numbers(call, plan, unit),
         )  # fmt: skip
     return o, lse
 
@@ -223,27 +224,55 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     if call.scale < 0:
         dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
         return -dq, dk, dv
-    config = launch.kernel_config(call, "triton-block/backward")
-    facts = launch.facts(call)
-    B, S, G, h, Dk = call.q.shape
-    dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
-    delta = torch.empty_like(lse)
-    start(
-        delta_kernel, (-(-lse.numel() // REDUCED),),
-        o, do, None if dlse is None else dlse.contiguous(), delta, *do.stride()[:4], S, G, lse.numel(), h=h, Dv=facts["Dv"],
-        HAS_DLSE=dlse is not None, ACC=facts["ACC"], BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
-    )  # fmt: skip
-    plan = _plan(call, tile_width(call, config), Dk, Dk + call.v.shape[3])
-    part_dq = torch.empty(plan.pairs, plan.section, call.selection.n * plan.reach, h, Dk, dtype=dq.dtype, device=dq.device)
+    heads, n = launch.heads(call), call.selection.n
+    config = launch.kernel_config(call, heads, "triton-block/backward")
+    _, S, G, h, Dk = call.q.shape
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dlse = None if dlse is None else dlse.contiguous()
+    rows = lse.numel()
+    _delta_launch(heads, dlse is not None).start(-(-rows // REDUCED), (o, do, dlse, delta), (*do.stride()[:4], S, G, rows))
+    plan = _plan(call, tile_width(call, config), Dk, Dk + heads.Dv)
+    part_dq = dq.new_empty(plan.pairs, plan.section, n * plan.reach, h, Dk)
     sums = Gradients(call, plan, lse)
+    sum_dq = _sum_dq_launch(heads, n, plan.reach, plan.width)
     for unit in units(call, plan):
-        add_unit(call, plan, unit, lse, do, delta, sums, config, part_dq)
-        start(
-            sum_dq_kernel, _reduce_grid(call, unit),
-            part_dq, *_reduce_arguments(call, plan, unit, (dq,)), N=call.selection.n, REACH=plan.reach, h=h, Dk=Dk,
-            HAS_POS=facts["HAS_POS"], ACC=facts["ACC"], WIDTH=plan.width, BLOCK_D=facts["BLOCK_D"], R=REDUCED, num_warps=1,
+        add_unit(call, heads, plan, unit, lse, do, delta, sums, config, part_dq)
+        sum_dq.start(
+            _reduce_grid(call, unit), (part_dq, call.selection.ranges.contiguous(), call.q_pos, dq), _reduce_numbers(call, plan, unit)
         )  # fmt: skip
     return dq, sums.dk, sums.dv
+
+
+@functools.lru_cache(REMEMBERED)
+def _forward_launches(heads: launch.Heads, config: KernelConfig, n: int, reach: int, width: int) -> tuple[Launch, Launch]:
+    """The partials of the KV blocks, and the join of each row's."""
+    facts = launch.facts(heads)
+    partial = Launch(
+        partial_kernel, EACH=n * reach, **launch.split_facts(heads), ROWS=config.rows, BLOCK_L=width,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    join = Launch(
+        join_kernel, N=n, REACH=reach, h=heads.h, Dv=heads.Dv, HAS_POS=heads.has_pos, ACC=facts["ACC"], WIDTH=width,
+        BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1,
+    )  # fmt: skip
+    return partial, join
+
+
+@functools.lru_cache(REMEMBERED)
+def _delta_launch(heads: launch.Heads, has_dlse: bool) -> Launch:
+    facts = launch.facts(heads)
+    return Launch(
+        delta_kernel, h=heads.h, Dv=heads.Dv, HAS_DLSE=has_dlse, ACC=facts["ACC"], BLOCK_DV=facts["BLOCK_DV"], R=REDUCED, num_warps=1
+    )
+
+
+@functools.lru_cache(REMEMBERED)
+def _sum_dq_launch(heads: launch.Heads, n: int, reach: int, width: int) -> Launch:
+    facts = launch.facts(heads)
+    return Launch(
+        sum_dq_kernel, N=n, REACH=reach, h=heads.h, Dk=heads.Dk, HAS_POS=heads.has_pos, ACC=facts["ACC"], WIDTH=width,
+        BLOCK_D=facts["BLOCK_D"], R=REDUCED, num_warps=1,
+    )  # fmt: skip
 
 
 def _plan(call: Call, width: int, D: int, gradient_columns: int) -> Inverse:
@@ -275,13 +304,12 @@ def _even_section(S: int, fitting: int) -> int:
     return min(fitting // 1024, -(-even // 1024)) * 1024
 
 
-def _reduce_grid(call: Call, unit: Unit) -> tuple[int]:
-    return (-(-(unit.pairs * unit.rows * call.q.shape[3]) // REDUCED),)
+def _reduce_grid(call: Call, unit: Unit) -> int:
+    return -(-(unit.pairs * unit.rows * call.q.shape[3]) // REDUCED)
 
 
-def _reduce_arguments(call: Call, plan: Inverse, unit: Unit, results: tuple[Tensor, ...]) -> tuple[object, ...]:
-    q_pos, *position_strides = launch.position_arguments(call)
+def _reduce_numbers(call: Call, plan: Inverse, unit: Unit) -> tuple[int, ...]:
     return (
-        call.selection.ranges.contiguous(), q_pos, *results, *position_strides, call.q.shape[1], call.k.shape[2], call.q.shape[2],
+        *launch.position_strides(call), call.q.shape[1], call.k.shape[2], call.q.shape[2],
         unit.rows, unit.first_pair, unit.first_row, unit.pairs, plan.section,
     )  # fmt: skip

@@ -10,14 +10,17 @@ The h heads are the rows of the matrix-unit tiles, padded to 16; more than 64 he
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
-from nsa_sel.backends._triton.start import start
+from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import (
     LN_2,
     LOG2_E,
@@ -296,58 +299,47 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
         return forward(launch.with_positive_scale(call))
-    rows = call.q.shape[0] * call.q.shape[1] * call.q.shape[2]
-    head_tiles = -(-call.q.shape[3] // _block_h(call))
-    parts = launch.split_parts(call, rows * head_tiles)
+    B, S, G, _, _ = call.q.shape
+    heads = launch.heads(call)
+    parts = launch.split_parts(call, B * S * G * _head_tiles(heads.h))
     if parts > 1:
-        return _forward_split(call, launch.kernel_config(call, "triton-group/decode"), parts)
+        return _forward_split(call, heads, launch.kernel_config(call, heads, "triton-group/decode"), parts)
     if _bulk_copies_fit(call, "triton-group/forward-blocks"):
-        return _forward_blocks(call, launch.kernel_config(call, "triton-group/forward-blocks"))
+        return _forward_blocks(call, heads, launch.kernel_config(call, heads, "triton-group/forward-blocks"))
     o, lse = launch.outputs(call)
-    _launch_ranges(call, launch.kernel_config(call, "triton-group/forward"), o, lse, 1)
+    _launch_ranges(call, heads, launch.kernel_config(call, heads, "triton-group/forward"), o, lse, 1)
     return o, lse
 
 
-def _forward_blocks(call: Call, config: KernelConfig) -> tuple[Tensor, Tensor]:
+def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig) -> tuple[Tensor, Tensor]:
     o, lse = launch.outputs(call)
-    B, S, G, h, _ = call.q.shape
-    block_h = _block_h(call)
-    tiles = _block_tiles(call, config)
-    start(
-        forward_blocks_kernel, (B * S * G * -(-h // block_h),),
-        call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, call.selection.ranges.contiguous(),
-        launch.position_arguments(call)[0], o, lse, *launch.strides(call), S, call.k.shape[2], G, call.selection.n, launch.scale_log2(call),
-        **launch.facts(call), **tiles, BLOCK_H=block_h, num_warps=_warps(config, block_h), num_stages=config.num_stages,
-    )  # fmt: skip
+    B, S, G, _, _ = call.q.shape
+    n = call.selection.n
+    kernel = _blocks_launch(heads, n, _block(call), config)
+    kernel.start(
+        B * S * G * _head_tiles(heads.h),
+        (call.q, *_descriptors(call, kernel), call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, o, lse),
+        (*launch.strides(call), S, call.k.shape[2], G, n, launch.scale_log2(call)),
+    )
     return o, lse
 
 
-def _block_tiles(call: Call, config: KernelConfig) -> dict[str, int]:
-    size = call.selection.block_size
-    assert size is not None, "bulk copies are taken for whole blocks alone"
-    block_l = min(config.block_l, size)
-    return {"BLOCK": size, "BLOCK_L": block_l, "TAIL_L": min(32, block_l), "NP": launch.tile(call.selection.n, 1)}
-
-
-def _forward_split(call: Call, config: KernelConfig, parts: int) -> tuple[Tensor, Tensor]:
+def _forward_split(call: Call, heads: launch.Heads, config: KernelConfig, parts: int) -> tuple[Tensor, Tensor]:
     o, lse = launch.outputs(call)
-    part_o = torch.empty(lse.numel(), parts, o.shape[-1], dtype=lse.dtype, device=o.device)
-    part_lse = torch.empty(lse.numel(), parts, dtype=lse.dtype, device=o.device)
-    _launch_ranges(call, config, part_o, part_lse, parts)
+    part_o = lse.new_empty(lse.numel(), parts, o.shape[-1])
+    part_lse = lse.new_empty(lse.numel(), parts)
+    _launch_ranges(call, heads, config, part_o, part_lse, parts)
     launch.combine(part_o, part_lse, o, lse, parts)
     return o, lse
 
 
-def _launch_ranges(call: Call, config: KernelConfig, o: Tensor, lse: Tensor, parts: int) -> None:
-    B, S, G, h, _ = call.q.shape
-    block_h = _block_h(call)
-    start(
-        forward_ranges_kernel, (B * S * G * -(-h // block_h) * parts,),
-        call.q, call.k, call.v, call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse,
-        *launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
-        **launch.facts(call), BLOCK_H=block_h, SPLIT=parts > 1, BLOCK_L=config.block_l, NP=launch.walk_width(call),
-        num_warps=_warps(config, block_h), num_stages=config.num_stages,
-    )  # fmt: skip
+def _launch_ranges(call: Call, heads: launch.Heads, config: KernelConfig, o: Tensor, lse: Tensor, parts: int) -> None:
+    B, S, G, _, _ = call.q.shape
+    _ranges_launch(heads, config, launch.walk_width(call), parts > 1).start(
+        B * S * G * _head_tiles(heads.h) * parts,
+        (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, o, lse),
+        (*launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call)),
+    )
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,36 +347,69 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     if call.scale < 0:
         dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
         return -dq, dk, dv
-    B, S, G, h, _ = call.q.shape
-    dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
-    delta = torch.empty_like(lse)
-    block_h = _block_h(call)
-    grid = (B * S * G * -(-h // block_h),)
-    tensors = (call.selection.ranges.contiguous(), launch.position_arguments(call)[0], o, lse, do, _contiguous(dlse), dq, delta)
-    numbers = (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call))
-    facts = {**launch.facts(call), "BLOCK_H": block_h, "HAS_DLSE": dlse is not None}
+    B, S, G, _, _ = call.q.shape
+    n = call.selection.n
+    heads = launch.heads(call)
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dlse = None if dlse is None else dlse.contiguous()
+    grid = B * S * G * _head_tiles(heads.h)
+    tensors = (call.selection.ranges.contiguous(), call.q_pos, o, lse, do, dlse, dq, delta)
+    numbers = (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, n, call.scale, launch.scale_log2(call))
     if _bulk_copies_fit(call, "triton-group/dq-blocks"):
-        config = launch.kernel_config(call, "triton-group/dq-blocks")
-        tiles = _block_tiles(call, config)
-        start(
-            dq_blocks_kernel, grid,
-            call.q, *_descriptors(call, tiles["BLOCK_L"]), call.k, call.v, *tensors, *numbers, **facts, **tiles,
-            num_warps=_warps(config, block_h), num_stages=config.num_stages,
-        )  # fmt: skip
+        config = launch.kernel_config(call, heads, "triton-group/dq-blocks")
+        kernel = _dq_blocks_launch(heads, n, _block(call), config, dlse is not None)
+        kernel.start(grid, (call.q, *_descriptors(call, kernel), call.k, call.v, *tensors), numbers)
     else:
-        config = launch.kernel_config(call, "triton-group/dq")
-        start(
-            dq_kernel, grid,
-            call.q, call.k, call.v, *tensors, *numbers, **facts, BLOCK_L=config.block_l, NP=launch.walk_width(call),
-            num_warps=_warps(config, block_h), num_stages=config.num_stages,
-        )  # fmt: skip
-    dk, dv = key_value_gradients(call, lse, do, delta, launch.kernel_config(call, "triton-group/dkdv"))
+        config = launch.kernel_config(call, heads, "triton-group/dq")
+        kernel = _dq_launch(heads, config, launch.walk_width(call), dlse is not None)
+        kernel.start(grid, (call.q, call.k, call.v, *tensors), numbers)
+    dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-group/dkdv"))
     return dq, dk, dv
 
 
-def _descriptors(call: Call, block_l: int) -> tuple[object, object]:
-    block_d, block_dv = launch.tile_widths(call)
-    return launch.descriptor(call.k, block_l, block_d), launch.descriptor(call.v, block_l, block_dv)
+@functools.lru_cache(REMEMBERED)
+def _ranges_launch(heads: launch.Heads, config: KernelConfig, walk: int, split: bool) -> Launch:
+    return Launch(
+        forward_ranges_kernel, **launch.facts(heads), SPLIT=split, BLOCK_L=config.block_l, NP=walk, **_rows_and_options(heads, config)
+    )
+
+
+@functools.lru_cache(REMEMBERED)
+def _blocks_launch(heads: launch.Heads, n: int, block: int, config: KernelConfig) -> Launch:
+    return Launch(forward_blocks_kernel, **launch.facts(heads), **_block_tiles(n, block, config), **_rows_and_options(heads, config))
+
+
+@functools.lru_cache(REMEMBERED)
+def _dq_launch(heads: launch.Heads, config: KernelConfig, walk: int, has_dlse: bool) -> Launch:
+    return Launch(dq_kernel, **launch.facts(heads), HAS_DLSE=has_dlse, BLOCK_L=config.block_l, NP=walk, **_rows_and_options(heads, config))
+
+
+@functools.lru_cache(REMEMBERED)
+def _dq_blocks_launch(heads: launch.Heads, n: int, block: int, config: KernelConfig, has_dlse: bool) -> Launch:
+    tiles = _block_tiles(n, block, config)
+    return Launch(dq_blocks_kernel, **launch.facts(heads), HAS_DLSE=has_dlse, **tiles, **_rows_and_options(heads, config))
+
+
+def _block_tiles(n: int, block: int, config: KernelConfig) -> dict[str, int]:
+    block_l = min(config.block_l, block)
+    return {"BLOCK": block, "BLOCK_L": block_l, "TAIL_L": min(32, block_l), "NP": launch.tile(n, 1)}
+
+
+def _rows_and_options(heads: launch.Heads, config: KernelConfig) -> dict[str, int]:
+    block_h = _block_h(heads.h)
+    return {"BLOCK_H": block_h, "num_warps": max(config.num_warps, block_h // 16), "num_stages": config.num_stages}
+
+
+def _descriptors(call: Call, kernel: Launch) -> tuple[TensorDescriptor, TensorDescriptor]:
+    facts = kernel.constants
+    block_l = facts["BLOCK_L"]
+    return launch.descriptor(call.k, block_l, facts["BLOCK_D"]), launch.descriptor(call.v, block_l, facts["BLOCK_DV"])
+
+
+def _block(call: Call) -> int:
+    block = call.selection.block_size
+    assert block is not None, "bulk copies are taken for whole blocks alone"
+    return block
 
 
 def _bulk_copies_fit(call: Call, kernel: str) -> bool:
@@ -394,13 +419,10 @@ def _bulk_copies_fit(call: Call, kernel: str) -> bool:
     return power and call.selection.n <= 1024 and call.settings.kernels[kernel].loads == "tma" and launch.bulk_copies_fit(call)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+def _block_h(h: int) -> int:
+    return min(64, launch.tile(h))
 
 
-def _block_h(call: Call) -> int:
-    return min(64, launch.tile(call.q.shape[3]))
-
-
-def _warps(config: KernelConfig, block_h: int) -> int:
-    return max(config.num_warps, block_h // 16)
+def _head_tiles(h: int) -> int:
+    """Programs that a row takes: those of more than 64 heads share them out."""
+    return -(-h // _block_h(h))

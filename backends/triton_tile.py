@@ -12,16 +12,18 @@ Within a tile, 0 * NaN is NaN: a NaN or infinity in a key or value that one row 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
-from nsa_sel.backends._triton.start import start
+from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import (
     LN_2,
     LOG2_E,
@@ -36,7 +38,7 @@ from nsa_sel.backends._triton.steps import (
     split_products,
     store_columns,
 )
-from nsa_sel.backends._triton.union import MOST_ROWS, Union, union
+from nsa_sel.backends._triton.union import MOST_ROWS, union
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
@@ -216,15 +218,17 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
         return forward(launch.with_positive_scale(call))
-    config = launch.kernel_config(call, "triton-tile/forward")
+    heads = launch.heads(call)
+    config = launch.kernel_config(call, heads, "triton-tile/forward")
+    kernel = _forward_launch(heads, call.selection.n, _block(call), config)
     o, lse = launch.outputs(call)
-    plan, facts = _plan_and_facts(call, config)
-    start(
-        forward_kernel, _grid(call, plan, config),
-        call.q, *_descriptors(call, facts), call.k, call.v, plan.blocks, plan.rows, plan.counts, launch.position_arguments(call)[0], o, lse,
-        *launch.strides(call), call.q.shape[1], call.k.shape[2], call.q.shape[2], plan.tiles, plan.capacity, launch.scale_log2(call),
-        **facts, num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    plan = union(call, kernel.constants["TQ"])
+    B, S, G, _, _ = call.q.shape
+    kernel.start(
+        B * G * plan.tiles * -(-heads.h // config.rows),
+        (call.q, *_descriptors(call, kernel.constants), call.k, call.v, plan.blocks, plan.rows, plan.counts, call.q_pos, o, lse),
+        (*launch.strides(call), S, call.k.shape[2], G, plan.tiles, plan.capacity, launch.scale_log2(call)),
+    )
     return o, lse
 
 
@@ -233,45 +237,52 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     if call.scale < 0:
         dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
         return -dq, dk, dv
-    config = launch.kernel_config(call, "triton-tile/dq")
-    dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
-    delta = torch.empty_like(lse)
+    heads = launch.heads(call)
+    config = launch.kernel_config(call, heads, "triton-tile/dq")
+    kernel = _dq_launch(heads, call.selection.n, _block(call), config, dlse is not None)
+    B, S, G, _, _ = call.q.shape
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
     dlse = None if dlse is None else dlse.contiguous()
-    plan, facts = _plan_and_facts(call, config)
-    start(
-        dq_kernel, _grid(call, plan, config),
-        call.q, *_descriptors(call, facts), call.k, call.v, plan.blocks, plan.rows, plan.counts, launch.position_arguments(call)[0],
-        o, lse, do, dlse, dq, delta, *launch.strides(call), *do.stride()[:4], call.q.shape[1], call.k.shape[2], call.q.shape[2],
-        plan.tiles, plan.capacity, call.scale, launch.scale_log2(call),
-        HAS_DLSE=dlse is not None, **facts, num_warps=config.num_warps, num_stages=config.num_stages,
+    plan = union(call, kernel.constants["TQ"])
+    kernel.start(
+        B * G * plan.tiles * -(-heads.h // config.rows),
+        (call.q, *_descriptors(call, kernel.constants), call.k, call.v, plan.blocks, plan.rows, plan.counts, call.q_pos, o, lse, do, dlse,
+         dq, delta),
+        (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, plan.tiles, plan.capacity, call.scale, launch.scale_log2(call)),
     )  # fmt: skip
-    dk, dv = key_value_gradients(call, lse, do, delta, launch.kernel_config(call, "triton-tile/dkdv"))
+    dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-tile/dkdv"))
     return dq, dk, dv
 
 
-def _rows_a_tile(call: Call, config: KernelConfig) -> int:
-    """TQ: as many rows as fill the matrix unit's tile with their heads, and as the plan can sort and mark."""
-    return max(1, min(MOST_ROWS, config.rows // call.q.shape[3], SORTED // call.selection.n))
+@functools.lru_cache(REMEMBERED)
+def _forward_launch(heads: launch.Heads, n: int, block: int, config: KernelConfig) -> Launch:
+    return Launch(forward_kernel, **_facts(heads, n, block, config), num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-def _plan_and_facts(call: Call, config: KernelConfig) -> tuple[Union, dict[str, Any]]:
-    """The plan, and the compile-time facts of both kernels."""
-    block = call.selection.block_size
-    assert block is not None, "Limits.block_aligned_only keeps other selections out"
-    TQ = _rows_a_tile(call, config)
+@functools.lru_cache(REMEMBERED)
+def _dq_launch(heads: launch.Heads, n: int, block: int, config: KernelConfig, has_dlse: bool) -> Launch:
+    facts = _facts(heads, n, block, config)
+    return Launch(dq_kernel, HAS_DLSE=has_dlse, **facts, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def _facts(heads: launch.Heads, n: int, block: int, config: KernelConfig) -> dict[str, Any]:
+    """The compile-time facts of both kernels. TQ: as many rows as fill the matrix unit's tile with their heads, and as the plan can
+    sort and mark."""
+    TQ = max(1, min(MOST_ROWS, config.rows // heads.h, SORTED // n))
     block_l = min(config.block_l, block & -block)
     tiles = {"BULK": config.loads == "tma", "BLOCK": block, "TQ": TQ, "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
-    return union(call, TQ), {**launch.split_facts(call), **tiles}
+    return {**launch.split_facts(heads), **tiles}
 
 
-def _descriptors(call: Call, facts: dict[str, Any]) -> tuple[object, object, object]:
+def _block(call: Call) -> int:
+    block = call.selection.block_size
+    assert block is not None, "Limits.block_aligned_only keeps other selections out"
+    return block
+
+
+def _descriptors(call: Call, facts: dict[str, Any]) -> tuple[TensorDescriptor | None, TensorDescriptor | None, TensorDescriptor | None]:
     if not facts["BULK"]:
         return None, None, None
     block_l, rest = facts["BLOCK_L"], facts["BLOCK_REST"]
     k = launch.descriptor(call.k, block_l, facts["BLOCK_D"])
     return k, launch.descriptor(call.k, block_l, rest) if rest else None, launch.descriptor(call.v, block_l, facts["BLOCK_DV"])
-
-
-def _grid(call: Call, plan: Union, config: KernelConfig) -> tuple[int]:
-    B, _, G, h, _ = call.q.shape
-    return (B * G * plan.tiles * -(-h // config.rows),)

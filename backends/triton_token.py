@@ -6,6 +6,8 @@ of the others, with which it shares the walk over the ranges (steps.py), the joi
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -13,9 +15,10 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
-from nsa_sel.backends._triton.start import start
+from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import LN_2, LOG2_E, LOWEST, positions_of, reciprocal, row_limit, walk_ranges
 from nsa_sel.call import Call
+from nsa_sel.config import KernelConfig
 
 
 @triton.jit
@@ -140,21 +143,19 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = call.q.shape
     o, lse = launch.outputs(call)
     parts = launch.split_parts(call, B * S * G * h)
-    config = launch.kernel_config(call, "triton-token/forward" if parts == 1 else "triton-token/decode")
+    heads = launch.heads(call)
+    config = launch.kernel_config(call, heads, "triton-token/forward" if parts == 1 else "triton-token/decode")
     if parts == 1:
         to_o, to_lse = o, lse
     else:
-        to_o = torch.empty(lse.numel(), parts, o.shape[-1], dtype=lse.dtype, device=o.device)
-        to_lse = torch.empty(lse.numel(), parts, dtype=lse.dtype, device=o.device)
-    q_pos = launch.position_arguments(call)[0]
-    start(
-        forward_kernel, (B * S * G * h * parts,),
-        call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, to_o, to_lse,
-        *launch.strides(call),
-        S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call),
-        **launch.facts(call), SPLIT=parts > 1, BLOCK_L=config.block_l, NP=launch.walk_width(call),
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+        to_o = lse.new_empty(lse.numel(), parts, o.shape[-1])
+        to_lse = lse.new_empty(lse.numel(), parts)
+    kernel = _forward_launch(heads, config, launch.walk_width(call), parts > 1)
+    kernel.start(
+        B * S * G * h * parts,
+        (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, to_o, to_lse),
+        (*launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call)),
+    )
     if parts > 1:
         launch.combine(to_o, to_lse, o, lse, parts)
     return o, lse
@@ -166,17 +167,30 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
         return -dq, dk, dv
     B, S, G, h, _ = call.q.shape
-    config = launch.kernel_config(call, "triton-token/dq")
-    dq = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
-    delta = torch.empty_like(lse)
-    q_pos = launch.position_arguments(call)[0]
-    start(
-        dq_kernel, (B * S * G * h,),
-        call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, o, lse, do, None if dlse is None else dlse.contiguous(),
-        dq, delta, *launch.strides(call), *do.stride()[:4],
-        S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call),
-        **launch.facts(call), HAS_DLSE=dlse is not None, BLOCK_L=config.block_l, NP=launch.walk_width(call),
+    heads = launch.heads(call)
+    config = launch.kernel_config(call, heads, "triton-token/dq")
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dlse = None if dlse is None else dlse.contiguous()
+    _dq_launch(heads, config, launch.walk_width(call), dlse is not None).start(
+        B * S * G * h,
+        (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, o, lse, do, dlse, dq, delta),
+        (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call)),
+    )
+    dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-token/dkdv"))
+    return dq, dk, dv
+
+
+@functools.lru_cache(REMEMBERED)
+def _forward_launch(heads: launch.Heads, config: KernelConfig, walk: int, split: bool) -> Launch:
+    return Launch(
+        forward_kernel, **launch.facts(heads), SPLIT=split, BLOCK_L=config.block_l, NP=walk,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    dk, dv = key_value_gradients(call, lse, do, delta, launch.kernel_config(call, "triton-token/dkdv"))
-    return dq, dk, dv
+
+
+@functools.lru_cache(REMEMBERED)
+def _dq_launch(heads: launch.Heads, config: KernelConfig, walk: int, has_dlse: bool) -> Launch:
+    return Launch(
+        dq_kernel, **launch.facts(heads), HAS_DLSE=has_dlse, BLOCK_L=config.block_l, NP=walk,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip

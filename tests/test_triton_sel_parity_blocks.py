@@ -59,7 +59,7 @@ def test_keys_in_two_tiles(backend: str, Dk: int) -> None:
     q, k, v = make_qkv(S=5, G=2, h=3, Dk=Dk, Dv=128, S_kv=50, dtype=torch.float16, seed=Dk)
     selection = make_blocks(1, 5, 2, 50, 3, 16)
     device = device_info(q.device)
-    facts = launch.split_facts(Call(q, k, v, selection, None, Dk**-0.5, config.settings_for(device), device))
+    facts = launch.split_facts(launch.heads(Call(q, k, v, selection, None, Dk**-0.5, config.settings_for(device), device)))
     assert (facts["BLOCK_D"], facts["BLOCK_REST"]) == (128, 64)
     check_both(backend, q, k, v, selection)
 

@@ -7,17 +7,17 @@ For triton-block the same pass also writes each (row, range)'s share of dq = sca
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.inverse import Inverse, inverse, list_start, reach_of
-from nsa_sel.backends._triton.start import start
+from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import (
     LOG2_E,
     add_product,
@@ -235,42 +235,55 @@ class Gradients:
         Dk = call.k.shape[3]
         parts = most_parts(plan.section * call.selection.n * plan.reach, plan.pairs, plan.tiles, plan.piece)
         self.by_entry = parts < plan.pieces + plan.pairs * plan.tiles
-        self.part_dk = torch.empty(parts, plan.width, Dk, dtype=lse.dtype, device=lse.device)
-        self.part_dv = torch.empty(parts, plan.width, Dv, dtype=lse.dtype, device=lse.device)
+        self.part_dk = lse.new_empty(parts, plan.width, Dk)
+        self.part_dv = lse.new_empty(parts, plan.width, Dv)
         several = plan.section < S
-        self.sum_dk = torch.empty(plan.pairs, S_kv, Dk, dtype=lse.dtype, device=lse.device) if several else None
-        self.sum_dv = torch.empty(plan.pairs, S_kv, Dv, dtype=lse.dtype, device=lse.device) if several else None
-        self.dk = torch.empty(B, G, S_kv, Dk, dtype=call.k.dtype, device=lse.device)
-        self.dv = torch.empty(B, G, S_kv, Dv, dtype=call.v.dtype, device=lse.device)
+        self.sum_dk = lse.new_empty(plan.pairs, S_kv, Dk) if several else None
+        self.sum_dv = lse.new_empty(plan.pairs, S_kv, Dv) if several else None
+        self.dk = call.k.new_empty(B, G, S_kv, Dk)
+        self.dv = call.v.new_empty(B, G, S_kv, Dv)
 
 
 def add_unit(
-    call: Call, plan: Inverse, unit: Unit, lse: Tensor, do: Tensor, delta: Tensor, sums: Gradients, config: KernelConfig,
-    part_dq: Tensor | None = None,
+    call: Call, heads: launch.Heads, plan: Inverse, unit: Unit, lse: Tensor, do: Tensor, delta: Tensor, sums: Gradients,
+    config: KernelConfig, part_dq: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Add one unit's share to dk and dv; with part_dq [pairs, section, n*reach, h, Dk], write its shares of dq too."""
-    S, G = call.q.shape[1:3]
-    B, _, S_kv, Dv = call.v.shape
-    q_pos = launch.position_arguments(call)[0]
-    block_d, block_dv = launch.tile_widths(call)
-    block = call.selection.block_size
-    start(
-        partial_dkdv_kernel, (plan.pieces,),
-        call.q, call.k, call.v, call.selection.ranges.contiguous(), q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
-        plan.entries, plan.ends, unit.piece_list,
-        *launch.strides(call), *do.stride()[:4], S, S_kv, G,
-        plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list, plan.piece, unit.first_pair, unit.first_row, plan.section,
-        call.scale, launch.scale_log2(call),
-        N=call.selection.n, REACH=plan.reach, **launch.split_facts(call), WHOLE=block is not None and block % plan.width == 0,
-        WITH_DQ=part_dq is not None, BY_ENTRY=sums.by_entry, ROWS=config.rows,
-        BLOCK_L=plan.width, num_warps=config.num_warps, num_stages=config.num_stages,
+    B, S, G, _, _ = call.q.shape
+    S_kv, block = call.k.shape[2], call.selection.block_size
+    whole = block is not None and block % plan.width == 0
+    partial = _partial_launch(heads, config, call.selection.n, plan.reach, plan.width, whole, part_dq is not None, sums.by_entry)
+    partial.start(
+        plan.pieces,
+        (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
+         plan.entries, plan.ends, unit.piece_list),
+        (*launch.strides(call), *do.stride()[:4], S, S_kv, G, plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list,
+         plan.piece, unit.first_pair, unit.first_row, plan.section, call.scale, launch.scale_log2(call)),
     )  # fmt: skip
-    sum_rows = min(16, plan.width)
-    start(
-        sum_parts_kernel, ((unit.end_list - unit.first_list) * (plan.width // sum_rows),),
-        sums.part_dk, sums.part_dv, sums.sum_dk, sums.sum_dv, sums.dk, sums.dv, plan.ends, S_kv, plan.tiles, B * G, plan.stretches,
-        unit.first_list, unit.first_pair, plan.piece, Dk=call.k.shape[3], Dv=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_L=plan.width,
-        ROWS=sum_rows, FIRST=unit.first_row == 0, LAST=unit.first_row + unit.rows == S, BY_ENTRY=sums.by_entry, num_warps=4,
+    total = _sum_launch(heads, plan.width, unit.first_row == 0, unit.first_row + unit.rows == S, sums.by_entry)
+    total.start(
+        (unit.end_list - unit.first_list) * (plan.width // total.constants["ROWS"]),
+        (sums.part_dk, sums.part_dv, sums.sum_dk, sums.sum_dv, sums.dk, sums.dv, plan.ends),
+        (S_kv, plan.tiles, B * G, plan.stretches, unit.first_list, unit.first_pair, plan.piece),
+    )
+
+
+@functools.lru_cache(REMEMBERED)
+def _partial_launch(
+    heads: launch.Heads, config: KernelConfig, n: int, reach: int, width: int, whole: bool, with_dq: bool, by_entry: bool
+) -> Launch:
+    return Launch(
+        partial_dkdv_kernel, N=n, REACH=reach, **launch.split_facts(heads), WHOLE=whole, WITH_DQ=with_dq, BY_ENTRY=by_entry,
+        ROWS=config.rows, BLOCK_L=width, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+@functools.lru_cache(REMEMBERED)
+def _sum_launch(heads: launch.Heads, width: int, first: bool, last: bool, by_entry: bool) -> Launch:
+    block_d, block_dv = launch.tile_widths(heads)
+    return Launch(
+        sum_parts_kernel, Dk=heads.Dk, Dv=heads.Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_L=width, ROWS=min(16, width),
+        FIRST=first, LAST=last, BY_ENTRY=by_entry, num_warps=4,
     )  # fmt: skip
 
 
@@ -316,7 +329,9 @@ def tile_width(call: Call, config: KernelConfig) -> int:
     return config.block_l if block is None or block % launch.MIN_TILE else min(config.block_l, block & -block)
 
 
-def key_value_gradients(call: Call, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
+def key_value_gradients(
+    call: Call, heads: launch.Heads, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig
+) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]; parts stay within the workspace bound where those of one
     (batch entry, group) pair do."""
     B, S, G = call.q.shape[:3]
@@ -324,5 +339,5 @@ def key_value_gradients(call: Call, lse: Tensor, do: Tensor, delta: Tensor, conf
     plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width))
     sums = Gradients(call, plan, lse)
     for unit in units(call, plan):
-        add_unit(call, plan, unit, lse, do, delta, sums, config)
+        add_unit(call, heads, plan, unit, lse, do, delta, sums, config)
     return sums.dk, sums.dv

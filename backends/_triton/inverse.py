@@ -13,6 +13,7 @@ programs' work.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import launch
-from nsa_sel.backends._triton.start import start
+from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
@@ -174,14 +175,18 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inve
     ranks = torch.empty(capacity, dtype=torch.int32, device=device)
     entries = torch.empty(capacity, dtype=torch.int32, device=device)
     piece_list = torch.empty(sections * -(-B * G // pairs) * pieces, dtype=torch.int64, device=device)
-    q_pos, *position_strides = launch.position_arguments(call)
-    ranges = call.selection.ranges.contiguous()
-    numbers = (*position_strides, S, call.k.shape[2], G, tiles, B * G, section, stretch, stretches)
-    facts = {"N": n, "REACH": reach, "HAS_POS": q_pos is not None, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
-    start(rank_kernel, (-(-S // stretch) * B * G,), ranges, q_pos, ranks, counts, *numbers, **facts)
+    ranges, q_pos = call.selection.ranges.contiguous(), call.q_pos
+    numbers = (*launch.position_strides(call), S, call.k.shape[2], G, tiles, B * G, section, stretch, stretches)
+    rank, place = _launches(n, reach, q_pos is not None, width)
+    rank.start(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)
     ends = torch.cumsum(counts, 0, dtype=index)
-    start(
-        place_kernel, (-(-each // SORTED) * B * G,),
-        ranges, q_pos, ranks, ends, entries, piece_list, *numbers, min(pairs, B * G), piece, pieces, **facts,
+    place.start(
+        -(-each // SORTED) * B * G, (ranges, q_pos, ranks, ends, entries, piece_list), (*numbers, min(pairs, B * G), piece, pieces)
     )  # fmt: skip
     return Inverse(entries, ends, piece_list, width, tiles, reach, stretches, section, min(pairs, B * G), piece, pieces)
+
+
+@functools.lru_cache(REMEMBERED)
+def _launches(n: int, reach: int, has_pos: bool, width: int) -> tuple[Launch, Launch]:
+    facts = {"N": n, "REACH": reach, "HAS_POS": has_pos, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
+    return Launch(rank_kernel, **facts), Launch(place_kernel, **facts)

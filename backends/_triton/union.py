@@ -7,6 +7,7 @@ for some row, come last. One program sorts the entries of one tile, so the plan 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import launch
-from nsa_sel.backends._triton.start import start
+from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
@@ -93,11 +94,15 @@ def _build(call: Call, TQ: int) -> Union:
     blocks = torch.empty(B * G * tiles * TQ * n, dtype=torch.int32, device=device)
     rows = torch.empty(blocks.numel(), dtype=torch.int64, device=device)
     counts = torch.empty(B * G * tiles, 2, dtype=torch.int32, device=device)
-    entries = launch.tile(TQ * n, 1)
-    q_pos, *position_strides = launch.position_arguments(call)
-    start(
-        union_kernel, (B * G * tiles,),
-        call.selection.ranges.contiguous(), q_pos, blocks, rows, counts, *position_strides, S, S_kv, G, tiles,
-        N=n, HAS_POS=q_pos is not None, BLOCK=block, TQ=TQ, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)),
+    ranges = call.selection.ranges.contiguous()
+    kernel = _launch(n, call.q_pos is not None, block, TQ)
+    kernel.start(
+        B * G * tiles, (ranges, call.q_pos, blocks, rows, counts), (*launch.position_strides(call), S, S_kv, G, tiles)
     )  # fmt: skip
     return Union(blocks, rows, counts, tiles, TQ * n)
+
+
+@functools.lru_cache(REMEMBERED)
+def _launch(n: int, has_pos: bool, block: int, TQ: int) -> Launch:
+    entries = launch.tile(TQ * n, 1)
+    return Launch(union_kernel, N=n, HAS_POS=has_pos, BLOCK=block, TQ=TQ, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)))
