@@ -159,9 +159,13 @@ _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: 
 def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool) -> Request:
     """The facts of a checked call that a policy may use."""
     B, S, G, h, Dk = q.shape
-    S_kv, Dv = v.shape[2:]
-    outer_strides = (*q.stride()[:-1], *k.stride()[:-1], *v.stride()[:-1])
-    aligned = not (math.gcd(*outer_strides) * q.element_size() % 16 or math.gcd(q.data_ptr(), k.data_ptr(), v.data_ptr()) % 16)
+    _, _, S_kv, Dv = v.shape
+    # Sizes of numbers are powers of two: all outer strides are multiples of 16 bytes where their bits together are.
+    q_batch, q_row, q_group, q_head, _ = q.stride()
+    k_batch, k_group, k_key, _ = k.stride()
+    v_batch, v_group, v_key, _ = v.stride()
+    outer_strides = q_batch | q_row | q_group | q_head | k_batch | k_group | k_key | v_batch | v_group | v_key
+    aligned = (outer_strides * q.element_size() | q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
         max_length=selection.length_bound(S_kv), dtype=_DTYPES[q.dtype], needs_grad=needs_grad, aligned=aligned,
