@@ -5,8 +5,12 @@ and computes nothing, beside which the rest of a call is not lost in a kernel's 
 process, many calls at a time; a round gives each part one median, and differences and ratios are taken within a round, so that what
 else the machine does meets both sides. "Without observing" is the same call with the functions of `nsa_sel.observe` that a call
 runs replaced by ones that do nothing: decisions are neither kept nor counted, and whether anybody listens is not asked; what stays
-are a few attributes that are looked at. With gradients, a call is `torch.autograd.grad` of it, whose own time on the same shapes is
-the part "autograd". Rows go to a JSON-lines file.
+are a few attributes that are looked at.
+
+With gradients, a call is `torch.autograd.grad` of it. PyTorch runs backward passes on a thread of its own, where the same backend takes
+longer than alone, so two more parts tell PyTorch's share from ours: "autograd" is a node with the same inputs and outputs that does
+nothing, "node" one that runs the same backend's forward and backward on the same call and nothing else. "Beyond the backend" is the
+call less the backend where there are no gradients, and less the node where there are. Rows go to a JSON-lines file.
 """
 
 from __future__ import annotations
@@ -70,6 +74,7 @@ def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
     decision = attention.decide(request, device, forced)
     call = Call(q.detach(), k.detach(), v.detach(), selection, None, arguments[4], decision.settings, device)
     forward = registry.load(str(decision.forward)).forward
+    backward: Any = None if do is None else registry.load(str(decision.backward)).backward
 
     def whole() -> Any:
         o = attention.selection_attention(q, k, v, selection, backend=forced)
@@ -77,16 +82,20 @@ def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
 
     def alone() -> Any:
         o, lse = forward(call)
-        return o if do is None else registry.load(str(decision.backward)).backward(call, o, lse, do, None)
+        return o if do is None else backward(call, o, lse, do, None)
 
     def autograd() -> Any:
         """A node with the same inputs and outputs that does nothing: what PyTorch itself takes."""
         return torch.autograd.grad(_Nothing.apply(q, k, v)[0], (q, k, v), do)  # type: ignore[no-untyped-call]
 
+    def node() -> Any:
+        """A node that runs the backend and nothing else: what PyTorch and the backend take together."""
+        return torch.autograd.grad(_Backend.apply(q, k, v, call, forward, backward)[0], (q, k, v), do)  # type: ignore[no-untyped-call]
+
     return {
         "call": whole,
         "backend": alone,
-        **({} if do is None else {"autograd": autograd}),
+        **({} if do is None else {"autograd": autograd, "node": node}),
         "check": lambda: check_call(q, k, v, selection, None, None),
         "decide": lambda: attention.decide(request_of(q, k, v, selection, do is not None), device_info(q.device), forced),
         "decision, cached": lambda: attention.select(request, device, forced),
@@ -106,6 +115,21 @@ class _Nothing(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, dlse: None) -> tuple[Tensor, ...]:
         q, k, v, _, _ = ctx.saved_tensors
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _Backend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, forward: Any, backward: Any) -> tuple[Tensor, Tensor]:
+        o, lse = forward(call)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.backward_of = call, backward
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
+        _, _, _, o, lse = ctx.saved_tensors
+        return *ctx.backward_of(ctx.call, o, lse, do, None), None, None, None
 
 
 @contextlib.contextmanager
@@ -164,8 +188,8 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int) -> dict[st
             with contextlib.nullcontext() if observing else without_observing():
                 times["call" if observing else "call, without observing"].append(microseconds(works["call"], calls, synchronise))
     times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
-    pairs = list(zip(times["call"], times["backend"], times["call, without observing"], strict=True))
-    times["beyond the backend"] = [call - backend for call, backend, _ in pairs]
+    least = times["backend" if problem.do is None else "node"]
+    times["beyond the backend"] = [call - backend for call, backend in zip(times["call"], least, strict=True)]
     return times
 
 

@@ -92,7 +92,7 @@ def kernel_times() -> str:
 
 def overhead() -> str:
     """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
-    parts = ("call", "backend", "beyond the backend", "check", "decide", "decision, cached", "autograd")
+    parts = ("call", "backend", "beyond the backend", "check", "decide", "decision, cached", "autograd", "node")
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
         calls: dict[tuple[str, str, str], dict[str, Row]] = {}

@@ -25,10 +25,11 @@ DECISION_US, HOST_US = 3.0, 30.0  # the targets: a cached decision, and what a c
 def test_parts_do_what_they_say(needs_grad: bool) -> None:
     problem = make_problem("cpu", needs_grad)
     works = parts(problem, "numba")
-    assert ("autograd" in works) == needs_grad
+    assert ("autograd" in works) == ("node" in works) == needs_grad
     whole, alone = works["call"](), works["backend"]()
     if needs_grad:
-        assert all(map(lambda a, b: (a - b).abs().max() < 1e-6, whole, alone))
+        for other in (alone, works["node"]()):
+            assert all(map(lambda a, b: (a - b).abs().max() < 1e-6, whole, other))
     else:
         assert (whole - alone).abs().max() < 1e-6
     assert works["decision, cached"]() is works["decide"]()
@@ -56,12 +57,13 @@ def test_what_is_replaced_comes_back() -> None:
     assert observe.tallies() != before
 
 
-def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("needs_grad", "least"), [(False, "backend"), (True, "node")])
+def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatch, needs_grad: bool, least: str) -> None:
     clock = iter(range(1, 1000))
     monkeypatch.setattr(bench_overhead, "microseconds", lambda *_: float(next(clock)))
-    times = measured(make_problem("cpu", False), CHOSEN, rounds=3, calls=1)
+    times = measured(make_problem("cpu", needs_grad), CHOSEN, rounds=3, calls=1)
     assert all(len(taken) == 3 for taken in times.values())
-    for call, backend, beyond in zip(times["call"], times["backend"], times["beyond the backend"], strict=True):
+    for call, backend, beyond in zip(times["call"], times[least], times["beyond the backend"], strict=True):
         assert beyond == call - backend
     firsts = [a < b for a, b in zip(times["call"], times["call, without observing"], strict=True)]
     assert firsts == [True, False, True]  # they take turns at going first
