@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from nsa_sel import tuned
+from nsa_sel.attention import STICKY
 from nsa_sel.bench.records import append
 from nsa_sel.bench.tune_space import Job
 from nsa_sel.config import CACHE_FLAG, KernelConfig
@@ -35,6 +36,17 @@ Measure = Callable[[Job, KernelConfig], Times]  # checks parity too; raises for 
 
 class ContextLost(NsaSelError, RuntimeError):
     """A launch broke the CUDA context: this process can measure nothing more."""
+
+
+@contextlib.contextmanager
+def watched(what: str) -> Iterator[None]:
+    """ContextLost in place of an error after which CUDA does nothing more in this process; `what` was being measured."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(text in str(error) for text in STICKY):
+            raise ContextLost(f"{what} broke the CUDA context ({error}); run `nsa-sel tune` again to go on") from error
+        raise
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel import observe, registry
-from nsa_sel.attention import STICKY
 from nsa_sel.bench import cases, measure
-from nsa_sel.bench.tune import ContextLost, Times
+from nsa_sel.bench.tune import Times, watched
 from nsa_sel.bench.tune_space import BLOCK, PROBLEMS, Job
 from nsa_sel.call import Call, device_info
 from nsa_sel.config import KernelConfig, Settings, Way
@@ -64,14 +63,10 @@ class Runner:
     def __call__(self, job: Job, config: KernelConfig) -> Times:
         """Median, 20th and 80th percentile in ms. Raises what the launch raises, WrongResult, or ContextLost."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), watched(job.launch_id(config)):
                 return self._measure(job, config)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            raise
-        except RuntimeError as error:
-            if any(text in str(error) for text in STICKY):
-                raise ContextLost(f"{job.launch_id(config)} broke the CUDA context ({error}); run `nsa-sel tune` again to go on") from error
             raise
 
     def _measure(self, job: Job, config: KernelConfig) -> Times:

@@ -144,6 +144,7 @@ def test_the_command_measures_them_first(monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = tune_command.plan(None, "forward", tune_command.Sizes(), quick=True, dry_run=False)
     assert chosen.ways == ("forward",)
     assert "first the least L of Triton, for forward" in chosen.text()
+    monkeypatch.setattr(tune_command, "_page", lambda stamp, tell: None)
     done = tune_command.measure(chosen, 1, True, lambda what, share: None)
     assert done.thresholds["forward"].value == 256
     words = tune_command.text(done)
