@@ -19,6 +19,7 @@ from nsa_sel.bench import (
     cost_fit,
     regret,
     report,
+    report_figures,
     tune,
     tune_command,
     tune_costs,
@@ -302,7 +303,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_one_command_ends_with_a_profile_that_is_used_and_a_report_that_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "png", lambda figure, theme, file, title: file.touch())  # drawing takes seconds a figure
+    monkeypatch.setattr(report, "png", lambda figure, theme, file, title: file.touch())  # drawing takes most of the time
+    monkeypatch.setattr(report_figures, "svg", lambda figure, facet: "<svg></svg>")
     chosen = tune_command.plan(None, None, tune_command.Sizes(), quick=False, dry_run=False)
     assert len(chosen.costs) == len(wanted(UNKNOWN, WAYS))
     some = chosen._replace(jobs=[job for job in chosen.jobs if job.kernel == "triton-tile/forward"][:1])
