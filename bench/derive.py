@@ -112,12 +112,12 @@ def h200_profile() -> dict[str, Any]:
 
 
 def launches(name: str) -> dict[str, Any]:
-    """The `kernels:` part of a profile: launches that `nsa-sel tune` found ahead by `LAUNCH_MARGIN` in every case that it tuned."""
+    """The `kernels:` part of a profile: launches that `nsa-sel tune` found ahead by `LAUNCH_MARGIN` in every case and problem."""
     file, _ = tuned.parse((ROOT / name).read_bytes(), name)
     ahead: dict[str, list[KernelConfig | None]] = {}
     for result in file.results:
-        gain = result.committed.ms_median / result.top[0].ms_median
-        ahead.setdefault(result.kernel, []).append(result.winner if gain >= LAUNCH_MARGIN else None)
+        ms = next((launch.ms_median for launch in result.top if launch.config == result.winner), result.committed.ms_median)
+        ahead.setdefault(result.kernel, []).append(result.winner if result.committed.ms_median / ms >= LAUNCH_MARGIN else None)
     return {kernel: msgspec.to_builtins(found[0]) for kernel, found in ahead.items() if found[0] is not None and len(set(found)) == 1}
 
 

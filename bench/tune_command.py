@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
@@ -74,6 +73,11 @@ class Plan(NamedTuple):
         return sum(1 + len(job.candidates) for job in self.jobs)
 
     @property
+    def most(self) -> int:
+        """Measurements of launches, at most: those that lose on the first problem are not measured on the second."""
+        return sum(job.most for job in self.jobs)
+
+    @property
     def note(self) -> str | None:
         """What keeps the launches from being used."""
         off, mode = self.settings.triton_off, self.settings.autotune
@@ -83,17 +87,23 @@ class Plan(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """For --json."""
-        listed = [{"key": job.key, "kernel": job.kernel, "problem": job.problem, "launches": 1 + len(job.candidates)} for job in self.jobs]
+        listed = [
+            {"key": job.key, "kernel": job.kernel, "problems": job.problems, "launches": 1 + len(job.candidates)} for job in self.jobs
+        ]
         costs = [{name: row[name] for name in ("case", "direction", "backend")} for row in self.costs]
         rest = {"thresholds": self.ways, "costs": costs, "costs_known": self.costs_known}
-        return {"device": self.device, "jobs": listed, "launches": self.launches, "known": self.known, **rest}
+        counted = {"launches": self.launches, "most": self.most, "known": self.known}
+        return {"device": self.device, "jobs": listed, **counted, **rest}
 
     def text(self) -> str:
         """For a terminal."""
         rows = [(*_key_cells(job), job.launch_id(job.committed), 1 + len(job.candidates)) for job in self.jobs]
         table = tabulate(rows, headers=[*KEY_HEADERS, "committed launch", "launches"], tablefmt="simple", disable_numparse=True)
         first = f"first the least L of Triton, for {', '.join(self.ways)}; then " if self.ways else ""
-        launches = f"{self.launches} launches to measure on {self.device.name}, {self.known} of them known from earlier runs"
+        launches = (
+            f"{self.launches} launches to measure on {self.device.name}, on a real and a random problem where a kernel takes many rows: at"
+            f" most {self.most} measurements, {self.known} of them known from earlier runs"
+        )
         lines = [table, "", first + launches]
         if self.costs:
             backends, of = dict.fromkeys(row["backend"] for row in self.costs), {row["case"] for row in self.costs}
@@ -157,7 +167,8 @@ def _cases(sizes: Sizes, quick: bool) -> tuple[Case, ...]:
 
 def _known(device: DeviceInfo, found: list[Job]) -> int:
     journal = Journal(journal_of(tuned.stamp_of(device)), mend=False)
-    return sum(journal.known(job, config) is not None for job in found for config in (job.committed, *job.candidates))
+    launches = ((job, problem, config) for job in found for problem in job.problems for config in (job.committed, *job.candidates))
+    return sum(journal.known(*launch) is not None for launch in launches)
 
 
 def _costs_known(device: DeviceInfo, costs: Sequence[Row]) -> int:
@@ -229,15 +240,16 @@ def text(done: Done) -> str:
     for result in report.results:
         key = result.key
         launch = result.winner.config_id(result.kernel) if result.winner else result.committed.config.config_id(result.kernel)
-        rows.append((f"{key.Dk}/{key.Dv}", f"<={key.h}", f"<={key.L}", key.dtype, key.way, launch, result.verdict))
-    table = tabulate(rows, headers=[*KEY_HEADERS, "launch", "verdict"], tablefmt="simple", disable_numparse=True)
-    won = Counter(result.winner is not None for result in report.results)[True]
+        rows.append((f"{key.Dk}/{key.Dv}", f"<={key.h}", f"<={key.L}", key.dtype, key.way, launch, result.problem, result.verdict))
+    table = tabulate(rows, headers=[*KEY_HEADERS, "launch", "problem", "verdict"], tablefmt="simple", disable_numparse=True)
+    kernels = {(result.key, result.kernel): result.winner for result in report.results}
+    won = sum(winner is not None for winner in kernels.values())
     lines = [f"{way}: {_words(found)}" for way, found in done.thresholds.items()]
     lines += [
         "",
         table,
         "",
-        f"{report.taken} measurements taken; {won} of {len(report.results)} kernels have a launch of their own: {report.file}",
+        f"{report.taken} measurements taken; {won} of {len(kernels)} kernels have a launch of their own: {report.file}",
     ]
     lines += [f"passed over: {skipped}" for skipped in report.skipped]
     if done.costs:

@@ -83,7 +83,8 @@ class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was found for one kernel. `winner` is None where no launch beat the committed one with its spread, twice."""
+    """What was found for one kernel on one problem. `winner` is the same for all its problems, None where no launch beat the committed
+    one over all of them, twice (nsa_sel/bench/tune.py has the rule)."""
 
     key: Key
     kernel: str  # as configurations name it, "-wide" included
@@ -91,7 +92,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     committed: Timed
     winner: KernelConfig | None
     verdict: str  # in words
-    top: tuple[Timed, ...]  # the fastest launches, the committed one among them or not
+    top: tuple[Timed, ...]  # the fastest launches and the winner, the committed one among them or not
     measured: int  # launches
     failed: int  # that did not compile, did not fit, or gave other results
 

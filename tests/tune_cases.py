@@ -26,7 +26,7 @@ def some_jobs(backend: str = "triton-group", quick: bool = True) -> list[Job]:
     return jobs(settings_for(H200), 90, (CASE,), backend, None, quick)
 
 
-def times(job: Job, config: KernelConfig) -> tune.Times:
+def times(job: Job, problem: str, config: KernelConfig) -> tune.Times:
     """The same for a launch whenever it is asked for: 10 ms for the committed one, 5 to 15 for the others."""
     if config == job.committed:
         return SLOW
