@@ -94,6 +94,21 @@ def breakeven_cases() -> list[Case]:
     return [prefill(kind, S * 1024, h) for kind, S in lengths for h in (16, 4, 1)]
 
 
+def cost_cases() -> list[Case]:
+    """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune_costs.py).
+
+    Small calls for the host's share, real and random selections for what neighbours share, 64 to 4096 keys a row, h 16, 4 and 1,
+    head dims 64, 128 and 192 with 128, and decoding of one stream and of batches. Of the committed rows of the H200, those of these
+    sizes alone choose as well as all of them (a test says so).
+    """
+    found = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
+    wide = [prefill("real", 1024, 4, Dk=192), prefill("real", 8192, 16, Dk=192), prefill("random", 32768, 16, Dk=192)]
+    narrow = prefill("real", 8192, 4, Dk=64)._replace(Dv=64)
+    by_length = [case._replace(case=case.case.replace("threshold", "cost")) for case in threshold_cases()]
+    one, batch = decode_cases()[:2]
+    return [*found, narrow, *wide, *by_length, one, batch, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192)]
+
+
 def quick_cases() -> list[Case]:
     """Small ones of each kind, for a look at a machine: a real and a random prefill, and decoding."""
     return [

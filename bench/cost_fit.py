@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 from nsa_sel.bench.cases import LAYERS, Case, layer_selection, make_selection
 from nsa_sel.bench.records import Row
-from nsa_sel.config import CostModel
+from nsa_sel.config import CostModel, Costs
 from nsa_sel.policies.cost import work
 from nsa_sel.request import SHARING_TOKENS, Request
 from nsa_sel.selection import Selection
@@ -107,6 +107,18 @@ def models(rows: Sequence[Row]) -> dict[str, CostModel]:
     for row in rows:
         by_model.setdefault(f"{row['backend']}/{WAYS[row['direction']]}", []).append(row)
     return {name: fit(name, by_model[name]) for name in TERMS if name in by_model}
+
+
+def costs(rows: Sequence[Row], sources: Sequence[str]) -> Costs:
+    """The `costs:` part of a profile, from rows that all pass `is_cost_row`; `sources` says in words where these come from."""
+    found = models(rows)
+    errors = sorted(model.median_error for model in found.values())
+    finding = (
+        f"ms = max(host, sum of price x work), non-negative least squares of the relative error over {len(rows)} rows of {len(found)}"
+        f" models; median errors {errors[0]:.1%} to {errors[-1]:.1%}, worst {max(model.worst_error for model in found.values()):.1%}"
+    )
+    dtypes = sorted({dtype for row in rows for dtype in DTYPES.get(row["dtype"], (row["dtype"],))})
+    return Costs(provenance="; ".join((finding, *sources)), dtypes=tuple(dtypes), models=found)
 
 
 def fit(name: str, rows: Sequence[Row]) -> CostModel:

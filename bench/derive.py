@@ -91,17 +91,8 @@ def cost_rows(folder: str = H200_RESULTS) -> dict[str, list[Row]]:
 def costs(files: dict[str, list[Row]]) -> dict[str, Any]:
     """The `costs:` part of a profile, from rows by file."""
     rows = [row for rows in files.values() for row in rows]
-    models = cost_fit.models(rows)
-    errors = sorted(model.median_error for model in models.values())
-    finding = (
-        f"ms = max(host, sum of price x work), non-negative least squares of the relative error over {len(rows)} rows of {len(models)}"
-        f" models; median errors {errors[0]:.1%} to {errors[-1]:.1%}, worst {max(model.worst_error for model in models.values()):.1%}"
-    )
-    return {
-        "provenance": "; ".join((finding, *(source(name, read_rows(name)) for name in files))),
-        "dtypes": sorted({dtype for row in rows for dtype in cost_fit.DTYPES.get(row["dtype"], (row["dtype"],))}),
-        "models": msgspec.to_builtins(models),
-    }
+    found = cost_fit.costs(rows, [source(name, read_rows(name)) for name in files])
+    return {**msgspec.to_builtins(found), "dtypes": list(found.dtypes)}
 
 
 def h200_profile() -> dict[str, Any]:
@@ -121,12 +112,12 @@ def h200_profile() -> dict[str, Any]:
 
 
 def launches(name: str) -> dict[str, Any]:
-    """The `kernels:` part of a profile: launches that `nsa-sel tune` found ahead by `LAUNCH_MARGIN` in every case that it tuned."""
+    """The `kernels:` part of a profile: launches that `nsa-sel tune` found ahead by `LAUNCH_MARGIN` in every case and problem."""
     file, _ = tuned.parse((ROOT / name).read_bytes(), name)
     ahead: dict[str, list[KernelConfig | None]] = {}
     for result in file.results:
-        gain = result.committed.ms_median / result.top[0].ms_median
-        ahead.setdefault(result.kernel, []).append(result.winner if gain >= LAUNCH_MARGIN else None)
+        ms = next((launch.ms_median for launch in result.top if launch.config == result.winner), result.committed.ms_median)
+        ahead.setdefault(result.kernel, []).append(result.winner if result.committed.ms_median / ms >= LAUNCH_MARGIN else None)
     return {kernel: msgspec.to_builtins(found[0]) for kernel, found in ahead.items() if found[0] is not None and len(set(found)) == 1}
 
 

@@ -64,7 +64,7 @@ def environment(device: str = "cuda") -> dict[str, Any]:
     }
     if not on_gpu:
         facts |= {"numba": _version("numba"), "threads": torch.get_num_threads()}
-    return {**facts, "commit": os.environ.get("NSA_SEL_COMMIT") or _commit(), "command": _command()}
+    return {**facts, "commit": os.environ.get("NSA_SEL_COMMIT") or _commit(), "command": command()}
 
 
 def row(case: Case, direction: str, backend: str, times: Spread, **more: Any) -> dict[str, Any]:
@@ -223,7 +223,9 @@ def _commit() -> str | None:
     return f"{commit}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else commit
 
 
-def _command() -> str:
+def command() -> str:
+    """The command line of this program, free of machine paths."""
+
     def bare(argument: str) -> str:
         option, equals, value = argument.rpartition("=")
         return f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}"

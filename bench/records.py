@@ -38,7 +38,7 @@ def read(file: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            row = _parsed(line)
+            row = parsed(line)
             if row is not None:
                 rows.append(row)
             elif number < len(lines):
@@ -56,7 +56,7 @@ def mend(file: Path, tell: Callable[[str], None]) -> None:
     if not torn:
         return
     with file.open("r+b") as opened:
-        if _parsed(torn) is not None:  # only its newline is missing
+        if parsed(torn) is not None:  # only its newline is missing
             opened.seek(0, os.SEEK_END)
             opened.write(b"\n")
         else:
@@ -91,7 +91,8 @@ def write_whole(file: Path, text: str) -> None:
     unfinished.replace(file)
 
 
-def _parsed(line: bytes) -> Row | None:
+def parsed(line: bytes) -> Row | None:
+    """The row of a line; None where it holds none."""
     try:
         row = json.loads(line)
     except ValueError:

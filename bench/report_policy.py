@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from nsa_sel import tuned
 from nsa_sel.attention import explain_request
 from nsa_sel.bench import cases, cost_fit, regret, report_figures
 from nsa_sel.bench.records import Row
@@ -17,9 +18,9 @@ from nsa_sel.bench.report_panels import TITLES, plain, thousands, way_name
 from nsa_sel.bench.summary import PACKED, gain_of, indexed
 from nsa_sel.bench.threshold_optimizer import MARGIN, faster_by, length_pairs, sure_length
 from nsa_sel.call import device_info
-from nsa_sel.config import settings_for
+from nsa_sel.config import Settings, settings_for
 from nsa_sel.devices import GPUS, named
-from nsa_sel.request import DeviceInfo
+from nsa_sel.request import DeviceInfo, example_request
 
 LENGTHS, HEADS = [1 << e for e in range(10, 18)], (1, 2, 4, 8, 16, 32, 64)
 DECODED = 64  # sequences
@@ -118,7 +119,7 @@ def regrets(name: str, device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
     if device is None:
         return panel._replace(missing=f"No regret on {name}: the policy needs the device's facts, see the map.")
     last = {(row["case"], row["direction"], row["backend"]): row for row in rows if cost_fit.is_cost_row(row)}
-    settings = settings_for(device)
+    settings = _in_force(device)
     told, untold = (regret.choices(list(last.values()), settings, known, device) for known in (True, False))
     if not told:
         return panel._replace(
@@ -142,6 +143,11 @@ def regrets(name: str, device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
             of_markdown(regret.misses(found), f"Choices that were not the best, {label}", 3, folded=True) for label, _, found in both
         ),
     )
+
+
+def _in_force(device: DeviceInfo) -> Settings:
+    """The device's settings with the thresholds and costs that the user's own tuning found there."""
+    return tuned.apply(settings_for(device), example_request(), device)
 
 
 # What its thresholds rest on
@@ -196,7 +202,7 @@ def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
         f" {GATED}'s 80th. By direction: {', '.join(said)}; of all: {_said(rows)}."
     )
     if device:
-        settings = settings_for(device)
+        settings = _in_force(device)
         text += f" In force: L = {settings.sel_triton_min_L} ({settings.sources.get('sel_triton_min_L', 'built-in')})."
     cells = [(p.direction, p.case, p.L, _spread(p.gated), _spread(p.packed), gain_of(p.surely)) for p in pairs]
     headers = ["direction", "case", "L", f"{GATED}, ms", f"{PACKED}, ms", "surely faster by"]

@@ -118,7 +118,7 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
         elif directions:
             doing = ["parity"]
             try:
-                for row in _measured(job, contender, directions, problem, samples.get(contender.every_key), device, doing):
+                for row in contender_rows(job, contender, directions, problem, samples.get(contender.every_key), device, doing):
                     del left[contender.name, row["direction"]]
                     yield {**row, **facts}
             except Exception as error:
@@ -129,7 +129,7 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
                 torch.cuda.empty_cache()
 
 
-def _measured(
+def contender_rows(
     job: Job, contender: Contender, directions: Sequence[str], problem: Problem, exact: Sample | None, device: str, doing: list[str]
 ) -> Iterator[Row]:
     """The rows of one contender, each as soon as it is known; doing[0] says what is going on."""

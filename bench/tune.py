@@ -1,8 +1,10 @@
 """Measure the launches of each job, keep every measurement, and write what won: `nsa-sel tune` without the GPU and the terminal.
 
 A journal beside the file takes each measurement as soon as it is known, so that a run that is killed goes on where it stopped. A launch
-wins when its whole direction is faster than with the committed one, spreads apart (80th percentile below the other's 20th), in two
-rounds; the second round measures both again, because the best of many noisy numbers is often luck.
+is judged by its whole direction on all problems of its kernel, a real and a random one where it handles many rows. It wins when it is
+faster than the committed one by the geometric mean of the ratios of medians, spreads apart (80th percentile below the other's 20th)
+on one problem or more, and slower with spreads apart on none: what makes text faster must not cost those whose rows share little. Twice:
+the second round measures both again, because the best of many noisy numbers is often luck.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -20,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from nsa_sel import tuned
+from nsa_sel.attention import STICKY
 from nsa_sel.bench.records import append
 from nsa_sel.bench.tune_space import Job
 from nsa_sel.config import CACHE_FLAG, KernelConfig
@@ -29,12 +33,24 @@ from nsa_sel.tuned import Key, Result, Stamp, Timed, TunedFile
 TOP = 5  # launches that a result records
 DEATHS = 3  # of the process while it measured one launch, after which the launch is passed over
 
+Round = dict[KernelConfig, Timed]  # what was measured on one problem
 Times = tuple[float, float, float]  # median, 20th and 80th percentile, ms
-Measure = Callable[[Job, KernelConfig], Times]  # checks parity too; raises for what can't run or is wrong
+Measure = Callable[[Job, str, KernelConfig], Times]  # on a problem of the job; checks parity too; raises for what can't run or is wrong
 
 
 class ContextLost(NsaSelError, RuntimeError):
     """A launch broke the CUDA context: this process can measure nothing more."""
+
+
+@contextlib.contextmanager
+def watched(what: str) -> Iterator[None]:
+    """ContextLost in place of an error after which CUDA does nothing more in this process; `what` was being measured."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(text in str(error) for text in STICKY):
+            raise ContextLost(f"{what} broke the CUDA context ({error}); run `nsa-sel tune` again to go on") from error
+        raise
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,22 +162,22 @@ class Journal:
         append(self.path, [msgspec.to_builtins(entry)])
         self._take(entry)
 
-    def known(self, job: Job, config: KernelConfig, rival: KernelConfig | None = None) -> Measured | None:
+    def known(self, job: Job, problem: str, config: KernelConfig, rival: KernelConfig | None = None) -> Measured | None:
         """What was found before; a launch that the process died of is not tried for ever."""
-        at = Place(job.key, job.kernel, job.problem, rival, config)
+        at = Place(job.key, job.kernel, problem, rival, config)
         if at not in self.found and self.begun[at] >= DEATHS:
             return Measured(None, f"the process died {self.begun[at]} times while it was measured")
         return self.found.get(at)
 
-    def measure(self, job: Job, config: KernelConfig, rival: KernelConfig | None, measure: Measure) -> Measured:
+    def measure(self, job: Job, problem: str, config: KernelConfig, rival: KernelConfig | None, measure: Measure) -> Measured:
         """What is known, or is measured now and kept. What fails is kept too; ContextLost is passed on."""
-        known = self.known(job, config, rival)
+        known = self.known(job, problem, config, rival)
         if known is not None:
             return known
-        at = Place(job.key, job.kernel, job.problem, rival, config)._asdict()
+        at = Place(job.key, job.kernel, problem, rival, config)._asdict()
         self._write(Entry(**at, state="started"))
         try:
-            times = measure(job, config)
+            times = measure(job, problem, config)
         except Exception as error:
             words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             self._write(Entry(**at, state="failed", error=words))
@@ -192,25 +208,27 @@ def run(
     deadline = time.monotonic() + seconds
     with locked(stamp):
         journal, path = Journal(journal_of(stamp)), tuned.file_of(stamp)
-        results = {(result.key, result.kernel, result.problem): result for result in written(stamp).results}
+        results: dict[tuple[Key, str], list[Result]] = {}
+        for result in written(stamp).results:
+            results.setdefault((result.key, result.kernel), []).append(result)
         taken, skipped, done = 0, [], []
-        total = sum(1 + len(job.candidates) for job in jobs) or 1
+        total = sum(job.most for job in jobs) or 1
         begun = passed = 0
 
-        def timed(job: Job, config: KernelConfig, rival: KernelConfig | None) -> Measured | None:
+        def timed(job: Job, problem: str, config: KernelConfig, rival: KernelConfig | None) -> Measured | None:
             """None: no time is left."""
             nonlocal taken, passed
-            if journal.known(job, config, rival) is None:
+            if journal.known(job, problem, config, rival) is None:
                 if time.monotonic() >= deadline:
                     return None
                 taken += 1
                 tell(job.launch_id(config), passed / total)
             passed += rival is None
-            return journal.measure(job, config, rival, measure)
+            return journal.measure(job, problem, config, rival, measure)
 
         for job in jobs:
             outcome = _tune(job, timed)
-            begun += 1 + len(job.candidates)
+            begun += job.most
             passed = begun
             if outcome is None:
                 continue
@@ -218,44 +236,90 @@ def run(
                 skipped.append(f"{job.launch_id(job.committed)}: {outcome}")
                 continue
             done.append(outcome)
-            results[outcome.key, outcome.kernel, outcome.problem] = outcome
-            rewrite(stamp, commit=commit, results=tuple(results.values()))
-    return Report(path, tuple(done), len(jobs) - len(done) - len(skipped), taken, tuple(skipped))
+            results[job.key, job.kernel] = outcome
+            rewrite(stamp, commit=commit, results=tuple(result for found in results.values() for result in found))
+    found = tuple(result for outcome in done for result in outcome)
+    return Report(path, found, len(jobs) - len(done) - len(skipped), taken, tuple(skipped))
 
 
-def _tune(job: Job, timed: Callable[[Job, KernelConfig, KernelConfig | None], Measured | None]) -> Result | str | None:
-    """The result; why there is none; or None where time ran out."""
-    committed = timed(job, job.committed, None)
-    if committed is None:
-        return None
-    if committed.times is None:
-        return committed.error or "not measured"
-    base, fast, failed = Timed(job.committed, *committed.times), [], 0
-    for config in job.candidates:
-        found = timed(job, config, None)
-        if found is None:
+def _tune(job: Job, timed: Callable[[Job, str, KernelConfig, KernelConfig | None], Measured | None]) -> list[Result] | str | None:
+    """The result of each problem, with the one winner; why there is none; or None where time ran out.
+
+    A problem that the committed launch can't be measured on, for want of memory, does not judge. A launch that fails or is slower on
+    one, spreads apart, can't win: it is not measured on the next.
+    """
+    first: dict[str, Round] = {}
+    lacking, failed, left = [], Counter[str](), list(job.candidates)
+    for problem in job.problems:
+        committed = timed(job, problem, job.committed, None)
+        if committed is None:
             return None
-        if found.times is None:
-            failed += 1
-        else:
-            fast.append(Timed(config, *found.times))
-    fast.sort(key=lambda launch: launch.ms_median)
-    best = next((launch for launch in fast if apart(launch, base)), None)
-    winner, verdict = None, "the committed launch stays: no other is faster with its spread"
-    if best is not None:
-        again = [timed(job, config, best.config) for config in (job.committed, best.config)]
-        if None in again:
-            return None
-        rounds = [Timed(job.committed, *found.times) for found in again if found and found.times]
-        verdict = f"the committed launch stays: {job.launch_id(best.config)} was faster in one of two rounds"
-        if len(rounds) == 2 and apart(rounds[1], rounds[0]):
-            winner, gains = best.config, (base.ms_median / best.ms_median, rounds[0].ms_median / rounds[1].ms_median)
-            verdict = f"{gains[0]:.3g}x and {gains[1]:.3g}x faster, in two rounds"
-    top = tuple(sorted([base, *fast], key=lambda launch: launch.ms_median)[:TOP])
-    return Result(
-        key=job.key, kernel=job.kernel, problem=job.problem, committed=base, winner=winner, verdict=verdict, top=top,
-        measured=len(fast) + 1, failed=failed,
-    )  # fmt: skip
+        if committed.times is None:
+            lacking.append(f"{problem}: {committed.error}")
+            continue
+        first[problem] = {job.committed: Timed(job.committed, *committed.times)}
+        for config in left:
+            found = timed(job, problem, config, None)
+            if found is None:
+                return None
+            if found.times is None:
+                failed[problem] += 1
+            else:
+                first[problem][config] = Timed(config, *found.times)
+        left = [config for config in left if config in first[problem] and not _loses(first[problem], config, job.committed)]
+    if not first:
+        return "; ".join(lacking)
+    ahead = [config for config in left if _ahead(first, config, job.committed)]
+    winner, second = None, dict[str, Round]()
+    verdict = "the committed launch stays: no other is faster with its spread"
+    if ahead:
+        best = max(ahead, key=lambda config: _gain(first, config, job.committed))
+        for problem in reversed(first):
+            again = {config: timed(job, problem, config, best) for config in (job.committed, best)}
+            if None in again.values():
+                return None
+            second[problem] = {config: Timed(config, *found.times) for config, found in again.items() if found and found.times}
+        verdict = f"the committed launch stays: {job.launch_id(best)} was faster in one of two rounds"
+        if all(len(round_) == 2 for round_ in second.values()) and _ahead(second, best, job.committed):
+            winner = best
+    results = []
+    for problem, timings in first.items():
+        if winner:
+            verdict = _victory([first, second], problem, winner, job.committed)
+        fastest = sorted(timings.values(), key=lambda launch: launch.ms_median)
+        top = [launch for place, launch in enumerate(fastest) if place < TOP or launch.config == winner]
+        results.append(
+            Result(
+                key=job.key, kernel=job.kernel, problem=problem, committed=timings[job.committed], winner=winner,
+                verdict="; ".join((verdict, *(f"not judged on {words}" for words in lacking))), top=tuple(top), measured=len(timings),
+                failed=failed[problem],
+            )
+        )  # fmt: skip
+    return results
+
+
+def _victory(both: Sequence[dict[str, Round]], problem: str, winner: KernelConfig, committed: KernelConfig) -> str:
+    """A winner's gains in both rounds, on one problem and over all of them."""
+    each = " and ".join(f"{_gain({problem: found[problem]}, winner, committed):.3g}x" for found in both)
+    if len(both[0]) == 1:
+        return f"{each} faster, in two rounds"
+    over = " and ".join(f"{_gain(found, winner, committed):.3g}x" for found in both)
+    return f"{each} as fast, over {len(both[0])} problems {over} faster, in two rounds"
+
+
+def _gain(rounds: dict[str, Round], config: KernelConfig, committed: KernelConfig) -> float:
+    """How many times faster a launch is than the committed one: the geometric mean over the problems."""
+    return math.prod(found[committed].ms_median / found[config].ms_median for found in rounds.values()) ** (1 / len(rounds))
+
+
+def _loses(found: Round, config: KernelConfig, committed: KernelConfig) -> bool:
+    return apart(found[committed], found[config])
+
+
+def _ahead(rounds: dict[str, Round], config: KernelConfig, committed: KernelConfig) -> bool:
+    """The rule of one round: faster by the mean, with its spread on a problem or more, and slower with its spread on none."""
+    surely = any(apart(found[config], found[committed]) for found in rounds.values())
+    return surely and _gain(rounds, config, committed) > 1 and not any(_loses(found, config, committed) for found in rounds.values())
 
 
 def apart(fast: Timed, slow: Timed) -> bool:

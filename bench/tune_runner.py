@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from nsa_sel import observe, registry
-from nsa_sel.attention import STICKY
 from nsa_sel.bench import cases, measure
-from nsa_sel.bench.tune import ContextLost, Times
+from nsa_sel.bench.tune import Times, watched
 from nsa_sel.bench.tune_space import BLOCK, PROBLEMS, Job
 from nsa_sel.call import Call, device_info
 from nsa_sel.config import KernelConfig, Settings, Way
 from nsa_sel.errors import NsaSelError
 from nsa_sel.selection import Selection
 
-REAL_LENGTH = 16 * cases.prefill("real", 8192, 1).block  # keys a row of the language model's committed selections
 # Two launches add in another order: roundings of the largest value, and of the mean, in which their results may differ.
 ROUNDINGS = {torch.float16: (8, 4), torch.bfloat16: (8, 4), torch.float32: (64, 32), torch.float64: (64, 32)}
 
@@ -52,30 +50,27 @@ def timer(rep: float) -> Time:
 
 
 class Runner:
-    """Measures launches on one device; keeps the last problem and the committed launch's results for it."""
+    """Measures launches on one device; keeps the last case's problems, and the committed launch's results for the last one."""
 
     def __init__(self, device: torch.device, settings: Settings, time: Time) -> None:
         # Flags that override launches would make all candidates alike.
         self.settings = msgspec.structs.replace(settings, block_l=None, block_d=None, block_dv=None, triton_double_buffer=None)
         self.device, self.time = device, time
-        self.setting: Setting | None = None
+        self.prepared: dict[tuple[Any, ...], Setting] = {}
         self.wanted: tuple[Any, tuple[Tensor, ...]] | None = None
 
-    def __call__(self, job: Job, config: KernelConfig) -> Times:
+    def __call__(self, job: Job, problem: str, config: KernelConfig) -> Times:
         """Median, 20th and 80th percentile in ms. Raises what the launch raises, WrongResult, or ContextLost."""
         try:
-            with torch.no_grad():
-                return self._measure(job, config)
+            with torch.no_grad(), watched(job.launch_id(config)):
+                return self._measure(job, problem, config)
         except torch.OutOfMemoryError:
+            self.prepared, self.wanted = {}, None
             torch.cuda.empty_cache()
             raise
-        except RuntimeError as error:
-            if any(text in str(error) for text in STICKY):
-                raise ContextLost(f"{job.launch_id(config)} broke the CUDA context ({error}); run `nsa-sel tune` again to go on") from error
-            raise
 
-    def _measure(self, job: Job, config: KernelConfig) -> Times:
-        setting = self._prepared(job)
+    def _measure(self, job: Job, problem: str, config: KernelConfig) -> Times:
+        setting = self._setting(job, problem)
         if self.wanted is None or self.wanted[0] != (job.key, job.kernel, setting.name):
             self.wanted = None
             results = _checked_results(self._work(job, setting, job.committed), job.launch_id(job.committed))
@@ -84,12 +79,13 @@ class Runner:
         agree(_checked_results(work, job.launch_id(config)), self.wanted[1])
         return self.time(work, job.key.way)
 
-    def _prepared(self, job: Job) -> Setting:
-        name = (job.case, job.problem)
-        if self.setting is None or self.setting.name != name:
-            self.setting = self.wanted = None  # frees their memory first
-            self.setting = prepare(job, self.device, self.settings)
-        return self.setting
+    def _setting(self, job: Job, problem: str) -> Setting:
+        name = (job.case, problem)
+        if name not in self.prepared:
+            self.wanted = None  # frees memory first
+            self.prepared = {of: setting for of, setting in self.prepared.items() if of[0] == job.case}
+            self.prepared[name] = prepare(job, problem, self.device, self.settings)
+        return self.prepared[name]
 
     def _work(self, job: Job, setting: Setting, config: KernelConfig) -> Callable[..., tuple[Tensor, ...]]:
         """One whole call with a launch; with debug=True, events name the launches that were used."""
@@ -112,14 +108,13 @@ class Runner:
         return work
 
 
-def prepare(job: Job, device: torch.device, settings: Settings) -> Setting:
-    """Random q, k, v. Rows select L keys, or all where L is more: as the language model does where its rows are as long, else at random."""
-    problem, sizes = PROBLEMS[job.problem], job.case
+def prepare(job: Job, name: str, device: torch.device, settings: Settings) -> Setting:
+    """Random q, k, v. Rows select L keys, or all where L is more: as the language model does, or at random, as the problem says."""
+    problem, sizes = PROBLEMS[name], job.case
     n = min(max(1, sizes.L // BLOCK), problem.S_kv // BLOCK)
-    real = sizes.L == REAL_LENGTH and problem.S == problem.S_kv == 8192
     case = cases.Case(
         "tune",
-        "real" if real else "random",
+        "real" if problem.real else "random",
         problem.B,
         problem.S,
         problem.S_kv,
@@ -136,7 +131,7 @@ def prepare(job: Job, device: torch.device, settings: Settings) -> Setting:
         selection = Selection(selection.ranges, None, n * BLOCK)
     q, k, v, do = cases.make_inputs(case, device)
     call = Call(q, k, v, selection, None, sizes.Dk**-0.5, settings, device_info(device))
-    return Setting((job.case, job.problem), call, do)
+    return Setting((job.case, name), call, do)
 
 
 def _checked_results(work: Callable[..., tuple[Tensor, ...]], launch: str) -> tuple[Tensor, ...]:

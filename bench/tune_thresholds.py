@@ -3,9 +3,7 @@ measures it. The rows are kept beside the file; the rule is that of the committe
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,12 @@ import torch
 
 from nsa_sel import registry, tuned
 from nsa_sel.bench import cases
+from nsa_sel.bench.cost_fit import case_of
 from nsa_sel.bench.derive import DIRECTIONS, threshold
-from nsa_sel.bench.records import append
+from nsa_sel.bench.records import Row
 from nsa_sel.bench.threshold_optimizer import thresholds
-from nsa_sel.bench.tune import ContextLost, Times, locked, rewrite
+from nsa_sel.bench.tune import Times, locked, rewrite, watched, written
+from nsa_sel.bench.tune_rows import collect, facts
 from nsa_sel.call import Call, device_info
 from nsa_sel.config import Settings, Threshold, Way
 from nsa_sel.selection import Selection
@@ -44,48 +44,32 @@ def run(
 
     A way with a case that failed has none: the threshold that held before stays. Errors as `nsa_sel.bench.tune.run`.
     """
-    deadline = time.monotonic() + seconds
+    asked = wanted(ways)
+
+    def measured(row: Row) -> Row:
+        times = measure(case_of(row), row["way"], row["backend"])
+        return dict(zip(("ms_median", "ms_p20", "ms_p80"), times, strict=True))
+
     with locked(stamp):
-        path = rows_of(stamp)
-        known = _read(path)
-        wanted = [
-            (case, way, side) for case in cases.threshold_cases() for way in ways if (case.S == 1) == (way == "decode") for side in SIDES
-        ]
-        for number, (case, way, side) in enumerate(wanted):
-            if (case.case, way, side) in known:
-                continue
-            if time.monotonic() >= deadline:
-                break
-            tell(f"{case.case} {way}", number / len(wanted))
-            row: dict[str, Any] = {**case._asdict(), "way": way, "direction": DIRECTIONS[way], "backend": side}
-            try:
-                row |= dict(zip(("ms_median", "ms_p20", "ms_p80"), measure(case, way, side), strict=True))
-            except ContextLost:
-                raise
-            except Exception as error:
-                row["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            append(path, [row])
-            known[case.case, way, side] = row
+        rows = collect(rows_of(stamp), asked, measured, facts(stamp), tell, seconds)
         found = {}
         for way in ways:
-            rows = [known.get((case.case, of, side)) for case, of, side in wanted if of == way]
-            complete = [row for row in rows if row is not None and "error" not in row]
-            if complete and len(complete) == len(rows):
-                found[way] = threshold(thresholds(complete)[0])
-        rewrite(stamp, thresholds=found)
+            of_way = [row for row in rows if row["way"] == way]
+            if of_way and len(of_way) == sum(row["way"] == way for row in asked) and not any("error" in row for row in of_way):
+                found[way] = threshold(thresholds(of_way)[0])
+        rewrite(stamp, thresholds={**written(stamp).thresholds, **found})
     return found
 
 
-def _read(path: Path) -> dict[tuple[str, Way, str], dict[str, Any]]:
-    """The rows so far; a torn last line is dropped, so that the next row begins a line."""
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        path.write_bytes(whole)
-    rows = (json.loads(line) for line in whole.splitlines())
-    return {(row["case"], row["way"], row["backend"]): row for row in rows}
+def wanted(ways: Sequence[Way]) -> list[Row]:
+    """Both sides of every case, case by case."""
+    return [
+        {**case._asdict(), "way": way, "direction": DIRECTIONS[way], "backend": side}
+        for case in cases.threshold_cases()
+        for way in ways
+        if (case.S == 1) == (way == "decode")
+        for side in SIDES
+    ]
 
 
 class Runner:
@@ -97,7 +81,11 @@ class Runner:
         self.o: dict[str, torch.Tensor] = {}
 
     def __call__(self, case: cases.Case, way: Way, side: str) -> Times:
-        """Median, 20th and 80th percentile in ms of one whole call, plans included."""
+        """Median, 20th and 80th percentile in ms of one whole call, plans included. Raises what the backend raises, or ContextLost."""
+        with watched(f"{side} on {case.case}"):
+            return self._measured(case, way, side)
+
+    def _measured(self, case: cases.Case, way: Way, side: str) -> Times:
         if self.prepared is None or self.prepared[0] != case:
             self.prepared, self.o = None, {}
             q, k, v, do = cases.make_inputs(case, self.device)

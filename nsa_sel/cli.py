@@ -255,10 +255,10 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be measured; needs no GPU.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure on this GPU from which L on Triton pays, and the launches of its kernels; your calls use what is found.
+    """Measure on this GPU from which L on Triton pays, the launches of its kernels, and what each backend costs; your calls use it.
 
-    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, and the cases of bench/tune_space.py. Every measurement is kept:
-    a run that was ended goes on where it stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
+    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the cases of bench/tune_space.py, the costs (not with --quick), and
+    a report of them. Every measurement is kept: a run that was ended goes on where it stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
     """
     from nsa_sel.bench import tune_command  # it knows the kernels, which no other command needs
 

@@ -305,12 +305,8 @@ def parse_config(text: bytes, source: str) -> ConfigFile:
     if prior is not msgspec.UNSET and (len(prior) != len(SHARING_TOKENS) or prior != sorted(prior) or not 1 <= prior[0] <= prior[-1] < 1e6):
         allowed = f"{len(SHARING_TOKENS)} rising numbers from 1 on, for tiles of {SHARING_TOKENS} tokens"
         raise ConfigError(f"{source}: runtime.sharing_prior", prior, allowed, "see configs/base.yaml")
-    for name, model in config.costs.models.items() if config.costs else ():
-        unknown = sorted(set(model.terms) - set(COST_TERMS))
-        if unknown:
-            raise ConfigError(f"{source}: costs.models.{name}", ", ".join(unknown), ", ".join(COST_TERMS), "mend the term")
-        if not all(math.isfinite(number) and number >= 0 for number in (model.host, *model.terms.values())):
-            raise ConfigError(f"{source}: costs.models.{name}", msgspec.to_builtins(model), "numbers >= 0", "mend the numbers")
+    if config.costs:
+        check_costs(source, config.costs)
     for name, kernel in config.kernels.items():
         check_kernel(source, name, kernel)
     return config
@@ -322,6 +318,16 @@ def check_kernel(source: str, name: str, kernel: KernelConfig, remedy: str = "me
     if not power or kernel.num_stages < 1:
         allowed = "powers of two for block_l, rows, num_warps and num_stages >= 1"
         raise ConfigError(f"{source}: kernels.{name}", msgspec.to_builtins(kernel), allowed, remedy)
+
+
+def check_costs(source: str, costs: Costs, remedy: str = "mend it") -> None:
+    """ConfigError for a cost model with a term that nobody counts, or a price that is none."""
+    for name, model in costs.models.items():
+        unknown = sorted(set(model.terms) - set(COST_TERMS))
+        if unknown:
+            raise ConfigError(f"{source}: costs.models.{name}", ", ".join(unknown), ", ".join(COST_TERMS), remedy)
+        if not all(math.isfinite(number) and number >= 0 for number in (model.host, *model.terms.values())):
+            raise ConfigError(f"{source}: costs.models.{name}", msgspec.to_builtins(model), "numbers >= 0", remedy)
 
 
 @functools.cache

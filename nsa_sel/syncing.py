@@ -1,4 +1,4 @@
-"""One table of tuned launches for all ranks of a torch.distributed job."""
+"""One table of what was tuned, launches, thresholds and costs, for all ranks of a torch.distributed job."""
 
 from __future__ import annotations
 

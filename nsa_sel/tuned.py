@@ -1,4 +1,4 @@
-"""A user's own launches, which `nsa-sel tune` measured on this very machine: where they stand, when they hold, what a call gets of them.
+"""What `nsa-sel tune` found on this very machine, launches, thresholds and costs: where it stands, when it holds, what a call gets.
 
 One file a device and environment: another GPU, driver, torch, triton or kernel source has a file of its own, which is explained and
 left alone. Nothing here is fatal: what can't be used is told once (`sel.tuned.ignored` and a RuntimeWarning), and the committed
@@ -24,7 +24,7 @@ import msgspec
 
 import nsa_sel
 from nsa_sel import observe
-from nsa_sel.config import CACHE_FLAG, KernelConfig, Settings, Threshold, Way, by_way, check_kernel, shipped_configs
+from nsa_sel.config import CACHE_FLAG, Costs, KernelConfig, Settings, Threshold, Way, by_way, check_costs, check_kernel, shipped_configs
 from nsa_sel.errors import ConfigError
 from nsa_sel.request import DeviceInfo, Request
 
@@ -83,7 +83,8 @@ class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was found for one kernel. `winner` is None where no launch beat the committed one with its spread, twice."""
+    """What was found for one kernel on one problem. `winner` is the same for all its problems, None where no launch beat the committed
+    one over all of them, twice (nsa_sel/bench/tune.py has the rule)."""
 
     key: Key
     kernel: str  # as configurations name it, "-wide" included
@@ -91,7 +92,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     committed: Timed
     winner: KernelConfig | None
     verdict: str  # in words
-    top: tuple[Timed, ...]  # the fastest launches, the committed one among them or not
+    top: tuple[Timed, ...]  # the fastest launches and the winner, the committed one among them or not
     measured: int  # launches
     failed: int  # that did not compile, did not fit, or gave other results
 
@@ -103,16 +104,18 @@ class TunedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     commit: str | None
     results: tuple[Result, ...] = ()
     thresholds: dict[Way, Threshold] = {}  # sel_triton_min_L, where it was measured
+    costs: Costs | None = None  # of the ways that were measured whole
 
 
 class Table(NamedTuple):
-    """The launches of one file, by shape, way and kernel, and its thresholds."""
+    """The launches of one file, by shape, way and kernel, its thresholds and its costs."""
 
     name: str  # of the file, without its folder
     fingerprint: str
     data: bytes
     launches: dict[tuple[Shape, Way], dict[str, KernelConfig]]
     min_length: dict[Way, int]  # where it is decided
+    costs: Costs | None
 
 
 def class_of_heads(h: int) -> int:
@@ -204,7 +207,9 @@ def parse(data: bytes, name: str) -> tuple[TunedFile, Table]:
             check_kernel(name, result.kernel, result.winner, ANEW)
             launches.setdefault((result.key.shape, result.key.way), {})[result.kernel] = result.winner
     min_length = {way: found.value for way, found in file.thresholds.items() if found.value is not None}
-    return file, Table(name, hashlib.sha256(data).hexdigest()[:12], data, launches, min_length)
+    if file.costs is not None:
+        check_costs(name, file.costs, ANEW)
+    return file, Table(name, hashlib.sha256(data).hexdigest()[:12], data, launches, min_length, file.costs)
 
 
 _tables: dict[tuple[DeviceInfo, Path], Table | None] = {}
@@ -254,6 +259,7 @@ def _read(device: DeviceInfo, folder: Path) -> Table | None:
         fingerprint=table.fingerprint,
         results=len(content.results),
         thresholds=table.min_length,
+        costs=sorted(table.costs.models) if table.costs else [],
         stamp=content.stamp,
     )
     return table
@@ -312,7 +318,8 @@ def forget() -> None:
 
 
 def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
-    """The settings for calls like `request`: where the user's own tuning is in force, with its thresholds, and its launches for them.
+    """The settings for calls like `request`: where the user's own tuning is in force, with its thresholds and costs, and its launches
+    for them.
 
     What the file that NSA_SEL_CONFIG names says stays, and so do overrides by flags (`Settings.kernel`).
     """
@@ -330,7 +337,26 @@ def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
     min_length = settings.sel_triton_min_L
     if table.min_length and settings.sources.get("sel_triton_min_L") not in ("NSA_SEL_TRITON_MIN_L", held or ""):
         min_length, sources["sel_triton_min_L"] = by_way(table.min_length, min_length), origin
+    costs = settings.costs
+    if table.costs is not None and settings.sources.get("costs") != (held or ""):
+        costs, others = _over(table.costs, costs)
+        sources["costs"] = origin + (f"; {', '.join(others)}: {settings.sources.get('costs', 'built-in')}" if others else "")
     return msgspec.structs.replace(
-        settings, kernels={**settings.kernels, **own}, sel_triton_min_L=min_length, tuned=origin, sources=sources,
+        settings, kernels={**settings.kernels, **own}, sel_triton_min_L=min_length, costs=costs, tuned=origin, sources=sources,
         fingerprint=hashlib.sha256(f"{settings.fingerprint} {table.fingerprint}".encode()).hexdigest()[:12],
     )  # fmt: skip
+
+
+def _over(own: Costs, before: Costs | None) -> tuple[Costs, list[str]]:
+    """The user's costs, and those of a profile for the ways that the user's leave out, which are named.
+
+    Predictions are compared within a way, so that all models of one are from one machine.
+    """
+    ways = {name.rpartition("/")[2] for name in own.models}
+    rest = {name: model for name, model in before.models.items() if name.rpartition("/")[2] not in ways} if before else {}
+    if before is None or not rest:
+        return own, []
+    merged = msgspec.structs.replace(
+        own, dtypes=tuple(dtype for dtype in own.dtypes if dtype in before.dtypes), models={**rest, **own.models}
+    )
+    return merged, sorted({name.rpartition("/")[2] for name in rest})

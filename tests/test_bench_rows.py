@@ -233,7 +233,7 @@ def interrupt_and_resume(out: Path, kills: int) -> None:
     facts = {"commit": "abc1234", "device": "none"}
     measure.environment = lambda device: facts
     session.make_problem = session.sample = lambda *_: None  # type: ignore[assignment]
-    session._measured = lambda job, contender, directions, *_: (  # type: ignore[assignment]
+    session.contender_rows = lambda job, contender, directions, *_: (  # type: ignore[assignment]
         measure.row(job.case, way, contender.name, Spread(*[1.0] * 5, 3), filler="x" * 60_000) for way in directions
     )
     expected = {records.key({**facts, **row}) for one in JOBS for row in wanted(one)}

@@ -45,7 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_every_kernel_is_tuned_and_every_name_is_known() -> None:
     committed = shipped_configs()["base.yaml"].kernels
     assert {space.kernel for space in SPACES} == {name.removesuffix("-widest").removesuffix("-wide") for name in committed}
-    assert {space.problem for space in SPACES} == set(PROBLEMS)
+    assert {name for space in SPACES for name in space.problems} == set(PROBLEMS)
     assert {job.kernel for job in jobs(settings_for(H200), 90, (CASE, Case(192, 128, 16, 1024), Case(256, 256, 16, 1024)))} == set(
         committed
     )
@@ -65,7 +65,7 @@ def test_the_space_is_the_one_that_was_asked_for() -> None:
             assert 16 <= config.block_l <= 256
             assert config.num_warps in (1, 2, 4, 8)
             assert config.num_stages in (1, 2, 3)
-    ranges = next(space for space in SPACES if space.problem == "ranges")
+    ranges = next(space for space in SPACES if "real-ranges" in space.problems)
     assert {64, 128, 256} <= {config.block_l for config in launches(ranges, settings.kernels[ranges.kernel], 90)}
 
 
@@ -96,15 +96,20 @@ def test_backend_and_direction_narrow_it() -> None:
 # What wins
 
 
+def lone() -> Job:
+    """A kernel that one problem judges."""
+    job = some_jobs()[0]
+    return job._replace(problems=job.problems[:1])
+
+
 def tuned_with(measure: tune.Measure, job: Job | None = None) -> tuned.Result:
-    job = job or some_jobs()[0]
-    return tune.run([job], STAMP, measure).results[0]
+    return tune.run([job or lone()], STAMP, measure).results[0]
 
 
 def test_the_fastest_wins_where_spreads_are_apart_in_both_rounds() -> None:
-    job = some_jobs()[0]
+    job = lone()
     result = tuned_with(times)
-    best = min(job.candidates, key=lambda config: times(job, config)[0])
+    best = min(job.candidates, key=lambda config: times(job, "real-blocks", config)[0])
     assert result.winner == best == result.top[0].config
     assert result.verdict.endswith("x faster, in two rounds")
     assert [launch.ms_median for launch in result.top] == sorted(launch.ms_median for launch in result.top)
@@ -115,8 +120,85 @@ def test_the_fastest_wins_where_spreads_are_apart_in_both_rounds() -> None:
     assert table.launches == {(job.key.shape, job.key.way): {job.kernel: best}}
 
 
+TWO = ("real-blocks", "random-blocks")
+
+
+def judged(real: dict[KernelConfig, tune.Times], random: dict[KernelConfig, tune.Times]) -> tuple[list[tuple[str, KernelConfig]], Any]:
+    """Two candidates on a real and a random problem, where the committed launch takes 10 ms: what was measured, and the results."""
+    job = some_jobs()[0]
+    job = job._replace(candidates=job.candidates[:2])
+    assert job.problems == TWO
+    seen: list[tuple[str, KernelConfig]] = []
+
+    def measure(job: Job, problem: str, config: KernelConfig) -> tune.Times:
+        seen.append((problem, config))
+        return (real if problem == "real-blocks" else random).get(config, SLOW)
+
+    return seen, tune.run([job], STAMP, measure).results
+
+
+def near_ms(ms: float, by: float = 0.01) -> tune.Times:
+    return ms, (1 - by) * ms, (1 + by) * ms
+
+
+def test_the_best_over_both_problems_wins() -> None:
+    a, b = some_jobs()[0].candidates[:2]
+    seen, results = judged({a: near_ms(5), b: near_ms(6)}, {a: near_ms(9.95), b: near_ms(8)})
+    assert [(result.problem, result.winner) for result in results] == [(problem, b) for problem in TWO]
+    assert [result.top[0].config for result in results] == [a, b]
+    assert "1.67x and 1.67x as fast, over 2 problems 1.44x and 1.44x faster, in two rounds" in results[0].verdict
+    assert "1.25x and 1.25x as fast, over 2 problems 1.44x and 1.44x faster, in two rounds" in results[1].verdict
+    second = seen[6:]
+    assert sorted(second, key=str) == sorted([(problem, config) for problem in TWO for config in (some_jobs()[0].committed, b)], key=str)
+    file, table = tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")
+    assert len(file.results) == 2
+    assert table.launches == {(results[0].key.shape, results[0].key.way): {results[0].kernel: b}}
+
+
+def test_what_loses_on_random_blocks_does_not_win_however_fast_it_is_on_text() -> None:
+    a, b = some_jobs()[0].candidates[:2]
+    _, results = judged({a: near_ms(2)}, {a: near_ms(10.5)})
+    assert {result.winner for result in results} == {None}
+    journal_of(STAMP).unlink()
+    _, results = judged({a: near_ms(2)}, {a: near_ms(10.5, 0.1)})  # slower, but within the spread
+    assert {result.winner for result in results} == {a}
+
+
+def test_what_loses_on_the_first_problem_is_not_measured_on_the_second() -> None:
+    a, b = some_jobs()[0].candidates[:2]
+    seen, results = judged({a: near_ms(11), b: near_ms(9)}, {a: near_ms(1)})
+    assert ("random-blocks", a) not in seen
+    assert ("random-blocks", b) in seen
+    assert [result.measured for result in results] == [3, 2]
+    assert {result.winner for result in results} == {b}
+
+
+def test_a_problem_that_does_not_fit_does_not_judge() -> None:
+    job = some_jobs()[0]
+
+    def small(job: Job, problem: str, config: KernelConfig) -> tune.Times:
+        if problem == "random-blocks":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return times(job, problem, config)
+
+    (result,) = tune.run([job], STAMP, small).results
+    assert result.problem == "real-blocks"
+    assert result.winner is not None
+    assert result.verdict.endswith("not judged on random-blocks: OutOfMemoryError: CUDA out of memory")
+
+
+def test_the_journal_tells_problems_apart() -> None:
+    job = some_jobs()[0]
+    tune.run([job], STAMP, times)
+    entries = [json.loads(line) for line in journal_of(STAMP).read_text().splitlines()]
+    assert {entry["problem"] for entry in entries} == set(TWO)
+    only = tune.run([job._replace(problems=TWO[1:])], STAMP, times)
+    assert {result.problem for result in only.results} == {"random-blocks"}
+    assert [result.problem for result in tune.written(STAMP).results] == ["random-blocks"]  # no winner of another judgement stays
+
+
 def test_overlapping_spreads_leave_the_committed_launch() -> None:
-    result = tuned_with(lambda job, config: SLOW if config == job.committed else (9.0, 8.0, 9.95))
+    result = tuned_with(lambda job, problem, config: SLOW if config == job.committed else (9.0, 8.0, 9.95))
     assert result.winner is None
     assert "no other is faster with its spread" in result.verdict
     assert tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")[1].launches == {}
@@ -125,38 +207,41 @@ def test_overlapping_spreads_leave_the_committed_launch() -> None:
 def test_luck_in_one_round_is_not_enough() -> None:
     seen: list[KernelConfig] = []
 
-    def lucky(job: Job, config: KernelConfig) -> tune.Times:
+    def lucky(job: Job, problem: str, config: KernelConfig) -> tune.Times:
         seen.append(config)
         return SLOW if config == job.committed or seen.count(config) > 1 else (5.0, 4.9, 5.1)
 
     result = tuned_with(lucky)
     assert result.winner is None
     assert "was faster in one of two rounds" in result.verdict
-    assert len(seen) == len(some_jobs()[0].candidates) + 3
+    assert len(seen) == len(lone().candidates) + 3
 
 
 def test_a_new_rival_is_measured_beside_the_committed_launch_of_its_own_hour() -> None:
-    job = some_jobs()[0]
+    job = lone()
     first, second = job.candidates[:2]
     hour = [1.0]
 
-    def drifting(job: Job, config: KernelConfig) -> tune.Times:
+    def drifting(job: Job, problem: str, config: KernelConfig) -> tune.Times:
         ms = {first: 8.0, second: 7.0}.get(config, 10.0) * hour[0]
         return ms, 0.99 * ms, 1.01 * ms
 
     assert tuned_with(drifting, job._replace(candidates=(first,))).winner == first
     hour[0] = 0.5  # all is faster now, the committed launch too
-    assert tuned_with(lambda job, config: drifting(job, job.committed), job._replace(candidates=(first, second))).winner is None
+    assert (
+        tuned_with(lambda job, problem, config: drifting(job, problem, job.committed), job._replace(candidates=(first, second))).winner
+        is None
+    )
 
 
 def test_what_fails_is_recorded_and_passed_over() -> None:
-    job = some_jobs()[0]
-    best = min(job.candidates, key=lambda config: times(job, config)[0])
+    job = lone()
+    best = min(job.candidates, key=lambda config: times(job, "real-blocks", config)[0])
 
-    def broken(job: Job, config: KernelConfig) -> tune.Times:
+    def broken(job: Job, problem: str, config: KernelConfig) -> tune.Times:
         if config == best:
             raise RuntimeError("out of resource: shared memory\nand more")
-        return times(job, config)
+        return times(job, problem, config)
 
     result = tuned_with(broken)
     assert result.winner not in (None, best)
@@ -166,7 +251,7 @@ def test_what_fails_is_recorded_and_passed_over() -> None:
 
 
 def test_a_committed_launch_that_fails_leaves_its_kernel_out() -> None:
-    def broken(job: Job, config: KernelConfig) -> tune.Times:
+    def broken(job: Job, problem: str, config: KernelConfig) -> tune.Times:
         raise WrongResult("this problem does not use it")
 
     report = tune.run(some_jobs()[:1], STAMP, broken)
@@ -177,13 +262,13 @@ def test_a_committed_launch_that_fails_leaves_its_kernel_out() -> None:
 
 
 def test_a_lost_context_ends_the_run_and_the_next_one_passes_over() -> None:
-    job = some_jobs()[0]
+    job = lone()
     fatal = job.candidates[1]
 
-    def crash(job: Job, config: KernelConfig) -> tune.Times:
+    def crash(job: Job, problem: str, config: KernelConfig) -> tune.Times:
         if config == fatal:
             raise ContextLost("an illegal memory access was encountered")
-        return times(job, config)
+        return times(job, problem, config)
 
     with pytest.raises(ContextLost):
         tune.run([job], STAMP, crash)
@@ -197,7 +282,7 @@ def test_a_lost_context_ends_the_run_and_the_next_one_passes_over() -> None:
 
 def test_nothing_is_measured_twice() -> None:
     first = tune.run(some_jobs(), STAMP, times)
-    again = tune.run(some_jobs(), STAMP, lambda job, config: pytest.fail("measured again"))
+    again = tune.run(some_jobs(), STAMP, lambda job, problem, config: pytest.fail("measured again"))
     assert again.results == first.results
     assert (again.taken, again.left) == (0, 0)
 
@@ -207,9 +292,11 @@ def test_runs_add_to_the_file() -> None:
     tune.run(group, STAMP, times)
     tune.run(tile, STAMP, times)
     file, _ = tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")
-    assert [result.kernel for result in file.results] == [job.kernel for job in (*group, *tile)]
+    assert [(result.kernel, result.problem) for result in file.results] == [
+        (job.kernel, problem) for job in (*group, *tile) for problem in job.problems
+    ]
     tuned.file_of(STAMP).write_text("{")  # made again from the journal
-    tune.run([*group, *tile], STAMP, lambda job, config: pytest.fail("measured again"))
+    tune.run([*group, *tile], STAMP, lambda job, problem, config: pytest.fail("measured again"))
     assert tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")[0] == file
 
 
@@ -217,43 +304,44 @@ def test_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
     monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
     found = some_jobs()
-    report = tune.run(found, STAMP, times, seconds=15)
-    assert 0 < len(report.results) < len(found)
-    assert report.left == len(found) - len(report.results)
+    report = tune.run(found, STAMP, times, seconds=40)
+    finished = {(result.key, result.kernel) for result in report.results}
+    assert 0 < len(finished) < len(found)
+    assert report.left == len(found) - len(finished)
     assert f"time is up, {report.left} kernels are left" in tune_command.text(Done(report, {}))
     monkeypatch.undo()
 
 
 @pytest.mark.parametrize("tail", ['{"key": {"back', '{"state":', "\0\0\0"])
 def test_a_torn_line_is_dropped_and_an_unreadable_one_passed_over(tail: str) -> None:
-    job = some_jobs()[0]
+    job = lone()
     tune.run([job], STAMP, times)
     journal = journal_of(STAMP)
     whole = journal.read_text()
     journal.write_text(whole + "no json\n" + tail)
     assert tune_command._known(H200, [job]) == 1 + len(job.candidates)
     assert journal.read_text().endswith(tail)  # whoever only looks changes nothing
-    tune.run([job], STAMP, lambda job, config: pytest.fail("measured again"))
+    tune.run([job], STAMP, lambda job, problem, config: pytest.fail("measured again"))
     assert journal.read_text() == whole + "no json\n"
     assert Journal(journal).unreadable == 1
 
 
 def test_a_launch_that_the_process_dies_of_is_passed_over_and_one_that_was_interrupted_is_not() -> None:
-    job = some_jobs()[0]
+    job = lone()
 
-    def stopped(job: Job, config: KernelConfig) -> tune.Times:
+    def stopped(job: Job, problem: str, config: KernelConfig) -> tune.Times:
         raise KeyboardInterrupt
 
     for _ in range(tune.DEATHS + 1):
         with pytest.raises(KeyboardInterrupt):
             tune.run([job], STAMP, stopped)
     journal = Journal(journal_of(STAMP))
-    assert journal.known(job, job.committed) is None
+    assert journal.known(job, "real-blocks", job.committed) is None
     for _ in range(tune.DEATHS):
-        journal._write(Entry(key=job.key, kernel=job.kernel, problem=job.problem, rival=None, config=job.candidates[0], state="started"))
+        journal._write(Entry(key=job.key, kernel=job.kernel, problem="real-blocks", rival=None, config=job.candidates[0], state="started"))
     result = tune.run([job], STAMP, times).results[0]
     assert result.failed == 1
-    assert "died 3 times" in str(Journal(journal_of(STAMP)).known(job, job.candidates[0]))
+    assert "died 3 times" in str(Journal(journal_of(STAMP)).known(job, "real-blocks", job.candidates[0]))
 
 
 def test_one_process_at_a_time() -> None:
@@ -295,52 +383,70 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(monkeypatch: pyt
 
 
 KILLED = """
-import json, os, random, signal, sys, time
+import json, os, random, signal, time
 from nsa_sel import tuned
-from nsa_sel.bench import tune
+from nsa_sel.bench import tune, tune_costs, tune_rows, tune_thresholds
 from nsa_sel.bench.tune import Journal, journal_of
+from nsa_sel.config import WAYS
 from tests.policy_cases import H200
-from tests.tune_cases import some_jobs, times
+from tests.tune_cases import priced, some_jobs, times
 
 stamp, jobs = tuned.stamp_of(H200), [*some_jobs(quick=False), *some_jobs("triton-tile", quick=False)]
 path, journal = tuned.file_of(stamp), journal_of(stamp)
+rows = [tune_costs.rows_of(stamp), tune_thresholds.rows_of(stamp)]
+asked = tune_costs.wanted(H200, WAYS)
+known = {tune_rows.key(row): priced(row) for row in asked}
+tune_costs.wanted = lambda device, ways: [row for row in asked]
+tune_rows.DEATHS = 1000  # they have a test of their own
 
-def measure(job, config):
+def slowly(found):
     time.sleep(0.002)
-    return times(job, config)
+    return found
 
-def finished():
-    lines = journal.read_bytes().split(b"\\n")[:-1] if journal.exists() else []
-    return [line for line in map(json.loads, lines) if line["state"] == "measured"]
+parts = [
+    lambda: tune_thresholds.run(stamp, lambda case, way, side: slowly((1.0, 0.9, 1.1) if "triton" in side else (2.0, 1.9, 2.1)), WAYS),
+    lambda: tune.run(jobs, stamp, lambda job, problem, config: slowly(times(job, problem, config))),
+    lambda: tune_costs.run(stamp, H200, lambda row: slowly(known[tune_rows.key(row)]), WAYS),
+]
+
+def finished(file):
+    lines = file.read_bytes().split(b"\\n")[:-1] if file.exists() else []
+    return [line for line in map(json.loads, lines) if line.get("state", "measured") == "measured"]
 
 random.seed(0)
-before, torn, files = [], 0, 0
-for kill in range(20):
+before, files = {file: [] for file in (journal, *rows)}, 0
+for kill in range(21):
     child = os.fork()
     if child == 0:
         try:
-            tune.run(jobs, stamp, measure)
+            for part in range(3):
+                parts[(part + kill) % 3]()
         finally:
             os._exit(0)
-    time.sleep(random.uniform(0.005, 0.04))
+    time.sleep(random.uniform(0.005, 0.06))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    now = finished()
-    assert now[: len(before)] == before, "a finished measurement is gone"
+    for file in before:
+        now = finished(file)
+        assert now[: len(before[file])] == before[file], "a finished measurement is gone"
+        before[file] = now
     if path.exists():
         files += 1
         file, _ = tuned.parse(path.read_bytes(), path.name)
         assert {(r.kernel, r.key) for r in file.results} <= {(j.kernel, j.key) for j in jobs}
-    before = now
-killed_with = len(before)
-report = tune.run(jobs, stamp, measure)
+killed_with = [len(found) for found in before.values()]
+thresholds, report, costs = (part() for part in parts)
 assert Journal(journal).unreadable == 0
-seen = [json.dumps([line[f] for f in ("key", "kernel", "problem", "rival", "config")]) for line in finished()]
+seen = [json.dumps([line[f] for f in ("key", "kernel", "problem", "rival", "config")]) for line in finished(journal)]
 assert len(seen) == len(set(seen)), "measured twice"
+for file in rows:
+    found = [tune_rows.key(row) for row in finished(file)]
+    assert len(found) == len(set(found)) == len(tune_rows.read(file)), "measured twice"
 assert report.left == 0 and not report.skipped
-undisturbed = sum(1 + len(job.candidates) for job in jobs)
-print(json.dumps({"killed_with": killed_with, "files": files, "measured": len(seen), "launches": undisturbed,
-                  "results": len(report.results), "jobs": len(jobs)}))
+assert set(thresholds) == set(WAYS)
+assert tune.written(stamp).costs == costs and tune.written(stamp).thresholds == thresholds
+print(json.dumps({"killed_with": killed_with, "files": files, "measured": [len(finished(file)) for file in before],
+                  "costs": len(asked), "results": len({(r.key, r.kernel) for r in report.results}), "jobs": len(jobs)}))
 """
 
 
@@ -348,8 +454,9 @@ def test_killing_it_at_random_points_loses_no_finished_row_and_corrupts_no_file(
     done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert 0 < found["killed_with"] < found["measured"]
-    assert found["measured"] >= found["launches"]
+    assert all(0 < killed <= measured for killed, measured in zip(found["killed_with"], found["measured"], strict=True)), found
+    assert found["killed_with"] != found["measured"]
+    assert found["measured"][1] == found["costs"]
     assert found["results"] == found["jobs"]
 
 

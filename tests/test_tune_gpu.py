@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 import nsa_sel
 from nsa_sel import tuned
+from nsa_sel.bench import cases, tune_costs
+from nsa_sel.bench.contenders import DENSE, PREFILL_ONLY
 from nsa_sel.call import device_info
 from nsa_sel.cli import app
 from nsa_sel.errors import ArgumentError
@@ -39,7 +41,8 @@ def test_a_quick_tuning_measures_and_is_used(way: str) -> None:
     found = tune("--backend", "triton-group", "--direction", way)
     assert found["skipped"] == []
     assert found["results"]
-    for result in found["results"]:
+    kernels = {result["kernel"]: result for result in reversed(found["results"])}  # on the first problem: losers stay out of the second
+    for result in kernels.values():
         assert result["measured"] >= 2
         assert result["failed"] <= result["measured"], "most launches next to the committed one run and agree with it"
     again = tune("--backend", "triton-group", "--direction", way)
@@ -47,7 +50,7 @@ def test_a_quick_tuning_measures_and_is_used(way: str) -> None:
     assert again["taken"] == 0
     table = tuned.in_force(device)
     assert table is not None
-    won = sum(result["winner"] is not None for result in found["results"])
+    won = sum(result["winner"] is not None for result in kernels.values())
     assert sum(len(launches) for launches in table.launches.values()) == won
     assert stamp_of(device).driver is not None
 
@@ -64,3 +67,27 @@ def test_nothing_warms_up_within_a_capture() -> None:
         x + 1
         with pytest.raises(ArgumentError, match="within a CUDA graph capture"):
             nsa_sel.warmup(requests=[SMALL])
+
+
+@pytest.mark.parametrize("backend", tune_costs.BACKENDS)
+def test_costs_are_times_of_whole_calls(backend: str) -> None:
+    prefill = cases.prefill("real", 1024, 4)
+    decode = cases.Case("cost-decode", "random", 4, 1, 4096, 2, 4, 128, 128, 16, 64, "bfloat16")
+    measure = tune_costs.Runner(rep=2)
+    for case, direction in ((prefill, "fwd"), (prefill, "bwd"), (decode, "decode")):
+        if direction == "decode" and backend in PREFILL_ONLY:
+            continue
+        row = measure({**case._asdict(), "direction": direction, "backend": backend, "launches": ""})
+        assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
+        assert (row["mae"] is None) == (backend == DENSE)
+
+
+def test_a_few_rows_of_the_whole_command_are_kept_and_reported() -> None:
+    """Whatever is measured within seconds: the next run goes on, and the page is there."""
+    arguments = ["tune", "--json", "--minutes", "0.5", "--direction", "decode"]
+    first, second = (json.loads(CliRunner().invoke(app, arguments).stdout) for _ in range(2))
+    assert "decode" in first["thresholds"]
+    assert second["thresholds"] == first["thresholds"]
+    rows = tune_costs.rows_of(stamp_of(device_info(torch.device("cuda", 0)))).read_text().splitlines()
+    assert {json.loads(row)["direction"] for row in rows} == {"decode"}
+    assert Path(second["page"]).read_text().startswith("<!")

@@ -20,7 +20,7 @@ from tests.policy_cases import H200
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, problem in PROBLEMS.items():
-        monkeypatch.setitem(PROBLEMS, name, Problem(1, min(problem.S, 5), 128, 1, problem.blocks))
+        monkeypatch.setitem(PROBLEMS, name, Problem(1, min(problem.S, 5), 128, 1, problem.blocks, False))
 
 
 def runner(timed: list[str] | None = None) -> Runner:
@@ -49,7 +49,7 @@ def test_launches_run_and_are_compared(backend: str, way: str) -> None:
     measure = runner(timed)
     for job in small_jobs(backend, way)[: 1 if way == "backward" else 2]:
         for config in (job.committed, job.candidates[0]):
-            assert measure(job, config) == (1.0, 0.9, 1.1)
+            assert measure(job, job.problems[0], config) == (1.0, 0.9, 1.1)
     assert set(timed) == {way}
 
 
@@ -66,8 +66,8 @@ def test_a_launch_that_gives_other_results_is_wrong(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "forward", broken)
     measure = runner()
     with pytest.raises(WrongResult, match=r"result 0 differs from the committed launch's: most .*, allowed"):
-        measure(job, wrong)
-    assert measure(job, job.candidates[1])
+        measure(job, job.problems[0], wrong)
+    assert measure(job, job.problems[0], job.candidates[1])
 
 
 @pytest.mark.usefixtures("small")
@@ -75,21 +75,21 @@ def test_a_launch_that_is_not_repeatable_or_not_used_is_wrong(monkeypatch: pytes
     job = small_jobs("triton-tile", "forward")[0]
     other = job._replace(kernel="triton-tile/dq-widest")
     with pytest.raises(WrongResult, match=r"this problem does not use triton-tile/dq-widest:.*; it used triton-tile/forward-widest:"):
-        runner()(other, job.candidates[0])
+        runner()(other, job.problems[0], job.candidates[0])
     module = registry.load("triton-tile")
     real, count = module.forward, iter(range(100))
     monkeypatch.setattr(module, "forward", lambda call: tuple(x + next(count) for x in real(call)))
     with pytest.raises(WrongResult, match="does not give the same results twice"):
-        runner()(job, job.candidates[0])
+        runner()(job, job.problems[0], job.candidates[0])
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("L", "n"), [(1, 1), (128, 2), (100_000, 2)])
 def test_a_problem_selects_what_the_case_says_or_all(L: int, n: int) -> None:
     job = small_jobs("triton-tile", "forward")[0]
-    call = tune_runner.prepare(job._replace(case=SMALL._replace(L=L)), torch.device("cpu"), settings_for(H200)).call
+    call = tune_runner.prepare(job._replace(case=SMALL._replace(L=L)), "random-blocks", torch.device("cpu"), settings_for(H200)).call
     assert (call.selection.n, call.selection.block_size) == (n, 64)
-    ranges = tune_runner.prepare(job._replace(problem="ranges"), torch.device("cpu"), settings_for(H200)).call.selection
+    ranges = tune_runner.prepare(job, "random-ranges", torch.device("cpu"), settings_for(H200)).call.selection
     assert (ranges.block_size, ranges.length_bound(128)) == (None, 128)
 
 
@@ -115,7 +115,7 @@ def test_a_lost_context_is_told_from_other_failures(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(registry.load("triton-token"), "forward", fail)
         with pytest.raises(kind, match=text) as caught:
-            runner()(job, job.candidates[0])
+            runner()(job, job.problems[0], job.candidates[0])
         assert type(caught.value) is kind
 
 

@@ -140,10 +140,11 @@ def test_the_command_measures_them_first(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tune_command, "device_info", lambda device: UNKNOWN)
     monkeypatch.setattr(tune_thresholds, "Runner", lambda device, settings, time: sides)
-    monkeypatch.setattr(tune_runner, "Runner", lambda device, settings, time: lambda job, config: (1.0, 0.9, 1.1))
+    monkeypatch.setattr(tune_runner, "Runner", lambda device, settings, time: lambda job, problem, config: (1.0, 0.9, 1.1))
     chosen = tune_command.plan(None, "forward", tune_command.Sizes(), quick=True, dry_run=False)
     assert chosen.ways == ("forward",)
     assert "first the least L of Triton, for forward" in chosen.text()
+    monkeypatch.setattr(tune_command, "_page", lambda stamp, tell: None)
     done = tune_command.measure(chosen, 1, True, lambda what, share: None)
     assert done.thresholds["forward"].value == 256
     words = tune_command.text(done)

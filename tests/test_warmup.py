@@ -171,7 +171,8 @@ import torch.distributed as dist
 import nsa_sel
 from nsa_sel import tuned
 from nsa_sel.attention import explain_request
-from nsa_sel.config import KernelConfig, settings_for
+from nsa_sel.bench import tune
+from nsa_sel.config import Costs, KernelConfig, settings_for
 from nsa_sel.errors import NsaSelError
 from tests.policy_cases import H200, SHORT
 from tests.tune_cases import FORWARD, OTHER, result, write
@@ -191,6 +192,11 @@ def refused(name):
         found[name] = str(error)
 
 write(result(winner=OTHER if rank == 0 else KernelConfig(16, 1, 1, loads="tma")))
+if rank == 0:
+    model = settings_for(H200).costs.models["triton-tile/forward"]
+    costs = Costs(provenance="measured by rank 0", dtypes=("bfloat16",), models={"triton-tile/forward": model})
+    tune.rewrite(tuned.stamp_of(H200), costs=costs)
+    tuned.forget()
 look("alone")
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "/meet", rank=rank, world_size=2)
 with warnings.catch_warnings(record=True) as caught:
@@ -199,6 +205,7 @@ with warnings.catch_warnings(record=True) as caught:
 found["warned"] = [str(w.message) for w in caught]
 found["agreed"] = nsa_sel.sync_tuning(H200)
 look("shared")
+found["costs"] = explain_request(SHORT, H200).settings.costs.provenance
 if rank == 1:
     tuned._driver = lambda: "999.1"
 refused("other driver")
@@ -244,6 +251,7 @@ def test_all_ranks_use_what_rank_0_tuned(tmp_path: Path) -> None:
         assert "ranks must launch alike; call nsa_sel.sync_tuning() on every rank" in words
     assert zero["agreed"] == one["agreed"] == zero["alone"][1]
     assert zero["shared"] == one["shared"] == zero["still shared"] == one["still shared"] == zero["alone"]
+    assert zero["costs"] == one["costs"] == "measured by rank 0"
     assert zero["other driver"] == one["other driver"]
     assert "does not hold on rank 1: driver was None, is 999.1" in one["other driver"]
     assert zero["off on one"] == one["off on one"]

@@ -6,8 +6,11 @@ import hashlib
 
 from nsa_sel import tuned
 from nsa_sel.bench import tune
+from nsa_sel.bench.cost_fit import WAYS, case_of, request_of, sharing_of
+from nsa_sel.bench.records import Row
 from nsa_sel.bench.tune_space import Case, Job, jobs
-from nsa_sel.config import KernelConfig, settings_for
+from nsa_sel.config import KernelConfig, settings_for, shipped_configs
+from nsa_sel.policies.cost import work
 from nsa_sel.request import DeviceInfo
 from nsa_sel.tuned import Key, Result, Timed, TunedFile
 from tests.policy_cases import H200
@@ -23,7 +26,7 @@ def some_jobs(backend: str = "triton-group", quick: bool = True) -> list[Job]:
     return jobs(settings_for(H200), 90, (CASE,), backend, None, quick)
 
 
-def times(job: Job, config: KernelConfig) -> tune.Times:
+def times(job: Job, problem: str, config: KernelConfig) -> tune.Times:
     """The same for a launch whenever it is asked for: 10 ms for the committed one, 5 to 15 for the others."""
     if config == job.committed:
         return SLOW
@@ -54,3 +57,16 @@ def write(*results: Result, device: DeviceInfo = H200, **stamped: object) -> Non
     path = tuned.file_of(stamp if "kernels" not in stamped else msgspec.structs.replace(stamp, **stamped))
     path.parent.mkdir(parents=True, exist_ok=True)
     tune.write(path, TunedFile(stamp=msgspec.structs.replace(stamp, **stamped), commit=None, results=results))
+
+
+def priced(row: Row, factor: float = 1.0) -> Row:
+    """The times that the H200's models predict, `factor` times as long; of triton-token, which they leave out, twice triton-group's."""
+    backend, way = row["backend"], WAYS[row["direction"]]
+    stands_in = {"triton-token": "triton-group", "dense-cudnn": "triton-group"}.get(backend, backend)
+    costs, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
+    assert costs is not None
+    model, sharing = costs.models[f"{stands_in}/{way}"], sharing_of(case)
+    amounts = work(request_of(case, sharing, way == "backward"), way == "backward", sharing)
+    ms = max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items()))
+    ms *= factor * (1.0 if stands_in == backend else 2.0)
+    return {"ms_median": ms, "ms_p20": 0.99 * ms, "ms_p80": 1.01 * ms}
