@@ -164,6 +164,30 @@ def test_what_loses_on_random_blocks_does_not_win_however_fast_it_is_on_text() -
     assert {result.winner for result in results} == {a}
 
 
+def test_what_is_slower_by_the_mean_does_not_win() -> None:
+    """Surely faster on one problem, and perhaps slower by more on the other."""
+    a = some_jobs()[0].candidates[0]
+    _, results = judged({a: near_ms(9.7)}, {a: near_ms(11, 0.12)})
+    assert {result.winner for result in results} == {None}
+
+
+def test_what_loses_in_the_second_round_does_not_win() -> None:
+    job = some_jobs()[0]
+    a = job.candidates[0]
+    seen: list[tuple[str, KernelConfig]] = []
+
+    def slower_later(job: Job, problem: str, config: KernelConfig) -> tune.Times:
+        seen.append((problem, config))
+        if config == job.committed or problem == "random-blocks":
+            return near_ms(10.5) if seen.count((problem, a)) > 1 and config == a else SLOW
+        return near_ms(2)
+
+    results = tune.run([job._replace(candidates=(a,))], STAMP, slower_later).results
+    assert seen.count(("random-blocks", a)) == 2
+    assert {result.winner for result in results} == {None}
+    assert "was faster in one of two rounds" in results[0].verdict
+
+
 def test_what_loses_on_the_first_problem_is_not_measured_on_the_second() -> None:
     a, b = some_jobs()[0].candidates[:2]
     seen, results = judged({a: near_ms(11), b: near_ms(9)}, {a: near_ms(1)})
