@@ -23,6 +23,7 @@ from nsa_sel.selection import Selection
 
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that they speak for: same bytes, same matrix units
 WAYS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # direction of a row -> way of a cost model
+SCATTER = 0.1  # of a row's percentiles, relative to its median, at which it has half a vote
 HOST_SPREAD = 2.0  # calls that the host bounds take at most so many times as long as the fastest call
 GROUP = ("launch", "read", "distinct", "rows", "read-wide")
 PACKED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
@@ -31,8 +32,8 @@ TERMS = {
     "triton-group/forward": GROUP,
     "triton-group/decode": ("launch", "walk", "read", "rows", "read-wide"),
     "triton-group/backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
-    "triton-tile/forward": ("launch", "pairs", "tile", "distinct", "rows", "tile-wide"),
-    "triton-tile/backward": ("launch", "pairs", "tile", "exact", "rows", "exact-wide"),
+    "triton-tile/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
+    "triton-tile/backward": ("launch", "union", "pairs", "tile", "exact", "rows", "exact-wide"),
     "triton-block/forward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
     "triton-block/backward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
     "triton-token/forward": ("launch", "reread", "scores", "reread-wide"),
@@ -124,7 +125,8 @@ def costs(rows: Sequence[Row], sources: Sequence[str]) -> Costs:
 def fit(name: str, rows: Sequence[Row]) -> CostModel:
     """The model with the least sum of squared relative errors over the rows of one backend and way.
 
-    Rows of the same sizes share one vote: thirty layers do not outweigh the other lengths. Which calls the host bounds is not in
+    Rows of the same sizes share one vote: thirty layers do not outweigh the other lengths. A time that scatters says less, and
+    has a smaller one. Which calls the host bounds is not in
     the rows: for every k, the k fastest are taken for it, and the best k stays.
     """
     rows = sorted(rows, key=lambda row: float(row["ms_median"]))
@@ -132,7 +134,8 @@ def fit(name: str, rows: Sequence[Row]) -> CostModel:
     ms = np.array([row["ms_median"] for row in rows])
     amounts = np.array([_amounts(case, name) for case in cases])
     sizes = Counter(case[1:] for case in cases)
-    votes = np.array([1 / sizes[case[1:]] for case in cases])
+    scatter = np.array([(row["ms_p80"] - row["ms_p20"]) / row["ms_median"] for row in rows])
+    votes = np.array([1 / sizes[case[1:]] for case in cases]) / (1 + (scatter / SCATTER) ** 2)
     used = [i for i in range(amounts.shape[1]) if amounts[:, i].any()]
     most = max(0, min(len(rows) - len(used), int((ms <= HOST_SPREAD * ms[0]).sum())))
     candidates = []

@@ -197,6 +197,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 COST_TERMS = {  # what a cost model may weigh; policies/cost.py counts them
     "launch": "1 a call",
     "walk": "thousands of keys that the program of one row visits one after another",
+    "union": "thousands of keys that the program of one tile of adjacent tokens visits one after another",
     "pairs": "millions of (row, block) pairs",
     "rows": "GB of q and o, and of their gradients backward",
     "read": "GB of K and V that one program a row loads for all its heads",

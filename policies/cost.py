@@ -80,6 +80,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     return {
         "launch": 1.0,
         "walk": keys / max(1, rows) / 1e3,
+        "union": tile_blocks(request, sharing, tokens) * block * tokens / max(1, rows) / 1e3,
         "pairs": pairs / 1e6,
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
         "read" + suffix: read / 1e9,
