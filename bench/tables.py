@@ -9,16 +9,14 @@ from collections.abc import Callable
 from tabulate import tabulate
 
 from nsa_sel.attention import explain_request
-from nsa_sel.bench import cost_fit, records, regret, summary
+from nsa_sel.bench import records, summary
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.trials import trials_table
-from nsa_sel.config import settings_for
 from nsa_sel.request import DeviceInfo, example_request
 from nsa_sel.show import describe
 
 H200_COUNTERS = "bench/results/h200/profiles/counters.jsonl"
-H200_PREFILL = "bench/results/h200/profiles/threshold_prefill.jsonl"
 H200_TRIALS = "bench/results/h200/profiles/trials.jsonl"
 H200_KERNEL_TIMES = "bench/results/h200/profiles/kernel_times.jsonl"
 
@@ -61,13 +59,6 @@ def profiles() -> str:
         )
     headers = ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "busiest pipe", "warps wait for", "registers", "shared, KB"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
-
-
-def prefill_again() -> str:
-    """Where the policy misses the best backend in the prefill threshold cases as they were measured last."""
-    rows = [row for row in records.read(ROOT / H200_PREFILL) if cost_fit.is_cost_row(row)]
-    found = regret.choices(rows, settings_for(regret.H200), known=True)
-    return regret.misses([choice for choice in found if choice.regret > regret.CLOSE])
 
 
 def kernel_times() -> str:
@@ -118,7 +109,6 @@ PLACES: dict[str, dict[str, Callable[[], str]]] = {
         "breakeven": of_h200(summary.breakeven_table),
         "profiles": profiles,
         "kernel_times": kernel_times,
-        "prefill_again": prefill_again,
         "trials": lambda: trials_table(records.read(ROOT / H200_TRIALS)),
     },
 }
