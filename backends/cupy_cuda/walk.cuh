@@ -66,7 +66,7 @@ DEVICE void team_barrier() {
     if (HEAD_WARPS == 1)
         __syncwarp();
     else
-        asm volatile("bar.sync %0, %1;" ::"r"(team_of() + 1), "n"(TEAM) : "memory");
+        barrier<TEAM>(team_of() + 1);
 }
 
 // Copy the rows at each lane's position (of lane r: row r) to a tile in shared memory; zeros from `count` on and past D columns.

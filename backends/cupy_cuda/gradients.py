@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
-from nsa_sel.backends.cupy_cuda.forward import pitches, shape_of
 from nsa_sel.backends.cupy_cuda.lists import Lists, lists_of, most_parts, piece_within, reach_of
+from nsa_sel.backends.cupy_cuda.rows import pitches, shape_of
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
 
