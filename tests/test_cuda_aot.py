@@ -5,6 +5,8 @@ The backend's forward and backward run for real, on CPU tensors and with injecte
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import nsa_sel
+from nsa_sel import registry
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import compiler, launch
 from nsa_sel.call import Call, check_call
@@ -20,6 +24,7 @@ from nsa_sel.errors import BackendError
 from nsa_sel.request import DeviceInfo
 from nsa_sel.selection import Selection
 from tests.aot import SHAPES, TARGETS
+from tests.cases import make_blocks, make_qkv
 
 
 def reason_to_skip() -> str | None:
@@ -150,3 +155,28 @@ def test_a_folder_that_cannot_be_written_costs_compiling_again(monkeypatch: pyte
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE_FLAG, str(tmp_path / "file"))
     assert compiler.cubin("combine.cu", COMBINE, "sm_80")[:4] == b"\x7fELF"
+
+
+def test_what_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CuPy, no NVRTC, no driver: three reasons with their remedies, and no ImportError."""
+
+    def absent(*arguments: object) -> None:
+        raise OSError("cannot open shared object file")
+
+    def not_installed(distribution: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    registry.missing.cache_clear()
+    try:
+        found = registry.missing("cupy-cuda")
+        assert [(reason.code, reason.field) for reason in found] == [
+            ("package-missing", "package cupy"), ("library-missing", "library NVRTC"), ("library-missing", "library NVIDIA driver"),
+        ]  # fmt: skip
+        assert all("nsa-sel[cuda13]" in reason.remedy for reason in found[:2])
+        q, k, v = make_qkv(S=8, dtype=torch.float16)
+        with pytest.raises(BackendError, match=r"(?s)package cupy.*library NVRTC.*library NVIDIA driver"):
+            nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 1, 8, 1, 8), backend="cupy-cuda")
+    finally:
+        registry.missing.cache_clear()
