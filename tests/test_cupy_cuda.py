@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import lists
-from nsa_sel.backends.cupy_cuda.rows import shape_of, split_parts
+from nsa_sel.backends.cupy_cuda.rows import plan_of
 from nsa_sel.call import Call, check_call
 from nsa_sel.config import settings_for
 from nsa_sel.errors import BackendError
@@ -110,8 +110,7 @@ def test_decode_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = rows(B=1, S=1, G=1, S_kv=400)
     selection = make_blocks(1, 1, 1, 400, 12, 16)
     emulated(monkeypatch)
-    call = call_of(q, k, v, selection)
-    assert split_parts(call, shape_of(call, backward=False)) > 1
+    assert plan_of(1, 3, 16, 24, 192, False, True, GPU.sm_count, GPU.shared_memory).parts > 1
     check(q, k, v, selection)
     check(q, k, v, Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400))  # most parts see nothing
 

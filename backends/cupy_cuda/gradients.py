@@ -41,7 +41,7 @@ class TileShape(NamedTuple):
 
 def tile_shape_of(call: Call) -> TileShape:
     """The shape of a block of dkdv_tiles: tiles of 64 keys, or of the largest power of two that divides the blocks."""
-    columns, block = sum(pitches(call)), call.selection.block_size
+    columns, block = sum(pitches(call.q.shape[-1], call.v.shape[-1])), call.selection.block_size
     width = 64 if block is None or block % 16 else min(64, block & -block)
     pairs = 32
     while True:
@@ -66,12 +66,13 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
         return -dq, dk, dv
     q, device = call.q, call.q.get_device()
-    B, S, G, h, _ = q.shape
+    B, S, G, h, Dk = q.shape
     o, lse, ranges = o.contiguous(), lse.contiguous(), call.selection.ranges.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     delta = torch.empty_like(lse)
-    shape = shape_of(call, backward=True)
+    longest = call.selection.length_bound(call.k.shape[2])
+    shape = shape_of(h, Dk, call.v.shape[-1], longest, call.device.shared_memory, True)
     head_tiles = shape.head_tiles(h)
     launch.start(
         "dq_rows.cu", constants(**launch.type_facts(call, do), **shape.macros()), device,

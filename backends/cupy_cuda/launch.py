@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 import threading
 from dataclasses import replace
@@ -78,11 +79,11 @@ def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     """The values of `Problem` (common.cuh); `ranges` are the selection's, contiguous."""
     q, k, v, q_pos = call.q, call.k, call.v, call.q_pos
     _, S, G, h, _ = q.shape
-    position = (0, 0, 0, 0) if q_pos is None else (q_pos.data_ptr(), q_pos.element_size(), *q_pos.stride())
+    position, position_bytes, position_steps = (0, 0, (0, 0)) if q_pos is None else (q_pos.data_ptr(), q_pos.element_size(), q_pos.stride())
     return (
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), ranges.data_ptr(), position[0],
-        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], *position[2:],
-        ranges.element_size(), position[1],
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), ranges.data_ptr(), position,
+        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], *position_steps,
+        ranges.element_size(), position_bytes,
         S, k.shape[2], G, h, call.selection.n, call.scale, scale_log2(call),
     )  # fmt: skip
 
@@ -99,10 +100,13 @@ def with_positive_scale(call: Call) -> Call:
 
 def aligned(*tensors: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes, so that they can be copied 16 bytes at a time."""
-    return all(
-        x.data_ptr() % 16 == 0 and all(step % 8 == 0 for step, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
-        for x in tensors
-    )
+    steps = [step for x in tensors for step in x.stride()[:-1]]
+    pointers = [x.data_ptr() for x in tensors]
+    if math.gcd(*steps) % 8 == 0 == math.gcd(*pointers) % 16:
+        return True
+    if math.gcd(*pointers) % 16:
+        return False  # steps along dimensions of one element are never taken
+    return all(step % 8 == 0 for x in tensors for step, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
 
 
 def type_facts(call: Call, *others: Tensor) -> dict[str, int]:
