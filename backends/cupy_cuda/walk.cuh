@@ -70,15 +70,18 @@ DEVICE void team_barrier() {
 }
 
 // Copy the rows at each lane's position (of lane r: row r) to a tile in shared memory; zeros from `count` on and past D columns.
+// Most of a row's time goes into these addresses: one multiplication each, and no choice between two, since what is not read may be any.
 template <int D, int PITCH>
 DEVICE void copy_keys(u16 *tile, const u16 *base, i64 stride, int position, int count) {
-    constexpr int PIECES = (PITCH - 8) / 8;
+    constexpr int PIECES = (PITCH - 8) / 8, ALL_PIECES = TILE * PIECES;
 #pragma unroll
-    for (int i = threadIdx.x % TEAM; i < TILE * PIECES; i += TEAM) {  // the same number of turns in all lanes of a warp
+    for (int turn = 0; turn < (ALL_PIECES + TEAM - 1) / TEAM; ++turn) {
+        int i = turn * TEAM + static_cast<int>(threadIdx.x % TEAM);
+        if (ALL_PIECES % TEAM && i >= ALL_PIECES) break;  // whole warps
         int r = i / PIECES, column = i % PIECES * 8;
-        int at = __shfl_sync(ALL, position, r);
-        bool exists = r < count && column < D;
-        copy_eight(tile + r * PITCH + column, exists ? base + at * stride + column : base, exists);
+        u32 at = __shfl_sync(ALL, position, r);
+        const u16 *from = base + column + at * static_cast<unsigned long long>(stride);
+        copy_eight(tile + r * PITCH + column, from, r < count && column < D);
     }
 }
 
