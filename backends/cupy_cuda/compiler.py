@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
-from nsa_sel import observe
 from nsa_sel.errors import BackendError
 from nsa_sel.tuned import cache_folder
 
@@ -109,4 +108,5 @@ def _write(file: Path, code: bytes) -> None:
             part.write(hashlib.sha256(code).digest() + code)
         os.replace(part.name, file)
     except OSError as error:
-        observe.emit("sel.cuda.cache", logging.WARNING, file=str(file), words=f"not kept, the next process compiles it again: {error}")
+        words = f"nsa-sel: {file.parent} can't be written, every process compiles its CUDA kernels again: {error.strerror}"
+        warnings.warn(words, RuntimeWarning, stacklevel=2)
