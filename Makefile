@@ -3,6 +3,7 @@
 # make lane-sm80 | lane-sm89 | lane-sm90    how calls are routed on such GPUs, which are injected: no GPU is needed
 # make package               the sdist, and the wheel made from it, in dist/
 # make gpu-test              the GPU tests, with PYTHON as it is: nothing is installed
+# make sanitize              compute-sanitizer on cupy-cuda's kernels, a few minutes a tool
 # make gpu-lane              of these, how calls are routed on this machine's GPU
 # make trace                 captures bench/data again, in a virtual environment of its own
 PYTHON ?= python3
@@ -13,7 +14,7 @@ STAMP := .venv/.installed
 TRACE := build/trace-venv
 export PIP_NO_INPUT := 1
 
-.PHONY: demo report test lint venv lane-sm80 lane-sm89 lane-sm90 package gpu-test gpu-lane trace clean
+.PHONY: demo report test lint venv lane-sm80 lane-sm89 lane-sm90 package gpu-test sanitize gpu-lane trace clean
 
 demo: $(STAMP)
 	$(BIN)/nsa-sel demo
@@ -41,8 +42,11 @@ gpu-lane:
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu tests/test_lanes.py
 
 gpu-test:
-	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu \
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and not slow' \
 	$(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
+
+sanitize:
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and slow' tests/test_cupy_cuda_gpu.py
 
 trace: $(TRACE)/.installed
 	$(TRACE)/bin/python bench/capture_trace.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nsa_sel.decision import Backend, Limits, Requirement
+from nsa_sel.decision import Backend, Library, Limits, Requirement
 
 WIDE, WIDEST = 256, 320  # columns of a key and its value beyond which a Triton kernel has another launch
 
@@ -18,6 +18,7 @@ _TRITON_LIMITS = Limits(
 )
 # Tiles of keys are powers of two that divide the block; the matrix unit takes 16 keys at least.
 _BLOCK_LIMITS = msgspec.structs.replace(_TRITON_LIMITS, block_aligned_only=True, block_multiple=16)
+_CUPY = "pip install 'nsa-sel[cuda13]' (nsa-sel[cuda12] for a driver of CUDA 12)"
 
 SPECS = (
     Backend(
@@ -66,6 +67,18 @@ SPECS = (
         limits=_BLOCK_LIMITS,
         requires=(_TRITON,),
         summary="one visit per KV block with all rows that chose it; partial results joined in the order of the ranges",
+    ),
+    Backend(
+        name="cupy-cuda",
+        path="nsa_sel.backends.cupy_cuda",
+        framework="cupy",
+        limits=Limits(dtypes={"cuda": ("float16", "bfloat16")}, head_dim_multiple=8, head_dim_max=256, min_sm=80),
+        requires=(Requirement("cupy", "14", _CUPY),),
+        libraries=(
+            Library("NVRTC", ("libnvrtc.so.13", "libnvrtc.so.12"), ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"), _CUPY),
+            Library("NVIDIA driver", ("libcuda.so.1",), (), "install the NVIDIA driver; a machine without a GPU has no use for it"),
+        ),
+        summary="hand-written CUDA: one block per query row and KV group; dk and dv by KV tiles",
     ),
 )
 

@@ -75,7 +75,7 @@ def ours(backend: str) -> Contender:
         )
 
     framework = next((spec.framework for spec in SPECS if spec.name == backend), "")
-    needs = {"triton": "cuda", "numba": "cpu"}.get(framework)
+    needs = {"triton": "cuda", "cupy": "cuda", "numba": "cpu"}.get(framework)
 
     def lacks(device: str) -> str | None:
         return None if needs in (None, device) else f"needs a {'GPU' if needs == 'cuda' else 'CPU'}"

@@ -248,7 +248,7 @@ FLAGS = (
     Flag("NSA_DEBUG_NVTX", "debug_nvtx", "bool", "1: an NVTX range around each pass of a backend on a GPU, for its profilers"),
 )  # fmt: skip
 CONFIG_FLAG = "NSA_SEL_CONFIG"
-CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of what nsa-sel tune found
+CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of what nsa-sel tune found, and of compiled CUDA kernels
 TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read by the tests alone
 _FLAG_NAMES = (*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG)
 _NO_FLAGS = (None,) * len(_FLAG_NAMES)

@@ -56,6 +56,15 @@ class Requirement(msgspec.Struct, frozen=True):
     remedy: str
 
 
+class Library(msgspec.Struct, frozen=True):
+    """A shared library that a backend needs: as the loader finds one of its files, or as a distribution of Python brings it."""
+
+    name: str
+    files: tuple[str, ...]  # one of them
+    distributions: tuple[str, ...]  # one of them will do
+    remedy: str
+
+
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
     """A backend as data; its two functions are loaded from `path` when it is first run (see nsa_sel.registry)."""
 
@@ -64,6 +73,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     framework: str  # "torch", "numba", "triton", "cupy", or the name of another
     limits: Limits
     requires: tuple[Requirement, ...] = ()
+    libraries: tuple[Library, ...] = ()
     summary: str = ""
 
 

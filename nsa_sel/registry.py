@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import importlib.metadata
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 import msgspec
 
 from nsa_sel.backends.specs import SPECS
-from nsa_sel.decision import Backend, Offer, Reason
+from nsa_sel.decision import Backend, Library, Offer, Reason
 from nsa_sel.errors import BackendError
 from nsa_sel.request import Request
 
@@ -78,7 +79,28 @@ def missing(name: str) -> tuple[Reason, ...]:
             reasons.append(Reason("package-missing", "unavailable", f"package {need.package}", None, f">= {need.version}", need.remedy))
         elif _numbers(version) < _numbers(need.version):
             reasons.append(Reason("package-old", "unavailable", f"package {need.package}", version, f">= {need.version}", need.remedy))
+    for library in backends()[name].libraries:
+        if not _found(library):
+            required = f"{' or '.join(library.files)}"
+            reasons.append(Reason("library-missing", "unavailable", f"library {library.name}", None, required, library.remedy))
     return tuple(reasons)
+
+
+def _found(library: Library) -> bool:
+    """Whether a distribution brings the library, or the loader knows it."""
+    for distribution in library.distributions:
+        try:
+            importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return True
+    for file in library.files:
+        try:
+            ctypes.CDLL(file)
+        except OSError:
+            continue
+        return True
+    return False
 
 
 def _version(package: str) -> str | None:

@@ -58,6 +58,7 @@ GUARDED = [  # offer, changes of the request, device, code, field, actual
     (toy(block_aligned_only=True, block_multiple=64), {"block_size": 32}, H100, "block-multiple", "request.block_size", 32),
     (toy(backward=False), {"needs_grad": True}, H100, "no-backward", "request.needs_grad", True),
 ]
+TRITON = next(offer for offer in OFFERS if offer.backend.framework == "triton")
 
 
 @pytest.mark.parametrize(("offer", "changes", "device", "code", "field", "actual"), GUARDED)
@@ -123,7 +124,7 @@ def test_overrides_that_a_kernel_cannot_follow(changes: dict[str, Any], request_
     decision = decide(request, H100, **changes)
     assert codes(decision, "triton-group") == codes(decision, "triton-token") == [code]
     assert decision.forward == "sdpa-packed"
-    (reason,) = guards.tile_overrides(Case(request, H100, settings(**changes), "forward"), OFFERS[-1])
+    (reason,) = guards.tile_overrides(Case(request, H100, settings(**changes), "forward"), TRITON)
     assert (reason.kind, reason.field) == ("unsupported", field)
 
 
@@ -284,10 +285,10 @@ def test_nothing_may_run_lists_every_backend() -> None:
 
 def test_device_rules_are_data() -> None:
     rule = TritonOff(rule="ADR-1", evidence="rows", reopen="measure --again")
-    (reason,) = rules.device_rule(Case(LONG, A100, settings(triton_off=rule), "forward"), OFFERS[-1])
+    (reason,) = rules.device_rule(Case(LONG, A100, settings(triton_off=rule), "forward"), TRITON)
     assert (reason.kind, reason.required) == ("disabled", "another: ADR-1")
     assert "measure --again" in reason.remedy
-    assert rules.device_rule(Case(LONG, A100, settings(triton_off=rule, triton_force=True), "forward"), OFFERS[-1]) == ()
+    assert rules.device_rule(Case(LONG, A100, settings(triton_off=rule, triton_force=True), "forward"), TRITON) == ()
     assert decide(LONG, A100, triton_off=rule).forward == "sdpa-packed"
 
 

@@ -1,0 +1,112 @@
+"""CUDA C++ to machine code by NVRTC, through CuPy; compiled once for a GPU and a class of shapes, and kept on disk.
+
+A kept file's name says what it was made from: a hash of the source, of all that it includes, of the options and of NVRTC's version.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+from nsa_sel.errors import BackendError
+from nsa_sel.tuned import cache_folder
+
+Constants = tuple[tuple[str, int], ...]  # macros, in the order of their names
+OPTIONS = ("-std=c++17", "-lineinfo")
+_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
+_ERROR = re.compile(r"^(?P<file>[\w.]+)\((?P<line>\d+)\): (?:catastrophic )?error: *(?P<what>.*)", re.MULTILINE)
+
+
+def constants(**values: int) -> Constants:
+    """Macros for the compiler."""
+    return tuple(sorted(values.items()))
+
+
+def architecture(sm: int, own: bool = False) -> str:
+    """The name of compute capability sm/10; `own`: with the instructions that later chips need not have, as Hopper's `wgmma`."""
+    return f"sm_{sm}{'a' if own else ''}"
+
+
+def cubin(source: str, macros: Constants, arch: str) -> bytes:
+    """The machine code of a file of this folder for `arch`, from disk where it was kept. Raises BackendError as `compile_source` does."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    key = repr((OPTIONS, macros, arch, nvrtc.getVersion(), sorted(sources(source).items())))
+    file = cache_folder() / "cubins" / f"{Path(source).stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    kept = _read(file)
+    if kept is None:
+        kept, _ = compile_source(source, macros, arch)
+        _write(file, kept)
+    return kept
+
+
+def compile_source(source: str, macros: Constants, arch: str, extra: Iterable[str] = ()) -> tuple[bytes, str]:
+    """The machine code of a file of this folder, and what the compiler says about it.
+
+    Raises BackendError with the first error and the line of the source that it is about, or where NVRTC does not know `arch`.
+    """
+    from cupy_backends.cuda.libs import nvrtc
+
+    files = sources(source)
+    headers = {name: text.encode() for name, text in files.items() if name != source}
+    program = nvrtc.createProgram(files[source], source, list(headers.values()), [name.encode() for name in headers])
+    try:
+        nvrtc.compileProgram(program, [f"-arch={arch}", *OPTIONS, *extra, *(f"-D{name}={value}" for name, value in macros)])
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        version = ".".join(map(str, nvrtc.getVersion()))
+        what = _first_error(nvrtc.getProgramLog(program), files) or error
+        raise BackendError(
+            f"NVRTC {version} does not compile {source} for {arch} with {dict(macros)}: {what}. Remedy: an NVRTC that knows this GPU, as"
+            " `pip install 'nsa-sel[cuda13]'` brings it, or another backend."
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _first_error(log: str, files: dict[str, str]) -> str:
+    found = _ERROR.search(log)
+    if found is None:
+        return log.strip()
+    lines = files[found["file"]].splitlines() if found["file"] in files else []
+    number = int(found["line"])
+    quoted = f" in `{lines[number - 1].strip()}`" if 0 < number <= len(lines) else ""
+    return f"{found['file']}, line {number}: {found['what']}{quoted}"
+
+
+@functools.cache
+def sources(source: str) -> dict[str, str]:
+    """The text of a file of this folder and of all that it includes, by name."""
+    text = (resources.files(__package__) / source).read_text()
+    found = {source: text}
+    for included in _INCLUDE.findall(text):
+        found |= sources(included)
+    return found
+
+
+def _read(file: Path) -> bytes | None:
+    """What `_write` put there; None where there is nothing, or not all of it."""
+    try:
+        digest, code = file.read_bytes()[:32], file.read_bytes()[32:]
+    except OSError:
+        return None
+    return code if code and hashlib.sha256(code).digest() == digest else None
+
+
+def _write(file: Path, code: bytes) -> None:
+    """Keep the code with its hash; other processes see all of it or nothing. A folder that can't be written costs compiling again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            part.write(hashlib.sha256(code).digest() + code)
+        os.replace(part.name, file)
+    except OSError as error:
+        words = f"nsa-sel: {file.parent} can't be written, every process compiles its CUDA kernels again: {error.strerror}"
+        warnings.warn(words, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,117 @@
+"""Start CUDA kernels on torch's current stream, with raw pointers: little host time, and nothing that a CUDA graph could not capture.
+
+A kernel takes one structure by value, which is packed into a buffer of the calling thread; the driver copies it before it returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+import threading
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends.cupy_cuda.compiler import Constants, architecture, cubin
+from nsa_sel.call import Call
+
+LOG2_E = 1.4426950408889634
+PROBLEM = "24q2d"  # struct Problem of common.cuh
+MOST_BYTES = 4096  # of a kernel's arguments
+
+
+class _Buffer(threading.local):
+    """Where a thread packs a kernel's arguments, and the list of one pointer that the driver takes."""
+
+    def __init__(self) -> None:
+        self.arguments = ctypes.create_string_buffer(MOST_BYTES)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))
+        self.address = ctypes.addressof(self.pointers)
+
+
+_buffer = _Buffer()
+
+
+@functools.cache
+def layout(fields: str) -> struct.Struct:
+    """How a kernel's `Arguments` lie in memory: their fields have 8 bytes each, so that nothing is padded."""
+    return struct.Struct("<" + fields)
+
+
+@functools.cache
+def function(source: str, macros: Constants, device: int, shared: int, own: bool = False) -> int:
+    """The kernel of a file (of the file's name) on a device, as the driver's handle, allowed `shared` bytes of dynamic shared memory.
+
+    Compiled and loaded the first time; loaded code stays as long as the process.
+    """
+    from cupy_backends.cuda.api import driver, runtime
+
+    major, minor = torch.cuda.get_device_capability(device)
+    runtime.setDevice(device)
+    module = driver.moduleLoadData(cubin(source, macros, architecture(10 * major + minor, own)))
+    handle: int = driver.moduleGetFunction(module, source.removesuffix(".cu"))
+    if shared > 48 << 10:  # what every kernel may use; more must be asked for
+        driver.funcSetAttribute(handle, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+    return handle
+
+
+def start(
+    source: str, macros: Constants, device: int, blocks: int, threads: int, shared: int, fields: str, *values: Any, own: bool = False
+) -> None:
+    """Start the kernel of `source` on `device`: `blocks` blocks of `threads` threads, `shared` bytes of dynamic shared memory each.
+
+    fields, values: its `Arguments`. The device's context is made this thread's own: autograd's threads come without one.
+    """
+    from cupy_backends.cuda.api import driver, runtime
+
+    handle = function(source, macros, device, shared, own)
+    runtime.setDevice(device)
+    layout(fields).pack_into(_buffer.arguments, 0, *values)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    driver.launchKernel(handle, blocks, 1, 1, threads, 1, 1, shared, stream, _buffer.address, 0)
+
+
+def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
+    """The values of `Problem` (common.cuh); `ranges` are the selection's, contiguous."""
+    q, k, v, q_pos = call.q, call.k, call.v, call.q_pos
+    _, S, G, h, _ = q.shape
+    position, position_bytes, position_steps = (0, 0, (0, 0)) if q_pos is None else (q_pos.data_ptr(), q_pos.element_size(), q_pos.stride())
+    return (
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), ranges.data_ptr(), position,
+        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], *position_steps,
+        ranges.element_size(), position_bytes,
+        S, k.shape[2], G, h, call.selection.n, call.scale, scale_log2(call),
+    )  # fmt: skip
+
+
+def scale_log2(call: Call) -> float:
+    """The factor from products to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+    return max(call.scale * LOG2_E, 1e-30)
+
+
+def with_positive_scale(call: Call) -> Call:
+    """The same logits from -q and -scale: kernels keep the largest product, which must belong to the largest logit."""
+    return replace(call, q=-call.q, scale=-call.scale)
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, so that they can be copied 16 bytes at a time."""
+    steps = [step for x in tensors for step in x.stride()[:-1]]
+    pointers = [x.data_ptr() for x in tensors]
+    if math.gcd(*steps) % 8 == 0 == math.gcd(*pointers) % 16:
+        return True
+    if math.gcd(*pointers) % 16:
+        return False  # steps along dimensions of one element are never taken
+    return all(step % 8 == 0 for x in tensors for step, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
+
+
+def type_facts(call: Call, *others: Tensor) -> dict[str, int]:
+    """The constants that every kernel takes; `others` are read row by row as q, k and v are."""
+    return {
+        "BF16": int(call.q.dtype == torch.bfloat16), "DK": call.q.shape[-1], "DV": call.v.shape[-1],
+        "ALIGNED": int(aligned(call.q, call.k, call.v, *others)),
+    }  # fmt: skip

@@ -1,0 +1,109 @@
+"""The selection turned round: for every KV tile, the (row, range) pairs that reach into it, in ascending order of rows.
+
+A kernel gives every pair the number of its tile's list (entries.cu), and a stable sort brings the lists together, each in a fixed order.
+Kernels share the lists by pieces of at most `piece` entries of one list: block 0, which every row chose, is many blocks' work. All sizes
+are static bounds: building and using the lists never reads the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda.compiler import constants
+from nsa_sel.call import Call
+from nsa_sel.errors import BackendError
+
+SHORTEST = 32  # entries a piece: a few steps, else reading the tile and writing its part is most of the work
+PIECES_PER_SM = 4
+BYTES = 36  # an entry needs while it is sorted: its list, its number, both sorted, and as much for the sort's own use
+
+
+class Lists(NamedTuple):
+    """List number bg * tiles + j belongs to the keys [j*width, (j+1)*width) of the pair bg = b * G + g of batch entry and group. An entry
+    is bg * each + (s * n + range) * reach + step: row s, and the step-th tile of that range."""
+
+    entries: Tensor  # [capacity] int64, list after list
+    begins: Tensor  # [number + 1] int64: where a list begins among the entries
+    pieces: Tensor  # [number + 1] int64: pieces of the lists before
+    parts: Tensor  # [number + 1] int64: pieces of the lists before that have several
+    number: int  # of lists
+    tiles: int  # of one pair
+    each: int  # entries of one pair, at most
+    capacity: int  # entries, at most
+    most_pieces: int
+
+
+def reach_of(call: Call, width: int) -> int:
+    """The most tiles of `width` keys that one range may meet."""
+    block, S_kv = call.selection.block_size, call.k.shape[2]
+    if block is not None and (width % block == 0 or block % width == 0):
+        return max(1, block // width)  # a whole block never straddles a tile
+    longest = call.selection.length_bound(S_kv) if block is None else min(block, S_kv)
+    return min(-(-S_kv // width), -(-longest // width) + 1)
+
+
+def most_parts(entries: int, piece: int) -> int:
+    """A bound on the pieces of lists that have several: such a list is longer than a piece, and has less than twice the pieces that its
+    entries fill."""
+    return max(1, min(entries, 2 * entries // piece))
+
+
+def piece_within(call: Call, width: int, reach: int) -> int:
+    """Entries a piece: short enough to give every multiprocessor some and for balance, and long enough for their float32 parts to fit the
+    workspace beside the lists."""
+    B, S, G, h, Dk = call.q.shape
+    entries = B * G * S * call.selection.n * reach
+    part_bytes = 4 * width * (Dk + call.v.shape[-1])
+    longest = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its part
+    piece = SHORTEST
+    while piece < longest and entries > piece * PIECES_PER_SM * call.device.sm_count:
+        piece *= 2
+    bound = call.settings.workspace_bytes
+    budget = max(bound - BYTES * entries, bound // 8)
+    while most_parts(entries, piece) * part_bytes > budget and 2 * piece * h < 2**31:
+        piece *= 2
+    return piece
+
+
+def lists_of(call: Call, ranges: Tensor, width: int, reach: int, piece: int) -> Lists:
+    """The lists for tiles of `width` keys, remembered in the selection.
+
+    Built anew with positions of its own, which the causal clamp depends on, and inside a CUDA graph: a replay must follow ranges that
+    were written since, and what a capture builds holds nothing until it is replayed.
+    """
+    if call.q_pos is not None or call.capturing():
+        return _build(call, ranges, width, reach, piece)
+    key = ("cupy-cuda lists", width, piece, tuple(call.k.shape[:3]))
+    lists: Lists = call.selection.plan(key, lambda: _build(call, ranges, width, reach, piece))
+    return lists
+
+
+def _build(call: Call, ranges: Tensor, width: int, reach: int, piece: int) -> Lists:
+    B, S, G, _, _ = call.q.shape
+    n, device = call.selection.n, call.q.device
+    tiles = -(-call.k.shape[2] // width)
+    each, number = S * n * reach, B * G * tiles
+    capacity = B * G * each
+    bound = max(call.settings.workspace_bytes, 1 << 20)
+    if BYTES * capacity > bound or max(each, number) >= 2**31:
+        raise BackendError(
+            f"the list of rows of every KV tile needs {BYTES * capacity} bytes, because any of the {n} ranges of a row may span"
+            f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"
+            " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
+        )
+    of_list = torch.empty(capacity, dtype=torch.int32, device=device)
+    launch.start(
+        "entries.cu", constants(BF16=0, DK=8, DV=8, ALIGNED=1), call.q.get_device(), -(-capacity // 256), 256, 0, launch.PROBLEM + "7q",
+        *launch.problem(call, ranges), of_list.data_ptr(), capacity, each, reach, width, tiles, number,
+    )  # fmt: skip
+    of_list, entries = torch.sort(of_list, stable=True)
+    begins = torch.searchsorted(of_list, torch.arange(number + 1, dtype=torch.int32, device=device))
+    pieces = (begins.diff() + (piece - 1)) // piece
+    both = torch.stack((pieces, torch.where(pieces > 1, pieces, 0))).cumsum(1)
+    before = torch.nn.functional.pad(both, (1, 0))
+    most_pieces = min(capacity, capacity // piece + number)
+    return Lists(entries, begins, before[0], before[1], number, tiles, each, capacity, most_pieces)

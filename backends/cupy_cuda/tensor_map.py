@@ -1,0 +1,56 @@
+"""Tensor maps: how the tensor memory accelerator (sm_90 and newer) addresses k or v, encoded by the driver for bulk copies of tiles.
+
+A kernel takes the 128 bytes in its `Arguments`, which it takes as `const __grid_constant__`, in a field aligned to 64 bytes:
+`struct alignas(64) TensorMap { char bytes[128]; }`, packed as "128s" (launch.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from nsa_sel.errors import BackendError
+
+BYTES, ALIGNMENT = 128, 64
+# Of the driver's enumerations (cuda.h): CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion.
+FLOAT16, BFLOAT16 = 6, 9
+SWIZZLE_128_BYTES = 3
+PROMOTE_TO_256_BYTES = 3
+
+
+def tensor_map(x: Tensor, box_rows: int, box_cols: int) -> bytes:
+    """The map of k or v [B,G,S_kv,D] (any outer strides that are multiples of 16 bytes) in tiles of box_rows keys by box_cols columns.
+
+    Tiles are swizzled by 128 bytes, so that box_cols is at most 64; coordinates are (column, key, g, b), and what lies outside reads as
+    zeros. Raises BackendError where the driver refuses the tensor.
+    """
+    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()[:3]), box_rows, box_cols)
+
+
+@functools.lru_cache(maxsize=1024)  # a map says nothing but these
+def _encoded(
+    device: int, dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int, box_cols: int
+) -> bytes:
+    from cupy_backends.cuda.api import runtime
+
+    runtime.setDevice(device)  # encoding needs a context, and a new thread has none
+    B, G, S_kv, D = shape
+    packed = -(-D // 8) * 8  # the stride of a dimension of one element is never used, but looked at
+    sizes = (ctypes.c_uint64 * 4)(D, S_kv, G, B)
+    steps = (ctypes.c_uint64 * 3)(*(2 * (step if size > 1 else packed) for step, size in zip(reversed(strides), (S_kv, G, B), strict=True)))
+    box, ones = (ctypes.c_uint32 * 4)(box_cols, box_rows, 1, 1), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    memory = ctypes.create_string_buffer(BYTES + ALIGNMENT)
+    start = -ctypes.addressof(memory) % ALIGNMENT
+    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(memory) + start), BFLOAT16 if dtype == torch.bfloat16 else FLOAT16, ctypes.c_uint32(4),
+        ctypes.c_void_p(address), sizes, steps, box, ones, 0, SWIZZLE_128_BYTES, PROMOTE_TO_256_BYTES, 0,
+    )  # fmt: skip
+    if status:
+        raise BackendError(
+            f"the driver refuses (error {status}) a tensor map of {dtype} {shape} with strides {strides} at {address:#x}, in tiles of"
+            f" {box_rows} by {box_cols}; allowed: 16-byte aligned rows, up to 256 by 64. Remedy: call .contiguous() on k and v."
+        )
+    return memory.raw[start : start + BYTES]

@@ -1,0 +1,317 @@
+// The kernels' hardware.cuh on a CPU: a block's threads are fibers of one thread, which run until they wait for each other.
+//
+// Which fiber runs first, and whether a copy happens at once or only when it is waited for, are chosen per run: a missing barrier or wait
+// shows as another result. Copies and matrix loads check alignment; shared memory is full of NaN when a block begins.
+#pragma once
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+#define DEVICE inline
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) alignas(n)
+
+struct Index {
+    unsigned x;
+};
+static Index threadIdx, blockIdx;
+static u16 *dynamic_memory;
+
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) uint4 {
+    u32 x, y, z, w;
+};
+DEVICE float2 make_float2(float x, float y) { return {x, y}; }
+DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+template <class T>
+DEVICE T min(T a, T b) {
+    return b < a ? b : a;
+}
+template <class T>
+DEVICE T max(T a, T b) {
+    return a < b ? b : a;
+}
+DEVICE float __int_as_float(int bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static void require(bool holds, const char *what) {
+    if (holds) return;
+    fprintf(stderr, "emulation: %s, block %u thread %u\n", what, blockIdx.x, threadIdx.x);
+    abort();
+}
+
+// Fibers and barriers.
+
+struct Gate {
+    unsigned arrived = 0;
+    u32 opened = 0;  // times
+};
+
+struct Copy {
+    u16 *to;
+    const u16 *from;  // null: zeros
+};
+
+constexpr unsigned MOST_THREADS = 512, MOST_GROUPS = 8, MOST_COPIES = 256;
+
+struct Fiber {
+    ucontext_t start;
+    jmp_buf here;
+    bool begun, done;
+    Gate *gate;  // waited for, until it opens once more than `opened`
+    u32 opened, exchanges;
+    u32 first_group, groups;  // of copies under way; the last is not committed
+    u32 copies[MOST_GROUPS];
+    Copy copy[MOST_GROUPS][MOST_COPIES];
+    char stack[64 << 10];
+    bool ready() const { return !done && (!gate || gate->opened != opened); }
+};
+
+struct alignas(8) Slot {
+    char bytes[64];
+};
+
+static Fiber fibers[MOST_THREADS];
+static Gate warp_gates[MOST_THREADS / 32], gates[16];  // gate 0: all threads
+static Slot slots[MOST_THREADS / 32][2][32];
+static jmp_buf scheduler;
+static unsigned threads;
+static bool backwards, eager;
+static void (*body)();
+
+static void wait(Gate &gate, unsigned expected) {
+    Fiber &self = fibers[threadIdx.x];
+    unsigned thread = threadIdx.x;
+    if (++gate.arrived == expected) {
+        gate.arrived = 0;
+        ++gate.opened;
+        return;
+    }
+    self.gate = &gate;
+    self.opened = gate.opened;
+    if (!_setjmp(self.here)) _longjmp(scheduler, 1);
+    fibers[thread].gate = nullptr;
+}
+
+static void enter() {
+    body();
+    Fiber &self = fibers[threadIdx.x];
+    for (u32 i = 0; i < self.groups; ++i) require(!self.copies[(self.first_group + i) % MOST_GROUPS], "copies that nobody waited for");
+    self.done = true;
+    _longjmp(scheduler, 1);
+}
+
+static void run_block() {
+    for (unsigned i = 0; i < threads; ++i) {
+        Fiber &fiber = fibers[i];
+        fiber.begun = fiber.done = false;
+        fiber.gate = nullptr;
+        fiber.exchanges = fiber.first_group = fiber.copies[0] = 0;
+        fiber.groups = 1;
+    }
+    for (;;) {
+        _setjmp(scheduler);
+        int next = -1;
+        for (unsigned i = 0; i < threads && next < 0; ++i) {
+            unsigned thread = backwards ? threads - 1 - i : i;
+            if (fibers[thread].ready()) next = static_cast<int>(thread);
+        }
+        if (next < 0) break;
+        threadIdx.x = static_cast<unsigned>(next);
+        Fiber &fiber = fibers[next];
+        if (fiber.begun) _longjmp(fiber.here, 1);
+        fiber.begun = true;
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = fiber.stack;
+        fiber.start.uc_stack.ss_size = sizeof(fiber.stack);
+        makecontext(&fiber.start, enter, 0);
+        setcontext(&fiber.start);
+    }
+    for (unsigned i = 0; i < threads; ++i) require(fibers[i].done, "threads wait for each other for ever");
+}
+
+// What the 32 lanes of a warp tell each other; valid until the lane's next exchange.
+template <class T>
+static const Slot *exchange(const T &mine) {
+    static_assert(sizeof(T) <= sizeof(Slot), "too much for a slot");
+    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Slot *table = slots[warp][fibers[threadIdx.x].exchanges++ % 2];
+    memcpy(&table[lane], &mine, sizeof(T));
+    wait(warp_gates[warp], 32);
+    return table;
+}
+
+template <class T>
+static T from_lane(const Slot *table, unsigned lane) {
+    T value;
+    memcpy(&value, &table[lane], sizeof(T));
+    return value;
+}
+
+DEVICE void __syncthreads() { wait(gates[0], threads); }
+DEVICE void __syncwarp() { wait(warp_gates[threadIdx.x / 32], 32); }
+template <class T>
+DEVICE T __shfl_sync(u32, T x, int lane) {
+    return from_lane<T>(exchange(x), static_cast<unsigned>(lane) % 32);
+}
+template <class T>
+DEVICE T __shfl_up_sync(u32, T x, int by) {
+    int lane = threadIdx.x % 32;
+    return from_lane<T>(exchange(x), static_cast<unsigned>(lane < by ? lane : lane - by));
+}
+template <class T>
+DEVICE T __shfl_xor_sync(u32, T x, int mask) {
+    unsigned lane = threadIdx.x % 32;
+    return from_lane<T>(exchange(x), lane ^ static_cast<unsigned>(mask));
+}
+DEVICE bool __any_sync(u32, bool x) {
+    const Slot *table = exchange(x);
+    bool any = false;
+    for (unsigned lane = 0; lane < 32; ++lane) any |= from_lane<bool>(table, lane);
+    return any;
+}
+template <int THREADS>
+DEVICE void barrier(int number) {
+    require(number > 0 && number < 16, "no such barrier");
+    wait(gates[number], THREADS);
+}
+
+// Numbers.
+
+DEVICE float to_float(u16 x) {
+#if BF16
+    return __int_as_float(static_cast<int>(static_cast<u32>(x) << 16));
+#else
+    _Float16 half;
+    memcpy(&half, &x, 2);
+    return static_cast<float>(half);
+#endif
+}
+
+DEVICE u32 rounded(float x) {
+#if BF16
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#else
+    _Float16 half = static_cast<_Float16>(x);
+    u16 bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+#endif
+}
+
+DEVICE u32 pack(float low, float high) { return rounded(low) | rounded(high) << 16; }
+DEVICE float exp2_fast(float x) { return exp2f(x); }
+
+// Copies.
+
+DEVICE void perform(const Copy &copy) {
+    if (copy.from)
+        memcpy(copy.to, copy.from, 16);
+    else
+        memset(copy.to, 0, 16);
+}
+
+DEVICE void copy_eight(u16 *to, const u16 *from, bool exists) {
+    require(reinterpret_cast<uintptr_t>(to) % 16 == 0, "shared memory is not aligned");
+    Copy copy{to, exists ? from : nullptr};
+#if ALIGNED
+    require(reinterpret_cast<uintptr_t>(from) % 16 == 0, "global memory is not aligned");
+    if (!eager) {
+        Fiber &self = fibers[threadIdx.x];
+        u32 group = (self.first_group + self.groups - 1) % MOST_GROUPS;
+        require(self.copies[group] < MOST_COPIES, "more copies than the emulation holds");
+        self.copy[group][self.copies[group]++] = copy;
+        return;
+    }
+#endif
+    perform(copy);
+}
+
+DEVICE void commit_copies() {
+    Fiber &self = fibers[threadIdx.x];
+    require(self.groups < MOST_GROUPS, "more groups of copies than the emulation holds");
+    self.copies[(self.first_group + self.groups++) % MOST_GROUPS] = 0;
+}
+
+template <int PENDING>
+DEVICE void wait_copies() {
+    Fiber &self = fibers[threadIdx.x];
+    for (; self.groups > PENDING + 1; --self.groups) {
+        for (u32 i = 0; i < self.copies[self.first_group]; ++i) perform(self.copy[self.first_group][i]);
+        self.first_group = (self.first_group + 1) % MOST_GROUPS;
+    }
+}
+
+// The matrix unit.
+
+DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    struct Operands {
+        u16 a[8], b[4];
+    } mine;
+    memcpy(mine.a, a, 16);
+    memcpy(mine.b, &b0, 4);
+    memcpy(mine.b + 2, &b1, 4);
+    const Slot *table = exchange(mine);
+    unsigned lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+    for (unsigned i = 0; i < 4; ++i) {
+        float sum = d[i];
+        for (unsigned k = 0; k < 16; ++k) {  // a: registers by rows, then by columns; b: the pair (k, column) is with lane column * 4 + k / 2
+            Operands left = from_lane<Operands>(table, row * 4 + k % 8 / 2);
+            Operands right = from_lane<Operands>(table, (column + i % 2) * 4 + k % 8 / 2);
+            sum += to_float(left.a[(i / 2 + k / 8 * 2) * 2 + k % 2]) * to_float(right.b[k / 8 * 2 + k % 2]);
+        }
+        d[i] = sum;
+    }
+}
+
+DEVICE const Slot *row_pointers(const u16 *row) {
+    require(reinterpret_cast<uintptr_t>(row) % 16 == 0, "a matrix row is not aligned");
+    return exchange(row);
+}
+
+DEVICE void load_matrices(u32 (&x)[4], const u16 *row) {
+    const Slot *table = row_pointers(row);
+    unsigned lane = threadIdx.x % 32;
+    for (unsigned i = 0; i < 4; ++i) memcpy(&x[i], from_lane<const u16 *>(table, 8 * i + lane / 4) + lane % 4 * 2, 4);
+}
+
+DEVICE void load_transposed(u32 (&x)[4], const u16 *row) {
+    const Slot *table = row_pointers(row);
+    unsigned lane = threadIdx.x % 32;
+    for (unsigned i = 0; i < 4; ++i) {
+        u32 low = from_lane<const u16 *>(table, 8 * i + lane % 4 * 2)[lane / 4];
+        u32 high = from_lane<const u16 *>(table, 8 * i + lane % 4 * 2 + 1)[lane / 4];
+        x[i] = low | high << 16;
+    }
+}
+
+// Run every block of a launch, one after another.
+static void launch(unsigned blocks, unsigned block_threads, unsigned shared, int mode, void (*kernel)()) {
+    threads = block_threads, backwards = mode & 1, eager = mode & 2, body = kernel;
+    require(threads <= MOST_THREADS, "more threads than the emulation holds");
+    dynamic_memory = static_cast<u16 *>(aligned_alloc(128, (shared + 127) / 128 * 128 + 128));
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+        memset(dynamic_memory, 0xff, shared);
+        run_block();
+    }
+    free(dynamic_memory);
+}

@@ -1,0 +1,184 @@
+"""What cupy-cuda would launch, compiled by NVRTC for GPUs that are not here: registers and shared memory fit, nothing spills.
+
+The backend's forward and backward run for real, on CPU tensors and with injected device facts; only the launch is replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nsa_sel
+from nsa_sel import registry
+from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends.cupy_cuda import compiler, launch
+from nsa_sel.call import Call, check_call
+from nsa_sel.config import CACHE_FLAG, settings_for
+from nsa_sel.errors import BackendError
+from nsa_sel.request import DeviceInfo
+from nsa_sel.selection import Selection
+from tests.aot import SHAPES, TARGETS
+from tests.cases import make_blocks, make_qkv
+
+
+def reason_to_skip() -> str | None:
+    """Why nothing can be compiled here, with the remedy."""
+    remedy = "pip install cupy-cuda13x nvidia-cuda-nvrtc"
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        return f"no NVRTC through CuPy: {error}; remedy: {remedy}"
+    return None
+
+
+WHY = reason_to_skip()
+needs_nvrtc = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
+ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent).glob("*.cu")}
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[str, Any]]:
+    """Every kernel that forward and backward launch for `shape` on a GPU of compute capability sm/10."""
+    found: dict[object, dict[str, Any]] = {}
+
+    def start(
+        source: str,
+        macros: compiler.Constants,
+        device: int,
+        blocks: int,
+        threads: int,
+        shared: int,
+        fields: str,
+        *values: Any,
+        own: bool = False,
+    ) -> None:
+        assert len(launch.layout(fields).pack(*values)) <= launch.MOST_BYTES
+        assert 0 < blocks < 2**31
+        if (source, macros) not in found:
+            _, log = compiler.compile_source(source, macros, compiler.architecture(sm, own), ("--ptxas-options=-v",))
+            numbers = {name: re.search(rf"(\d+) bytes {name}", log) for name in ("spill stores", "stack frame", "smem")}
+            spilled, stack, static = (int(match[1]) if match else 0 for match in numbers.values())
+            registers = re.search(r"Used (\d+) registers", log)
+            assert registers is not None, log
+            found[source, macros] = {
+                "kernel": source, "macros": dict(macros), "threads": threads, "registers": int(registers[1]),
+                "shared": shared + static, "spilled": spilled + stack,
+            }  # fmt: skip
+
+    monkeypatch.setattr(launch, "start", start)
+    kilobytes, sms = TARGETS[sm]
+    device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
+    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = SHAPES[shape]
+    q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
+    selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
+    checked = check_call(q, k, v, selection, None, None)
+    call = Call(q, k, v, checked[3], None, checked[4], settings_for(device), device)
+    o, lse = cupy_cuda.forward(call)
+    if S > 1:
+        cupy_cuda.backward(call, o, lse, torch.empty_like(o), None)
+    return list(found.values())
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("sm", "shape"),
+    [*((sm, "h16") for sm in TARGETS), (86, "h3-256"), (86, "h64-192-128"), (90, "h64-192-128"), (90, "h3-256"), (90, "decode-h16")],
+)
+def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> None:
+    kernels = compiled(monkeypatch, sm, shape)
+    for kernel in kernels:
+        assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
+        assert kernel["spilled"] <= 2 * SPILLS.get((sm, kernel["kernel"]), 0), kernel
+    names = {kernel["kernel"] for kernel in kernels}
+    if shape.startswith("decode"):
+        assert names == {"forward_rows.cu", "combine.cu"}
+    else:
+        assert names == ALL_KERNELS - {"combine.cu"}
+
+
+@needs_nvrtc
+def test_a_compile_error_shows_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = dict(compiler.sources("combine.cu"))
+    files["common.cuh"] = files["common.cuh"].replace("DEVICE float infinity()", "DEVICE flaot infinity()")
+    monkeypatch.setattr(compiler, "sources", lambda source: files)
+    line = 1 + files["common.cuh"].splitlines().index(next(line for line in files["common.cuh"].splitlines() if "flaot" in line))
+    with pytest.raises(BackendError, match=rf"combine\.cu for sm_80.*common\.cuh, line {line}: .*`DEVICE flaot infinity.*Remedy"):
+        compiler.compile_source("combine.cu", COMBINE, "sm_80")
+    with pytest.raises(BackendError, match=r"sm_30.*Remedy"):
+        compiler.compile_source("combine.cu", COMBINE, "sm_30")
+
+
+COMBINE = compiler.constants(BF16=1, DK=8, DV=64, ALIGNED=1)
+
+
+@needs_nvrtc
+def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CACHE_FLAG, str(tmp_path))
+    code = compiler.cubin("combine.cu", COMBINE, "sm_80")
+    assert code[:4] == b"\x7fELF"
+    (kept,) = (tmp_path / "cubins").iterdir()
+    compile_source = compiler.compile_source
+    times: list[str] = []
+
+    def counted(source: str, macros: compiler.Constants, arch: str) -> tuple[bytes, str]:
+        times.append(source)
+        return compile_source(source, macros, arch)
+
+    monkeypatch.setattr(compiler, "compile_source", counted)
+    assert compiler.cubin("combine.cu", COMBINE, "sm_80") == code
+    assert times == []
+    for broken in (kept.read_bytes()[:-1], b"", kept.read_bytes()[:32], b"\0" * 100):  # as a crash or a full disk leave it
+        kept.write_bytes(broken)
+        assert compiler.cubin("combine.cu", COMBINE, "sm_80")[:4] == b"\x7fELF"
+        assert len(kept.read_bytes()) > 1000
+    assert len(times) == 4
+    # Another source, of whichever file, is another key.
+    files = dict(compiler.sources("combine.cu"))
+    files["hardware.cuh"] += "\n// changed\n"
+    monkeypatch.setattr(compiler, "sources", lambda source: files)
+    compiler.cubin("combine.cu", COMBINE, "sm_80")
+    assert len(times) == 5
+    assert len(list((tmp_path / "cubins").iterdir())) == 2
+
+
+@needs_nvrtc
+def test_a_folder_that_cannot_be_written_costs_compiling_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(CACHE_FLAG, str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match="can't be written, every process compiles"):
+        code = compiler.cubin("combine.cu", COMBINE, "sm_80")
+    assert code[:4] == b"\x7fELF"
+
+
+def test_what_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CuPy, no NVRTC, no driver: three reasons with their remedies, and no ImportError."""
+
+    def absent(*arguments: object) -> None:
+        raise OSError("cannot open shared object file")
+
+    def not_installed(distribution: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    registry.missing.cache_clear()
+    try:
+        found = registry.missing("cupy-cuda")
+        assert [(reason.code, reason.field) for reason in found] == [
+            ("package-missing", "package cupy"), ("library-missing", "library NVRTC"), ("library-missing", "library NVIDIA driver"),
+        ]  # fmt: skip
+        assert all("nsa-sel[cuda13]" in reason.remedy for reason in found[:2])
+        q, k, v = make_qkv(S=8, dtype=torch.float16)
+        with pytest.raises(BackendError, match=r"(?s)package cupy.*library NVRTC.*library NVIDIA driver"):
+            nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 1, 8, 1, 8), backend="cupy-cuda")
+    finally:
+        registry.missing.cache_clear()

@@ -1,0 +1,140 @@
+"""cupy-cuda without a GPU: its kernels emulated on the CPU, forward and backward, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends.cupy_cuda import lists
+from nsa_sel.backends.cupy_cuda.rows import plan_of
+from nsa_sel.call import Call, check_call
+from nsa_sel.config import settings_for
+from nsa_sel.errors import BackendError
+from nsa_sel.oracle import oracle_mask
+from nsa_sel.selection import Selection
+from tests.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
+from tests.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+
+pytestmark = needs_compiler
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None) -> Call:
+    q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
+    return Call(q, k, v, selection, q_pos, scale, settings_for(GPU), GPU)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None) -> list[Tensor]:
+    """Forward and backward are as close to the oracle as everywhere; returns o, lse, dq, dk, dv."""
+    call = call_of(q, k, v, selection, q_pos, scale)
+    o, lse = cupy_cuda.forward(call)
+    assert_forward((o, lse), q, k, v, selection.ranges, scale, q_pos)
+    do, dlse = make_grads(q, v)
+    dlse = torch.where(lse == float("-inf"), 0.0, dlse)
+    gradients = cupy_cuda.backward(call, o, lse, do, dlse)
+    assert_gradients(gradients, q, k, v, selection.ranges, do, dlse, scale, q_pos)
+    return [o, lse, *gradients]
+
+
+def rows(dtype: torch.dtype = torch.float16, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Small tensors, of sizes that most tests share: every other size is compiled anew."""
+    return make_qkv(**{"B": 2, "S": 8, "G": 2, "h": 3, "Dk": 16, "Dv": 24, "S_kv": 70, **sizes}, dtype=dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("edge", sorted(edge_selections(1, 2, 1, 16)))
+def test_edges(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
+    emulated(monkeypatch)
+    check(*rows(S_kv=40), Selection.from_ranges(edge_selections(2, 8, 2, 40)[edge]))
+
+
+@pytest.mark.parametrize("kind", ["few", "many", "mixed"])
+def test_ranges(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Up to 36 ranges a row: more than a warp walks at once."""
+    emulated(monkeypatch)
+    check(*rows(B=1, S=4, S_kv=190), Selection.from_ranges(make_spans(kind, 1, 4, 2, 190, 143)))
+
+
+def test_positions_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    selection = Selection.from_ranges(make_spans("few", 2, 8, 2, 70, 30))
+    for scale in (None, -0.3, 0.0):
+        check(*rows(), selection, scale=scale)
+    check(*rows(), selection, q_pos=torch.tensor([3, 69, 0, 17, 17, 30, 2, 5]))
+    check(*rows(), selection, q_pos=torch.randint(0, 70, (2, 8), dtype=torch.int32))
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS, EAGER, BACKWARDS | EAGER])
+def test_lists_in_pieces_whatever_runs_first(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    """Every row chose block 0: its list has several pieces of several steps. The same bits in every order of threads and copies."""
+    monkeypatch.setattr(lists, "SHORTEST", 16)
+    q, k, v = rows(B=1, S=36, G=1, h=9)
+    selection = make_blocks(1, 36, 1, 70, 3, 32)
+    emulated(monkeypatch)
+    expected = check(q, k, v, selection)
+    emulated(monkeypatch, mode)
+    for one, other in zip(expected, check(q, k, v, Selection(selection.ranges, 32)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_every_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    for h in (1, 16, 70):
+        q, k, v = rows(B=1, S=6, G=1, h=h)
+        check(q, k, v, make_blocks(1, 6, 1, 70, 3, 16))
+
+
+def test_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands read from shared memory, and two warps for 16 keys; bfloat16."""
+    emulated(monkeypatch)
+    q, k, v = rows(torch.bfloat16, B=1, S=3, G=1, Dk=192, Dv=136)
+    check(q, k, v, make_blocks(1, 3, 1, 70, 2, 16))
+
+
+def test_rows_that_no_wide_copy_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(x: Tensor) -> Tensor:
+        y = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+        return y.copy_(x)
+
+    emulated(monkeypatch)
+    q, k, v = rows()
+    selection = make_blocks(2, 8, 2, 70, 3, 16)
+    expected = check(q, k, v, selection)
+    cached = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    for others in (tuple(map(shifted, (q, k, v))), (q, *cached)):
+        for one, other in zip(expected, check(*others, selection), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_decode_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = rows(B=1, S=1, G=1, S_kv=400)
+    selection = make_blocks(1, 1, 1, 400, 12, 16)
+    emulated(monkeypatch)
+    assert plan_of(1, 3, 16, 24, 192, False, True, GPU.sm_count, GPU.shared_memory).parts > 1
+    check(q, k, v, selection)
+    check(q, k, v, Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400))  # most parts see nothing
+
+
+def test_unselected_keys_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    q, k, v = rows(B=1)
+    lone = torch.tensor([[0, -1], [3, 0], [0, -1], [0, 1], [1, -1], [0, -1], [-1, -1], [3, 1]])
+    selection = Selection.from_blocks(lone[None, :, None].expand(1, 8, 2, 2), 16)  # rows 1 and 7 stand within block 3
+    unused = ~oracle_mask(selection.ranges, 70, 8, None).any(1)
+    poison = torch.where(unused.unsqueeze(-1), float("nan"), 0.0).half()
+    results = []
+    for extra in (torch.zeros_like(poison), poison):
+        call = call_of(q, k + extra, v + extra, selection)
+        o, lse = cupy_cuda.forward(call)
+        results.append((o, lse, *cupy_cuda.backward(call, o, lse, make_grads(q, v)[0], None)))
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned)
+
+
+def test_a_list_of_rows_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    q, k, v = rows()
+    call = call_of(q, k, v, Selection.from_ranges(make_spans("few", 2, 8, 2, 70, 30)))
+    monkeypatch.setattr(lists, "BYTES", 1 << 30)
+    with pytest.raises(BackendError, match=r"needs \d+ bytes.*allowed: \d+ .*Remedy"):
+        cupy_cuda.backward(call, torch.zeros(2, 8, 2, 3, 24).half(), torch.zeros(2, 8, 2, 3), torch.zeros(2, 8, 2, 3, 24).half(), None)

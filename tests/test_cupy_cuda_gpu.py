@@ -1,0 +1,151 @@
+"""cupy-cuda on a GPU: streams, graphs, threads, devices, the cache of compiled kernels, and compute-sanitizer. Parity and the other
+matrices are those of every backend (test_triton_sel_parity_gpu.py)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_sel import registry
+from nsa_sel.backends.cupy_cuda import compiler, launch
+from nsa_sel.config import CACHE_FLAG
+from nsa_sel.selection import Selection
+from tests.cases import make_blocks, make_grads, make_qkv
+from tests.parity import attend, check_both, check_forward
+
+ROOT = Path(__file__).resolve().parents[1]
+LACKING = registry.missing("cupy-cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))]
+
+
+def test_on_another_stream() -> None:
+    q, k, v = make_qkv(S=100, G=2, h=4, Dk=64, S_kv=200, dtype=torch.bfloat16, device="cuda")
+    selection = make_blocks(1, 100, 2, 200, 3, 32, device="cuda")
+    expected = attend("cupy-cuda", q, k, v, selection)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # whoever does not wait for this stream reads q before it is there
+        late = q.clone()
+        found = attend("cupy-cuda", late, k, v, selection)
+    torch.cuda.current_stream().wait_stream(stream)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("S", [1, 100])
+def test_a_graph_follows_what_is_written(S: int) -> None:
+    """Captured forward and backward; a replay sees the ranges and tensors as they are then."""
+    q, k, v = make_qkv(S=S, G=2, h=4, Dk=64, S_kv=200, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    first, second = (make_blocks(1, S, 2, 200, 3, 32, seed=seed, device="cuda") for seed in (0, 1))
+    do, _ = make_grads(q, v)
+    selection = Selection(first.ranges.clone(), 32)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        o, lse = attend("cupy-cuda", q, k, v, selection)
+        return o, lse, *torch.autograd.grad(o, (q, k, v), do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for written in (second, first):
+        selection.ranges.copy_(written.ranges)
+        graph.replay()
+        replayed = [x.detach().clone() for x in captured]
+        for one, other in zip(replayed, step(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_the_first_call_of_a_thread() -> None:
+    """A thread in which nothing has bound the device's context, as autograd's are."""
+    q, k, v = make_qkv(S=50, G=1, h=4, Dk=64, dtype=torch.bfloat16, device="cuda")
+    selection = make_blocks(1, 50, 1, 50, 2, 16, device="cuda")
+    expected = attend("cupy-cuda", q, k, v, selection)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(attend("cupy-cuda", q, k, v, selection)))
+    thread.start()
+    thread.join()
+    assert [torch.equal(a, b) for a, b in zip(found[0], expected, strict=True)] == [True, True]
+
+
+def test_threads_at_once() -> None:
+    """Threads pack their arguments apart."""
+    cases = []
+    for seed in range(8):
+        q, k, v = make_qkv(S=60, G=1, h=4, Dk=64, dtype=torch.float16, device="cuda", seed=seed)
+        selection = make_blocks(1, 60, 1, 60, 2, 16, seed=seed, device="cuda")
+        cases.append((q, k, v, selection, attend("cupy-cuda", q, k, v, selection)[0]))
+    torch.cuda.synchronize()
+    same: list[bool] = []
+
+    def work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: Selection, expected: torch.Tensor) -> None:
+        for _ in range(50):
+            from nsa_sel import selection_attention
+
+            same.append(torch.equal(selection_attention(q, k, v, selection, backend="cupy-cuda"), expected))
+
+    threads = [threading.Thread(target=work, args=case) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same == [True] * 400
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_on_every_device() -> None:
+    for index in range(torch.cuda.device_count()):
+        device = f"cuda:{index}"
+        q, k, v = make_qkv(S=50, G=1, h=4, Dk=64, dtype=torch.bfloat16, device=device)
+        check_both("cupy-cuda", q, k, v, make_blocks(1, 50, 1, 50, 2, 16, device=device))
+
+
+def test_rows_that_no_wide_copy_can_read() -> None:
+    q, k, v = (
+        torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
+        for x in make_qkv(S=60, G=2, h=4, Dk=64, Dv=72, dtype=torch.float16, device="cuda")
+    )
+    check_both("cupy-cuda", q, k, v, make_blocks(1, 60, 2, 60, 3, 16, device="cuda"))
+
+
+def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kept on disk: after the process has forgotten what it loaded, nothing is compiled."""
+    monkeypatch.setenv(CACHE_FLAG, str(tmp_path))
+    q, k, v = make_qkv(S=20, G=1, h=4, Dk=40, dtype=torch.float16, device="cuda")
+    selection = make_blocks(1, 20, 1, 20, 2, 16, device="cuda")
+    launch.function.cache_clear()
+    check_forward("cupy-cuda", q, k, v, selection)
+    assert list((tmp_path / "cubins").glob("forward_rows-sm_*.cubin"))
+    launch.function.cache_clear()
+
+    def never(*arguments: object) -> tuple[bytes, str]:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler, "compile_source", never)
+    check_forward("cupy-cuda", q, k, v, selection)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
+def test_the_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
+    # Every allocation on its own, so that reads past a tensor's end are seen.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT), CACHE_FLAG: str(tmp_path)}
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, "tests/sanitize.py", "cupy-cuda"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=540)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
+    assert "20 calls" in run.stdout

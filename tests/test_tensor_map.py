@@ -1,0 +1,57 @@
+"""What tensor_map tells the driver, whose function is replaced: dimensions, strides and the box, innermost first."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_sel.backends.cupy_cuda import tensor_map
+from nsa_sel.errors import BackendError
+
+runtime = pytest.importorskip("cupy_backends.cuda.api.runtime", reason="no CuPy; remedy: pip install cupy-cuda13x")
+
+
+class Driver:
+    """Writes a mark where the map belongs, and remembers what it was told."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.told = status, []  # type: ignore[var-annotated]
+
+    def cuTensorMapEncodeTiled(self, at: Any, dtype: int, rank: Any, address: Any, *rest: Any) -> int:
+        assert at.value % tensor_map.ALIGNMENT == 0
+        ctypes.memset(at.value, 0xAB, tensor_map.BYTES)
+        self.told.append((dtype, rank.value, address.value, *(list(numbers) for numbers in rest[:4]), rest[4:]))
+        return self.status
+
+
+def encoded(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, driver: Driver) -> bytes:
+    monkeypatch.setattr(runtime, "setDevice", lambda device: None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    tensor_map._encoded.cache_clear()
+    return tensor_map.tensor_map(x, 64, 64)
+
+
+def test_a_cache_of_other_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    k = torch.empty(3, 100, 2, 128, dtype=torch.bfloat16).transpose(1, 2)  # [B,S_kv,G,D] seen as [B,G,S_kv,D]
+    assert encoded(monkeypatch, k, driver) == b"\xab" * 128
+    assert tensor_map.tensor_map(k, 64, 64) == b"\xab" * 128
+    ((dtype, rank, address, sizes, steps, box, ones, how),) = driver.told  # once: the second was remembered
+    assert (dtype, rank, address) == (tensor_map.BFLOAT16, 4, k.data_ptr())
+    assert (sizes, steps) == ([128, 100, 2, 3], [2 * 256, 2 * 128, 2 * 25600])
+    assert (box, ones, how) == ([64, 64, 1, 1], [1, 1, 1, 1], (0, tensor_map.SWIZZLE_128_BYTES, tensor_map.PROMOTE_TO_256_BYTES, 0))
+
+
+def test_one_element_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    encoded(monkeypatch, torch.empty(5000, dtype=torch.float16).as_strided((1, 1, 10, 64), (3, 1, 64, 1)), driver)
+    assert driver.told[0][0] == tensor_map.FLOAT16
+    assert driver.told[0][4] == [128, 128, 128]
+
+
+def test_what_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match=r"error 1\).*\(1, 1, 10, 64\).*allowed: 16-byte.*Remedy"):
+        encoded(monkeypatch, torch.empty(1, 1, 10, 64).half(), Driver(status=1))
