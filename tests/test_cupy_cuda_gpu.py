@@ -144,7 +144,8 @@ def test_the_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
     if sanitizer is None:
         pytest.skip("no compute-sanitizer on the PATH: it comes with the CUDA toolkit")
     # Every allocation on its own, so that reads past a tensor's end are seen.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT), CACHE_FLAG: str(tmp_path)}
+    paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(tmp_path)}
     command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, "tests/sanitize.py", "cupy-cuda"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=540)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]

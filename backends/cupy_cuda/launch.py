@@ -54,7 +54,7 @@ def function(source: str, macros: Constants, device: int, shared: int, own: bool
     runtime.setDevice(device)
     module = driver.moduleLoadData(cubin(source, macros, architecture(10 * major + minor, own)))
     handle: int = driver.moduleGetFunction(module, source.removesuffix(".cu"))
-    if shared > 48 << 10:  # what every kernel may use; more must be asked for
+    if shared:  # beyond 48 KiB, of which a kernel's static shared memory is a part, it must be asked for
         driver.funcSetAttribute(handle, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
     return handle
 
