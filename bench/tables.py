@@ -8,11 +8,14 @@ from collections.abc import Callable
 
 from tabulate import tabulate
 
-from nsa_sel.attention import explain_request
+from nsa_sel import registry
 from nsa_sel.bench import records, summary
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.trials import trials_table
+from nsa_sel.config import settings_for
+from nsa_sel.decision import Offer
+from nsa_sel.dispatch import load_policy, select
 from nsa_sel.request import DeviceInfo, example_request
 from nsa_sel.show import describe
 
@@ -35,9 +38,10 @@ def cpu_table() -> str:
 
 
 def decision() -> str:
-    """What `nsa-sel explain --device rtx4090` prints: the device rule at work."""
+    """What `nsa-sel explain --device rtx4090` prints where nothing is missing: the device rule at work."""
     card = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89, sm_count=128, shared_memory=99 * 1024)
-    shown = describe(explain_request(example_request(), card))
+    offers = tuple(Offer(backend) for backend in registry.backends().values())
+    shown = describe(select(example_request(), card, load_policy("default"), settings_for(card), offers))
     return "```\n$ nsa-sel explain --device rtx4090\n" + "\n".join(line.rstrip() for line in shown.splitlines()) + "\n```"
 
 
