@@ -21,6 +21,7 @@ from nsa_sel.show import describe
 
 H200_COUNTERS = "bench/results/h200/profiles/counters.jsonl"
 H200_TRIALS = "bench/results/h200/profiles/trials.jsonl"
+H200_CUPY = "bench/results/h200/profiles/cupy_cuda.jsonl"
 H200_KERNEL_TIMES = "bench/results/h200/profiles/kernel_times.jsonl"
 
 
@@ -85,6 +86,20 @@ def kernel_times() -> str:
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
+def cupy_cuda() -> str:
+    """cupy-cuda beside triton-group, which moves the same data, and the fastest of ours: milliseconds, medians."""
+    others = summary.indexed(read_rows(H200_ROWS))
+    lines = []
+    for row in records.read(ROOT / H200_CUPY):
+        found = others[row["case"], row["direction"]]
+        best = summary.ours(found)
+        assert best is not None, "every case of these rows was measured with ours"
+        times = (row["ms_median"], found["triton-group"]["ms_median"], best["ms_median"])
+        lines.append((row["case"], row["direction"], *(f"{ms:.3g}" for ms in times), best["backend"].removeprefix("triton-")))
+    headers = ["case", "direction", "cupy-cuda", "triton-group", "fastest of ours", "which"]
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+
+
 def overhead() -> str:
     """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
     parts = ("call", "backend", "beyond the backend", "check", "decide", "decision, cached", "autograd", "node")
@@ -113,6 +128,7 @@ PLACES: dict[str, dict[str, Callable[[], str]]] = {
         "breakeven": of_h200(summary.breakeven_table),
         "profiles": profiles,
         "kernel_times": kernel_times,
+        "cupy_cuda": cupy_cuda,
         "trials": lambda: trials_table(records.read(ROOT / H200_TRIALS)),
     },
 }

@@ -118,6 +118,51 @@ TRIALS = (
         "real-8k-h16",
         {"all rows": ("tile bwd dkdv st2",), "2048": ("tile bwd section 2048",)},
     ),
+    Trial(
+        "wgmma in CUDA C++, a warp copies for two groups of 64 rows that share K and V: half the L2 traffic lets the tensor cores go on",
+        "L2 was not what held them: the kernel is no faster",
+        6,
+        "real-8k-h16",
+        {"triton-tile": ("triton-tile beside it",), "two groups": ("2 groups, q in shared memory",)},
+    ),
+    Trial(
+        "three groups instead of two give the tensor cores more to choose from",
+        "a little: level with triton-tile",
+        6,
+        "real-8k-h16",
+        {
+            "two": ("2 groups, q in shared memory",),
+            "three": ("3 groups, q in shared memory",),
+            "three, q and o by bulk copies": ("3 groups, q and o by bulk copies",),
+        },
+    ),
+    Trial(
+        "two blocks a step halve what is done once a step",
+        "lost: fewer steps lie between a tile's first and last, which nothing overlaps",
+        6,
+        "real-8k-h16",
+        {"64 keys": ("2 groups, q in shared memory",), "128 keys": ("2 groups, 128 keys a step",)},
+    ),
+    Trial(
+        "the next step's logits before this softmax, in CUDA C++",
+        "lost: the compiler serialises products that are under way across a branch, and a group must branch over blocks that it skips",
+        6,
+        "real-8k-h16",
+        {"after": ("2 groups, q in registers",), "before": ("2 groups, next logits before this softmax",)},
+    ),
+    Trial(
+        "leave one part out of the kernel of two groups, to see what holds it",
+        "no part does: every warp's own chain of dependent instructions",
+        6,
+        "real-8k-h16",
+        {
+            "all": ("kernel alone",),
+            "no exponentials": ("kernel alone without exponentials",),
+            "no p v": ("kernel alone without p v",),
+            "no copies": ("kernel alone without copies",),
+            "no q k": ("kernel alone without q k",),
+        },
+    ),
 )
 
 

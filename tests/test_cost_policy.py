@@ -370,7 +370,7 @@ def planted_rows(host: float, terms: dict[str, float]) -> list[dict[str, Any]]:
         sharing = cost_fit.sharing_of(case)
         amounts = work(cost_fit.request_of(case, sharing, False), False, sharing)
         ms = max(host, sum(price * amounts[term] for term, price in terms.items()))
-        rows.append({**case._asdict(), "direction": "fwd", "backend": TILE, "ms_median": ms})
+        rows.append({**case._asdict(), "direction": "fwd", "backend": TILE, "ms_median": ms, "ms_p20": ms, "ms_p80": ms})
     return rows
 
 
@@ -388,6 +388,17 @@ def test_rows_of_one_size_share_one_vote() -> None:
     odd = [{**rows[0], "case": f"again {i}", "ms_median": rows[0]["ms_median"] * 3} for i in range(50)]
     assert cost_fit.fit(f"{TILE}/forward", rows + odd).median_error > 0.5  # by far the most rows, and not followed
     assert cost_fit.fit(f"{TILE}/forward", rows[1:] + odd[:1]).terms["tile"] == pytest.approx(2.0, rel=0.2)
+
+
+def test_times_that_scatter_count_less() -> None:
+    rows = planted_rows(0.0, {"tile": 2.0})
+    wrong = {**rows[0], "case": "again", "ms_median": rows[0]["ms_median"] * 3}
+    scattered = {**wrong, "ms_p20": wrong["ms_median"] / 3, "ms_p80": wrong["ms_median"] * 2}
+    surely, hardly = (
+        abs(cost_fit.fit(f"{TILE}/forward", [*rows[1:], row]).terms["tile"] - 2.0)
+        for row in ({**wrong, "ms_p20": wrong["ms_median"], "ms_p80": wrong["ms_median"]}, scattered)
+    )
+    assert hardly < surely / 10
 
 
 def test_rows_of_others_are_passed_over() -> None:

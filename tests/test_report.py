@@ -155,8 +155,9 @@ def test_numbers_are_those_of_the_rows() -> None:
         if gain is not None and case.startswith("threshold"):
             D, L = (int(re.findall(rf"-{letter}(\d+)", case)[0]) for letter in "DL")
             assert (direction, "packed SDPA", str(D), str(L), gain_of(gain)) in lines
-    gain = speed_up(table["real-8k-h1", "fwd+bwd"])
-    assert ("fwd+bwd", "text", "1", "8k", gain_of(gain), "triton-tile") in lines
+    both = table["real-8k-h1", "fwd+bwd"]
+    best = min((name for name in both if name.startswith("triton")), key=lambda name: float(both[name]["ms_median"]))
+    assert ("fwd+bwd", "text", "1", "8k", gain_of(speed_up(both)), best) in lines
     alone = [speed_up(found) or 0 for (case, way), found in table.items() if re.fullmatch(r"real-8k-layer\d\d-h1", case) and way == "bwd"]
     (verdict,) = [line for line in lines if line[:3] == ("every layer of the model", "bwd", "1")]
     assert verdict[3:6] == ("30", str(sum(gain > 1 for gain in alone)), gain_of(min(alone)))
@@ -191,7 +192,7 @@ def test_the_readme_claims_what_the_rows_say() -> None:
     rows = some("threshold-prefill.*", "bwd")
     both = gains["real-8k-h1", "fwd+bwd"]
     for words in (
-        f"{min(alone):.2f}x to {max(alone):.2f}x in {sum(gain < 1 for gain in alone)} of {len(alone)}",
+        f"{min(alone):.2f}x to {max(alone):.2f}x, in {sum(gain < 1 for gain in alone)} of {len(alone)} slower",
         f"4 groups, are at {both:.2f}x",
         f"{min(rows):.2f}x to {max(rows):.2f}x for 1024 rows",
         f"{min(caches):.1f}x to {max(caches):.1f}x faster",
