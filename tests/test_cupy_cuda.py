@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import lists
+from nsa_sel.backends.cupy_cuda import lists, tiles
 from nsa_sel.backends.cupy_cuda.rows import plan_of
 from nsa_sel.call import Call, check_call
 from nsa_sel.config import settings_for
@@ -138,3 +138,32 @@ def test_a_list_of_rows_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lists, "BYTES", 1 << 30)
     with pytest.raises(BackendError, match=r"needs \d+ bytes.*allowed: \d+ .*Remedy"):
         cupy_cuda.backward(call, torch.zeros(2, 8, 2, 3, 24).half(), torch.zeros(2, 8, 2, 3), torch.zeros(2, 8, 2, 3, 24).half(), None)
+
+
+@pytest.mark.parametrize(("tokens", "n", "block"), [(12, 5, 16), (48, 16, 16), (64, 3, 32)])
+@pytest.mark.parametrize("with_positions", [False, True])
+def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, with_positions: bool) -> None:
+    """Every block that a row of the tile may see once, those that all rows see whole first, with a bit for each row that chose it."""
+    emulated(monkeypatch, BACKWARDS)
+    B, S, G, S_kv = 2, 70, 2, 300
+    q, k, v = make_qkv(B, S, G, 2, 16, 16, S_kv=S_kv, dtype=torch.float16)
+    q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if with_positions else None
+    selection = make_blocks(B, S, G, S_kv, n, block)
+    call = call_of(q, k, v, selection, q_pos)
+    plan = tiles.union_of(call, selection.ranges, tokens)
+    start, end = (x.tolist() for x in call.clamped_ranges())
+    limits = (call.positions() + 1).clamp(max=S_kv).tolist()
+    assert plan.tiles == -(-S // tokens)
+    for number in range(B * G * plan.tiles):
+        b, g, first = number // plan.tiles // G, number // plan.tiles % G, number % plan.tiles * tokens
+        members: dict[int, int] = {}
+        for s in range(first, min(first + tokens, S)):
+            for i in range(n):
+                if end[b][s][g][i] > start[b][s][g][i]:
+                    members[start[b][s][g][i] // block] = members.get(start[b][s][g][i] // block, 0) | 1 << s - first
+        lowest = min(limits[b][first : first + tokens])
+        whole, count = plan.counts[number].tolist()
+        found = slice(number * plan.capacity, number * plan.capacity + count)
+        assert plan.blocks[found].tolist() == sorted(members)
+        assert [bits % 2**64 for bits in plan.members[found].tolist()] == [members[key] for key in sorted(members)]
+        assert whole == sum((key + 1) * block <= lowest for key in members)

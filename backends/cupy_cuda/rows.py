@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda import launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
@@ -96,9 +96,11 @@ def plan_of(
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    """o [B,S,G,h,Dv] and lse [B,S,G,h]; by tiles of tokens where the GPU and the call allow."""
     if call.scale < 0:
         return forward(launch.with_positive_scale(call))
+    if tiles.takes(call):
+        return tiles.forward(call)
     q, device = call.q, call.q.get_device()
     B, S, G, h, Dk = q.shape
     S_kv, Dv = call.v.shape[2:]

@@ -27,30 +27,35 @@ def tensor_map(x: Tensor, box_rows: int, box_cols: int) -> bytes:
     Tiles are swizzled by 128 bytes, so that box_cols is at most 64; coordinates are (column, key, g, b), and what lies outside reads as
     zeros. Raises BackendError where the driver refuses the tensor.
     """
-    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()[:3]), box_rows, box_cols)
+    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, 1, box_rows, box_cols))
+
+
+def row_map(x: Tensor, tokens: int) -> bytes:
+    """The map of q or o [B,S,G,h,D] in tiles of so many tokens of one group, with all heads, by 64 columns; otherwise as `tensor_map`.
+    Coordinates are (column, head, g, s, b), rows of a tile (token, head)."""
+    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, tokens, 1, x.shape[3], 64))
 
 
 @functools.lru_cache(maxsize=1024)  # a map says nothing but these
 def _encoded(
-    device: int, dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int, box_cols: int
+    device: int, dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> bytes:
     from cupy_backends.cuda.api import runtime
 
     runtime.setDevice(device)  # encoding needs a context, and a new thread has none
-    B, G, S_kv, D = shape
-    packed = -(-D // 8) * 8  # the stride of a dimension of one element is never used, but looked at
-    sizes = (ctypes.c_uint64 * 4)(D, S_kv, G, B)
-    steps = (ctypes.c_uint64 * 3)(*(2 * (step if size > 1 else packed) for step, size in zip(reversed(strides), (S_kv, G, B), strict=True)))
-    box, ones = (ctypes.c_uint32 * 4)(box_cols, box_rows, 1, 1), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    rank, packed = len(shape), -(-shape[-1] // 8) * 8  # the stride of a dimension of one element is never used, but looked at
+    sizes, boxes, ones = (ctypes.c_uint64 * rank)(*shape[::-1]), (ctypes.c_uint32 * rank)(*box[::-1]), (ctypes.c_uint32 * rank)(*[1] * rank)
+    outer = zip(strides[-2::-1], shape[-2::-1], strict=True)
+    steps = (ctypes.c_uint64 * (rank - 1))(*(2 * (step if size > 1 else packed) for step, size in outer))
     memory = ctypes.create_string_buffer(BYTES + ALIGNMENT)
     start = -ctypes.addressof(memory) % ALIGNMENT
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(memory) + start), BFLOAT16 if dtype == torch.bfloat16 else FLOAT16, ctypes.c_uint32(4),
-        ctypes.c_void_p(address), sizes, steps, box, ones, 0, SWIZZLE_128_BYTES, PROMOTE_TO_256_BYTES, 0,
+        ctypes.c_void_p(ctypes.addressof(memory) + start), BFLOAT16 if dtype == torch.bfloat16 else FLOAT16, ctypes.c_uint32(rank),
+        ctypes.c_void_p(address), sizes, steps, boxes, ones, 0, SWIZZLE_128_BYTES, PROMOTE_TO_256_BYTES, 0,
     )  # fmt: skip
     if status:
         raise BackendError(
             f"the driver refuses (error {status}) a tensor map of {dtype} {shape} with strides {strides} at {address:#x}, in tiles of"
-            f" {box_rows} by {box_cols}; allowed: 16-byte aligned rows, up to 256 by 64. Remedy: call .contiguous() on k and v."
+            f" {box}; allowed: 16-byte aligned rows, boxes up to 256, 64 columns. Remedy: call .contiguous() on q, k and v."
         )
     return memory.raw[start : start + BYTES]

@@ -34,6 +34,10 @@ struct alignas(8) float2 {
 struct alignas(16) uint4 {
     u32 x, y, z, w;
 };
+struct alignas(8) int2 {
+    int x, y;
+};
+DEVICE int2 make_int2(int x, int y) { return {x, y}; }
 DEVICE float2 make_float2(float x, float y) { return {x, y}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 template <class T>

@@ -1,0 +1,87 @@
+// What Hopper's kernels are made of beside wgmma: barriers in shared memory, bulk tensor copies, and registers that warps hand over.
+#pragma once
+#include "wgmma.cuh"
+
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+// A barrier in shared memory: waited for by the parity of its phase, which ends when `count` arrivals and all announced bytes are there.
+DEVICE void barrier_init(u64 *bar, int count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count)); }
+DEVICE void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void arrive(u64 *bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory"); }
+DEVICE void arrive_expecting(u64 *bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+DEVICE void wait(u64 *bar, int parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(shared_address(bar)), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+// What this thread wrote to shared memory is there for the matrix unit and for bulk copies, once a barrier says that it was written.
+DEVICE void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Box (column, key) of k or v [B,G,S_kv,D]; what lies outside reads as zeros.
+DEVICE void copy_keys_box(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(shared_address(bar)), "r"(column), "r"(key), "r"(g), "r"(b)
+        : "memory");
+}
+// All heads of some rows from s on, of q or o [B,S,G,h,D].
+DEVICE void copy_rows_box(void *to, const TensorMap *map, u64 *bar, int column, int g, int s, int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(shared_address(bar)), "r"(column), "r"(0), "r"(g), "r"(s), "r"(b)
+        : "memory");
+}
+DEVICE void store_rows_box(const void *from, const TensorMap *map, int column, int g, int s, int b) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+                 "r"(shared_address(from)), "r"(column), "r"(0), "r"(g), "r"(s), "r"(b)
+                 : "memory");
+}
+DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// What this thread stored has been read from shared memory.
+DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// A tile stands in shared memory in panels of 64 columns, rows of 128 bytes, their 16-byte pieces swapped about in every eight rows (1024
+// bytes). Where rows are the rows of the operand, the next eight follow after 1024 bytes. Where columns are (64 of them, `panel` bytes
+// to the next 64), so do the next eight of what is summed over.
+DEVICE u64 descriptor(u32 address, u32 panel = 0) {
+    return (address & 0x3ffff) >> 4 | static_cast<u64>(panel >> 4) << 16 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(1) << 62;
+}
+// Where piece c (16 bytes) of a row stands in its panel.
+DEVICE u32 swizzled(int row, int c) { return row * 128 + (c ^ row % 8) * 16; }
+
+template <int N>
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N>
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+
+// What all lanes agree on, so that the compiler knows it.
+DEVICE u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// Have a number, which is never negative, computed before what is waited for next: as far as the compiler knows it may be stored here.
+DEVICE void before_waiting(float x, void *nowhere) {
+    asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(shared_address(nowhere))
+                 : "memory");
+}
+
+// Four 8 x 8 matrices to shared memory; lane l names row l % 8 of matrix l / 8, and gives the pair (r, c) of every matrix.
+DEVICE void store_matrices(u32 address, u32 x0, u32 x1, u32 x2, u32 x3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+}

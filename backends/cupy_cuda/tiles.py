@@ -1,0 +1,116 @@
+"""Forward by tiles of adjacent tokens on Hopper: which calls it takes, the plan (union_of.cu) and the launch (forward_tiles.cu)."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda.compiler import constants
+from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
+from nsa_sel.call import Call
+
+HOPPER = 90  # wgmma is this chip's alone
+ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a group of warps, keys of a step, bytes of 64 rows of 64 columns
+BITS = 64  # of a list's entry: tokens of a tile at most
+SORTED = 2048  # (block, token) pairs of a tile that the plan sorts
+STATIC = 2048  # bytes of `__shared__` variables, and to the next multiple of 1024
+LEAST_STAGES = 3
+ARGUMENTS = "128s128s128s128s" + launch.PROBLEM + "7q"  # of forward_tiles.cu
+
+
+class Shape(NamedTuple):
+    """Groups of warps that compute, tokens of a tile, steps under way, and bytes of dynamic shared memory."""
+
+    groups: int
+    tokens: int
+    stages: int
+    shared: int
+
+
+class Union(NamedTuple):
+    """The lists of a plan: see union_of.cu."""
+
+    blocks: Tensor  # [tiles of all * capacity] int32
+    members: Tensor  # [tiles of all * capacity] int64
+    counts: Tensor  # [tiles of all, 2] int32
+    tiles: int  # of a batch entry and group
+    capacity: int
+
+
+@functools.lru_cache(maxsize=1024)
+def shape_of(h: int, Dk: int, Dv: int, shared_memory: int) -> Shape | None:
+    """The most groups that share memory for `LEAST_STAGES` steps; None where there is none for two, or a tile has too many tokens."""
+    of_group, of_step = PANEL * (Dk + Dv) // 64, PANEL * (Dk + Dv) // 64
+    for groups in (3, 2):
+        stages = (shared_memory - STATIC - groups * of_group) // of_step
+        if groups * (ROWS // h) <= BITS and stages >= LEAST_STAGES:
+            return Shape(groups, groups * (ROWS // h), stages, groups * of_group + stages * of_step)
+    return None
+
+
+def takes(call: Call) -> bool:
+    """Whether forward_tiles computes this call: whole blocks of a multiple of 64 keys, neighbours that may share them, 16-byte rows."""
+    _, S, _, h, Dk = call.q.shape
+    Dv, block = call.v.shape[-1], call.selection.block_size
+    if call.device.sm != HOPPER or block is None or block % KEYS or not (2 <= h <= ROWS and Dk in (64, 128, 192) and Dv in (64, 128)):
+        return False
+    shape = shape_of(h, Dk, Dv, call.device.shared_memory)
+    return shape is not None and shape.tokens <= S and shape.tokens * call.selection.n <= SORTED and launch.aligned(call.q, call.k, call.v)
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h] of a call that it takes, with a positive scale."""
+    q, device, block = call.q, call.q.get_device(), call.selection.block_size
+    B, S, G, h, Dk = q.shape
+    Dv = call.v.shape[-1]
+    shape = shape_of(h, Dk, Dv, call.device.shared_memory)
+    assert shape is not None, "`takes` has said so"
+    assert block is not None, "likewise"
+    o, lse = q.new_empty(B, S, G, h, Dv), q.new_empty(B, S, G, h, dtype=torch.float32)
+    ranges = call.selection.ranges.contiguous()
+    union = union_of(call, ranges, shape.tokens)
+    number = B * G * union.tiles
+    macros = constants(
+        BF16=int(q.dtype == torch.bfloat16), DK=Dk, DV=Dv, ALIGNED=1, H=h, GROUPS=shape.groups, STAGES=shape.stages, BLOCK=block
+    )
+    tokens = ROWS // h
+    launch.start(
+        "forward_tiles.cu", macros, device, min(call.device.sm_count, number), 128 * (shape.groups + 1), shape.shared, ARGUMENTS,
+        row_map(q, tokens), row_map(o, tokens), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64), *launch.problem(call, ranges),
+        union.blocks.data_ptr(), union.members.data_ptr(), union.counts.data_ptr(), lse.data_ptr(), union.tiles, union.capacity, number,
+        own=True,
+    )  # fmt: skip
+    return o, lse
+
+
+def union_of(call: Call, ranges: Tensor, tokens: int) -> Union:
+    """The plan for tiles of `tokens` rows, remembered in the selection.
+
+    Built anew with positions of its own, which the causal clamp depends on, and inside a CUDA graph: a replay must follow ranges that
+    were written since, and what a capture builds holds nothing until it is replayed.
+    """
+    if call.q_pos is not None or call.capturing():
+        return _build(call, ranges, tokens)
+    plan: Union = call.selection.plan(("cupy-cuda union", tokens, call.k.shape[2]), lambda: _build(call, ranges, tokens))
+    return plan
+
+
+def _build(call: Call, ranges: Tensor, tokens: int) -> Union:
+    B, S, G, _, _ = call.q.shape
+    n, block = call.selection.n, call.selection.block_size
+    assert block is not None, "`takes` has said so"
+    tiles, capacity = -(-S // tokens), tokens * n
+    number, device = B * G * tiles, call.q.device
+    blocks = torch.empty(number * capacity, dtype=torch.int32, device=device)
+    members = torch.empty(number * capacity, dtype=torch.int64, device=device)
+    counts = torch.empty(number, 2, dtype=torch.int32, device=device)
+    macros = constants(BF16=0, DK=8, DV=8, ALIGNED=1, TOKENS=tokens, ENTRIES=max(256, 1 << (capacity - 1).bit_length()), BLOCK=block)
+    launch.start(
+        "union_of.cu", macros, call.q.get_device(), number, 256, 0, launch.PROBLEM + "5q",
+        *launch.problem(call, ranges), blocks.data_ptr(), members.data_ptr(), counts.data_ptr(), tiles, capacity,
+    )  # fmt: skip
+    return Union(blocks, members, counts, tiles, capacity)
