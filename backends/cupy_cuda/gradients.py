@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda import launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.lists import Lists, lists_of, most_parts, piece_within, reach_of
 from nsa_sel.backends.cupy_cuda.rows import pitches, shape_of
@@ -65,10 +65,19 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     if call.scale < 0:
         dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
         return -dq, dk, dv
-    q, device = call.q, call.q.get_device()
-    B, S, G, h, Dk = q.shape
     o, lse, ranges = o.contiguous(), lse.contiguous(), call.selection.ranges.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
+    if tiles.takes(call, do):
+        dq, delta = tiles.query_gradient(call, o, lse, do, dlse)
+    else:
+        dq, delta = query_gradient(call, ranges, o, lse, do, dlse)
+    return dq, *key_value_gradients(call, ranges, lse, do, delta)
+
+
+def query_gradient(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dq [B,S,G,h,Dk] by rows, and delta [B,S,G,h] for dk and dv."""
+    q, device = call.q, call.q.get_device()
+    B, S, G, h, Dk = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     delta = torch.empty_like(lse)
     longest = call.selection.length_bound(call.k.shape[2])
@@ -80,7 +89,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         *launch.problem(call, ranges), o.data_ptr(), do.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
         dq.data_ptr(), delta.data_ptr(), *do.stride()[:4], head_tiles,
     )  # fmt: skip
-    return dq, *key_value_gradients(call, ranges, lse, do, delta)
+    return dq, delta
 
 
 def key_value_gradients(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

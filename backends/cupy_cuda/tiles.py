@@ -1,4 +1,4 @@
-"""Forward by tiles of adjacent tokens on Hopper: which calls it takes, the plan (union_of.cu) and the launch (forward_tiles.cu)."""
+"""Forward and dq by tiles of adjacent tokens on Hopper: which calls they take, the plan (union_of.cu) and the launches (tiles.cuh)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ BITS = 64  # of a list's entry: tokens of a tile at most
 SORTED = 2048  # (block, token) pairs of a tile that the plan sorts
 STATIC = 2048  # bytes of `__shared__` variables, and to the next multiple of 1024
 LEAST_STAGES = 3
-ARGUMENTS = "128s128s128s128s" + launch.PROBLEM + "7q"  # of forward_tiles.cu
+FORWARD_GROUPS, DQ_GROUPS = 3, 2  # of warps at most: dq's logits and their gradients take the registers of the third
+MAPS, PLAN = "128s" * 4, "6q"
+FORWARD = MAPS + launch.PROBLEM + PLAN + "q"  # Arguments of forward_tiles.cu
+DQ = MAPS + "128s" + launch.PROBLEM + PLAN + "9q"  # of dq_tiles.cu
 
 
 class Shape(NamedTuple):
@@ -40,51 +43,84 @@ class Union(NamedTuple):
     tiles: int  # of a batch entry and group
     capacity: int
 
+    def arguments(self) -> tuple[int, ...]:
+        """The values of `Plan` (tiles.cuh)."""
+        pointers = (self.blocks.data_ptr(), self.members.data_ptr(), self.counts.data_ptr())
+        return *pointers, self.tiles, self.capacity, self.counts.shape[0]
+
 
 @functools.lru_cache(maxsize=1024)
-def shape_of(h: int, Dk: int, Dv: int, shared_memory: int) -> Shape | None:
+def shape_of(h: int, Dk: int, Dv: int, shared_memory: int, most_groups: int) -> Shape | None:
     """The most groups that share memory for `LEAST_STAGES` steps; None where there is none for two, or a tile has too many tokens."""
     of_group, of_step = PANEL * (Dk + Dv) // 64, PANEL * (Dk + Dv) // 64
-    for groups in (3, 2):
+    for groups in range(most_groups, 1, -1):
         stages = (shared_memory - STATIC - groups * of_group) // of_step
         if groups * (ROWS // h) <= BITS and stages >= LEAST_STAGES:
             return Shape(groups, groups * (ROWS // h), stages, groups * of_group + stages * of_step)
     return None
 
 
-def takes(call: Call) -> bool:
-    """Whether forward_tiles computes this call: whole blocks of a multiple of 64 keys, neighbours that may share them, 16-byte rows."""
+def takes(call: Call, *others: Tensor) -> bool:
+    """Whether these kernels compute this call: whole blocks of a multiple of 64 keys, neighbours that may share them, 16-byte rows, of
+    `others` too."""
     _, S, _, h, Dk = call.q.shape
     Dv, block = call.v.shape[-1], call.selection.block_size
     if call.device.sm != HOPPER or block is None or block % KEYS or not (2 <= h <= ROWS and Dk in (64, 128, 192) and Dv in (64, 128)):
         return False
-    shape = shape_of(h, Dk, Dv, call.device.shared_memory)
-    return shape is not None and shape.tokens <= S and shape.tokens * call.selection.n <= SORTED and launch.aligned(call.q, call.k, call.v)
+    shape = shape_of(h, Dk, Dv, call.device.shared_memory, FORWARD_GROUPS)
+    if shape is None or shape.tokens > S or shape.tokens * call.selection.n > SORTED:
+        return False
+    return launch.aligned(call.q, call.k, call.v, *others)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h] of a call that it takes, with a positive scale."""
-    q, device, block = call.q, call.q.get_device(), call.selection.block_size
-    B, S, G, h, Dk = q.shape
-    Dv = call.v.shape[-1]
-    shape = shape_of(h, Dk, Dv, call.device.shared_memory)
-    assert shape is not None, "`takes` has said so"
-    assert block is not None, "likewise"
-    o, lse = q.new_empty(B, S, G, h, Dv), q.new_empty(B, S, G, h, dtype=torch.float32)
+    q = call.q
+    B, S, G, h, _ = q.shape
+    o, lse = q.new_empty(B, S, G, h, call.v.shape[-1]), q.new_empty(B, S, G, h, dtype=torch.float32)
     ranges = call.selection.ranges.contiguous()
-    union = union_of(call, ranges, shape.tokens)
-    number = B * G * union.tiles
-    macros = constants(
-        BF16=int(q.dtype == torch.bfloat16), DK=Dk, DV=Dv, ALIGNED=1, H=h, GROUPS=shape.groups, STAGES=shape.stages, BLOCK=block
-    )
+    shape, union = _shape_and_union(call, ranges, FORWARD_GROUPS)
     tokens = ROWS // h
-    launch.start(
-        "forward_tiles.cu", macros, device, min(call.device.sm_count, number), 128 * (shape.groups + 1), shape.shared, ARGUMENTS,
+    _start(
+        "forward_tiles.cu", call, shape, union, FORWARD,
         row_map(q, tokens), row_map(o, tokens), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64), *launch.problem(call, ranges),
-        union.blocks.data_ptr(), union.members.data_ptr(), union.counts.data_ptr(), lse.data_ptr(), union.tiles, union.capacity, number,
-        own=True,
+        *union.arguments(), lse.data_ptr(),
     )  # fmt: skip
     return o, lse
+
+
+def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    q = call.q
+    dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    ranges = call.selection.ranges.contiguous()
+    shape, union = _shape_and_union(call, ranges, DQ_GROUPS)
+    tokens = ROWS // q.shape[3]
+    _start(
+        "dq_tiles.cu", call, shape, union, DQ,
+        row_map(q, tokens), row_map(do, tokens), row_map(dq, tokens), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64),
+        *launch.problem(call, ranges), *union.arguments(), o.data_ptr(), do.data_ptr(), lse.data_ptr(),
+        0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), *do.stride()[:4],
+    )  # fmt: skip
+    return dq, delta
+
+
+def _shape_and_union(call: Call, ranges: Tensor, most_groups: int) -> tuple[Shape, Union]:
+    shape = shape_of(call.q.shape[3], call.q.shape[4], call.v.shape[-1], call.device.shared_memory, most_groups)
+    assert shape is not None, "`takes` has said so"
+    return shape, union_of(call, ranges, shape.tokens)
+
+
+def _start(source: str, call: Call, shape: Shape, union: Union, fields: str, *values: object) -> None:
+    """One block a multiprocessor, which takes tile after tile."""
+    q, block = call.q, call.selection.block_size
+    assert block is not None, "`takes` has said so"
+    macros = constants(
+        BF16=int(q.dtype == torch.bfloat16), DK=q.shape[4], DV=call.v.shape[-1], ALIGNED=1, H=q.shape[3], GROUPS=shape.groups,
+        STAGES=shape.stages, BLOCK=block,
+    )  # fmt: skip
+    blocks = min(call.device.sm_count, union.counts.shape[0])
+    launch.start(source, macros, q.get_device(), blocks, 128 * (shape.groups + 1), shape.shared, fields, *values, own=True)
 
 
 def union_of(call: Call, ranges: Tensor, tokens: int) -> Union:
