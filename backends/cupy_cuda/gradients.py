@@ -106,13 +106,19 @@ def key_value_gradients(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, del
     dk = torch.zeros(B, G, S_kv, Dk, dtype=k.dtype, device=k.device)  # of tiles that nobody chose, which no kernel visits
     dv = torch.zeros(B, G, S_kv, Dv, dtype=v.dtype, device=k.device)
     facts = launch.type_facts(call, do)
-    launch.start(
-        "dkdv_tiles.cu", constants(**facts, **shape.macros()), device,
-        lists.most_pieces, shape.threads, shape.shared, launch.PROBLEM + "11q" + DO_STRIDES + "5q",
-        *launch.problem(call, ranges), do.data_ptr(), lse.data_ptr(), delta.data_ptr(), lists.entries.data_ptr(), lists.begins.data_ptr(),
-        lists.pieces.data_ptr(), lists.parts.data_ptr(), part_dk.data_ptr(), part_dv.data_ptr(), dk.data_ptr(), dv.data_ptr(),
-        *do.stride()[:4], lists.number, lists.tiles, lists.each, reach, piece,
+    rest = (
+        lists.entries.data_ptr(), lists.begins.data_ptr(), lists.pieces.data_ptr(), lists.parts.data_ptr(), part_dk.data_ptr(),
+        part_dv.data_ptr(), dk.data_ptr(), dv.data_ptr(),
     )  # fmt: skip
+    sizes = (lists.number, lists.tiles, lists.each, reach, piece)
+    if tiles.takes_lists(call, do) and shape.width == tiles.KEYS:
+        tiles.add_lists(call, ranges, lse, do, delta, lists.most_pieces, (*rest, *sizes))
+    else:
+        launch.start(
+            "dkdv_tiles.cu", constants(**facts, **shape.macros()), device,
+            lists.most_pieces, shape.threads, shape.shared, launch.PROBLEM + "11q" + DO_STRIDES + "5q",
+            *launch.problem(call, ranges), do.data_ptr(), lse.data_ptr(), delta.data_ptr(), *rest, *do.stride()[:4], *sizes,
+        )  # fmt: skip
     launch.start(
         "sum_parts.cu", constants(BF16=facts["BF16"], DK=Dk, DV=Dv, ALIGNED=1, KEY_WARPS=shape.key_warps), device,
         lists.number * (shape.width // 8), 128, 0, "8q",

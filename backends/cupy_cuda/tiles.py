@@ -1,4 +1,5 @@
-"""Forward and dq by tiles of adjacent tokens on Hopper: which calls they take, the plan (union_of.cu) and the launches (tiles.cuh)."""
+"""Hopper's kernels, which calls they take, and their launches: forward and dq by tiles of adjacent tokens (tiles.cuh), with their plan
+(union_of.cu), dk and dv by the lists of KV tiles (dkdv_groups.cu)."""
 
 from __future__ import annotations
 
@@ -18,10 +19,13 @@ ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a group of warps, keys of a step
 BITS = 64  # of a list's entry: tokens of a tile at most
 SORTED = 2048  # (block, token) pairs of a tile that the plan sorts
 STATIC = 2048  # bytes of `__shared__` variables, and to the next multiple of 1024
-LEAST_STAGES = 3
+LEAST_STAGES, MOST_STAGES = 3, 6
+STATISTICS = 12 * ROWS  # bytes of `__shared__` variables that a stage of dkdv_groups has
+LEAST_HEADS = 4  # a step of dkdv_groups copies 64 / h tokens, each by itself
 FORWARD_GROUPS, DQ_GROUPS = 3, 2  # of warps at most: dq's logits and their gradients take the registers of the third
 MAPS, PLAN = "128s" * 4, "6q"
 FORWARD = MAPS + launch.PROBLEM + PLAN + "q"  # Arguments of forward_tiles.cu
+LISTS = MAPS + launch.PROBLEM + "15q"  # of dkdv_groups.cu
 DQ = MAPS + "128s" + launch.PROBLEM + PLAN + "9q"  # of dq_tiles.cu
 
 
@@ -103,6 +107,25 @@ def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
         0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), *do.stride()[:4],
     )  # fmt: skip
     return dq, delta
+
+
+def takes_lists(call: Call, do: Tensor) -> bool:
+    """Whether dkdv_groups computes dk and dv of this call: as `takes`, with few enough tokens a step, and sums that registers hold."""
+    return takes(call, do) and call.q.shape[3] >= LEAST_HEADS and call.q.shape[4] <= 128
+
+
+def add_lists(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor, pieces: int, values: tuple[int, ...]) -> None:
+    """dk and dv of the lists' pieces, `pieces` at most; `values`: the rest of the kernel's Arguments, from `entries` on."""
+    q = call.q
+    h, Dk, Dv = q.shape[3], q.shape[4], call.v.shape[-1]
+    step = PANEL * (Dk + Dv) // 64
+    stages = min(MOST_STAGES, (call.device.shared_memory - STATIC - MOST_STAGES * STATISTICS) // step - 1)
+    macros = constants(BF16=int(q.dtype == torch.bfloat16), DK=Dk, DV=Dv, ALIGNED=1, H=h, STAGES=stages)
+    launch.start(
+        "dkdv_groups.cu", macros, q.get_device(), pieces, 128 * 3, (stages + 1) * step, LISTS,
+        row_map(q, 1), row_map(do, 1), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64), *launch.problem(call, ranges),
+        lse.data_ptr(), delta.data_ptr(), *values, own=True,
+    )  # fmt: skip
 
 
 def _shape_and_union(call: Call, ranges: Tensor, most_groups: int) -> tuple[Shape, Union]:

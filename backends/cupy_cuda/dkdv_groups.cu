@@ -1,0 +1,241 @@
+// dk and dv on Hopper, without atomics: a block takes a piece of the list of rows that chose one KV tile of 64 keys (lists.py).
+//
+// A step is 64 rows of the matrix unit: TQ = 64 / H listed tokens with their heads, whose q and do come by bulk copies. The products are
+// transposed, keys as rows, so that p^T and ds^T come out in the registers from which dv += p^T do and dk += ds^T q read them. Two groups
+// of four warps take the steps in turn, each with sums of its own, so that one computes p and ds while the other multiplies; in the end
+// the second hands its sums to the first. What becomes of them is as in dkdv_tiles.cu.
+//
+//   H       heads a group of queries
+//   STAGES  steps under way
+#include "common.cuh"
+#include "hopper.cuh"
+
+constexpr int GROUPS = 2, TQ = 64 / H, KEYS = 64, ROWS = 64;
+constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
+constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
+
+struct Arguments {
+    TensorMap q, d_o, k, v;
+    Problem p;
+    const float *lse, *delta;  // [rows, H], lse natural
+    const i64 *entries;        // sorted: bg * each + e (entries.cu), list after list
+    const i64 *begins;         // [lists + 1]: where a list begins among the entries
+    const i64 *pieces;         // [lists + 1]: pieces of the lists before
+    const i64 *parts;          // [lists + 1]: pieces of the lists before that have several
+    float *part_dk, *part_dv;  // [parts, KEYS, DK], [parts, KEYS, DV]
+    u16 *dk, *dv;              // [B*G, S_kv, DK], [B*G, S_kv, DV]
+    i64 lists, tiles, each, reach, piece;
+};
+
+struct Shared {
+    u64 full[STAGES], empty[STAGES], tile;
+    float lse[STAGES][ROWS], delta[STAGES][ROWS];
+    int limit[STAGES][ROWS];  // one past the last key of the tile that the row sees; 0 where the list has no such row
+};
+
+// What a block works on.
+struct Piece {
+    i64 list, number, begin, end, b, g, bg;
+    int first_key, steps;
+    bool final;  // the list's only piece
+    DEVICE Piece(const Arguments &x, i64 index) {
+        list = 0;
+        for (i64 beyond = x.lists; beyond - list > 1;) {  // the last list whose pieces begin at or before this one
+            i64 middle = (list + beyond) / 2;
+            (x.pieces[middle] <= index ? list : beyond) = middle;
+        }
+        number = index - x.pieces[list];
+        final = x.pieces[list + 1] - x.pieces[list] == 1;
+        begin = x.begins[list] + number * x.piece;
+        end = min(begin + x.piece, x.begins[list + 1]);
+        bg = list / x.tiles;
+        b = bg / x.p.G;
+        g = bg % x.p.G;
+        first_key = static_cast<int>(list % x.tiles) * KEYS;
+        steps = static_cast<int>((end - begin + TQ - 1) / TQ);
+    }
+    // The row of listed token number i of a step; S, which is past the rows, where there is none.
+    DEVICE i64 row(const Arguments &x, int step, int i) const {
+        i64 at = begin + static_cast<i64>(step) * TQ + i;
+        if (i >= TQ || at >= end) return x.p.S;
+        return static_cast<u32>(x.entries[at] - bg * x.each) / static_cast<u32>(x.p.n * x.reach);  // below 2^31; 64-bit divisions are slow
+    }
+};
+
+// One warp: the tile's keys and values, then a token a lane of every step's q and do.
+DEVICE void copy_rows(const Arguments &x, const Piece &piece, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
+    const int lane = threadIdx.x % 32, b = static_cast<int>(piece.b), g = static_cast<int>(piece.g);
+    if (lane == 0) {
+        arrive_expecting(&shared.tile, K_BYTES + V_BYTES);
+        for (int c = 0; c < DK; c += 64) copy_keys_box(k_tile + c / 64 * PANEL, &x.k, &shared.tile, c, piece.first_key, g, b);
+        for (int c = 0; c < DV; c += 64) copy_keys_box(k_tile + K_BYTES + c / 64 * PANEL, &x.v, &shared.tile, c, piece.first_key, g, b);
+    }
+    i64 coming = piece.row(x, 0, lane);
+    for (int step = 0; step < piece.steps; ++step) {
+        const int stage = step % STAGES, s = static_cast<int>(coming);
+        coming = piece.row(x, step + 1, lane);  // read a step ahead: the rows' addresses wait for it
+        wait(&shared.empty[stage], step / STAGES % 2 ^ 1);
+        unsigned char *q_tile = stages + stage * STAGE_BYTES + lane * H * 128, *do_tile = q_tile + K_BYTES;
+        if (lane == 0) arrive_expecting(&shared.full[stage], TQ * H * 2 * (DK + DV));
+        __syncwarp();
+        if (lane >= TQ) continue;
+        for (int c = 0; c < DK; c += 64) copy_rows_box(q_tile + c / 64 * PANEL, &x.q, &shared.full[stage], c, g, s, b);
+        for (int c = 0; c < DV; c += 64) copy_rows_box(do_tile + c / 64 * PANEL, &x.d_o, &shared.full[stage], c, g, s, b);
+    }
+}
+
+// One warp: lse and delta of two rows a lane, and where they end.
+DEVICE void copy_statistics(const Arguments &x, const Piece &piece, Shared &shared) {
+    const int lane = threadIdx.x % 32;
+    i64 coming[2];
+    for (int i = 0; i < 2; ++i) coming[i] = piece.row(x, 0, (lane + 32 * i) / H);
+    for (int step = 0; step < piece.steps; ++step) {
+        const int stage = step % STAGES;
+        i64 rows[2] = {coming[0], coming[1]};
+        for (int i = 0; i < 2; ++i) coming[i] = piece.row(x, step + 1, (lane + 32 * i) / H);
+        wait(&shared.empty[stage], step / STAGES % 2 ^ 1);
+        for (int i = 0; i < 2; ++i) {
+            const int row = lane + 32 * i;
+            const bool exists = rows[i] < x.p.S;
+            const i64 at = exists ? ((piece.b * x.p.S + rows[i]) * x.p.G + piece.g) * H + row % H : 0;
+            copy_four(&shared.lse[stage][row], x.lse + at, exists);
+            copy_four(&shared.delta[stage][row], x.delta + at, exists);
+            shared.limit[stage][row] = exists ? row_limit(x.p, piece.b, rows[i]) - piece.first_key : 0;
+        }
+        arrive_when_copied(&shared.full[stage]);
+        arrive(&shared.full[stage]);
+    }
+}
+
+// acc (64 keys by COLUMNS) += a (64 keys by 64 rows) times 64 rows of COLUMNS columns in panels.
+template <int COLUMNS>
+DEVICE void begin_sum(float (&acc)[COLUMNS / 2], const u32 (&a)[ROWS / 16][4], u32 x) {
+#pragma unroll
+    for (int k = 0; k < ROWS / 16; ++k) wgmma_registers(acc, a[k], descriptor(x + k * 2048, PANEL));
+}
+
+// The second group's sums join the first's, through shared memory.
+template <int COLUMNS>
+DEVICE void hand_over(float (&acc)[COLUMNS / 2], float *memory, int group) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i)
+        if (group == 1) memory[i * 128 + threadIdx.x % 128] = acc[i];
+    barrier<256>(1);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i)
+        if (group == 0) acc[i] += memory[i * 128 + threadIdx.x % 128];
+}
+
+template <int COLUMNS>
+DEVICE void write(const float (&acc)[COLUMNS / 2], float factor, bool final, float *part, u16 *result, i64 keys_left) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i += 2) {
+        int key = threadIdx.x / 32 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2;
+        float low = acc[i] * factor, high = acc[i + 1] * factor;
+        if (!final)
+            *reinterpret_cast<float2 *>(part + key * COLUMNS + column) = make_float2(low, high);
+        else if (key < keys_left)
+            *reinterpret_cast<u32 *>(result + key * COLUMNS + column) = pack(low, high);
+    }
+}
+
+DEVICE void accumulate(const Arguments &x, const Piece &piece, unsigned char *k_tile, unsigned char *stages, Shared &shared, int group) {
+    const Problem &p = x.p;
+    const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const float c = p.scale_log2;
+    const u32 keys = uniform(shared_address(k_tile)), values = keys + K_BYTES, stage0 = uniform(shared_address(stages));
+    // Of rows in order only the first KEYS entries of a list can stand within the tile.
+    const i64 masked = p.q_pos ? piece.steps : (x.begins[piece.list] + KEYS - piece.begin + TQ - 1) / TQ;
+    float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
+#pragma unroll
+    for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
+    wait(&shared.tile, 0);
+    for (int step = 0; step < piece.steps; ++step) {
+        const int stage = step % STAGES;
+        const u32 q_tile = uniform(stage0 + stage * STAGE_BYTES), do_tile = q_tile + K_BYTES;
+        wait(&shared.full[stage], step / STAGES % 2);
+        if (step % GROUPS != group) {  // the other's; who did not wait for it could take one turn of the stage for the next
+            if (lane == 0) arrive(&shared.empty[stage]);
+            continue;
+        }
+        wgmma_begin();
+#pragma unroll
+        for (int k = 0; k < DK / 16; ++k)
+            wgmma_shared(s, descriptor(keys + k / 4 * PANEL + k % 4 * 32), descriptor(q_tile + k / 4 * PANEL + k % 4 * 32), k > 0);
+#pragma unroll
+        for (int k = 0; k < DV / 16; ++k)
+            wgmma_shared(dp, descriptor(values + k / 4 * PANEL + k % 4 * 32), descriptor(do_tile + k / 4 * PANEL + k % 4 * 32), k > 0);
+        wgmma_end();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int j = 0; j < ROWS / 8; ++j) {
+            float2 lse = *reinterpret_cast<const float2 *>(&shared.lse[stage][8 * j + lane % 4 * 2]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[4 * j + i] = exp2_fast(s[4 * j + i] * c - (i % 2 ? lse.y : lse.x) * LOG2_E);
+        }
+        if (step < masked) {  // where nothing is seen, k and v may be NaN, and p and ds with them
+#pragma unroll
+            for (int j = 0; j < ROWS / 8; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (key0 + i / 2 * 8 >= shared.limit[stage][8 * j + lane % 4 * 2 + i % 2]) s[4 * j + i] = dp[4 * j + i] = 0.0f;
+        }
+        u32 weights[ROWS / 16][4], slopes[ROWS / 16][4];  // p and ds, rounded: operands
+#pragma unroll
+        for (int j = 0; j < ROWS / 8; ++j) {
+            float2 delta = *reinterpret_cast<const float2 *>(&shared.delta[stage][8 * j + lane % 4 * 2]);
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                float low = s[4 * j + i], high = s[4 * j + i + 1];
+                weights[j / 2][j % 2 * 2 + i / 2] = pack(low, high);
+                slopes[j / 2][j % 2 * 2 + i / 2] = pack(low * (dp[4 * j + i] - delta.x), high * (dp[4 * j + i + 1] - delta.y));
+            }
+        }
+        wgmma_begin();
+        begin_sum<DV>(dv, weights, do_tile);
+        begin_sum<DK>(dk, slopes, q_tile);
+        wgmma_end();
+        wgmma_wait<0>();
+        if (lane == 0) arrive(&shared.empty[stage]);
+    }
+
+    barrier<256>(1);  // both have done with the stages
+    hand_over<DK>(dk, reinterpret_cast<float *>(stages), group);
+    hand_over<DV>(dv, reinterpret_cast<float *>(stages) + 128 * DK / 2, group);
+    if (group) return;
+    i64 part = (x.parts[piece.list] + piece.number) * KEYS, key = piece.bg * p.S_kv + piece.first_key, left = p.S_kv - piece.first_key;
+    write<DK>(dk, static_cast<float>(p.scale), piece.final, x.part_dk + part * DK, x.dk + key * DK, left);
+    write<DV>(dv, 1.0f, piece.final, x.part_dv + part * DV, x.dv + key * DV, left);
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dkdv_groups(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, the stages
+    __shared__ Shared shared;
+    if (blockIdx.x >= x.pieces[x.lists]) return;
+    unsigned char *stages = memory + K_BYTES + V_BYTES;
+    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 - 4 * GROUPS;
+    const Piece piece(x, blockIdx.x);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&shared.full[i], 1 + 32 + 32);  // rows; statistics copied, and written
+            barrier_init(&shared.empty[i], 4 * GROUPS);  // a lane of every warp
+        }
+        barrier_init(&shared.tile, 1);
+        barriers_are_ready();
+    }
+    if (TQ * H < ROWS)  // rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel
+        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += blockDim.x) *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
+    publish_writes();
+    __syncthreads();
+    if (group == GROUPS) {
+        give_registers<40>();
+        if (warp == 0) copy_rows(x, piece, memory, stages, shared);
+        if (warp == 1) copy_statistics(x, piece, shared);
+    } else {
+        take_registers<232>();
+        accumulate(x, piece, memory, stages, shared, group);
+    }
+}
