@@ -74,7 +74,11 @@ def takes(call: Call, *others: Tensor) -> bool:
     shape = shape_of(h, Dk, Dv, call.device.shared_memory, FORWARD_GROUPS)
     if shape is None or shape.tokens > S or shape.tokens * call.selection.n > SORTED:
         return False
-    return launch.aligned(call.q, call.k, call.v, *others)
+    tensors = (call.q, call.k, call.v, *others)
+    repeated = any(
+        step == 0 and size > 1 for x in tensors for step, size in zip(x.stride(), x.shape, strict=True)
+    )  # no map has such a step
+    return not repeated and launch.aligned(*tensors)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
