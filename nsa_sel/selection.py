@@ -33,8 +33,9 @@ class Selection:
 
     ranges: int32 or int64, `[start, end)` in key positions; a range with end <= start is empty. `block_size` states that every
     non-empty range is one whole block [j*block_size, (j+1)*block_size); `max_length` bounds the keys of one row. Both are
-    static: using a selection never reads the device. Ranges of one row must not overlap (`merge` makes them so, `validate`
-    tells). Backends keep their plans here, so that forward and backward, and layers that share a selection, build them once.
+    static: using a selection never reads the device. Ranges of one row must be disjoint, which is not checked: a key that two of
+    them name counts twice, or not at all, by backend (`validate` tells, `merge` mends). Backends keep their plans here, so that
+    forward and backward, and layers that share a selection, build them once.
     """
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None) -> None:
