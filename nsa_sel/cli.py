@@ -92,7 +92,9 @@ def explain(
     Dv: Annotated[int, typer.Option("--Dv", min=1, help="Head dimension of v.")] = _EXAMPLE.Dv,
     n: Annotated[int, typer.Option("--n", min=1, help="Ranges a row.")] = _EXAMPLE.n,
     block_size: Annotated[int, typer.Option(min=0, help="Keys a block; 0: ranges that are not blocks.")] = _EXAMPLE.block_size or 0,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Most keys a row selects; by default n blocks, at most S_kv.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option("--max-length", "--L", min=1, help="Most keys a row selects (L); by default n blocks, at most S_kv.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of q, k, v.")] = Dtype.bfloat16,
     needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="Whether gradients are needed.")] = _EXAMPLE.needs_grad,
     device: Annotated[

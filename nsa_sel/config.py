@@ -421,7 +421,8 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         try:
             layers.append((user_file, parse_config(Path(user_file).read_bytes(), user_file)))
         except OSError as error:
-            raise ConfigError(CONFIG_FLAG, user_file, "a readable YAML file", f"{error.strerror}: mend the path") from error
+            allowed = f"a readable YAML file; reading this one: {error.strerror}"
+            raise ConfigError(CONFIG_FLAG, user_file, allowed, "mend the path, or unset it") from error
 
     values: dict[str, Any] = {"kernels": {}, "profile": "built-in", "config_file": user_file or None, "assumed": assumed}
     sources: dict[str, str] = {}

@@ -139,7 +139,7 @@ def refusal(decision: Decision) -> str | None:
     if decision.override is not None and decision.override.backend not in names:
         import difflib
 
-        close = difflib.get_close_matches(decision.override.backend, names, n=1)
+        close = difflib.get_close_matches(decision.override.backend.lower(), names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         return (
             f"backend {decision.override.backend!r} ({decision.override.source}) is unknown{hint} Allowed:"

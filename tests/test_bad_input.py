@@ -56,10 +56,17 @@ CALLS = [
     Wrong("q of 3 dims", call(q=lambda q: q[0, 0]), ("q is of shape (3, 2, 16)", "[B,S,G,h,Dk]", "split the heads")),
     Wrong("q of 6 dims", call(q=lambda q: q[None]), ("q is of shape (1, 2, 4, 3, 2, 16)", "[B,S,G,h,Dk]")),
     Wrong("k time-major", call(k=lambda k: k.transpose(1, 2)),
-          ("k is of shape (2, 24, 3, 16)", "[B=2, G=3, S_kv, D]", "k.transpose(1, 2)")),
-    Wrong("v of 5 dims", call(v=lambda v: v[None]), ("v is of shape (1, 2, 3, 24, 8)", "[B=2, G=3, S_kv, D]")),
-    Wrong("k of another batch", call(k=lambda k: k[:1]), ("k is of shape (1, 3, 24, 16)", "[B=2, G=3")),
-    Wrong("v of other groups", call(v=lambda v: v[:, :2]), ("v is of shape (2, 2, 24, 8)", "G=3")),
+          ("k is of shape (2, 24, 3, 16)", "[B=2, G=3, S_kv, D]. Remedy: a [B,S_kv,G,D] cache is passed as k.transpose(1, 2).")),
+    Wrong("v of 5 dims", call(v=lambda v: v[None]),
+          ("v is of shape (1, 2, 3, 24, 8)", "[B=2, G=3, S_kv, D]. Remedy: pass the keys and values of")),
+    Wrong("k of another batch", call(k=lambda k: k[:1]),
+          ("k is of shape (1, 3, 24, 16)", "[B=2, G=3, S_kv, D]. Remedy: pass the keys and values of q's 2 sequences and 3 groups")),
+    Wrong("v of other groups", call(v=lambda v: v[:, :2]), ("v is of shape (2, 2, 24, 8)", "Remedy: pass the keys and values of")),
+    Wrong("q of flattened heads", call(q=lambda q: q.flatten(2, 3)),
+          ("k is of shape (2, 3, 24, 16)", "[B=2, G=4, S_kv, D], since q of shape (2, 4, 6, 16) was read as decode [B,G,h,Dk]",
+           "Remedy: a q [B,S,heads,D] is passed as q.unflatten(2, (G, h)).")),
+    Wrong("k time-major for decode", call(q=lambda q: q[:, -1], k=lambda k: k.transpose(1, 2)),
+          ("k is of shape (2, 24, 3, 16)", "read as decode", "k.transpose(1, 2); a q [B,S,heads,D] is passed as q.unflatten")),
     Wrong("k of another head dim", call(k=lambda k: k[..., :8]), ("k is of head dimension 8", "q's head dimension 16")),
     Wrong("v of other positions", call(v=lambda v: v[:, :, 1:]), ("v is of 23 positions", "k's 24 positions")),
     Wrong("no heads", call(q=lambda q: q[:, :, :, :0]), ("q is of size 0 in h", "h >= 1")),
@@ -77,7 +84,8 @@ CALLS = [
     Wrong("q transposed", call(q=lambda q: q.mT.contiguous().mT), ("q is of strides", "contiguous last", "q.contiguous()")),
     Wrong("k sliced by steps", call(k=lambda k: torch.cat((k, k), -1)[..., ::2]), ("k is of strides", "k.contiguous()")),
     Wrong("selection is None", call(selection=None), ("selection is a NoneType", "ranges [B,S,G,n,2]", "from_blocks")),
-    Wrong("selection is a list", call(selection=[[0, 5]]), ("selection is a list", "a Selection")),
+    Wrong("selection is a list", call(selection=[[0, 5]]), ("selection is a list", "a Selection", "torch.tensor", "from_blocks")),
+    Wrong("selection is text", call(selection="all"), ("selection is a str", "a Selection", "Selection.from_ranges")),
     Wrong("ranges of floats", call(selection=lambda r: r.float()), ("ranges is of dtype torch.float32", "int32", ".int()")),
     Wrong("ranges of triples", call(selection=ranges(B, S, G, 2, 3)), ("ranges is of shape (2, 4, 3, 2, 3)", "start, end")),
     Wrong("ranges of 3 dims", call(selection=ranges(B, S, 2)), ("ranges is of shape", "[B,S,G,n,2]", "missing axes")),
@@ -99,6 +107,7 @@ CALLS = [
     Wrong("q_pos negative", call(q_pos=torch.arange(-1, S - 1)), ("q_pos is from -1 to 2", "[0, S_kv = 24)")),
     Wrong("backend unknown", call(backend="sdpa_packed"),
           ("'sdpa_packed' (argument) is unknown", "did you mean 'sdpa-packed'?", "Allowed: ", "numba", "Remedy: "), BackendError),
+    Wrong("backend in capitals", call(backend="NUMBA"), ("'NUMBA' (argument) is unknown", "did you mean 'numba'?"), BackendError),
     Wrong("backend a number", call(backend=3), ("backend is 3", "a name")),
     Wrong("backend a list", call(backend=["numba"]), ("backend is ['numba']", "a name")),
     Wrong("backend for GPUs", call(backend="triton-group"),
@@ -106,7 +115,8 @@ CALLS = [
 ]  # fmt: skip
 
 SELECTIONS = [
-    Wrong("block_size 0", lambda: Selection.from_ranges(ranges(1, 1, 1, 1, 2), 0), ("block_size is 0", "whole number >= 1")),
+    Wrong("block_size 0", lambda: Selection.from_ranges(ranges(1, 1, 1, 1, 2), 0),
+          ("block_size is 0", "whole number >= 1", "keys in a block")),
     Wrong("max_length negative", lambda: Selection.from_ranges(ranges(1, 1, 1, 1, 2), None, -4), ("max_length is -4", ">= 1")),
     Wrong("ranges not a tensor", lambda: Selection.from_ranges([[0, 1]]), ("ranges is a list", "torch.Tensor")),
     Wrong("blocks of floats", lambda: Selection.from_blocks(scores(1, 1, 1, 2), 16), ("block_indices is of dtype torch.float32",)),
@@ -114,18 +124,28 @@ SELECTIONS = [
     Wrong("block_size a float", lambda: Selection.from_blocks(ranges(1, 1, 1, 2), 16.0), ("block_size is 16.0", "whole number")),
     Wrong("counts a block", lambda: Selection.from_blocks(ranges(1, 1, 1, 2), 16, ranges(1, 1, 1, 2)),
           ("block_counts is of shape (1, 1, 1, 2)", "(1, 1, 1)", "one count a row")),
-    Wrong("scores of integers", lambda: Selection.from_scores(ranges(1, 8, 1, 2), 4, 4), ("scores is torch.int32", "floating")),
-    Wrong("scores of 3 dims", lambda: Selection.from_scores(scores(8, 1, 2), 4, 4), ("of shape (8, 1, 2)", "[B,S,G,blocks]")),
-    Wrong("n 0", lambda: Selection.from_scores(scores(1, 8, 1, 2), 0, 4), ("n is 0", "whole number >= 1")),
-    Wrong("more forced than n", lambda: Selection.from_scores(scores(1, 8, 1, 2), 2, 4), ("first + local is 1 + 2", "n = 2")),
+    Wrong("scores of integers", lambda: Selection.from_scores(ranges(1, 8, 1, 2), 4, 4),
+          ("scores is torch.int32", "floating", "call .float()")),
+    Wrong("scores of 3 dims", lambda: Selection.from_scores(scores(8, 1, 2), 4, 4),
+          ("of shape (8, 1, 2)", "[B,S,G,blocks]", "missing axes")),
+    Wrong("scores a head", lambda: Selection.from_scores(scores(1, 8, 1, 4, 2), 4, 4), ("of shape (1, 8, 1, 4, 2)", "sum over the heads")),
+    Wrong("n 0", lambda: Selection.from_scores(scores(1, 8, 1, 2), 0, 4),
+          ("n is 0", "whole number >= 1", "the number of blocks that a row")),
+    Wrong("n a float", lambda: Selection.from_scores(scores(1, 8, 1, 2), 2.0, 4),
+          ("n is 2.0", "as an int", "the number of blocks that a row")),
+    Wrong("more forced than n", lambda: Selection.from_scores(scores(1, 8, 1, 2), 2, 4),
+          ("first + local is 1 + 2", "n = 2", "the first and the local last blocks are always among the n")),
     Wrong("first negative", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, first=-1), ("first + local is -1 + 2",)),
     Wrong("local a float", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, local=1.5), ("first + local is 1 + 1.5",)),
     Wrong("scores of other blocks", lambda: Selection.from_scores(scores(1, 8, 1, 3), 4, 4),
-          ("scores is over 3 blocks of 4", "2 blocks for S_kv = 8", "pass S_kv=")),
+          ("scores is [B,S,G,blocks] = (1, 8, 1, 3) over 3 blocks of 4", "2 blocks for S_kv = 8",
+           "check block_size and the order of axes", "pass S_kv=")),
     Wrong("fewer keys than rows", lambda: Selection.from_scores(scores(1, 8, 1, 1), 4, 4, S_kv=4), ("S_kv is 4", "S = 8")),
     Wrong("positions of other rows", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, q_pos=torch.arange(7)),
           ("q_pos is torch.int64 of shape (7,)", "[S=8] or [B=1, S=8]")),
     Wrong("positions a list", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, q_pos=[1]), ("q_pos is a list",)),
+    Wrong("measured with text", lambda: Selection(ranges(1, 1, 1, 1, 2)).measure("64"), ("S_kv is '64'", "whole number", "k.shape[2]")),
+    Wrong("several decisions described", lambda: nsa_sel.describe(()), ("decision is a tuple", "one Decision", "decisions()[-1]")),
     Wrong("blocks of ranges", lambda: Selection.from_ranges(ranges(1, 1, 1, 1, 2)).block_indices, ("block_size is None",)),
 ]  # fmt: skip
 
@@ -225,7 +245,8 @@ def test_wrong_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: s
 def test_files_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / name))
     assert_in_order(
-        message_of(Wrong("file", call(), error=ConfigError)), ("NSA_SEL_CONFIG is ", "; allowed: a readable YAML file", "Remedy: ")
+        message_of(Wrong("file", call(), error=ConfigError)),
+        ("NSA_SEL_CONFIG is ", "; allowed: a readable YAML file; reading this one: ", "Remedy: mend the path"),
     )
 
 
