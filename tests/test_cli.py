@@ -95,6 +95,7 @@ class TestDoctor:
         assert report["flags"] == {"NSA_USE_SEL_PACK": "0", CACHE_FLAG: os.environ[CACHE_FLAG]}
         assert report["devices"][0]["settings"]["sources"]["use_sel_pack"] == "NSA_USE_SEL_PACK"
 
+    @pytest.mark.filterwarnings("ignore:nsa-sel. the environment variable:RuntimeWarning")
     def test_names_unknown_variables_and_the_flag_that_was_meant(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NSA_SEL_BAKEND", "numba")
         assert ask("doctor")["unknown_variables"] == [{"name": "NSA_SEL_BAKEND", "did_you_mean": "NSA_SEL_BACKEND"}]
