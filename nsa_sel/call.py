@@ -126,11 +126,11 @@ def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: boo
     """The error for a k or v of another B or G than q's, with the change of layout that would make them fit."""
     B, _, G, h, Dk = q_shape
     allowed, remedies = f"[B={B}, G={G}, S_kv, D]", []
-    if len(shape) == 4 and (shape[0], shape[2]) == (B, G):
-        remedies.append(f"a [B,S_kv,G,D] cache is passed as {name}.transpose(1, 2)")
     if decode:
         allowed += f", since q of shape {(B, G, h, Dk)} was read as decode [B,G,h,Dk]"
         remedies.append("a q [B,S,heads,D] is passed as q.unflatten(2, (G, h))")
+    if len(shape) == 4 and (shape[0], shape[2]) == (B, G):
+        remedies.append(f"a [B,S_kv,G,D] cache is passed as {name}.transpose(1, 2)")
     if not remedies:
         remedies.append(f"pass the keys and values of q's {B} sequences and {G} groups, one of each for all h heads of a group")
     return ArgumentError(name, f"of shape {tuple(shape)}", allowed, "; ".join(remedies))
