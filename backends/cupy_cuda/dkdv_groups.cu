@@ -1,6 +1,7 @@
 // dk and dv on Hopper, without atomics: a block takes a piece of the list of rows that chose one KV tile of 64 keys (lists.py).
 //
-// A step is 64 rows of the matrix unit: TQ = 64 / H listed tokens with their heads, whose q and do come by bulk copies. The products are
+// A step is 64 rows of the matrix unit: TQ = 64 / H listed tokens with their heads, whose q and do come by bulk copies, a token each, or
+// where those would be small, 16 bytes a lane by three warps. The products are
 // transposed, keys as rows, so that p^T and ds^T come out in the registers from which dv += p^T do and dk += ds^T q read them. Two groups
 // of four warps take the steps in turn, each with sums of its own, so that one computes p and ds while the other multiplies; in the end
 // the second hands its sums to the first. What becomes of them is as in dkdv_tiles.cu.
@@ -11,6 +12,8 @@
 #include "hopper.cuh"
 
 constexpr int GROUPS = 2, TQ = 64 / H, KEYS = 64, ROWS = 64;
+constexpr bool BULK = H >= 16;   // one bulk copy takes about 70 cycles, however small it is
+constexpr int COPIERS = BULK ? 1 : 3;  // warps
 constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 
@@ -18,13 +21,15 @@ struct Arguments {
     TensorMap q, d_o, k, v;
     Problem p;
     const float *lse, *delta;  // [rows, H], lse natural
-    const i64 *entries;        // sorted: bg * each + e (entries.cu), list after list
+    const i64 *entries;        // sorted: bg * each + e , list after list (place.cu)
     const i64 *begins;         // [lists + 1]: where a list begins among the entries
     const i64 *pieces;         // [lists + 1]: pieces of the lists before
     const i64 *parts;          // [lists + 1]: pieces of the lists before that have several
     float *part_dk, *part_dv;  // [parts, KEYS, DK], [parts, KEYS, DV]
     u16 *dk, *dv;              // [B*G, S_kv, DK], [B*G, S_kv, DV]
     i64 lists, tiles, each, reach, piece;
+    const u16 *d_out;  // do [B,S,G,h,DV] of any strides
+    i64 stride_dob, stride_dos, stride_dog, stride_doh;
 };
 
 struct Shared {
@@ -62,14 +67,17 @@ struct Piece {
     }
 };
 
-// One warp: the tile's keys and values, then a token a lane of every step's q and do.
-DEVICE void copy_rows(const Arguments &x, const Piece &piece, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
+// One lane: the tile's keys and values.
+DEVICE void copy_tile(const Arguments &x, const Piece &piece, unsigned char *k_tile, Shared &shared) {
+    const int b = static_cast<int>(piece.b), g = static_cast<int>(piece.g);
+    arrive_expecting(&shared.tile, K_BYTES + V_BYTES);
+    for (int c = 0; c < DK; c += 64) copy_keys_box(k_tile + c / 64 * PANEL, &x.k, &shared.tile, c, piece.first_key, g, b);
+    for (int c = 0; c < DV; c += 64) copy_keys_box(k_tile + K_BYTES + c / 64 * PANEL, &x.v, &shared.tile, c, piece.first_key, g, b);
+}
+
+// One warp: q and do of every step, a token a lane.
+DEVICE void copy_tokens(const Arguments &x, const Piece &piece, unsigned char *stages, Shared &shared) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(piece.b), g = static_cast<int>(piece.g);
-    if (lane == 0) {
-        arrive_expecting(&shared.tile, K_BYTES + V_BYTES);
-        for (int c = 0; c < DK; c += 64) copy_keys_box(k_tile + c / 64 * PANEL, &x.k, &shared.tile, c, piece.first_key, g, b);
-        for (int c = 0; c < DV; c += 64) copy_keys_box(k_tile + K_BYTES + c / 64 * PANEL, &x.v, &shared.tile, c, piece.first_key, g, b);
-    }
     i64 coming = piece.row(x, 0, lane);
     for (int step = 0; step < piece.steps; ++step) {
         const int stage = step % STAGES, s = static_cast<int>(coming);
@@ -82,6 +90,44 @@ DEVICE void copy_rows(const Arguments &x, const Piece &piece, unsigned char *k_t
         for (int c = 0; c < DK; c += 64) copy_rows_box(q_tile + c / 64 * PANEL, &x.q, &shared.full[stage], c, g, s, b);
         for (int c = 0; c < DV; c += 64) copy_rows_box(do_tile + c / 64 * PANEL, &x.d_o, &shared.full[stage], c, g, s, b);
     }
+}
+
+// One of the copying warps: its rows of q and do of every step, eight lanes a row; zeros for rows that do not exist. A step is announced
+// once it is there and the next one's copies have begun.
+DEVICE void copy_pieces(const Arguments &x, const Piece &piece, unsigned char *stages, Shared &shared, int copier) {
+    const int lane = threadIdx.x % 32, column = lane % 8;
+    const u16 *q = x.p.q + piece.b * x.p.stride_qb + piece.g * x.p.stride_qg + column * 8;
+    const u16 *d_out = x.d_out + piece.b * x.stride_dob + piece.g * x.stride_dog + column * 8;
+    i64 coming = piece.row(x, 0, lane);
+    for (int step = 0; step < piece.steps; ++step) {
+        const int stage = step % STAGES, tokens = static_cast<int>(coming);
+        coming = piece.row(x, step + 1, lane);
+        wait(&shared.empty[stage], step / STAGES % 2 ^ 1);
+#pragma unroll 1
+        for (int row = 4 * copier + lane / 8; row < ROWS; row += 4 * COPIERS) {
+            const i64 s = __shfl_sync(ALL, tokens, row / H);
+            const bool exists = s < x.p.S;
+            const int head = row % H;
+            unsigned char *to = stages + stage * STAGE_BYTES + swizzled(row, column);
+#pragma unroll
+            for (int c = 0; c < DK; c += 64)
+                copy_eight(reinterpret_cast<u16 *>(to + c / 64 * PANEL), exists ? q + s * x.p.stride_qs + head * x.p.stride_qh + c : q, exists);
+#pragma unroll
+            for (int c = 0; c < DV; c += 64)
+                copy_eight(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), exists ? d_out + s * x.stride_dos + head * x.stride_doh + c : d_out, exists);
+        }
+        commit_copies();
+        if (step) {
+            wait_copies<1>();
+            publish_writes();
+            __syncwarp();
+            if (lane == 0) arrive(&shared.full[(step - 1) % STAGES]);
+        }
+    }
+    wait_copies<0>();
+    publish_writes();
+    __syncwarp();
+    if (lane == 0) arrive(&shared.full[(piece.steps - 1) % STAGES]);
 }
 
 // One warp: lse and delta of two rows a lane, and where they end.
@@ -220,20 +266,23 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dkdv_groups(
     const Piece piece(x, blockIdx.x);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&shared.full[i], 1 + 32 + 32);  // rows; statistics copied, and written
+            barrier_init(&shared.full[i], COPIERS + 32 + 32);  // rows; statistics copied, and written
             barrier_init(&shared.empty[i], 4 * GROUPS);  // a lane of every warp
         }
         barrier_init(&shared.tile, 1);
         barriers_are_ready();
     }
-    if (TQ * H < ROWS)  // rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel
+    if (BULK && TQ * H < ROWS)  // rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel
         for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += blockDim.x) *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
     publish_writes();
     __syncthreads();
     if (group == GROUPS) {
-        give_registers<40>();
-        if (warp == 0) copy_rows(x, piece, memory, stages, shared);
+        give_registers<48>();
+        if (threadIdx.x == 128 * GROUPS) copy_tile(x, piece, memory, shared);
+        __syncwarp();
         if (warp == 1) copy_statistics(x, piece, shared);
+        else if (!BULK) copy_pieces(x, piece, stages, shared, warp ? warp - 1 : 0);
+        else if (warp == 0) copy_tokens(x, piece, stages, shared);
     } else {
         take_registers<232>();
         accumulate(x, piece, memory, stages, shared, group);

@@ -14,7 +14,7 @@ struct Arguments {
     Problem p;
     const u16 *dout;           // [B,S,G,h,DV]
     const float *lse, *delta;  // [rows, h], lse natural
-    const i64 *entries;        // sorted: bg * each + e (entries.cu), list after list
+    const i64 *entries;        // sorted: bg * each + e , list after list (place.cu)
     const i64 *begins;         // [lists + 1]: where a list begins among the entries
     const i64 *pieces;         // [lists + 1]: pieces of the lists before
     const i64 *parts;          // [lists + 1]: pieces of the lists before that have several

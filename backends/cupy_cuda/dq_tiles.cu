@@ -53,15 +53,21 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
     const float c = p.scale_log2;
     const u32 q_tile = uniform(shared_address(memory)), do_tile = uniform(shared_address(memory + Q_BYTES)), stage0 = uniform(shared_address(stages));
     int parity = 0;
-    Way way(shared.steps, group);
+    Way way(shared.steps, plan, group);
     int2 coming = make_int2(0, 0);  // the next tile's counts
-    if (blockIdx.x < plan.all) coming = plan.counts[Tile(blockIdx.x, plan.tiles, p.G).number];
+    if (blockIdx.x < plan.all) {
+        u32 number = Tile(blockIdx.x, plan.tiles, p.G).number;
+        coming = plan.counts[number];
+        way.look_ahead(number, coming);
+    }
     for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x, parity ^= 1) {
         Tile tile(turn, plan.tiles, p.G);
         Rows rows(p, tile, group);
-        const int cut = (coming.y - coming.x) * STEPS, first_cut = coming.x;
-        way.begin_tile(coming.y * STEPS);
-        if (turn + gridDim.x < plan.all) coming = plan.counts[Tile(turn + gridDim.x, plan.tiles, p.G).number];
+        const int cut = (coming.y - coming.x) * STEPS;
+        const bool last = turn + gridDim.x >= plan.all;
+        const u32 next_tile = last ? 0 : Tile(turn + gridDim.x, plan.tiles, p.G).number;
+        way.begin_tile(tile.number, coming);
+        if (!last) coming = plan.counts[next_tile];
         row_sums(x, tile, group, sums);
         barrier<128>(group + 1);
         float delta[2], lse2[2];  // a row that saw nothing has p = 0, too
@@ -77,7 +83,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
         for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
 
         auto begin_logits = [&] {
-            const u32 stage = uniform(stage0 + way.ring.stage * STAGE_BYTES);
+            const u32 stage = uniform(stage0 + way.stage * STAGE_BYTES);
             begin_products<DK>(s, q_tile, stage);
             begin_products<DV>(dp, do_tile, stage + K_BYTES);
             wgmma_end();
@@ -98,7 +104,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
             }
         };
         auto mask = [&] {
-            const int key = plan.blocks[tile.number * plan.capacity + first_cut + way.step / STEPS] * BLOCK + way.step % STEPS * KEYS;
+            const int key = plan.blocks[plan.place(tile.number, way.count, way.step / STEPS)] * BLOCK + way.step % STEPS * KEYS;
 #pragma unroll
             for (int i = 0; i < KEYS / 2; ++i)
                 if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows.limit[i / 2 % 2]) s[i] = 0.0f;
@@ -132,13 +138,15 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
             if (found == GIVE_BACK) found = way.advance(false);
         }
         way.end_tile();
+        if (!last) way.look_ahead(next_tile, coming);
 
         barrier<128>(group + 1);  // all have done with q: dq takes its place
         const float scale[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
         store_rows<DK>(acc, scale, memory, x.dq, tile, group);
-        if (threadIdx.x % 128 == 0) wait_for_stores();
-        barrier<128>(group + 1);
-        if (lane == 0) arrive(&shared.empty[group]);
+        if (threadIdx.x % 128 == 0) {
+            wait_for_stores();
+            arrive(&shared.empty[group]);
+        }
     }
 }
 
@@ -152,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dq_tiles(con
         shared.steps.init();
         for (int i = 0; i < GROUPS; ++i) {
             barrier_init(&shared.full[i], 1);
-            barrier_init(&shared.empty[i], 4);
+            barrier_init(&shared.empty[i], 1);
         }
         barriers_are_ready();
     }

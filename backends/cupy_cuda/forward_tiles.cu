@@ -5,7 +5,7 @@
 // lanes and leave acc alone. p stays below 2^SLACK, and o = acc / l does not depend on m.
 #include "tiles.cuh"
 
-constexpr int Q_BYTES = DK / 64 * PANEL, O_BYTES = DV / 64 * PANEL;  // of a group
+constexpr int ROW_BYTES = (DK > DV ? DK : DV) / 64 * PANEL;  // of a group: its q, and o in the same place
 constexpr float SLACK = 8.0f;
 
 struct Arguments {
@@ -20,22 +20,28 @@ struct Shared {
     u64 q_full[GROUPS], q_empty[GROUPS];
 };
 
-DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_memory, unsigned char *o_memory, Shared &shared, int group) {
+DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *memory, Shared &shared, int group) {
     const Problem &p = x.p;
     const Plan &plan = x.plan;
     const int lane = threadIdx.x % 32;
     const float c = p.scale_log2, slack = SLACK / c;
-    const u32 q_tile = uniform(shared_address(q_memory)), stage0 = uniform(shared_address(stages));
+    const u32 q_tile = uniform(shared_address(memory)), stage0 = uniform(shared_address(stages));
     int q_parity = 0;
-    Way way(shared.steps, group);
+    Way way(shared.steps, plan, group);
     int2 coming = make_int2(0, 0);  // the next tile's counts
-    if (blockIdx.x < plan.all) coming = plan.counts[Tile(blockIdx.x, plan.tiles, p.G).number];
+    if (blockIdx.x < plan.all) {
+        u32 number = Tile(blockIdx.x, plan.tiles, p.G).number;
+        coming = plan.counts[number];
+        way.look_ahead(number, coming);
+    }
     for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x, q_parity ^= 1) {
         Tile tile(turn, plan.tiles, p.G);
         Rows rows(p, tile, group);
-        const int cut = (coming.y - coming.x) * STEPS, first_cut = coming.x;
-        way.begin_tile(coming.y * STEPS);
-        if (turn + gridDim.x < plan.all) coming = plan.counts[Tile(turn + gridDim.x, plan.tiles, p.G).number];
+        const int cut = (coming.y - coming.x) * STEPS;
+        const bool last = turn + gridDim.x >= plan.all;
+        const u32 next_tile = last ? 0 : Tile(turn + gridDim.x, plan.tiles, p.G).number;
+        way.begin_tile(tile.number, coming);
+        if (!last) coming = plan.counts[next_tile];
         float acc[DV / 2], s[KEYS / 2], m[2] = {LOWEST, LOWEST}, l[2] = {0.0f, 0.0f}, alpha[2] = {1.0f, 1.0f};
         u32 weights[KEYS / 16][4];  // p as operand
         bool rises = false;
@@ -43,7 +49,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
         for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
 
         auto begin_logits = [&] {
-            begin_products<DK>(s, q_tile, uniform(stage0 + way.ring.stage * STAGE_BYTES));
+            begin_products<DK>(s, q_tile, uniform(stage0 + way.stage * STAGE_BYTES));
             wgmma_end();
         };
         auto begin_values = [&] {
@@ -51,7 +57,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
             wgmma_end();
         };
         auto mask = [&] {
-            const int key = plan.blocks[tile.number * plan.capacity + first_cut + way.step / STEPS] * BLOCK + way.step % STEPS * KEYS;
+            const int key = plan.blocks[plan.place(tile.number, way.count, way.step / STEPS)] * BLOCK + way.step % STEPS * KEYS;
 #pragma unroll
             for (int i = 0; i < KEYS / 2; ++i)
                 if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows.limit[i / 2 % 2]) s[i] = -infinity();
@@ -130,10 +136,9 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
             if (found == GIVE_BACK) found = way.advance(false);
         }
         way.end_tile();
+        if (!last) way.look_ahead(next_tile, coming);
 
-        if (lane == 0) arrive(&shared.q_empty[group]);
-        if (threadIdx.x % 128 == 0) wait_for_stores();  // the tile before has left o_memory
-        barrier<128>(group + 1);
+        barrier<128>(group + 1);  // all have done with q: o takes its place
         float scale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -143,21 +148,24 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
             scale[r] = seen ? 1.0f / l[r] : 0.0f;
             if (rows.exists[r] && lane % 4 == 0) x.lse[rows.out[r]] = seen ? (m[r] * c + log2f(l[r])) * LN_2 : -infinity();
         }
-        store_rows<DV>(acc, scale, o_memory, x.o, tile, group);
+        store_rows<DV>(acc, scale, memory, x.o, tile, group);
+        if (threadIdx.x % 128 == 0) {
+            wait_for_stores();
+            arrive(&shared.q_empty[group]);
+        }
     }
-    if (threadIdx.x % 128 == 0) wait_for_stores();
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) forward_tiles(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // q of the groups, their o, the stages
+    extern __shared__ __align__(1024) unsigned char memory[];  // q of the groups, the stages
     __shared__ Shared shared;
-    unsigned char *o_tiles = memory + GROUPS * Q_BYTES, *stages = o_tiles + GROUPS * O_BYTES;
+    unsigned char *stages = memory + GROUPS * ROW_BYTES;
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 - 4 * GROUPS;
     if (threadIdx.x == 0) {
         shared.steps.init();
         for (int i = 0; i < GROUPS; ++i) {
             barrier_init(&shared.q_full[i], 1);
-            barrier_init(&shared.q_empty[i], 4);
+            barrier_init(&shared.q_empty[i], 1);
         }
         barriers_are_ready();
     }
@@ -166,9 +174,9 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) forward_tile
         give_registers<COPYING>();
         if (warp == 0) copy_steps<false>(x.k, x.v, x.p, x.plan, stages, shared.steps);
         else if (warp <= GROUPS)
-            copy_rows<DK, 0>(x.q, x.q, x.p, x.plan, memory + (warp - 1) * Q_BYTES, &shared.q_full[warp - 1], &shared.q_empty[warp - 1], warp - 1);
+            copy_rows<DK, 0>(x.q, x.q, x.p, x.plan, memory + (warp - 1) * ROW_BYTES, &shared.q_full[warp - 1], &shared.q_empty[warp - 1], warp - 1);
     } else {
         take_registers<COMPUTING>();
-        attend(x, stages, memory + group * Q_BYTES, o_tiles + group * O_BYTES, shared, group);
+        attend(x, stages, memory + group * ROW_BYTES, shared, group);
     }
 }

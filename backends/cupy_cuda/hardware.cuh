@@ -1,4 +1,4 @@
-// The machine's own instructions as functions: conversions, asynchronous copies, the matrix unit, barriers of some warps. A test puts
+// The machine's own instructions as functions: conversions, asynchronous copies, the matrix unit. A test puts
 // another file in this one's place, which does the same on a CPU (tests/emulation/).
 #pragma once
 
@@ -89,10 +89,4 @@ DEVICE void load_transposed(u32 (&x)[4], const u16 *row) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(shared_address(row))
                  : "memory");
-}
-
-// The `THREADS` threads (whole warps) that call this with one `number` from 1 on wait for each other, and see each other's writes.
-template <int THREADS>
-DEVICE void barrier(int number) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }

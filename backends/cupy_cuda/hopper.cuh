@@ -9,7 +9,9 @@ struct alignas(64) TensorMap {
 // A barrier in shared memory: waited for by the parity of its phase, which ends when `count` arrivals and all announced bytes are there.
 DEVICE void barrier_init(u64 *bar, int count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count)); }
 DEVICE void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void arrive(u64 *bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory"); }
+DEVICE void arrive(u64 *bar, int times = 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(times) : "memory");
+}
 DEVICE void arrive_expecting(u64 *bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 }
@@ -25,6 +27,12 @@ DEVICE void wait(u64 *bar, int parity) {
 }
 // What this thread wrote to shared memory is there for the matrix unit and for bulk copies, once a barrier says that it was written.
 DEVICE void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The `THREADS` threads (whole warps) that call this with one `number` from 1 on wait for each other, and see each other's writes.
+template <int THREADS>
+DEVICE void barrier(int number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}
 
 // Box (column, key) of k or v [B,G,S_kv,D]; what lies outside reads as zeros.
 DEVICE void copy_keys_box(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {

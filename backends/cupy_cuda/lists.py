@@ -1,8 +1,8 @@
 """The selection turned round: for every KV tile, the (row, range) pairs that reach into it, in ascending order of rows.
 
-A kernel gives every pair the number of its tile's list (entries.cu), and a stable sort brings the lists together, each in a fixed order.
-Kernels share the lists by pieces of at most `piece` entries of one list: block 0, which every row chose, is many blocks' work. All sizes
-are static bounds: building and using the lists never reads the device.
+A counting sort (rank.cu, a running sum, place.cu), so that every list has a fixed order. Kernels share the lists by pieces of at most
+`piece` entries of one list: block 0, which every row chose, is many blocks' work. All sizes are static bounds: building and using the
+lists never reads the device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from nsa_sel.errors import BackendError
 
 SHORTEST = 32  # entries a piece: a few steps, else reading the tile and writing its part is most of the work
 PIECES_PER_SM = 4
-BYTES = 36  # an entry needs while it is sorted: its list, its number, both sorted, and as much for the sort's own use
+BYTES = 24  # an entry needs: its rank, its place, and its share of the counts and their sums
+RANKED = 256  # entries that a block numbers at once
+STRETCHES = 4096  # blocks that rank: enough for any GPU, few enough for a small table
+TURNED = launch.PROBLEM + "6q"  # Problem and Turned of lists.cuh
 
 
 class Lists(NamedTuple):
     """List number bg * tiles + j belongs to the keys [j*width, (j+1)*width) of the pair bg = b * G + g of batch entry and group. An entry
     is bg * each + (s * n + range) * reach + step: row s, and the step-th tile of that range."""
 
-    entries: Tensor  # [capacity] int64, list after list
+    entries: Tensor  # [capacity] int64, list after list; unwritten past the last list's end
     begins: Tensor  # [number + 1] int64: where a list begins among the entries
     pieces: Tensor  # [number + 1] int64: pieces of the lists before
     parts: Tensor  # [number + 1] int64: pieces of the lists before that have several
@@ -95,13 +98,21 @@ def _build(call: Call, ranges: Tensor, width: int, reach: int, piece: int) -> Li
             f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"
             " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
         )
-    of_list = torch.empty(capacity, dtype=torch.int32, device=device)
+    # Long enough for a table of counts that is no longer than the lists.
+    stretch = max(1, RANKED // (n * reach), -(-S * B * G // STRETCHES), -(-tiles // (n * reach)))
+    stretches = -(-S // stretch)
+    ranks = torch.empty(capacity, dtype=torch.int32, device=device)
+    counts = torch.zeros(number * stretches, dtype=torch.int32, device=device)
+    entries = torch.empty(capacity, dtype=torch.int64, device=device)
+    macros, on = constants(BF16=0, DK=8, DV=8, ALIGNED=1), call.q.get_device()
+    turned = (*launch.problem(call, ranges), each, reach, width, tiles, stretch, stretches)
+    launch.start("rank.cu", macros, on, B * G * stretches, RANKED, 0, TURNED + "2q", *turned, ranks.data_ptr(), counts.data_ptr())
+    ends = counts.cumsum(0)
     launch.start(
-        "entries.cu", constants(BF16=0, DK=8, DV=8, ALIGNED=1), call.q.get_device(), -(-capacity // 256), 256, 0, launch.PROBLEM + "7q",
-        *launch.problem(call, ranges), of_list.data_ptr(), capacity, each, reach, width, tiles, number,
+        "place.cu", macros, on, -(-capacity // 256), 256, 0, TURNED + "4q",
+        *turned, ranks.data_ptr(), ends.data_ptr(), entries.data_ptr(), capacity,
     )  # fmt: skip
-    of_list, entries = torch.sort(of_list, stable=True)
-    begins = torch.searchsorted(of_list, torch.arange(number + 1, dtype=torch.int32, device=device))
+    begins = torch.nn.functional.pad(ends.view(number, stretches)[:, -1], (1, 0))
     pieces = (begins.diff() + (piece - 1)) // piece
     both = torch.stack((pieces, torch.where(pieces > 1, pieces, 0))).cumsum(1)
     before = torch.nn.functional.pad(both, (1, 0))

@@ -58,7 +58,7 @@ def shape_of(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backwar
     shared memory for."""
     key, value = pitches(Dk, Dv)
     head_warps = min(4, -(-h // 16))
-    teams = 4 if head_warps == 1 else 2
+    teams = 4 if head_warps == 1 else 1
     while teams > max(1, -(-longest // TILE)):
         teams //= 2
     # Operands and accumulators that a thread holds: beyond 136 registers of them it would have to spill.

@@ -1,8 +1,9 @@
 // Tiles of adjacent tokens on Hopper: what the forward pass and dq share. The keys and values of the union of a tile's blocks (union_of.cu)
 // travel once for all groups of warps of a block, STAGES steps of 64 keys ahead.
 //
-// A group of four warps has 64 rows of the matrix unit, TQ = 64 / H tokens with their heads. Every group waits for every step, and takes
-// part in those that one of its tokens chose. Blocks of threads stay and take tile after tile. Of a tile's list come first
+// A group of four warps has 64 rows of the matrix unit, TQ = 64 / H tokens with their heads, and takes part in the steps whose block one
+// of its tokens chose; for the groups that do not, the copying warp gives the stage back at once. Blocks of threads stay and take tile
+// after tile. Of a tile's list come first
 //   cut blocks    the causal clamp, or the end of the cache, cuts them for some row: they need a mask for every element, and what no row
 //                 may see is made zero, since p = 0 would not cancel NaN
 //   whole blocks  all rows of the tile see them to their last key
@@ -27,35 +28,32 @@ struct Plan {
     const u64 *members;  // which of the tile's tokens chose each
     const int2 *counts;  // whole blocks, all blocks
     i64 tiles, capacity, all;  // tiles of a batch entry and group, blocks of a list at most, tiles
+
+    // Where entry e of a tile, counted in the order of steps, stands in its list.
+    DEVICE i64 place(u32 tile, int2 count, int e) const {
+        int cut = count.y - count.x;
+        return tile * capacity + (e < cut ? count.x + e : e - cut);
+    }
 };
+
+// Which of a group's tokens are among a tile's `members`.
+DEVICE u32 tokens_of(u64 members, int group) { return static_cast<u32>(members >> group * TQ) & static_cast<u32>((1ull << TQ) - 1); }
 
 // A tile of tokens: late ones, which see the most blocks, first.
 struct Tile {
     int i, b, g;
-    i64 number;
+    u32 number;
     DEVICE Tile(u32 turn, u32 tiles, u32 G) {
         i = tiles - 1 - turn % tiles;
         b = turn / tiles / G;
         g = turn / tiles % G;
-        number = static_cast<i64>(turn / tiles) * tiles + i;
+        number = turn / tiles * tiles + i;
     }
 };
 
-// Steps go round the stages: which one, and the parity of its barriers.
-struct Ring {
-    int stage = 0, parity = 0;
-    DEVICE void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-// Barriers of the steps, and which tokens take part in each.
+// Steps go round the stages: step number n of a block of threads has stage n % STAGES and parity n / STAGES % 2 of its barriers.
 struct Steps {
     u64 full[STAGES], empty[STAGES], raw;
-    u32 takes_part[STAGES][GROUPS];  // bit r: token r of the group chose the step's block
 
     DEVICE void init() {
         for (int i = 0; i < STAGES; ++i) {
@@ -79,8 +77,7 @@ DEVICE int last_seen(const Problem &p, const Tile &tile) {
 // One warp: the keys and values of every step, for all groups. MEND_KEYS: keys that no row may see are made zero, too.
 template <bool MEND_KEYS>
 DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const Plan &plan, unsigned char *stages, Steps &shared) {
-    int lane = threadIdx.x % 32, raw_parity = 0;
-    Ring ring;
+    int lane = threadIdx.x % 32, raw_parity = 0, stage = 0, parity = 0;
     for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x) {
         Tile tile(turn, plan.tiles, p.G);
         int2 counts = plan.counts[tile.number];
@@ -88,19 +85,18 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
         u64 members = 0;
         for (int e = 0; e < counts.y; ++e) {
             if (e % 32 == 0 && e + lane < counts.y) {
-                i64 at = tile.number * plan.capacity + (e + lane < cut ? counts.x + e + lane : e + lane - cut);
+                i64 at = plan.place(tile.number, counts, e + lane);
                 block = plan.blocks[at];
                 members = plan.members[at];
             }
             int first = __shfl_sync(ALL, block, e % 32) * BLOCK;
             u64 chosen = __shfl_sync(ALL, members, e % 32);
-            for (int key = first; key < first + BLOCK; key += KEYS, ring.next()) {
-                unsigned char *k_tile = stages + ring.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
+            for (int key = first; key < first + BLOCK; key += KEYS) {
+                unsigned char *k_tile = stages + stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
                 bool mend = e < cut && key + KEYS > seen;
-                u64 *landed = mend ? &shared.raw : &shared.full[ring.stage];
-                wait(&shared.empty[ring.stage], ring.parity ^ 1);
-                if (lane < GROUPS) shared.takes_part[ring.stage][lane] = static_cast<u32>(chosen >> lane * TQ) & static_cast<u32>((1ull << TQ) - 1);
-                __syncwarp();
+                u64 *landed = mend ? &shared.raw : &shared.full[stage];
+                wait(&shared.empty[stage], parity ^ 1);
+                if (lane < GROUPS && !tokens_of(chosen, lane)) arrive(&shared.empty[stage], 4);
                 if (lane == 0) {
                     arrive_expecting(landed, STAGE_BYTES);
 #pragma unroll
@@ -116,7 +112,11 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
                         if (key + i / 8 % KEYS >= seen) *reinterpret_cast<uint4 *>(mended + i * 16) = make_uint4(0, 0, 0, 0);
                     publish_writes();
                     __syncwarp();
-                    if (lane == 0) arrive(&shared.full[ring.stage]);
+                    if (lane == 0) arrive(&shared.full[stage]);
+                }
+                if (++stage == STAGES) {
+                    stage = 0;
+                    parity ^= 1;
                 }
             }
         }
@@ -142,39 +142,60 @@ DEVICE void copy_rows(const TensorMap &map, const TensorMap &more, const Problem
 
 enum Found { TAKES_PART, GIVE_BACK, END };
 
-// A group's way through the steps of a tile.
+// A group's way through the steps of a tile that it takes part in.
 struct Way {
     Steps &shared;
+    const Plan &plan;
     const int group;
-    Ring ring;
-    int step, total, held, held_stage;  // held: a step whose stage is still read from
-    u32 part;                           // which tokens take part
+    u32 before = 0;  // steps of the tiles before
+    u32 tile;
+    int2 count;
+    int first, step;            // of the 32 entries that are looked at, one a lane; the step under way
+    u32 mine, mine_coming, ahead;  // the group's tokens in this lane's entry, and in that of the next tile; which of the 32 it takes part in
+    u32 part;                   // the group's tokens that take part in the step
+    int stage, held, held_stage;  // held: a step whose stage is still read from
 
-    DEVICE Way(Steps &steps, int number) : shared(steps), group(number) {}
-    DEVICE void begin_tile(int steps) {
+    DEVICE Way(Steps &steps, const Plan &lists, int number) : shared(steps), plan(lists), group(number) {}
+    DEVICE u32 tokens_at(u32 number, int2 blocks, int e) const {
+        return e < blocks.y ? tokens_of(plan.members[plan.place(number, blocks, e)], group) : 0u;
+    }
+    // Read what the next tile begins with: it is there when that tile begins.
+    DEVICE void look_ahead(u32 number, int2 blocks) { mine_coming = tokens_at(number, blocks, threadIdx.x % 32); }
+    DEVICE void begin_tile(u32 number, int2 blocks) {
+        tile = number;
+        count = blocks;
+        first = held = held_stage = 0;
         step = -1;
-        total = steps;
-        held = held_stage = 0;
+        mine = mine_coming;
+        ahead = __ballot_sync(ALL, mine != 0);
     }
-    DEVICE void end_tile() {
-        if (total > 0) ring.next();
-    }
+    DEVICE void end_tile() { before += count.y * STEPS; }
     // To the next step that a row of this group takes part in. Copies wait for stages to be given back: a group that holds one must not
     // wait for the step that is to be copied there.
     DEVICE Found advance(bool holds) {
-        while (step + 1 < total) {
-            if (holds && step + 1 == held + STAGES) return GIVE_BACK;
-            if (++step) ring.next();
-            wait(&shared.full[ring.stage], ring.parity);
-            part = shared.takes_part[ring.stage][group];
-            if (part) return TAKES_PART;
-            if (threadIdx.x % 32 == 0) arrive(&shared.empty[ring.stage]);
+        int next = step + 1;
+        if (next % STEPS == 0) {  // of another entry
+            while (!ahead) {
+                first += 32;
+                if (first >= count.y) return END;
+                mine = tokens_at(tile, count, first + threadIdx.x % 32);
+                ahead = __ballot_sync(ALL, mine != 0);
+            }
+            const int lane = __ffs(ahead) - 1;
+            next = (first + lane) * STEPS;
+            if (holds && next - held >= STAGES) return GIVE_BACK;
+            part = __shfl_sync(ALL, mine, lane);
+            ahead &= ahead - 1;
         }
-        return END;
+        step = next;
+        const u32 turn = before + step;
+        stage = turn % STAGES;
+        wait(&shared.full[stage], turn / STAGES % 2);
+        return TAKES_PART;
     }
     DEVICE void hold() {
         held = step;
-        held_stage = ring.stage;
+        held_stage = stage;
     }
     DEVICE void give_back() {
         if (threadIdx.x % 32 == 0) arrive(&shared.empty[held_stage]);

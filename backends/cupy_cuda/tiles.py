@@ -21,11 +21,10 @@ SORTED = 2048  # (block, token) pairs of a tile that the plan sorts
 STATIC = 2048  # bytes of `__shared__` variables, and to the next multiple of 1024
 LEAST_STAGES, MOST_STAGES = 3, 6
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables that a stage of dkdv_groups has
-LEAST_HEADS = 4  # a step of dkdv_groups copies 64 / h tokens, each by itself
 FORWARD_GROUPS, DQ_GROUPS = 3, 2  # of warps at most: dq's logits and their gradients take the registers of the third
 MAPS, PLAN = "128s" * 4, "6q"
 FORWARD = MAPS + launch.PROBLEM + PLAN + "q"  # Arguments of forward_tiles.cu
-LISTS = MAPS + launch.PROBLEM + "15q"  # of dkdv_groups.cu
+LISTS = MAPS + launch.PROBLEM + "20q"  # of dkdv_groups.cu
 DQ = MAPS + "128s" + launch.PROBLEM + PLAN + "9q"  # of dq_tiles.cu
 
 
@@ -54,14 +53,27 @@ class Union(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def shape_of(h: int, Dk: int, Dv: int, shared_memory: int, most_groups: int) -> Shape | None:
-    """The most groups that share memory for `LEAST_STAGES` steps; None where there is none for two, or a tile has too many tokens."""
-    of_group, of_step = PANEL * (Dk + Dv) // 64, PANEL * (Dk + Dv) // 64
+def shape_of(h: int, Dk: int, Dv: int, columns: int, shared_memory: int, most_groups: int) -> Shape | None:
+    """The most groups, each with 64 rows of so many columns, that share memory for `LEAST_STAGES` steps; None where there is none for two,
+    or a tile has too many tokens."""
+    of_group, of_step = PANEL * columns // 64, PANEL * (Dk + Dv) // 64
     for groups in range(most_groups, 1, -1):
         stages = (shared_memory - STATIC - groups * of_group) // of_step
         if groups * (ROWS // h) <= BITS and stages >= LEAST_STAGES:
             return Shape(groups, groups * (ROWS // h), stages, groups * of_group + stages * of_step)
     return None
+
+
+def forward_shape(call: Call) -> Shape | None:
+    """Of forward_tiles, which keeps o in q's place. Wide keys leave two groups a stage more than three, and registers enough."""
+    h, Dk, Dv = *call.q.shape[3:], call.v.shape[-1]
+    return shape_of(h, Dk, Dv, max(Dk, Dv), call.device.shared_memory, FORWARD_GROUPS if Dk <= 128 else 2)
+
+
+def dq_shape(call: Call) -> Shape | None:
+    """Of dq_tiles, which keeps q and do."""
+    h, Dk, Dv = *call.q.shape[3:], call.v.shape[-1]
+    return shape_of(h, Dk, Dv, Dk + Dv, call.device.shared_memory, DQ_GROUPS)
 
 
 def takes(call: Call, *others: Tensor) -> bool:
@@ -71,8 +83,8 @@ def takes(call: Call, *others: Tensor) -> bool:
     Dv, block = call.v.shape[-1], call.selection.block_size
     if call.device.sm != HOPPER or block is None or block % KEYS or not (2 <= h <= ROWS and Dk in (64, 128, 192) and Dv in (64, 128)):
         return False
-    shape = shape_of(h, Dk, Dv, call.device.shared_memory, FORWARD_GROUPS)
-    if shape is None or shape.tokens > S or shape.tokens * call.selection.n > SORTED:
+    shape = forward_shape(call)
+    if shape is None or shape.tokens > S or shape.tokens * call.selection.n > SORTED or dq_shape(call) is None:
         return False
     tensors = (call.q, call.k, call.v, *others)
     repeated = any(
@@ -87,7 +99,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = q.shape
     o, lse = q.new_empty(B, S, G, h, call.v.shape[-1]), q.new_empty(B, S, G, h, dtype=torch.float32)
     ranges = call.selection.ranges.contiguous()
-    shape, union = _shape_and_union(call, ranges, FORWARD_GROUPS)
+    shape = forward_shape(call)
+    assert shape is not None, "`takes` has said so"
+    union = union_of(call, ranges, shape.tokens)
     tokens = ROWS // h
     _start(
         "forward_tiles.cu", call, shape, union, FORWARD,
@@ -102,7 +116,9 @@ def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
     q = call.q
     dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(lse)
     ranges = call.selection.ranges.contiguous()
-    shape, union = _shape_and_union(call, ranges, DQ_GROUPS)
+    shape = dq_shape(call)
+    assert shape is not None, "`takes` has said so"
+    union = union_of(call, ranges, shape.tokens)
     tokens = ROWS // q.shape[3]
     _start(
         "dq_tiles.cu", call, shape, union, DQ,
@@ -114,8 +130,8 @@ def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
 
 
 def takes_lists(call: Call, do: Tensor) -> bool:
-    """Whether dkdv_groups computes dk and dv of this call: as `takes`, with few enough tokens a step, and sums that registers hold."""
-    return takes(call, do) and call.q.shape[3] >= LEAST_HEADS and call.q.shape[4] <= 128
+    """Whether dkdv_groups computes dk and dv of this call: as `takes`, with sums that registers hold."""
+    return takes(call, do) and call.q.shape[4] <= 128
 
 
 def add_lists(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor, pieces: int, values: tuple[int, ...]) -> None:
@@ -128,14 +144,8 @@ def add_lists(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor
     launch.start(
         "dkdv_groups.cu", macros, q.get_device(), pieces, 128 * 3, (stages + 1) * step, LISTS,
         row_map(q, 1), row_map(do, 1), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64), *launch.problem(call, ranges),
-        lse.data_ptr(), delta.data_ptr(), *values, own=True,
+        lse.data_ptr(), delta.data_ptr(), *values, do.data_ptr(), *do.stride()[:4], own=True,
     )  # fmt: skip
-
-
-def _shape_and_union(call: Call, ranges: Tensor, most_groups: int) -> tuple[Shape, Union]:
-    shape = shape_of(call.q.shape[3], call.q.shape[4], call.v.shape[-1], call.device.shared_memory, most_groups)
-    assert shape is not None, "`takes` has said so"
-    return shape, union_of(call, ranges, shape.tokens)
 
 
 def _start(source: str, call: Call, shape: Shape, union: Union, fields: str, *values: object) -> None:

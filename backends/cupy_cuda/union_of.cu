@@ -23,22 +23,24 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(THREADS) union_of(const __grid_constant__ Arguments x) {
     __shared__ u32 keys[ENTRIES];
-    __shared__ int sums[THREADS], lowest;
+    __shared__ int lowest, sums[THREADS / 32], wholes[THREADS / 32];
     const Problem &p = x.p;
-    const int thread = threadIdx.x;
+    const int thread = threadIdx.x, n = static_cast<int>(p.n);
     i64 number = blockIdx.x, bg = number / x.tiles, i = number % x.tiles, b = bg / p.G, g = bg % p.G;
 
-    if (thread == 0) {
-        lowest = static_cast<int>(p.S_kv);
-        for (int r = 0; r < TOKENS && i * TOKENS + r < p.S; ++r) lowest = min(lowest, row_limit(p, b, i * TOKENS + r));
+    if (thread < 32) {
+        int least = static_cast<int>(p.S_kv);
+        for (int r = thread; r < TOKENS && i * TOKENS + r < p.S; r += 32) least = min(least, row_limit(p, b, i * TOKENS + r));
+        least = __reduce_min_sync(ALL, least);
+        if (thread == 0) lowest = least;
     }
     for (int e = thread; e < ENTRIES; e += THREADS) {
-        int r = e / static_cast<int>(p.n);
+        int r = e / n;
         i64 s = i * TOKENS + r;
         u32 key = NOWHERE;
         if (r < TOKENS && s < p.S) {
             int start, end;
-            clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + e % static_cast<int>(p.n), row_limit(p, b, s), start, end);
+            clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + e % n, row_limit(p, b, s), start, end);
             if (end > start) key = start / BLOCK * 64u + r;
         }
         keys[e] = key;
@@ -54,22 +56,40 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_of(const __grid_cons
                     keys[other] = key;
                 }
             }
-            __syncthreads();
+            if (gap >= 32 || (gap == 1 && width >= 32))
+                __syncthreads();
+            else  // this gap and the next stay within the 32 keys of a warp
+                __syncwarp();
         }
 
     // A thread has EACH pairs in a row; the first pair of a block counts it.
-    int first = thread * EACH, mine = 0;
-    for (int e = first; e < first + EACH; ++e) mine += keys[e] != NOWHERE && (e == 0 || keys[e] / 64 != keys[e - 1] / 64);
-    sums[thread] = mine;
-    __syncthreads();
-    for (int gap = 1; gap < THREADS; gap *= 2) {
-        int before = thread >= gap ? sums[thread - gap] : 0;
-        __syncthreads();
-        sums[thread] += before;
-        __syncthreads();
+    int first = thread * EACH, mine = 0, whole = 0;
+    for (int e = first; e < first + EACH; ++e) {
+        if (keys[e] == NOWHERE || (e && keys[e] / 64 == keys[e - 1] / 64)) continue;
+        ++mine;
+        whole += (keys[e] / 64 + 1) * static_cast<i64>(BLOCK) <= lowest;
     }
-    i64 at = number * x.capacity + sums[thread] - mine;
-    int whole = 0;
+    int before = mine;
+    for (int gap = 1; gap < 32; gap *= 2) {
+        int sum = __shfl_up_sync(ALL, before, gap);
+        if (thread % 32 >= gap) before += sum;
+    }
+    whole = __reduce_add_sync(ALL, whole);
+    if (thread % 32 == 31) {
+        sums[thread / 32] = before;
+        wholes[thread / 32] = whole;
+    }
+    __syncthreads();
+    int all = 0;
+    whole = 0;
+    before -= mine;
+    for (int warp = 0; warp < THREADS / 32; ++warp) {
+        if (warp < thread / 32) before += sums[warp];
+        all += sums[warp];
+        whole += wholes[warp];
+    }
+    if (thread == 0) x.counts[number] = make_int2(whole, all);
+    i64 at = number * x.capacity + before;
     for (int e = first; e < first + EACH; ++e) {
         u32 block = keys[e] / 64;
         if (keys[e] == NOWHERE || (e && block == keys[e - 1] / 64)) continue;
@@ -77,16 +97,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_of(const __grid_cons
         for (int other = e; other < ENTRIES && keys[other] != NOWHERE && keys[other] / 64 == block; ++other) members |= 1ull << keys[other] % 64;
         x.blocks[at] = block;
         x.members[at++] = members;
-        whole += (block + 1) * static_cast<i64>(BLOCK) <= lowest;
     }
-    __syncthreads();
-    int all = sums[THREADS - 1];
-    __syncthreads();
-    sums[thread] = whole;
-    __syncthreads();
-    for (int gap = THREADS / 2; gap; gap /= 2) {
-        if (thread < gap) sums[thread] += sums[thread + gap];
-        __syncthreads();
-    }
-    if (thread == 0) x.counts[number] = make_int2(sums[0], all);
 }

@@ -3,7 +3,7 @@
 //
 //   TILE        keys at once: 16 or 32
 //   STAGES      buffers of a team, 2 or more
-//   TEAMS       teams of a block
+//   TEAMS       teams of a block; one where it has several warps
 //   HEAD_WARPS  warps of a team; each has 16 of the group's heads, the rows of its matrix operands, and all share the team's keys
 #pragma once
 #include "common.cuh"
@@ -63,10 +63,11 @@ DEVICE int team_of() { return threadIdx.x / TEAM; }
 
 // All threads of the team have come here, and see what the others wrote to shared memory.
 DEVICE void team_barrier() {
+    static_assert(HEAD_WARPS == 1 || TEAMS == 1, "no barrier of some warps");
     if (HEAD_WARPS == 1)
         __syncwarp();
     else
-        barrier<TEAM>(team_of() + 1);
+        __syncthreads();
 }
 
 // Copy the rows at each lane's position (of lane r: row r) to a tile in shared memory; zeros from `count` on and past D columns.

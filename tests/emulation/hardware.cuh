@@ -92,7 +92,7 @@ struct alignas(8) Slot {
 };
 
 static Fiber fibers[MOST_THREADS];
-static Gate warp_gates[MOST_THREADS / 32], gates[16];  // gate 0: all threads
+static Gate warp_gates[MOST_THREADS / 32], block_gate;
 static Slot slots[MOST_THREADS / 32][2][32];
 static jmp_buf scheduler;
 static unsigned threads;
@@ -168,7 +168,7 @@ static T from_lane(const Slot *table, unsigned lane) {
     return value;
 }
 
-DEVICE void __syncthreads() { wait(gates[0], threads); }
+DEVICE void __syncthreads() { wait(block_gate, threads); }
 DEVICE void __syncwarp() { wait(warp_gates[threadIdx.x / 32], 32); }
 template <class T>
 DEVICE T __shfl_sync(u32, T x, int lane) {
@@ -190,10 +190,18 @@ DEVICE bool __any_sync(u32, bool x) {
     for (unsigned lane = 0; lane < 32; ++lane) any |= from_lane<bool>(table, lane);
     return any;
 }
-template <int THREADS>
-DEVICE void barrier(int number) {
-    require(number > 0 && number < 16, "no such barrier");
-    wait(gates[number], THREADS);
+template <class T, class Join>
+static T joined(T x, Join join) {
+    const Slot *table = exchange(x);
+    T all = from_lane<T>(table, 0);
+    for (unsigned lane = 1; lane < 32; ++lane) all = join(all, from_lane<T>(table, lane));
+    return all;
+}
+DEVICE int __reduce_min_sync(u32, int x) {
+    return joined(x, [](int a, int b) { return a < b ? a : b; });
+}
+DEVICE int __reduce_add_sync(u32, int x) {
+    return joined(x, [](int a, int b) { return a + b; });
 }
 
 // Numbers.

@@ -1,0 +1,21 @@
+// Every entry to its place: where its list's share of its stretch begins, and its rank there (lists.cuh).
+#include "lists.cuh"
+
+struct Arguments {
+    Problem p;
+    Turned t;
+    const int *ranks;  // [pairs * each]
+    const i64 *ends;   // [lists, stretches]: entries up to the end of that share
+    i64 *entries;      // [pairs * each]: bg * each + e, list after list
+    i64 number;        // pairs * each
+};
+
+extern "C" __global__ void __launch_bounds__(256) place(const __grid_constant__ Arguments x) {
+    i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+    if (i >= x.number) return;
+    i64 bg = i / x.t.each, e = i % x.t.each;
+    int tile = tile_of(x.p, x.t, bg, e);
+    if (tile < 0) return;
+    i64 share = share_of(x.t, bg, tile, e / (x.p.n * x.t.reach) / x.t.stretch);
+    x.entries[(share ? x.ends[share - 1] : 0) + x.ranks[i]] = i;
+}
