@@ -74,7 +74,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             delta[r] = sums[row0 + 8 * r];
-            float lse = rows.exists[r] ? x.lse[rows.out[r]] : -infinity();
+            float lse = rows.bit[r] ? x.lse[rows.place(p, tile, group, r)] : -infinity();
             lse2[r] = lse == -infinity() ? infinity() : lse * LOG2_E;
         }
         float acc[DK / 2], s[KEYS / 2], dp[KEYS / 2];

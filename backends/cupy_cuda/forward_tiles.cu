@@ -146,7 +146,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *mem
             l[r] += __shfl_xor_sync(ALL, l[r], 2);
             bool seen = !(l[r] == 0.0f);  // a row that saw no key gives 0 and -inf; NaN among its keys shows
             scale[r] = seen ? 1.0f / l[r] : 0.0f;
-            if (rows.exists[r] && lane % 4 == 0) x.lse[rows.out[r]] = seen ? (m[r] * c + log2f(l[r])) * LN_2 : -infinity();
+            if (rows.bit[r] && lane % 4 == 0) x.lse[rows.place(p, tile, group, r)] = seen ? (m[r] * c + log2f(l[r])) * LN_2 : -infinity();
         }
         store_rows<DV>(acc, scale, memory, x.o, tile, group);
         if (threadIdx.x % 128 == 0) {

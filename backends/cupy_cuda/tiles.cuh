@@ -20,7 +20,7 @@ constexpr int TQ = 64 / H, TOKENS = GROUPS * TQ;  // of a group, of a block
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;
 constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
-constexpr int COMPUTING = GROUPS == 3 ? 152 : 232, COPYING = GROUPS == 3 ? 56 : 40;  // registers a thread
+constexpr int COMPUTING = GROUPS == 3 ? 152 : 232, COPYING = GROUPS == 3 ? 56 : 48;  // registers a thread
 
 // The lists of a plan.
 struct Plan {
@@ -54,8 +54,12 @@ struct Tile {
 // Steps go round the stages: step number n of a block of threads has stage n % STAGES and parity n / STAGES % 2 of its barriers.
 struct Steps {
     u64 full[STAGES], empty[STAGES], raw;
+    // Steps whose copies have begun. A parity tells a phase from its neighbours alone: a group that passed a stage by must not wait for a
+    // phase of it before the one before has ended, and that is sure once the step's copies have begun.
+    volatile u32 begun;
 
     DEVICE void init() {
+        begun = 0;
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&full[i], 1);
             barrier_init(&empty[i], 4 * GROUPS);  // a lane of every warp
@@ -78,6 +82,7 @@ DEVICE int last_seen(const Problem &p, const Tile &tile) {
 template <bool MEND_KEYS>
 DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const Plan &plan, unsigned char *stages, Steps &shared) {
     int lane = threadIdx.x % 32, raw_parity = 0, stage = 0, parity = 0;
+    u32 begun = 0;
     for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x) {
         Tile tile(turn, plan.tiles, p.G);
         int2 counts = plan.counts[tile.number];
@@ -97,7 +102,9 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
                 u64 *landed = mend ? &shared.raw : &shared.full[stage];
                 wait(&shared.empty[stage], parity ^ 1);
                 if (lane < GROUPS && !tokens_of(chosen, lane)) arrive(&shared.empty[stage], 4);
+                ++begun;
                 if (lane == 0) {
+                    shared.begun = begun;
                     arrive_expecting(landed, STAGE_BYTES);
 #pragma unroll
                     for (int c = 0; c < DK; c += 64) copy_keys_box(k_tile + c / 64 * PANEL, &k_map, landed, c, key, tile.g, tile.b);
@@ -147,13 +154,13 @@ struct Way {
     Steps &shared;
     const Plan &plan;
     const int group;
-    u32 before = 0;  // steps of the tiles before
+    u32 before = 0, begun = 0;  // steps of the tiles before; steps whose copies have begun, at least
     u32 tile;
     int2 count;
     int first, step;            // of the 32 entries that are looked at, one a lane; the step under way
     u32 mine, mine_coming, ahead;  // the group's tokens in this lane's entry, and in that of the next tile; which of the 32 it takes part in
     u32 part;                   // the group's tokens that take part in the step
-    int stage, held, held_stage;  // held: a step whose stage is still read from
+    int stage, held_stage;      // of the step; of the step before, while it is still read from
 
     DEVICE Way(Steps &steps, const Plan &lists, int number) : shared(steps), plan(lists), group(number) {}
     DEVICE u32 tokens_at(u32 number, int2 blocks, int e) const {
@@ -164,14 +171,14 @@ struct Way {
     DEVICE void begin_tile(u32 number, int2 blocks) {
         tile = number;
         count = blocks;
-        first = held = held_stage = 0;
+        first = held_stage = 0;
         step = -1;
         mine = mine_coming;
         ahead = __ballot_sync(ALL, mine != 0);
     }
     DEVICE void end_tile() { before += count.y * STEPS; }
-    // To the next step that a row of this group takes part in. Copies wait for stages to be given back: a group that holds one must not
-    // wait for the step that is to be copied there.
+    // To the next step that a row of this group takes part in. Copies wait for stages to be given back: a group that holds the stage of
+    // the step under way must not wait for the step that is to be copied there.
     DEVICE Found advance(bool holds) {
         int next = step + 1;
         if (next % STEPS == 0) {  // of another entry
@@ -183,42 +190,41 @@ struct Way {
             }
             const int lane = __ffs(ahead) - 1;
             next = (first + lane) * STEPS;
-            if (holds && next - held >= STAGES) return GIVE_BACK;
+            if (holds && next - step >= STAGES) return GIVE_BACK;
             part = __shfl_sync(ALL, mine, lane);
             ahead &= ahead - 1;
         }
         step = next;
         const u32 turn = before + step;
         stage = turn % STAGES;
+        while (static_cast<int>(begun - turn) <= 0) begun = shared.begun;
         wait(&shared.full[stage], turn / STAGES % 2);
         return TAKES_PART;
     }
-    DEVICE void hold() {
-        held = step;
-        held_stage = stage;
-    }
+    DEVICE void hold() { held_stage = stage; }
     DEVICE void give_back() {
         if (threadIdx.x % 32 == 0) arrive(&shared.empty[held_stage]);
     }
 };
 
-// Of the group's rows a thread has two, 8 apart: (token, head), whether they exist, their bit in `part`, where they end, and their place
-// among B*S*G*H.
+// Of the group's rows a thread has two, 8 apart: (token, head), their bit in `part` (none where they do not exist), and where they end.
 struct Rows {
-    bool exists[2];
     u32 bit[2];
     int limit[2];
-    i64 out[2];
     DEVICE Rows(const Problem &p, const Tile &tile, int group) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r, token = row / H;
             i64 s = static_cast<i64>(tile.i) * TOKENS + group * TQ + token;
-            exists[r] = token < TQ && s < p.S;
-            bit[r] = exists[r] ? 1u << token : 0u;
-            limit[r] = exists[r] ? row_limit(p, tile.b, s) : 0;
-            out[r] = ((tile.b * p.S + s) * p.G + tile.g) * H + row % H;
+            const bool exists = token < TQ && s < p.S;
+            bit[r] = exists ? 1u << token : 0u;
+            limit[r] = exists ? row_limit(p, tile.b, s) : 0;
         }
+    }
+    // The row's place among B*S*G*H.
+    DEVICE i64 place(const Problem &p, const Tile &tile, int group, int r) const {
+        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+        return ((tile.b * p.S + static_cast<i64>(tile.i) * TOKENS + group * TQ + row / H) * p.G + tile.g) * H + row % H;
     }
 };
 
