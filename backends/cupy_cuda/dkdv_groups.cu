@@ -277,14 +277,14 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dkdv_groups(
     publish_writes();
     __syncthreads();
     if (group == GROUPS) {
-        give_registers<48>();
+        share_registers<GROUPS, 232, 40>(false);
         if (threadIdx.x == 128 * GROUPS) copy_tile(x, piece, memory, shared);
         __syncwarp();
         if (warp == 1) copy_statistics(x, piece, shared);
         else if (!BULK) copy_pieces(x, piece, stages, shared, warp ? warp - 1 : 0);
         else if (warp == 0) copy_tokens(x, piece, stages, shared);
     } else {
-        take_registers<232>();
+        share_registers<GROUPS, 232, 40>(true);
         accumulate(x, piece, memory, stages, shared, group);
     }
 }

@@ -166,12 +166,12 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dq_tiles(con
     }
     __syncthreads();
     if (group == GROUPS) {
-        give_registers<COPYING>();
+        share_registers<GROUPS, COMPUTING, COPYING>(false);
         if (warp == 0) copy_steps<true>(x.k, x.v, x.p, x.plan, stages, shared.steps);
         else if (warp <= GROUPS)
             copy_rows<DK, DV>(x.q, x.d_o, x.p, x.plan, memory + (warp - 1) * ROW_BYTES, &shared.full[warp - 1], &shared.empty[warp - 1], warp - 1);
     } else {
-        take_registers<COMPUTING>();
+        share_registers<GROUPS, COMPUTING, COPYING>(true);
         differentiate(x, stages, memory + group * ROW_BYTES, sums[group], shared, group);
     }
 }

@@ -84,10 +84,17 @@ DEVICE u64 descriptor(u32 address, u32 panel = 0) {
 // Where piece c (16 bytes) of a row stands in its panel.
 DEVICE u32 swizzled(int row, int c) { return row * 128 + (c ^ row % 8) * 16; }
 
-template <int N>
-DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N>
-DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+// MORE registers a thread for N groups of warps that compute, LESS for the one that copies. A block begins with an equal share for all; it would
+// wait for ever if the groups took more than the one gives.
+template <int N, int MORE, int LESS>
+DEVICE void share_registers(bool computes) {
+    constexpr int SHARE = 65536 / (128 * (N + 1)) / 8 * 8;
+    static_assert(N * (MORE - SHARE) <= SHARE - LESS, "more registers than there are");
+    if (computes)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MORE));
+    else
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LESS));
+}
 
 // What all lanes agree on, so that the compiler knows it.
 DEVICE u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }

@@ -20,7 +20,7 @@ constexpr int TQ = 64 / H, TOKENS = GROUPS * TQ;  // of a group, of a block
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;
 constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
-constexpr int COMPUTING = GROUPS == 3 ? 152 : 232, COPYING = GROUPS == 3 ? 56 : 48;  // registers a thread
+constexpr int COMPUTING = GROUPS == 3 ? 152 : 224, COPYING = 56;  // registers a thread
 
 // The lists of a plan.
 struct Plan {
@@ -199,6 +199,7 @@ struct Way {
         stage = turn % STAGES;
         while (static_cast<int>(begun - turn) <= 0) begun = shared.begun;
         wait(&shared.full[stage], turn / STAGES % 2);
+        __syncwarp();
         return TAKES_PART;
     }
     DEVICE void hold() { held_stage = stage; }
