@@ -84,8 +84,8 @@ DEVICE u64 descriptor(u32 address, u32 panel = 0) {
 // Where piece c (16 bytes) of a row stands in its panel.
 DEVICE u32 swizzled(int row, int c) { return row * 128 + (c ^ row % 8) * 16; }
 
-// MORE registers a thread for N groups of warps that compute, LESS for the one that copies. A block begins with an equal share for all; it would
-// wait for ever if the groups took more than the one gives.
+// MORE registers a thread for N groups of warps that compute, LESS for the one that copies. A block begins with an equal share for all; it
+// would wait for ever if the groups took more than the one gives.
 template <int N, int MORE, int LESS>
 DEVICE void share_registers(bool computes) {
     constexpr int SHARE = 65536 / (128 * (N + 1)) / 8 * 8;

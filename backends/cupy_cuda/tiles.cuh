@@ -20,7 +20,7 @@ constexpr int TQ = 64 / H, TOKENS = GROUPS * TQ;  // of a group, of a block
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;
 constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
-constexpr int COMPUTING = GROUPS == 3 ? 152 : 224, COPYING = 56;  // registers a thread
+constexpr int COMPUTING = GROUPS == 3 ? 152 : 232, COPYING = GROUPS == 3 ? 56 : 40;  // registers a thread
 
 // The lists of a plan.
 struct Plan {
@@ -81,7 +81,7 @@ DEVICE int last_seen(const Problem &p, const Tile &tile) {
 // One warp: the keys and values of every step, for all groups. MEND_KEYS: keys that no row may see are made zero, too.
 template <bool MEND_KEYS>
 DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const Plan &plan, unsigned char *stages, Steps &shared) {
-    int lane = threadIdx.x % 32, raw_parity = 0, stage = 0, parity = 0;
+    int lane = threadIdx.x % 32, raw_parity = 0;
     u32 begun = 0;
     for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x) {
         Tile tile(turn, plan.tiles, p.G);
@@ -97,6 +97,7 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
             int first = __shfl_sync(ALL, block, e % 32) * BLOCK;
             u64 chosen = __shfl_sync(ALL, members, e % 32);
             for (int key = first; key < first + BLOCK; key += KEYS) {
+                const u32 stage = begun % STAGES, parity = begun / STAGES % 2;
                 unsigned char *k_tile = stages + stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
                 bool mend = e < cut && key + KEYS > seen;
                 u64 *landed = mend ? &shared.raw : &shared.full[stage];
@@ -120,10 +121,6 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
                     publish_writes();
                     __syncwarp();
                     if (lane == 0) arrive(&shared.full[stage]);
-                }
-                if (++stage == STAGES) {
-                    stage = 0;
-                    parity ^= 1;
                 }
             }
         }
