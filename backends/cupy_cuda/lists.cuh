@@ -10,14 +10,16 @@ struct Turned {
     i64 stretch, stretches;         // rows of a stretch, stretches of a pair
 };
 
+// All of these are below 2^31, and 64-bit divisions are slow.
+
 // The tile of entry e of the pair bg; -1 where the range does not reach that far, or the row may not see it.
-DEVICE int tile_of(const Problem &p, const Turned &t, i64 bg, i64 e) {
-    i64 b = bg / p.G, g = bg % p.G, s = e / (p.n * t.reach);
+DEVICE int tile_of(const Problem &p, const Turned &t, u32 bg, u32 e) {
+    const u32 G = p.G, n = p.n, reach = t.reach, width = t.width, b = bg / G, g = bg % G, pair = e / reach, s = pair / n;
     int start, end;
-    clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + e / t.reach % p.n, row_limit(p, b, s), start, end);
-    i64 tile = start / t.width + e % t.reach;
+    clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + pair % n, row_limit(p, b, s), start, end);
+    const u32 tile = static_cast<u32>(start) / width + e % reach;
     return end > start && tile * t.width < end ? static_cast<int>(tile) : -1;
 }
 
 // Where a stretch's entries of a list are counted: lists in order, in each the stretches.
-DEVICE i64 share_of(const Turned &t, i64 bg, i64 tile, i64 stretch) { return (bg * t.tiles + tile) * t.stretches + stretch; }
+DEVICE i64 share_of(const Turned &t, u32 bg, u32 tile, u32 stretch) { return (bg * t.tiles + tile) * t.stretches + stretch; }

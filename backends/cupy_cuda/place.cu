@@ -11,11 +11,11 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(256) place(const __grid_constant__ Arguments x) {
-    i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
+    const i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
     if (i >= x.number) return;
-    i64 bg = i / x.t.each, e = i % x.t.each;
-    int tile = tile_of(x.p, x.t, bg, e);
+    const u32 bg = i / x.t.each, e = i % x.t.each;
+    const int tile = tile_of(x.p, x.t, bg, e);
     if (tile < 0) return;
-    i64 share = share_of(x.t, bg, tile, e / (x.p.n * x.t.reach) / x.t.stretch);
+    const i64 share = share_of(x.t, bg, tile, e / static_cast<u32>(x.p.n * x.t.reach) / static_cast<u32>(x.t.stretch));
     x.entries[(share ? x.ends[share - 1] : 0) + x.ranks[i]] = i;
 }

@@ -144,6 +144,7 @@ DEVICE void copy_rows(const TensorMap &map, const TensorMap &more, const Problem
     }
 }
 
+constexpr int NONE = -1;
 enum Found { TAKES_PART, GIVE_BACK, END };
 
 // A group's way through the steps of a tile that it takes part in.
@@ -156,7 +157,8 @@ struct Way {
     int2 count;
     int first, step;            // of the 32 entries that are looked at, one a lane; the step under way
     u32 mine, mine_coming, ahead;  // the group's tokens in this lane's entry, and in that of the next tile; which of the 32 it takes part in
-    u32 part;                   // the group's tokens that take part in the step
+    u32 part, next_part;        // the group's tokens that take part in the step; in the one after
+    int next;                   // the step after, NONE: it is not among the 32 entries
     int stage, held_stage;      // of the step; of the step before, while it is still read from
 
     DEVICE Way(Steps &steps, const Plan &lists, int number) : shared(steps), plan(lists), group(number) {}
@@ -172,31 +174,38 @@ struct Way {
         step = -1;
         mine = mine_coming;
         ahead = __ballot_sync(ALL, mine != 0);
+        find_next();
     }
     DEVICE void end_tile() { before += count.y * STEPS; }
+    // Found early, so that nothing waits for it.
+    DEVICE void find_next() {
+        if (STEPS > 1 && (step + 1) % STEPS) {
+            next = step + 1;  // of the same entry
+            return;
+        }
+        const int lane = __ffs(ahead) - 1;
+        next = ahead ? (first + lane) * STEPS : NONE;
+        next_part = __shfl_sync(ALL, mine, lane & 31);
+        ahead &= ahead - 1;
+    }
     // To the next step that a row of this group takes part in. Copies wait for stages to be given back: a group that holds the stage of
     // the step under way must not wait for the step that is to be copied there.
     DEVICE Found advance(bool holds) {
-        int next = step + 1;
-        if (next % STEPS == 0) {  // of another entry
-            while (!ahead) {
-                first += 32;
-                if (first >= count.y) return END;
-                mine = tokens_at(tile, count, first + threadIdx.x % 32);
-                ahead = __ballot_sync(ALL, mine != 0);
-            }
-            const int lane = __ffs(ahead) - 1;
-            next = (first + lane) * STEPS;
-            if (holds && next - step >= STAGES) return GIVE_BACK;
-            part = __shfl_sync(ALL, mine, lane);
-            ahead &= ahead - 1;
+        while (next == NONE) {
+            first += 32;
+            if (first >= count.y) return END;
+            mine = tokens_at(tile, count, first + threadIdx.x % 32);
+            ahead = __ballot_sync(ALL, mine != 0);
+            find_next();
         }
+        if (holds && next - step >= STAGES) return GIVE_BACK;
         step = next;
+        part = next_part;
         const u32 turn = before + step;
         stage = turn % STAGES;
         while (static_cast<int>(begun - turn) <= 0) begun = shared.begun;
         wait(&shared.full[stage], turn / STAGES % 2);
-        __syncwarp();
+        find_next();
         return TAKES_PART;
     }
     DEVICE void hold() { held_stage = stage; }

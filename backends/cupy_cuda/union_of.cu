@@ -25,23 +25,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_of(const __grid_cons
     __shared__ u32 keys[ENTRIES];
     __shared__ int lowest, sums[THREADS / 32], wholes[THREADS / 32];
     const Problem &p = x.p;
-    const int thread = threadIdx.x, n = static_cast<int>(p.n);
-    i64 number = blockIdx.x, bg = number / x.tiles, i = number % x.tiles, b = bg / p.G, g = bg % p.G;
+    const int thread = threadIdx.x;
+    const u32 n = p.n, tiles = x.tiles, G = p.G, i = blockIdx.x % tiles, bg = blockIdx.x / tiles, b = bg / G, g = bg % G;  // 64-bit divisions are slow
+    const i64 first_row = static_cast<i64>(i) * TOKENS;
 
     if (thread < 32) {
         int least = static_cast<int>(p.S_kv);
-        for (int r = thread; r < TOKENS && i * TOKENS + r < p.S; r += 32) least = min(least, row_limit(p, b, i * TOKENS + r));
+        for (int r = thread; r < TOKENS && first_row + r < p.S; r += 32) least = min(least, row_limit(p, b, first_row + r));
         least = __reduce_min_sync(ALL, least);
         if (thread == 0) lowest = least;
     }
     for (int e = thread; e < ENTRIES; e += THREADS) {
-        int r = e / n;
-        i64 s = i * TOKENS + r;
-        u32 key = NOWHERE;
+        u32 r = e / n, key = NOWHERE;
+        i64 s = first_row + r;
         if (r < TOKENS && s < p.S) {
             int start, end;
             clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + e % n, row_limit(p, b, s), start, end);
-            if (end > start) key = start / BLOCK * 64u + r;
+            if (end > start) key = static_cast<u32>(start) / BLOCK * 64 + r;
         }
         keys[e] = key;
     }
@@ -88,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_of(const __grid_cons
         all += sums[warp];
         whole += wholes[warp];
     }
-    if (thread == 0) x.counts[number] = make_int2(whole, all);
-    i64 at = number * x.capacity + before;
+    if (thread == 0) x.counts[blockIdx.x] = make_int2(whole, all);
+    i64 at = blockIdx.x * x.capacity + before;
     for (int e = first; e < first + EACH; ++e) {
         u32 block = keys[e] / 64;
         if (keys[e] == NOWHERE || (e && block == keys[e - 1] / 64)) continue;

@@ -34,6 +34,9 @@ struct alignas(8) float2 {
 struct alignas(16) uint4 {
     u32 x, y, z, w;
 };
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
 struct alignas(8) int2 {
     int x, y;
 };
@@ -199,6 +202,18 @@ static T joined(T x, Join join) {
 }
 DEVICE int __reduce_min_sync(u32, int x) {
     return joined(x, [](int a, int b) { return a < b ? a : b; });
+}
+DEVICE u32 __match_any_sync(u32, int x) {
+    const Slot *table = exchange(x);
+    u32 alike = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) alike |= (from_lane<int>(table, lane) == x ? 1u : 0u) << lane;
+    return alike;
+}
+DEVICE int __popc(u32 x) { return __builtin_popcount(x); }
+DEVICE int atomicMax(int *at, int x) {
+    int old = *at;
+    *at = old > x ? old : x;
+    return old;
 }
 DEVICE int __reduce_add_sync(u32, int x) {
     return joined(x, [](int a, int b) { return a + b; });
