@@ -12,7 +12,10 @@
 #include "hopper.cuh"
 
 constexpr int GROUPS = 2, TQ = 64 / H, KEYS = 64, ROWS = 64;
-constexpr bool BULK = H >= 16;   // one bulk copy takes about 70 cycles, however small it is
+#ifndef LEAST_BULK
+#define LEAST_BULK 16
+#endif
+constexpr bool BULK = H >= LEAST_BULK;   // one bulk copy takes about 70 cycles, however small it is
 constexpr int COPIERS = BULK ? 1 : 3;  // warps
 constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
@@ -92,29 +95,34 @@ DEVICE void copy_tokens(const Arguments &x, const Piece &piece, unsigned char *s
     }
 }
 
-// One of the copying warps: its rows of q and do of every step, eight lanes a row; zeros for rows that do not exist. A step is announced
-// once it is there and the next one's copies have begun.
+// One of the copying warps: four heads of a token at once, eight lanes a row, of every COPIERS-th four; zeros for tokens that do not exist.
+// A step is announced once it is there and the next one's copies have begun.
 DEVICE void copy_pieces(const Arguments &x, const Piece &piece, unsigned char *stages, Shared &shared, int copier) {
-    const int lane = threadIdx.x % 32, column = lane % 8;
-    const u16 *q = x.p.q + piece.b * x.p.stride_qb + piece.g * x.p.stride_qg + column * 8;
-    const u16 *d_out = x.d_out + piece.b * x.stride_dob + piece.g * x.stride_dog + column * 8;
+    constexpr int FOURS = (H + 3) / 4;  // of a token
+    const int lane = threadIdx.x % 32, column = lane % 8, head0 = lane / 8;
+    const u16 *q = x.p.q + piece.b * x.p.stride_qb + piece.g * x.p.stride_qg + head0 * x.p.stride_qh + column * 8;
+    const u16 *d_out = x.d_out + piece.b * x.stride_dob + piece.g * x.stride_dog + head0 * x.stride_doh + column * 8;
     i64 coming = piece.row(x, 0, lane);
     for (int step = 0; step < piece.steps; ++step) {
-        const int stage = step % STAGES, tokens = static_cast<int>(coming);
+        const int stage = step % STAGES;
+        // Of token number `lane`: where its rows begin, negative where there is no such token.
+        const i64 q_of_lane = coming < x.p.S ? coming * x.p.stride_qs : -1, do_of_lane = coming * x.stride_dos;
         coming = piece.row(x, step + 1, lane);
         wait(&shared.empty[stage], step / STAGES % 2 ^ 1);
+        __syncwarp();
 #pragma unroll 1
-        for (int row = 4 * copier + lane / 8; row < ROWS; row += 4 * COPIERS) {
-            const i64 s = __shfl_sync(ALL, tokens, row / H);
-            const bool exists = s < x.p.S;
-            const int head = row % H;
-            unsigned char *to = stages + stage * STAGE_BYTES + swizzled(row, column);
+        for (int four = copier; four < TQ * FOURS; four += COPIERS) {
+            const int token = four / FOURS, head = four % FOURS * 4 + head0;
+            const i64 q_at = __shfl_sync(ALL, q_of_lane, token), do_at = __shfl_sync(ALL, do_of_lane, token);
+            if (H % 4 && head >= H) continue;
+            const bool exists = q_at >= 0;
+            const u16 *q_row = exists ? q + q_at + four % FOURS * 4 * x.p.stride_qh : q;
+            const u16 *do_row = exists ? d_out + do_at + four % FOURS * 4 * x.stride_doh : d_out;
+            unsigned char *to = stages + stage * STAGE_BYTES + swizzled(token * H + head, column);
 #pragma unroll
-            for (int c = 0; c < DK; c += 64)
-                copy_eight(reinterpret_cast<u16 *>(to + c / 64 * PANEL), exists ? q + s * x.p.stride_qs + head * x.p.stride_qh + c : q, exists);
+            for (int c = 0; c < DK; c += 64) copy_eight(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
 #pragma unroll
-            for (int c = 0; c < DV; c += 64)
-                copy_eight(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), exists ? d_out + s * x.stride_dos + head * x.stride_doh + c : d_out, exists);
+            for (int c = 0; c < DV; c += 64) copy_eight(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
         }
         commit_copies();
         if (step) {
@@ -272,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dkdv_groups(
         barrier_init(&shared.tile, 1);
         barriers_are_ready();
     }
-    if (BULK && TQ * H < ROWS)  // rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel
+    if (TQ * H < ROWS)  // rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel
         for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += blockDim.x) *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
     publish_writes();
     __syncthreads();

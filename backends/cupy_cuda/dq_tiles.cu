@@ -53,21 +53,16 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
     const float c = p.scale_log2;
     const u32 q_tile = uniform(shared_address(memory)), do_tile = uniform(shared_address(memory + Q_BYTES)), stage0 = uniform(shared_address(stages));
     int parity = 0;
-    Way way(shared.steps, plan, group);
+    Way way(shared.steps, group);
     int2 coming = make_int2(0, 0);  // the next tile's counts
-    if (blockIdx.x < plan.all) {
-        u32 number = Tile(blockIdx.x, plan.tiles, p.G).number;
-        coming = plan.counts[number];
-        way.look_ahead(number, coming);
-    }
+    if (blockIdx.x < plan.all) coming = plan.counts[Tile(blockIdx.x, plan.tiles, p.G).number];
     for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x, parity ^= 1) {
         Tile tile(turn, plan.tiles, p.G);
         Rows rows(p, tile, group);
-        const int cut = (coming.y - coming.x) * STEPS;
-        const bool last = turn + gridDim.x >= plan.all;
-        const u32 next_tile = last ? 0 : Tile(turn + gridDim.x, plan.tiles, p.G).number;
-        way.begin_tile(tile.number, coming);
-        if (!last) coming = plan.counts[next_tile];
+        const int2 count = coming;
+        const int cut = (count.y - count.x) * STEPS;
+        way.begin_tile(count.y * STEPS);
+        if (turn + gridDim.x < plan.all) coming = plan.counts[Tile(turn + gridDim.x, plan.tiles, p.G).number];
         row_sums(x, tile, group, sums);
         barrier<128>(group + 1);
         float delta[2], lse2[2];  // a row that saw nothing has p = 0, too
@@ -83,7 +78,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
         for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
 
         auto begin_logits = [&] {
-            const u32 stage = uniform(stage0 + way.stage * STAGE_BYTES);
+            const u32 stage = uniform(stage0 + way.ring.stage * STAGE_BYTES);
             begin_products<DK>(s, q_tile, stage);
             begin_products<DV>(dp, do_tile, stage + K_BYTES);
             wgmma_end();
@@ -104,7 +99,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
             }
         };
         auto mask = [&] {
-            const int key = plan.blocks[plan.place(tile.number, way.count, way.step / STEPS)] * BLOCK + way.step % STEPS * KEYS;
+            const int key = plan.blocks[plan.place(tile.number, count, way.step / STEPS)] * BLOCK + way.step % STEPS * KEYS;
 #pragma unroll
             for (int i = 0; i < KEYS / 2; ++i)
                 if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows.limit[i / 2 % 2]) s[i] = 0.0f;
@@ -138,7 +133,6 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
             if (found == GIVE_BACK) found = way.advance(false);
         }
         way.end_tile();
-        if (!last) way.look_ahead(next_tile, coming);
 
         barrier<128>(group + 1);  // all have done with q: dq takes its place
         const float scale[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};

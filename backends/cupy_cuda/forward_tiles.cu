@@ -27,21 +27,16 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *mem
     const float c = p.scale_log2, slack = SLACK / c;
     const u32 q_tile = uniform(shared_address(memory)), stage0 = uniform(shared_address(stages));
     int q_parity = 0;
-    Way way(shared.steps, plan, group);
+    Way way(shared.steps, group);
     int2 coming = make_int2(0, 0);  // the next tile's counts
-    if (blockIdx.x < plan.all) {
-        u32 number = Tile(blockIdx.x, plan.tiles, p.G).number;
-        coming = plan.counts[number];
-        way.look_ahead(number, coming);
-    }
+    if (blockIdx.x < plan.all) coming = plan.counts[Tile(blockIdx.x, plan.tiles, p.G).number];
     for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x, q_parity ^= 1) {
         Tile tile(turn, plan.tiles, p.G);
         Rows rows(p, tile, group);
-        const int cut = (coming.y - coming.x) * STEPS;
-        const bool last = turn + gridDim.x >= plan.all;
-        const u32 next_tile = last ? 0 : Tile(turn + gridDim.x, plan.tiles, p.G).number;
-        way.begin_tile(tile.number, coming);
-        if (!last) coming = plan.counts[next_tile];
+        const int2 count = coming;
+        const int cut = (count.y - count.x) * STEPS;
+        way.begin_tile(count.y * STEPS);
+        if (turn + gridDim.x < plan.all) coming = plan.counts[Tile(turn + gridDim.x, plan.tiles, p.G).number];
         float acc[DV / 2], s[KEYS / 2], m[2] = {LOWEST, LOWEST}, l[2] = {0.0f, 0.0f}, alpha[2] = {1.0f, 1.0f};
         u32 weights[KEYS / 16][4];  // p as operand
         bool rises = false;
@@ -49,7 +44,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *mem
         for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
 
         auto begin_logits = [&] {
-            begin_products<DK>(s, q_tile, uniform(stage0 + way.stage * STAGE_BYTES));
+            begin_products<DK>(s, q_tile, uniform(stage0 + way.ring.stage * STAGE_BYTES));
             wgmma_end();
         };
         auto begin_values = [&] {
@@ -57,7 +52,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *mem
             wgmma_end();
         };
         auto mask = [&] {
-            const int key = plan.blocks[plan.place(tile.number, way.count, way.step / STEPS)] * BLOCK + way.step % STEPS * KEYS;
+            const int key = plan.blocks[plan.place(tile.number, count, way.step / STEPS)] * BLOCK + way.step % STEPS * KEYS;
 #pragma unroll
             for (int i = 0; i < KEYS / 2; ++i)
                 if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows.limit[i / 2 % 2]) s[i] = -infinity();
@@ -136,7 +131,6 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *mem
             if (found == GIVE_BACK) found = way.advance(false);
         }
         way.end_tile();
-        if (!last) way.look_ahead(next_tile, coming);
 
         barrier<128>(group + 1);  // all have done with q: o takes its place
         float scale[2];

@@ -9,9 +9,7 @@ struct alignas(64) TensorMap {
 // A barrier in shared memory: waited for by the parity of its phase, which ends when `count` arrivals and all announced bytes are there.
 DEVICE void barrier_init(u64 *bar, int count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count)); }
 DEVICE void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void arrive(u64 *bar, int times = 1) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(times) : "memory");
-}
+DEVICE void arrive(u64 *bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory"); }
 DEVICE void arrive_expecting(u64 *bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 }

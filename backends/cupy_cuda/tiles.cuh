@@ -1,9 +1,8 @@
 // Tiles of adjacent tokens on Hopper: what the forward pass and dq share. The keys and values of the union of a tile's blocks (union_of.cu)
 // travel once for all groups of warps of a block, STAGES steps of 64 keys ahead.
 //
-// A group of four warps has 64 rows of the matrix unit, TQ = 64 / H tokens with their heads, and takes part in the steps whose block one
-// of its tokens chose; for the groups that do not, the copying warp gives the stage back at once. Blocks of threads stay and take tile
-// after tile. Of a tile's list come first
+// A group of four warps has 64 rows of the matrix unit, TQ = 64 / H tokens with their heads. Every group waits for every step, and takes
+// part in those that one of its tokens chose. Blocks of threads stay and take tile after tile. Of a tile's list come first
 //   cut blocks    the causal clamp, or the end of the cache, cuts them for some row: they need a mask for every element, and what no row
 //                 may see is made zero, since p = 0 would not cancel NaN
 //   whole blocks  all rows of the tile see them to their last key
@@ -36,9 +35,6 @@ struct Plan {
     }
 };
 
-// Which of a group's tokens are among a tile's `members`.
-DEVICE u32 tokens_of(u64 members, int group) { return static_cast<u32>(members >> group * TQ) & static_cast<u32>((1ull << TQ) - 1); }
-
 // A tile of tokens: late ones, which see the most blocks, first.
 struct Tile {
     int i, b, g;
@@ -51,15 +47,23 @@ struct Tile {
     }
 };
 
-// Steps go round the stages: step number n of a block of threads has stage n % STAGES and parity n / STAGES % 2 of its barriers.
+// Steps go round the stages: which one, and the parity of its barriers.
+struct Ring {
+    int stage = 0, parity = 0;
+    DEVICE void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Barriers of the steps, and which tokens take part in each.
 struct Steps {
     u64 full[STAGES], empty[STAGES], raw;
-    // Steps whose copies have begun. A parity tells a phase from its neighbours alone: a group that passed a stage by must not wait for a
-    // phase of it before the one before has ended, and that is sure once the step's copies have begun.
-    volatile u32 begun;
+    u32 takes_part[STAGES][GROUPS];  // bit r: token r of the group chose the step's block
 
     DEVICE void init() {
-        begun = 0;
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&full[i], 1);
             barrier_init(&empty[i], 4 * GROUPS);  // a lane of every warp
@@ -82,7 +86,7 @@ DEVICE int last_seen(const Problem &p, const Tile &tile) {
 template <bool MEND_KEYS>
 DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const Plan &plan, unsigned char *stages, Steps &shared) {
     int lane = threadIdx.x % 32, raw_parity = 0;
-    u32 begun = 0;
+    Ring ring;
     for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x) {
         Tile tile(turn, plan.tiles, p.G);
         int2 counts = plan.counts[tile.number];
@@ -96,16 +100,14 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
             }
             int first = __shfl_sync(ALL, block, e % 32) * BLOCK;
             u64 chosen = __shfl_sync(ALL, members, e % 32);
-            for (int key = first; key < first + BLOCK; key += KEYS) {
-                const u32 stage = begun % STAGES, parity = begun / STAGES % 2;
-                unsigned char *k_tile = stages + stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
+            for (int key = first; key < first + BLOCK; key += KEYS, ring.next()) {
+                unsigned char *k_tile = stages + ring.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
                 bool mend = e < cut && key + KEYS > seen;
-                u64 *landed = mend ? &shared.raw : &shared.full[stage];
-                wait(&shared.empty[stage], parity ^ 1);
-                if (lane < GROUPS && !tokens_of(chosen, lane)) arrive(&shared.empty[stage], 4);
-                ++begun;
+                u64 *landed = mend ? &shared.raw : &shared.full[ring.stage];
+                wait(&shared.empty[ring.stage], ring.parity ^ 1);
+                if (lane < GROUPS) shared.takes_part[ring.stage][lane] = static_cast<u32>(chosen >> lane * TQ) & static_cast<u32>((1ull << TQ) - 1);
+                __syncwarp();
                 if (lane == 0) {
-                    shared.begun = begun;
                     arrive_expecting(landed, STAGE_BYTES);
 #pragma unroll
                     for (int c = 0; c < DK; c += 64) copy_keys_box(k_tile + c / 64 * PANEL, &k_map, landed, c, key, tile.g, tile.b);
@@ -120,7 +122,7 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
                         if (key + i / 8 % KEYS >= seen) *reinterpret_cast<uint4 *>(mended + i * 16) = make_uint4(0, 0, 0, 0);
                     publish_writes();
                     __syncwarp();
-                    if (lane == 0) arrive(&shared.full[stage]);
+                    if (lane == 0) arrive(&shared.full[ring.stage]);
                 }
             }
         }
@@ -144,71 +146,42 @@ DEVICE void copy_rows(const TensorMap &map, const TensorMap &more, const Problem
     }
 }
 
-constexpr int NONE = -1;
 enum Found { TAKES_PART, GIVE_BACK, END };
 
-// A group's way through the steps of a tile that it takes part in.
+// A group's way through the steps of a tile.
 struct Way {
     Steps &shared;
-    const Plan &plan;
     const int group;
-    u32 before = 0, begun = 0;  // steps of the tiles before; steps whose copies have begun, at least
-    u32 tile;
-    int2 count;
-    int first, step;            // of the 32 entries that are looked at, one a lane; the step under way
-    u32 mine, mine_coming, ahead;  // the group's tokens in this lane's entry, and in that of the next tile; which of the 32 it takes part in
-    u32 part, next_part;        // the group's tokens that take part in the step; in the one after
-    int next;                   // the step after, NONE: it is not among the 32 entries
-    int stage, held_stage;      // of the step; of the step before, while it is still read from
+    Ring ring;
+    int step, total, held, held_stage;  // held: a step whose stage is still read from
+    u32 part;                           // which tokens take part
 
-    DEVICE Way(Steps &steps, const Plan &lists, int number) : shared(steps), plan(lists), group(number) {}
-    DEVICE u32 tokens_at(u32 number, int2 blocks, int e) const {
-        return e < blocks.y ? tokens_of(plan.members[plan.place(number, blocks, e)], group) : 0u;
-    }
-    // Read what the next tile begins with: it is there when that tile begins.
-    DEVICE void look_ahead(u32 number, int2 blocks) { mine_coming = tokens_at(number, blocks, threadIdx.x % 32); }
-    DEVICE void begin_tile(u32 number, int2 blocks) {
-        tile = number;
-        count = blocks;
-        first = held_stage = 0;
+    DEVICE Way(Steps &steps, int number) : shared(steps), group(number) {}
+    DEVICE void begin_tile(int steps) {
         step = -1;
-        mine = mine_coming;
-        ahead = __ballot_sync(ALL, mine != 0);
-        find_next();
+        total = steps;
+        held = held_stage = 0;
     }
-    DEVICE void end_tile() { before += count.y * STEPS; }
-    // Found early, so that nothing waits for it.
-    DEVICE void find_next() {
-        if (STEPS > 1 && (step + 1) % STEPS) {
-            next = step + 1;  // of the same entry
-            return;
-        }
-        const int lane = __ffs(ahead) - 1;
-        next = ahead ? (first + lane) * STEPS : NONE;
-        next_part = __shfl_sync(ALL, mine, lane & 31);
-        ahead &= ahead - 1;
+    DEVICE void end_tile() {
+        if (total > 0) ring.next();
     }
-    // To the next step that a row of this group takes part in. Copies wait for stages to be given back: a group that holds the stage of
-    // the step under way must not wait for the step that is to be copied there.
+    // To the next step that a row of this group takes part in. Copies wait for stages to be given back: a group that holds one must not
+    // wait for the step that is to be copied there.
     DEVICE Found advance(bool holds) {
-        while (next == NONE) {
-            first += 32;
-            if (first >= count.y) return END;
-            mine = tokens_at(tile, count, first + threadIdx.x % 32);
-            ahead = __ballot_sync(ALL, mine != 0);
-            find_next();
+        while (step + 1 < total) {
+            if (holds && step + 1 == held + STAGES) return GIVE_BACK;
+            if (++step) ring.next();
+            wait(&shared.full[ring.stage], ring.parity);
+            part = shared.takes_part[ring.stage][group];
+            if (part) return TAKES_PART;
+            if (threadIdx.x % 32 == 0) arrive(&shared.empty[ring.stage]);
         }
-        if (holds && next - step >= STAGES) return GIVE_BACK;
-        step = next;
-        part = next_part;
-        const u32 turn = before + step;
-        stage = turn % STAGES;
-        while (static_cast<int>(begun - turn) <= 0) begun = shared.begun;
-        wait(&shared.full[stage], turn / STAGES % 2);
-        find_next();
-        return TAKES_PART;
+        return END;
     }
-    DEVICE void hold() { held_stage = stage; }
+    DEVICE void hold() {
+        held = step;
+        held_stage = ring.stage;
+    }
     DEVICE void give_back() {
         if (threadIdx.x % 32 == 0) arrive(&shared.empty[held_stage]);
     }

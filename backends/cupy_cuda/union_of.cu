@@ -35,6 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_of(const __grid_cons
         least = __reduce_min_sync(ALL, least);
         if (thread == 0) lowest = least;
     }
+    u32 mine[EACH];
+#pragma unroll
     for (int e = thread; e < ENTRIES; e += THREADS) {
         u32 r = e / n, key = NOWHERE;
         i64 s = first_row + r;
@@ -43,33 +45,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_of(const __grid_cons
             clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + e % n, row_limit(p, b, s), start, end);
             if (end > start) key = static_cast<u32>(start) / BLOCK * 64 + r;
         }
-        keys[e] = key;
+        mine[e / THREADS] = key;
     }
-    __syncthreads();
-    for (int width = 2; width <= ENTRIES; width *= 2)  // a bitonic network
+    // A bitonic network: a thread has keys number thread + 256 j; each takes the lesser or the greater of itself and the one `gap` away.
+#pragma unroll
+    for (int width = 2; width <= ENTRIES; width *= 2)
+#pragma unroll
         for (int gap = width / 2; gap; gap /= 2) {
-            for (int e = thread; e < ENTRIES; e += THREADS) {
-                int other = e ^ gap;
-                if (other > e && (keys[e] > keys[other]) == ((e & width) == 0)) {
-                    u32 key = keys[e];
-                    keys[e] = keys[other];
-                    keys[other] = key;
-                }
-            }
-            if (gap >= 32 || (gap == 1 && width >= 32))
+            if (gap >= 32 && gap < THREADS) {
+                __syncthreads();  // all have read what stood there
+#pragma unroll
+                for (int j = 0; j < EACH; ++j) keys[thread + j * THREADS] = mine[j];
                 __syncthreads();
-            else  // this gap and the next stay within the 32 keys of a warp
-                __syncwarp();
+            }
+            u32 others[EACH];
+#pragma unroll
+            for (int j = 0; j < EACH; ++j)
+                others[j] = gap >= THREADS ? mine[j ^ gap / THREADS] : gap >= 32 ? keys[(thread ^ gap) + j * THREADS] : __shfl_xor_sync(ALL, mine[j], gap);
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) {
+                const int e = thread + j * THREADS;
+                mine[j] = ((e & width) == 0) == ((e & gap) == 0) ? min(mine[j], others[j]) : max(mine[j], others[j]);
+            }
         }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) keys[thread + j * THREADS] = mine[j];
+    __syncthreads();
 
     // A thread has EACH pairs in a row; the first pair of a block counts it.
-    int first = thread * EACH, mine = 0, whole = 0;
+    int first = thread * EACH, runs = 0, whole = 0;
     for (int e = first; e < first + EACH; ++e) {
         if (keys[e] == NOWHERE || (e && keys[e] / 64 == keys[e - 1] / 64)) continue;
-        ++mine;
+        ++runs;
         whole += (keys[e] / 64 + 1) * static_cast<i64>(BLOCK) <= lowest;
     }
-    int before = mine;
+    int before = runs;
     for (int gap = 1; gap < 32; gap *= 2) {
         int sum = __shfl_up_sync(ALL, before, gap);
         if (thread % 32 >= gap) before += sum;
@@ -82,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) union_of(const __grid_cons
     __syncthreads();
     int all = 0;
     whole = 0;
-    before -= mine;
+    before -= runs;
     for (int warp = 0; warp < THREADS / 32; ++warp) {
         if (warp < thread / 32) before += sums[warp];
         all += sums[warp];
