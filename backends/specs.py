@@ -78,9 +78,24 @@ SPECS = (
             Library("NVRTC", ("libnvrtc.so.13", "libnvrtc.so.12"), ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"), _CUPY),
             Library("NVIDIA driver", ("libcuda.so.1",), (), "install the NVIDIA driver; a machine without a GPU has no use for it"),
         ),
-        summary="hand-written CUDA: one block per query row and KV group; dk and dv by KV tiles",
+        summary="hand-written CUDA: tiles of adjacent rows on Hopper, else one block per query row and KV group; dk and dv by KV tiles",
     ),
 )
+
+
+def hopper_groups(h: int, Dk: int) -> int:
+    """Groups of warps, of 64 // h tokens each, that share a tile in cupy-cuda's forward kernel for Hopper: three, two where a tile would
+    have more than 64 tokens, or wide keys leave too little memory."""
+    return 3 if Dk <= 128 and 3 * (64 // h) <= 64 else 2
+
+
+def on_hopper_tiles(S: int, h: int, Dk: int, Dv: int, n: int, block_size: int | None) -> bool:
+    """Whether cupy-cuda computes such calls by its kernels for Hopper, on that chip: blocks of a multiple of 64 keys, enough tokens for a
+    tile, and few enough ranges for its plan to sort; dk and dv only up to Dk = 128."""
+    if block_size is None or block_size % 64 or not (2 <= h <= 64 and Dk in (64, 128, 192) and Dv in (64, 128)):
+        return False
+    tokens = hopper_groups(h, Dk) * (64 // h)
+    return tokens <= S and tokens * n <= 2048
 
 
 def tile_columns(Dk: int, Dv: int, size: int) -> tuple[int, int]:

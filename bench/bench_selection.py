@@ -25,7 +25,7 @@ from nsa_sel.bench.records import Row
 from nsa_sel.bench.session import Job, able, run
 from nsa_sel.errors import ArgumentError
 
-BACKENDS = (*PREFILL_ONLY, "triton-group", PACKED, DENSE)
+BACKENDS = (*PREFILL_ONLY, "triton-group", "cupy-cuda", PACKED, DENSE)
 CPU_BACKENDS = ("numba", PACKED)
 SHOWN = ("case", "direction", "backend", "ms_median", "ms_p20", "ms_p80", "mae", "workspace_bytes", "error")
 

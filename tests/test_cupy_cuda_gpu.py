@@ -18,7 +18,7 @@ from nsa_sel.backends.cupy_cuda import compiler, launch
 from nsa_sel.config import CACHE_FLAG
 from nsa_sel.selection import Selection
 from tests.cases import make_blocks, make_grads, make_qkv
-from tests.parity import attend, check_both, check_forward
+from tests.parity import attend, check_both, check_deterministic, check_forward
 
 ROOT = Path(__file__).resolve().parents[1]
 LACKING = registry.missing("cupy-cuda")
@@ -44,9 +44,10 @@ def test_on_another_stream() -> None:
 def test_a_graph_follows_what_is_written(S: int) -> None:
     """Captured forward and backward; a replay sees the ranges and tensors as they are then."""
     q, k, v = make_qkv(S=S, G=2, h=4, Dk=64, S_kv=200, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    first, second = (make_blocks(1, S, 2, 200, 3, 32, seed=seed, device="cuda") for seed in (0, 1))
+    block = 32 if S == 1 else 64  # on Hopper: by rows, and by tiles
+    first, second = (make_blocks(1, S, 2, 200, 3, block, seed=seed, device="cuda") for seed in (0, 1))
     do, _ = make_grads(q, v)
-    selection = Selection(first.ranges.clone(), 32)
+    selection = Selection(first.ranges.clone(), block)
 
     def step() -> tuple[torch.Tensor, ...]:
         o, lse = attend("cupy-cuda", q, k, v, selection)
@@ -66,6 +67,19 @@ def test_a_graph_follows_what_is_written(S: int) -> None:
         replayed = [x.detach().clone() for x in captured]
         for one, other in zip(replayed, step(), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("h", "Dk", "Dv", "block"),
+    [(16, 128, 128, 64), (4, 128, 128, 64), (2, 64, 64, 64), (3, 128, 64, 128), (16, 192, 128, 64), (64, 64, 128, 64)],
+)
+def test_more_tiles_than_multiprocessors(h: int, Dk: int, Dv: int, block: int) -> None:
+    """On Hopper thread blocks stay and take tile after tile, and groups of warps pass steps by that others take part in."""
+    S, G = 1400, 8 if h < 16 else 2
+    q, k, v = make_qkv(S=S, G=G, h=h, Dk=Dk, Dv=Dv, S_kv=S + 100, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    selection = make_blocks(1, S, G, S + 100, 7, block, device="cuda")
+    check_both("cupy-cuda", q, k, v, selection)
+    check_deterministic("cupy-cuda", q, k, v, selection, 3)
 
 
 def test_the_first_call_of_a_thread() -> None:
@@ -145,7 +159,8 @@ def test_the_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
     # Every allocation on its own, so that reads past a tensor's end are seen.
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(tmp_path)}
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, "tests/sanitize.py", "cupy-cuda"]
+    blocks = ("32", "64") if tool in ("memcheck", "initcheck") else ("32",)
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, "tests/sanitize.py", "cupy-cuda", *blocks]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=540)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
     assert "20 calls" in run.stdout

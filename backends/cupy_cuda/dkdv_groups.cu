@@ -1,8 +1,7 @@
 // dk and dv on Hopper, without atomics: a block takes a piece of the list of rows that chose one KV tile of 64 keys (lists.py).
 //
 // A step is 64 rows of the matrix unit: TQ = 64 / H listed tokens with their heads, whose q and do come by bulk copies, a token each, or
-// where those would be small, 16 bytes a lane by three warps. The products are
-// transposed, keys as rows, so that p^T and ds^T come out in the registers from which dv += p^T do and dk += ds^T q read them. Two groups
+// where those would be small, by three warps of 16 bytes a lane. The products are transposed, keys as rows, so that p^T and ds^T come out in the registers from which dv += p^T do and dk += ds^T q read them. Two groups
 // of four warps take the steps in turn, each with sums of its own, so that one computes p and ds while the other multiplies; in the end
 // the second hands its sums to the first. What becomes of them is as in dkdv_tiles.cu.
 //
@@ -12,10 +11,7 @@
 #include "hopper.cuh"
 
 constexpr int GROUPS = 2, TQ = 64 / H, KEYS = 64, ROWS = 64;
-#ifndef LEAST_BULK
-#define LEAST_BULK 16
-#endif
-constexpr bool BULK = H >= LEAST_BULK;   // one bulk copy takes about 70 cycles, however small it is
+constexpr bool BULK = H >= 8;
 constexpr int COPIERS = BULK ? 1 : 3;  // warps
 constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do

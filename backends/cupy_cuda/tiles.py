@@ -12,16 +12,15 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
+from nsa_sel.backends.specs import hopper_groups, on_hopper_tiles
 from nsa_sel.call import Call
 
 HOPPER = 90  # wgmma is this chip's alone
 ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a group of warps, keys of a step, bytes of 64 rows of 64 columns
-BITS = 64  # of a list's entry: tokens of a tile at most
-SORTED = 2048  # (block, token) pairs of a tile that the plan sorts
 STATIC = 2048  # bytes of `__shared__` variables, and to the next multiple of 1024
-LEAST_STAGES, MOST_STAGES = 3, 6
+MOST_STAGES = 6
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables that a stage of dkdv_groups has
-FORWARD_GROUPS, DQ_GROUPS = 3, 2  # of warps at most: dq's logits and their gradients take the registers of the third
+DQ_GROUPS = 2  # of warps: dq's logits and their gradients take the registers of a third
 MAPS, PLAN = "128s" * 4, "6q"
 FORWARD = MAPS + launch.PROBLEM + PLAN + "q"  # Arguments of forward_tiles.cu
 LISTS = MAPS + launch.PROBLEM + "20q"  # of dkdv_groups.cu
@@ -53,40 +52,19 @@ class Union(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def shape_of(h: int, Dk: int, Dv: int, columns: int, shared_memory: int, most_groups: int) -> Shape | None:
-    """The most groups, each with 64 rows of so many columns, that share memory for `LEAST_STAGES` steps; None where there is none for two,
-    or a tile has too many tokens."""
+def shape_of(groups: int, h: int, Dk: int, Dv: int, columns: int, shared_memory: int) -> Shape:
+    """Of groups that have 64 rows of so many columns each beside the steps of 64 keys and values."""
     of_group, of_step = PANEL * columns // 64, PANEL * (Dk + Dv) // 64
-    for groups in range(most_groups, 1, -1):
-        stages = (shared_memory - STATIC - groups * of_group) // of_step
-        if groups * (ROWS // h) <= BITS and stages >= LEAST_STAGES:
-            return Shape(groups, groups * (ROWS // h), stages, groups * of_group + stages * of_step)
-    return None
-
-
-def forward_shape(call: Call) -> Shape | None:
-    """Of forward_tiles, which keeps o in q's place. Wide keys leave two groups a stage more than three, and registers enough."""
-    h, Dk, Dv = *call.q.shape[3:], call.v.shape[-1]
-    return shape_of(h, Dk, Dv, max(Dk, Dv), call.device.shared_memory, FORWARD_GROUPS if Dk <= 128 else 2)
-
-
-def dq_shape(call: Call) -> Shape | None:
-    """Of dq_tiles, which keeps q and do."""
-    h, Dk, Dv = *call.q.shape[3:], call.v.shape[-1]
-    return shape_of(h, Dk, Dv, Dk + Dv, call.device.shared_memory, DQ_GROUPS)
+    stages = (shared_memory - STATIC - groups * of_group) // of_step
+    return Shape(groups, groups * (ROWS // h), stages, groups * of_group + stages * of_step)
 
 
 def takes(call: Call, *others: Tensor) -> bool:
-    """Whether these kernels compute this call: whole blocks of a multiple of 64 keys, neighbours that may share them, 16-byte rows, of
-    `others` too."""
+    """Whether these kernels compute this call; `others` are read row by row as q, k and v are."""
     _, S, _, h, Dk = call.q.shape
-    Dv, block = call.v.shape[-1], call.selection.block_size
-    if call.device.sm != HOPPER or block is None or block % KEYS or not (2 <= h <= ROWS and Dk in (64, 128, 192) and Dv in (64, 128)):
+    selection, tensors = call.selection, (call.q, call.k, call.v, *others)
+    if call.device.sm != HOPPER or not on_hopper_tiles(S, h, Dk, call.v.shape[-1], selection.n, selection.block_size):
         return False
-    shape = forward_shape(call)
-    if shape is None or shape.tokens > S or shape.tokens * call.selection.n > SORTED or dq_shape(call) is None:
-        return False
-    tensors = (call.q, call.k, call.v, *others)
     repeated = any(
         step == 0 and size > 1 for x in tensors for step, size in zip(x.stride(), x.shape, strict=True)
     )  # no map has such a step
@@ -96,11 +74,11 @@ def takes(call: Call, *others: Tensor) -> bool:
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h] of a call that it takes, with a positive scale."""
     q = call.q
-    B, S, G, h, _ = q.shape
+    B, S, G, h, Dk = q.shape
     o, lse = q.new_empty(B, S, G, h, call.v.shape[-1]), q.new_empty(B, S, G, h, dtype=torch.float32)
     ranges = call.selection.ranges.contiguous()
-    shape = forward_shape(call)
-    assert shape is not None, "`takes` has said so"
+    Dv = call.v.shape[-1]
+    shape = shape_of(hopper_groups(h, Dk), h, Dk, Dv, max(Dk, Dv), call.device.shared_memory)  # o takes q's place
     union = union_of(call, ranges, shape.tokens)
     tokens = ROWS // h
     _start(
@@ -116,10 +94,10 @@ def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
     q = call.q
     dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(lse)
     ranges = call.selection.ranges.contiguous()
-    shape = dq_shape(call)
-    assert shape is not None, "`takes` has said so"
+    h, Dk, Dv = *q.shape[3:], call.v.shape[-1]
+    shape = shape_of(DQ_GROUPS, h, Dk, Dv, Dk + Dv, call.device.shared_memory)
     union = union_of(call, ranges, shape.tokens)
-    tokens = ROWS // q.shape[3]
+    tokens = ROWS // h
     _start(
         "dq_tiles.cu", call, shape, union, DQ,
         row_map(q, tokens), row_map(do, tokens), row_map(dq, tokens), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64),
