@@ -18,7 +18,7 @@ import nsa_sel
 from nsa_sel.bench import cases, measure, records
 from nsa_sel.selection import Selection
 
-BACKENDS = ("triton-tile", "triton-block", "triton-group")
+BACKENDS = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")
 CALLS = 5  # profiled of each, after two that are not
 
 
@@ -58,19 +58,22 @@ def short(name: str) -> str:
     return found[1] if found else name[:40]
 
 
-def main(out: Annotated[Path, typer.Option(help="JSON lines, appended.")] = Path("kernel_times.jsonl")) -> None:
-    """Profile the prefill cases of the performance table, forward and backward, with each Triton backend."""
+def main(
+    out: Annotated[Path, typer.Option(help="JSON lines, appended.")] = Path("kernel_times.jsonl"),
+    backend: Annotated[str | None, typer.Option(help="This one alone.")] = None,
+) -> None:
+    """Profile the prefill cases of the performance table, forward and backward, with each GPU backend."""
     if not torch.cuda.is_available():
         typer.echo("kernel_times needs a CUDA GPU.", err=True)
         raise typer.Exit(2)
     environment = measure.environment()
     for case in cases.performance_cases():
         for direction in ("fwd", "bwd"):
-            for backend in BACKENDS:
-                times = kernel_times(case, direction, backend)
-                row = {"case": case.case, "direction": direction, "backend": backend, "kernels": times, **environment}
+            for name in [backend] if backend else BACKENDS:
+                times = kernel_times(case, direction, name)
+                row = {"case": case.case, "direction": direction, "backend": name, "kernels": times, **environment}
                 records.append(out, [row])
-                typer.echo(f"{case.case:20} {direction} {backend:13} {times}")
+                typer.echo(f"{case.case:20} {direction} {name:13} {times}")
 
 
 if __name__ == "__main__":

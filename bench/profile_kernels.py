@@ -45,6 +45,10 @@ PROFILED = (
     Profiled("random-32k-h4", "bwd", "triton-block", "partial_dkdv_kernel", "block dK, dV and shares of dQ"),
     Profiled("random-32k-h4", "fwd", "triton-block", "partial_kernel", "block partials of o"),
     Profiled("random-32k-h4", "fwd", "triton-block", "join_kernel", "block join"),
+    Profiled("real-8k-h16", "fwd", "cupy-cuda", "forward_tiles", "CUDA tile forward"),
+    Profiled("real-8k-h16", "bwd", "cupy-cuda", "dq_tiles", "CUDA tile dQ"),
+    Profiled("real-8k-h16", "bwd", "cupy-cuda", "dkdv_groups", "CUDA dK and dV"),
+    Profiled("real-8k-h4", "bwd", "cupy-cuda", "dkdv_groups", "CUDA dK and dV"),
 )
 METRICS = {  # ours: Nsight Compute's
     "duration": "Duration",
@@ -126,6 +130,7 @@ def main(
     call_only: Annotated[
         tuple[str, str, str] | None, typer.Option("--call", help="Run one case, direction and backend; no profiler.")
     ] = None,
+    backend: Annotated[str | None, typer.Option(help="This one's kernels alone.")] = None,
 ) -> None:
     """Profile every kernel of PROFILED."""
     if call_only:
@@ -136,6 +141,8 @@ def main(
         raise typer.Exit(2)
     environment = {**measure.environment(), "tool": "ncu --clock-control none"}
     for profiled in PROFILED:
+        if backend not in (None, profiled.backend):
+            continue
         row = {**profiled._asdict(), **profile(profiled), **environment}
         records.append(out, [row])
         typer.echo(f"{row['kernel']:32} {row['case']:20} {row['duration_us']} us")
