@@ -17,7 +17,7 @@ from tabulate import tabulate
 from nsa_sel.bench.cases import LAYERS, Case, layer_selection, make_selection
 from nsa_sel.bench.records import Row
 from nsa_sel.config import CostModel, Costs
-from nsa_sel.policies.cost import work
+from nsa_sel.policies.cost import modelled, work
 from nsa_sel.request import SHARING_TOKENS, Request
 from nsa_sel.selection import Selection
 
@@ -39,6 +39,9 @@ TERMS = {
     "triton-token/forward": ("launch", "reread", "scores", "reread-wide"),
     "triton-token/decode": ("launch", "walk", "reread", "scores", "reread-wide"),
     "triton-token/backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
+    "cupy-cuda/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
+    "cupy-cuda/decode": ("launch", "walk", "read", "rows", "read-wide"),
+    "cupy-cuda/backward": ("launch", "union", "pairs", "tile", "exact", "rows"),
     "sdpa-packed/forward": PACKED,
     "sdpa-packed/decode": PACKED,
     "sdpa-packed/backward": PACKED,
@@ -49,7 +52,10 @@ def is_cost_row(row: Row) -> bool:
     """Whether TERMS has a model for what the row measured: a time of selections of whole blocks."""
     if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1:
         return False
-    return all(field in row for field in Case._fields) and f"{row.get('backend')}/{WAYS.get(str(row.get('direction')))}" in TERMS
+    if not all(field in row for field in Case._fields):
+        return False
+    backend, way = str(row.get("backend")), WAYS.get(str(row.get("direction")))
+    return f"{backend}/{way}" in TERMS and modelled(backend, request_of(case_of(row), None, way == "backward"), way == "backward")
 
 
 def case_of(row: Row) -> Case:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from nsa_sel.backends.specs import launch_class, tile_columns
+from nsa_sel.backends.specs import launch_class, on_hopper_tiles, tile_columns
 from nsa_sel.dispatch import Case
 from nsa_sel.request import SHARING_TOKENS, Request
 
@@ -93,11 +93,21 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     }
 
 
+def modelled(backend: str, request: Request, backward: bool) -> bool:
+    """Whether one model speaks for all such calls of a backend: cupy-cuda's counts the work of its tiles, other shapes go other ways."""
+    if backend != "cupy-cuda" or request.S == 1:
+        return True
+    fits = request.aligned and on_hopper_tiles(request.S, request.h, request.Dk, request.Dv, request.n, request.block_size)
+    return fits and not (backward and request.Dk > 128)
+
+
 def predict(case: Case, backend: str) -> float | None:
     """Milliseconds to four digits; None where the profile's rows do not speak for such a request."""
     request, costs = case.request, case.settings.costs
     model = costs and costs.models.get(f"{backend}/{case.way}")
     if not costs or not model or request.dtype not in costs.dtypes or request.block_size is None:
+        return None
+    if not modelled(backend, request, case.direction == "backward"):
         return None
     amounts = work(request, case.direction == "backward", request.sharing or case.settings.sharing_prior)
     wide = any(term.endswith("-wide") for term in amounts)
