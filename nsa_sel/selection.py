@@ -55,15 +55,20 @@ class Selection:
 
         Raises ArgumentError for another shape or dtype; with NSA_DEBUG_TRITON=1 also for what `validate` finds.
         """
+        selection = cls.unread(ranges, block_size, max_length)
+        if _reading():
+            selection.validate()
+        return selection
+
+    @classmethod
+    def unread(cls, ranges: Tensor, block_size: int | None, max_length: int | None) -> Selection:
+        """`from_ranges` without a look at what the ranges hold, whatever the flags say."""
         ranges = _as_rows(_tensor("ranges", ranges), "ranges", "[B,S,G,n,2] or [B,G,n,2]", 5)
         if ranges.shape[-1] != 2:
             raise ArgumentError("ranges", f"of shape {tuple(ranges.shape)}", "a last dimension of 2: start, end", "stack start and end")
         _positive("block_size", block_size, optional=True)
         _positive("max_length", max_length, optional=True)
-        selection = cls(ranges, block_size, max_length)
-        if debugging():
-            selection.validate()
-        return selection
+        return cls(ranges, block_size, max_length)
 
     @classmethod
     def from_blocks(cls, block_indices: Tensor, block_size: int, block_counts: Tensor | None = None) -> Selection:
@@ -94,7 +99,7 @@ class Selection:
         start = torch.where(indices < 0, 0, indices * block_size)
         end = torch.where(indices < 0, 0, start + block_size)
         selection = cls(torch.stack((start, end), dim=-1), block_size)
-        if debugging():
+        if _reading():
             selection.validate()
         return selection
 
@@ -301,6 +306,11 @@ class Selection:
     def __repr__(self) -> str:
         facts = f"block_size={self.block_size}, max_length={self.max_length}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
+
+
+def _reading() -> bool:
+    """Whether what a selection holds is to be checked when it is made. What is compiled has it checked when it runs, with the call."""
+    return not torch.compiler.is_compiling() and debugging()
 
 
 def _sharing(blocks: Tensor) -> tuple[float, ...]:
