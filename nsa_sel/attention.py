@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from nsa_sel import dispatch, observe, registry, tuned, watch
 from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of
@@ -57,7 +58,7 @@ def selection_attention(
     backend: a name to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy. Raises ArgumentError for bad
     input and BackendError, with every reason, when the forced backend or all backends refuse; both before any kernel runs.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         from nsa_sel import ops  # stands above
 
         return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
@@ -109,7 +110,7 @@ def _warm_up(request: Request, device: torch.device) -> bool:
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Force a backend for the calls inside the `with` block, of this thread or task. An argument `backend=` still wins."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         raise BackendError(
             "use_backend is called in a function that torch.compile traces; allowed: the argument backend= of selection_attention there."
             " Remedy: pass backend=, or set NSA_SEL_BACKEND."
