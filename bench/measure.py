@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from nsa_sel.bench.cases import Case
+from nsa_sel.config import COMMIT_FLAG
 
 ROOT = Path(__file__).resolve().parents[1]
 GRAPH_CALLS = 20  # calls captured into one graph: its own launch is shared by all of them
@@ -64,7 +65,7 @@ def environment(device: str = "cuda") -> dict[str, Any]:
     }
     if not on_gpu:
         facts |= {"numba": _version("numba"), "threads": torch.get_num_threads()}
-    return {**facts, "commit": os.environ.get("NSA_SEL_COMMIT") or _commit(), "command": command()}
+    return {**facts, "commit": os.environ.get(COMMIT_FLAG) or _commit(), "command": command()}
 
 
 def row(case: Case, direction: str, backend: str, times: Spread, **more: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from nsa_sel.bench.report_page import Panel, Section, Table
 from nsa_sel.bench.report_panels import breakeven, roof, speedup_by_L, speedup_by_S, times, verdict
 from nsa_sel.bench.report_policy import decision_map, device_of, regrets, thresholds
 from nsa_sel.bench.roofline import PEAKS, Peaks
-from nsa_sel.bench.summary import DENSE, OURS, PACKED, indexed, speed_up
+from nsa_sel.bench.summary import DENSE, OURS, PACKED, indexed, ours_in, speed_up
 from nsa_sel.errors import ArgumentError
 
 REPORT = "docs/report"  # of the committed rows
@@ -125,8 +125,9 @@ def report(found: Rows, peaks: Peaks | None = None) -> Report:
     sections = [Section(device, panels(device, rows, peaks or PEAKS.get(device))) for device, rows in devices.items()]
     left_out = f"{_lines(found.left_out)} left out" + (f": {_counted(left.reason for left in found.left_out)}." if found.left_out else ".")
     introduction = [
-        f"Whole calls, medians, plans included. “Ours” is the fastest of {', '.join(OURS)} in each case and direction; dense is full causal"
-        f" attention ({DENSE}), what a user has without selection; packed ({PACKED}) computes the same as ours with PyTorch alone."
+        f"Whole calls, medians, plans included. “Ours” is the fastest of {', '.join(ours_in(found.rows) or OURS)} in each case and"
+        f" direction; dense is full causal attention ({DENSE}), what a user has without selection;"
+        f" packed ({PACKED}) computes the same as ours with PyTorch alone."
         " A factor below 1x means that the other one is faster.",
         *(f"On {device}: {_overall(rows)}" for device, rows in devices.items()),
         f"{len(found.rows)} rows from {', '.join(dict.fromkeys(row['file'] for row in found.rows))}; {left_out}",
@@ -143,11 +144,17 @@ def panels(name: str, rows: list[Row], peaks: Peaks | None) -> tuple[Panel, ...]
 
 def _overall(rows: list[Row]) -> str:
     """In how many cases ours is ahead."""
-    said = []
+    said, lacking = [], []
     for name, over in (("dense attention", DENSE), ("packed SDPA", PACKED)):
         gains = [gain for of_case in indexed(rows).values() if (gain := speed_up(of_case, over)) is not None]
-        said.append(f"{name} in {sum(gain > 1 for gain in gains)} of {len(gains)}" if gains else f"{name}: no row to compare with")
-    return f"ours is faster than {', than '.join(said)} measured pairs of case and direction."
+        if gains:
+            said.append(f"{name} in {sum(gain > 1 for gain in gains)} of {len(gains)}")
+        else:
+            lacking.append(name)
+    if not said:
+        return f"no case has rows of ours and of {' or '.join(lacking)} to compare."
+    faster = f"ours is faster than {', than '.join(said)} measured pairs of case and direction."
+    return f"{faster} No case has rows of ours and of {lacking[0]}." if lacking else faster
 
 
 def _facts(found: Rows) -> list[Table]:
@@ -204,6 +211,8 @@ def text(written: dict[str, Any]) -> str:
     lines = [f"{written['rows']} rows read, {_lines(written['left_out'])} left out"]
     lines += [f"  {left['file']} line {left['line']}, {left['reason']}: {left['words']}" for left in written["left_out"]]
     lines += [f"{name}: {reason}" for name, reason in written["missing"].items()]
+    if not any(name.endswith(".png") for name in written["files"]):
+        lines.append("no figure, and so no PNG: figures are of the cases of bench_selection's suites, which need a GPU")
     return "\n".join([*lines, f"written to {written['out']}: {', '.join(written['files'])}"])
 
 

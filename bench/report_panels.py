@@ -12,13 +12,11 @@ from nsa_sel.bench.records import Row
 from nsa_sel.bench.report_figures import Facet, Figure, Interval, Line, Mark, Slope, role_of, short
 from nsa_sel.bench.report_page import Panel, Table, of_markdown
 from nsa_sel.bench.roofline import Peaks, Point
-from nsa_sel.bench.summary import DENSE, OURS, PACKED, Curve, break_even, curves, from_length, gain_of, indexed, ours, speed_up
+from nsa_sel.bench.summary import DENSE, OURS, PACKED, Curve, break_even, curves, from_length, gain_of, indexed, ours, ours_in, speed_up
 
 TITLES = {"fwd": "Forward", "bwd": "Backward", "fwd+bwd": "Forward + backward, one call", "decode": "Decode"}
 WORDS = {DENSE: "dense attention", PACKED: "packed SDPA"}
 KINDS = {"real": "text", "random": "random"}
-KEY = tuple((name, name) for name in OURS)
-NO_TABLE_CASE = "No row of ours on the cases of bench_selection's suites performance and decode."
 
 
 def thousands(S: float) -> str:
@@ -27,6 +25,11 @@ def thousands(S: float) -> str:
 
 def plain(x: float) -> str:
     return f"{x:.0f}"
+
+
+def key(backends: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The colours of some backends."""
+    return tuple((role_of(backend), backend) for backend in backends)
 
 
 def way_name(direction: str) -> str:
@@ -67,7 +70,9 @@ def verdict(rows: Sequence[Row]) -> Panel:
             place = order.index(known.get(name, "other cases")), list(TITLES).index(direction), -best["h"]
             groups.setdefault(place, []).append((gain, name))
     if not groups:
-        return panel._replace(missing=f"No case has rows of both ours ({', '.join(OURS)}) and {DENSE}: nothing to compare.")
+        return panel._replace(
+            missing=f"No case has rows of both ours ({', '.join(OURS)}) and {DENSE}: nothing to compare with dense attention."
+        )
     lines = []
     for (group, way, h), members in sorted(groups.items()):
         (least, where), (most, _), middle = min(members), max(members), median(gain for gain, _ in members)
@@ -102,7 +107,7 @@ def speedup_by_S(rows: Sequence[Row], over: str) -> Panel:
     return panel._replace(
         text="Text: the first S rows of what SmolLM2-135M selects in 8k tokens; random selections share few blocks. 4 groups of h heads,"
         " 16 blocks of 64 keys a row. A point's colour is the fastest backend of ours.",
-        figure=Figure(panel.name, tuple(facets), KEY, ("text", "random selections")),
+        figure=Figure(panel.name, tuple(facets), key(ours_in(rows)), ("text", "random selections")),
         tables=(Table(f"Ours against {WORDS[over]}", ["direction", "selection", "h", "S", "faster by", "with"], cells, 2, folded=True),),
     )
 
@@ -211,7 +216,8 @@ def roof(rows: Sequence[Row], peaks: Peaks | None) -> Panel:
     panel = Panel("roofline", "Roofline")
     points = roofline.points(rows, [case.case for case in (*cases.performance_cases(), *cases.decode_cases())])
     if not points:
-        return panel._replace(missing=NO_TABLE_CASE)
+        counted = ", ".join(roofline.COUNTED)
+        return panel._replace(missing=f"No row of {counted} on the cases of bench_selection's suites performance and decode.")
     facets = []
     for direction in (way for way in roofline.DIRECTIONS if any(point.direction == way for point in points)):
         facets.append(_under_the_roof(direction, [point for point in points if point.direction == direction], peaks))
@@ -229,7 +235,7 @@ def roof(rows: Sequence[Row], peaks: Peaks | None) -> Panel:
         " sizes and from how many blocks neighbouring rows share; what lies above the memory line comes from the L2 cache (dashed: the most"
         " that a kernel moves here). Circles: text;"
         " squares: random selections. Dense attention and packed SDPA are not on it: what their kernels load is not counted here.",
-        figure=Figure(panel.name, tuple(facets), KEY),
+        figure=Figure(panel.name, tuple(facets), key([name for name in roofline.COUNTED if name in ours_in(rows)])),
         tables=(Table(caption, headers, [_cells(point, peaks) for point in points], 3, folded=True),),
     )
 

@@ -64,7 +64,7 @@ def decision_map(name: str, device: DeviceInfo | None) -> Panel:
     caption = f"Who takes how many of a drawing's {len(LENGTHS) * len(HEADS)} requests, as text, on the GPUs that nsa-sel knows by name"
     others = Table(caption, headers, elsewhere, 5)
     if device is None:
-        missing = f"No map of {name}: its facts are neither in nsa_sel/devices.py nor this machine's own; write the report on it."
+        missing = f"No map of {name}: it is neither a GPU of nsa_sel/devices.py nor this machine's; of another GPU write the report on it."
         return panel._replace(missing=missing, tables=(others,))
     facets, taken = [], set()
     for chart in MAPS:

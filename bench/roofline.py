@@ -13,10 +13,10 @@ from typing import NamedTuple
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.cost_fit import case_of, request_of, sharing_of
 from nsa_sel.bench.records import Row
-from nsa_sel.bench.summary import OURS
 from nsa_sel.policies.cost import BYTES, TILE_ROWS, blocks_of, tile_blocks, work
 
 DIRECTIONS = ("fwd", "bwd", "decode")
+COUNTED = ("triton-tile", "triton-block", "triton-group")  # the kernels whose work is counted
 
 
 class Peaks(NamedTuple):
@@ -94,12 +94,12 @@ def counted(case: Case, backend: str, backward: bool) -> Work:
 
 
 def points(rows: Iterable[Row], names: Iterable[str]) -> list[Point]:
-    """Our backends' rows of the named cases, each as a point; of several rows of a case, direction and backend the last."""
+    """The counted kernels' rows of the named cases, each as a point; of several rows of a case, direction and backend the last."""
     wanted = set(names)
     found = {
         (row["case"], row["direction"], row["backend"]): row
         for row in rows
-        if row["case"] in wanted and row["direction"] in DIRECTIONS and row["backend"] in OURS
+        if row["case"] in wanted and row["direction"] in DIRECTIONS and row["backend"] in COUNTED
     }
     return [
         Point(*key, row["h"], row["ms_median"], counted(case_of(row), row["backend"], row["direction"] == "bwd"))

@@ -22,7 +22,7 @@ from nsa_sel.bench.records import measured
 
 Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
 
-OURS = ("triton-tile", "triton-block", "triton-group")
+OURS = ("triton-tile", "triton-block", "triton-group", "triton-token", "numba")  # all but the reference path, packed SDPA
 DENSE = "dense-cudnn"
 PACKED = "sdpa-packed"
 WORKSPACE = 1 << 30  # bytes, the default bound
@@ -90,6 +90,12 @@ def ours(of_case: dict[str, Row]) -> Row | None:
     return min((of_case[backend] for backend in OURS if backend in of_case), key=lambda row: row["ms_median"], default=None)
 
 
+def ours_in(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Which of our backends have rows."""
+    found = {row["backend"] for row in rows}
+    return tuple(backend for backend in OURS if backend in found)
+
+
 def speed_up(of_case: dict[str, Row], over: str = DENSE) -> float | None:
     """How many times faster ours is than another backend; None when one of the rows is missing."""
     best, other = ours(of_case), of_case.get(over)
@@ -123,7 +129,7 @@ def performance_table(rows: Iterable[Row]) -> str:
     """Milliseconds of every backend with rows, in the prefill and decode cases, and ours against dense attention and packed SDPA."""
     names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases())}
     chosen = {key: found for key, found in indexed(rows).items() if key[0] in names and key[1] != "fwd+bwd"}
-    mine = [backend for backend in OURS if any(backend in found for found in chosen.values())]
+    mine = ours_in(row for found in chosen.values() for row in found.values())
     lines = [
         (
             *key,

@@ -23,6 +23,7 @@ from nsa_sel.bench.cost_fit import WAYS
 from nsa_sel.bench.program import program
 from nsa_sel.bench.records import Row
 from nsa_sel.errors import ArgumentError
+from nsa_sel.registry import backends
 
 MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the threshold on (REQUIREMENTS 9)
 REGRESSION = 0.10  # by which no case from the threshold on may be slower than packed SDPA, whatever the margin
@@ -106,6 +107,9 @@ def thresholds(rows: Iterable[Row], margin: float = MARGIN, triton: str = TRITON
     """The threshold of every direction that was measured."""
     if not margin > 0:
         raise ArgumentError("--margin", margin, "a number > 0", f"{MARGIN} asks that Triton be that many times faster")
+    known = [name for name, spec in backends().items() if spec.framework == "triton"]
+    if triton not in known:
+        raise ArgumentError("--backend", repr(triton), ", ".join(known), "pass one of these, or leave it out")
     pairs = length_pairs(rows, triton)
     found = []
     for direction in DIRECTIONS:
@@ -152,11 +156,12 @@ def decided(rows: Sequence[Row], margin: float, triton: str = TRITON) -> list[Th
     """`thresholds`, or ArgumentError where no case has both sides, or rows come from several devices."""
     devices = sorted({str(row.get("device")) for row in records.measured(rows)})
     if len(devices) > 1:
-        raise ArgumentError("the rows", f"from {' and '.join(devices)}", "rows of one device", "pass its files alone")
+        raise ArgumentError("ROWS", f"{len(rows)} rows from {' and '.join(devices)}", "rows of one device", "pass its files alone")
     found = thresholds(rows, margin, triton)
     if not found:
-        allowed = f"rows of {triton} and {PACKED} on the same cases of the threshold suite or bench_sel_triton"
-        raise ArgumentError("the rows", f"{len(rows)} without such a pair", allowed, "measure on a GPU: nsa-sel bench")
+        value = f"{len(rows)} rows, in which no case has both {triton} and {PACKED}"
+        allowed = f"rows of both on the same cases of `nsa-sel bench`, which times {triton} on a GPU alone"
+        raise ArgumentError("ROWS", value, allowed, "measure on a GPU: nsa-sel bench")
     return found
 
 

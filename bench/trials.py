@@ -120,7 +120,7 @@ TRIALS = (
     ),
     Trial(
         "wgmma in CUDA C++, a warp copies for two groups of 64 rows that share K and V: half the L2 traffic lets the tensor cores go on",
-        "L2 was not what held them: the kernel is no faster",
+        "no faster",
         6,
         "real-8k-h16",
         {"triton-tile": ("triton-tile beside it",), "two groups": ("2 groups, q in shared memory",)},
@@ -152,7 +152,7 @@ TRIALS = (
     ),
     Trial(
         "leave one part out of the kernel of two groups, to see what holds it",
-        "no part does: every warp's own chain of dependent instructions",
+        "no single part does",
         6,
         "real-8k-h16",
         {

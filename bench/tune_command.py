@@ -19,7 +19,7 @@ from nsa_sel.bench.records import Row
 from nsa_sel.bench.tune import Journal, Report, journal_of, run
 from nsa_sel.bench.tune_space import CASES, SPACES, Case, Job, jobs
 from nsa_sel.call import device_info
-from nsa_sel.config import WAYS, Costs, Settings, Threshold, Way, profile_for, settings_for, shipped_configs
+from nsa_sel.config import COMMIT_FLAG, WAYS, Costs, Settings, Threshold, Way, profile_for, settings_for, shipped_configs
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.request import DeviceInfo
 from nsa_sel.tuned import Stamp
@@ -186,7 +186,7 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, floa
 
     deadline = monotonic() + 60 * minutes
     device, stamp = torch.device("cuda", torch.cuda.current_device()), tuned.stamp_of(chosen.device)
-    time, commit = timer(QUICK_REP if quick else REP), os.environ.get("NSA_SEL_COMMIT")
+    time, commit = timer(QUICK_REP if quick else REP), os.environ.get(COMMIT_FLAG)
     try:
         thresholds = {}
         if chosen.ways:

@@ -18,6 +18,7 @@ from nsa_sel.bench import measure, records
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.tune import DEATHS, ContextLost
+from nsa_sel.config import COMMIT_FLAG
 from nsa_sel.tuned import Stamp
 
 IDENTITY = (*Case._fields, "direction", "backend", "launches")
@@ -33,7 +34,7 @@ def key(row: Row) -> Key:
 def facts(stamp: Stamp) -> Row:
     """What every row says of its environment."""
     named = {field: getattr(stamp, field) for field in ("device", "driver", "torch", "triton", "nsa_sel", "kernels")}
-    return {**named, "commit": os.environ.get("NSA_SEL_COMMIT"), "command": measure.command()}
+    return {**named, "commit": os.environ.get(COMMIT_FLAG), "command": measure.command()}
 
 
 def read(path: Path) -> dict[Key, Row]:

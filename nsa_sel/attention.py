@@ -51,9 +51,11 @@ def selection_attention(
     or its ranges [B,S,G,n,2] ([B,G,n,2] for decode), half-open, disjoint, shared by the h heads of a group. q_pos: key
     positions of the rows, [S] or [B,S], by default S_kv - S + s. scale: of the logits, by default 1/sqrt(Dk).
 
-    A row at position t attends to the union of [max(start, 0), min(end, t + 1, S_kv)); nothing beyond t is read. Returns o,
-    shaped as q with Dv for Dk and in q's dtype, or (o, lse) with lse [B,S,G,h] the natural-log sum of exp of the scaled
-    logits, float32 (float64 for float64 inputs). A row with nothing selected gives o = 0, lse = -inf and gradients 0.
+    A row at position t attends to the keys of [max(start, 0), min(end, t + 1, S_kv)); nothing beyond t is read. That ranges of a
+    row are disjoint is not checked: a key that two of them name counts twice, or not at all, by backend; `Selection.validate()`
+    tells, `merge()` mends. Returns o, shaped as q with Dv for Dk and in q's dtype, or (o, lse) with lse [B,S,G,h] the natural-log
+    sum of exp of the scaled logits, float32 (float64 for float64 inputs). Under torch.autocast q, k, v are cast, and o has the
+    dtype of autocast (float64 is left alone). A row with nothing selected gives o = 0, lse = -inf and gradients 0.
 
     backend: a name to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy. Raises ArgumentError for bad
     input and BackendError, with every reason, when the forced backend or all backends refuse; both before any kernel runs.

@@ -65,7 +65,8 @@ def check_call(
     # for once, and what names the culprit only runs once there is one.
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_tensors(q, k, v)
-    if q.dim() == 4:
+    decode = q.dim() == 4
+    if decode:
         q = q.unsqueeze(1)
     if q.dim() != 5:
         raise ArgumentError(
@@ -75,9 +76,7 @@ def check_call(
     k_shape, v_shape = k.shape, v.shape
     for name, shape in (("k", k_shape), ("v", v_shape)):
         if len(shape) != 4 or shape[0] != B or shape[1] != G:
-            allowed = f"[B={B}, G={G}, S_kv, D]"
-            remedy = f"group-major keys; a [B,S_kv,G,D] cache is passed as {name}.transpose(1, 2)"
-            raise ArgumentError(name, f"of shape {tuple(shape)}", allowed, remedy)
+            raise _other_layout(name, shape, q.shape, decode)
     S_kv, Dv = k_shape[2], v_shape[3]
     if k_shape[3] != Dk:
         raise ArgumentError("k", f"of head dimension {k_shape[3]}", f"q's head dimension {Dk}", "project q and k to the same size")
@@ -129,8 +128,25 @@ def as_selection(selection: Selection | Tensor) -> Selection:
     if isinstance(selection, Selection):
         return selection
     if not isinstance(selection, Tensor):
-        raise ArgumentError("selection", f"a {type(selection).__name__}", "a Selection or ranges [B,S,G,n,2]", "see Selection.from_blocks")
+        remedy = "make one with Selection.from_ranges, from_blocks or from_scores"
+        if isinstance(selection, list | tuple):
+            remedy = "wrap ranges in torch.tensor; block indices and scores go through Selection.from_blocks and from_scores"
+        raise ArgumentError("selection", f"a {type(selection).__name__}", "a Selection or a tensor of ranges [B,S,G,n,2]", remedy)
     return Selection.from_ranges(selection)
+
+
+def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: bool) -> ArgumentError:
+    """The error for a k or v of another B or G than q's, with the change of layout that would make them fit."""
+    B, _, G, h, Dk = q_shape
+    allowed, remedies = f"[B={B}, G={G}, S_kv, D]", []
+    if decode:
+        allowed += f", since q of shape {(B, G, h, Dk)} was read as decode [B,G,h,Dk]"
+        remedies.append("a q [B,S,heads,D] is passed as q.unflatten(2, (G, h))")
+    if len(shape) == 4 and (shape[0], shape[2]) == (B, G):
+        remedies.append(f"a [B,S_kv,G,D] cache is passed as {name}.transpose(1, 2)")
+    if not remedies:
+        remedies.append(f"pass the keys and values of q's {B} sequences and {G} groups, one of each for all h heads of a group")
+    return ArgumentError(name, f"of shape {tuple(shape)}", allowed, "; ".join(remedies))
 
 
 def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:

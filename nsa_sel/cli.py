@@ -92,7 +92,9 @@ def explain(
     Dv: Annotated[int, typer.Option("--Dv", min=1, help="Head dimension of v.")] = _EXAMPLE.Dv,
     n: Annotated[int, typer.Option("--n", min=1, help="Ranges a row.")] = _EXAMPLE.n,
     block_size: Annotated[int, typer.Option(min=0, help="Keys a block; 0: ranges that are not blocks.")] = _EXAMPLE.block_size or 0,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Most keys a row selects; by default n blocks, at most S_kv.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option("--max-length", "--L", min=1, help="Most keys a row selects (L); by default n blocks, at most S_kv.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of q, k, v.")] = Dtype.bfloat16,
     needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="Whether gradients are needed.")] = _EXAMPLE.needs_grad,
     device: Annotated[
@@ -228,12 +230,15 @@ def demo(
 @app.command()
 def report(
     rows: Annotated[list[Path], typer.Argument(metavar="ROWS...", help="JSON-lines files of measured rows, of any devices.")],
-    out: Annotated[Path, typer.Option(help="Folder of report.html, selection_report.md and the figures as PNG.")] = Path("report-output"),
+    out: Annotated[Path, typer.Option(help="Folder of report.html, selection_report.md and a PNG of each figure.")] = Path("report-output"),
     copy_tbs: Annotated[float | None, typer.Option(min=0.001, help="TB/s of a copy in the device's memory, for the roofline.")] = None,
     matmul_tflops: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s of a bf16 matrix product, likewise.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write what measured rows say: one HTML page that loads nothing, Markdown, and PNGs. Lines without a measurement are counted."""
+    """Write what measured rows say: one HTML page that loads nothing, Markdown, and the figures as PNG.
+
+    A panel whose cases have no rows says so in place of its figure. Lines without a measurement are counted.
+    """
     from nsa_sel.bench import report as reporting  # loads matplotlib, as the demo does
 
     with _errors(as_json):

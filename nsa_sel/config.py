@@ -5,10 +5,12 @@ Order: configs/base.yaml < the GPU's profile in configs/devices/ < the file name
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import math
 import os
+import warnings
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -250,6 +252,7 @@ FLAGS = (
 CONFIG_FLAG = "NSA_SEL_CONFIG"
 CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of what nsa-sel tune found, and of compiled CUDA kernels
 TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read by the tests alone
+COMMIT_FLAG = "NSA_SEL_COMMIT"  # read by the benches alone
 _FLAG_NAMES = (*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG)
 _NO_FLAGS = (None,) * len(_FLAG_NAMES)
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
@@ -386,6 +389,19 @@ def settings_for(device: DeviceInfo) -> Settings:
     return _resolve(device, environment())
 
 
+def unknown_variables() -> dict[str, str | None]:
+    """Variables of the environment that look like a flag and are none, with the flag that may be meant."""
+    known = (*_FLAG_NAMES, TEST_FLAG, COMMIT_FLAG)
+    names = sorted(name for name in os.environ if name.startswith("NSA_") and name not in known)
+    return {name: next(iter(difflib.get_close_matches(name, known, n=1)), None) for name in names}
+
+
+@functools.cache  # once a process
+def _warn_of_unknown(name: str, meant: str | None) -> None:
+    hint = f"; did you mean {meant}?" if meant else "; `nsa-sel doctor` shows the flags that are set, PRD.md all there are"
+    warnings.warn(f"nsa-sel: the environment variable {name} is no flag and has no effect{hint}", RuntimeWarning, stacklevel=2)
+
+
 def debugging() -> bool:
     """Whether NSA_DEBUG_TRITON asks for the checks that read the device."""
     text = os.environ.get("NSA_DEBUG_TRITON")
@@ -396,6 +412,7 @@ def forget_settings() -> None:
     """Read configuration files anew: they may have changed on disk."""
     shipped_configs.cache_clear()
     _resolve.cache_clear()
+    _warn_of_unknown.cache_clear()
 
 
 def by_way(value: int | dict[Way, int], before: int | dict[Way, int] | None) -> int | dict[Way, int]:
@@ -421,7 +438,8 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         try:
             layers.append((user_file, parse_config(Path(user_file).read_bytes(), user_file)))
         except OSError as error:
-            raise ConfigError(CONFIG_FLAG, user_file, "a readable YAML file", f"{error.strerror}: mend the path") from error
+            allowed = f"a readable YAML file; reading this one: {error.strerror}"
+            raise ConfigError(CONFIG_FLAG, user_file, allowed, "mend the path, or unset it") from error
 
     values: dict[str, Any] = {"kernels": {}, "profile": "built-in", "config_file": user_file or None, "assumed": assumed}
     sources: dict[str, str] = {}
@@ -451,6 +469,9 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
             sources["costs"] = shown
         if name != "base.yaml":
             values["profile"] = name
+    for name, meant in unknown_variables().items():
+        if name.startswith("NSA_SEL_"):  # others may be somebody else's
+            _warn_of_unknown(name, meant)
     for flag in FLAGS:
         text = os.environ.get(flag.name)
         if text is not None:

@@ -198,14 +198,14 @@ def text(result: Result) -> str:
     align = ["left", *["right"] * (len(headers) - 2), "left"]
     lines = [tabulate(table, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True), ""]
     lines += [f"{name} does not run here: {why}" for name, why in result.refused.items()]
+    shaky = [row.name for row in result.rows if any(_shaky(spread) for spread in (row.forward, row.forward_backward))]
+    if shaky:
+        lines.append(f"Times of {', '.join(shaky)} are few or scatter widely, as on a busy machine: read the ratios with care.")
     lines += [_fastest(result.rows, "forward", "forward"), _fastest(result.rows, "forward_backward", "forward + backward")]
     lines.append(f"{DENSE} computes something else: every row attends to all keys up to its position. It is here for scale alone.")
     lines.append("Times are medians of calls that take turns and start from a new selection, so plans and masks are built in the time.")
     if result.decision.device.kind == "cuda":
         lines.append("They are of whole calls, from the host's side on: at sizes as small as this, launching kernels is a large part.")
-    shaky = [row.name for row in result.rows if any(_shaky(spread) for spread in (row.forward, row.forward_backward))]
-    if shaky:
-        lines.append(f"Times of {', '.join(shaky)} are few or scatter widely, as on a busy machine: read the ratios with care.")
     lines.append(f"Bounds of the mean error: {result.bound:g} for o and lse; for gradients that, or twice the error of {MASKED}.")
     wrong = [row.name for row in result.rows if row.passed is False]
     lines.append(f"WRONG: {', '.join(wrong)}." if wrong else "Every result agrees with the oracle.")

@@ -35,7 +35,8 @@ Check = Callable[[Case, Offer], tuple[Reason, ...]]
 class Policy(NamedTuple):
     """A policy: every check's reasons are kept; of the backends without any, the one with the least predicted time is picked.
 
-    Without predictions, and where the user's own file says what to prefer, it is the first of the preference.
+    Of a backend that can't run no reason `slower` is kept. Without predictions, and where the user's own file says what to prefer,
+    it is the first of the preference.
     """
 
     name: str
@@ -105,7 +106,7 @@ class _Choice(NamedTuple):
 
 
 def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Override | None) -> _Choice:
-    reasons = {offer.backend.name: tuple(reason for check in policy.checks for reason in check(case, offer)) for offer in offers}
+    reasons = {offer.backend.name: _reasons(case, offer, policy) for offer in offers}
     preferred = [name for name in policy.preference(case) if name in reasons]
     preferred += [name for name in reasons if name not in preferred]
     predicted = {name: ms for name in preferred if not reasons[name] and (ms := policy.predict(case, name)) is not None}
@@ -131,6 +132,14 @@ def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Overr
     return _Choice(tuple(order), reasons, tuple(predictions), by_time, rule, tuple(stepped_over), winner, runner_up)
 
 
+def _reasons(case: Case, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
+    """What every check says; what can't run is not slower besides."""
+    found = tuple(reason for check in policy.checks for reason in check(case, offer))
+    if any(reason.kind in ("unavailable", "unsupported") for reason in found):
+        return tuple(reason for reason in found if reason.kind != "slower")
+    return found
+
+
 def refusal(decision: Decision) -> str | None:
     """Why nothing may run the call, with every reason of every candidate; None when something may."""
     if decision.forward is not None and (decision.backward is not None or not decision.request.needs_grad):
@@ -139,7 +148,7 @@ def refusal(decision: Decision) -> str | None:
     if decision.override is not None and decision.override.backend not in names:
         import difflib
 
-        close = difflib.get_close_matches(decision.override.backend, names, n=1)
+        close = difflib.get_close_matches(decision.override.backend.lower(), names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         return (
             f"backend {decision.override.backend!r} ({decision.override.source}) is unknown{hint} Allowed:"

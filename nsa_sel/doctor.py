@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.metadata
 import os
 import platform
@@ -63,16 +62,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def examine() -> Report:
     """Look at this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata."""
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    flags = [flag.name for flag in config.FLAGS] + [config.CONFIG_FLAG, config.CACHE_FLAG, config.TEST_FLAG]
-    variables = sorted(name for name in os.environ if name.startswith("NSA_"))
+    unknown = config.unknown_variables()
+    flags = sorted(name for name in os.environ if name.startswith("NSA_") and name not in unknown)
     return Report(
         nsa_sel=nsa_sel.__version__,
         python=platform.python_version(),
         platform=platform.platform(),
         packages={name: _version(name) for name in PACKAGES},
         devices=tuple(_examine_device(device_info(device)) for device in devices),
-        flags={name: os.environ[name] for name in variables if name in flags},
-        unknown_variables=tuple(UnknownVariable(name, _closest(name, flags)) for name in variables if name not in flags),
+        flags={name: os.environ[name] for name in flags},
+        unknown_variables=tuple(UnknownVariable(name, meant) for name, meant in unknown.items()),
     )
 
 
@@ -94,10 +93,6 @@ def _version(package: str) -> str | None:
     for distribution in importlib.metadata.packages_distributions().get(package, ()):
         return importlib.metadata.version(distribution)
     return None
-
-
-def _closest(name: str, names: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
 def _examine_device(device: DeviceInfo) -> DeviceHere:

@@ -130,6 +130,7 @@ def read_log(log: Path) -> Iterator[Line]:
         lines = log.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError("LOG", f"{log} ({error})", "a readable file of JSON lines", "mend the path") from error
+    remedy = "pass a log that NSA_DEBUG_LOG wrote, or lines of Decision.to_json"
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -143,7 +144,8 @@ def read_log(log: Path) -> Iterator[Line]:
                 yield Line(number, event, record)
         except (msgspec.DecodeError, NsaSelError) as error:
             allowed = "a decision as Decision.to_json writes it, or an event"
-            raise ArgumentError(f"line {number} of {log}", f"no decision ({error})", allowed, "drop the line") from error
+            raise ArgumentError(f"line {number} of {log}", f"no decision ({error.__cause__ or error})", allowed, remedy) from error
+        remedy = "drop the line"  # what stands before it is of a log
 
 
 def summarise(log: Path, top: int = 10) -> Summary:

@@ -49,9 +49,8 @@ def log_to(target: str | None) -> None:
         try:
             _handler = logging.StreamHandler(sys.stderr) if target == "stderr" else logging.FileHandler(target)
         except OSError as error:
-            raise ConfigError(
-                "NSA_DEBUG_LOG", target, "stderr or a file that can be written", f"{error.strerror}: mend the path"
-            ) from error
+            allowed = f"stderr or a file that can be written; writing this one: {error.strerror}"
+            raise ConfigError("NSA_DEBUG_LOG", target, allowed, "mend the path") from error
         _handler.setFormatter(JsonLines())
         LOGGER.addHandler(_handler)
         LOGGER.setLevel(logging.INFO)

@@ -40,8 +40,8 @@ def oracle_forward(
     """o [B,S,G,h,Dv] and lse [B,S,G,h] (natural logarithm), float64 on the CPU, from inputs of any float dtype and device.
 
     q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], ranges [B,S,G,n,2] of any integer dtype; the decode form q [B,G,h,Dk],
-    ranges [B,G,n,2] gives o [B,G,h,Dv], lse [B,G,h]. Overlapping ranges count a key once. With a row's keys J (NSA, arXiv
-    2502.11089, Eq. 10, over selected keys alone):
+    ranges [B,G,n,2] gives o [B,G,h,Dv], lse [B,G,h]. Overlapping ranges, which backends do not
+    take, count a key once. With a row's keys J (NSA, arXiv 2502.11089, Eq. 10, over selected keys alone):
 
         s_j = scale q.k_j     lse = log sum_{j in J} exp(s_j)     p_j = exp(s_j - lse)     o = sum_{j in J} p_j v_j
 

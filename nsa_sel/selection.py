@@ -13,6 +13,11 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.request import SHARING_TOKENS
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_MEANING = {
+    "n": "the number of blocks that a row selects",
+    "block_size": "the number of keys in a block",
+    "max_length": "the most keys that a row selects, or leave it out",
+}
 _SORTED_AT_ONCE = 1 << 22  # blocks that measuring sorts at a time, which bounds its memory
 
 
@@ -33,8 +38,9 @@ class Selection:
 
     ranges: int32 or int64, `[start, end)` in key positions; a range with end <= start is empty. `block_size` states that every
     non-empty range is one whole block [j*block_size, (j+1)*block_size); `max_length` bounds the keys of one row. Both are
-    static: using a selection never reads the device. Ranges of one row must not overlap (`merge` makes them so, `validate`
-    tells). Backends keep their plans here, so that forward and backward, and layers that share a selection, build them once.
+    static: using a selection never reads the device. Ranges of one row must be disjoint, which is not checked: a key that two of
+    them name counts twice, or not at all, by backend (`validate` tells, `merge` mends). Backends keep their plans here, so that
+    forward and backward, and layers that share a selection, build them once.
     """
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None) -> None:
@@ -124,17 +130,20 @@ class Selection:
         Deterministic. Raises ArgumentError for shapes, dtypes or numbers that do not fit together.
         """
         scores = _tensor("scores", scores)
-        if scores.dim() != 4 or not scores.is_floating_point():
-            raise ArgumentError(
-                "scores", f"{scores.dtype} of shape {tuple(scores.shape)}", "floating point [B,S,G,blocks]", "add the missing axes"
-            )
+        shape = f"{scores.dtype} of shape {tuple(scores.shape)}"
+        if not scores.is_floating_point():
+            raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", "call .float() on it")
+        if scores.dim() != 4:
+            remedy = "add the missing axes" if scores.dim() < 4 else "sum over the heads of a group, which share one score (NSA Eq. 10)"
+            raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", remedy)
         for name, number in (("n", n), ("block_size", block_size)):
             _positive(name, number)
         whole = all(isinstance(number, int) for number in (first, local))
         if not whole or first < 0 or local < 0 or first + local > n:
             raise ArgumentError(
-                "first + local", f"{first} + {local}", f"each >= 0 and together at most n = {n}", "raise n, or force fewer blocks"
-            )
+                "first + local", f"{first} + {local}", f"whole numbers >= 0 and together at most n = {n}",
+                "raise n: the first and the local last blocks are always among the n; or pass a smaller first= or local=",
+            )  # fmt: skip
         B, S, _, blocks = scores.shape
         if q_pos is None:
             S_kv = S if S_kv is None else S_kv
@@ -142,8 +151,9 @@ class Selection:
                 raise ArgumentError("S_kv", repr(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
             if -(-S_kv // block_size) != blocks:
                 raise ArgumentError(
-                    "scores", f"over {blocks} blocks of {block_size}", f"{-(-S_kv // block_size)} blocks for S_kv = {S_kv}",
-                    "pass S_kv= (the number of keys) or q_pos= (the rows' positions)",
+                    "scores", f"[B,S,G,blocks] = {tuple(scores.shape)} over {blocks} blocks of {block_size}",
+                    f"{-(-S_kv // block_size)} blocks for S_kv = {S_kv}",
+                    "check block_size and the order of axes; where S_kv is not S, pass S_kv= (the number of keys) or q_pos=",
                 )  # fmt: skip
             q_pos = torch.arange(S_kv - S, S_kv, device=scores.device)
         current = _positions(q_pos, B, S, scores.device)[:, :, None, None] // block_size
@@ -275,6 +285,8 @@ class Selection:
         how alike neighbours choose; writing the ranges in place makes both forget, and ranges made under
         torch.inference_mode() are never trusted to be unwritten.
         """
+        if S_kv is not None and (not isinstance(S_kv, int) or isinstance(S_kv, bool) or S_kv < 0):
+            raise ArgumentError("S_kv", repr(S_kv), "a whole number >= 0, or None", "pass the number of keys, k.shape[2]")
         start, end = self.ranges.long().unbind(-1)
         start = start.clamp(min=0)
         unclamped = (end - start).clamp(min=0).sum(-1)
@@ -358,4 +370,4 @@ def _positive(argument: str, value: int | None, optional: bool = False) -> None:
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArgumentError(argument, repr(value), "a whole number >= 1", "pass what the selection was made with")
+        raise ArgumentError(argument, repr(value), "a whole number >= 1, as an int", f"pass {_MEANING[argument]}")

@@ -6,18 +6,22 @@ from tabulate import tabulate
 
 from nsa_sel.decision import Decision, Reason
 from nsa_sel.dispatch import counterfactuals
+from nsa_sel.errors import ArgumentError
 from nsa_sel.request import SHARING_TOKENS
 
 REASON_WIDTH = 96  # characters
 
 
 def describe(decision: Decision) -> str:
-    """The decision as text for a terminal, with every reason of every backend."""
+    """The decision as text for a terminal, with every reason of every backend. Raises ArgumentError for anything else."""
+    if not isinstance(decision, Decision):
+        raise ArgumentError("decision", f"a {type(decision).__name__}", "one Decision", "pass one of them, such as decisions()[-1]")
     request, device = decision.request, decision.device
     block = f", block {request.block_size}" if request.block_size else ""
     lines = [
         f"request   B={request.B} S={request.S} S_kv<={request.S_kv} G={request.G} h={request.h} Dk={request.Dk} Dv={request.Dv}"
-        f" n={request.n}{block}, L<={request.max_length}, {request.dtype}, gradients {'needed' if request.needs_grad else 'not needed'}",
+        f" n={request.n}{block}, at most {request.max_length} keys a row (L), {request.dtype},"
+        f" gradients {'needed' if request.needs_grad else 'not needed'}",
         f"device    {device.name}" + (f", SM {device.sm // 10}.{device.sm % 10}" if device.sm else ""),
         f"forward   {decision.forward or 'nothing may run it'}",
     ]

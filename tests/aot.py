@@ -55,16 +55,21 @@ class TargetDriver:
         return self.target
 
 
-def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
-    """Every kernel that forward and backward of `name` launch for `shape` on a GPU of compute capability sm/10."""
-    compiled: list[Any] = []
+def target_call(shape: str, sm: int) -> Call:
+    """A call of `shape` on a GPU of compute capability sm/10 that is not here: CPU tensors and injected device facts."""
     kilobytes, sms = TARGETS[sm]
     device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
     B, S, S_kv, G, h, Dk, Dv, n, block, dtype = SHAPES[shape]
     q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
     selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
     checked = check_call(q, k, v, selection, None, None)
-    call = Call(q, k, v, checked[3], None, checked[4], settings_for(device), device)
+    return Call(q, k, v, checked[3], None, checked[4], settings_for(device), device)
+
+
+def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
+    """Every kernel that forward and backward of `name` launch for `shape` on a GPU of compute capability sm/10."""
+    compiled: list[Any] = []
+    call = target_call(shape, sm)
     triton.runtime.driver.set_active(TargetDriver(sm))
     launch = triton.runtime.jit.KernelInterface.__getitem__
     triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
@@ -76,7 +81,7 @@ def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
         module.backward(call, o, lse, torch.empty_like(o), None)
     finally:
         triton.runtime.jit.KernelInterface.__getitem__ = launch
-    return [{"backend": name, "shape": shape, "sm": sm, "limit": kilobytes * 1024, **resources(kernel)} for kernel in compiled]
+    return [{"backend": name, "shape": shape, "sm": sm, "limit": call.device.shared_memory, **resources(kernel)} for kernel in compiled]
 
 
 def resources(kernel: Any) -> dict[str, Any]:

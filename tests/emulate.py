@@ -36,17 +36,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++,
 def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
     """From here to the end of the test, launches run on the CPU; `mode`: in which order (`BACKWARDS`), and when copies happen (`EAGER`)."""
 
-    def start(
-        source: str,
-        macros: compiler.Constants,
-        device: int,
-        blocks: int,
-        threads: int,
-        shared: int,
-        fields: str,
-        *values: Any,
-        own: bool = False,
-    ) -> None:
+    def start(source: str, macros: compiler.Constants, *rest: Any, own: bool = False) -> None:
+        _, blocks, threads, shared, fields, *values = rest
         arguments = ctypes.create_string_buffer(launch.layout(fields).pack(*values))
         _library(source, macros).run(blocks, threads, shared, mode, arguments)
 

@@ -111,8 +111,10 @@ def test_a_profile_sets_what_is_decided() -> None:
 
 
 def test_rows_that_say_nothing_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="measure on a GPU: nsa-sel bench"):
-        decided([], 1.2)
+    with pytest.raises(ArgumentError, match=r"^ROWS is 1 rows, in which no case has both .*; allowed: .*measure on a GPU: nsa-sel bench"):
+        decided(list(rows_of({64: (1, 2)}))[:1], 1.2)
+    with pytest.raises(ArgumentError, match="--backend is 'nope'; allowed: triton-token, triton-group"):
+        decided(list(rows_of({64: (1, 2)})), 1.2, "nope")
     with pytest.raises(ArgumentError, match="from a GPU and another; allowed: rows of one device"):
         decided([*rows_of({64: (1, 2)}), *rows_of({64: (1, 2)}, device="another")], 1.2)
 

@@ -95,6 +95,7 @@ class TestDoctor:
         assert report["flags"] == {"NSA_USE_SEL_PACK": "0", CACHE_FLAG: os.environ[CACHE_FLAG]}
         assert report["devices"][0]["settings"]["sources"]["use_sel_pack"] == "NSA_USE_SEL_PACK"
 
+    @pytest.mark.filterwarnings("ignore:nsa-sel. the environment variable:RuntimeWarning")
     def test_names_unknown_variables_and_the_flag_that_was_meant(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NSA_SEL_BAKEND", "numba")
         assert ask("doctor")["unknown_variables"] == [{"name": "NSA_SEL_BAKEND", "did_you_mean": "NSA_SEL_BACKEND"}]
@@ -141,6 +142,7 @@ class TestExplain:
         request = ask("explain", *shape, "--block-size", 0, "--max-length", 99, "--dtype", "float32", "--needs-grad")["request"]
         expected = {"B": 2, "S": 1, "S_kv": 512, "G": 3, "h": 5, "Dk": 24, "Dv": 40, "n": 7, "block_size": None}
         assert request == {**expected, "max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True, "sharing": None}
+        assert "at most 99 keys a row (L)" in invoke("explain", "--L", 99).output
 
     def test_max_length_follows_from_the_shape(self) -> None:
         assert ask("explain", "--n", 4, "--block-size", 32)["request"]["max_length"] == 128
@@ -293,6 +295,12 @@ class TestReplay:
         assert "LOG" in refused("replay", log)
         log.write_text('\n{"event": "sel.timing", "ms": 1}\n')
         assert "holds no decision" in refused("replay", log)
+        recorded = explain_request(example_request(), SM89).to_json()
+        for kept, remedy in (("", "pass a log that NSA_DEBUG_LOG wrote"), (recorded, "drop the line")):
+            log.write_text(f'{kept}\n{{"case": "target", "backend": "numba"}}\n')
+            message = " ".join(refused("replay", log).split())
+            assert f"line 2 of {log} is no decision (Object missing required field `request`)" in message
+            assert f"Remedy: {remedy}" in message
         for line in ("not json", '{"forward": "numba"}', '{"event": "sel.decision"}', "[]"):
             log.write_text(f"\n{line}\n")
             assert f"line 2 of {log} is no decision" in refused("replay", log)

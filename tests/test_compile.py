@@ -225,7 +225,7 @@ def test_bad_input_is_refused_while_tracing() -> None:
     traced_refusal("k is of head dimension.*Remedy: project q and k to the same size", q, k[..., :8], v, selection)
     traced_refusal("k is of strides.*Remedy: call k.contiguous", q, k.transpose(2, 3).contiguous().transpose(2, 3), v, selection)
     traced_refusal("k is of dtype torch.float64.*Remedy", q, k.double(), v, selection)
-    traced_refusal("selection.*a int.*see Selection.from_blocks", q, k, v, 3)
+    traced_refusal("selection.*a int.*make one with Selection.from_ranges", q, k, v, 3)
     traced_refusal("q.*a int.*wrap it in torch.as_tensor", 3, k, v, selection)
     traced_refusal("scale.*'x'.*pass a Python float", q, k, v, selection, scale="x")
 

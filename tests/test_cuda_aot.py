@@ -18,12 +18,9 @@ import nsa_sel
 from nsa_sel import registry
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import compiler, launch
-from nsa_sel.call import Call, check_call
-from nsa_sel.config import CACHE_FLAG, settings_for
+from nsa_sel.config import CACHE_FLAG
 from nsa_sel.errors import BackendError
-from nsa_sel.request import DeviceInfo
-from nsa_sel.selection import Selection
-from tests.aot import SHAPES, TARGETS
+from tests.aot import TARGETS, target_call
 from tests.cases import make_blocks, make_qkv
 
 
@@ -49,17 +46,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[
     """Every kernel that forward and backward launch for `shape` on a GPU of compute capability sm/10."""
     found: dict[object, dict[str, Any]] = {}
 
-    def start(
-        source: str,
-        macros: compiler.Constants,
-        device: int,
-        blocks: int,
-        threads: int,
-        shared: int,
-        fields: str,
-        *values: Any,
-        own: bool = False,
-    ) -> None:
+    def start(source: str, macros: compiler.Constants, *rest: Any, own: bool = False) -> None:
+        _, blocks, threads, shared, fields, *values = rest
         assert len(launch.layout(fields).pack(*values)) <= launch.MOST_BYTES
         assert 0 < blocks < 2**31
         if (source, macros) not in found:
@@ -74,15 +62,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[
             }  # fmt: skip
 
     monkeypatch.setattr(launch, "start", start)
-    kilobytes, sms = TARGETS[sm]
-    device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
-    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = SHAPES[shape]
-    q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
-    selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
-    checked = check_call(q, k, v, selection, None, None)
-    call = Call(q, k, v, checked[3], None, checked[4], settings_for(device), device)
+    call = target_call(shape, sm)
     o, lse = cupy_cuda.forward(call)
-    if S > 1:
+    if call.q.shape[1] > 1:
         cupy_cuda.backward(call, o, lse, torch.empty_like(o), None)
     return list(found.values())
 

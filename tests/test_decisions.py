@@ -232,6 +232,15 @@ def test_triton_is_never_the_choice_on_a_cpu(dtype: str, device: DeviceInfo) -> 
         assert decide(LONG, CPU, backend="triton-group").forward is None
 
 
+def test_what_cannot_run_is_not_slower_besides() -> None:
+    """Its reasons say what is needed to make it run; advice on forcing it or on min-L would be of no use."""
+    for request in (SHORT, LONG):
+        assert codes(decide(request, CPU), "triton-group") == ["device-kind"]
+        assert codes(decide(replace(request, dtype="float32"), INTERPRETER), "triton-group") == ["triton-on-cpu"]
+    assert codes(decide(replace(SHORT, dtype="float64"), H100, use_triton_sel=False), "triton-group") == ["dtype", "triton-off"]
+    assert "NSA_SEL_TRITON_MIN_L" not in describe(decide(SHORT, CPU))
+
+
 def test_the_interpreter_runs_when_forced() -> None:
     decision = decide(replace(LONG, dtype="float32"), INTERPRETER, backend="triton-group")
     assert decision.forward == "triton-group"

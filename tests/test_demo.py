@@ -109,6 +109,7 @@ def test_text_says_what_is_computed_why_and_who_is_fastest(trace: Path) -> None:
         "demo.png",
     ):
         assert words in result.output
+    assert result.output.index("are few or scatter widely") < result.output.index("Fastest forward: ")
 
 
 def test_a_wrong_gradient_gives_exit_code_1(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

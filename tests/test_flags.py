@@ -115,6 +115,28 @@ def test_every_flag_sets_its_field(monkeypatch: pytest.MonkeyPatch, flag: Any) -
     assert settings_for(H100) == before
 
 
+@pytest.mark.parametrize(("name", "hint"), [("NSA_SEL_BAKEND", "did you mean NSA_SEL_BACKEND"), ("NSA_SEL_XYZZY_PLUGH", "nsa-sel doctor")])
+def test_unknown_flags_are_named_once(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, name: str, hint: str) -> None:
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NSA_OF_SOMEBODY_ELSE", "1")
+    monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
+    settings_for(H100)
+    settings_for(UNKNOWN)
+    monkeypatch.setenv("NSA_SEL_BACKEND", "numba")
+    settings_for(H100)
+    (warning,) = recwarn.list
+    assert warning.category is RuntimeWarning
+    assert f"{name} is no flag and has no effect; " in str(warning.message)
+    assert hint in str(warning.message)
+
+
+def test_known_flags_warn_of_nothing(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    for flag in FLAGS:
+        monkeypatch.setenv(flag.name, VALUES[flag.name][0])
+    settings_for(H100)
+    assert not recwarn.list
+
+
 def test_launch_flags_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     built_in = settings_for(UNKNOWN)
     assert built_in.kernels

@@ -191,7 +191,9 @@ def test_the_readme_claims_what_the_rows_say() -> None:
     )
     rows = some("threshold-prefill.*", "bwd")
     both = gains["real-8k-h1", "fwd+bwd"]
+    text = some(r"real-8k-h\d+", "fwd") + some(r"real-8k-h\d+", "bwd") + some(r"real-8k-h\d+", "fwd+bwd")
     for words in (
+        f"from {min(text):.1f} to {max(text):.1f} times as fast at 8k tokens of text",
         f"{min(alone):.2f}x to {max(alone):.2f}x, in {sum(gain < 1 for gain in alone)} of {len(alone)} slower",
         f"4 groups, are at {both:.2f}x",
         f"{min(rows):.2f}x to {max(rows):.2f}x for 1024 rows",
@@ -270,6 +272,24 @@ def test_peaks_come_with_the_command_and_files_add_up(file: Path, tmp_path: Path
     assert "2 TB/s of a copy, 300 TFLOP/s of a bf16 product (given with the command)" in page.text
     assert "faster than dense attention in 1 of 1, than packed SDPA in 1 of 1 measured pairs" in page.text
     assert ["fwd", "random", "16", "8k", "3.00x", "triton-tile"] in [line for table in page.tables for line in table]
+
+
+def test_rows_of_a_cpu(file: Path, tmp_path: Path) -> None:
+    """numba is ours too; what has no partner is said in a sentence of its own, and that there is no figure."""
+    case = cases.span_case("few", 64, 4, 64, 64, 64, "float32")
+    write(
+        file, row(case, "fwd", "numba", 1.0), row(case, "fwd", PACKED, 4.0), row(case, "bwd", "numba", 3.0), row(case, "bwd", PACKED, 2.0)
+    )
+    answer = CliRunner().invoke(app, ["report", str(file), "--out", str(tmp_path / "out")])
+    assert answer.exit_code == 0, answer.output
+    assert "no figure, and so no PNG" in answer.output
+    text = " ".join((tmp_path / "out" / report.DOCUMENT).read_text().split())
+    assert "“Ours” is the fastest of numba in each case and direction" in text
+    words = "On a new GPU: ours is faster than packed SDPA in 1 of 2 measured pairs of case and direction."
+    assert f"{words} No case has rows of ours and of dense attention." in text
+    write(file, row(case, "fwd", PACKED, 4.0))
+    alone = report.report(report.read([file])).introduction
+    assert alone[1] == "On a new GPU: no case has rows of ours and of dense attention or packed SDPA to compare."
 
 
 def test_two_devices_have_their_own_panels(file: Path) -> None:

@@ -26,6 +26,12 @@ def some_jobs(backend: str = "triton-group", quick: bool = True) -> list[Job]:
     return jobs(settings_for(H200), 90, (CASE,), backend, None, quick)
 
 
+def lone() -> Job:
+    """A kernel that one problem judges."""
+    job = some_jobs()[0]
+    return job._replace(problems=job.problems[:1])
+
+
 def times(job: Job, problem: str, config: KernelConfig) -> tune.Times:
     """The same for a launch whenever it is asked for: 10 ms for the committed one, 5 to 15 for the others."""
     if config == job.committed:

@@ -96,3 +96,45 @@ DEVICE void as_operand(u32 (&a)[4], const float (&left)[4], const float (&right)
     a[2] = pack(right[0], right[1]);
     a[3] = pack(right[2], right[3]);
 }
+
+// s += a b^T for the 16 rows of a and 8 * N rows of b, 16 columns a step; a in registers, or rows [m, m + 16) in shared memory.
+template <int PITCH, int STEPS, int N>
+DEVICE void add_products(float (&s)[N][4], const u32 (&a)[STEPS][4], const u16 *b) {
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k)
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            u32 y[4];
+            load_b_rows<PITCH>(y, b, 8 * j, 16 * k);
+            multiply_add(s[j], a[k], y[0], y[1]);
+            multiply_add(s[j + 1], a[k], y[2], y[3]);
+        }
+}
+
+template <int PITCH, int STEPS, int N>
+DEVICE void add_products(float (&s)[N][4], const u16 *a, int m, const u16 *b) {
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) {
+        u32 x[1][4];
+        load_a<PITCH>(x[0], a, m, 16 * k);
+        add_products<PITCH, 1>(s, x, b + 16 * k);
+    }
+}
+
+// acc += s b for 8 * N columns of s, rounded, as many rows of b, and columns [first, first + 8 * M) of b of which `COLUMNS` exist.
+template <int PITCH, int COLUMNS, int N, int M>
+DEVICE void add_sums(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, int first) {
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+        u32 a[4];
+        as_operand(a, s[j], s[j + 1]);
+#pragma unroll
+        for (int d = 0; d < M; d += 2) {
+            if (COLUMNS % (8 * M) && first + 8 * d >= COLUMNS) continue;
+            u32 y[4];
+            load_b_columns<PITCH>(y, b, 8 * j, first + 8 * d);
+            multiply_add(acc[d], a, y[0], y[1]);
+            multiply_add(acc[d + 1], a, y[2], y[3]);
+        }
+    }
+}

@@ -90,23 +90,21 @@ DEVICE void copy_tile(u16 *tile, const u16 *base, i64 stride, int first, i64 S_k
 }
 
 // Write this warp's columns of 16 keys: to the part, or to the result where the list has but this piece.
-template <int D, int TILES>
-DEVICE void write(const float (&acc)[TILES][2][4], float factor, int half, bool final, float *part, u16 *result, i64 keys_left) {
+template <int D, int N>
+DEVICE void write(const float (&acc)[N][4], float factor, int half, bool final, float *part, u16 *result, i64 keys_left) {
     int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int t = 0; t < TILES; ++t)
+    for (int j = 0; j < N; ++j)
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                int key = lane / 4 + 8 * i, column = 16 * (half * TILES + t) + 8 * j + lane % 4 * 2;
-                if (column >= D) continue;
-                float low = acc[t][j][2 * i] * factor, high = acc[t][j][2 * i + 1] * factor;
-                if (!final)
-                    *reinterpret_cast<float2 *>(part + key * D + column) = make_float2(low, high);
-                else if (key < keys_left)
-                    *reinterpret_cast<u32 *>(result + key * D + column) = pack(low, high);
-            }
+        for (int i = 0; i < 2; ++i) {
+            int key = lane / 4 + 8 * i, column = 8 * (half * N + j) + lane % 4 * 2;
+            if (column >= D) continue;
+            float low = acc[j][2 * i] * factor, high = acc[j][2 * i + 1] * factor;
+            if (!final)
+                *reinterpret_cast<float2 *>(part + key * D + column) = make_float2(low, high);
+            else if (key < keys_left)
+                *reinterpret_cast<u32 *>(result + key * D + column) = pack(low, high);
+        }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_constant__ Arguments x) {
@@ -156,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_co
     };
     copy_step(0);
 
-    float dk[DK_TILES][2][4] = {}, dv[DV_TILES][2][4] = {};
+    float dk[2 * DK_TILES][4] = {}, dv[2 * DV_TILES][4] = {};
     for (u32 step = 0; step < steps; ++step) {
         wait_copies<0>();
         __syncthreads();  // this step's rows and the next step's pairs are there, and the step before has been read
@@ -168,30 +166,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_co
         const Pairs &now = described[step % 3];
         const u16 *q_tile = buffers + step % 2 * STAGE, *do_tile = q_tile + PAIRS * KP;
         float s[PAIRS / 8][4] = {}, dp[PAIRS / 8][4] = {};
-#pragma unroll
-        for (int d = 0; d < DKP / 16; ++d) {
-            u32 a[4];
-            load_a<KP>(a, k_tile, key0, 16 * d);
-#pragma unroll
-            for (int j = 0; j < PAIRS / 16; ++j) {
-                u32 y[4];
-                load_b_rows<KP>(y, q_tile, 16 * j, 16 * d);
-                multiply_add(s[2 * j], a, y[0], y[1]);
-                multiply_add(s[2 * j + 1], a, y[2], y[3]);
-            }
-        }
-#pragma unroll
-        for (int d = 0; d < DVP / 16; ++d) {
-            u32 a[4];
-            load_a<VP>(a, v_tile, key0, 16 * d);
-#pragma unroll
-            for (int j = 0; j < PAIRS / 16; ++j) {
-                u32 y[4];
-                load_b_rows<VP>(y, do_tile, 16 * j, 16 * d);
-                multiply_add(dp[2 * j], a, y[0], y[1]);
-                multiply_add(dp[2 * j + 1], a, y[2], y[3]);
-            }
-        }
+        add_products<KP, DKP / 16>(s, k_tile, key0, q_tile);
+        add_products<VP, DVP / 16>(dp, v_tile, key0, do_tile);
         // Where nothing is seen, k and v may be NaN, and p and ds with them: the mask decides, not the product.
 #pragma unroll
         for (int j = 0; j < PAIRS / 8; ++j)
@@ -203,30 +179,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_co
                 dp[j][i] = seen ? probability * (dp[j][i] - now.delta[pair]) : 0.0f;
                 s[j][i] = seen ? probability : 0.0f;
             }
-#pragma unroll
-        for (int j = 0; j < PAIRS / 16; ++j) {
-            u32 a[4];
-            as_operand(a, s[2 * j], s[2 * j + 1]);
-#pragma unroll
-            for (int t = 0; t < DV_TILES; ++t) {
-                int d = half * DV_TILES + t;
-                if (DVP / 16 % COLUMN_WARPS && d >= DVP / 16) continue;
-                u32 y[4];
-                load_b_columns<VP>(y, do_tile, 16 * j, 16 * d);
-                multiply_add(dv[t][0], a, y[0], y[1]);
-                multiply_add(dv[t][1], a, y[2], y[3]);
-            }
-            as_operand(a, dp[2 * j], dp[2 * j + 1]);
-#pragma unroll
-            for (int t = 0; t < DK_TILES; ++t) {
-                int d = half * DK_TILES + t;
-                if (DKP / 16 % COLUMN_WARPS && d >= DKP / 16) continue;
-                u32 y[4];
-                load_b_columns<KP>(y, q_tile, 16 * j, 16 * d);
-                multiply_add(dk[t][0], a, y[0], y[1]);
-                multiply_add(dk[t][1], a, y[2], y[3]);
-            }
-        }
+        add_sums<VP, DVP>(dv, s, do_tile, half * 16 * DV_TILES);
+        add_sums<KP, DKP>(dk, dp, q_tile, half * 16 * DK_TILES);
         if (describes) write_down(described[(step + 2) % 3], threadIdx.x, next);  // last read in the step before
     }
 

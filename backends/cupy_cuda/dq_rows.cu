@@ -64,38 +64,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_rows(const __grid_const
     float acc[DKP / 8][4] = {};
     for (int count = tiles.take(); count; count = tiles.take()) {
         float s[TILE / 8][4] = {}, dp[TILE / 8][4] = {};
-#pragma unroll
-        for (int k = 0; k < DKP / 16; ++k) {
 #if Q_REGISTERS
-            u32(&a)[4] = q[k];
+        add_products<KP, DKP / 16>(s, q, tiles.k());
+        add_products<VP, DVP / 16>(dp, dout, tiles.v());
 #else
-            u32 a[4];
-            load_a<KP>(a, q_tile, warp_head, 16 * k);
+        add_products<KP, DKP / 16>(s, q_tile, warp_head, tiles.k());
+        add_products<VP, DVP / 16>(dp, do_tile, warp_head, tiles.v());
 #endif
-#pragma unroll
-            for (int j = 0; j < TILE / 16; ++j) {
-                u32 b[4];
-                load_b_rows<KP>(b, tiles.k(), 16 * j, 16 * k);
-                multiply_add(s[2 * j], a, b[0], b[1]);
-                multiply_add(s[2 * j + 1], a, b[2], b[3]);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < DVP / 16; ++k) {
-#if Q_REGISTERS
-            u32(&a)[4] = dout[k];
-#else
-            u32 a[4];
-            load_a<VP>(a, do_tile, warp_head, 16 * k);
-#endif
-#pragma unroll
-            for (int j = 0; j < TILE / 16; ++j) {
-                u32 b[4];
-                load_b_rows<VP>(b, tiles.v(), 16 * j, 16 * k);
-                multiply_add(dp[2 * j], a, b[0], b[1]);
-                multiply_add(dp[2 * j + 1], a, b[2], b[3]);
-            }
-        }
 #pragma unroll
         for (int j = 0; j < TILE / 8; ++j)
 #pragma unroll
@@ -104,18 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_rows(const __grid_const
                 bool seen = 8 * j + lane % 4 * 2 + i % 2 < count;
                 s[j][i] = seen ? probability * (dp[j][i] - delta[i / 2]) : 0.0f;
             }
-#pragma unroll
-        for (int j = 0; j < TILE / 16; ++j) {
-            u32 a[4];
-            as_operand(a, s[2 * j], s[2 * j + 1]);
-#pragma unroll
-            for (int d = 0; d < DKP / 16; ++d) {
-                u32 b[4];
-                load_b_columns<KP>(b, tiles.k(), 16 * j, 16 * d);
-                multiply_add(acc[2 * d], a, b[0], b[1]);
-                multiply_add(acc[2 * d + 1], a, b[2], b[3]);
-            }
-        }
+        add_sums<KP, DKP>(acc, s, tiles.k(), 0);
     }
 
     // Add the teams, in their order.

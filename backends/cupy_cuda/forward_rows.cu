@@ -43,22 +43,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_rows(const __grid_
     float acc[DVP / 8][4] = {}, m[2] = {LOWEST, LOWEST}, l[2] = {0.0f, 0.0f};
     for (int count = tiles.take(); count; count = tiles.take()) {
         float s[TILE / 8][4] = {};
-#pragma unroll
-        for (int k = 0; k < DKP / 16; ++k) {
 #if Q_REGISTERS
-            u32(&a)[4] = q[k];
+        add_products<KP, DKP / 16>(s, q, tiles.k());
 #else
-            u32 a[4];
-            load_a<KP>(a, q_tile, warp_head, 16 * k);
+        add_products<KP, DKP / 16>(s, q_tile, warp_head, tiles.k());
 #endif
-#pragma unroll
-            for (int j = 0; j < TILE / 16; ++j) {
-                u32 b[4];
-                load_b_rows<KP>(b, tiles.k(), 16 * j, 16 * k);
-                multiply_add(s[2 * j], a, b[0], b[1]);
-                multiply_add(s[2 * j + 1], a, b[2], b[3]);
-            }
-        }
         if (count < TILE) {  // past the keys
 #pragma unroll
             for (int j = 0; j < TILE / 8; ++j)
@@ -76,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_rows(const __grid_
             highest[i] = fmaxf(highest[i], __shfl_xor_sync(ALL, highest[i], 1));
             highest[i] = fmaxf(highest[i], __shfl_xor_sync(ALL, highest[i], 2));
         }
-        if (__any_sync(ALL, highest[0] > m[0] || highest[1] > m[1])) {  // most tiles raise no maximum
+        if (__any_sync(ALL, highest[0] > m[0] || highest[1] > m[1])) {  // else acc and l stand
             float alpha[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -97,18 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_rows(const __grid_
                 s[j][i] = exp2_fast(s[j][i] * c - shift[i / 2]);
                 l[i / 2] += s[j][i];
             }
-#pragma unroll
-        for (int j = 0; j < TILE / 16; ++j) {
-            u32 a[4];
-            as_operand(a, s[2 * j], s[2 * j + 1]);
-#pragma unroll
-            for (int d = 0; d < DVP / 16; ++d) {
-                u32 b[4];
-                load_b_columns<VP>(b, tiles.v(), 16 * j, 16 * d);
-                multiply_add(acc[2 * d], a, b[0], b[1]);
-                multiply_add(acc[2 * d + 1], a, b[2], b[3]);
-            }
-        }
+        add_sums<VP, DVP>(acc, s, tiles.v(), 0);
     }
 
     // Join the teams, in their order.

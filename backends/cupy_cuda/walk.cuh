@@ -70,7 +70,7 @@ DEVICE void team_barrier() {
 }
 
 // Copy the rows at each lane's position (of lane r: row r) to a tile in shared memory; zeros from `count` on and past D columns.
-// Most of a row's time goes into these addresses: one multiplication each, and no choice between two, since what is not read may be any.
+// One multiplication an address, and no choice between two: what is not read may be any.
 template <int D, int PITCH>
 DEVICE void copy_keys(u16 *tile, const u16 *base, i64 stride, int position, int count) {
     constexpr int PIECES = (PITCH - 8) / 8, ALL_PIECES = TILE * PIECES;
