@@ -199,7 +199,7 @@ def refuse_transforms() -> NoReturn:
     )
 
 
-def refuse_second_derivative(*_: Any) -> NoReturn:
+def refuse_second_derivative() -> NoReturn:
     """BackendError: the backward passes of the backends are not differentiable."""
     raise BackendError(
         "selection_attention has no second derivative, and the backward pass was asked for one (create_graph=True);"

@@ -5,13 +5,15 @@ Also what eager calls owe PyTorch: checkpointing, deterministic algorithms, auto
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -22,15 +24,24 @@ from nsa_sel.errors import ArgumentError, BackendError
 from tests.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
 
 OPS = torch.ops.nsa_sel
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 CPU = ("numba", "sdpa-packed")
 TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
 BLOCK = 16
 
 
-@pytest.fixture(autouse=True)
-def start_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No graphs, and the backend that compiles nothing: which one serves a call is told where it matters."""
+@pytest.fixture(autouse=True, scope="module")
+def shared_graphs() -> Iterator[None]:
+    """Tests that compile the same function for the same kind of arguments share its graph; PyTorch gives up at 8 graphs a function."""
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend that compiles nothing: which one serves a call is told where it matters."""
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
 
 
@@ -73,27 +84,31 @@ def assert_equal(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 # Compiled calls
 
 
-@pytest.mark.parametrize(
-    ("backend", "lengths", "work"),
-    [
-        ("numba", (64, 128, 96), attend),
-        ("numba", (64, 128, 96), from_blocks),
-        ("sdpa-packed", (64, 128, 96), attend),
-        ("triton-group", (3, 5), attend),  # interpreted kernels are slow
-    ],
-)
-def test_one_graph_serves_every_length(backend: str, lengths: tuple[int, ...], work: Callable[..., Any]) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    fast = compiled(work, counter)
-    for S in lengths:
-        q, k, v, selection = problem(S, n=2) if backend in CPU else problem(S, 1, 2, n=1, B=1)
-        given = selection if work is attend else selection.block_indices
-        got = results(fast, q, k, v, given, backend=backend)
+def counting() -> tuple[Any, Counter[str]]:
+    """A backend of torch.compile that runs graphs as they are, and the number of graphs that it was given."""
+    graphs: Counter[str] = Counter()
+
+    def taken(direction: str) -> Callable[..., Any]:
+        def compiler(graph: Any, _: Any) -> Any:
+            graphs[direction] += 1
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    return aot_autograd(fw_compiler=taken("forward"), bw_compiler=taken("backward")), graphs
+
+
+def test_one_graph_serves_every_length() -> None:
+    counter, graphs = counting()
+    fast = compiled(from_blocks, counter)
+    for S in (64, 128, 96):
+        q, k, v, selection = problem(S, n=2)
+        got = results(fast, q, k, v, selection.block_indices, backend="numba")
         decision = decisions()[-1]
-        assert (decision.forward, decision.backward, decision.request.S) == (backend, backend, S)
-        assert_equal(got, results(attend, q, k, v, selection, backend=backend))
+        assert (decision.forward, decision.backward, decision.request.S) == ("numba", "numba", S)
+        assert_equal(got, results(attend, q, k, v, selection, backend="numba"))
         assert_forward(got[:2], q.detach(), k.detach(), v.detach(), selection.ranges)
-    assert counter.frame_count == 1
+    assert graphs == {"forward": 1, "backward": 1}
 
 
 def test_inductor() -> None:
@@ -107,38 +122,39 @@ def test_inductor() -> None:
 
 
 def test_every_form_of_the_call() -> None:
-    """Decode, positions, scale, bare ranges, scores, o alone, no gradients: compiled as eager."""
+    """Positions and scale, bare ranges, scores, decode, o alone: in one graph, as eager."""
     q, k, v, selection = problem(64)
-    q_pos = torch.arange(64) // 2
-    scores = torch.randn(2, 64, 2, 4)
+    q_pos, scores = torch.arange(64) // 2, torch.randn(2, 64, 2, 4)
 
-    def scored(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, **options: Any) -> Any:
-        return selection_attention(q, k, v, Selection.from_scores(scores, 3, BLOCK), **options)
+    def work(q: Tensor, k: Tensor, v: Tensor, selection: Selection, row: Tensor, of_row: Tensor) -> list[Tensor]:
+        return [
+            *selection_attention(q, k, v, selection, scale=0.3, q_pos=q_pos, return_lse=True),
+            *selection_attention(q, k, v, selection.ranges, return_lse=True),
+            *selection_attention(q, k, v, Selection.from_scores(scores, 3, BLOCK), return_lse=True),
+            *selection_attention(row, k, v, Selection.from_ranges(of_row), return_lse=True),
+            selection_attention(q, k, v, selection),
+        ]
 
-    assert_equal(
-        results(compiled(attend), q, k, v, selection, scale=0.3, q_pos=q_pos),
-        results(attend, q, k, v, selection, scale=0.3, q_pos=q_pos),
-    )
-    assert_equal(results(compiled(attend), q, k, v, selection.ranges), results(attend, q, k, v, selection.ranges))
-    assert_equal(results(compiled(scored), q, k, v, scores), results(scored, q, k, v, scores))
-    row, of_row = q[:, -1].detach().requires_grad_(), Selection.from_ranges(selection.ranges[:, -1])
-    assert_equal(results(compiled(attend), row, k, v, of_row), results(attend, row, k, v, of_row))
-    (dq,) = torch.autograd.grad(compiled(attend)(q, k, v, selection).sum(), q)
-    assert torch.equal(dq, torch.autograd.grad(attend(q, k, v, selection).sum(), q)[0])
-    with torch.no_grad():
-        assert torch.equal(compiled(attend)(q, k, v, selection), attend(q, k, v, selection))
-    assert [decision.request.needs_grad for decision in decisions()[-3:]] == [True, False, False]
+    inputs = (q, k, v, selection, q[:, -1].detach().requires_grad_(), selection.ranges[:, -1])
+    wanted, got = work(*inputs), compiled(work)(*inputs)
+    assert_equal(tuple(got), tuple(wanted))
+
+    def gradients(outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        loss = torch.stack([x[x.isfinite()].square().sum() for x in outputs]).sum()
+        return torch.autograd.grad(loss, (q, k, v, inputs[4]))
+
+    assert_equal(gradients(got), gradients(wanted))
 
 
 def test_flags_count_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
+    counter, graphs = counting()
     work = compiled(attend, counter)
     q, k, v, selection = problem(64)
     for name in CPU:
         monkeypatch.setenv("NSA_SEL_BACKEND", name)
         assert_equal(results(work, q, k, v, selection), results(attend, q, k, v, selection))
         assert decisions()[-2].forward == decisions()[-1].forward == name
-    assert counter.frame_count == 1
+    assert graphs == {"forward": 1, "backward": 1}
 
 
 def test_eager_calls_do_without_the_ops() -> None:
@@ -190,12 +206,14 @@ def test_opcheck(backend: str) -> None:
     if backend in CPU:
         q, k, v = (x.detach().half().requires_grad_() for x in (q, k, v))
     facts = (selection.ranges, None, BLOCK, None, 0.25, backend)
-    torch.library.opcheck(OPS.selection_forward.default, (q, k, v, *facts, True))
+    # What a backend can break: aliases, writes, shapes, dtypes, strides. The other checks are of the ops, and slow when interpreted.
+    checks = ALL_CHECKS if backend in CPU else ("test_schema", "test_faketensor")
+    torch.library.opcheck(OPS.selection_forward.default, (q, k, v, *facts, True), test_utils=checks)
     q, k, v = (x.detach() for x in (q, k, v))
     o, lse = OPS.selection_forward(q, k, v, *facts, False)
     do, dlse = make_grads(q, v)
     tensors = (do.expand_as(do), None if backend in TRITON else dlse, q, k, v, o, lse)
-    torch.library.opcheck(OPS.selection_backward.default, (*tensors, *facts))
+    torch.library.opcheck(OPS.selection_backward.default, (*tensors, *facts), test_utils=checks)
 
 
 def test_the_ops_are_right_when_called_by_name() -> None:
@@ -234,12 +252,12 @@ def test_bad_input_is_refused_when_the_call_runs(monkeypatch: pytest.MonkeyPatch
     """What takes the values, or this machine's backends, raises our own errors; nothing of it is decided while tracing."""
     q, k, v, selection = problem(64)
     with pytest.raises(ArgumentError, match="q_pos is from 9 to 72; allowed"):
-        compiled(attend)(q, k, v, selection, q_pos=torch.arange(64) + 9)
+        compiled(attend, "eager")(q, k, v, selection, q_pos=torch.arange(64) + 9)
     with pytest.raises(BackendError, match="did you mean 'numba'"):
-        compiled(attend)(q, k, v, selection, backend="nmba")
+        compiled(attend, "eager")(q, k, v, selection, backend="nmba")
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     with pytest.raises(ArgumentError, match="names a block twice"):
-        compiled(from_blocks)(q, k, v, torch.ones(2, 64, 2, 2, dtype=torch.int32))
+        compiled(from_blocks, "eager")(q, k, v, torch.ones(2, 64, 2, 2, dtype=torch.int32))
 
 
 def test_where_use_backend_may_stand() -> None:
@@ -256,8 +274,9 @@ def test_where_use_backend_may_stand() -> None:
         with pytest.raises(BackendError, match="Remedy: pass backend=, or set NSA_SEL_BACKEND"):
             work(q, k, v, selection)
         with torch.no_grad():
-            work(q, k, v, selection)
-        assert decisions()[-1].forward == "sdpa-packed"
+            assert torch.equal(work(q, k, v, selection), attend(q, k, v, selection))
+        for decision in decisions()[-2:]:
+            assert (decision.forward, decision.request.needs_grad) == ("sdpa-packed", False)
         work(q, k, v, selection, backend="numba")
     assert decisions()[-1].forward == "numba"
     o = work(q, k, v, selection)
@@ -292,8 +311,13 @@ def test_torch_func_is_refused() -> None:
             work(q)
     with pytest.raises(RuntimeError, match="put its dimension into the batch"):
         compiled(mapped)(q)
-    with pytest.raises(BackendError, match="put its dimension into the batch"):
-        torch.func.vmap(lambda q: OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, None, None, False))(q[None])
+
+    def by_name(q: Tensor) -> Tensor:
+        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, None, None, False)[0].sum()
+
+    for work in (torch.func.grad(by_name), lambda q: torch.func.vmap(by_name)(q[None])):
+        with pytest.raises(BackendError, match="put its dimension into the batch"):
+            work(q)
 
 
 # At home in PyTorch
@@ -319,7 +343,8 @@ def test_deterministic_algorithms(backend: str) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert_equal(results(attend, q, k, v, selection, backend=backend), wanted)
-        assert_equal(results(compiled(attend), q, k, v, selection, backend=backend), wanted)
+        if backend == "numba":  # one compiled call shows it
+            assert_equal(results(compiled(attend), q, k, v, selection, backend=backend), wanted)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -336,12 +361,13 @@ def test_autocast(dtype: torch.dtype) -> None:
     def by_name(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Any:
         return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, None, None, True)[0]
 
-    for work in (attend, compiled(attend), by_name):
+    works = (attend, by_name, compiled(attend)) if dtype == torch.bfloat16 else (attend, by_name)  # the dtype is all that differs
+    for work in works:
         with torch.autocast("cpu", dtype=dtype):
             o = work(q, k_wide, v, selection)
         assert_equal((o, *torch.autograd.grad(o, (q, k_wide, v), do)), wanted)
     with torch.autocast("cpu", dtype=dtype):
-        assert compiled(attend)(q.double(), k.double(), v.double(), selection).dtype == torch.float64
+        assert attend(q.double(), k.double(), v.double(), selection).dtype == torch.float64
 
 
 class TinyModel(nn.Module):
@@ -384,7 +410,6 @@ def losses(backend: str, dtype: torch.dtype | None, compile_it: bool = False) ->
 def test_training_under_amp_follows_float32() -> None:
     wanted = losses("sdpa-packed", None)
     assert wanted[-1] < 0.95 * wanted[0]  # it learns
-    assert losses("sdpa-packed", None, compile_it=True) == wanted
     for backend in CPU:
         for dtype, band in ((None, 1e-4), (torch.bfloat16, 0.02), (torch.float16, 0.005)):
             got = losses(backend, dtype)
