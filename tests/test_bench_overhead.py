@@ -74,13 +74,18 @@ def test_rows(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(bench_overhead.main)
     only = [part for name in (NOTHING, CHOSEN, "numba") for part in ("--backend", name)]
-    result = CliRunner().invoke(app, ["--out", str(out), "--rounds", "2", "--calls", "2", "--device", "cpu", *only])
+    result = CliRunner().invoke(app, ["--out", str(out), "--rounds", "2", "--calls", "2", "--device", "cpu", "--compiler", "eager", *only])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["backend"] for row in rows} == {NOTHING, CHOSEN, "numba"}
     assert {row["direction"] for row in rows} == {"fwd", "fwd+bwd"}
     assert all(row["device"] and row["threads"] == 1 and row["command"] for row in rows)
     assert "observing, off" in result.output
+    by_part = {(row["backend"], row["direction"], row["part"]): row for row in rows}
+    for direction in ("fwd", "fwd+bwd"):
+        for part in ("graph", "empty graph", "further call", "further compiled call", "compiling adds"):
+            assert (NOTHING, direction, part) in by_part
+            assert (CHOSEN, direction, part) not in by_part
 
 
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.parent.name)
