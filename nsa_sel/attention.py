@@ -90,15 +90,16 @@ def prepare(
     observe.follow(decision.settings.debug_log)
     if decision.settings.autotune in ("warmup", "warmup-tune") and _warm_up(request, q.device):
         decision = decide(request, device_info(q.device), backend)
-    if decision.settings.debug_triton:
+    call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device)
+    if decision.settings.debug_triton and not call.capturing():
         selection.validate()
-    return Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device), decision, request
+    return call, decision, request
 
 
 def finish(call: Call, decision: Decision, request: Request, o: Tensor) -> None:
     """Record what ran forward, and compare it where that is asked for."""
     observe.record(decision, request)
-    if call.settings.debug_compare:
+    if call.settings.debug_compare and not call.capturing():
         _compare(call, decision, "forward", (o,))
 
 
@@ -257,7 +258,7 @@ def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor
     do = do if do.stride(-1) == 1 else do.contiguous()
     (dq, dk, dv), decision = _run(call, decision, "backward", lambda module: module.backward(call, o, lse, do, dlse))
     observe.count("backward", str(decision.backward))
-    if call.settings.debug_compare:
+    if call.settings.debug_compare and not call.capturing():
         _compare(call, decision, "backward", (dq, dk, dv), o, lse, do, dlse)
     return dq, dk, dv
 
