@@ -11,6 +11,11 @@ With gradients, a call is `torch.autograd.grad` of it. PyTorch runs backward pas
 longer than alone, so two more parts tell PyTorch's share from ours: "autograd" is a node with the same inputs and outputs that does
 nothing, "node" one that runs the same backend's forward and backward on the same call and nothing else. "Beyond the backend" is the
 call less the backend where there are no gradients, and less the node where there are. Rows go to a JSON-lines file.
+
+The stand-in's calls are also compiled. "graph" is a compiled function of one call and "empty graph" one of the same arguments that calls
+nothing: what torch.compile takes once a graph, however many calls are in it. What each further call takes is told by functions of
+nine calls and of one, a ninth of which feeds on an eighth: "further call" eager, "further compiled call" in a graph, and "compiling adds"
+is the second less the first.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ SHAPE = {"B": 1, "S": 4, "S_kv": 64, "G": 1, "h": 2, "Dk": 16, "Dv": 16, "n": 2,
 CALLS = 50  # a round; few enough that a GPU's queue takes all their launches without waiting
 CHOSEN = "chosen"  # by the policy, instead of a backend forced by name
 NOTHING = "nothing"  # the stand-in, forced in the place of packed SDPA
+MANY = 9  # calls in a function, for what each beyond the first takes
 
 
 class Problem(NamedTuple):
@@ -100,6 +106,31 @@ def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
         "decide": lambda: attention.decide(request_of(q, k, v, selection, do is not None), device_info(q.device), forced),
         "decision, cached": lambda: attention.select(request, device, forced),
     }
+
+
+def compiled_parts(problem: Problem, compiler: str) -> dict[str, Callable[[], Any]]:
+    """Calls of packed SDPA, or of what stands in for it, one and MANY in a function, eager and compiled by a backend of torch.compile."""
+    q, k, v, selection, do = problem
+
+    def chain(calls: int) -> Callable[..., Tensor]:
+        def work(o: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Tensor:
+            for _ in range(calls):
+                o = attention.selection_attention(o, k, v, selection, backend=attention.FALLBACK)
+            return o
+
+        return work
+
+    def empty(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Tensor:
+        return q * k.sum() * v.sum() * selection.ranges.sum()
+
+    def compiled(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return torch.compile(work, fullgraph=True, dynamic=True, backend=compiler)
+
+    def part(work: Callable[..., Tensor]) -> Callable[[], Any]:
+        return lambda: work(q, k, v, selection) if do is None else torch.autograd.grad(work(q, k, v, selection), (q, k, v), do)
+
+    works = {"many calls": chain(MANY), "graph": compiled(chain(1)), "graph of many": compiled(chain(MANY)), "empty graph": compiled(empty)}
+    return {name: part(work) for name, work in works.items()}
 
 
 class _Nothing(torch.autograd.Function):
@@ -173,10 +204,10 @@ def microseconds(work: Callable[[], Any], calls: int, synchronise: Callable[[], 
     return float(np.median(np.diff(marks))) / 1e3
 
 
-def measured(problem: Problem, backend: str, rounds: int, calls: int) -> dict[str, list[float]]:
+def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: str = "") -> dict[str, list[float]]:
     """Microseconds of every part in each round, with "call, without observing" and what follows from them."""
     synchronise: Callable[[], None] = torch.cuda.synchronize if problem.q.is_cuda else lambda: None
-    works = parts(problem, backend)
+    works = parts(problem, backend) | (compiled_parts(problem, compiler) if compiler else {})
     named = f"{backend}, {'fwd+bwd' if problem.do is not None else 'fwd'}"
     times: dict[str, list[float]] = {name: [] for name in (*works, "call, without observing")}
     for turn in track(range(rounds + 1), named):
@@ -190,13 +221,17 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int) -> dict[st
     times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
     least = times["backend" if problem.do is None else "node"]
     times["beyond the backend"] = [call - backend for call, backend in zip(times["call"], least, strict=True)]
+    if compiler:
+        for name, many, one in (("further call", "many calls", "call"), ("further compiled call", "graph of many", "graph")):
+            times[name] = [(a - b) / (MANY - 1) for a, b in zip(times.pop(many), times[one], strict=True)]
+        times["compiling adds"] = [a - b for a, b in zip(times["further compiled call"], times["further call"], strict=True)]
     return times
 
 
-def rows_of(problem: Problem, backend: str, rounds: int, calls: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a part, in microseconds, and one with the ratio of a call to one without observing."""
     with standing_in() if backend == NOTHING else contextlib.nullcontext():
-        times = measured(problem, backend, rounds, calls)
+        times = measured(problem, backend, rounds, calls, compiler if backend == NOTHING else "")
     direction = "fwd" if problem.do is None else "fwd+bwd"
     common = {**SHAPE, "dtype": str(problem.q.dtype).removeprefix("torch."), "direction": direction, "backend": backend}
     common |= {"rounds": rounds, "calls_a_round": calls}
@@ -226,6 +261,7 @@ def main(
     calls: Annotated[int, typer.Option(min=1, help="Calls of a part in a round.")] = CALLS,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
     backend: Annotated[list[str] | None, typer.Option(help="Only these; repeat it for several. By default all.")] = None,
+    compiler: Annotated[str, typer.Option(help="The backend of torch.compile for the stand-in's compiled calls.")] = "inductor",
 ) -> None:
     """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -235,7 +271,7 @@ def main(
     for name in backend or (NOTHING, CHOSEN, *registry.backends()):
         for needs_grad in (False, True):
             try:
-                rows += rows_of(make_problem(device, needs_grad), name, rounds, calls, facts)
+                rows += rows_of(make_problem(device, needs_grad), name, rounds, calls, compiler, facts)
             except BackendError as error:
                 typer.echo(str(error))
                 break

@@ -8,14 +8,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from nsa_sel import dispatch, observe, registry, tuned, watch
-from nsa_sel.call import Call, check_call, device_info, request_of
+from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of
 from nsa_sel.config import Settings, environment, settings_for
 from nsa_sel.decision import Decision, Override
 from nsa_sel.errors import ArgumentError, BackendError
@@ -25,6 +26,7 @@ from nsa_sel.selection import Selection
 T = TypeVar("T")
 FALLBACK = "sdpa-packed"
 _forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
+transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # inside torch.func: vmap, grad, jvp and their like
 _memo: dict[Any, Decision] = {}
 _MEMO_SIZE = 4096
 # After these the CUDA context is lost: running anything else would only hide where it broke.
@@ -58,29 +60,47 @@ def selection_attention(
     backend: a name to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy. Raises ArgumentError for bad
     input and BackendError, with every reason, when the forced backend or all backends refuse; both before any kernel runs.
     """
+    if is_compiling():
+        from nsa_sel import ops  # stands above
+
+        return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
+    if transformed():
+        refuse_transforms()
     decode = isinstance(q, Tensor) and q.dim() == 4
+    q, k, v = in_autocast_dtype(q, k, v)  # first: what it casts need not be of one dtype
     q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
-    q, k, v = _autocast(q, k, v)
     needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    call, decision, request = prepare(q, k, v, selection, scale, q_pos, needs_grad, backend)
+    if needs_grad:
+        o, lse, decision = _SelectionAttention.apply(q, k, v, call, decision)  # type: ignore[no-untyped-call]
+    else:
+        o, lse, decision = run_forward(call, decision)
+    finish(call, decision, request, o)
+    if decode:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    return (o, lse) if return_lse else o
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None
+) -> tuple[Call, Decision, Request]:
+    """The call for checked arguments, the decision that serves it, and its exact request."""
     request = request_of(q, k, v, selection, needs_grad)
     decision = decide(request, device_info(q.device), backend)
     observe.follow(decision.settings.debug_log)
     if decision.settings.autotune in ("warmup", "warmup-tune") and _warm_up(request, q.device):
         decision = decide(request, device_info(q.device), backend)
-    settings = decision.settings
-    if settings.debug_triton:
+    call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device)
+    if decision.settings.debug_triton and not call.capturing():
         selection.validate()
-    call = Call(q, k, v, selection, q_pos, scale, settings, decision.device)
-    if needs_grad:
-        o, lse, decision = _SelectionAttention.apply(q, k, v, call, decision)  # type: ignore[no-untyped-call]
-    else:
-        o, lse, decision = _forward(call, decision)
+    return call, decision, request
+
+
+def finish(call: Call, decision: Decision, request: Request, o: Tensor) -> None:
+    """Record what ran forward, and compare it where that is asked for."""
     observe.record(decision, request)
-    if settings.debug_compare:
+    if call.settings.debug_compare and not call.capturing():
         _compare(call, decision, "forward", (o,))
-    if decode:
-        o, lse = o.squeeze(1), lse.squeeze(1)
-    return (o, lse) if return_lse else o
 
 
 def _warm_up(request: Request, device: torch.device) -> bool:
@@ -93,6 +113,11 @@ def _warm_up(request: Request, device: torch.device) -> bool:
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Force a backend for the calls inside the `with` block, of this thread or task. An argument `backend=` still wins."""
+    if is_compiling():
+        raise BackendError(
+            "use_backend is called in a function that torch.compile traces; allowed: the argument backend= of selection_attention there."
+            " Remedy: pass backend=, or set NSA_SEL_BACKEND."
+        )
     if name is None:
         raise ArgumentError("name", None, "a name of a backend", "leave the `with` out to let the policy choose")
     _check_name("name", name)
@@ -107,8 +132,8 @@ def explain(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, q_pos: Tensor | None = None, backend: str | None = None
 ) -> Decision:
     """The decision that `selection_attention` would take for these arguments; runs no kernel. Print it with `nsa_sel.describe`."""
+    q, k, v = in_autocast_dtype(q, k, v)  # first: what it casts need not be of one dtype
     q, k, v, selection, _, q_pos = check_call(q, k, v, selection, None, q_pos)
-    q, k, v = _autocast(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return select(request_of(q, k, v, selection, needs_grad), device_info(q.device), backend)
 
@@ -152,6 +177,37 @@ def forget_decisions() -> None:
     _memo.clear()
 
 
+@contextlib.contextmanager
+def use_no_backend() -> Iterator[None]:
+    """Inside the `with` block no `use_backend` around it counts."""
+    token = _forced.set(None)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced_here() -> str | None:
+    """The name that `use_backend` forces on this thread or task."""
+    return _forced.get()
+
+
+def refuse_transforms() -> NoReturn:
+    """BackendError: the backends take plain tensors."""
+    raise BackendError(
+        "selection_attention is called inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like); allowed: plain tensors."
+        " Remedy: torch.autograd.grad or .backward() for gradients; for vmap, put its dimension into the batch B of q, k, v, selection."
+    )
+
+
+def refuse_second_derivative() -> NoReturn:
+    """BackendError: the backward passes of the backends are not differentiable."""
+    raise BackendError(
+        "selection_attention has no second derivative, and the backward pass was asked for one (create_graph=True);"
+        " allowed: create_graph=False. Remedy: detach, or compute that term with plain PyTorch attention."
+    )
+
+
 def _check_name(argument: str, name: object) -> None:
     if not isinstance(name, str):
         raise ArgumentError(argument, repr(name), "a name of a backend, as text", "see nsa_sel.registry.backends()")
@@ -173,7 +229,7 @@ def _override(backend: str | None, settings: Settings) -> Override | None:
 class _SelectionAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
-        o, lse, decision = _forward(call, decision)
+        o, lse, decision = run_forward(call, decision)
         # Autograd notices when what it saved is written in place: so it is given the selection and the positions too.
         index = [x for x in (call.selection.ranges, call.q_pos) if x is not None and not x.is_inference()]
         ctx.save_for_backward(q, k, v, o, lse, *index)
@@ -185,27 +241,29 @@ class _SelectionAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _decision: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise BackendError(
-                "selection_attention has no second derivative, and the backward pass was asked for one (create_graph=True);"
-                " allowed: create_graph=False. Remedy: detach, or compute that term with plain PyTorch attention."
-            )
+            refuse_second_derivative()
         q, k, v, o, lse = ctx.saved_tensors[:5]
         if do is None and dlse is None:
             return None, None, None, None, None
-        call = Call(q, k, v, *ctx.call)
-        if _nothing_to_do(call):
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
-        do = torch.zeros_like(o) if do is None else do
-        # Kernels read rows of a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
-        do = do if do.stride(-1) == 1 else do.contiguous()
-        (dq, dk, dv), decision = _run(call, ctx.decision, "backward", lambda module: module.backward(call, o, lse, do, dlse))
-        observe.count("backward", str(decision.backward))
-        if call.settings.debug_compare:
-            _compare(call, decision, "backward", (dq, dk, dv), o, lse, do, dlse)
+        dq, dk, dv = gradients(Call(q, k, v, *ctx.call), ctx.decision, o, lse, do, dlse)
         return dq, dk, dv, None, None
 
 
-def _forward(call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
+def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
+    """dq, dk, dv of a call whose forward gave o and lse; do and dlse are None where nobody uses o or lse."""
+    if _nothing_to_do(call):
+        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
+    do = torch.zeros_like(o) if do is None else do
+    # Kernels read rows of a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    (dq, dk, dv), decision = _run(call, decision, "backward", lambda module: module.backward(call, o, lse, do, dlse))
+    observe.count("backward", str(decision.backward))
+    if call.settings.debug_compare and not call.capturing():
+        _compare(call, decision, "backward", (dq, dk, dv), o, lse, do, dlse)
+    return dq, dk, dv
+
+
+def run_forward(call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
     if _nothing_to_do(call):
         shape = call.q.shape[:-1]
         lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
@@ -267,13 +325,15 @@ def _fall_back(decision: Decision, failed: str) -> Decision:
     return again
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under torch.autocast: q, k, v in its dtype, as scaled_dot_product_attention does (float64 is left alone)."""
-    kind = "cuda" if q.is_cuda else "cpu"
-    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Under torch.autocast: q, k, v in its dtype, as scaled_dot_product_attention does (float64 is left alone). Nothing is checked yet."""
+    kind = "cuda" if getattr(q, "is_cuda", False) else "cpu"
+    if not torch.is_autocast_enabled(kind):
         return q, k, v
+    check_tensors(q, k, v)
     dtype = torch.get_autocast_dtype(kind)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
 
 
 def _compare(call: Call, decision: Decision, direction: str, got: tuple[Tensor, ...], *given: Tensor | None) -> None:

@@ -15,9 +15,15 @@ class NsaSelError(Exception):
 class ArgumentError(NsaSelError, ValueError):
     """An argument of a public call is not what the contract asks for; no kernel has run."""
 
+    # Put into words when asked: torch.compile can't trace a text made of sizes, which are symbols then.
     def __init__(self, argument: str, value: object, allowed: str, remedy: str) -> None:
-        super().__init__(f"{argument} is {value}; allowed: {allowed}. Remedy: {remedy}.")
         self.argument, self.value, self.allowed, self.remedy = argument, value, allowed, remedy
+
+    def __str__(self) -> str:
+        return f"{self.argument} is {self.value}; allowed: {self.allowed}. Remedy: {self.remedy}."
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
 
 
 class ConfigError(NsaSelError, ValueError):
@@ -32,5 +38,7 @@ class BackendError(NsaSelError, RuntimeError):
     """No backend may serve the call: a forced one is unknown or refuses, or none is left. Carries the decision."""
 
     def __init__(self, message: str, decision: Decision | None = None) -> None:
-        super().__init__(message)
-        self.decision = decision
+        self.message, self.decision = message, decision
+
+    def __str__(self) -> str:
+        return self.message

@@ -61,15 +61,20 @@ class Selection:
 
         Raises ArgumentError for another shape or dtype; with NSA_DEBUG_TRITON=1 also for what `validate` finds.
         """
+        selection = cls.unread(ranges, block_size, max_length)
+        if _reading(selection.ranges):
+            selection.validate()
+        return selection
+
+    @classmethod
+    def unread(cls, ranges: Tensor, block_size: int | None, max_length: int | None) -> Selection:
+        """`from_ranges` without a look at what the ranges hold, whatever the flags say."""
         ranges = _as_rows(_tensor("ranges", ranges), "ranges", "[B,S,G,n,2] or [B,G,n,2]", 5)
         if ranges.shape[-1] != 2:
             raise ArgumentError("ranges", f"of shape {tuple(ranges.shape)}", "a last dimension of 2: start, end", "stack start and end")
         _positive("block_size", block_size, optional=True)
         _positive("max_length", max_length, optional=True)
-        selection = cls(ranges, block_size, max_length)
-        if debugging():
-            selection.validate()
-        return selection
+        return cls(ranges, block_size, max_length)
 
     @classmethod
     def from_blocks(cls, block_indices: Tensor, block_size: int, block_counts: Tensor | None = None) -> Selection:
@@ -100,7 +105,7 @@ class Selection:
         start = torch.where(indices < 0, 0, indices * block_size)
         end = torch.where(indices < 0, 0, start + block_size)
         selection = cls(torch.stack((start, end), dim=-1), block_size)
-        if debugging():
+        if _reading(selection.ranges):
             selection.validate()
         return selection
 
@@ -210,8 +215,8 @@ class Selection:
         return self._plans[key]
 
     def _holds(self, version: int | None) -> bool:
-        """Whether what was found in the ranges at `version` is true of them still."""
-        return version is not None and version == self._version()
+        """Whether what was found in the ranges at `version` is true of them still, and will be of those that a captured call meets."""
+        return version is not None and version == self._version() and not _capturing(self.ranges)
 
     def _version(self) -> int | None:
         return None if self.ranges.is_inference() else self.ranges._version
@@ -313,6 +318,17 @@ class Selection:
     def __repr__(self) -> str:
         facts = f"block_size={self.block_size}, max_length={self.max_length}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
+
+
+def _reading(ranges: Tensor) -> bool:
+    """Whether what a selection holds is to be checked when it is made: not within a CUDA graph, where nothing can be read. What is
+    compiled has it checked when it runs, with the call."""
+    return not torch.compiler.is_compiling() and debugging() and not _capturing(ranges)
+
+
+def _capturing(ranges: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, whose replays follow what is written into the ranges by then: nothing read now holds."""
+    return ranges.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _sharing(blocks: Tensor) -> tuple[float, ...]:

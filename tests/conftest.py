@@ -62,6 +62,34 @@ def fast_sorts_in_the_interpreter() -> Iterator[None]:
     interpreter.ScanOps.generic_scan, interpreter.ReduceOps.generic_reduce = slow_scan, slow_reduce
 
 
+@pytest.fixture(autouse=True, scope="session")
+def fast_calls_in_the_interpreter() -> Iterator[None]:
+    """Triton's interpreter looks through all of `tl` at every call of a device function, for builtins to replace by its own. Which
+    names those are stays the same."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    import inspect
+
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    slow = interpreter._patch_builtin
+    names: dict[Any, list[str]] = {}
+
+    def patch(package: Any, *others: Any) -> None:
+        if package not in names:
+            names[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+        for name in names[package]:
+            member = getattr(package, name)
+            if is_builtin(member):  # and not replaced by an outer call
+                interpreter._patch_attr(package, name, member, *others)
+
+    interpreter._patch_builtin = patch
+    yield
+    interpreter._patch_builtin = slow
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -7,13 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 import nsa_sel
 from nsa_sel import attention, observe, registry
 from nsa_sel.bench import bench_overhead
-from nsa_sel.bench.bench_overhead import CHOSEN, NOTHING, make_problem, measured, parts, standing_in, without_observing
+from nsa_sel.bench.bench_overhead import (
+    CHOSEN,
+    MANY,
+    NOTHING,
+    compiled_parts,
+    make_problem,
+    measured,
+    parts,
+    standing_in,
+    without_observing,
+)
 from nsa_sel.errors import BackendError
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
@@ -69,18 +80,41 @@ def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatc
     assert firsts == [True, False, True]  # they take turns at going first
 
 
+def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = {"many calls": 10.0 + 3 * (MANY - 1), "graph": 50.0, "graph of many": 50.0 + 5 * (MANY - 1), "empty graph": 20.0}
+    monkeypatch.setattr(bench_overhead, "parts", lambda *_: {"call": lambda: 10.0, "backend": lambda: 4.0})
+    monkeypatch.setattr(bench_overhead, "compiled_parts", lambda *_: {name: lambda us=us: us for name, us in fake.items()})
+    monkeypatch.setattr(bench_overhead, "microseconds", lambda work, *_: work())
+    times = measured(make_problem("cpu", False), NOTHING, rounds=1, calls=1, compiler="eager")
+    assert (times["further call"], times["further compiled call"], times["compiling adds"]) == ([3.0], [5.0], [2.0])
+    assert not {"many calls", "graph of many"} & set(times)  # what follows from them is what counts
+
+
+def test_compiled_parts_do_the_same() -> None:
+    problem = make_problem("cpu", False)
+    works = compiled_parts(problem, "eager")
+    assert torch.equal(works["graph"](), parts(problem, attention.FALLBACK)["call"]())
+    assert torch.equal(works["graph of many"](), works["many calls"]())
+    assert works["empty graph"]().shape == problem.q.shape
+
+
 def test_rows(tmp_path: Path) -> None:
     out = tmp_path / "overhead.jsonl"
     app = typer.Typer()
     app.command()(bench_overhead.main)
     only = [part for name in (NOTHING, CHOSEN, "numba") for part in ("--backend", name)]
-    result = CliRunner().invoke(app, ["--out", str(out), "--rounds", "2", "--calls", "2", "--device", "cpu", *only])
+    result = CliRunner().invoke(app, ["--out", str(out), "--rounds", "2", "--calls", "2", "--device", "cpu", "--compiler", "eager", *only])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["backend"] for row in rows} == {NOTHING, CHOSEN, "numba"}
     assert {row["direction"] for row in rows} == {"fwd", "fwd+bwd"}
     assert all(row["device"] and row["threads"] == 1 and row["command"] for row in rows)
     assert "observing, off" in result.output
+    by_part = {(row["backend"], row["direction"], row["part"]): row for row in rows}
+    for direction in ("fwd", "fwd+bwd"):
+        for part in ("graph", "empty graph", "further call", "further compiled call", "compiling adds"):
+            assert (NOTHING, direction, part) in by_part
+            assert (CHOSEN, direction, part) not in by_part
 
 
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.parent.name)

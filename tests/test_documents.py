@@ -23,7 +23,7 @@ from tests.policy_cases import A100, CPU, H100, H200, LONG, OFFERS, RTX4090, UNK
 from tests.test_layering import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "PRD.md", "CONTRIBUTING.md")
+DOCUMENTS = ("README.md", "PRD.md", "CONTRIBUTING.md", "docs/pytorch.md")
 TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS}
 FILE_ENDINGS = ("py", "yaml", "toml", "txt", "md", "json", "jsonl", "npz", "safetensors")
 USAGE = {  # first column of the usage matrix -> what the policy is told
@@ -73,6 +73,11 @@ def test_code_runs(document: str, packages: Path) -> None:
         if module:
             (packages / module[1]).write_text(block)
         exec(compile(block, f"{document}, python block {number}", "exec"), namespace)
+
+
+@pytest.mark.gpu
+def test_code_for_pytorch_runs_on_a_gpu(packages: Path) -> None:
+    test_code_runs("docs/pytorch.md", packages)
 
 
 def test_configuration_is_valid() -> None:
