@@ -195,19 +195,21 @@ class Selection:
         total = self._exact[3] if self._exact is not None and self._holds(self._exact[0]) else None
         return total[1] if total is not None and total[0] == S_kv else None
 
-    def plan(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
-        """What `build()` returned for `key` the first time; built anew when the ranges were written in place since.
+    def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
+        """What `build()` returned for `key` the last time; built anew when the ranges were written in place since, or when what else
+        it is `made_from`, tensors or plain values, was written or is something else.
 
-        Ranges made under torch.inference_mode() do not tell whether they were written: their plans are built every time.
+        Tensors made under torch.inference_mode() do not tell whether they were written: plans of them are built every time.
         """
-        version = self._version()
-        if version is None:
+        version, states = self._version(), [_state(x) for x in made_from]
+        if version is None or _UNKNOWN in states:
             return build()
         if version != self._planned_version:  # plans of what was overwritten are never needed again
             self._plans, self._planned_version = {}, version
-        if key not in self._plans:
-            self._plans[key] = build()
-        return self._plans[key]
+        known = self._plans.get(key)
+        if known is None or known.states != states:
+            known = self._plans[key] = _Plan(states, made_from, build())
+        return known.value
 
     def _holds(self, version: int | None) -> bool:
         """Whether what was found in the ranges at `version` is true of them still."""
@@ -313,6 +315,24 @@ class Selection:
     def __repr__(self) -> str:
         facts = f"block_size={self.block_size}, max_length={self.max_length}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
+
+
+class _Plan(NamedTuple):
+    """A plan, and what tells whether it still holds."""
+
+    states: list[Any]
+    made_from: tuple[Any, ...]  # kept, so that no other tensor comes to lie where one of them lay
+    value: Any
+
+
+_UNKNOWN = "unknown"  # the state of a tensor that does not tell whether it was written
+
+
+def _state(x: Any) -> Any:
+    """What differs once x is another tensor or was written; plain values are compared themselves."""
+    if not isinstance(x, Tensor):
+        return x
+    return _UNKNOWN if x.is_inference() else (x.data_ptr(), x.dtype, x.shape, x.stride(), x._version)
 
 
 def _sharing(blocks: Tensor) -> tuple[float, ...]:
