@@ -239,6 +239,24 @@ class Selection:
         bound = self.length_bound(far)
         return Selection(torch.stack((merged_start, merged_end), dim=-1), None, bound if bound < far else None)
 
+    def shifted(self, first: Tensor, limit: Tensor, S_kv: int, *, whole_blocks: bool, max_length: int) -> Selection:
+        """Each row's keys below its `limit`, counted from key `first` on: a selection within a part of S_kv keys as one over all of them.
+
+        first, limit: [B,S]. whole_blocks: every `first` is a multiple of block_size; a block is then kept whole where it begins below
+        `limit`, and whoever uses the result must stop there. Else ranges are cut, and no longer blocks. max_length: a bound on the
+        keys of a row, from elsewhere.
+        """
+        size = self.block_size if whole_blocks else None
+        ranges = self.ranges if S_kv + (size or 0) < torch.iinfo(self.ranges.dtype).max else self.ranges.long()
+        first, limit = (x.to(ranges.dtype)[:, :, None, None] for x in (first, limit))
+        start, end = ranges.unbind(-1)
+        start = start.clamp(min=0)
+        end = torch.where(start < limit, end if size else end.minimum(limit), 0)
+        moved = Selection(torch.stack((start.minimum(limit) + first, end + first), dim=-1), size, min(self.length_bound(S_kv), max_length))
+        if size and self._exact is not None and self._holds(self._exact[0]):
+            moved._exact = (moved._version(), self._exact[1], self._exact[2], None)
+        return moved
+
     def validate(self) -> Selection:
         """Check what the static facts promise; reads the device. Returns self, raises ArgumentError naming the first bad row.
 

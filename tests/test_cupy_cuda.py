@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa_sel import varlen
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import lists
 from nsa_sel.backends.cupy_cuda.rows import plan_of
@@ -16,6 +17,7 @@ from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from tests.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 from tests.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.varlen_cases import check_sequences, pack
 
 pytestmark = needs_compiler
 
@@ -138,3 +140,26 @@ def test_a_list_of_rows_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lists, "BYTES", 1 << 30)
     with pytest.raises(BackendError, match=r"needs \d+ bytes.*allowed: \d+ .*Remedy"):
         cupy_cuda.backward(call, torch.zeros(2, 8, 2, 3, 24).half(), torch.zeros(2, 8, 2, 3), torch.zeros(2, 8, 2, 3, 24).half(), None)
+
+
+def test_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences end to end: as one call of absolute ranges, with positions of its own and without."""
+    emulated(monkeypatch)
+    calls: list[Call] = []
+
+    def selection_attention(
+        q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None, **options: object
+    ) -> tuple[Tensor, Tensor]:
+        calls.append(call_of(q, k, v, selection, q_pos))
+        return cupy_cuda.forward(calls[-1])
+
+    monkeypatch.setattr(varlen, "selection_attention", selection_attention)
+    sizes = {"G": 2, "h": 3, "spare": 1, "dtype": torch.float16}
+    for packed in (pack((3, 0, 1, 5), block_size=None, **sizes), pack((2, 1, 0, 3), (21, 16, 9, 2), n=2, **sizes)):  # type: ignore[arg-type]
+        cu_k = None if packed.cu_q == packed.cu_k else packed.cu_k
+        o, lse = varlen.selection_attention_varlen(*packed[:4], packed.cu_q, cu_k, return_lse=True)
+        assert (calls[-1].q_pos is None) == (cu_k is None)
+        do, dlse = (x[0] for x in make_grads(calls[-1].q, calls[-1].v))
+        dlse = torch.where(lse == float("-inf"), 0.0, dlse)
+        dq, dk, dv = cupy_cuda.backward(calls[-1], o[None], lse[None], do[None], dlse[None])
+        check_sequences(packed, (o, lse), (dq[0], dk[0].transpose(0, 1), dv[0].transpose(0, 1)), do, dlse)
