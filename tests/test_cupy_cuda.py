@@ -163,3 +163,20 @@ def test_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         dlse = torch.where(lse == float("-inf"), 0.0, dlse)
         dq, dk, dv = cupy_cuda.backward(calls[-1], o[None], lse[None], do[None], dlse[None])
         check_sequences(packed, (o, lse), (dq[0], dk[0].transpose(0, 1), dv[0].transpose(0, 1)), do, dlse)
+
+
+def test_lists_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    q, k, v = rows(B=1)
+    selection, positions = make_blocks(1, 8, 2, 70, 3, 16), torch.tensor([3, 69, 0, 17, 17, 30, 2, 5])
+    call = call_of(q, k, v, selection, positions)
+
+    def kept() -> lists.Lists:
+        return lists.lists_of(call, selection.ranges, 16, 1, 32)
+
+    first = kept()
+    assert kept() is first
+    positions[0] = 69
+    assert kept() is not first
+    call = call_of(q, k, v, selection)
+    assert int(kept().begins[-1]) > int(first.begins[-1])  # rows that stand later see more

@@ -173,6 +173,18 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         selection_attention_varlen(*packed[:4], **tensors(packed), block_aligned=True)
 
 
+def test_blocks_in_any_order_are_no_error_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    q, k, v = pack((5, 9))[:3]
+    for blocks, cu in (([2, -1, 0], [0, 14]), ([2, -1, 0], [0, 5, 14]), ([0, 0], [0, 5, 14])):
+        ranges = Selection(torch.tensor([[4 * j, 4 * (j >= 0) * (j + 1)] for j in blocks]).int().expand(14, 1, 1, -1, 2), 4)
+        if len(set(blocks)) == len(blocks):
+            selection_attention_varlen(q, k, v, ranges, cu)
+        else:
+            with pytest.raises(ArgumentError, match="overlapping"):
+                selection_attention_varlen(q, k, v, ranges, cu)
+
+
 def test_it_is_the_plain_call_for_one_sequence() -> None:
     q, k, v = make_qkv(S=30, G=2, h=2)
     selection = make_blocks(1, 30, 2, 30, 2, 8)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nsa_sel
+from nsa_sel import compat
 from nsa_sel.selection import Selection
 from tests.test_triton_sel_parity_gpu import DTYPES, on_gpu, on_ranges
 from tests.varlen_cases import Packed, attend_varlen, check_varlen, pack, seen_keys
@@ -125,3 +126,28 @@ def test_reruns_are_bit_equal(backend: str, dtype: str) -> None:
     for _ in range(10):
         packed.selection.forget_plans()
         assert all(torch.equal(one, other) for one, other in zip(expected, step(backend, packed), strict=True))
+
+
+def test_calls_of_other_libraries_do_not_wait_for_the_device() -> None:
+    """Forward and backward, bounds on the device, gradients of what they should be."""
+    packed = pack(ALIGNED, block_size=32, dtype=torch.bfloat16, **SIZES)
+    blocks = packed.selection.block_indices  # [1,T,G,n]
+    cu = torch.tensor(packed.cu_q, dtype=torch.int32, device="cuda")
+    expected = step("sdpa-packed", packed)
+    calls = (
+        lambda q, k, v: compat.topk_sparse_attention(q, k, v, blocks[0].transpose(0, 1), 32, cu, block_aligned=True),
+        lambda q, k, v: compat.parallel_nsa(q[None], k[None], v[None], block_indices=blocks, block_size=32, cu_seqlens=cu)[0],
+    )
+    for call in calls:
+        for mode in ("default", "error"):  # the first compiles
+            inputs = [packed.q.flatten(1, 2).detach().requires_grad_(), *(x.detach().requires_grad_() for x in packed[1:3])]
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                o = call(*inputs)
+                gradients = torch.autograd.grad(o.sum(), inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(o, expected[0].flatten(1, 2), atol=2e-2, rtol=2e-2)
+        assert [x.shape for x in gradients] == [x.shape for x in inputs]
+        assert all(bool(x.isfinite().all()) for x in gradients)
