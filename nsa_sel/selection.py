@@ -52,7 +52,7 @@ class Selection:
         # What `measure` found: version of the ranges that it read, most keys of a row, sharing to two digits, and for the
         # default positions among S_kv keys (S_kv, keys of all rows).
         self._exact: tuple[int | None, int, tuple[float, ...] | None, tuple[int, int] | None] | None = None
-        self._cut_blocks = False  # whether the ranges were blocks, which may stand in any order
+        self._cut_block: int | None = None  # where ranges were blocks before they were moved: their size; they stand in any order
         self._plans: dict[Any, Any] = {}
         self._planned_version: int | None = None
 
@@ -186,6 +186,11 @@ class Selection:
             bound = min(bound, self.n * self.block_size)
         return bound
 
+    def range_bound(self, S_kv: int) -> int:
+        """The most keys of one range among S_kv."""
+        size = self.block_size or self._cut_block
+        return self.length_bound(S_kv) if size is None else min(size, S_kv)
+
     @property
     def sharing(self) -> tuple[float, ...] | None:
         """`Measured.sharing` to two digits while it holds: None before `measure`, and once the ranges were written since."""
@@ -254,7 +259,7 @@ class Selection:
         start = start.clamp(min=0)
         end = torch.where(start < limit, end if size else end.minimum(limit), 0)
         moved = Selection(torch.stack((start.minimum(limit) + first, end + first), dim=-1), size, min(self.length_bound(S_kv), max_length))
-        moved._cut_blocks = self.block_size is not None and not size
+        moved._cut_block = None if size else self.block_size
         if size and self._exact is not None and self._holds(self._exact[0]):
             moved._exact = (moved._version(), self._exact[1], self._exact[2], None)
         return moved
@@ -271,7 +276,7 @@ class Selection:
             self._refuse(
                 bad.any(-1), f"has a range that is not one block of {self.block_size}", "pass block_size=None, or align the ranges"
             )
-        if self._cut_blocks:
+        if self._cut_block is not None:
             order = torch.argsort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1)
             start, end, filled = (x.gather(-1, order) for x in (start, end, filled))
         # Empty ranges take no part: they inherit the largest end before them.

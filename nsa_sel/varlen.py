@@ -36,7 +36,7 @@ def selection_attention_varlen(
     sequence: the s-th of len_q at len_k - len_q + s; one before the first key sees nothing. Sequences may be empty. Rows and keys
     behind the last sequence are padding: o = 0, lse = -inf, gradients 0. selection: over rows [T,G,n,2], in positions of each row's
     own sequence: a `Selection` of T rows, as `Selection.from_blocks` makes it of [T,G,n], or ranges; nothing of another sequence is
-    ever selected or read, whatever they hold.
+    ever selected.
 
     Whole blocks stay whole blocks, as some backends need them, where every sequence's first key is a multiple of block_size: seen for
     bounds on the CPU and for a single sequence; block_aligned=True promises it of bounds on a GPU, which only
@@ -48,7 +48,7 @@ def selection_attention_varlen(
     T, G, Tk = q.shape[0], q.shape[1], k.shape[0]
     if T and not Tk:
         raise ArgumentError("k", f"of no keys for {T} rows", "one key at least", "leave the call out: there is nothing to attend to")
-    selection = _of_rows(selection, T, G)
+    selection = _of_rows(selection, T, G, q.device)
     bounds_q = _Bounds.of("cu_seqlens_q", cu_seqlens_q, T, q)
     if cu_seqlens_k is None and T != Tk:
         raise ArgumentError("k", f"of {Tk} keys", f"q's {T} rows, without cu_seqlens_k", "pass cu_seqlens_k")
@@ -61,7 +61,8 @@ def selection_attention_varlen(
     whole = _starts_with_blocks(bounds_k, selection.block_size, block_aligned)
 
     def build() -> tuple[Selection, Tensor | None]:
-        first, limit = _places(bounds_q.on(q), bounds_k.on(q), T, Tk)
+        cu_q = bounds_q.on(q)
+        first, limit = _places(cu_q, cu_q if bounds_k is bounds_q else bounds_k.on(q), T, Tk)
         moved = _in_one_row(selection, Tk).shifted(first, limit, Tk, whole_blocks=whole, max_length=bounds_k.longest(Tk))
         return moved, None if same else (first + limit - 1).clamp(0, Tk - 1)  # the same: row s at key s, as without q_pos
 
@@ -183,7 +184,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ArgumentError(name, f"of shape {tuple(x.shape)}", f"[{keys}, G={q.shape[1]}, D]", "give each place one a KV group")
 
 
-def _of_rows(selection: Selection | Tensor, T: int, G: int) -> Selection:
+def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device) -> Selection:
     """The selection, checked to be over T rows and G groups: [1,T,G,n,2], or [T,1,G,n,2] as [T,G,n,2] is kept."""
     if isinstance(selection, Tensor):
         selection = Selection.from_ranges(selection)
@@ -196,6 +197,8 @@ def _of_rows(selection: Selection | Tensor, T: int, G: int) -> Selection:
             "selection", f"over rows {tuple(shape[:3])}", f"[T,G] = {(T, G)}, with a dimension of 1 before or between",
             "one set of ranges a row of q and group",
         )  # fmt: skip
+    if selection.ranges.device != device:
+        raise ArgumentError("selection", f"on {selection.ranges.device}", f"q's device {device}", "call selection.to(q.device)")
     return selection
 
 

@@ -9,6 +9,11 @@ import torch
 
 import nsa_sel
 from nsa_sel import varlen
+from nsa_sel.backends._triton import inverse
+from nsa_sel.backends.cupy_cuda import lists
+from nsa_sel.call import CPU as CPU_DEVICE
+from nsa_sel.call import Call
+from nsa_sel.config import settings_for
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.varlen import selection_attention_varlen, varlen_positions
@@ -173,6 +178,21 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         selection_attention_varlen(*packed[:4], **tensors(packed), block_aligned=True)
 
 
+def test_blocks_that_begin_anywhere_meet_two_tiles_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not as many as all keys of a row fill: lists of rows would be as much longer."""
+    packed, moved = pack((5, 40, 40), block_size=16), []
+    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: moved.append(args[3]) or args[0])
+    for cu in (packed.cu_q, [0, 85]):
+        selection_attention_varlen(*packed[:4], cu)
+    assert [selection.block_size for selection in moved] == [None, 16]
+    assert [selection.length_bound(85) for selection in moved] == [48, 48]
+    assert [selection.range_bound(85) for selection in moved] == [16, 16]
+    k = packed.k.transpose(0, 1)[None]
+    calls = [Call(packed.q[None], k, k, selection, None, 1.0, settings_for(CPU_DEVICE)) for selection in moved]
+    for reach_of in (inverse.reach_of, lists.reach_of):
+        assert [reach_of(call, 16) for call in calls] == [2, 1]
+
+
 def test_blocks_in_any_order_are_no_error_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     q, k, v = pack((5, 9))[:3]
@@ -257,6 +277,7 @@ BAD = {
     "other keys": ({"k": torch.zeros(9, 2, 16), "v": torch.zeros(9, 2, 16)}, "k is of 9 keys; allowed: q's 8 rows, .*pass cu_seqlens_k"),
     "no keys": ({"k": torch.zeros(0, 2, 16), "v": torch.zeros(0, 2, 16)}, "k is of no keys for 8 rows"),
     "rows": ({"selection": torch.zeros(7, 2, 1, 2).int()}, r"selection is over rows \(7, 1, 2\); allowed: \[T,G\] = \(8, 2\)"),
+    "elsewhere": ({"selection": torch.zeros(8, 2, 1, 2, device="meta").int()}, "selection is on meta; allowed: q's device cpu"),
     "no selection": ({"selection": [[0, 1]]}, "selection is a list; allowed: a Selection or"),
     "floats": ({"cu_seqlens_q": torch.tensor([0.0, 8.0])}, "cu_seqlens_q is torch.float32 of shape"),
     "a matrix": ({"cu_seqlens_q": torch.tensor([[0, 8]])}, r"cu_seqlens_q is torch.int64 of shape \(1, 2\)"),

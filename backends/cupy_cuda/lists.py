@@ -42,8 +42,7 @@ def reach_of(call: Call, width: int) -> int:
     block, S_kv = call.selection.block_size, call.k.shape[2]
     if block is not None and (width % block == 0 or block % width == 0):
         return max(1, block // width)  # a whole block never straddles a tile
-    longest = call.selection.length_bound(S_kv) if block is None else min(block, S_kv)
-    return min(-(-S_kv // width), -(-longest // width) + 1)
+    return min(-(-S_kv // width), -(-call.selection.range_bound(S_kv) // width) + 1)
 
 
 def most_parts(entries: int, piece: int) -> int:
