@@ -451,8 +451,8 @@ def _rows_by_tile(call: Call, start: Tensor, end: Tensor) -> list[Sequence[Tenso
         groups = zip(start.transpose(1, 2).flatten(0, 1), end.transpose(1, 2).flatten(0, 1), strict=True)
         return [_touching(*group, S_kv, width) for group in groups]
 
-    # Where no other positions are given, forward, backward and other layers meet the same rows.
-    return build() if call.q_pos is not None else call.selection.plan(("sdpa-packed", S_kv, width), build)  # type: ignore[no-any-return]
+    # Forward, backward and other layers meet the same rows, unless their positions differ.
+    return call.selection.plan(("sdpa-packed", S_kv, width), build, call.q_pos)  # type: ignore[no-any-return]
 
 
 def _touching(start: Tensor, end: Tensor, S_kv: int, width: int) -> Sequence[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +20,13 @@ SPANS = ("one", "few", "many", "mixed")  # distributions of `span_lengths`
 SHORT = 16  # keys of a short span: the least block that every backend takes
 SPAN_KEYS = 8192  # that a row of a span case may select
 DECODE_KEYS = 4096  # of each sequence in the decode matrix
+SHARES = (24, 16, 8, 4, 4, 2, 2, 1, 1, 1, 0.5, 0.5)  # of 64 parts: the sequences of a packed batch
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Case(NamedTuple):
-    """Sizes of one case; `distribution`: random (scores from a normal distribution), real (SmolLM2's selections), or one of `SPANS`.
+    """Sizes of one case; `distribution`: random (scores from a normal distribution), real (SmolLM2's selections), packed (random in each
+    of the sequences of `packed_bounds`), or one of `SPANS`.
 
     `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
     real case takes, and how many keys a row of spans selects, stands in its name alone (`layers_of`, `length_of`).
@@ -115,6 +118,23 @@ def quick_cases() -> list[Case]:
         *(Case(f"quick-{kind}-1k-h4", kind, 1, 1024, 1024, 2, 4, 64, 64, 16, 64, "bfloat16") for kind in ("real", "random")),
         Case("quick-decode-B4-4k-h4", "random", 4, 1, 4096, 2, 4, 64, 64, 16, 64, "bfloat16"),
     ]
+
+
+def packed_cases() -> list[Case]:
+    """32k rows in 12 sequences of 256 to 12k, h 16 and 4: all beginning with a block of 64, or at odd places."""
+    return [
+        Case(f"packed-{kind}-32k-h{h}", "packed", 1, 32768, 32768, 4, h, 128, 128, 16, 64, "bfloat16")
+        for kind in ("whole", "odd")
+        for h in (16, 4)
+    ]
+
+
+def packed_bounds(case: Case) -> list[int]:
+    """cu_seqlens of a packed case."""
+    bounds = [0]
+    for share in SHARES:
+        bounds.append(bounds[-1] + int(case.S * share / 64))
+    return [0, *(bound - 5 for bound in bounds[1:-1]), case.S] if "-odd-" in case.case else bounds
 
 
 def span_case(distribution: str, N: int, H: int, D: int, Dv: int, L: int, dtype: str = "bfloat16") -> Case:
@@ -221,12 +241,22 @@ def span_selection(case: Case, device: torch.device | str, seed: int) -> Selecti
     return Selection(torch.stack((start, start + lengths), -1).int().to(device), case.block or None, longest)
 
 
+def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
+    """A random selection in each sequence of a packed case, over all its keys: whole blocks where the sequences begin with blocks."""
+    bounds, ranges = packed_bounds(case), []
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        chosen = random_selection(case._replace(S=end - start, S_kv=end - start), device, seed + i).ranges
+        ranges.append(torch.where(chosen.diff(dim=-1) > 0, chosen + start, 0))
+    whole = all(start % case.block == 0 for start in bounds[:-1])
+    return Selection(torch.cat(ranges, 1), case.block if whole else None, case.n * case.block)
+
+
 def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:
     """The selection of a case. A real one is the same for every seed."""
     if case.distribution in SPANS:
         return span_selection(case, device, seed)
-    if case.distribution == "random":
-        return random_selection(case, device, seed)
+    if case.distribution in ("random", "packed"):
+        return (random_selection if case.distribution == "random" else packed_selection)(case, device, seed)
     layers = layers_of(case.case)
     return layer_selection(layers, device) if layers else real_selection(case.G, device, case.S)
 

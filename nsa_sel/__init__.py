@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nsa_sel.selection import Selection
     from nsa_sel.show import describe
     from nsa_sel.syncing import sync_tuning
+    from nsa_sel.varlen import selection_attention_varlen, varlen_positions
     from nsa_sel.warming import warmup
 
 __version__ = "0.1.0"
@@ -29,8 +30,10 @@ __all__ = [
     "forget_decisions",
     "log_to",
     "selection_attention",
+    "selection_attention_varlen",
     "sync_tuning",
     "use_backend",
+    "varlen_positions",
     "warmup",
 ]
 _HOMES = {
@@ -44,8 +47,10 @@ _HOMES = {
     "forget_decisions": "attention",
     "log_to": "observe",
     "selection_attention": "attention",
+    "selection_attention_varlen": "varlen",
     "sync_tuning": "syncing",
     "use_backend": "attention",
+    "varlen_positions": "varlen",
     "warmup": "warming",
 }
 

@@ -52,6 +52,7 @@ class Selection:
         # What `measure` found: version of the ranges that it read, most keys of a row, sharing to two digits, and for the
         # default positions among S_kv keys (S_kv, keys of all rows).
         self._exact: tuple[int | None, int, tuple[float, ...] | None, tuple[int, int] | None] | None = None
+        self._cut_block: int | None = None  # where ranges were blocks before they were moved: their size; they stand in any order
         self._plans: dict[Any, Any] = {}
         self._planned_version: int | None = None
 
@@ -190,6 +191,11 @@ class Selection:
             bound = min(bound, self.n * self.block_size)
         return bound
 
+    def range_bound(self, S_kv: int) -> int:
+        """The most keys of one range among S_kv."""
+        size = self.block_size or self._cut_block
+        return self.length_bound(S_kv) if size is None else min(size, S_kv)
+
     @property
     def sharing(self) -> tuple[float, ...] | None:
         """`Measured.sharing` to two digits while it holds: None before `measure`, and once the ranges were written since."""
@@ -200,19 +206,21 @@ class Selection:
         total = self._exact[3] if self._exact is not None and self._holds(self._exact[0]) else None
         return total[1] if total is not None and total[0] == S_kv else None
 
-    def plan(self, key: tuple[Any, ...], build: Callable[[], Any]) -> Any:
-        """What `build()` returned for `key` the first time; built anew when the ranges were written in place since.
+    def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
+        """What `build()` returned for `key` the last time; built anew when the ranges were written in place since, or when what else
+        it is `made_from`, tensors or plain values, was written or is something else.
 
-        Ranges made under torch.inference_mode() do not tell whether they were written: their plans are built every time.
+        Tensors made under torch.inference_mode() do not tell whether they were written: plans of them are built every time.
         """
-        version = self._version()
-        if version is None:
+        version, states = self._version(), [_state(x) for x in made_from]
+        if version is None or _UNKNOWN in states:
             return build()
         if version != self._planned_version:  # plans of what was overwritten are never needed again
             self._plans, self._planned_version = {}, version
-        if key not in self._plans:
-            self._plans[key] = build()
-        return self._plans[key]
+        known = self._plans.get(key)
+        if known is None or known.states != states:
+            known = self._plans[key] = _Plan(states, made_from, build())
+        return known.value
 
     def _holds(self, version: int | None) -> bool:
         """Whether what was found in the ranges at `version` is true of them still, and will be of those that a captured call meets."""
@@ -242,6 +250,25 @@ class Selection:
         bound = self.length_bound(far)
         return Selection(torch.stack((merged_start, merged_end), dim=-1), None, bound if bound < far else None)
 
+    def shifted(self, first: Tensor, limit: Tensor, S_kv: int, *, whole_blocks: bool, max_length: int) -> Selection:
+        """Each row's keys below its `limit`, counted from key `first` on: a selection within a part of S_kv keys as one over all of them.
+
+        first, limit: [B,S]. whole_blocks: every `first` is a multiple of block_size; a block is then kept whole where it begins below
+        `limit`, and whoever uses the result must stop there. Else ranges are cut, and no longer blocks. max_length: a bound on the
+        keys of a row, from elsewhere.
+        """
+        size = self.block_size if whole_blocks else None
+        ranges = self.ranges if S_kv + (size or 0) < torch.iinfo(self.ranges.dtype).max else self.ranges.long()
+        first, limit = (x.to(ranges.dtype)[:, :, None, None] for x in (first, limit))
+        start, end = ranges.unbind(-1)
+        start = start.clamp(min=0)
+        end = torch.where(start < limit, end if size else end.minimum(limit), 0)
+        moved = Selection(torch.stack((start.minimum(limit) + first, end + first), dim=-1), size, min(self.length_bound(S_kv), max_length))
+        moved._cut_block = None if size else self.block_size
+        if size and self._exact is not None and self._holds(self._exact[0]):
+            moved._exact = (moved._version(), self._exact[1], self._exact[2], None)
+        return moved
+
     def validate(self) -> Selection:
         """Check what the static facts promise; reads the device. Returns self, raises ArgumentError naming the first bad row.
 
@@ -254,6 +281,9 @@ class Selection:
             self._refuse(
                 bad.any(-1), f"has a range that is not one block of {self.block_size}", "pass block_size=None, or align the ranges"
             )
+        if self._cut_block is not None:
+            order = torch.argsort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1)
+            start, end, filled = (x.gather(-1, order) for x in (start, end, filled))
         # Empty ranges take no part: they inherit the largest end before them.
         reach = torch.cummax(torch.where(filled, end, 0), dim=-1).values
         before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=0)
@@ -329,6 +359,24 @@ def _reading(ranges: Tensor) -> bool:
 def _capturing(ranges: Tensor) -> bool:
     """Whether a CUDA graph is being captured, whose replays follow what is written into the ranges by then: nothing read now holds."""
     return ranges.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class _Plan(NamedTuple):
+    """A plan, and what tells whether it still holds."""
+
+    states: list[Any]
+    made_from: tuple[Any, ...]  # kept, so that no other tensor comes to lie where one of them lay
+    value: Any
+
+
+_UNKNOWN = "unknown"  # the state of a tensor that does not tell whether it was written
+
+
+def _state(x: Any) -> Any:
+    """What differs once x is another tensor or was written; plain values are compared themselves."""
+    if not isinstance(x, Tensor):
+        return x
+    return _UNKNOWN if x.is_inference() else (x.data_ptr(), x.dtype, x.shape, x.stride(), x._version)
 
 
 def _sharing(blocks: Tensor) -> tuple[float, ...]:

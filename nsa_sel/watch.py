@@ -45,7 +45,7 @@ def keys_read(call: Call, count: bool) -> tuple[int, Source]:
             start, end = call.clamped_ranges()
             return int((end - start).sum())
 
-        return (total() if q_pos is not None else selection.plan(("keys read", S_kv), total)), "counted"
+        return selection.plan(("keys read", S_kv), total, q_pos), "counted"
     measured = selection.total_length(S_kv) if q_pos is None else None
     if measured is not None:
         return measured, "measured"

@@ -186,7 +186,7 @@ def assert_gradients(
     wanted = (o,) if dlse is None else (o, lse.masked_fill(lse == -math.inf, 0.0))
     plain = torch.autograd.grad(wanted, inputs, (do,) if dlse is None else (do, dlse))
     oracle = oracle_backward(q, k, v, ranges, do, dlse, scale, q_pos)
-    terms = _gradient_terms(q.detach(), k.detach(), v.detach(), do, scale)
+    terms = gradient_terms(q.detach(), k.detach(), v.detach(), do, scale)
     for name, tensor, mine, exact, baseline, term in zip(("dq", "dk", "dv"), (q, k, v), got, oracle, plain, terms, strict=True):
         assert mine.dtype == tensor.dtype
         assert_within_twice_baseline(mine, exact, baseline, name, term)
@@ -195,7 +195,7 @@ def assert_gradients(
     assert bool((got[2][unused] == 0).all())
 
 
-def _gradient_terms(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> tuple[float, float, float]:
+def gradient_terms(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> tuple[float, float, float]:
     """How large the terms are that cancel in dq, dk, dv: with one key ds = p (do.v - D) is zero, but only to the rounding of do.v."""
     q, k, v, do = (tensor.abs().double() for tensor in (q, k, v, do))
     q, do = (tensor if tensor.dim() == 5 else tensor.unsqueeze(1) for tensor in (q, do))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa_sel import varlen
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import lists, tiles
 from nsa_sel.backends.cupy_cuda.rows import plan_of
@@ -16,6 +17,7 @@ from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from tests.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 from tests.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.varlen_cases import check_sequences, pack
 
 pytestmark = needs_compiler
 
@@ -167,3 +169,43 @@ def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: in
         assert plan.blocks[found].tolist() == sorted(members)
         assert [bits % 2**64 for bits in plan.members[found].tolist()] == [members[key] for key in sorted(members)]
         assert whole == sum((key + 1) * block <= lowest for key in members)
+
+
+def test_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences end to end: as one call of absolute ranges, with positions of its own and without."""
+    emulated(monkeypatch)
+    calls: list[Call] = []
+
+    def selection_attention(
+        q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None, **options: object
+    ) -> tuple[Tensor, Tensor]:
+        calls.append(call_of(q, k, v, selection, q_pos))
+        return cupy_cuda.forward(calls[-1])
+
+    monkeypatch.setattr(varlen, "selection_attention", selection_attention)
+    sizes = {"G": 2, "h": 3, "spare": 1, "dtype": torch.float16}
+    for packed in (pack((3, 0, 1, 5), block_size=None, **sizes), pack((2, 1, 0, 3), (21, 16, 9, 2), n=2, **sizes)):  # type: ignore[arg-type]
+        cu_k = None if packed.cu_q == packed.cu_k else packed.cu_k
+        o, lse = varlen.selection_attention_varlen(*packed[:4], packed.cu_q, cu_k, return_lse=True)
+        assert (calls[-1].q_pos is None) == (cu_k is None)
+        do, dlse = (x[0] for x in make_grads(calls[-1].q, calls[-1].v))
+        dlse = torch.where(lse == float("-inf"), 0.0, dlse)
+        dq, dk, dv = cupy_cuda.backward(calls[-1], o[None], lse[None], do[None], dlse[None])
+        check_sequences(packed, (o, lse), (dq[0], dk[0].transpose(0, 1), dv[0].transpose(0, 1)), do, dlse)
+
+
+def test_lists_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    q, k, v = rows(B=1)
+    selection, positions = make_blocks(1, 8, 2, 70, 3, 16), torch.tensor([3, 69, 0, 17, 17, 30, 2, 5])
+    call = call_of(q, k, v, selection, positions)
+
+    def kept() -> lists.Lists:
+        return lists.lists_of(call, selection.ranges, 16, 1, 32)
+
+    first = kept()
+    assert kept() is first
+    positions[0] = 69
+    assert kept() is not first
+    call = call_of(q, k, v, selection)
+    assert int(kept().begins[-1]) > int(first.begins[-1])  # rows that stand later see more

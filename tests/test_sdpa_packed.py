@@ -139,6 +139,20 @@ def test_positions(positions: str) -> None:
     check(make_call(q, k, v, edge_selections(2, 6, 2, 90)["one_contiguous"], q_pos=q_pos.int()))
 
 
+def test_the_rows_of_a_tile_of_keys_are_kept_for_their_positions() -> None:
+    selection, positions = make_blocks(1, 6, 1, 40, 2, 16), torch.tensor([3, 39, 0, 17, 17, 30])
+
+    def lists(q_pos: Tensor | None) -> object:
+        call = make_call(*make_qkv(S=6, S_kv=40), selection, q_pos=q_pos)
+        return sdpa_packed._rows_by_tile(call, *call.clamped_ranges())
+
+    first = lists(positions)
+    assert lists(positions) is first
+    positions[0] = 39
+    assert lists(positions) is not first
+    assert lists(None) is lists(None)
+
+
 def test_strides() -> None:
     """A [B,S_kv,G,D] cache, a slice of a wider one (steps that are no multiple of D), q and do as views."""
     q, k, v = make_qkv(2, 6, 3, 2, 16, S_kv=50)

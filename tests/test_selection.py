@@ -346,6 +346,23 @@ def test_plans_are_built_once_until_the_ranges_are_written() -> None:
     assert selection.plan(("a",), lambda: build("a")) == "a3"
 
 
+def test_plans_are_built_anew_when_what_else_they_are_made_from_differs() -> None:
+    selection, made_from, built = Selection.from_ranges(row((0, 4))), torch.tensor([3, 5]), []
+
+    def plan(*others: object) -> int:
+        return selection.plan(("a",), lambda: built.append(1) or len(built), *others)  # type: ignore[no-any-return]
+
+    assert [plan(made_from), plan(made_from), plan(made_from.expand(1, 2)), plan(made_from.expand(1, 2))] == [1, 1, 2, 2]
+    made_from[0] = 4
+    assert [plan(made_from.expand(1, 2)), plan(made_from.expand(1, 2))] == [3, 3]  # another view of the same memory tells too
+    assert [plan(made_from.clone().expand(1, 2)), plan(None), plan(None), plan(7), plan(8), plan(8)] == [4, 5, 5, 6, 7, 7]
+    plan(torch.tensor([1]))
+    assert plan(torch.tensor([2])) == 9  # the first is kept: its memory is not this one's
+    with torch.inference_mode():
+        unversioned = torch.tensor([3])
+    assert plan(unversioned) != plan(unversioned)
+
+
 def test_inference_mode_has_no_versions_to_trust() -> None:
     with torch.inference_mode():
         selection = Selection.from_ranges(row((0, 4)))

@@ -8,8 +8,11 @@ import msgspec
 import pytest
 import torch
 
+import nsa_sel
 from nsa_sel import attention, config
+from nsa_sel.backends._triton import inverse as inverse_module
 from nsa_sel.backends._triton import launch
+from nsa_sel.backends._triton import union as union_module
 from nsa_sel.backends._triton.inverse import inverse
 from nsa_sel.backends._triton.union import union
 from nsa_sel.call import Call, check_call, device_info
@@ -249,3 +252,27 @@ def test_plans_are_shared_and_follow_the_ranges() -> None:
     assert int(union(call, 4).counts.sum()) == 0
     assert before is not union(call, 4)
     assert launch.remembered(call, ("x",), lambda: 1) == 1
+
+
+@pytest.mark.parametrize(("backend", "module"), [("triton-tile", union_module), ("triton-group", inverse_module)])
+def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backend: str, module: object) -> None:
+    """Forward, backward and the next layer share them, until the positions are others or written."""
+    q, k, v = make_qkv(S=2, G=1, h=1, S_kv=32, requires_grad=True)
+    selection, positions = make_blocks(1, 2, 1, 32, 1, 16), torch.tensor([3, 20])
+    built, build = [], module._build  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "_build", lambda *args: built.append(1) or build(*args))
+
+    def run() -> int:
+        built.clear()
+        nsa_sel.selection_attention(q, k, v, selection, q_pos=positions, backend=backend).sum().backward()
+        return len(built)
+
+    first = run()
+    assert first >= 1
+    assert run() == 0
+    positions[0] = 31
+    assert run() == first
+    o = nsa_sel.selection_attention(q, k, v, selection, q_pos=positions, backend=backend)
+    assert torch.equal(o, nsa_sel.selection_attention(q, k, v, selection, q_pos=positions.clone(), backend=backend))
+    positions = positions.clone()
+    assert run() == first

@@ -139,8 +139,7 @@ def reach_of(call: Call, width: int) -> int:
     if block is not None and (width % block == 0 or block % width == 0):
         return max(1, block // width)  # a whole block never straddles a tile
     S_kv = call.k.shape[2]
-    longest = call.selection.length_bound(S_kv) if block is None else min(block, S_kv)
-    return min(-(-S_kv // width), -(-longest // width) + 1)
+    return min(-(-S_kv // width), -(-call.selection.range_bound(S_kv) // width) + 1)
 
 
 def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inverse:

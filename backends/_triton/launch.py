@@ -62,14 +62,14 @@ def split_parts(call: Call, programs: int) -> int:
 
 
 def remembered(call: Call, key: tuple[object, ...], build: Callable[[], Any]) -> Any:
-    """A plan kept in the selection.
+    """A plan kept in the selection, for these keys and, where the call has its own, these positions: the causal clamp depends on both.
 
-    Built anew with positions of its own, which the causal clamp depends on, and inside a CUDA graph: a replay must follow ranges
-    that were written since, and what a capture builds holds nothing until it is replayed.
+    Built anew inside a CUDA graph: a replay must follow ranges that were written since, and what a capture builds holds nothing until
+    it is replayed.
     """
-    if call.q_pos is not None or (call.q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
         return build()
-    return call.selection.plan((*key, call.k.shape[2]), build)
+    return call.selection.plan((*key, call.k.shape[2]), build, call.q_pos)
 
 
 def strides(call: Call) -> tuple[int, ...]:

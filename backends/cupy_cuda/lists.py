@@ -45,8 +45,7 @@ def reach_of(call: Call, width: int) -> int:
     block, S_kv = call.selection.block_size, call.k.shape[2]
     if block is not None and (width % block == 0 or block % width == 0):
         return max(1, block // width)  # a whole block never straddles a tile
-    longest = call.selection.length_bound(S_kv) if block is None else min(block, S_kv)
-    return min(-(-S_kv // width), -(-longest // width) + 1)
+    return min(-(-S_kv // width), -(-call.selection.range_bound(S_kv) // width) + 1)
 
 
 def most_parts(entries: int, piece: int) -> int:
@@ -73,15 +72,15 @@ def piece_within(call: Call, width: int, reach: int) -> int:
 
 
 def lists_of(call: Call, ranges: Tensor, width: int, reach: int, piece: int) -> Lists:
-    """The lists for tiles of `width` keys, remembered in the selection.
+    """The lists for tiles of `width` keys, remembered in the selection, for these keys and positions: the causal clamp depends on both.
 
-    Built anew with positions of its own, which the causal clamp depends on, and inside a CUDA graph: a replay must follow ranges that
-    were written since, and what a capture builds holds nothing until it is replayed.
+    Built anew inside a CUDA graph: a replay must follow ranges that were written since, and what a capture builds holds nothing until
+    it is replayed.
     """
-    if call.q_pos is not None or call.capturing():
+    if call.capturing():
         return _build(call, ranges, width, reach, piece)
     key = ("cupy-cuda lists", width, piece, tuple(call.k.shape[:3]))
-    lists: Lists = call.selection.plan(key, lambda: _build(call, ranges, width, reach, piece))
+    lists: Lists = call.selection.plan(key, lambda: _build(call, ranges, width, reach, piece), call.q_pos)
     return lists
 
 

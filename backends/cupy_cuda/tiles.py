@@ -139,14 +139,11 @@ def _start(source: str, call: Call, shape: Shape, union: Union, fields: str, *va
 
 
 def union_of(call: Call, ranges: Tensor, tokens: int) -> Union:
-    """The plan for tiles of `tokens` rows, remembered in the selection.
-
-    Built anew with positions of its own, which the causal clamp depends on, and inside a CUDA graph: a replay must follow ranges that
-    were written since, and what a capture builds holds nothing until it is replayed.
-    """
-    if call.q_pos is not None or call.capturing():
+    """The plan for tiles of `tokens` rows, remembered in the selection as `lists_of` remembers its lists."""
+    if call.capturing():
         return _build(call, ranges, tokens)
-    plan: Union = call.selection.plan(("cupy-cuda union", tokens, call.k.shape[2]), lambda: _build(call, ranges, tokens))
+    key = ("cupy-cuda union", tokens, call.k.shape[2])
+    plan: Union = call.selection.plan(key, lambda: _build(call, ranges, tokens), call.q_pos)
     return plan
 
 

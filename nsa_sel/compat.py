@@ -1,0 +1,120 @@
+"""Selection calls with the names, order and defaults of other libraries' arguments, so that one import line moves a model over.
+
+    from nsa_sel.compat import parallel_nsa                  # for fla.ops.nsa (flash-linear-attention)
+    from nsa_sel.compat import topk_sparse_attention         # for native_sparse_attention.ops (native-sparse-attention-triton)
+    from nsa_sel.compat import FSA_topk_sparse_attention     # for fsa.ops (Flash-Sparse-Attention)
+
+They copy none of q, k, v, are differentiable, run on every backend, and choose it as `selection_attention` does. Where their results
+differ from the originals', on purpose: docs/compat.md.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from nsa_sel.attention import selection_attention
+from nsa_sel.errors import ArgumentError
+from nsa_sel.selection import Selection
+from nsa_sel.varlen import Bounds, selection_attention_varlen
+
+
+def parallel_nsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cmp: Tensor | None = None,
+    g_slc: Tensor | None = None,
+    g_swa: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_counts: Tensor | int = 16,
+    block_size: int = 64,
+    window_size: int = 0,
+    scale: float | None = None,
+    cu_seqlens: Bounds | tuple[Bounds, Bounds] | None = None,
+    *,
+    block_aligned: bool = False,
+) -> Tensor:
+    """flash-linear-attention's `fla.ops.nsa.parallel_nsa`, its selection branch: o [B,TQ,HQ,V].
+
+    q [B,TQ,HQ,K]; k [B,T,H,K]; v [B,T,H,V]; the queries are the last TQ of T positions. block_indices [B,TQ,H,S]: blocks of block_size
+    keys, any order, what is negative or lies in the future selects nothing. block_counts [B,TQ,H]: so many of a row's entries count, from
+    the first; a number says nothing beyond S, as there. g_slc [B,TQ,HQ] multiplies o. scale: by default 1/sqrt(K). cu_seqlens [N+1]: B is 1
+    and sequences lie end to end; a tuple is one for queries and one for keys. block_aligned: as in `selection_attention_varlen`.
+
+    The other branches are not computed: ArgumentError with what computes them where g_cmp or window_size is given or block_indices is
+    not; g_swa counts for nothing without a window, as there. Other errors as those of `selection_attention`.
+    """
+    if g_cmp is not None:
+        raise ArgumentError(
+            "g_cmp", "given", "None: this is the selection branch alone",
+            "add g_cmp.unsqueeze(-1) times the output of fla.ops.nsa's parallel_nsa_compression to what this returns",
+        )  # fmt: skip
+    if block_indices is None:
+        raise ArgumentError(
+            "block_indices", None, "a tensor [B,TQ,H,S]", "choose blocks by fla.ops.nsa's parallel_nsa_topk, or by Selection.from_scores"
+        )
+    if window_size != 0:
+        raise ArgumentError(
+            "window_size", window_size, "0: this is the selection branch alone",
+            "add g_swa.unsqueeze(-1) times the output of flash_attn_func(q, k, v, causal=True, window_size=(window_size - 1, 0))",
+        )  # fmt: skip
+    if not isinstance(block_counts, Tensor | int):
+        raise ArgumentError("block_counts", repr(block_counts), "a tensor [B,TQ,H], or a number", "leave it out: all entries count")
+    grouped = _by_group(q, k, 4, "[B,TQ,HQ,K]", "[B,T,H,K]")
+    selection = Selection.from_blocks(block_indices, block_size, block_counts if isinstance(block_counts, Tensor) else None)
+    o: Tensor
+    if cu_seqlens is None:
+        o = selection_attention(grouped, k.transpose(1, 2), v.transpose(1, 2), selection, scale=scale)
+    else:
+        if q.shape[0] != 1:
+            raise ArgumentError("q", f"of {q.shape[0]} batch entries", "1 with cu_seqlens", "lay the sequences end to end in one entry")
+        pair = isinstance(cu_seqlens, tuple) and not all(isinstance(bound, int) for bound in cu_seqlens)
+        cu_q, cu_k = cast(tuple[Bounds, Bounds | None], cu_seqlens if pair else (cu_seqlens, None))
+        o = selection_attention_varlen(grouped[0], k[0], v[0], selection, cu_q, cu_k, scale=scale, block_aligned=block_aligned).unsqueeze(0)
+    o = o.flatten(2, 3)
+    return o if g_slc is None else o * g_slc.unsqueeze(-1)
+
+
+def topk_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    topk_idx: Tensor,
+    block_size: int,
+    cu_seqlens: Bounds,
+    softmax_scale: float | None = None,
+    *,
+    block_aligned: bool = False,
+) -> Tensor:
+    """`topk_sparse_attention` of native-sparse-attention-triton, which Flash-Sparse-Attention takes over: o [T,HQ,Dv].
+
+    q [T,HQ,D]; k, v [T,H,D]; sequences end to end, of lengths as cu_seqlens [N+1] says. topk_idx [H,T,topk]: blocks of block_size keys of
+    the row's own sequence, any order; -1 is padding, and what lies in the future selects nothing. softmax_scale: by default 1/sqrt(D).
+    block_aligned: as in `selection_attention_varlen`, whose errors it raises.
+    """
+    grouped = _by_group(q, k, 3, "[T,HQ,D]", "[T,H,D]")
+    shape = topk_idx.shape if isinstance(topk_idx, Tensor) else ()
+    if len(shape) != 3 or shape[:2] != (k.shape[1], q.shape[0]):
+        value = f"of shape {tuple(shape)}" if isinstance(topk_idx, Tensor) else f"a {type(topk_idx).__name__}"
+        raise ArgumentError("topk_idx", value, f"[H={k.shape[1]}, T={q.shape[0]}, topk]", "groups come first; -1 fills up short rows")
+    selection = Selection.from_blocks(topk_idx.transpose(0, 1).unsqueeze(0), block_size)
+    o: Tensor = selection_attention_varlen(grouped, k, v, selection, cu_seqlens, scale=softmax_scale, block_aligned=block_aligned)
+    return o.flatten(1, 2)
+
+
+FSA_topk_sparse_attention = topk_sparse_attention  # the name in Flash-Sparse-Attention
+
+
+def _by_group(q: Tensor, k: Tensor, dims: int, q_form: str, k_form: str) -> Tensor:
+    """q with its heads as [H, HQ / H], once q and k have these forms; a view."""
+    for name, x, form in (("q", q, q_form), ("k", k, k_form)):
+        if not isinstance(x, torch.Tensor) or x.dim() != dims:
+            value = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            raise ArgumentError(name, value, f"a tensor {form}", "pass it as to the original")
+    HQ, H = q.shape[-2], k.shape[-2]
+    if not H or HQ % H:
+        raise ArgumentError("q", f"of {HQ} heads", f"a multiple of k's {H} heads", "every head of k serves as many heads of q")
+    return q.view(*q.shape[:-2], H, HQ // H, q.shape[-1])

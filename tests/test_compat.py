@@ -1,0 +1,236 @@
+"""The calls of other libraries against references written from what the originals do, and where we differ from them on purpose."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa_sel
+from nsa_sel import compat
+from nsa_sel.compat import FSA_topk_sparse_attention, parallel_nsa, topk_sparse_attention
+from nsa_sel.errors import ArgumentError
+
+PARALLEL_NSA = {
+    "q": ..., "k": ..., "v": ..., "g_cmp": None, "g_slc": None, "g_swa": None, "block_indices": None, "block_counts": 16,
+    "block_size": 64, "window_size": 0, "scale": None, "cu_seqlens": None,
+}  # fmt: skip
+TOPK = {"q": ..., "k": ..., "v": ..., "topk_idx": ..., "block_size": ..., "cu_seqlens": ..., "softmax_scale": None}
+
+
+@pytest.fixture(autouse=True)
+def packed_sdpa() -> Iterator[None]:
+    """One backend for all: which of them serves a call is no business of these forms, and float64 is quickest there."""
+    with nsa_sel.use_backend("sdpa-packed"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("call", "original"),
+    [(parallel_nsa, PARALLEL_NSA), (topk_sparse_attention, TOPK), (FSA_topk_sparse_attention, TOPK)],
+)
+def test_names_order_and_defaults_are_the_originals(call: Callable[..., Tensor], original: dict[str, Any]) -> None:
+    parameters = inspect.signature(call).parameters.values()
+    taken = {p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
+    assert list(taken.items()) == list(original.items())
+
+
+# References. Both written from the originals' documented behaviour; both give NaN where a row selects nothing.
+
+
+def fla_reference(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor | None, block_size: int, scale: float, cu_q: list[int], cu_k: list[int]
+) -> Tensor:
+    """One sequence after another of [T,HQ,K]: for every query and head the keys of each listed block are gathered, those after the query
+    and those of negative blocks get -inf, and a softmax goes over the lot. Queries are the last of their sequence."""
+    T, HQ, _ = q.shape
+    out = []
+    for i in range(len(cu_q) - 1):
+        keys, values = k[cu_k[i] : cu_k[i + 1]], v[cu_k[i] : cu_k[i + 1]]
+        past = len(keys) - (cu_q[i + 1] - cu_q[i])
+        for t in range(cu_q[i], cu_q[i + 1]):
+            rows = []
+            for head in range(HQ):
+                g = head // (HQ // k.shape[1])
+                taken = indices[t, g] if counts is None else indices[t, g, : counts[t, g]]
+                place = (taken[:, None] * block_size + torch.arange(block_size)).flatten()
+                hidden = (place > past + t - cu_q[i]) | (place < 0)
+                place = place.clamp(0, len(keys) - 1)
+                p = ((keys[place, g] @ q[t, head]) * scale).masked_fill(hidden, -math.inf).softmax(0)
+                rows.append(p @ values[place, g])
+            out.append(torch.stack(rows))
+    return torch.stack(out)
+
+
+def topk_reference(q: Tensor, k: Tensor, v: Tensor, topk_idx: Tensor, block_size: int, cu: list[int], scale: float) -> Tensor:
+    """Dense attention of [T,HQ,D] under a mask [HQ,T,T]: blocks after the query's own are struck out, the others marked key by key from
+    their sequence's first on, and what is above the diagonal is cut off."""
+    H, T, _ = topk_idx.shape
+    mask = torch.zeros(H, T, T, dtype=torch.bool)
+    for start, end in itertools.pairwise(cu):
+        for h in range(H):
+            for t in range(start, end):
+                for block in topk_idx[h, t].tolist():
+                    if 0 <= block <= (t - start) // block_size:
+                        mask[h, t, start + block * block_size : min(start + (block + 1) * block_size, end)] = True
+    mask = mask.tril().repeat_interleave(q.shape[1] // H, 0)
+    heads = q.shape[1] // H
+    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(heads, 1)) * scale
+    p = logits.masked_fill(~mask, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(heads, 1))
+
+
+def distinct_blocks(rows: int, H: int, S: int, blocks: int, seed: int = 0) -> Tensor:
+    """[rows,H,S] of distinct blocks in any order, future ones among them, some entries -1 but never a row's first: block 0."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = 1 + torch.rand(rows, H, blocks - 1, generator=generator).argsort(-1)[..., : S - 1]
+    chosen = torch.where(torch.rand(chosen.shape, generator=generator) < 0.3, -1, chosen)
+    return torch.cat((torch.zeros(rows, H, 1, dtype=torch.int64), chosen), -1)
+
+
+def normal(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def assert_same(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
+    """Values and gradients, float64."""
+    assert got.shape == wanted.shape
+    torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-10)
+    do = torch.randn(got.shape, generator=torch.Generator().manual_seed(2), dtype=got.dtype)
+    for mine, other in zip(torch.autograd.grad(got, inputs, do), torch.autograd.grad(wanted, inputs, do), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("TQ", [20, 3])
+def test_parallel_nsa(TQ: int) -> None:
+    B, T, HQ, H, block = 2, 20, 6, 2, 4
+    q, k, v, g_slc = inputs = normal((B, TQ, HQ, 8), (B, T, H, 8), (B, T, H, 5), (B, TQ, HQ))
+    indices = distinct_blocks(B * TQ, H, 4, 6).view(B, TQ, H, 4)
+    counts = torch.randint(1, 5, (B, TQ, H), generator=torch.Generator().manual_seed(3))
+    for counted, scale in ((16, None), (counts, 0.3), (2, None)):  # a number does not shorten the lists
+        got = parallel_nsa(q, k, v, None, g_slc, None, indices, counted, block, 0, scale)
+        limit = counted if isinstance(counted, Tensor) else None
+        each = [
+            fla_reference(q[b], k[b], v[b], indices[b], None if limit is None else limit[b], block, scale or 8**-0.5, [0, TQ], [0, T])
+            for b in range(B)
+        ]
+        assert_same(got, torch.stack(each) * g_slc[..., None], inputs)
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor])
+def test_parallel_nsa_of_packed_sequences(form: Callable[[list[int]], Any]) -> None:
+    HQ, H, block = 4, 2, 4
+    cu_q, cu_k = [0, 5, 5, 6, 18], [0, 9, 9, 10, 30]
+    q, k, v = inputs = normal((1, 18, HQ, 8), (1, 30, H, 8), (1, 30, H, 8))
+    indices = distinct_blocks(18, H, 3, 6)
+    wanted = fla_reference(q[0], k[0], v[0], indices, None, block, 8**-0.5, cu_q, cu_k)[None]
+    got = parallel_nsa(q, k, v, block_indices=indices[None], block_size=block, cu_seqlens=(form(cu_q), form(cu_k)))
+    assert_same(got, wanted, inputs)
+    own = q, k[:, :18], v[:, :18]
+    wanted = fla_reference(*(x[0] for x in own), indices, None, block, 8**-0.5, cu_q, cu_q)[None]
+    assert_same(parallel_nsa(*own, block_indices=indices[None], block_size=block, cu_seqlens=form(cu_q)), wanted, inputs)
+
+
+def test_topk_sparse_attention() -> None:
+    cu, HQ, H, block = [0, 5, 5, 6, 23], 6, 2, 4
+    q, k, v = inputs = normal((23, HQ, 8), (23, H, 8), (23, H, 8))
+    topk_idx = distinct_blocks(23, H, 4, 6).transpose(0, 1).int().contiguous()
+    given = topk_idx.clone()
+    for scale in (None, 0.3):
+        wanted = topk_reference(q, k, v, topk_idx, block, cu, scale or 8**-0.5)
+        assert_same(topk_sparse_attention(q, k, v, topk_idx, block, torch.tensor(cu).int(), scale), wanted, inputs)
+    assert torch.equal(topk_idx, given)  # the original's PyTorch twin strikes out future blocks in place
+
+
+def test_blocks_that_begin_sequences_stay_blocks() -> None:
+    q, k, v = normal((40, 2, 8), (40, 1, 8), (40, 1, 8))
+    topk_idx = distinct_blocks(40, 1, 2, 2).transpose(0, 1)
+    topk_sparse_attention(q, k, v, topk_idx, 16, [0, 32, 40])
+    assert nsa_sel.decisions()[-1].request.block_size == 16
+    parallel_nsa(q[None], k[None], v[None], block_indices=topk_idx.transpose(0, 1)[None], block_size=16, cu_seqlens=[0, 20, 40])
+    assert nsa_sel.decisions()[-1].request.block_size is None
+
+
+# Differences on purpose
+
+
+def test_rows_that_select_nothing_give_zeros_and_not_nan() -> None:
+    q, k, v = inputs = normal((1, 8, 2, 8), (1, 8, 1, 8), (1, 8, 1, 8))
+    indices = torch.where(torch.arange(8)[:, None, None] < 5, torch.tensor([-1, 7]), torch.tensor([0, 1]))[None]  # nothing or the future
+    assert bool(fla_reference(q[0], k[0], v[0], indices[0], None, 4, 8**-0.5, [0, 8], [0, 8])[:5].isnan().all())
+    o = parallel_nsa(q, k, v, block_indices=indices, block_size=4)
+    other = topk_sparse_attention(q[0], k[0], v[0], indices[0].transpose(0, 1), 4, [0, 8])
+    assert int(torch.count_nonzero(o[:, :5])) == 0
+    assert torch.equal(o[0], other)
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(o.sum(), inputs))
+
+
+def test_any_number_of_heads_a_group() -> None:
+    for heads in (1, 3):  # the original: 16, 32 ...
+        q, k, v = inputs = normal((1, 8, 2 * heads, 8), (1, 8, 2, 8), (1, 8, 2, 8))
+        indices = distinct_blocks(8, 2, 2, 2)
+        wanted = fla_reference(q[0], k[0], v[0], indices, None, 4, 8**-0.5, [0, 8], [0, 8])[None]
+        assert_same(parallel_nsa(q, k, v, block_indices=indices[None], block_size=4), wanted, inputs)
+
+
+def test_no_copies_of_q_k_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def called(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+        seen.extend(x.data_ptr() for x in (q, k, v))
+        return q
+
+    monkeypatch.setattr(compat, "selection_attention", called)
+    monkeypatch.setattr(compat, "selection_attention_varlen", called)
+    q, k, v = normal((1, 8, 4, 8), (1, 8, 2, 8), (1, 8, 2, 8))
+    indices = distinct_blocks(8, 2, 2, 2)
+    parallel_nsa(q, k, v, block_indices=indices[None], block_size=4)
+    parallel_nsa(q, k, v, block_indices=indices[None], block_size=4, cu_seqlens=[0, 8])
+    topk_sparse_attention(q[0], k[0], v[0], indices.transpose(0, 1), 4, [0, 8])
+    assert seen == [x.data_ptr() for x in (q, k, v)] * 3
+
+
+def nsa(**changes: Any) -> Callable[[], Tensor]:
+    q, k, v = normal((2, 8, 4, 8), (2, 8, 2, 8), (2, 8, 2, 8))
+    arguments = {"q": q, "k": k, "v": v, "block_indices": torch.zeros(2, 8, 2, 1).long(), "block_size": 4, **changes}
+    return lambda: parallel_nsa(**arguments)
+
+
+def topk(**changes: Any) -> Callable[[], Tensor]:
+    q, k, v = normal((8, 4, 8), (8, 2, 8), (8, 2, 8))
+    arguments = {"q": q, "k": k, "v": v, "topk_idx": torch.zeros(2, 8, 1).int(), "block_size": 4, "cu_seqlens": [0, 8], **changes}
+    return lambda: topk_sparse_attention(**arguments)
+
+
+BAD = {
+    "compression": (nsa(g_cmp=torch.ones(2, 8, 4)), "g_cmp is given; allowed: None.*parallel_nsa_compression"),
+    "a window": (nsa(window_size=512, g_swa=torch.ones(2, 8, 4)), "window_size is 512; allowed: 0.*flash_attn_func"),
+    "no blocks": (nsa(block_indices=None), "block_indices is None; allowed: a tensor.*parallel_nsa_topk"),
+    "no counts": (nsa(block_counts=None), "block_counts is None; allowed: a tensor"),
+    "counts of others": (nsa(block_counts=torch.ones(2, 8, 1).long()), r"block_counts is of shape \(2, 8, 1\)"),
+    "heads": (nsa(q=torch.zeros(2, 8, 5, 8)), "q is of 5 heads; allowed: a multiple of k's 2 heads"),
+    "groups apart": (nsa(q=torch.zeros(2, 8, 2, 2, 8)), r"q is of shape \(2, 8, 2, 2, 8\); allowed: a tensor \[B,TQ,HQ,K\]"),
+    "no tensor": (nsa(k=[1]), "k is a list; allowed: a tensor"),
+    "a packed batch": (nsa(cu_seqlens=[0, 8]), "q is of 2 batch entries; allowed: 1 with cu_seqlens"),
+    "rows first": (topk(topk_idx=torch.zeros(8, 2, 1).int()), r"topk_idx is of shape \(8, 2, 1\); allowed: \[H=2, T=8, topk\]"),
+    "no indices": (topk(topk_idx=None), "topk_idx is a NoneType"),
+    "bounds": (topk(cu_seqlens=[0, 9]), "cu_seqlens_q is 9 last; allowed: at most 8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_not_computed_is_refused_with_a_remedy(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+def test_a_gate_without_a_window_counts_for_nothing() -> None:
+    assert torch.equal(nsa()(), nsa(g_swa=torch.full((2, 8, 4), float("nan")))())
