@@ -30,14 +30,14 @@ PACKED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
 # What each backend's kernels spend their time on; see COST_TERMS of nsa_sel/config.py. One wide term a model: few rows are wide.
 TERMS = {
     "triton-group/forward": GROUP,
-    "triton-group/decode": ("launch", "walk", "read", "rows", "read-wide"),
+    "triton-group/decode": ("launch", "walk", "split-walk", "read", "read-wide"),
     "triton-group/backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
     "triton-tile/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
     "triton-tile/backward": ("launch", "union", "pairs", "tile", "exact", "rows", "exact-wide"),
     "triton-block/forward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
     "triton-block/backward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
     "triton-token/forward": ("launch", "reread", "scores", "reread-wide"),
-    "triton-token/decode": ("launch", "walk", "reread", "scores", "reread-wide"),
+    "triton-token/decode": ("launch", "walk", "split-walk", "reread", "scores", "reread-wide"),
     "triton-token/backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
     "cupy-cuda/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
     "cupy-cuda/decode": ("launch", "walk", "read", "rows", "read-wide"),

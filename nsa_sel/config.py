@@ -199,6 +199,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 COST_TERMS = {  # what a cost model may weigh; policies/cost.py counts them
     "launch": "1 a call",
     "walk": "thousands of keys that the program of one row visits one after another",
+    "split-walk": "the same of one part of a row, where rows are few and each is split among programs",
     "union": "thousands of keys that the program of one tile of adjacent tokens visits one after another",
     "pairs": "millions of (row, block) pairs",
     "rows": "GB of q and o, and of their gradients backward",

@@ -18,6 +18,8 @@ from nsa_sel.request import SHARING_TOKENS, Request
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads that a tile, or a step of a block's rows, holds
+LEAST_HEADS = 8  # of cupy-cuda's backward model
+SPLIT_PROGRAMS, MOST_PARTS = 264, 64  # fewer rows are split, each into so many parts at most: two programs a multiprocessor of a large GPU
 
 
 class Blocks(NamedTuple):
@@ -75,11 +77,14 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     exact_widths = 2 * wide_k + 2 * wide_v if backward else wide_k + wide_v
     # What a pair moves through memory: q in and a partial o out and in; q and do in and a partial dq out and in.
     partial_widths = Dk + Dv + 2 * Dk if backward else Dk + 2 * Dv
+    walk = keys / max(1, rows) / 1e3
+    parts = max(1, min(MOST_PARTS, SPLIT_PROGRAMS // max(1, rows)))
     read = keys * -(-h // TILE_ROWS) * (Dk + Dv) * size
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
     return {
         "launch": 1.0,
-        "walk": keys / max(1, rows) / 1e3,
+        "walk": walk,
+        "split-walk": walk / parts if parts > 1 else 0.0,
         "union": tile_blocks(request, sharing, tokens) * block * tokens / max(1, rows) / 1e3,
         "pairs": pairs / 1e6,
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
@@ -94,11 +99,15 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
 
 
 def modelled(backend: str, request: Request, backward: bool) -> bool:
-    """Whether one model speaks for all such calls of a backend: cupy-cuda's counts the work of its tiles, other shapes go other ways."""
+    """Whether one model speaks for all such calls of a backend.
+
+    cupy-cuda's counts the work of its tiles, and other shapes go other ways. Its backward pass of few heads ends before the host has
+    queued it all: what was measured there scatters with the host.
+    """
     if backend != "cupy-cuda" or request.S == 1:
         return True
     fits = request.aligned and on_hopper_tiles(request.S, request.h, request.Dk, request.Dv, request.n, request.block_size)
-    return fits and not (backward and request.Dk > 128)
+    return fits and not (backward and (request.Dk > 128 or request.h < LEAST_HEADS))
 
 
 def predict(case: Case, backend: str) -> float | None:
