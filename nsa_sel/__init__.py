@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nsa_sel.decision import Decision
     from nsa_sel.observe import counters, decisions, log_to
     from nsa_sel.selection import Selection
+    from nsa_sel.serving import selection_attention_with_kvcache
     from nsa_sel.show import describe
     from nsa_sel.syncing import sync_tuning
     from nsa_sel.warming import warmup
@@ -29,6 +30,7 @@ __all__ = [
     "forget_decisions",
     "log_to",
     "selection_attention",
+    "selection_attention_with_kvcache",
     "sync_tuning",
     "use_backend",
     "warmup",
@@ -44,6 +46,7 @@ _HOMES = {
     "forget_decisions": "attention",
     "log_to": "observe",
     "selection_attention": "attention",
+    "selection_attention_with_kvcache": "serving",
     "sync_tuning": "syncing",
     "use_backend": "attention",
     "warmup": "warming",

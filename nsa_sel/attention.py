@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel import dispatch, observe, registry, tuned, watch
+from nsa_sel import dispatch, observe, pages, registry, tuned, watch
 from nsa_sel.call import Call, check_call, device_info, request_of
 from nsa_sel.config import Settings, environment, settings_for
 from nsa_sel.decision import Decision, Override
@@ -62,25 +62,37 @@ def selection_attention(
     q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
     q, k, v = _autocast(q, k, v)
     needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-    request = request_of(q, k, v, selection, needs_grad)
+    call, decision, request = prepare(q, k, v, selection, scale, q_pos, needs_grad, backend)
+    if needs_grad:
+        o, lse, decision = _SelectionAttention.apply(q, k, v, call, decision)  # type: ignore[no-untyped-call]
+    else:
+        o, lse, decision = run_forward(call, decision)
+    finish(call, decision, request, o)
+    if decode:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    return (o, lse) if return_lse else o
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
+    lengths: Tensor | None = None, block_table: Tensor | None = None,
+) -> tuple[Call, Decision, Request]:  # fmt: skip
+    """The call for checked arguments, the decision that serves it, and its exact request."""
+    request = request_of(q, k, v, selection, needs_grad, block_table)
     decision = decide(request, device_info(q.device), backend)
     observe.follow(decision.settings.debug_log)
     if decision.settings.autotune in ("warmup", "warmup-tune") and _warm_up(request, q.device):
         decision = decide(request, device_info(q.device), backend)
-    settings = decision.settings
-    if settings.debug_triton:
+    if decision.settings.debug_triton:
         selection.validate()
-    call = Call(q, k, v, selection, q_pos, scale, settings, decision.device)
-    if needs_grad:
-        o, lse, decision = _SelectionAttention.apply(q, k, v, call, decision)  # type: ignore[no-untyped-call]
-    else:
-        o, lse, decision = _forward(call, decision)
+    return Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table), decision, request
+
+
+def finish(call: Call, decision: Decision, request: Request, o: Tensor) -> None:
+    """Record what ran forward, and compare it where that is asked for."""
     observe.record(decision, request)
-    if settings.debug_compare:
+    if call.settings.debug_compare:
         _compare(call, decision, "forward", (o,))
-    if decode:
-        o, lse = o.squeeze(1), lse.squeeze(1)
-    return (o, lse) if return_lse else o
 
 
 def _warm_up(request: Request, device: torch.device) -> bool:
@@ -173,7 +185,7 @@ def _override(backend: str | None, settings: Settings) -> Override | None:
 class _SelectionAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
-        o, lse, decision = _forward(call, decision)
+        o, lse, decision = run_forward(call, decision)
         # Autograd notices when what it saved is written in place: so it is given the selection and the positions too.
         index = [x for x in (call.selection.ranges, call.q_pos) if x is not None and not x.is_inference()]
         ctx.save_for_backward(q, k, v, o, lse, *index)
@@ -205,18 +217,25 @@ class _SelectionAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _forward(call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
+def run_forward(call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
+    """o, lse, and the decision as it stands after the decided backend, or the fallback, has run."""
     if _nothing_to_do(call):
         shape = call.q.shape[:-1]
         lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         lse = torch.full(shape, float("-inf"), dtype=lse_dtype, device=call.q.device)
         return call.q.new_zeros(*shape, call.v.shape[-1]), lse, decision
-    (o, lse), decision = _run(call, decision, "forward", lambda module: module.forward(call))
+    (o, lse), decision = _run(call, decision, "forward", lambda module: _forward_of(module, call))
     return o, lse, decision
 
 
+def _forward_of(module: registry.BackendModule, call: Call) -> tuple[Tensor, Tensor]:
+    if call.lengths is None or getattr(module, "READS_CACHES", False):
+        return module.forward(call)
+    return pages.plain_forward(call, module.forward)
+
+
 def _nothing_to_do(call: Call) -> bool:
-    return call.selection.n == 0 or call.q.numel() == 0 or call.k.numel() == 0
+    return call.selection.n == 0 or call.q.numel() == 0 or call.k.numel() == 0 or call.S_kv == 0
 
 
 def _run(call: Call, decision: Decision, direction: str, work: Callable[[registry.BackendModule], T]) -> tuple[T, Decision]:
@@ -280,7 +299,8 @@ def _compare(call: Call, decision: Decision, direction: str, got: tuple[Tensor, 
     """The event of NSA_DEBUG_COMPARE: the largest mean absolute error of o, or of dq, dk, dv, against packed SDPA. Reads the device."""
     untimed = replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False))
     with torch.no_grad():
-        wanted = getattr(registry.load(FALLBACK), direction)(untimed, *given)
+        reference = registry.load(FALLBACK)
+        wanted = _forward_of(reference, untimed) if direction == "forward" else getattr(reference, direction)(untimed, *given)
         mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in zip(got, wanted, strict=False))
     backend = decision.forward if direction == "forward" else decision.backward
     observe.emit("sel.compare", backend=backend, direction=direction, reference=FALLBACK, mae=mae)
