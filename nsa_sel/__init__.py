@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nsa_sel.attention import explain, explain_request, forget_decisions, selection_attention, use_backend
     from nsa_sel.decision import Decision
+    from nsa_sel.module import NSASelection, block_scores
     from nsa_sel.observe import counters, decisions, log_to
     from nsa_sel.selection import Selection
     from nsa_sel.serving import selection_attention_with_kvcache
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Decision",
+    "NSASelection",
     "Selection",
+    "block_scores",
     "counters",
     "decisions",
     "describe",
@@ -37,7 +40,9 @@ __all__ = [
 ]
 _HOMES = {
     "Decision": "decision",
+    "NSASelection": "module",
     "Selection": "selection",
+    "block_scores": "module",
     "counters": "observe",
     "decisions": "observe",
     "describe": "show",
