@@ -46,8 +46,10 @@ def selection_attention_with_kvcache(
     S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table)
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     # Of pages, stand-ins of the shape that a sequence's keys would have: nothing reads them.
-    shape = len(q), k.shape[1], S_kv
-    k_whole, v_whole = (x if block_table is None else x.as_strided((*shape, x.shape[3]), (0, 0, 0, x.stride(3))) for x in (k, v))
+    k_whole, v_whole = k, v
+    if block_table is not None:
+        B, _, G, _, _ = q.shape
+        k_whole, v_whole = (x.as_strided((B, G, S_kv, x.shape[3]), (0, 0, 0, x.stride(3))) for x in (k, v))
     try:
         q, _, _, selection, scale, _ = check_call(q, k_whole, v_whole, selection, scale, None)
     except ArgumentError as error:
@@ -81,30 +83,31 @@ def _with_gradients(
 
 def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None) -> int:
     """How many keys a sequence has room for, of arguments whose shapes fit together; else ArgumentError. Reads nothing on a GPU."""
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-    for name, x in (*given.items(), *(() if block_table is None else (("block_table", block_table),))):
-        if not isinstance(x, Tensor):
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, "block_table": block_table}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (x is not None or name != "block_table"):
             raise ArgumentError(name, f"a {type(x).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
     if q.dim() != 5:
         value, allowed = f"of shape {tuple(q.shape)}", "[B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token"
         raise ArgumentError("q", value, allowed, "split the heads into G groups of h")
-    B, S_q, G = q.shape[:3]
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        alike = x.dim() == 4 and x.shape[2] == G and x.shape[:2] == k_cache.shape[:2]
-        if not alike or (len(x) != B if block_table is None else not x.shape[0] * x.shape[1]):
+    B, S_q, G, _, _ = q.shape
+    k_shape = k_cache.shape
+    for name, shape in (("k_cache", k_shape), ("v_cache", v_cache.shape)):
+        alike = len(shape) == 4 and shape[2] == G and shape[:2] == k_shape[:2]
+        if not alike or (shape[0] != B if block_table is None else 0 in shape[:2]):
             allowed = f"[B={B}, S_max, G={G}, D]" if block_table is None else f"[pages, page_size, G={G}, D] of one page or more"
-            allowed += "" if x is k_cache else f", the first two as k_cache's {tuple(k_cache.shape[:2])}"
-            raise ArgumentError(name, f"of shape {tuple(x.shape)}", allowed, "move the axes; without pages leave block_table out")
+            allowed += "" if name == "k_cache" else f", the first two as k_cache's {tuple(k_shape[:2])}"
+            raise ArgumentError(name, f"of shape {tuple(shape)}", allowed, "move the axes; without pages leave block_table out")
     _check_index("cache_seqlens", cache_seqlens, q, "[B]", (B,), (torch.int32, torch.int64))
     if block_table is None:
-        S_kv = k_cache.shape[1]
+        S_kv = k_shape[1]
     else:
         _check_index("block_table", block_table, q, "[B, pages of a sequence]", (B, *(block_table.shape[1:2] or (1,))), (torch.int32,))
-        S_kv = block_table.shape[1] * k_cache.shape[1]
+        S_kv = block_table.shape[1] * k_shape[1]
     if S_q > S_kv:
         raise ArgumentError("q", f"of S_q = {S_q} tokens", f"at most the {S_kv} that the cache has room for", "pass the new tokens alone")
     if q.is_cpu and B:
-        _check_numbers(cache_seqlens, block_table, S_kv, *k_cache.shape[:2])
+        _check_numbers(cache_seqlens, block_table, S_kv, *k_shape[:2])
     return S_kv
 
 

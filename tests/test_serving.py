@@ -277,6 +277,12 @@ def test_nothing_to_do() -> None:
     assert selection_attention_with_kvcache(*nobody).shape == (0, 1, 2, 2, 8)
 
 
+def test_a_warm_up_over_pages() -> None:
+    (warmed,) = nsa_sel.warmup("cpu", [{"S": 1, "S_kv": 100, "page_size": 16, "dtype": "float32", "needs_grad": False}])
+    assert warmed.forward == "numba"
+    assert (nsa_sel.decisions()[-1].request.page_size, nsa_sel.decisions()[-1].request.S) == (16, 1)
+
+
 def test_the_bench_compares_pages_with_one_piece(tmp_path: Path) -> None:
     """Its parity check is part of it; four tokens a sequence and pages of other sizes are told apart."""
     jobs = [

@@ -34,7 +34,7 @@ example, comparison = load("train_nsa_lm"), load("compare_losses")
 
 
 def run(out: Path, steps: int, backend: str | None = "sdpa-packed", every: int = 2, **sizes: Any) -> list[dict[str, Any]]:
-    return example.train(out, replace(example.TINY, **sizes), backend, CPU, ROOT / "docs", 1, steps, every)  # type: ignore[no-any-return]
+    return example.train(out, replace(example.TINY, layers=1, **sizes), backend, CPU, ROOT / "docs", 1, steps, every)  # type: ignore[no-any-return]
 
 
 def losses(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
