@@ -11,7 +11,10 @@ The h heads are the rows of the matrix-unit tiles, padded to 16; more than 64 he
 from __future__ import annotations
 
 import functools
+import math
+from typing import NamedTuple
 
+import msgspec
 import torch
 import triton
 import triton.language as tl
@@ -28,9 +31,11 @@ from nsa_sel.backends._triton.steps import (
     add_product,
     chosen_step,
     finish_softmax,
+    key_offsets,
     positions_of,
     products,
     row_limit,
+    sequence_of,
     softmax_step,
     split_blocks,
     walk_ranges,
@@ -39,17 +44,20 @@ from nsa_sel.backends._triton.steps import (
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
+READS_CACHES = True  # lengths and block tables, in the forward kernels
+
 
 @triton.jit
 def forward_ranges_kernel(
-    q, k, v, ranges, q_pos, o, lse,
+    q, k, v, ranges, q_pos, block_table, o, lse,
     stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
-    S, S_kv, G, n, parts, scale_log2,
-    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
+    stride_tb, S, S_kv, G, n, parts, scale_log2,
+    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT: tl.constexpr, ACC: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one row's heads; with SPLIT, the float32 partials [rows, parts, ...] of one part of
-    the walk, lse in base 2."""
+    the walk, lse in base 2. With LENGTHS, q_pos holds the sequences' lengths; k, v are pages [pages,G,PAGE,D] where PAGE > 0."""
     HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
     part = pid % parts
@@ -60,7 +68,7 @@ def forward_ranges_kernel(
     b = (pid // S // G).to(tl.int64)
     g = (pid // S % G).to(tl.int64)
     row = (b * S + s) * G + g
-    limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS, LENGTHS)
     row_ranges = ranges + row * n * 2
 
     head = head0 + tl.arange(0, BLOCK_H).to(tl.int64)
@@ -68,8 +76,8 @@ def forward_ranges_kernel(
     is_head = head < h
     q_rows = q + b * stride_qb + s.to(tl.int64) * stride_qs + g.to(tl.int64) * stride_qg + head[:, None] * stride_qh + d[None, :]
     q_tile = tl.load(q_rows, mask=is_head[:, None] & (d < Dk)[None, :], other=0.0)
-    k_base = k + b * stride_kb + g * stride_kg
-    v_base = v + b * stride_vb + g * stride_vg
+    k_base = sequence_of(k, b, g, stride_kb, stride_kg, PAGE)
+    v_base = sequence_of(v, b, g, stride_vb, stride_vg, PAGE)
 
     low, high = 0, S_kv
     if SPLIT:  # this program's share of the walk over the row's keys, in whole tiles
@@ -91,11 +99,12 @@ def forward_ranges_kernel(
         for w0 in range(tl.maximum(low - base, 0), stop, BLOCK_L):
             w = w0 + tl.arange(0, BLOCK_L)
             valid = w < stop
-            position = positions_of(w, shift, before, after).to(tl.int64)
-            k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
+            position = positions_of(w, shift, before, after)
+            k_at, v_at = key_offsets(position, valid, block_table, b, stride_tb, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
+            k_tile = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
             logits = products(q_tile, k_tile, ACC)
             logits = tl.where(valid[None, :], logits, float("-inf"))
-            v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
+            v_tile = tl.load(v_base + v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
             acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2, ACC)
         base += keys
 
@@ -109,13 +118,15 @@ def forward_ranges_kernel(
 
 @triton.jit
 def forward_blocks_kernel(
-    q, k_desc, v_desc, k, v, ranges, q_pos, o, lse,
+    q, k_desc, v_desc, k, v, ranges, q_pos, block_table, o, lse,
     stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
-    S, S_kv, G, n, scale_log2,
-    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    stride_tb, S, S_kv, G, n, scale_log2,
+    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
+    ACC: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one row's heads; every range is one block of BLOCK keys. k_desc, v_desc: descriptors of k, v [B,G,S_kv,D].
+    """o and lse of one row's heads; every range is one block of BLOCK keys. k_desc, v_desc: descriptors of k, v [B,G,S_kv,D], or
+    of pages [pages,G,PAGE,D], of which every one holds whole steps of BLOCK_L keys.
 
     Bulk copies take whole blocks alone, since they cannot mask: of disjoint blocks at most one is cut (by t or by S_kv), and
     pointers read that one. A hole in the list (padding) reads the row's last whole block again and adds nothing: a branch
@@ -130,7 +141,7 @@ def forward_blocks_kernel(
     b = pid // S // G
     g = pid // S % G
     row = (b.to(tl.int64) * S + s) * G + g
-    limit = row_limit(q_pos, b.to(tl.int64), s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    limit = row_limit(q_pos, b.to(tl.int64), s, S, S_kv, stride_pb, stride_ps, HAS_POS, LENGTHS)
     row_ranges = ranges + row * n * 2
 
     head = head0 + tl.arange(0, BLOCK_H).to(tl.int64)
@@ -141,6 +152,7 @@ def forward_blocks_kernel(
     )
     q_tile = tl.load(q_rows, mask=is_head[:, None] & (d < Dk)[None, :], other=0.0)
 
+    b64, g64 = b.to(tl.int64), g.to(tl.int64)
     listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
     acc = tl.zeros([BLOCK_H, BLOCK_DV], ACC)
     l = tl.zeros([BLOCK_H], ACC)
@@ -148,21 +160,25 @@ def forward_blocks_kernel(
     for step in range(0, listed * STEPS):
         c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
         c += step % STEPS * BLOCK_L
-        k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
+        if PAGE > 0:
+            page, c = tl.load(block_table + b64 * stride_tb + c // PAGE), c % PAGE
+        else:
+            page = b
+        k_tile = k_desc.load([page, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
         logits = products(q_tile, k_tile, ACC)
-        v_tile = v_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
+        v_tile = v_desc.load([page, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
         acc, l, m = chosen_step(logits, is_whole, v_tile, acc, l, m, scale_log2, ACC)
 
-    k_base = k + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kg
-    v_base = v + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vg
+    k_base = sequence_of(k, b64, g64, stride_kb, stride_kg, PAGE)
+    v_base = sequence_of(v, b64, g64, stride_vb, stride_vg, PAGE)
     for c in range(cut_start, cut_end, TAIL_L):
         position = c + tl.arange(0, TAIL_L)
         valid = position < cut_end
-        position = position.to(tl.int64)
-        k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
+        k_at, v_at = key_offsets(position, valid, block_table, b64, stride_tb, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
+        k_tile = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
         logits = products(q_tile, k_tile, ACC)
         logits = tl.where(valid[None, :], logits, float("-inf"))
-        v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
+        v_tile = tl.load(v_base + v_at[:, None] + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
         acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2, ACC)
 
     o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
@@ -315,11 +331,11 @@ def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig) -> tu
     o, lse = launch.outputs(call)
     B, S, G, _, _ = call.q.shape
     n = call.selection.n
-    kernel = _blocks_launch(heads, n, _block(call), config)
+    kernel = _blocks_launch(heads, _cache(call), n, _block(call), config)
     kernel.start(
         B * S * G * _head_tiles(heads.h),
-        (call.q, *_descriptors(call, kernel), call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, o, lse),
-        (*launch.strides(call), S, call.k.shape[2], G, n, launch.scale_log2(call)),
+        (call.q, *_descriptors(call, kernel), call.k, call.v, *_index(call), o, lse),
+        (*_steps(call), S, call.S_kv, G, n, launch.scale_log2(call)),
     )
     return o, lse
 
@@ -335,10 +351,10 @@ def _forward_split(call: Call, heads: launch.Heads, config: KernelConfig, parts:
 
 def _launch_ranges(call: Call, heads: launch.Heads, config: KernelConfig, o: Tensor, lse: Tensor, parts: int) -> None:
     B, S, G, _, _ = call.q.shape
-    _ranges_launch(heads, config, launch.walk_width(call), parts > 1).start(
+    _ranges_launch(heads, _cache(call), config, launch.walk_width(call), parts > 1).start(
         B * S * G * _head_tiles(heads.h) * parts,
-        (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, o, lse),
-        (*launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call)),
+        (call.q, call.k, call.v, *_index(call), o, lse),
+        (*_steps(call), S, call.S_kv, G, call.selection.n, parts, launch.scale_log2(call)),
     )
 
 
@@ -367,16 +383,39 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     return dq, dk, dv
 
 
-@functools.lru_cache(REMEMBERED)
-def _ranges_launch(heads: launch.Heads, config: KernelConfig, walk: int, split: bool) -> Launch:
-    return Launch(
-        forward_ranges_kernel, **launch.facts(heads), SPLIT=split, BLOCK_L=config.block_l, NP=walk, **_rows_and_options(heads, config)
-    )
+class Cache(NamedTuple):
+    """How a call's keys lie in a cache, as constants of the forward kernels."""
+
+    LENGTHS: bool  # whether positions are counted from the sequences' lengths
+    PAGE: int  # keys of a page, 0 where k and v hold whole sequences
+
+
+def _cache(call: Call) -> Cache:
+    return Cache(call.lengths is not None, 0 if call.block_table is None else call.k.shape[2])
+
+
+def _index(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What says where a row's keys are: ranges, positions or lengths, and the block table."""
+    return call.selection.ranges.contiguous(), call.q_pos if call.lengths is None else call.lengths, call.block_table
+
+
+def _steps(call: Call) -> tuple[int, ...]:
+    """`launch.strides`, and from a row of the block table to the next."""
+    return *launch.strides(call), 0 if call.block_table is None else call.block_table.stride(0)
 
 
 @functools.lru_cache(REMEMBERED)
-def _blocks_launch(heads: launch.Heads, n: int, block: int, config: KernelConfig) -> Launch:
-    return Launch(forward_blocks_kernel, **launch.facts(heads), **_block_tiles(n, block, config), **_rows_and_options(heads, config))
+def _ranges_launch(heads: launch.Heads, cache: Cache, config: KernelConfig, walk: int, split: bool) -> Launch:
+    facts, tiles = {**launch.facts(heads), **cache._asdict()}, _rows_and_options(heads, config)
+    return Launch(forward_ranges_kernel, **facts, SPLIT=split, BLOCK_L=config.block_l, NP=walk, **tiles)
+
+
+@functools.lru_cache(REMEMBERED)
+def _blocks_launch(heads: launch.Heads, cache: Cache, n: int, block: int, config: KernelConfig) -> Launch:
+    if config.block_l > (step := math.gcd(config.block_l, cache.PAGE)):  # as many bytes on their way in smaller steps
+        config = msgspec.structs.replace(config, block_l=step, num_stages=config.num_stages * (min(config.block_l, block) // step))
+    facts, tiles = {**launch.facts(heads), **cache._asdict()}, _block_tiles(n, block, config)
+    return Launch(forward_blocks_kernel, **facts, **tiles, **_rows_and_options(heads, config))
 
 
 @functools.lru_cache(REMEMBERED)
@@ -413,10 +452,12 @@ def _block(call: Call) -> int:
 
 
 def _bulk_copies_fit(call: Call, kernel: str) -> bool:
-    """Whether `kernel` takes whole blocks; it cuts them into tiles of a power of two, and looks at all ranges of a row at once."""
+    """Whether `kernel` takes whole blocks; it cuts them into tiles of a power of two, each in one page, and looks at all ranges of a row
+    at once."""
     size = call.selection.block_size
     power = size is not None and size & (size - 1) == 0
-    return power and call.selection.n <= 1024 and call.settings.kernels[kernel].loads == "tma" and launch.bulk_copies_fit(call)
+    whole = call.block_table is None or call.k.shape[2] % launch.MIN_TILE == 0
+    return power and whole and call.selection.n <= 1024 and call.settings.kernels[kernel].loads == "tma" and launch.bulk_copies_fit(call)
 
 
 def _block_h(h: int) -> int:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nsa_sel.attention import explain, explain_request, forget_decisions, selection_attention, use_backend
     from nsa_sel.decision import Decision
+    from nsa_sel.module import NSASelection, block_scores
     from nsa_sel.observe import counters, decisions, log_to
     from nsa_sel.selection import Selection
+    from nsa_sel.serving import selection_attention_with_kvcache
     from nsa_sel.show import describe
     from nsa_sel.syncing import sync_tuning
     from nsa_sel.varlen import selection_attention_varlen, varlen_positions
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Decision",
+    "NSASelection",
     "Selection",
+    "block_scores",
     "counters",
     "decisions",
     "describe",
@@ -31,6 +35,7 @@ __all__ = [
     "log_to",
     "selection_attention",
     "selection_attention_varlen",
+    "selection_attention_with_kvcache",
     "sync_tuning",
     "use_backend",
     "varlen_positions",
@@ -38,7 +43,9 @@ __all__ = [
 ]
 _HOMES = {
     "Decision": "decision",
+    "NSASelection": "module",
     "Selection": "selection",
+    "block_scores": "module",
     "counters": "observe",
     "decisions": "observe",
     "describe": "show",
@@ -48,6 +55,7 @@ _HOMES = {
     "log_to": "observe",
     "selection_attention": "attention",
     "selection_attention_varlen": "varlen",
+    "selection_attention_with_kvcache": "serving",
     "sync_tuning": "syncing",
     "use_backend": "attention",
     "varlen_positions": "varlen",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from nsa_sel import dispatch, observe, registry, tuned, watch
+from nsa_sel import dispatch, observe, pages, registry, tuned, watch
 from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of
 from nsa_sel.config import Settings, environment, settings_for
 from nsa_sel.decision import Decision, Override
@@ -82,15 +82,16 @@ def selection_attention(
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None
-) -> tuple[Call, Decision, Request]:
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
+    lengths: Tensor | None = None, block_table: Tensor | None = None,
+) -> tuple[Call, Decision, Request]:  # fmt: skip
     """The call for checked arguments, the decision that serves it, and its exact request."""
-    request = request_of(q, k, v, selection, needs_grad)
+    request = request_of(q, k, v, selection, needs_grad, block_table)
     decision = decide(request, device_info(q.device), backend)
     observe.follow(decision.settings.debug_log)
     if decision.settings.autotune in ("warmup", "warmup-tune") and _warm_up(request, q.device):
         decision = decide(request, device_info(q.device), backend)
-    call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device)
+    call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table)
     if decision.settings.debug_triton and not call.capturing():
         selection.validate()
     return call, decision, request
@@ -264,17 +265,24 @@ def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor
 
 
 def run_forward(call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
+    """o, lse, and the decision as it stands after the decided backend, or the fallback, has run."""
     if _nothing_to_do(call):
         shape = call.q.shape[:-1]
         lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         lse = torch.full(shape, float("-inf"), dtype=lse_dtype, device=call.q.device)
         return call.q.new_zeros(*shape, call.v.shape[-1]), lse, decision
-    (o, lse), decision = _run(call, decision, "forward", lambda module: module.forward(call))
+    (o, lse), decision = _run(call, decision, "forward", lambda module: _forward_of(module, call))
     return o, lse, decision
 
 
+def _forward_of(module: registry.BackendModule, call: Call) -> tuple[Tensor, Tensor]:
+    if call.lengths is None or getattr(module, "READS_CACHES", False):
+        return module.forward(call)
+    return pages.plain_forward(call, module.forward)
+
+
 def _nothing_to_do(call: Call) -> bool:
-    return call.selection.n == 0 or call.q.numel() == 0 or call.k.numel() == 0
+    return call.selection.n == 0 or call.q.numel() == 0 or call.k.numel() == 0 or call.S_kv == 0
 
 
 def _run(call: Call, decision: Decision, direction: str, work: Callable[[registry.BackendModule], T]) -> tuple[T, Decision]:
@@ -340,7 +348,8 @@ def _compare(call: Call, decision: Decision, direction: str, got: tuple[Tensor, 
     """The event of NSA_DEBUG_COMPARE: the largest mean absolute error of o, or of dq, dk, dv, against packed SDPA. Reads the device."""
     untimed = replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False))
     with torch.no_grad():
-        wanted = getattr(registry.load(FALLBACK), direction)(untimed, *given)
+        reference = registry.load(FALLBACK)
+        wanted = _forward_of(reference, untimed) if direction == "forward" else getattr(reference, direction)(untimed, *given)
         mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in zip(got, wanted, strict=False))
     backend = decision.forward if direction == "forward" else decision.backward
     observe.emit("sel.compare", backend=backend, direction=direction, reference=FALLBACK, mae=mae)

@@ -22,7 +22,9 @@ CPU = DeviceInfo(kind="cpu")
 class Call:
     """q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] with contiguous last dims, a selection of the same rows, positions
     q_pos [B,S] or None for S_kv - S + s, the softmax scale, and the settings and device facts
-    that the decision was taken with."""
+    that the decision was taken with. Of a KV cache (nsa_sel/serving.py) also the lengths [B] of its sequences, in place of q_pos: row s
+    stands at lengths - S + s; and of a paged one block_table [B, pages of a sequence], which names for each sequence the pages
+    that k [pages,G,page_size,Dk] and v hold."""
 
     q: Tensor
     k: Tensor
@@ -32,12 +34,21 @@ class Call:
     scale: float
     settings: Settings
     device: DeviceInfo = CPU
+    lengths: Tensor | None = None
+    block_table: Tensor | None = None
+
+    @property
+    def S_kv(self) -> int:
+        """Keys that a sequence has room for."""
+        return self.k.shape[2] if self.block_table is None else self.block_table.shape[1] * self.k.shape[2]
 
     def positions(self) -> Tensor:
-        """[B,S] int64: the position of every query row."""
+        """[B,S] int64: the position of every query row, below 0 where a cached sequence is shorter than S."""
         B, S = self.q.shape[:2]
         if self.q_pos is not None:
             return self.q_pos.long()
+        if self.lengths is not None:
+            return self.lengths.long().unsqueeze(1) + torch.arange(-S, 0, device=self.q.device)
         S_kv = self.k.shape[2]
         return torch.arange(S_kv - S, S_kv, device=self.q.device).expand(B, S)
 
@@ -53,7 +64,7 @@ class Call:
         """start, end [B,S,G,n] int64 after the causal clamp [max(start, 0), min(end, t + 1, S_kv)), end >= start."""
         start, end = self.selection.ranges.long().unbind(-1)
         start = start.clamp(min=0)
-        limit = (self.positions() + 1).clamp(max=self.k.shape[2])[:, :, None, None]
+        limit = (self.positions() + 1).clamp(max=self.S_kv)[:, :, None, None]
         return start, torch.maximum(torch.minimum(end, limit), start)
 
 
@@ -183,10 +194,13 @@ def _check_positions(q_pos: Tensor, q: Tensor, S_kv: int, fake: bool) -> Tensor:
 _DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
-def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool) -> Request:
+def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool, block_table: Tensor | None = None) -> Request:
     """The facts of a checked call that a policy may use."""
     B, S, G, h, Dk = q.shape
     _, _, S_kv, Dv = v.shape
+    page_size = None
+    if block_table is not None:
+        page_size, S_kv = S_kv, S_kv * block_table.shape[1]
     # Sizes of numbers are powers of two: all outer strides are multiples of 16 bytes where their bits together are.
     q_batch, q_row, q_group, q_head, _ = q.stride()
     k_batch, k_group, k_key, _ = k.stride()
@@ -197,6 +211,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
         max_length=selection.length_bound(S_kv), dtype=_DTYPES[q.dtype], needs_grad=needs_grad, aligned=aligned,
         sharing=selection.sharing if S > 1 else None,  # one row has no neighbours
+        page_size=page_size,
     )  # fmt: skip
 
 

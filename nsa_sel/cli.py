@@ -97,6 +97,7 @@ def explain(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of q, k, v.")] = Dtype.bfloat16,
     needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="Whether gradients are needed.")] = _EXAMPLE.needs_grad,
+    page_size: Annotated[int | None, typer.Option(min=1, help="Keys a page, of a paged KV cache.")] = None,
     device: Annotated[
         str, typer.Option(help=f"auto, cpu, cuda (those of this machine), {', '.join(GPUS)}, or a compute capability like sm89.")
     ] = "auto",
@@ -115,7 +116,7 @@ def explain(
             max_length = min(S_kv, n * block_size if block_size else S_kv)
         request = Request(
             B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=n, block_size=block_size or None, max_length=max_length,
-            dtype=dtype.value, needs_grad=needs_grad,
+            dtype=dtype.value, needs_grad=needs_grad, page_size=page_size,
         )  # fmt: skip
         decision = explain_request(request, _device_facts(device), backend)
         _print(decision.to_json() if as_json else describe(decision))

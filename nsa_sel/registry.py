@@ -28,7 +28,8 @@ Direction = Literal["forward", "backward"]
 
 
 class BackendModule(Protocol):
-    """What a backend's module offers. Both functions get a checked call and may rely on the contract."""
+    """What a backend's module offers. Both functions get a checked call and may rely on the contract. A module with READS_CACHES = True
+    is given `Call.lengths` and `Call.block_table` as they are; for others nsa_sel/pages.py makes positions and ranges of them."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs)."""

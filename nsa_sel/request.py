@@ -27,6 +27,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     `Selection.measure()` made it exact. `aligned` tells that pointers and strides of q, k, v are multiples of 16 bytes.
     `sharing` tells how many blocks a tile of 1, 2, 4 ... 64 adjacent tokens (`SHARING_TOKENS`) chooses between them, over the blocks
     of one token, as `Selection.measure()` found; None: not measured, the prior `runtime.sharing_prior` stands in.
+    `page_size`: keys of a page where the keys are those of a paged cache; S_kv is then what a row of its block table has room for.
     """
 
     B: int
@@ -43,6 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     needs_grad: bool = False
     aligned: bool = True
     sharing: tuple[float, ...] | None = None
+    page_size: int | None = None
 
     def request_class(self) -> Request:
         """The key under which decisions are remembered: S_kv rounded up to a power of two, so that decode steps share one.

@@ -17,6 +17,7 @@ from nsa_sel.config import settings_for
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.request import Request, example_request
 from nsa_sel.selection import Selection
+from nsa_sel.serving import selection_attention_with_kvcache
 
 _started: set[torch.device] = set()  # where the first call has warmed up, or is about to
 
@@ -38,8 +39,9 @@ def warmup(
     """Run each request once with tensors of its sizes, so that later calls of its kind compile nothing.
 
     device: by default the current CUDA device, else the CPU. requests: `Request`s, or mappings of their fields (B, S, S_kv, G, h, Dk,
-    Dv, n, block_size, max_length, dtype, needs_grad) over those of the example; by default the example, an 8k prefill with gradients,
-    and its decode step. tune: on a GPU, first tune lightly (as `nsa-sel tune --quick` for the backends that were chosen), and keep it.
+    Dv, n, block_size, max_length, dtype, needs_grad, page_size) over those of the example; by default the example, an 8k prefill with
+    gradients, and its decode step. tune: on a GPU, first tune lightly (as `nsa-sel tune --quick` for the backends that were chosen),
+    and keep it.
     One `sel.triton.warmup` event a request tells the times.
 
     Raises ArgumentError for a bad request, for tune=True without a GPU, and within a CUDA graph capture, where nothing may compile or
@@ -111,7 +113,7 @@ def _warm(request: Request, device: torch.device, tune: bool) -> Warmed:
     kind, ms_backward = device.type, None
     with torch.inference_mode(False), torch.set_grad_enabled(request.needs_grad), torch.autocast(kind, enabled=False):
         started = observe.now(kind)
-        o = selection_attention(q, k, v, selection)
+        o = selection_attention(q, k, v, selection) if request.page_size is None else _over_pages(request, q, k, v, selection)
         ms_forward = (observe.now(kind) - started) * 1e3
         decision = observe.decisions()[-1]
         if request.needs_grad:
@@ -139,6 +141,16 @@ def _tensors(request: Request, device: torch.device) -> tuple[torch.Tensor, torc
         start = torch.arange(n, dtype=torch.int32, device=device) * length
         ranges = torch.stack((start, start + length), -1).expand(B, S, G, n, 2).contiguous()
     return q, k, v, Selection(ranges, request.block_size, min(request.max_length, S_kv))
+
+
+def _over_pages(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """o of the request over a paged cache, of which every page is the same one."""
+    B, S_kv, size = request.B, request.S_kv, request.page_size or 0
+    k_cache, v_cache = (x.new_zeros(1, size, request.G, x.shape[3]) for x in (k, v))
+    lengths = torch.full((B,), S_kv, dtype=torch.int32, device=q.device)
+    table = torch.zeros(B, -(-S_kv // size), dtype=torch.int32, device=q.device)
+    o: torch.Tensor = selection_attention_with_kvcache(q, k_cache, v_cache, selection, lengths, table)
+    return o
 
 
 def _tune_lightly(request: Request, device: torch.device) -> float | None:

@@ -37,7 +37,8 @@ def keys_read(call: Call, count: bool) -> tuple[int, Source]:
     counted: exact, from a look at the ranges, which waits for the device (kept with the selection); measured: exact, as
     `Selection.measure(S_kv)` found; bound: from static facts, as if every row selected as many keys as it may.
     """
-    selection, S_kv, q_pos = call.selection, call.k.shape[2], call.q_pos
+    selection, S_kv = call.selection, call.S_kv
+    elsewhere = call.q_pos is not None or call.lengths is not None  # not at the default positions
     B, S, G = call.q.shape[:3]
     if count and not call.capturing():
 
@@ -45,12 +46,12 @@ def keys_read(call: Call, count: bool) -> tuple[int, Source]:
             start, end = call.clamped_ranges()
             return int((end - start).sum())
 
-        return selection.plan(("keys read", S_kv), total, q_pos), "counted"
-    measured = selection.total_length(S_kv) if q_pos is None else None
+        return selection.plan(("keys read", S_kv), total, call.q_pos, call.lengths), "counted"
+    measured = None if elsewhere else selection.total_length(S_kv)
     if measured is not None:
         return measured, "measured"
     most = selection.length_bound(S_kv)
-    if q_pos is not None:
+    if elsewhere:
         return B * S * G * most, "bound"
     short = max(0, min(S, most - (S_kv - S)))  # rows that see fewer keys than `most`: S_kv - S + 1, S_kv - S + 2 ...
     return B * G * (short * (S_kv - S) + short * (short + 1) // 2 + (S - short) * most), "bound"

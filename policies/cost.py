@@ -101,9 +101,12 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
 def modelled(backend: str, request: Request, backward: bool) -> bool:
     """Whether one model speaks for all such calls of a backend.
 
+    Of a paged cache triton-group alone reads the pages itself; what the others add, to find the keys there, was not measured.
     cupy-cuda's counts the work of its tiles, and other shapes go other ways. Its backward pass of few heads ends before the host has
     queued it all: what was measured there scatters with the host.
     """
+    if request.page_size is not None:
+        return backend == "triton-group"
     if backend != "cupy-cuda" or request.S == 1:
         return True
     fits = request.aligned and on_hopper_tiles(request.S, request.h, request.Dk, request.Dv, request.n, request.block_size)

@@ -44,6 +44,9 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
         reasons.append(
             Reason("block-aligned", "unsupported", "request.block_size", None, "whole blocks", "build the Selection with from_blocks")
         )
+    if limits.block_aligned_only and request.page_size is not None:
+        remedy = "use triton-group, which reads the block table, or a cache without pages"
+        reasons.append(Reason("paged", "unsupported", "request.page_size", request.page_size, "keys in one piece", remedy))
     if request.block_size is not None and request.block_size % limits.block_multiple:
         required = f"a multiple of {limits.block_multiple}"
         remedy = "select blocks of such a size, or use triton-group"

@@ -37,6 +37,11 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h1-fp32": (1, 4096, 4096, 2, 1, 64, 64, 8, None, torch.float32),
     "decode-h16": (1, 1, 65536, 4, 16, 128, 128, 16, 64, torch.bfloat16),
 }
+PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size): forward alone, in bfloat16
+    "paged-16-split": (1, 1, 4096, 16, 4, 16, 128, 16, 64),
+    "paged-16": (256, 1, 1024, 16, 4, 16, 128, 16, 64),
+    "paged-256": (64, 4, 128, 256, 4, 16, 128, 16, 64),
+}
 
 
 class TargetDriver:
@@ -66,10 +71,21 @@ def target_call(shape: str, sm: int) -> Call:
     return Call(q, k, v, checked[3], None, checked[4], settings_for(device), device)
 
 
+def paged_call(shape: str, sm: int) -> Call:
+    """A call over a pool of pages, likewise."""
+    B, S, each, page_size, G, h, D, n, block = PAGED[shape]
+    kilobytes, sms = TARGETS[sm]
+    device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
+    q, pages = torch.empty(B, S, G, h, D, dtype=torch.bfloat16), torch.empty(1, page_size, G, D, dtype=torch.bfloat16).transpose(1, 2)
+    selection = Selection(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block)
+    lengths, table = torch.ones(B, dtype=torch.int32), torch.zeros(B, each, dtype=torch.int32)
+    return Call(q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table)
+
+
 def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
     """Every kernel that forward and backward of `name` launch for `shape` on a GPU of compute capability sm/10."""
     compiled: list[Any] = []
-    call = target_call(shape, sm)
+    call = (paged_call if shape in PAGED else target_call)(shape, sm)
     triton.runtime.driver.set_active(TargetDriver(sm))
     launch = triton.runtime.jit.KernelInterface.__getitem__
     triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
@@ -78,7 +94,8 @@ def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
     try:
         module = registry.load(name)
         o, lse = module.forward(call)
-        module.backward(call, o, lse, torch.empty_like(o), None)
+        if shape not in PAGED:
+            module.backward(call, o, lse, torch.empty_like(o), None)
     finally:
         triton.runtime.jit.KernelInterface.__getitem__ = launch
     return [{"backend": name, "shape": shape, "sm": sm, "limit": call.device.shared_memory, **resources(kernel)} for kernel in compiled]
@@ -102,8 +119,10 @@ def resources(kernel: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     target, *shapes = sys.argv[1:]
     for backend in (spec for spec in SPECS if spec.framework == "triton"):
-        for shape_name in shapes or SHAPES:
-            if backend.limits.block_aligned_only and SHAPES[shape_name][8] is None:
+        for shape_name in shapes or (*SHAPES, *PAGED):
+            reads_pages = shape_name in PAGED and getattr(registry.load(backend.name), "READS_CACHES", False)
+            takes = reads_pages if shape_name in PAGED else SHAPES[shape_name][8] is not None or not backend.limits.block_aligned_only
+            if not takes:
                 continue
             for line in compile_backend(backend.name, shape_name, int(target)):
                 print(json.dumps(line), flush=True)

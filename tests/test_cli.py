@@ -139,9 +139,12 @@ class TestExplain:
 
     def test_shape_options_reach_the_request(self) -> None:
         shape = ("--B", 2, "--S", 1, "--S-kv", 500, "--G", 3, "--h", 5, "--Dk", 24, "--Dv", 40, "--n", 7)
-        request = ask("explain", *shape, "--block-size", 0, "--max-length", 99, "--dtype", "float32", "--needs-grad")["request"]
+        request = ask("explain", *shape, "--block-size", 0, "--max-length", 99, "--dtype", "float32", "--needs-grad", "--page-size", 16)[
+            "request"
+        ]
         expected = {"B": 2, "S": 1, "S_kv": 512, "G": 3, "h": 5, "Dk": 24, "Dv": 40, "n": 7, "block_size": None}
-        assert request == {**expected, "max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True, "sharing": None}
+        expected |= {"max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True, "sharing": None, "page_size": 16}
+        assert request == expected
         assert "at most 99 keys a row (L)" in invoke("explain", "--L", 99).output
 
     def test_max_length_follows_from_the_shape(self) -> None:

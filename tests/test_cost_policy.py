@@ -210,7 +210,11 @@ def test_rows_at_positions_of_their_own_are_counted_in_the_mean() -> None:
 def test_every_term_is_counted() -> None:
     counted = [work(replace(SHORT, Dk=Dk), backward, ALIKE) for Dk in (128, 192) for backward in (False, True)]
     assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
-    assert all(amount > 0 for amounts in counted for amount in amounts.values())
+    assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
+    few = replace(SHORT, B=1, G=4, S=1)  # rows; 264 programs make 64 parts of each
+    assert work(few, False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 64)
+    assert work(replace(few, B=33), False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 2)
+    assert work(replace(few, B=34), False, ALIKE)["split-walk"] == work(SHORT, False, ALIKE)["split-walk"] == 0
     assert {term for terms in cost_fit.TERMS.values() for term in terms} <= set(COST_TERMS)
 
 
@@ -242,7 +246,8 @@ def test_sharing_between_known_sizes() -> None:
     assert sharing_at(APART, 21) == pytest.approx(6.0 + 0.5 * math.log2(21 / 16))
 
 
-EVERY = {f"{name}/{way}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t != "launch"})
+# Rows that are not split any more go to another kernel, which may be faster.
+EVERY = {f"{name}/{way}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", "split-walk")})
          for name in (GROUP, TILE, BLOCK, TOKEN, "sdpa-packed") for way in ("forward", "backward")}  # fmt: skip
 
 
@@ -267,7 +272,7 @@ def test_more_work_is_never_predicted_cheaper(
     less, more = asked(**facts), asked(**{**facts, grown: facts[grown] + by})
     for name in {name.split("/")[0] for name in costs.models}:
         before, after = predict(less, name), predict(more, name)
-        assert (before is None) == (after is None)
+        assert (before is None) == (after is None) or name == "cupy-cuda", "only its tiles, which shapes join and leave, are predicted"
         assert before is None or after is None or before <= after * (1 + 1e-3), name
 
 

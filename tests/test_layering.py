@@ -22,7 +22,7 @@ FLOORS = (
     ("config",),
     ("decision", "selection"),
     ("dispatch", "call", "observe", "backends.specs"),
-    ("policies", "registry", "show", "tuned", "watch"),
+    ("policies", "registry", "show", "tuned", "watch", "pages"),
     ("backends",),
     ("attention",),
 )

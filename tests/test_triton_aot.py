@@ -12,7 +12,13 @@ import pytest
 import triton
 
 ROOT = Path(__file__).resolve().parents[1]
-SOME = ("h16", "h64-192-128", "h3-256", "decode-h16")  # where a target differs from its neighbour in nothing but the size of shared memory
+SOME = (
+    "h16",
+    "h64-192-128",
+    "h3-256",
+    "decode-h16",
+    "paged-16",
+)  # where a target differs from its neighbour in nothing but the size of shared memory
 # Bytes that a thread may spill with Triton 3.9's assembler. Most launches were chosen so that nothing spills; dK and dV hold two
 # accumulators and two operands in registers, and measure faster with a pipeline and spills than without either (docs/kernels.md).
 # Triton 3.7's assembler spills up to 440 bytes in a few of the others.

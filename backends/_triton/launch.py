@@ -58,7 +58,7 @@ def split_parts(call: Call, programs: int) -> int:
     parts = min(64, 2 * sms // max(1, programs))
     if parts <= 1:
         return 1
-    return max(1, min(parts, -(-call.selection.length_bound(call.k.shape[2]) // SPLIT_KEYS)))
+    return max(1, min(parts, -(-call.selection.length_bound(call.S_kv) // SPLIT_KEYS)))
 
 
 def remembered(call: Call, key: tuple[object, ...], build: Callable[[], Any]) -> Any:
@@ -78,7 +78,9 @@ def strides(call: Call) -> tuple[int, ...]:
 
 
 def position_strides(call: Call) -> tuple[int, ...]:
-    """The strides of q_pos [b, s], as `row_limit` takes them."""
+    """The strides of q_pos [b, s], or of lengths [b], as `row_limit` takes them."""
+    if call.lengths is not None:
+        return call.lengths.stride(0), 0
     return (0, 0) if call.q_pos is None else call.q_pos.stride()
 
 
@@ -149,7 +151,8 @@ def heads(call: Call) -> Heads:
     """Of this call."""
     q, settings = call.q, call.settings
     _, _, _, h, Dk = q.shape
-    return Heads(q.dtype, h, Dk, call.v.shape[3], call.q_pos is not None, settings.block_d or 0, settings.block_dv or 0)
+    has_pos = call.q_pos is not None or call.lengths is not None
+    return Heads(q.dtype, h, Dk, call.v.shape[3], has_pos, settings.block_d or 0, settings.block_dv or 0)
 
 
 def tile_widths(of: Heads) -> tuple[int, int]:

@@ -25,10 +25,13 @@ def larger(a, b):
 
 
 @triton.jit
-def row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS: tl.constexpr):
-    """One past the last key that row s (or each of a vector of rows) may see: min(t + 1, S_kv)."""
+def row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS: tl.constexpr, LENGTHS: tl.constexpr = False):
+    """One past the last key that row s (or each of a vector of rows) may see: min(t + 1, S_kv). LENGTHS: q_pos holds the lengths of
+    sequences, at whose ends their S rows stand."""
     if HAS_POS:
         t = tl.load(q_pos + b * stride_pb + s * stride_ps).to(tl.int64)
+        if LENGTHS:
+            t += s - S
         limit = tl.minimum(t + 1, S_kv).to(tl.int32)
     else:
         limit = S_kv - S + s + 1
@@ -64,6 +67,28 @@ def positions_of(w, shift, before, after):
     """Key positions of the key numbers w [BLOCK_L] (any value where w is past the last key)."""
     here = (before[None, :] <= w[:, None]) & (w[:, None] < after[None, :])
     return w + tl.sum(tl.where(here, shift[None, :], 0), 1)
+
+
+@triton.jit
+def sequence_of(x, b, g, stride_b, stride_g, PAGE: tl.constexpr):
+    """Where a sequence's keys (or values) of a group begin; b, g are int64. Where PAGE > 0 `key_offsets` adds their pages."""
+    if PAGE > 0:
+        return x + g * stride_g
+    else:
+        return x + b * stride_b + g * stride_g
+
+
+@triton.jit
+def key_offsets(position, exists, block_table, b, stride_tb, stride_kb, stride_kn, stride_vb, stride_vn, PAGE: tl.constexpr):
+    """How far the keys and the values at `position` [BLOCK_L] are from where their sequence begins (`sequence_of`). Of the block table
+    nothing is read but the pages of keys that exist."""
+    if PAGE > 0:
+        page = tl.load(block_table + b * stride_tb + position // PAGE, mask=exists, other=0).to(tl.int64)
+        place = (position % PAGE).to(tl.int64)
+        return page * stride_kb + place * stride_kn, page * stride_vb + place * stride_vn
+    else:
+        position = position.to(tl.int64)
+        return position * stride_kn, position * stride_vn
 
 
 @triton.jit

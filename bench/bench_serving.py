@@ -1,0 +1,103 @@
+"""Decoding over a KV cache on this GPU, in one piece and in pages, in one process: does a block table cost anything?
+
+    python -m nsa_sel.bench.bench_serving --out bench/results/h200/serving.jsonl
+
+The cases are those of the decode suite, with one new token a sequence and with four; times are of whole calls by graph replay. Pages
+are in random order. A plain call knows no lengths; all others are given them, and all sequences are as long as their cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from tabulate import tabulate
+from torch import Tensor
+
+from nsa_sel.bench.bench_selection import device_of
+from nsa_sel.bench.cases import Case, decode_cases
+from nsa_sel.bench.contenders import Contender, Ready, as_it_is, ours
+from nsa_sel.bench.measure import Timing
+from nsa_sel.bench.parity import Problem
+from nsa_sel.bench.program import program, stderr_console
+from nsa_sel.bench.records import Row, measured
+from nsa_sel.bench.session import Job, able, run
+from nsa_sel.selection import Selection
+from nsa_sel.serving import selection_attention_with_kvcache
+
+PAGE_SIZES = (16, 64, 256)
+QUICK = Case("quick-decode-B3-512", "random", 3, 1, 512, 2, 2, 16, 16, 4, 16, "float32")
+IN_ONE_PIECE = "in one piece"  # what pages are compared with
+
+
+def serving_cases() -> list[Case]:
+    """The decode cases of 16 heads a group, and the same with four new tokens a sequence."""
+    one = [case for case in decode_cases() if case.h == 16]
+    return [*one, *(case._replace(case=f"{case.case}-S4", S=4) for case in one)]
+
+
+def cached(backend: str, page_size: int | None) -> Contender:
+    """`backend` over the keys of a problem, as a contiguous cache or as pages in random order."""
+
+    def prepare(problem: Problem) -> Ready:
+        B, S_kv = len(problem.q), problem.k.shape[2]
+        lengths = torch.full((B,), S_kv, dtype=torch.int32, device=problem.q.device)
+        k_cache, v_cache = (x.detach().transpose(1, 2) for x in problem[2:4])
+        table = None
+        if page_size is not None:
+            generator = torch.Generator().manual_seed(0)
+            order = torch.randperm(B * (S_kv // page_size), generator=generator).to(lengths.device)
+            table = order.int().view(B, -1)
+            k_cache, v_cache = (in_pages(x, order, page_size) for x in (k_cache, v_cache))
+        ranges, block = problem.selection.ranges, problem.selection.block_size
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            fresh = Selection(ranges, block)
+            o: Tensor = selection_attention_with_kvcache(q, k_cache, v_cache, fresh, lengths, table, backend=backend)
+            return o
+
+        return as_it_is(attend)
+
+    name = IN_ONE_PIECE if page_size is None else f"pages of {page_size}"
+    return Contender(f"{backend}, {name}", prepare, ours(backend).lacks, directions=("decode",))
+
+
+def in_pages(x: Tensor, order: Tensor, page_size: int) -> Tensor:
+    """Pages [pages,page_size,G,D] of a cache [B,S_kv,G,D]: page i of all of them stands at order[i]."""
+    pages = torch.empty(len(order), page_size, *x.shape[2:], dtype=x.dtype, device=x.device)
+    pages[order] = x.unflatten(1, (-1, page_size)).flatten(0, 1)  # type: ignore[no-untyped-call]
+    return pages
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Medians, and how many times as long as over the same keys in one piece."""
+    known = {(row["case"], row["backend"]): row["ms_median"] for row in measured(rows)}
+    lines = []
+    for row in measured(rows):
+        beside = known.get((row["case"], f"{row['backend'].split(',')[0]}, {IN_ONE_PIECE}"))
+        ratio = f"{row['ms_median'] / beside:.3f}" if beside else "-"
+        lines.append([row["case"], row["backend"], f"{row['ms_median'] * 1e3:.2f}", ratio, f"{row['mae']:.1e}"])
+    return tabulate(lines, headers=("case", "backend", "us", f"time over {IN_ONE_PIECE}", "mae"), tablefmt="github", disable_numparse=True)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to; what it holds is not measured again")],
+    backend: Annotated[str, typer.Option(help="the backend that is forced")] = "triton-group",
+    only: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
+    device: Annotated[str, typer.Option(help="auto, cuda, cpu")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="one small case instead, on any device")] = False,
+) -> None:
+    """Measure plain calls and calls over caches in one piece and in pages; print how they compare."""
+    where, console = device_of(device), stderr_console()
+    plain = ours(backend)._replace(directions=("decode",))
+    contenders = able((plain, *(cached(backend, size) for size in (None, *PAGE_SIZES))), where, console.print)
+    chosen = [case for case in ([QUICK] if quick else serving_cases()) if only in case.case]
+    jobs = [Job(case, contenders, ("decode",), 64, Timing(50), {"quick": True} if quick else {}) for case in chosen]
+    typer.echo(table(run(jobs, out, where, console)))
+
+
+if __name__ == "__main__":
+    program(main)

@@ -1,0 +1,107 @@
+"""Compare runs of examples/train_nsa_lm.py: loss curves that should be the same, step by step, and their speed.
+
+    python examples/compare_losses.py runs/packed runs/group runs/tile runs/dense --out losses.png
+
+The first run is the reference. Losses are averaged over --window steps, as far as both runs went; a run of the same attention whose
+average is ever further than --band nats from the reference's is out of the band, and the exit code 1. Runs of another attention are
+another model, and only shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import typer
+from tabulate import tabulate
+
+from nsa_sel.bench import records
+from nsa_sel.errors import ArgumentError, NsaSelError
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+SETTLED = 10  # steps before speed counts: the first ones compile
+
+
+def losses(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run, or ArgumentError."""
+    rows = records.read(folder / "losses.jsonl")
+    if not rows:
+        raise ArgumentError("a run", f"{folder} without a step", "a folder that train_nsa_lm.py wrote", "train there first")
+    return rows
+
+
+def averages(rows: list[dict[str, Any]], window: int) -> list[float]:
+    """Mean losses of every `window` steps, the last ones left out where they are fewer."""
+    return [statistics.fmean(row["loss"] for row in rows[i : i + window]) for i in range(0, len(rows) - window + 1, window)]
+
+
+def furthest(rows: list[dict[str, Any]], reference: list[dict[str, Any]], window: int) -> float | None:
+    """The largest difference of averaged losses over the steps of both; None of another attention, or of too few steps."""
+    if rows[0]["attention"] != reference[0]["attention"]:
+        return None
+    pairs = zip(averages(rows, window), averages(reference, window), strict=False)
+    return max((abs(a - b) for a, b in pairs), default=None)
+
+
+def table(runs: dict[str, list[dict[str, Any]]], window: int) -> str:
+    """One line a run: who ran it, how far, how fast, and how far from the first."""
+    reference, lines = next(iter(runs.values())), []
+    for name, rows in runs.items():
+        held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
+        speed = statistics.median(row["tokens_per_second"] for row in rows[SETTLED:] or rows)
+        far = furthest(rows, reference, window)
+        numbers = (
+            f"{rows[-1]['loss']:.4f}",
+            f"{held_out[-1]:.4f}" if held_out else "-",
+            f"{speed:.0f}",
+            "-" if far is None else f"{far:.4f}",
+        )
+        lines.append((name, rows[0]["attention"], rows[0]["backend"] or "-", len(rows), *numbers))
+    headers = ("run", "attention", "backend", "steps", "last loss", "held out", "tokens/s", "furthest from the first")
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], window: int, file: Path) -> None:
+    """The averaged losses of all runs in one picture."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, rows in runs.items():
+        found = averages(rows, window)
+        axes.plot([(i + 0.5) * window for i in range(len(found))], found, linewidth=1, label=f"{name} ({rows[0]['backend'] or 'dense'})")
+    axes.set(xlabel="step", ylabel=f"loss, nats a byte, mean of {window} steps")
+    axes.legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def main(
+    folders: Annotated[list[Path], typer.Argument(help="runs, the reference first")],
+    band: Annotated[float, typer.Option(help="nats a byte that an averaged loss may be from the reference's")] = 0.05,
+    window: Annotated[int, typer.Option(min=1, help="steps that are averaged")] = 20,
+    out: Annotated[Path | None, typer.Option(help="PNG of the curves")] = None,
+) -> None:
+    """Print how runs compare; exit code 1 where one is out of the band, or too short to tell."""
+    runs = {folder.name: losses(folder) for folder in folders}
+    reference = runs[folders[0].name]
+    print(table(runs, window))
+    if out:
+        draw(runs, window, out)
+    distances = {
+        name: furthest(rows, reference, window) for name, rows in runs.items() if rows[0]["attention"] == reference[0]["attention"]
+    }
+    outside = [
+        f"{name}: {'fewer steps than a window' if far is None else far}" for name, far in distances.items() if far is None or far > band
+    ]
+    if outside:
+        sys.exit(f"out of the band of {band} nats: {', '.join(outside)}")
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except NsaSelError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,424 @@
+"""Train a small byte-level language model with Native Sparse Attention (arXiv 2502.11089), its selected branch through nsa-sel.
+
+    python examples/train_nsa_lm.py --out runs/nsa                            # 8 minutes at 8k context on one H200; again: it goes on
+    python examples/train_nsa_lm.py --out runs/packed --backend sdpa-packed   # the same run on another backend
+    python examples/train_nsa_lm.py --out runs/dense --attention dense        # the same model with dense causal attention
+    python examples/train_nsa_lm.py --out runs/tiny --tiny                    # a size for a CPU
+
+The text is documentation that is found on the machine, or a folder's (--text). The folder --out holds text.bin, checkpoint.pt,
+losses.jsonl (a line a step) and losses.png. A run that is interrupted, or that had its --minutes, goes on when it is started
+again, with the same losses as one that never stopped. `examples/compare_losses.py` compares runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
+
+from nsa_sel import NSASelection, block_scores
+from nsa_sel.errors import ArgumentError, NsaSelError
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+TEXT_ENDINGS = (".rst", ".txt", ".md")
+MOST_BYTES = 64 << 20  # of text
+SHORT = 200  # bytes of a text that is left out
+HELD_OUT = 32  # one part in so many of the text is for validation
+LEAST_CONTEXTS = 2 * HELD_OUT  # that the text must hold
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and its training. Names of NSA's sizes as in the paper: l, d compress, l' = block, n blocks, w = window."""
+
+    context: int = 8192
+    batch: int = 4
+    layers: int = 6
+    width: int = 512
+    groups: int = 2
+    heads: int = 8  # a group
+    head_dim: int = 64
+    compress_block: int = 32
+    compress_stride: int = 16
+    block: int = 64
+    n: int = 16
+    window: int = 512
+    learning_rate: float = 1e-3
+    warmup: int = 100  # steps
+    seed: int = 0
+    attention: str = "nsa"
+
+
+TINY = Sizes(
+    context=128, batch=2, layers=2, width=32, groups=2, heads=2, head_dim=16, compress_block=16, compress_stride=8, block=16, n=4,
+    window=32, warmup=5,
+)  # fmt: skip
+
+
+# The text
+
+
+def documentation(folders: list[Path], most: int) -> Iterator[bytes]:
+    """Texts below the folders in the order of their paths: .rst, .txt and .md files first, then the docstrings of Python files."""
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in (*TEXT_ENDINGS, ".py")]
+    seen: set[bytes] = set()
+    for file in sorted(files, key=lambda file: file.suffix == ".py"):
+        text = read(file) if most > 0 else b""
+        if file.suffix == ".py":
+            text = b"\n\n".join(re.findall(rb'"""(.*?)"""', text, re.DOTALL))
+        digest = hashlib.sha256(text).digest()
+        if len(text) > SHORT and digest not in seen:  # packages repeat each other's licences
+            seen.add(digest)
+            most -= len(text)
+            yield text
+
+
+def read(file: Path) -> bytes:
+    """A file's bytes; none of one that can't be read."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+def load_text(source: Path | None, cache: Path, context: int) -> Tensor:
+    """The bytes to learn, uint8; kept in `cache`, so that a run goes on with the text that it began with, whatever is installed since."""
+    if not cache.exists():
+        paths = sysconfig.get_paths()
+        found = [Path("/usr/share/doc"), Path("/usr/lib/python3"), Path(paths["stdlib"]), Path(paths["purelib"])]
+        folders = [source] if source else [folder for folder in found if folder.is_dir()]
+        joined = read(source) if source and source.is_file() else b"\n\n".join(documentation(folders, MOST_BYTES))[:MOST_BYTES]
+        least = LEAST_CONTEXTS * context
+        if len(joined) < least:
+            where, allowed = ", ".join(map(str, folders)), f"at least {least} in .rst, .txt, .md files and docstrings of .py files"
+            remedy = "pass --text with a folder of more text, or install some, such as `apt-get install python3-doc`"
+            raise ArgumentError("--text", f"{len(joined)} bytes below {where}", allowed, remedy)
+        write_whole(cache, joined)
+    return torch.frombuffer(bytearray(cache.read_bytes()), dtype=torch.uint8)
+
+
+def batch_at(text: Tensor, step: int, sizes: Sizes, held_out: bool = False) -> Tensor:
+    """Bytes [batch, context + 1] int64 of one step: where they stand depends on the seed and the step alone."""
+    border = len(text) - len(text) // HELD_OUT
+    part = text[border:] if held_out else text[:border]
+    generator = torch.Generator().manual_seed((sizes.seed << 32) + 2 * step + held_out)
+    starts = torch.randint(len(part) - sizes.context, (sizes.batch,), generator=generator)
+    return torch.stack([part[start : start + sizes.context + 1] for start in starts.tolist()]).long()
+
+
+# The model
+
+
+def rotated(x: Tensor) -> Tensor:
+    """x [B,S,...,D] with rotary positions, 0 for the first of S."""
+    S, half = x.shape[1], x.shape[-1] // 2
+    angle = torch.arange(S, device=x.device)[:, None] / 10000 ** (torch.arange(half, device=x.device) / half)
+    angle = angle.view(1, S, *[1] * (x.dim() - 3), half)
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).to(x.dtype)
+
+
+class Compression(nn.Module):
+    """Blocks of l keys (or values), d apart, as one each (Eq. 7): an MLP over the block, with positions inside it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.length, self.stride, D = sizes.compress_block, sizes.compress_stride, sizes.head_dim
+        self.inside = nn.Parameter(torch.zeros(D, self.length))
+        self.mlp = nn.Sequential(nn.Linear(D * self.length, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,G,compressed,D] of x [B,S,G,D]."""
+        windows = x.unfold(1, self.length, self.stride) + self.inside.to(x.dtype)  # [B,compressed,G,D,l]
+        found: Tensor = self.mlp(windows.flatten(-2)).transpose(1, 2)
+        return found
+
+
+def compressed_attention(q: Tensor, k: Tensor, v: Tensor, length: int, stride: int) -> tuple[Tensor, Tensor]:
+    """o and p [B,S,G,h,compressed] of q [B,S,G,h,D] over compressed k, v [B,G,compressed,D]; one is seen once all its keys are."""
+    last = torch.arange(k.shape[2], device=q.device) * stride + length - 1
+    seen = last <= torch.arange(q.shape[1], device=q.device)[:, None]
+    logits = torch.einsum("bsghd,bgcd->bsghc", q, k) / math.sqrt(q.shape[-1])
+    p = torch.softmax(logits.masked_fill(~seen[:, None, None], -1e30), -1) * seen[:, None, None]  # rows that see nothing: 0
+    return torch.einsum("bsghc,bgcd->bsghd", p.to(v.dtype), v), p
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """o [B,S,G,h,D] over the last `window` keys: the chunks of as many queries see their own keys and those of the chunk before."""
+    B, S, G, h, D = q.shape
+    chunks = -(-S // window)
+    q = pad(q.flatten(2, 3), (0, 0, 0, 0, 0, chunks * window - S)).view(B * chunks, window, G * h, D).transpose(1, 2)
+    k, v = (pad(x, (0, 0, 0, 0, window, chunks * window - S)).unfold(1, 2 * window, window) for x in (k, v))  # [B,chunks,G,D,2w]
+    k, v = (x.flatten(0, 1).transpose(-1, -2).repeat_interleave(h, 1) for x in (k, v))
+    row, key = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
+    near = (key > row) & (key <= row + window)
+    first = torch.arange(len(q), device=q.device) % chunks == 0  # before it there is only padding
+    mask = near & ~(first[:, None, None] & (key < window))
+    o = scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
+    return o.transpose(1, 2).reshape(B, chunks * window, G, h, D)[:, :S]
+
+
+class Attention(nn.Module):
+    """Three branches with keys and values of their own, joined by a gate for each head (Eq. 5); or dense causal attention."""
+
+    def __init__(self, sizes: Sizes, backend: str | None) -> None:
+        super().__init__()
+        self.sizes, self.dense = sizes, sizes.attention == "dense"
+        heads, branches = sizes.groups * sizes.heads, 1 if self.dense else 3
+        self.q = nn.Linear(sizes.width, heads * sizes.head_dim, bias=False)
+        self.kv = nn.Linear(sizes.width, 2 * branches * sizes.groups * sizes.head_dim, bias=False)
+        self.out = nn.Linear(heads * sizes.head_dim, sizes.width, bias=False)
+        if not self.dense:
+            self.compress_k, self.compress_v = Compression(sizes), Compression(sizes)
+            self.select = NSASelection(sizes.n, sizes.block, backend=backend)
+            self.gate = nn.Linear(sizes.width, 3 * heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,S,width] of x [B,S,width]."""
+        sizes, (B, S, _) = self.sizes, x.shape
+        q = self.q(x).view(B, S, sizes.groups, sizes.heads, sizes.head_dim)
+        keys = self.kv(x).view(B, S, -1, sizes.groups, sizes.head_dim).unbind(2)
+        turned = rotated(q)
+        if self.dense:
+            k, v = rotated(keys[0]).transpose(1, 2), keys[1].transpose(1, 2)
+            o = scaled_dot_product_attention(turned.flatten(2, 3).transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
+            return self.out(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        l, d = sizes.compress_block, sizes.compress_stride
+        compressed, p = compressed_attention(q, self.compress_k(keys[0]), self.compress_v(keys[1]), l, d)
+        scores = block_scores(p, sizes.block, l, d, S)
+        selected = self.select(turned, rotated(keys[2]).transpose(1, 2), keys[3].transpose(1, 2), scores)
+        near = window_attention(turned, rotated(keys[4]), keys[5], sizes.window)
+        gate = torch.sigmoid(self.gate(x)).view(B, S, sizes.groups, sizes.heads, 3, 1)
+        o = (torch.stack((compressed, selected, near), -2) * gate).sum(-2)
+        return self.out(o.flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm, each added."""
+
+    def __init__(self, sizes: Sizes, backend: str | None) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)])
+        self.attention = Attention(sizes, backend)
+        self.mlp = nn.Sequential(nn.Linear(sizes.width, 4 * sizes.width), nn.GELU(), nn.Linear(4 * sizes.width, sizes.width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,S,width] of x [B,S,width]."""
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
+
+
+class LanguageModel(nn.Module):
+    """Logits [B,S,256] of bytes [B,S]."""
+
+    def __init__(self, sizes: Sizes, backend: str | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, sizes.width)
+        self.blocks = nn.Sequential(*(Block(sizes, backend) for _ in range(sizes.layers)))
+        self.norm, self.head = nn.RMSNorm(sizes.width), nn.Linear(sizes.width, 256, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(text))))  # type: ignore[no-any-return]
+
+
+# The run
+
+
+class Training:
+    """A model, its optimiser and the next step: all that a checkpoint holds."""
+
+    def __init__(self, sizes: Sizes, backend: str | None, device: torch.device, text: Tensor) -> None:
+        torch.manual_seed(sizes.seed)
+        self.sizes, self.device, self.text, self.step = sizes, device, text, 0
+        self.model = LanguageModel(sizes, backend).to(device)
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=sizes.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+        self.fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
+
+    def loss(self, data: Tensor) -> Tensor:
+        data = data.to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(data[:, :-1])
+        return cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())
+
+    def advance(self) -> float:
+        """One step; its loss."""
+        rate = self.sizes.learning_rate * min((self.step + 1) / self.sizes.warmup, math.sqrt(self.sizes.warmup / (self.step + 1)))
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        loss = self.loss(batch_at(self.text, self.step, self.sizes))
+        self.optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimiser.step()
+        self.step += 1
+        return loss.item()  # waits for the device: the time of a step is that of its work
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Of one fixed batch of the part that is never trained on."""
+        return float(self.loss(batch_at(self.text, 0, self.sizes, held_out=True)))
+
+    def save(self, file: Path) -> None:
+        """Replace the checkpoint at once: a kill leaves the old one or the new one."""
+        state = {
+            "model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(), "step": self.step,
+            "sizes": asdict(self.sizes), "text": self.fingerprint, "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
+        }  # fmt: skip
+        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+        with unfinished.open("wb") as opened:
+            torch.save(state, opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+        unfinished.replace(file)
+
+    def load(self, file: Path) -> None:
+        """Go on from a checkpoint of the same run, or ArgumentError."""
+        state = torch.load(file, map_location=self.device, weights_only=True)
+        for name, mine in (("sizes", asdict(self.sizes)), ("text", self.fingerprint)):
+            if state[name] != mine:
+                raise ArgumentError("--out", f"a folder with a run of other {name}: {state[name]}", str(mine), "pass another folder")
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.step = state["step"]
+        torch.set_rng_state(state["rng"].cpu())
+        if state["cuda_rng"] is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"].cpu())
+
+
+def train(
+    out: Path, sizes: Sizes, backend: str | None, device: torch.device, text: Path | None, minutes: float, steps: int | None, every: int
+) -> list[dict[str, Any]]:
+    """Train until `minutes` are over or step `steps` is done, a checkpoint every so many steps; all rows of the run so far."""
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoint, log = out / "checkpoint.pt", out / "losses.jsonl"
+    training = Training(sizes, backend, device, load_text(text, out / "text.bin", sizes.context))
+    if checkpoint.exists():
+        training.load(checkpoint)
+    rows = [row for row in read_rows(log) if row["step"] < training.step]  # those after the checkpoint are made again
+    write_whole(log, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    started, tokens = time.perf_counter(), sizes.batch * sizes.context
+    trained = sum(row["ms"] for row in rows) / 1e3
+    with log.open("a") as opened:
+        while (steps is None or training.step < steps) and time.perf_counter() - started < minutes * 60:
+            step, began = training.step, time.perf_counter()
+            loss = training.advance()
+            ms = (time.perf_counter() - began) * 1e3
+            trained += ms / 1e3
+            row: dict[str, Any] = {
+                "step": step, "loss": loss, "ms": round(ms, 3), "tokens_per_second": round(tokens / ms * 1e3),
+                "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), "device": device_name(device),
+            }  # fmt: skip
+            if training.step % every == 0:
+                row["held_out_loss"] = training.held_out_loss()
+            rows.append(row)
+            opened.write(json.dumps(row) + "\n")
+            opened.flush()
+            if training.step % every == 0:
+                training.save(checkpoint)
+                print(f"step {training.step}: loss {loss:.4f}, held out {row['held_out_loss']:.4f}, {row['tokens_per_second']} tokens/s")
+    training.save(checkpoint)
+    draw(rows, out / "losses.png")
+    return rows
+
+
+def chosen(sizes: Sizes) -> str | None:
+    """Who ran the last selection, forward and backward; None of dense attention."""
+    import nsa_sel
+
+    if sizes.attention == "dense":
+        return None
+    last = nsa_sel.decisions()[-1]
+    return str(last.forward) if last.backward in (None, last.forward) else f"{last.forward} / {last.backward}"
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of losses.jsonl; a last line that a kill tore is passed over."""
+    rows = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Replace a file at once."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    unfinished.write_bytes(content)
+    unfinished.replace(file)
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """The losses as a picture."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], linewidth=0.8, label="training")
+    held_out = [row for row in rows if "held_out_loss" in row]
+    axes.plot([row["step"] for row in held_out], [row["held_out_loss"] for row in held_out], "o-", markersize=3, label="held out")
+    axes.set(xlabel="step", ylabel="loss, nats a byte")
+    axes.legend()
+    unfinished = file.with_name(f".{os.getpid()}.{file.name}")  # savefig goes by the ending
+    figure.savefig(unfinished, dpi=120)
+    plt.close(figure)
+    unfinished.replace(file)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder of the run; one that is there goes on")],
+    minutes: Annotated[float, typer.Option(help="of training in this process; start it again for more")] = 8,
+    steps: Annotated[int | None, typer.Option(help="the step to stop at, counted from the run's beginning")] = None,
+    attention: Annotated[str, typer.Option(help="nsa, or dense: full causal attention in its place")] = "nsa",
+    backend: Annotated[str | None, typer.Option(help="of the selected branch; by default the policy chooses")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="folder with text, or a file, such as text.bin of another run; by default what is on the machine")
+    ] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="a size for a CPU")] = False,
+    batch: Annotated[int | None, typer.Option(help="sequences a step")] = None,
+    context: Annotated[int | None, typer.Option(help="bytes of a sequence")] = None,
+    seed: Annotated[int, typer.Option(help="of weights and batches")] = 0,
+    every: Annotated[int, typer.Option(help="steps between checkpoints")] = 100,
+    device: Annotated[str, typer.Option(help="auto, cuda, cpu")] = "auto",
+) -> None:
+    """Train, or go on training, a byte-level language model with NSA."""
+    if attention not in ("nsa", "dense"):
+        raise ArgumentError("--attention", repr(attention), "nsa, dense", "pass one of these")
+    if attention == "dense" and backend is not None:
+        raise ArgumentError("--backend", repr(backend), "none with --attention dense", "leave one of the two out")
+    sizes = replace(TINY if tiny else Sizes(), attention=attention, seed=seed)
+    sizes = replace(sizes, batch=batch or sizes.batch, context=context or sizes.context)
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    rows = train(out, sizes, backend, torch.device(name), text, minutes, steps, every)
+    if rows:
+        print(f"{len(rows)} steps, loss {rows[-1]['loss']:.4f}: {out / 'losses.png'}")
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except NsaSelError as error:
+        sys.exit(f"error: {error}")
