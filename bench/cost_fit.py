@@ -41,21 +41,26 @@ TERMS = {
     "triton-token/backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
     "cupy-cuda/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
     "cupy-cuda/decode": ("launch", "walk", "read", "rows", "read-wide"),
-    "cupy-cuda/backward": ("launch", "union", "pairs", "tile", "exact", "rows"),
+    "cupy-cuda/backward": ("launch", "pairs", "tile"),
     "sdpa-packed/forward": PACKED,
     "sdpa-packed/decode": PACKED,
     "sdpa-packed/backward": PACKED,
 }
 
 
-def is_cost_row(row: Row) -> bool:
-    """Whether TERMS has a model for what the row measured: a time of selections of whole blocks."""
+def is_time(row: Row) -> bool:
+    """Whether the row is the time of a backend of TERMS, of selections of whole blocks: what the policy's choices are held against."""
     if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1:
         return False
     if not all(field in row for field in Case._fields):
         return False
-    backend, way = str(row.get("backend")), WAYS.get(str(row.get("direction")))
-    return f"{backend}/{way}" in TERMS and modelled(backend, request_of(case_of(row), None, way == "backward"), way == "backward")
+    return f"{row.get('backend')}/{WAYS.get(str(row.get('direction')))}" in TERMS
+
+
+def is_cost_row(row: Row) -> bool:
+    """Whether the row is a time that a model of TERMS is to explain."""
+    backward = row.get("direction") == "bwd"
+    return is_time(row) and modelled(row["backend"], request_of(case_of(row), None, backward), backward)
 
 
 def case_of(row: Row) -> Case:

@@ -6,6 +6,7 @@ A default changes only on evidence: one side's 80th percentile must lie below th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,16 @@ def digest(name: str) -> str:
     return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
 
 
-def cost_rows(folder: str = H200_RESULTS) -> dict[str, list[Row]]:
-    """By file, the rows of a folder that measured one backend, forward, backward or decoding, on a case of bench/cases.py.
+def cost_rows(folder: str = H200_RESULTS, wanted: Callable[[Row], bool] = cost_fit.is_cost_row) -> dict[str, list[Row]]:
+    """By file, the rows of a folder that measured one backend, forward, backward or decoding, on a case of bench/cases.py: those that
+    models are fitted to, or `cost_fit.is_time`, all.
 
     Of several rows of one case, direction and backend the last counts, in the order of the files' names.
     """
     files = sorted((ROOT / folder).glob("*.jsonl"))
     last: dict[tuple[str, str, str], tuple[str, Row]] = {}
     for file in files:
-        for row in filter(cost_fit.is_cost_row, read_rows(str(file))):
+        for row in filter(wanted, read_rows(str(file))):
             last[row["case"], row["direction"], row["backend"]] = (file.as_posix(), row)
     found: dict[str, list[Row]] = {}
     for name, row in last.values():

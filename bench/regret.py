@@ -18,7 +18,7 @@ from tabulate import tabulate
 
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.cases import Case
-from nsa_sel.bench.cost_fit import case_of, models, request_of, sharing_of
+from nsa_sel.bench.cost_fit import case_of, is_cost_row, is_time, models, request_of, sharing_of
 from nsa_sel.bench.derive import H200_RESULTS, cost_rows
 from nsa_sel.bench.records import Row
 from nsa_sel.config import Costs, Settings, settings_for
@@ -84,7 +84,7 @@ def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
 
     @cache
     def without(sizes: tuple[Any, ...], direction: str) -> Settings:
-        others = [row for row in rows if row["direction"] == direction and case_of(row)[1:] != sizes]
+        others = [row for row in filter(is_cost_row, rows) if row["direction"] == direction and case_of(row)[1:] != sizes]
         costs = Costs(provenance=f"without {sizes}", dtypes=settings.costs.dtypes if settings.costs else (), models=models(others))
         return msgspec.structs.replace(settings, costs=costs)
 
@@ -109,7 +109,7 @@ def misses(found: Sequence[Choice]) -> str:
 def main(folder: Annotated[str, typer.Option(help="folder of rows, relative to the repository")] = H200_RESULTS) -> None:
     """Print the three summaries, and every choice that is not the best."""
     settings = settings_for(H200)
-    rows = [row for found in cost_rows(folder).values() for row in found]
+    rows = [row for found in cost_rows(folder, is_time).values() for row in found]
     told = choices(rows, settings, known=True)
     for name, found in (
         ("sharing known", told),

@@ -38,6 +38,7 @@ ROLES = {
     "triton-block": ("#c65500", "#ff9d57"),
     "triton-group": ("#00805d", "#35d6ab"),
     "triton-token": ("#a8467f", "#e8a3cb"),
+    "cupy-cuda": ("#8c1c2e", "#ff8f9c"),
     "sdpa-packed": ("#69707a", "#9aa2ad"),
     "numba": ("#8a6a00", "#f0cc4a"),
     "dense-cudnn": ("#33373d", "#d3d7dc"),

@@ -118,7 +118,7 @@ def regrets(name: str, device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
     panel = Panel("regret", "What the policy's choice costs against the best")
     if device is None:
         return panel._replace(missing=f"No regret on {name}: the policy needs the device's facts, see the map.")
-    last = {(row["case"], row["direction"], row["backend"]): row for row in rows if cost_fit.is_cost_row(row)}
+    last = {(row["case"], row["direction"], row["backend"]): row for row in rows if cost_fit.is_time(row)}
     settings = _in_force(device)
     told, untold = (regret.choices(list(last.values()), settings, known, device) for known in (True, False))
     if not told:

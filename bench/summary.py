@@ -22,7 +22,7 @@ from nsa_sel.bench.records import measured
 
 Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
 
-OURS = ("triton-tile", "triton-block", "triton-group", "triton-token", "numba")  # all but the reference path, packed SDPA
+OURS = ("triton-tile", "triton-block", "triton-group", "triton-token", "cupy-cuda", "numba")  # all but the reference path, packed SDPA
 DENSE = "dense-cudnn"
 PACKED = "sdpa-packed"
 WORKSPACE = 1 << 30  # bytes, the default bound

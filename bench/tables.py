@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Callable
 
 from tabulate import tabulate
 
 from nsa_sel import registry
-from nsa_sel.bench import records, summary
+from nsa_sel.bench import cases, records, summary
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.trials import trials_table
@@ -21,7 +22,7 @@ from nsa_sel.show import describe
 
 H200_COUNTERS = "bench/results/h200/profiles/counters.jsonl"
 H200_TRIALS = "bench/results/h200/profiles/trials.jsonl"
-H200_CUPY = "bench/results/h200/profiles/cupy_cuda.jsonl"
+H200_PEERS = "bench/results/h200/peers.jsonl"
 H200_KERNEL_TIMES = "bench/results/h200/profiles/kernel_times.jsonl"
 
 
@@ -86,18 +87,43 @@ def kernel_times() -> str:
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def cupy_cuda() -> str:
-    """cupy-cuda beside triton-group, which moves the same data, and the fastest of ours: milliseconds, medians."""
-    others = summary.indexed(read_rows(H200_ROWS))
-    lines = []
-    for row in records.read(ROOT / H200_CUPY):
-        found = others[row["case"], row["direction"]]
-        best = summary.ours(found)
-        assert best is not None, "every case of these rows was measured with ours"
-        times = (row["ms_median"], found["triton-group"]["ms_median"], best["ms_median"])
-        lines.append((row["case"], row["direction"], *(f"{ms:.3g}" for ms in times), best["backend"].removeprefix("triton-")))
-    headers = ["case", "direction", "cupy-cuda", "triton-group", "fastest of ours", "which"]
+def cupy_cuda(rows: list[Row]) -> str:
+    """cupy-cuda beside the fastest Triton backend, on single cases and over the layers of the committed maps: milliseconds, medians."""
+    table = summary.indexed(rows)
+    lines: list[tuple[str, ...]] = []
+    for case in (*cases.performance_cases(), *cases.decode_cases()):
+        for direction in ("fwd", "bwd", "decode"):
+            times = _cuda_and_triton(table.get((case.case, direction), {}))
+            if times is not None:
+                cuda, triton = times
+                lines.append((case.case, direction, f"{cuda:.3g}", f"{triton:.3g}", f"{triton / cuda:.2f}x"))
+    for B, h in ((B, h) for B in (1, 4) for h in (16, 4)):
+        for direction in ("fwd", "bwd"):
+            found = [_cuda_and_triton(table.get((c.case, direction), {})) for c in cases.layer_cases() if (c.B, c.h) == (B, h)]
+            known = [times for times in found if times is not None]
+            if known:
+                middle = [f"{statistics.median(times[i] for times in known):.3g}" for i in (0, 1)]
+                gains = [triton / cuda for cuda, triton in known]
+                lines.append((f"{len(known)} layers, B {B}, h {h}", direction, *middle, f"{min(gains):.2f}x to {max(gains):.2f}x"))
+    headers = ["case", "direction", "cupy-cuda", "fastest of Triton's", "Triton's time over it"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _cuda_and_triton(of_case: dict[str, Row]) -> tuple[float, float] | None:
+    """Medians of cupy-cuda and of the fastest Triton backend; None where one is missing."""
+    triton = [row["ms_median"] for backend, row in of_case.items() if backend.startswith("triton-")]
+    return (of_case["cupy-cuda"]["ms_median"], min(triton)) if triton and "cupy-cuda" in of_case else None
+
+
+def peers() -> str:
+    """What torch offers for the same selections, in one process with ours: milliseconds, medians."""
+    table = summary.indexed(records.read(ROOT / H200_PEERS))
+    names = ("triton-tile", "triton-block", "triton-group", "sdpa-packed", "flex-attention", "masked-sdpa", "dense-flash", "dense-cudnn")
+    lines = []
+    for (case, direction), found in table.items():
+        if set(names) <= set(found):
+            lines.append((case, direction, *(f"{found[name]['ms_median']:.3g}" for name in names)))
+    return tabulate(lines, headers=["case", "direction", *names], tablefmt="github", disable_numparse=True)
 
 
 def overhead() -> str:
@@ -128,7 +154,8 @@ PLACES: dict[str, dict[str, Callable[[], str]]] = {
         "breakeven": of_h200(summary.breakeven_table),
         "profiles": profiles,
         "kernel_times": kernel_times,
-        "cupy_cuda": cupy_cuda,
+        "cupy_cuda": of_h200(cupy_cuda),
+        "peers": peers,
         "trials": lambda: trials_table(records.read(ROOT / H200_TRIALS)),
     },
 }

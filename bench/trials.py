@@ -163,6 +163,69 @@ TRIALS = (
             "no q k": ("kernel alone without q k",),
         },
     ),
+    Trial(
+        "cupy-cuda's tile forward: loose maxima, cut blocks apart, a warp that copies for three groups of warps",
+        "right; more steps under way help, fewer groups or q in registers do not (three of those spill)",
+        7,
+        "real-8k-h16",
+        {
+            "triton-tile": ("forward triton-tile, plan kept",),
+            "three groups, 4 stages": ("forward 3 groups, o beside q, 4 stages",),
+            "3 stages": ("forward 3 groups, 3 stages",),
+            "o in q's place, 5 stages": ("forward 3 groups, o in q's place, 5 stages",),
+            "two groups": ("forward 2 groups, 5 stages",),
+            "two, q in registers": ("forward 2 groups, q in registers",),
+            "three, q in registers": ("forward 3 groups, q in registers",),
+        },
+    ),
+    Trial(
+        "groups that a step passes by never look at it: the copying warp gives the stage back for them",
+        "lost: finding the next step takes longer than looking at it",
+        7,
+        "real-8k-h16",
+        {
+            "look at every step": ("forward 3 groups, o in q's place, 5 stages",),
+            "pass by": ("forward groups pass steps by, o in q's place",),
+        },
+    ),
+    Trial(
+        "the same where tiles share least",
+        "level",
+        7,
+        "random-32k-h16",
+        {
+            "look at every step": ("forward 3 groups, o in q's place, 5 stages",),
+            "pass by": ("forward groups pass steps by, o in q's place",),
+        },
+    ),
+    Trial(
+        "few heads make bulk copies small: dk and dv by 16 bytes a lane, h 4",
+        "right",
+        7,
+        "real-8k-h4",
+        {"bulk": ("dkdv, bulk copies",), "16 bytes a lane": ("dkdv, 16 bytes a lane in quads",)},
+    ),
+    Trial(
+        "the same, h 8",
+        "lost",
+        7,
+        "real-8k-h8",
+        {"bulk": ("dkdv, bulk copies",), "16 bytes a lane": ("dkdv, 16 bytes a lane in quads",)},
+    ),
+    Trial(
+        "the same, h 16",
+        "lost",
+        7,
+        "real-8k-h16",
+        {"bulk": ("dkdv, bulk copies",), "16 bytes a lane": ("dkdv, 16 bytes a lane in quads",)},
+    ),
+    Trial(
+        "the plan's sorting network in registers, of both passes",
+        "right: the network's loops were most of its instructions",
+        7,
+        "real-8k-h16",
+        {"shared memory": ("both plans, loops over shared memory",), "registers": ("both plans, network in registers",)},
+    ),
 )
 
 

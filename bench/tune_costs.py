@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_sel import tuned
+from nsa_sel import registry, tuned
 from nsa_sel.attention import forget_decisions
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.bench import cases, cost_fit, records, session
@@ -31,11 +31,19 @@ from nsa_sel.bench.tune import locked, rewrite, watched, written
 from nsa_sel.bench.tune_rows import collect, facts, key, read
 from nsa_sel.bench.tune_space import SPACES
 from nsa_sel.config import CONFIG_FLAG, FLAGS, Costs, Settings, Way, settings_for
-from nsa_sel.policies.cost import BYTES
+from nsa_sel.policies.cost import BYTES, modelled
 from nsa_sel.request import DeviceInfo
 from nsa_sel.tuned import Stamp
 
-BACKENDS = ("triton-group", "triton-tile", "triton-block", "triton-token", PACKED, DENSE)  # dense attention is for the report alone
+BACKENDS = (
+    "triton-group",
+    "triton-tile",
+    "triton-block",
+    "triton-token",
+    "cupy-cuda",
+    PACKED,
+    DENSE,
+)  # dense attention is for the report alone
 SLOW = ("triton-token", PACKED)  # up to seconds a call on many rows: their models follow from fewer
 MOST_ROWS = 8192  # of a case that the slow ones take part in
 ORDER: tuple[Way, ...] = ("forward", "decode", "backward")  # a way serves as soon as it is measured whole: the quick ones first
@@ -75,8 +83,13 @@ def wanted(device: DeviceInfo, ways: Sequence[Way]) -> list[Row]:
         for case in cases.cost_cases()
         if (case.S == 1) == (way == "decode")
         for name, contender in zip(BACKENDS, named(",".join(BACKENDS)), strict=True)
-        if contender.refuses(case) is None and (name not in SLOW or case.S <= MOST_ROWS)
+        if contender.refuses(case) is None and (name not in SLOW or case.S <= MOST_ROWS) and (name == DENSE or _explained(name, case, way))
     ]
+
+
+def _explained(backend: str, case: Case, way: Way) -> bool:
+    """Whether the backend is there, and its model speaks for such calls."""
+    return not registry.missing(backend) and modelled(backend, cost_fit.request_of(case, None, way == "backward"), way == "backward")
 
 
 def _launches(backend: str, case: Case, way: Way, settings: Settings, device: DeviceInfo) -> str:

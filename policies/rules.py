@@ -57,9 +57,9 @@ def no_triton_on_cpu(case: Case, offer: Offer) -> tuple[Reason, ...]:
 
 
 def min_length(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """The min-L gate: Triton only where a row may select at least `sel_triton_min_L` keys, forward, backward or decoding, on a GPU."""
+    """The min-L gate, of Triton's kernels and of CUDA's: only where a row may select at least `sel_triton_min_L` keys, on a GPU."""
     gate, length = case.settings.min_length(case.way), case.request.max_length
-    if offer.backend.framework != "triton" or case.device.kind == "cpu" or length >= gate:
+    if offer.backend.framework not in ("triton", "cupy") or case.device.kind == "cpu" or length >= gate:
         return ()
     remedy = "lower NSA_SEL_TRITON_MIN_L or runtime.sel_triton_min_L when a measurement on this GPU shows a gain"
     return (Reason("min-length", "slower", "request.max_length", length, f">= {gate}", remedy, satisfied_by=gate),)

@@ -2,7 +2,7 @@
 
 compute-sanitizer --tool memcheck --error-exitcode 86 python tests/sanitize.py cupy-cuda 32 64
 
-The numbers are block sizes. For blocks of 64 cupy-cuda has kernels of Hopper's own, whose bulk copies racecheck and synccheck do not know.
+The numbers are block sizes. For blocks of 64 cupy-cuda has kernels of Hopper's own, whose bulk copies memcheck alone knows.
 """
 
 from __future__ import annotations

@@ -276,6 +276,21 @@ def test_more_work_is_never_predicted_cheaper(
         assert before is None or after is None or before <= after * (1 + 1e-3), name
 
 
+def test_cupy_cuda_is_predicted_where_its_tiles_compute() -> None:
+    def asked(direction: str = "forward", **facts: object) -> float | None:
+        return predict(Asked(replace(SHORT, **facts), H200, settings_for(H200), direction), "cupy-cuda")
+
+    assert asked() is not None
+    assert asked("backward") is not None
+    assert asked(h=4) is not None
+    assert asked(S=1) is not None, "decoding, by rows"
+    for facts in ({"h": 1}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 64}, {"S": 8}):
+        assert asked(**facts) is None, facts
+    assert asked("backward", h=4) is None, "bound by the host"
+    assert asked("backward", Dk=192) is None
+    assert asked(Dk=192) is not None
+
+
 # Sharing
 
 
@@ -444,7 +459,7 @@ def test_bad_costs_are_refused(text: str, told: tuple[str, ...]) -> None:
 
 
 def test_choices_are_close_to_the_best_measured() -> None:
-    rows = [row for found in cost_rows().values() for row in found]
+    rows = [row for found in cost_rows(wanted=cost_fit.is_time).values() for row in found]
     found = regret.choices(rows, settings_for(H200), known=True)
     assert len(found) >= 48
     regrets = [choice.regret for choice in found]

@@ -159,7 +159,8 @@ def test_the_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
     # Every allocation on its own, so that reads past a tensor's end are seen.
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(tmp_path)}
-    blocks = ("32", "64") if tool in ("memcheck", "initcheck") else ("32",)
+    # racecheck and synccheck do not know bulk copies; to initcheck what they stored was never written.
+    blocks = ("32", "64") if tool == "memcheck" else ("32",)
     command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, "tests/sanitize.py", "cupy-cuda", *blocks]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=540)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
