@@ -67,11 +67,12 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         return -dq, dk, dv
     o, lse, ranges = o.contiguous(), lse.contiguous(), call.selection.ranges.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    if tiles.takes(call, do):
+    on_hopper = tiles.takes(call, do)
+    if on_hopper:
         dq, delta = tiles.query_gradient(call, o, lse, do, dlse)
     else:
         dq, delta = query_gradient(call, ranges, o, lse, do, dlse)
-    return dq, *key_value_gradients(call, ranges, lse, do, delta)
+    return dq, *key_value_gradients(call, ranges, lse, do, delta, on_hopper)
 
 
 def query_gradient(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,7 @@ def query_gradient(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tenso
     return dq, delta
 
 
-def key_value_gradients(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def key_value_gradients(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor, on_hopper: bool) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     k, v, device, shape = call.k, call.v, call.q.get_device(), tile_shape_of(call)
     B, G, S_kv, Dk = k.shape
@@ -111,7 +112,7 @@ def key_value_gradients(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, del
         part_dv.data_ptr(), dk.data_ptr(), dv.data_ptr(),
     )  # fmt: skip
     sizes = (lists.number, lists.tiles, lists.each, reach, piece)
-    if tiles.takes_lists(call, do) and shape.width == tiles.KEYS:
+    if on_hopper and Dk <= tiles.MOST_SUMS:
         tiles.add_lists(call, ranges, lse, do, delta, lists.most_pieces, (*rest, *sizes))
     else:
         launch.start(

@@ -19,6 +19,7 @@ HOPPER = 90  # wgmma is this chip's alone
 ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a group of warps, keys of a step, bytes of 64 rows of 64 columns
 STATIC = 2048  # bytes of `__shared__` variables, and to the next multiple of 1024
 MOST_STAGES = 6
+MOST_SUMS = 128  # columns of dk that registers hold beside dv in dkdv_groups
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables that a stage of dkdv_groups has
 DQ_GROUPS = 2  # of warps: dq's logits and their gradients take the registers of a third
 MAPS, PLAN = "128s" * 4, "6q"
@@ -65,9 +66,7 @@ def takes(call: Call, *others: Tensor) -> bool:
     selection, tensors = call.selection, (call.q, call.k, call.v, *others)
     if call.device.sm != HOPPER or not on_hopper_tiles(S, h, Dk, call.v.shape[-1], selection.n, selection.block_size):
         return False
-    repeated = any(
-        step == 0 and size > 1 for x in tensors for step, size in zip(x.stride(), x.shape, strict=True)
-    )  # no map has such a step
+    repeated = any(0 in x.stride() for x in tensors)  # no map has such a step
     return not repeated and launch.aligned(*tensors)
 
 
@@ -105,11 +104,6 @@ def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
         0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), *do.stride()[:4],
     )  # fmt: skip
     return dq, delta
-
-
-def takes_lists(call: Call, do: Tensor) -> bool:
-    """Whether dkdv_groups computes dk and dv of this call: as `takes`, with sums that registers hold."""
-    return takes(call, do) and call.q.shape[4] <= 128
 
 
 def add_lists(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor, pieces: int, values: tuple[int, ...]) -> None:
