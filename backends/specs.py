@@ -83,6 +83,9 @@ SPECS = (
 )
 
 
+DQ_GROUPS = 2  # of warps that share a tile in its kernel of dq: logits and their gradients take the registers of a third
+
+
 def hopper_groups(h: int, Dk: int) -> int:
     """Groups of warps, of 64 // h tokens each, that share a tile in cupy-cuda's forward kernel for Hopper: three, two where a tile would
     have more than 64 tokens, or wide keys leave too little memory."""

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_sel import tuned
-from nsa_sel.attention import explain_request
+from nsa_sel import registry, tuned
 from nsa_sel.bench import cases, cost_fit, regret, report_figures
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.report_figures import Facet, Figure, Line, Share, role_of, short
@@ -19,8 +18,10 @@ from nsa_sel.bench.summary import PACKED, gain_of, indexed
 from nsa_sel.bench.threshold_optimizer import MARGIN, faster_by, length_pairs, sure_length
 from nsa_sel.call import device_info
 from nsa_sel.config import Settings, settings_for
+from nsa_sel.decision import Offer
 from nsa_sel.devices import GPUS, named
-from nsa_sel.request import DeviceInfo, example_request
+from nsa_sel.dispatch import load_policy, select
+from nsa_sel.request import DeviceInfo, Request, example_request
 
 LENGTHS, HEADS = [1 << e for e in range(10, 18)], (1, 2, 4, 8, 16, 32, 64)
 DECODED = 64  # sequences
@@ -94,8 +95,15 @@ def _pick(device: DeviceInfo, chart: Map, S: int, h: int) -> str | None:
     if chart.way == "decode":
         case = case._replace(B=DECODED, S=1)
     request = cost_fit.request_of(case, cost_fit.sharing_of(case) if chart.measured else None, chart.way == "backward")
-    decision = explain_request(request, device)
+    settings = tuned.apply(settings_for(device), request, device)
+    decision = select(request, device, load_policy("default"), settings, _offers(request, device))
     return decision.backward if chart.way == "backward" else decision.forward
+
+
+def _offers(request: Request, device: DeviceInfo) -> tuple[Offer, ...]:
+    """This machine's backends, on its own device; of another device all of them, whatever is missing here."""
+    here = device.kind == "cpu" or (torch.cuda.is_available() and device == device_info(torch.device("cuda", torch.cuda.current_device())))
+    return registry.offers(request) if here else tuple(Offer(spec) for spec in registry.backends().values())
 
 
 def _shares(device: DeviceInfo, chart: Map) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from nsa_sel.backends.specs import DQ_GROUPS, hopper_groups, on_hopper_tiles
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.cost_fit import case_of, request_of, sharing_of
 from nsa_sel.bench.records import Row
 from nsa_sel.policies.cost import BYTES, TILE_ROWS, blocks_of, tile_blocks, work
 
 DIRECTIONS = ("fwd", "bwd", "decode")
-COUNTED = ("triton-tile", "triton-block", "triton-group")  # the kernels whose work is counted
+COUNTED = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")  # the kernels whose work is counted
 
 
 class Peaks(NamedTuple):
@@ -69,7 +70,7 @@ class Point(NamedTuple):
 
 
 def counted(case: Case, backend: str, backward: bool) -> Work:
-    """The work of one forward (or decoding) or backward call of triton-group, triton-tile or triton-block.
+    """The work of one forward (or decoding) or backward call of a backend of `COUNTED`.
 
     Plans, log-sum-exps and float32 parts of dk and dv are left out: they are small beside the rest.
     """
@@ -82,10 +83,14 @@ def counted(case: Case, backend: str, backward: bool) -> Work:
     rows = terms["rows"] * 1e9  # q and o; backward do and dq too
     a_key = width * BYTES[case.dtype]
     once = min(keys, case.B * case.G * case.S_kv) * a_key
-    if backend == "triton-group":
-        moved = terms["read"] * 1e9
-    elif backend == "triton-tile":
+    if backend == "triton-tile":
         moved = tile_blocks(request, sharing, max(1, TILE_ROWS // h)) * case.block * a_key * -(-h // TILE_ROWS)
+    elif backend == "cupy-cuda" and on_hopper_tiles(case.S, h, case.Dk, case.Dv, case.n, case.block):  # groups of warps share a tile's keys
+        moved = (
+            tile_blocks(request, sharing, (DQ_GROUPS if backward else hopper_groups(h, case.Dk)) * (TILE_ROWS // h)) * case.block * a_key
+        )
+    elif backend in ("triton-group", "cupy-cuda"):
+        moved = terms["read"] * 1e9
     else:
         moved = once + terms["partials"] * 1e9
     if backward and backend != "triton-block":  # dk and dv: each block once, with q and do of every row that chose it

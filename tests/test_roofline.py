@@ -38,6 +38,16 @@ def test_bytes_are_counted_by_strategy(backend: str, forward: int, backward: int
     assert counted(FULL, backend, True).least_bytes == pytest.approx(2 * (Q + O) + 2 * ALL_BLOCKS)
 
 
+def test_groups_of_warps_share_what_cupy_cuda_loads() -> None:
+    """On Hopper three groups of 4 tokens forward, two for dq; elsewhere, and decoding, rows load for themselves."""
+    wide = FULL._replace(h=16, Dv=64)
+    rows, a_block = 2 * 256 * 16 * (64 + 64) * 2, 64 * (64 + 64) * 2
+    assert counted(wide, "cupy-cuda", False).moved_bytes == pytest.approx(rows + PAIRS / 12 * a_block)
+    backward = PAIRS / 8 * a_block + 2 * 2 * 4 * a_block + PAIRS * 16 * (64 + 64) * 2
+    assert counted(wide, "cupy-cuda", True).moved_bytes == pytest.approx(2 * rows + backward)
+    assert counted(FULL, "cupy-cuda", False) == counted(FULL, "triton-group", False)
+
+
 def test_decoding_reads_chosen_blocks_once() -> None:
     case = Case("decode", "random", 8, 1, 4096, 2, 4, 128, 128, 16, 64, "bfloat16")
     found = counted(case, "triton-group", False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
-from nsa_sel.backends.specs import hopper_groups, on_hopper_tiles
+from nsa_sel.backends.specs import DQ_GROUPS, hopper_groups, on_hopper_tiles
 from nsa_sel.call import Call
 
 HOPPER = 90  # wgmma is this chip's alone
@@ -21,7 +21,6 @@ STATIC = 2048  # bytes of `__shared__` variables, and to the next multiple of 10
 MOST_STAGES = 6
 MOST_SUMS = 128  # columns of dk that registers hold beside dv in dkdv_groups
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables that a stage of dkdv_groups has
-DQ_GROUPS = 2  # of warps: dq's logits and their gradients take the registers of a third
 MAPS, PLAN = "128s" * 4, "6q"
 FORWARD = MAPS + launch.PROBLEM + PLAN + "q"  # Arguments of forward_tiles.cu
 LISTS = MAPS + launch.PROBLEM + "20q"  # of dkdv_groups.cu
