@@ -348,7 +348,7 @@ def tiles(
 
 def short(name: str | None) -> str:
     """A backend's name without what it is made with: tile, group, packed."""
-    return "none" if name is None else name.removeprefix("triton-").removeprefix("sdpa-")
+    return "none" if name is None else name.removeprefix("triton-").removeprefix("sdpa-").removeprefix("cupy-")
 
 
 def role_of(backend: str) -> str:
