@@ -23,7 +23,7 @@ from tests.policy_cases import A100, CPU, H100, H200, LONG, OFFERS, RTX4090, UNK
 from tests.test_layering import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "PRD.md", "CONTRIBUTING.md", "docs/pytorch.md")
+DOCUMENTS = ("README.md", "PRD.md", "CONTRIBUTING.md", "docs/pytorch.md", "docs/distributed.md")
 TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS}
 FILE_ENDINGS = ("py", "yaml", "toml", "txt", "md", "json", "jsonl", "npz", "safetensors")
 USAGE = {  # first column of the usage matrix -> what the policy is told
