@@ -27,7 +27,7 @@ from nsa_sel.bench import measure, records
 from nsa_sel.bench.cases import Case, make_inputs, make_selection
 from nsa_sel.bench.program import program
 from nsa_sel.bench.records import Row
-from nsa_sel.errors import NsaSelError
+from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 DIRECTIONS = ("fwd", "fwd+bwd")
@@ -141,6 +141,8 @@ def join(device: str) -> None:
     """Become one of the ranks that torchrun started."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)  # as torchrun does for several ranks alone
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
@@ -161,7 +163,8 @@ def main(
     numbers = [int(number) for number in ranks.split(",") if number.isdecimal() and int(number)]
     here = torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1
     if not numbers or max(numbers) > here:
-        raise NsaSelError(f"--ranks is {ranks}; allowed: numbers from 1 to {here}, a {device} each. Remedy: leave out what is too many.")
+        allowed = f"numbers >= 1, and at most the {here} {device} devices here"
+        raise ArgumentError("--ranks", ranks, allowed, "leave out what is too many, or pass --device cpu")
     for number in numbers:
         subprocess.run(launch(number, sys.argv[1:]), check=True)
     typer.echo(table(records.read(out)))

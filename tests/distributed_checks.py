@@ -76,8 +76,10 @@ def my_turn() -> bool:
     return next(_turns) % ranks() == rank()
 
 
-def problem(S: int = ROWS, S_kv: int | None = None, B: int = 2, G: int = 2, n: int = 3) -> tuple[Tensor, Tensor, Tensor, Selection]:
-    q, k, v = make_qkv(B, S, G, 2, D, S_kv=S_kv, dtype=DTYPE, device=DEVICE, requires_grad=True)
+def problem(
+    S: int = ROWS, S_kv: int | None = None, B: int = 2, G: int = 2, n: int = 3, dtype: torch.dtype = DTYPE
+) -> tuple[Tensor, Tensor, Tensor, Selection]:
+    q, k, v = make_qkv(B, S, G, 2, D, S_kv=S_kv, dtype=dtype, device=DEVICE, requires_grad=True)
     return q, k, v, make_blocks(B, S, G, S_kv or S, n, BLOCK, device=DEVICE)
 
 
@@ -136,6 +138,11 @@ def travelling_blocks_are_within_the_bound() -> None:
                 assert_bits(got, wanted, backend)
     for count in (False, True):  # rows that stand behind their slice: what they see of a block ends within it
         both_ways(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
+
+
+def sums_of_16_bit_gradients_are_within_the_bound() -> None:
+    for exchange in ("gather", "blocks"):
+        both_ways(*problem(dtype=torch.bfloat16), BACKENDS[1], exchange=exchange)
 
 
 def rows_of_both_ends() -> None:
@@ -459,7 +466,8 @@ def scaling_is_measured() -> None:
 
 
 CHECKS: tuple[Callable[[], None], ...] = (
-    gathering_is_bit_equal, travelling_blocks_are_within_the_bound, rows_of_both_ends, the_cheaper_way_is_taken, decode_form,
+    gathering_is_bit_equal, travelling_blocks_are_within_the_bound,
+    sums_of_16_bit_gradients_are_within_the_bound, rows_of_both_ends, the_cheaper_way_is_taken, decode_form,
     poison_stays_home, ranks_agree, rank_0_decides, who_comes_alone_is_told, bad_arguments, dtensors_need_no_communication,
     dtensors_are_brought_together, fsdp_trains_alike, fsdp_over_slices_of_the_sequence_trains_alike, tensor_parallel_trains_alike,
     the_document_runs, scaling_is_measured,
