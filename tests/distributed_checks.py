@@ -138,6 +138,7 @@ def travelling_blocks_are_within_the_bound() -> None:
                 assert_bits(got, wanted, backend)
     for count in (False, True):  # rows that stand behind their slice: what they see of a block ends within it
         both_ways(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
+        assert nsa_sel.decisions()[-1].request.block_size is None, "decided for what is no longer of whole blocks"
 
 
 def sums_of_16_bit_gradients_are_within_the_bound() -> None:
@@ -245,13 +246,13 @@ def ranks_agree() -> None:
 
 
 def rank_0_decides() -> None:
-    """Rank 1 would choose otherwise, for a backend is broken there; it runs what rank 0 chose, or all refuse."""
+    """Other ranks would choose otherwise; they run what rank 0 chose."""
     q, k, v, selection = problem(32)
     slices = mine(q, 1), mine(k, 2), mine(v, 2), mine(selection.ranges, 1)
     real = attention.select
 
     def other(request: Any, device: Any, backend: str | None = None) -> Any:
-        decision = real(request, device, "sdpa-packed" if rank() else None)
+        decision = real(request, device, BACKENDS[0 if rank() else 1])
         return nsa_sel.decision.msgspec.structs.replace(decision, override=None)
 
     attention.select = other
@@ -409,7 +410,7 @@ def mean_over_ranks(losses: list[float]) -> list[float]:
 
 
 def close(got: list[float], wanted: list[float]) -> None:
-    assert got == pytest.approx(wanted, rel=1e-5)
+    assert got == pytest.approx(wanted, rel=1e-4)
 
 
 def fsdp_trains_alike() -> None:

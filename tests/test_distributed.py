@@ -19,7 +19,9 @@ import torch
 from nsa_sel.bench import bench_scaling
 from nsa_sel.distributed import Exchange, context_parallel_attention, exchanged_bytes
 from nsa_sel.distributed.cost import Bytes, cheaper, static_slots
+from nsa_sel.distributed.travelling import needed
 from nsa_sel.errors import NsaSelError
+from nsa_sel.selection import Selection
 from tests.cases import make_blocks, make_qkv
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,6 +108,14 @@ def test_room_without_a_look() -> None:
     assert static_slots(3, 4, rows=100, chosen=2, past_only=True) == [[0, 0, 0], [4, 0, 0], [4, 4, 0]]
     assert static_slots(2, 64, rows=2, chosen=3, past_only=False) == [[0, 6], [6, 0]]
     assert Bytes(1, 2).total == 3
+
+
+def test_blocks_that_rows_may_read_by_hand() -> None:
+    """Rows at 5, 12 and 30 of blocks of 8: what lies beyond a row, or beyond the end, is not needed, nor what is empty."""
+    blocks = torch.tensor([[0, 1, -1], [1, 2, 0], [9, 2, -1]], dtype=torch.int32).view(1, 3, 1, 3)
+    found = needed(Selection.from_blocks(blocks, 8).ranges, torch.tensor([[5, 12, 30]]), 8, 4)
+    assert found.tolist() == [[[True, True, True, False]]]
+    assert needed(Selection.from_blocks(blocks[:, :2], 8).ranges, torch.tensor([[5, 12]]), 8, 4).tolist() == [[[True, True, False, False]]]
 
 
 def test_the_bench_starts_torchrun_for_each_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
