@@ -1,4 +1,4 @@
-"""What several ranks check together: a program for torchrun, or for processes that tests/test_distributed.py starts.
+"""What several ranks check together: a program for torchrun; without it, it forks into two ranks that meet in the file RANKS_MEET_IN.
 
 `torchrun --standalone --nproc-per-node 2 -m tests.distributed_checks cuda` runs all of it through NCCL, `cpu` through gloo. Each rank
 runs every check; the first failure ends it, for the others would wait for it. With a folder as the second argument, each rank
@@ -475,17 +475,26 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )  # fmt: skip
 
 
+def become_ranks(number: int) -> None:
+    """Go on as so many processes, one a rank: they share what importing takes."""
+    for one in range(1, number):
+        if os.fork() == 0:
+            os.environ["RANK"] = str(one)
+            return
+    os.environ["RANK"] = "0"
+
+
 def main() -> None:
     """Join the job, run every check, write what became of them."""
+    if "RANK" not in os.environ:
+        become_ranks(2)
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
     how = {"timeout": datetime.timedelta(seconds=60)}
     store = os.environ.get("RANKS_MEET_IN")
-    where = (
-        {"init_method": f"file://{store}", "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])} if store else {}
-    )
+    where = {"init_method": f"file://{store}", "rank": int(os.environ["RANK"]), "world_size": 2} if store else {}
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", **how, **where)
     results: dict[str, str] = {}
     for check in CHECKS:
@@ -507,6 +516,8 @@ def main() -> None:
         print(failed[0], file=sys.stderr, flush=True)
         os._exit(1)  # the others may never come to a proper end
     dist.destroy_process_group()
+    if os.environ["RANK"] == "0" and store:
+        os.wait()
 
 
 if __name__ == "__main__":

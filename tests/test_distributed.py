@@ -6,11 +6,12 @@ takes longer than most of them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -35,18 +36,6 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait until all have ended; where one fails, the others, which may wait for it, have a moment to say what they met."""
-    deadline = time.monotonic() + SECONDS
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.poll() for process in processes):
-            deadline = min(deadline, time.monotonic() + 5)
-        time.sleep(0.05)
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
 def assert_passed(folder: Path, ranks: int, output: str) -> None:
     """Every rank wrote that it passed all checks."""
     from tests.distributed_checks import CHECKS
@@ -58,15 +47,23 @@ def assert_passed(folder: Path, ranks: int, output: str) -> None:
     assert all(list(found) == [check.__name__ for check in CHECKS] for found in written.values())
 
 
+def run(command: list[str], log: Path, **more: str) -> str:
+    """The end of what the command and the processes that it started wrote; none of them stays behind."""
+    with log.open("wb") as opened:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=opened, stderr=opened, start_new_session=True)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return log.read_text()[-6000:]
+
+
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
-    processes, logs = [], [tmp_path / f"log{rank}" for rank in range(2)]
-    for rank, log in enumerate(logs):
-        where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "RANKS_MEET_IN": str(tmp_path / "store")}
-        with log.open("wb") as opened:
-            command = [sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)]
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment(**where), stdout=opened, stderr=opened))
-    end(processes)
-    assert_passed(tmp_path, 2, "\n".join(log.read_text()[-3000:] for log in logs))
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
+    assert_passed(tmp_path, 2, output)
 
 
 @pytest.mark.gpu
@@ -76,8 +73,7 @@ def test_two_gpus(tmp_path: Path) -> None:
             f"needs 2 GPUs, {torch.cuda.device_count()} here; with them: torchrun --standalone --nproc-per-node 2 -m {PROGRAM} cuda"
         )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
-    done = subprocess.run([*torchrun, "cuda", str(tmp_path)], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS)
-    assert_passed(tmp_path, 2, done.stdout[-3000:] + done.stderr[-6000:])
+    assert_passed(tmp_path, 2, run([*torchrun, "cuda", str(tmp_path)], tmp_path / "log"))
 
 
 # One process
