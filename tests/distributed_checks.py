@@ -222,6 +222,8 @@ def ranks_agree() -> None:
     call_of(64)
     call_of(64)
     assert agreement._groups[dist.group.WORLD].meetings == meetings + 1, "ranks meet once a class"
+    dist.barrier()
+    assert not dist.group.WORLD.get_group_store().check([f"nsa_sel/meeting{meetings}/rank0"]), "a new process group would find it"
     check_ranks()
     with only_rank(1, "NSA_DEBUG_LOG", os.devnull):  # a log for each rank is fine
         call_of(64)
@@ -339,6 +341,25 @@ def dtensors_need_no_communication() -> None:
             if my_turn():
                 assert_forward((full[0], lse), q, k, v, selection.ranges)
                 assert_gradients(tuple(full[1:]), q, k, v, selection.ranges, do)
+
+
+def dtensors_of_uneven_parts_and_of_two_dimensions() -> None:
+    """Three groups on two ranks, an odd number of rows, a mesh of batch entries by groups, and autocast."""
+    q, k, v, selection = problem(ROWS - 1, ROWS, G=3)
+    flat, deep = mesh(), init_device_mesh(DEVICE, (1, ranks()))
+    for on, rows, keys in (
+        (flat, [Shard(2)], [Shard(1)]),
+        (flat, [Shard(1)], [Replicate()]),
+        (deep, [Shard(0), Shard(2)], [Shard(0), Shard(1)]),
+    ):
+        parts = (distribute_tensor(x.detach(), on, how) for x, how in ((q, rows), (k, keys), (v, keys)))
+        cut = Selection.from_ranges(distribute_tensor(selection.ranges, on, rows), BLOCK)
+        got, got_lse = selection_attention(*parts, cut, return_lse=True)
+        assert got.placements == got_lse.placements == tuple(rows)
+        assert_forward((got.full_tensor(), got_lse.full_tensor()), q, k, v, selection.ranges)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        half = selection_attention(*(placed(x, dim, flat) for x, dim in ((q, 2), (k, 1), (v, 1))), placed(selection.ranges, 2, flat))
+    assert (half.dtype, half.placements) == (torch.float16, (Shard(2),))
 
 
 def dtensors_are_brought_together() -> None:
@@ -467,12 +488,26 @@ def scaling_is_measured() -> None:
 
 
 CHECKS: tuple[Callable[[], None], ...] = (
-    gathering_is_bit_equal, travelling_blocks_are_within_the_bound,
-    sums_of_16_bit_gradients_are_within_the_bound, rows_of_both_ends, the_cheaper_way_is_taken, decode_form,
-    poison_stays_home, ranks_agree, rank_0_decides, who_comes_alone_is_told, bad_arguments, dtensors_need_no_communication,
-    dtensors_are_brought_together, fsdp_trains_alike, fsdp_over_slices_of_the_sequence_trains_alike, tensor_parallel_trains_alike,
-    the_document_runs, scaling_is_measured,
-)  # fmt: skip
+    gathering_is_bit_equal,
+    travelling_blocks_are_within_the_bound,
+    sums_of_16_bit_gradients_are_within_the_bound,
+    rows_of_both_ends,
+    the_cheaper_way_is_taken,
+    decode_form,
+    poison_stays_home,
+    ranks_agree,
+    rank_0_decides,
+    who_comes_alone_is_told,
+    bad_arguments,
+    dtensors_need_no_communication,
+    dtensors_of_uneven_parts_and_of_two_dimensions,
+    dtensors_are_brought_together,
+    fsdp_trains_alike,
+    fsdp_over_slices_of_the_sequence_trains_alike,
+    tensor_parallel_trains_alike,
+    the_document_runs,
+    scaling_is_measured,
+)
 
 
 def become_ranks(number: int) -> None:

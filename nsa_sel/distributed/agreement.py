@@ -147,8 +147,12 @@ def _meet(group: dist.ProcessGroup, mine: _Said) -> list[_Said]:
         except RuntimeError as error:  # what a store raises depends on its kind
             store.delete_key(names[rank])  # it is not what this rank says when the others come
             raise NsaSelError(_alone(rank, each, mine, state)) from error
-    state.meetings += 1
     said = [msgspec.json.decode(store.get(name), type=_Said) for name in names]
+    done = f"nsa_sel/meeting{state.meetings}/done"
+    if store.add(done, 1) == ranks:  # a store may outlive its process group: the next one is to find nothing of this
+        for name in (*names, done):
+            store.delete_key(name)
+    state.meetings += 1
     for each, other in enumerate(said):
         changes = dispatch.changes("", said[0].facts, other.facts)
         if changes:
