@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa_sel import explain
 from nsa_sel.bench import bench_scaling
 from nsa_sel.distributed import Exchange, context_parallel_attention, exchanged_bytes
+from nsa_sel.distributed.agreement import _Said, _used
 from nsa_sel.distributed.cost import Bytes, cheaper, static_slots
 from nsa_sel.distributed.travelling import needed
-from nsa_sel.errors import NsaSelError
+from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.selection import Selection
 from tests.cases import make_blocks, make_qkv
 
@@ -83,6 +85,23 @@ def test_outside_a_job_it_is_refused() -> None:
     q, k, v = make_qkv()
     with pytest.raises(NsaSelError, match="outside a distributed job"):
         context_parallel_attention(q, k, v, make_blocks(1, 16, 1, 16, 1, 16))
+
+
+def test_inside_of_what_is_compiled_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_sel.distributed.context.is_compiling", lambda: True)
+    with pytest.raises(BackendError, match=r"Remedy: call it in a function under torch\.compiler\.disable"):
+        context_parallel_attention(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16))
+
+
+def test_a_choice_that_another_rank_refuses() -> None:
+    decision = explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend="numba")
+    lacking = _Said({}, {"numba": "package-missing (unavailable)"}, None)
+    assert _used([_Said({}, {}, decision), _Said({}, {"sdpa-packed": "not asked"}, None)]) == decision
+    with pytest.raises(NsaSelError, match=r"backend numba is rank 0's choice, and rank 1 refuses it: package-missing"):
+        _used([_Said({}, {}, decision), lacking])
+    nowhere = explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend="nothing-such")
+    with pytest.raises(BackendError, match="'nothing-such'"):
+        _used([_Said({}, {}, nowhere), lacking])
 
 
 def test_bytes_by_hand() -> None:

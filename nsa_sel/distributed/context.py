@@ -78,7 +78,7 @@ def context_parallel_attention(
     first = ranks * (keys - S) + rank * S  # position of the rank's first row
     positions = torch.arange(first, first + S, device=q.device).expand(B, S) if q_pos is None else q_pos.long()
     within = q_pos is None and keys == S
-    wanted, route, done = _planned(k, v, request, selection, positions, exchange, count_blocks, within, group)
+    wanted, route, done = _planned(k, request, selection, positions, exchange, count_blocks, within, group)
     if done.way == "blocks" and not within:  # what a row sees of a block may end within it
         request = msgspec.structs.replace(request, block_size=None)
         decision = agree(request, device_info(q.device), group, backend, **alike)
@@ -132,7 +132,7 @@ def _request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, ranks: int, 
 
 
 def _planned(
-    k: Tensor, v: Tensor, request: Request, selection: Selection, positions: Tensor, exchange: Choice, count: bool, within: bool,
+    k: Tensor, request: Request, selection: Selection, positions: Tensor, exchange: Choice, count: bool, within: bool,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor | None, travelling.Route | None, cost.Exchange]:  # fmt: skip
     """Which blocks the rank's rows need and how they would travel, None where they can't or need not; and the exchange to be done."""
