@@ -8,7 +8,6 @@ writes there what became of each check.
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import os
 import sys
@@ -22,65 +21,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nsa_sel
 from nsa_sel import Selection, attention, selection_attention
 from nsa_sel.bench import bench_scaling
 from nsa_sel.distributed import agreement, check_ranks, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
-from tests.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, make_spans
-
-BLOCK = 16
-DEVICE = sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] in ("cpu", "cuda") else "cpu"
-BACKENDS = ("sdpa-packed", "triton-group", "triton-tile", "triton-block") if DEVICE == "cuda" else ("sdpa-packed", "numba")
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-# How many of o, lse, dq are bit-equal to one device's when keys and values are gathered: packed SDPA's backward pass on a CPU is a product
-# over all keys that are there, and on a GPU its rows share buckets.
-EQUAL = {"numba": 3, "sdpa-packed": 2 if DEVICE == "cpu" else 0, "triton-group": 3, "triton-tile": 2, "triton-block": 2}
-ROWS = 96 if DEVICE == "cuda" else 64  # with fewer a GPU's kernels split rows, which those of one rank then are in more parts
-D = 64 if DEVICE == "cuda" else 16
-
-
-def rank() -> int:
-    return dist.get_rank()
-
-
-def ranks() -> int:
-    return dist.get_world_size()
-
-
-def mine(x: Tensor, dim: int) -> Tensor:
-    """This rank's slice."""
-    return x.detach().chunk(ranks(), dim)[rank()].contiguous().requires_grad_(x.requires_grad)
-
-
-def all_of(x: Tensor, dim: int) -> Tensor:
-    """The slices of all ranks."""
-    every = [torch.empty_like(x) for _ in range(ranks())]
-    dist.all_gather(every, x.contiguous())
-    return torch.cat(every, dim)
-
-
-_turns = itertools.count()
-
-
-def my_turn() -> bool:
-    """Whether this rank is the one to compare with the oracle, which takes longer than what it checks: they take turns."""
-    return next(_turns) % ranks() == rank()
-
-
-def problem(
-    S: int = ROWS, S_kv: int | None = None, B: int = 2, G: int = 2, n: int = 3, dtype: torch.dtype = DTYPE
-) -> tuple[Tensor, Tensor, Tensor, Selection]:
-    q, k, v = make_qkv(B, S, G, 2, D, S_kv=S_kv, dtype=dtype, device=DEVICE, requires_grad=True)
-    return q, k, v, make_blocks(B, S, G, S_kv or S, n, BLOCK, device=DEVICE)
+from tests import distributed_models as models
+from tests.cases import assert_forward, assert_gradients, make_grads, make_spans
+from tests.ranks import BACKENDS, BLOCK, DEVICE, DTYPE, EQUAL, ROWS, D, all_of, mine, my_turn, problem, rank, ranks
 
 
 def both_ways(
@@ -303,164 +254,6 @@ def bad_arguments() -> None:
         context_parallel_attention(*slices, mine(selection.ranges, 1), group="dp")
 
 
-# DTensors
-
-
-CUTS = {"batch": (0, 0, 0), "groups": (2, 1, 2), "rows": (1, None, 1), "heads": (3, None, None)}  # q; k and v; ranges
-
-
-def mesh() -> DeviceMesh:
-    return init_device_mesh(DEVICE, (ranks(),))
-
-
-def placed(x: Tensor, dim: int | None, on: DeviceMesh) -> DTensor:
-    return distribute_tensor(x.detach(), on, [Replicate() if dim is None else Shard(dim)]).requires_grad_(x.requires_grad)
-
-
-def dtensors_need_no_communication() -> None:
-    q, k, v, selection = problem()
-    do = make_grads(q, v)[0]
-    on = mesh()
-    for backend in BACKENDS:
-        o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=backend)
-        wanted = o, *torch.autograd.grad(o, (q, k, v), do)
-        for name, (rows, keys, index) in CUTS.items():
-            parts = placed(q, rows, on), placed(k, keys, on), placed(v, keys, on)
-            cut = Selection.from_ranges(placed(selection.ranges, index, on), BLOCK)
-            do_cut = placed(do, rows, on)
-            with CommDebugMode() as traffic:
-                got = selection_attention(*parts, cut, backend=backend)
-                grads = torch.autograd.grad(got, parts, do_cut)
-            assert traffic.get_total_counts() == 0, f"{name}: {traffic.get_comm_counts()}"
-            assert nsa_sel.decisions()[-1].forward == backend
-            assert got.placements == (Shard(rows),), name
-            assert grads[1].placements == ((Partial() if keys is None else Shard(keys)),), name
-            full = [x.full_tensor() for x in (got, *grads)]
-            if keys is not None and EQUAL[backend]:  # nothing is summed over ranks; how a GPU cuts the sums of dk, dv is not compared
-                assert all(map(torch.equal, full[: 1 if DEVICE == "cuda" else 4], wanted)), name
-            if my_turn():
-                assert_forward((full[0], lse), q, k, v, selection.ranges)
-                assert_gradients(tuple(full[1:]), q, k, v, selection.ranges, do)
-
-
-def dtensors_of_uneven_parts_and_of_two_dimensions() -> None:
-    """Three groups on two ranks, an odd number of rows, a mesh of batch entries by groups, and autocast."""
-    q, k, v, selection = problem(ROWS - 1, ROWS, G=3)
-    flat, deep = mesh(), init_device_mesh(DEVICE, (1, ranks()))
-    for on, rows, keys in (
-        (flat, [Shard(2)], [Shard(1)]),
-        (flat, [Shard(1)], [Replicate()]),
-        (deep, [Shard(0), Shard(2)], [Shard(0), Shard(1)]),
-    ):
-        parts = (distribute_tensor(x.detach(), on, how) for x, how in ((q, rows), (k, keys), (v, keys)))
-        cut = Selection.from_ranges(distribute_tensor(selection.ranges, on, rows), BLOCK)
-        got, got_lse = selection_attention(*parts, cut, return_lse=True)
-        assert got.placements == got_lse.placements == tuple(rows)
-        assert_forward((got.full_tensor(), got_lse.full_tensor()), q, k, v, selection.ranges)
-    with torch.autocast(DEVICE, dtype=torch.float16):
-        half = selection_attention(*(placed(x, dim, flat) for x, dim in ((q, 2), (k, 1), (v, 1))), placed(selection.ranges, 2, flat))
-    assert (half.dtype, half.placements) == (torch.float16, (Shard(2),))
-
-
-def dtensors_are_brought_together() -> None:
-    """Keys that are cut along the sequence are gathered, and a selection that is whole is cut: by DTensor itself."""
-    q, k, v, selection = problem()
-    on = mesh()
-    o = selection_attention(placed(q, 1, on), placed(k, 2, on), placed(v, 2, on), placed(selection.ranges, None, on))
-    assert_forward((o.full_tensor(), selection_attention(q, k, v, selection, return_lse=True)[1]), q, k, v, selection.ranges)
-    with pytest.raises(ArgumentError, match=r"selection is a Tensor; allowed: a DTensor on the mesh of q"):
-        selection_attention(placed(q, 1, on), placed(k, 2, on), placed(v, 2, on), selection)
-    with (
-        nsa_sel.use_backend("sdpa-packed"),
-        pytest.raises(BackendError, match="or one of DTensors, that needs gradients"),
-    ):
-        selection_attention(placed(q, 0, on), placed(k, 0, on), placed(v, 0, on), placed(selection.ranges, 0, on))
-
-
-# Models
-
-
-class Layer(nn.Module):
-    """Selection attention between linear maps; `attend` is what runs it."""
-
-    def __init__(self, G: int = 2, h: int = 2, D: int = 16, width: int = 32) -> None:
-        super().__init__()
-        self.G, self.h, self.D = G, h, D
-        self.q, self.k, self.v = nn.Linear(width, G * h * D), nn.Linear(width, G * D), nn.Linear(width, G * D)
-        self.o = nn.Linear(G * h * D, width)
-        self.attend: Callable[..., Any] = selection_attention
-
-    def forward(self, x: Tensor, selection: Selection) -> Tensor:
-        B, S, _ = x.shape
-        q = self.q(x).view(B, S, -1, self.h, self.D)  # of all groups, or of this rank's
-        k, v = (y.view(B, S, -1, self.D).transpose(1, 2) for y in (self.k(x), self.v(x)))
-        return x + self.o(self.attend(q, k, v, selection).flatten(2))
-
-
-def trained(model: nn.Module, x: Tensor, selection: Selection, steps: int = 3) -> list[float]:
-    """Losses of a few steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for _ in range(steps):
-        loss = (model(x, selection) - 1).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def model_and_input() -> tuple[Layer, Tensor, Selection, list[float]]:
-    """A layer, its input [2,64,32], and the losses that one rank alone trains to."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 64, 32).to(DEVICE)
-    selection = make_blocks(2, 64, 2, 64, 3, BLOCK, device=DEVICE)
-    alone = Layer().to(DEVICE)
-    state = {name: value.clone() for name, value in alone.state_dict().items()}
-    wanted = trained(alone, x, selection)
-    assert wanted[-1] < 0.9 * wanted[0]
-    model = Layer().to(DEVICE)
-    model.load_state_dict(state)
-    return model, x, selection, wanted
-
-
-def mean_over_ranks(losses: list[float]) -> list[float]:
-    every: list[Any] = [None] * ranks()
-    dist.all_gather_object(every, losses)
-    return [sum(step) / ranks() for step in zip(*every, strict=True)]
-
-
-def close(got: list[float], wanted: list[float]) -> None:
-    assert got == pytest.approx(wanted, rel=1e-4)
-
-
-def fsdp_trains_alike() -> None:
-    """Parameters sharded, batch entries split."""
-    model, x, selection, wanted = model_and_input()
-    fully_shard(model, mesh=mesh())
-    close(mean_over_ranks(trained(model, mine(x, 0), Selection(mine(selection.ranges, 0), BLOCK))), wanted)
-
-
-def fsdp_over_slices_of_the_sequence_trains_alike() -> None:
-    """Parameters sharded over the ranks that also hold slices of one sequence."""
-    for exchange in ("gather", "blocks"):
-        model, x, selection, wanted = model_and_input()
-        model.attend = lambda *tensors, exchange=exchange: context_parallel_attention(*tensors, exchange=exchange, group=mesh())
-        fully_shard(model, mesh=mesh())
-        close(mean_over_ranks(trained(model, mine(x, 1), Selection(mine(selection.ranges, 1), BLOCK))), wanted)
-
-
-def tensor_parallel_trains_alike() -> None:
-    """KV groups split by parallelize_module: what reaches the call is plain tensors, or DTensors."""
-    for local in (True, False):
-        model, x, selection, wanted = model_and_input()
-        on = mesh()
-        by_columns = {name: ColwiseParallel(use_local_output=local) for name in "qkv"}
-        parallelize_module(model, on, {**by_columns, "o": RowwiseParallel()})
-        ranges = mine(selection.ranges, 2) if local else placed(selection.ranges, 2, on)
-        close(trained(model, x, Selection.from_ranges(ranges, BLOCK)), wanted)
-
-
 # Documents and benches
 
 
@@ -499,12 +292,12 @@ CHECKS: tuple[Callable[[], None], ...] = (
     rank_0_decides,
     who_comes_alone_is_told,
     bad_arguments,
-    dtensors_need_no_communication,
-    dtensors_of_uneven_parts_and_of_two_dimensions,
-    dtensors_are_brought_together,
-    fsdp_trains_alike,
-    fsdp_over_slices_of_the_sequence_trains_alike,
-    tensor_parallel_trains_alike,
+    models.dtensors_need_no_communication,
+    models.dtensors_of_uneven_parts_and_of_two_dimensions,
+    models.dtensors_are_brought_together,
+    models.fsdp_trains_alike,
+    models.fsdp_over_slices_of_the_sequence_trains_alike,
+    models.tensor_parallel_trains_alike,
     the_document_runs,
     scaling_is_measured,
 )
