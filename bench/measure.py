@@ -131,6 +131,11 @@ def cpu_milliseconds(work: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
+def one_call(work: Callable[[], Any], device: str = "cuda") -> float:
+    """Milliseconds of one call, for callers that do something between calls."""
+    return (_timed_on_gpu if device == "cuda" else _timed_on_cpu)(work, 1)[0]
+
+
 def workspace_bytes(work: Callable[[], Any], device: str = "cuda") -> int | None:
     """Device memory that a call takes at its peak beyond what it returns; None on a CPU, where the call is just made."""
     if device != "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -57,6 +58,8 @@ def selection_attention(
     sum of exp of the scaled logits, float32 (float64 for float64 inputs). Under torch.autocast q, k, v are cast, and o has the
     dtype of autocast (float64 is left alone). A row with nothing selected gives o = 0, lse = -inf and gradients 0.
 
+    DTensors are taken too, all on one mesh, and give o cut as q (docs/distributed.md).
+
     backend: a name to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy. Raises ArgumentError for bad
     input and BackendError, with every reason, when the forced backend or all backends refuse; both before any kernel runs.
     """
@@ -64,6 +67,10 @@ def selection_attention(
         from nsa_sel import ops  # stands above
 
         return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
+    if type(q) is not Tensor and _is_sharded(q):
+        from nsa_sel.distributed import sharding  # likewise
+
+        return sharding.sharded(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     if transformed():
         refuse_transforms()
     decode = isinstance(q, Tensor) and q.dim() == 4
@@ -102,6 +109,12 @@ def finish(call: Call, decision: Decision, request: Request, o: Tensor) -> None:
     observe.record(decision, request)
     if call.settings.debug_compare and not call.capturing():
         _compare(call, decision, "forward", (o,))
+
+
+def _is_sharded(q: Any) -> bool:
+    """Whether q is a DTensor, which only who has imported its module can have made."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(q, module.DTensor)
 
 
 def _warm_up(request: Request, device: torch.device) -> bool:

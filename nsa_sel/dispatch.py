@@ -174,13 +174,13 @@ def counterfactuals(decision: Decision) -> tuple[str, ...]:
         fixes = [reason for reason in verdict.forward if reason.satisfied_by is not None]
         if verdict.backend == decision.forward or not verdict.forward or len(fixes) < len(verdict.forward):
             continue
-        changes = {reason.field.removeprefix("request."): reason.satisfied_by for reason in fixes}
-        changed = msgspec.structs.replace(decision.request, **changes)
+        lifted = {reason.field.removeprefix("request."): reason.satisfied_by for reason in fixes}
+        changed = msgspec.structs.replace(decision.request, **lifted)
         again = select(changed, decision.device, load_policy(decision.policy), decision.settings, decision.offers)
         if again.forward == verdict.backend:
             names = {"max_length": "L"}
-            terms = [f"{names.get(field, field)} >= {value}" for field, value in changes.items()]
-            here = [f"{names.get(field, field)} = {getattr(decision.request, field)}" for field in changes]
+            terms = [f"{names.get(field, field)} >= {value}" for field, value in lifted.items()]
+            here = [f"{names.get(field, field)} = {getattr(decision.request, field)}" for field in lifted]
             sentences.append(f"{verdict.backend} would be picked from {' and '.join(terms)}; here {', '.join(here)}")
     return tuple(sentences)
 
@@ -188,13 +188,14 @@ def counterfactuals(decision: Decision) -> tuple[str, ...]:
 def replay(decision: Decision) -> tuple[FieldChange, ...]:
     """Run the recorded facts through today's policy; every field that differs from the record, by its path."""
     again = select(decision.request, decision.device, load_policy(decision.policy), decision.settings, decision.offers, decision.override)
-    return tuple(_changes("", msgspec.to_builtins(decision), msgspec.to_builtins(again)))
+    return tuple(changes("", msgspec.to_builtins(decision), msgspec.to_builtins(again)))
 
 
-def _changes(path: str, old: Any, new: Any) -> list[FieldChange]:
+def changes(path: str, old: Any, new: Any) -> list[FieldChange]:
+    """The leaves in which two values of dicts, lists and scalars differ, by their paths below `path`."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(dict.fromkeys([*old, *new]))
-        return [c for key in keys for c in _changes(f"{path}.{key}".lstrip("."), old.get(key), new.get(key))]
+        return [c for key in keys for c in changes(f"{path}.{key}".lstrip("."), old.get(key), new.get(key))]
     if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
-        return [c for i, (a, b) in enumerate(zip(old, new, strict=True)) for c in _changes(f"{path}[{i}]", a, b)]
+        return [c for i, (a, b) in enumerate(zip(old, new, strict=True)) for c in changes(f"{path}[{i}]", a, b)]
     return [] if old == new else [FieldChange(path, old, new)]

@@ -84,8 +84,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     name = attention.forced_here()
     if needs_grad and name is not None and facts[-1] is None:
         raise BackendError(
-            f"use_backend({name!r}) stands around a compiled call that needs gradients, whose backward pass may run outside of it;"
-            " allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set NSA_SEL_BACKEND."
+            f"use_backend({name!r}) stands around a compiled call, or one of DTensors, that needs gradients, whose backward pass may run"
+            " outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set NSA_SEL_BACKEND."
         )
     call, decision, request = _prepare(*facts, needs_grad=needs_grad)
     o, lse, decision = attention.run_forward(call, decision)

@@ -25,7 +25,7 @@ from tests.test_layering import FLOORS
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     *("README.md", "PRD.md", "CONTRIBUTING.md"),
-    *(f"docs/{name}.md" for name in ("pytorch", "varlen", "compat", "serving", "training")),
+    *(f"docs/{name}.md" for name in ("pytorch", "varlen", "compat", "serving", "training", "distributed")),
 )
 TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS}
 FILE_ENDINGS = ("py", "yaml", "toml", "txt", "md", "json", "jsonl", "npz", "safetensors")

@@ -1,0 +1,159 @@
+"""Only the blocks that a rank's rows chose travel to it: which, how, where they lie then, and their gradients back to the owners.
+
+A rank attends to a compact K and V: the blocks of other ranks that it was sent, in the order of positions, and behind them its own
+slice. What a row may see of its own slice is then decided by positions as ever, and blocks of others are cut when they are mapped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from nsa_sel.selection import Selection
+
+
+class Route(NamedTuple):
+    """Who keeps room for how many blocks of whom: static numbers that all ranks know alike.
+
+    slots[r][p]: blocks of rank p that rank r keeps room for, a batch entry and group; `keys`: of a rank's slice, whole blocks.
+    """
+
+    slots: list[list[int]]
+    rank: int
+    block: int
+    keys: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a rank's slice."""
+        return self.keys // self.block
+
+    @property
+    def incoming(self) -> list[int]:
+        """Slots of this rank, by the rank that fills them."""
+        return self.slots[self.rank]
+
+    @property
+    def outgoing(self) -> list[int]:
+        """Slots that this rank fills, by the rank that has them."""
+        return [row[self.rank] for row in self.slots]
+
+
+class Travelled(NamedTuple):
+    """What the backward pass must know of the forward's exchange: int64 [B,G,sum(route.outgoing)], own blocks that were sent, -1: none."""
+
+    route: Route
+    sent: Tensor
+
+
+def needed(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Tensor:
+    """[B,G,blocks] bool: the blocks that a rank's rows may read, from whole-block ranges [B,S,G,n,2] and positions [B,S]."""
+    B, S, G, n = ranges.shape[:4]
+    index = _visible(ranges, positions, block, blocks).permute(0, 2, 1, 3).reshape(B, G, S * n)
+    return torch.zeros(B, G, blocks + 1, dtype=torch.bool, device=ranges.device).scatter_(2, index, True)[..., :blocks]
+
+
+def _visible(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Tensor:
+    """[B,S,G,n] int64: the block of each range, `blocks` where a row sees nothing of it."""
+    start, end = ranges.long().unbind(-1)
+    seen = (end > start) & (start >= 0) & (start <= positions[:, :, None, None]) & (start < blocks * block)
+    return torch.where(seen, start // block, blocks)
+
+
+def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
+    """The least slots that will do, from `needed` of every rank: a collective, and it waits for the device."""
+    ranks = dist.get_world_size(group)
+    most = wanted.reshape(*wanted.shape[:2], ranks, -1).sum(-1).amax((0, 1))
+    most[rank] = 0
+    every = [torch.empty_like(most) for _ in range(ranks)]
+    dist.all_gather(every, most, group=group)
+    slots: list[list[int]] = torch.stack(every).tolist()
+    return slots
+
+
+def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: Route, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Travelled]:
+    """Compact k [B,G,room + keys,Dk] and v of this rank, where room = sum(route.incoming) blocks; from its slice and `needed`."""
+    B, G, keys, Dk = k.shape
+    asked = _swapped([_listed(part, room) for part, room in _by_owner(wanted, route)], route.outgoing, group)
+    sent = torch.cat(asked, 2).long()
+    both = torch.cat((k, v), -1).view(B, G, route.blocks, route.block, -1)  # [B,G,blocks,block,Dk+Dv]
+    index = sent.clamp(min=0)[..., None, None].expand(*sent.shape, *both.shape[3:])
+    parts = torch.split(torch.gather(both, 2, index), route.outgoing, 2)
+    every = torch.cat((*_swapped(list(parts), route.incoming, group), both), 2).flatten(2, 3)
+    return every[..., :Dk], every[..., Dk:], Travelled(route, sent)
+
+
+def return_sums(dk: Tensor, dv: Tensor, travelled: Travelled, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Gradients of this rank's slice from those of its compact K and V and from what the others return, in the order of ranks."""
+    route, sent = travelled
+    B, G, _, Dk = dk.shape
+    both = torch.cat((dk, dv), -1).view(B, G, sum(route.incoming) + route.blocks, route.block, -1)
+    *parts, own = torch.split(both, [*route.incoming, route.blocks], 2)
+    returned = _swapped(list(parts), route.outgoing, group)
+    # One block more takes what unused slots return. A part names no other block twice: whoever adds first, the sum is the same.
+    total = torch.zeros(B * G, route.blocks + 1, *own.shape[3:], dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
+    batch = torch.arange(B * G, device=own.device)[:, None]
+    for rank, (part, blocks) in enumerate(zip(returned, torch.split(sent, route.outgoing, 2), strict=True)):
+        if rank == route.rank:
+            total[:, :-1] += own.flatten(0, 1)
+        elif part.shape[2]:
+            place = batch, torch.where(blocks < 0, route.blocks, blocks).flatten(0, 1)
+            total[place] = total[place] + part.flatten(0, 1)
+    total = total[:, :-1].reshape(B, G, route.keys, -1).to(dk.dtype)
+    return total[..., :Dk].contiguous(), total[..., Dk:].contiguous()
+
+
+def compact_selection(
+    selection: Selection, positions: Tensor, wanted: Tensor, route: Route, within: bool
+) -> tuple[Selection, Tensor | None]:
+    """The selection in places of the compact K, and the rows' places there [B,S], None for the last ones.
+
+    within: rows stand within their rank's slice. Then blocks of others are wholly before them and stay whole; else what a row may see
+    of each is cut off here, and the result is no longer of whole blocks.
+    """
+    block, blocks, room = route.block, wanted.shape[2], sum(route.incoming)
+    B, S, G, n = selection.ranges.shape[:4]
+    first = route.rank * route.blocks
+    index = _visible(selection.ranges, positions, block, blocks)
+    place = torch.zeros(B, G, blocks + 1, dtype=torch.int64, device=wanted.device)
+    before = 0
+    for owner, (part, slots) in enumerate(_by_owner(wanted, route)):
+        place[..., owner * route.blocks : (owner + 1) * route.blocks] = before + part.cumsum(-1) - 1
+        before += slots
+    place[..., first : first + route.blocks] = torch.arange(room, room + route.blocks, device=wanted.device)
+    slot = place.gather(2, index.permute(0, 2, 1, 3).reshape(B, G, S * n)).view(B, G, S, n).permute(0, 2, 1, 3)
+    start, end = selection.ranges.long().unbind(-1)
+    own = (index >= first) & (index < first + route.blocks)
+    length = torch.where(own, end, torch.minimum(end, (positions + 1)[:, :, None, None])) - start
+    moved = torch.where(index < blocks, slot * block, 0)
+    ranges = torch.stack((moved, moved + torch.where(index < blocks, length, 0)), -1).to(selection.ranges.dtype)
+    if within:
+        return Selection(ranges, block, selection.max_length), None
+    bound = selection.length_bound(blocks * block)
+    places = (positions - route.rank * route.keys + 1).clamp(0, route.keys) + room * block - 1
+    return Selection(ranges, None, bound), places.clamp(min=0)
+
+
+def _by_owner(wanted: Tensor, route: Route) -> list[tuple[Tensor, int]]:
+    """For each rank which of its blocks are wanted, [B,G,route.blocks] bool, and the slots for them; none of this rank's own."""
+    return list(zip(torch.split(wanted, route.blocks, 2), route.incoming, strict=True))
+
+
+def _listed(wanted: Tensor, room: int) -> Tensor:
+    """[B,G,room] int32: the blocks that are wanted, ascending, then -1."""
+    chosen = torch.sort((~wanted).to(torch.uint8), dim=-1, stable=True)
+    return torch.where(chosen.values == 0, chosen.indices, -1)[..., :room].int()
+
+
+def _swapped(parts: list[Tensor], rooms: list[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """parts[p] [B,G,slots,...] goes to rank p; from each rank p comes one with rooms[p] slots."""
+    B, G, _, *rest = parts[0].shape
+    numbers = [part.numel() for part in parts]
+    shapes = [(B, G, room, *rest) for room in rooms]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    came = parts[0].new_empty(sum(sizes))
+    dist.all_to_all_single(came, torch.cat([part.reshape(-1) for part in parts]), sizes, numbers, group=group)
+    return [flat.view(shape) for flat, shape in zip(torch.split(came, sizes), shapes, strict=True)]

@@ -1,0 +1,352 @@
+"""What several ranks check together: a program for torchrun; without it, it forks into two ranks that meet in the file RANKS_MEET_IN.
+
+`torchrun --standalone --nproc-per-node 2 -m tests.distributed_checks cuda` runs all of it through NCCL, `cpu` through gloo. Each rank
+runs every check; the first failure ends it, for the others would wait for it. With a folder as the second argument, each rank
+writes there what became of each check.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+import nsa_sel
+from nsa_sel import Selection, attention, selection_attention
+from nsa_sel.bench import bench_scaling
+from nsa_sel.distributed import agreement, check_ranks, context_parallel_attention, exchanges
+from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
+from tests import distributed_models as models
+from tests.cases import assert_forward, assert_gradients, make_grads, make_spans
+from tests.ranks import BACKENDS, BLOCK, DEVICE, DTYPE, EQUAL, ROWS, D, all_of, mine, my_turn, problem, rank, ranks
+
+
+def both_ways(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, backend: str, *, order: Tensor | None = None, **how: Any
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """o, lse, dq, dk, dv of this rank in a call of all ranks, held to the oracle, and in one of the whole.
+
+    order: the rows as ranks are given them.
+    """
+    rows = torch.arange(q.shape[1], device=q.device) if order is None else order
+    first = k.shape[2] - q.shape[1]
+    do, dlse = make_grads(q, v)
+    whole = selection_attention(q, k, v, selection, return_lse=True, backend=backend)
+    wanted = [x.detach() for x in (*whole, *torch.autograd.grad(whole, (q, k, v), (do, dlse)))]
+    slices = mine(q[:, rows], 1), mine(k, 2), mine(v, 2)
+    ranges = mine(selection.ranges[:, rows], 1)
+    q_pos = None if order is None else mine(first + rows, 0)
+    got = context_parallel_attention(*slices, Selection(ranges, selection.block_size), q_pos=q_pos, return_lse=True, backend=backend, **how)
+    assert nsa_sel.decisions()[-1].forward == backend
+    grads = torch.autograd.grad(got, slices, (mine(do[:, rows], 1), mine(dlse[:, rows], 1)))
+    back = rows.argsort()
+    o, lse, dq = (all_of(x.detach(), 1)[:, back] for x in (*got, grads[0]))
+    dk, dv = (all_of(x, 2) for x in grads[1:])
+    if my_turn():
+        assert_forward((o, lse), q, k, v, selection.ranges)
+        assert_gradients((dq, dk, dv), q, k, v, selection.ranges, do, dlse)
+    return tuple(x.detach() for x in (*got, *grads)), tuple(mine(x[:, rows], 1) for x in wanted[:3]) + tuple(mine(x, 2) for x in wanted[3:])
+
+
+def assert_bits(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], backend: str) -> None:
+    """Of o, lse and dq as many are bit-equal as the backend sums alike; dk and dv are sums in another order."""
+    for name, a, b in list(zip(("o", "lse", "dq"), got, wanted, strict=False))[: EQUAL[backend]]:
+        assert torch.equal(a, b), f"{name}: {float((a.float() - b.float()).abs().max())} off"
+
+
+def gathering_is_bit_equal() -> None:
+    for backend in BACKENDS:
+        for given in (problem(), problem(ROWS, 2 * ROWS)):
+            assert_bits(*both_ways(*given, backend, exchange="gather"), backend)
+            assert exchanges()[-1].way == "gather"
+    spans = Selection(make_spans("mixed", 2, ROWS, 2, ROWS, 40, device=DEVICE))
+    ragged = (
+        "triton-group" if DEVICE == "cuda" else "numba"
+    )  # packed SDPA sums a row as the rows of its bucket are, which other rows decide
+    assert_bits(*both_ways(*problem()[:3], spans, ragged), ragged)
+    assert exchanges()[-1].why == "the selection is not of whole blocks"
+
+
+def travelling_blocks_are_within_the_bound() -> None:
+    for backend in BACKENDS:
+        for count in (False, True):
+            got, wanted = both_ways(*problem(), backend, exchange="blocks", count_blocks=count)
+            assert (exchanges()[-1].way, exchanges()[-1].counted) == ("blocks", count)
+            if backend == "numba":  # a row's keys come in the same order, and numba sums them one by one
+                assert_bits(got, wanted, backend)
+    for count in (False, True):  # rows that stand behind their slice: what they see of a block ends within it
+        both_ways(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
+        assert nsa_sel.decisions()[-1].request.block_size is None, "decided for what is no longer of whole blocks"
+
+
+def sums_of_16_bit_gradients_are_within_the_bound() -> None:
+    for exchange in ("gather", "blocks"):
+        both_ways(*problem(dtype=torch.bfloat16), BACKENDS[1], exchange=exchange)
+
+
+def rows_of_both_ends() -> None:
+    """A rank has rows of the beginning and of the end, as models that balance dense attention cut them."""
+    parts = torch.arange(ROWS, device=DEVICE).chunk(2 * ranks())
+    order = torch.cat([torch.cat((parts[r], parts[2 * ranks() - 1 - r])) for r in range(ranks())])
+    for exchange in ("gather", "blocks"):
+        both_ways(*problem(), "sdpa-packed", order=order, exchange=exchange)
+
+
+def the_cheaper_way_is_taken() -> None:
+    """A token a rank over a long cache: few blocks can be chosen; all rows of a prefill may choose all."""
+    q, k, v, selection = problem(ranks(), 64 * BLOCK * ranks(), n=3)
+    both_ways(q, k, v, selection, "sdpa-packed")
+    few = exchanges()[-1]
+    assert few.blocks is not None
+    assert (few.way, few.counted, few.slots) == ("blocks", False, 3 * (ranks() - 1))
+    a_block = 2 * 2 * BLOCK * 2 * D * DTYPE.itemsize  # B, G, keys, Dk and Dv
+    assert few.blocks.forward == few.slots * (a_block + 2 * 2 * 4)
+    assert few.blocks.backward == few.slots * a_block
+    assert few.gather == (64 * (ranks() - 1) * a_block,) * 2
+    assert "blocks are no more bytes" in str(few)
+    both_ways(*problem(), "sdpa-packed")
+    assert (exchanges()[-1].way, exchanges()[-1].why.split(":")[0]) == ("gather", "gathering is no more bytes")
+    nearby = problem()[:3], torch.arange(ROWS, device=DEVICE)[None, :, None, None].expand(2, -1, 2, 1) // BLOCK  # nothing of others
+    both_ways(*nearby[0], Selection.from_blocks(nearby[1].contiguous(), BLOCK), "sdpa-packed", count_blocks=True)
+    assert (exchanges()[-1].way, exchanges()[-1].blocks) == ("blocks", (0, 0))
+
+
+def decode_form() -> None:
+    q, k, v, selection = problem(ranks(), 8 * BLOCK * ranks())
+    token = mine(q, 1)[:, 0], mine(k, 2), mine(v, 2), mine(selection.ranges, 1)[:, 0]
+    o, lse = context_parallel_attention(*token, return_lse=True)
+    assert o.dim() == 4
+    assert_forward((all_of(o.detach()[:, None], 1), all_of(lse.detach()[:, None], 1)), q, k, v, selection.ranges)
+
+
+def poison_stays_home() -> None:
+    """NaN in keys that no row may read, in slots that travel unasked too, reaches nothing."""
+    q, k, v, selection = problem()
+    first = Selection(selection.ranges.clone(), BLOCK)
+    first.ranges[first.ranges[..., 0] // BLOCK == 2] = 0  # nobody reads block 2
+    results = []
+    for bad in (0.0, float("nan")):
+        slices = []
+        for x in (k, v):
+            x = x.detach().clone()
+            x[:, :, 2 * BLOCK : 3 * BLOCK] += bad
+            slices.append(mine(x.requires_grad_(), 2))
+        for exchange in ("gather", "blocks"):
+            rows = mine(q, 1)
+            o = context_parallel_attention(rows, *slices, Selection(mine(first.ranges, 1), BLOCK), exchange=exchange)
+            results.append((o.detach(), *torch.autograd.grad(o, (rows, *slices), mine(make_grads(q, v)[0], 1))))
+    for clean, poisoned in zip(results[:2], results[2:], strict=True):
+        assert all(map(torch.equal, clean, poisoned))
+
+
+@contextmanager
+def only_rank(number: int, name: str, value: str) -> Iterator[None]:
+    """A flag on one rank alone."""
+    if rank() == number:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def call_of(S: int, **how: Any) -> Tensor:
+    q, k, v, selection = problem(S)
+    return context_parallel_attention(mine(q, 1), mine(k, 2), mine(v, 2), mine(selection.ranges, 1), **how)
+
+
+def ranks_agree() -> None:
+    meetings = agreement._groups[dist.group.WORLD].meetings
+    call_of(64)
+    call_of(64)
+    assert agreement._groups[dist.group.WORLD].meetings == meetings + 1, "ranks meet once a class"
+    dist.barrier()
+    assert not dist.group.WORLD.get_group_store().check([f"nsa_sel/meeting{meetings}/rank0"]), "a new process group would find it"
+    check_ranks()
+    with only_rank(1, "NSA_DEBUG_LOG", os.devnull):  # a log for each rank is fine
+        call_of(64)
+    nsa_sel.log_to(None)
+    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
+        for work in (lambda: call_of(128), check_ranks):
+            with pytest.raises(NsaSelError, match=r"rank 1 .*settings\.sel_triton_min_L is 77 there, \S+ on rank 0"):
+                work()
+    with pytest.raises(NsaSelError, match=r"rank 1 .*override is None there, \{'backend': 'sdpa-packed', 'source': 'argument'\} on rank 0"):
+        call_of(128, backend=None if rank() else "sdpa-packed")
+    with pytest.raises(NsaSelError, match=r"exchange is 'gather' there, 'auto' on rank 0"):
+        call_of(128, exchange="gather" if rank() else "auto")
+    with pytest.raises(NsaSelError, match=r"request\.S is \d+ there, \d+ on rank 0; keys is 96 there, 80 on rank 0"):
+        call_of(160 + 32 * rank())
+    real, agreement._version = agreement._version, lambda package: f"{package}-{rank()}"
+    with pytest.raises(NsaSelError, match=r"versions\.numba is 'numba-1' there, 'numba-0' on rank 0"):
+        check_ranks()
+    agreement._version = real
+    with pytest.raises(BackendError, match="nothing-such"):
+        call_of(128, backend="nothing-such")
+    call_of(128)
+
+
+def rank_0_decides() -> None:
+    """Other ranks would choose otherwise; they run what rank 0 chose."""
+    q, k, v, selection = problem(32)
+    slices = mine(q, 1), mine(k, 2), mine(v, 2), mine(selection.ranges, 1)
+    real = attention.select
+
+    def other(request: Any, device: Any, backend: str | None = None) -> Any:
+        decision = real(request, device, BACKENDS[0 if rank() else 1])
+        return nsa_sel.decision.msgspec.structs.replace(decision, override=None)
+
+    attention.select = other
+    first = other(nsa_sel.decisions()[-1].request, nsa_sel.decisions()[-1].device).forward
+    context_parallel_attention(*slices)
+    attention.select = real
+    chosen = [None] * ranks()
+    dist.all_gather_object(chosen, (first, nsa_sel.decisions()[-1].forward))
+    assert chosen[0][0] != chosen[1][0]
+    assert {ran for _, ran in chosen} == {chosen[0][0]}
+
+
+def who_comes_alone_is_told() -> None:
+    """A rank whose flag was changed makes a call that the others know already; it says what it was."""
+    seconds, agreement.SECONDS = agreement.SECONDS, 0.5
+    call_of(64)
+    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
+        began = time.monotonic()
+        if rank() == 1:
+            with pytest.raises(NsaSelError, match=r"rank 1 waited 0.5 seconds for rank 0 .*settings\.sel_triton_min_L was \S+, is 77"):
+                call_of(64)
+            assert time.monotonic() - began < 10
+    agreement.SECONDS = seconds
+    dist.barrier()
+    check_ranks()
+    meetings = agreement._groups[dist.group.WORLD].meetings
+    with only_rank(rank(), "NSA_DEBUG_TRITON", "1"):  # every call is compared
+        call_of(64)
+        call_of(64)
+    assert agreement._groups[dist.group.WORLD].meetings == meetings + 2
+
+
+def bad_arguments() -> None:
+    q, k, v, selection = problem(64)
+    slices = mine(q, 1), mine(k, 2), mine(v, 2)
+    with pytest.raises(ArgumentError, match="exchange is 'all'; allowed: auto, gather, blocks"):
+        context_parallel_attention(*slices, mine(selection.ranges, 1), exchange="all")
+    with pytest.raises(ArgumentError, match="'blocks', but the selection is not of whole blocks"):
+        context_parallel_attention(*slices, mine(selection.ranges, 1), exchange="blocks")
+    blocks = Selection.from_blocks(torch.zeros(2, 64 // ranks(), 2, 1, dtype=torch.int32, device=DEVICE), 64)
+    with pytest.raises(ArgumentError, match="no multiple of the block size 64"):
+        context_parallel_attention(*slices, blocks, exchange="blocks")
+    with pytest.raises(ArgumentError, match="selection is over rows"):
+        context_parallel_attention(*slices, selection)
+    with pytest.raises(ArgumentError, match="group is a str"):
+        context_parallel_attention(*slices, mine(selection.ranges, 1), group="dp")
+
+
+# Documents and benches
+
+
+def the_document_runs() -> None:
+    """The code of docs/distributed.md, as tests/test_documents.py runs it on one rank."""
+    text = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text()
+    namespace: dict[str, Any] = {"__name__": "document"}
+    for number, part in enumerate(text.split("```python\n")[1:], 1):
+        exec(compile(part.split("```")[0], f"docs/distributed.md, python block {number}", "exec"), namespace)
+
+
+def scaling_is_measured() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.jsonl"
+        bench_scaling.measure_here(out, DEVICE, quick=True, calls=3)
+        rows = [json.loads(line) for line in out.read_text().splitlines()] if rank() == 0 else []
+    for row in rows:
+        assert row["ranks"] == ranks()
+        assert row["S"] * ranks() == row["S_kv"]
+        assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
+        assert row["way"] in ("gather", "blocks")
+        assert row["bytes_forward"] > 0
+        assert (row["bytes_backward"] > 0) == (row["direction"] == "fwd+bwd")
+    assert len(rows) == (len(bench_scaling.cases(ranks(), quick=True)) * 2 if rank() == 0 else 0)
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    gathering_is_bit_equal,
+    travelling_blocks_are_within_the_bound,
+    sums_of_16_bit_gradients_are_within_the_bound,
+    rows_of_both_ends,
+    the_cheaper_way_is_taken,
+    decode_form,
+    poison_stays_home,
+    ranks_agree,
+    rank_0_decides,
+    who_comes_alone_is_told,
+    bad_arguments,
+    models.dtensors_need_no_communication,
+    models.dtensors_of_uneven_parts_and_of_two_dimensions,
+    models.dtensors_are_brought_together,
+    models.fsdp_trains_alike,
+    models.fsdp_over_slices_of_the_sequence_trains_alike,
+    models.tensor_parallel_trains_alike,
+    the_document_runs,
+    scaling_is_measured,
+)
+
+
+def become_ranks(number: int) -> None:
+    """Go on as so many processes, one a rank: they share what importing takes."""
+    for one in range(1, number):
+        if os.fork() == 0:
+            os.environ["RANK"] = str(one)
+            return
+    os.environ["RANK"] = "0"
+
+
+def main() -> None:
+    """Join the job, run every check, write what became of them."""
+    if "RANK" not in os.environ:
+        become_ranks(2)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    how = {"timeout": datetime.timedelta(seconds=60)}
+    store = os.environ.get("RANKS_MEET_IN")
+    where = {"init_method": f"file://{store}", "rank": int(os.environ["RANK"]), "world_size": 2} if store else {}
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", **how, **where)
+    results: dict[str, str] = {}
+    for check in CHECKS:
+        began = time.monotonic()
+        if len(sys.argv) > 3 and sys.argv[3] not in check.__name__:
+            continue
+        try:
+            check()
+            results[check.__name__] = "passed"
+        except BaseException:
+            results[check.__name__] = traceback.format_exc()
+            break
+        finally:
+            print(f"rank {rank()}: {check.__name__}, {time.monotonic() - began:.1f} s", flush=True)
+    if len(sys.argv) > 2:
+        (Path(sys.argv[2]) / f"rank{rank()}.json").write_text(json.dumps(results))
+    failed = [text for text in results.values() if text != "passed"]
+    if failed:
+        print(failed[0], file=sys.stderr, flush=True)
+        os._exit(1)  # the others may never come to a proper end
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "0" and store:
+        os.wait()
+
+
+if __name__ == "__main__":
+    main()

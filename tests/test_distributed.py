@@ -1,0 +1,176 @@
+"""Several ranks: two processes on the CPU through gloo, two GPUs through NCCL; and what needs no second rank.
+
+The checks that ranks make together are in tests/distributed_checks.py. All run in one start of the processes, for importing torch
+takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_sel import explain
+from nsa_sel.bench import bench_scaling
+from nsa_sel.distributed import Exchange, context_parallel_attention, exchanged_bytes
+from nsa_sel.distributed.agreement import _Said, _used
+from nsa_sel.distributed.cost import Bytes, cheaper, static_slots
+from nsa_sel.distributed.travelling import needed
+from nsa_sel.errors import BackendError, NsaSelError
+from nsa_sel.selection import Selection
+from tests.cases import make_blocks, make_qkv
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = "tests.distributed_checks"
+SECONDS = 240.0  # for all of it, on a busy machine
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without flags, and without Triton's interpreter, which the test process may have set."""
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_INTERPRET"))}
+    return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def assert_passed(folder: Path, ranks: int, output: str) -> None:
+    """Every rank wrote that it passed all checks."""
+    from tests.distributed_checks import CHECKS
+
+    written = {file.name: json.loads(file.read_text()) for file in folder.glob("rank*.json")}
+    failed = [f"{name}, {check}:\n{text}" for name, found in sorted(written.items()) for check, text in found.items() if text != "passed"]
+    assert not failed, "\n".join(failed)
+    assert len(written) == ranks, f"only {sorted(written)} came to an end:\n{output}"
+    assert all(list(found) == [check.__name__ for check in CHECKS] for found in written.values())
+
+
+def run(command: list[str], log: Path, **more: str) -> str:
+    """The end of what the command and the processes that it started wrote; none of them stays behind."""
+    with log.open("wb") as opened:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=opened, stderr=opened, start_new_session=True)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return log.read_text()[-6000:]
+
+
+def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
+    assert_passed(tmp_path, 2, output)
+
+
+@pytest.mark.gpu
+def test_two_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(
+            f"needs 2 GPUs, {torch.cuda.device_count()} here; with them: torchrun --standalone --nproc-per-node 2 -m {PROGRAM} cuda"
+        )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
+    assert_passed(tmp_path, 2, run([*torchrun, "cuda", str(tmp_path)], tmp_path / "log"))
+
+
+# One process
+
+
+def test_outside_a_job_it_is_refused() -> None:
+    q, k, v = make_qkv()
+    with pytest.raises(NsaSelError, match="outside a distributed job"):
+        context_parallel_attention(q, k, v, make_blocks(1, 16, 1, 16, 1, 16))
+
+
+def test_inside_of_what_is_compiled_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_sel.distributed.context.is_compiling", lambda: True)
+    with pytest.raises(BackendError, match=r"Remedy: call it in a function under torch\.compiler\.disable"):
+        context_parallel_attention(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16))
+
+
+def test_a_choice_that_another_rank_refuses() -> None:
+    decision = explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend="numba")
+    lacking = _Said({}, {"numba": "package-missing (unavailable)"}, None)
+    assert _used([_Said({}, {}, decision), _Said({}, {"sdpa-packed": "not asked"}, None)]) == decision
+    with pytest.raises(NsaSelError, match=r"backend numba is rank 0's choice, and rank 1 refuses it: package-missing"):
+        _used([_Said({}, {}, decision), lacking])
+    nowhere = explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend="nothing-such")
+    with pytest.raises(BackendError, match="'nothing-such'"):
+        _used([_Said({}, {}, nowhere), lacking])
+
+
+def test_bytes_by_hand() -> None:
+    """Three ranks of 4 blocks of 8 keys each, one batch entry, 2 groups, 16 + 8 numbers of 2 bytes a key: 96 bytes a key of all groups."""
+    slots = [[0, 0, 0], [2, 0, 0], [3, 1, 0]]
+    sizes = {"B": 1, "G": 2, "keys": 32, "Dk": 16, "Dv": 8, "element_size": 2, "block_size": 8}
+    gather, blocks = exchanged_bytes(slots, **sizes, needs_grad=True)
+    assert gather == (2 * 32 * 96, 2 * 32 * 96)
+    assert blocks == (5 * 8 * 96 + 5 * 2 * 4, 5 * 8 * 96)  # rank 0 sends 5 blocks, and is asked for each by 4 bytes a group
+    assert exchanged_bytes(slots, **sizes, needs_grad=False)[1] == (5 * 8 * 96 + 40, 0)
+    assert cheaper(gather, blocks)[0] == "blocks"
+    assert cheaper(gather, gather) == ("gather", f"gathering is no more bytes: {4 * 32 * 96} gathered, {4 * 32 * 96} in blocks")
+    assert str(Exchange("blocks", 3, gather, blocks, 5, True, "why")) == (
+        "blocks, 3 ranks: gathering 0.01229 MB, blocks 0.00772 MB (counted: 5 a batch entry and group), to or from the busiest rank; why"
+    )
+
+
+def test_room_without_a_look() -> None:
+    assert static_slots(3, 4, rows=100, chosen=2, past_only=True) == [[0, 0, 0], [4, 0, 0], [4, 4, 0]]
+    assert static_slots(2, 64, rows=2, chosen=3, past_only=False) == [[0, 6], [6, 0]]
+    assert Bytes(1, 2).total == 3
+
+
+def test_blocks_that_rows_may_read_by_hand() -> None:
+    """Rows at 5, 12 and 30 of blocks of 8: what lies beyond a row, or beyond the end, is not needed, nor what is empty."""
+    blocks = torch.tensor([[0, 1, -1], [1, 2, 0], [9, 2, -1]], dtype=torch.int32).view(1, 3, 1, 3)
+    found = needed(Selection.from_blocks(blocks, 8).ranges, torch.tensor([[5, 12, 30]]), 8, 4)
+    assert found.tolist() == [[[True, True, True, False]]]
+    assert needed(Selection.from_blocks(blocks[:, :2], 8).ranges, torch.tensor([[5, 12]]), 8, 4).tolist() == [[[True, True, False, False]]]
+
+
+def test_the_bench_starts_torchrun_for_each_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows of 1, 2 and 4 ranks lie in one file; what torchrun starts joins a job instead."""
+    started = []
+    monkeypatch.setattr(bench_scaling.subprocess, "run", lambda command, check: started.append(command))
+    monkeypatch.setattr(bench_scaling.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(sys, "argv", ["bench_scaling.py", "--device", "cpu", "--quick"])
+    monkeypatch.delenv("RANK", raising=False)
+    out = tmp_path / "rows.jsonl"
+    out.touch()
+    bench_scaling.main(out, device="cpu", quick=True)
+    assert [command[3:5] for command in started] == [["--standalone", f"--nproc-per-node={ranks}"] for ranks in (1, 2, 4)]
+    assert all(command[-5:] == ["-m", "nsa_sel.bench.bench_scaling", "--device", "cpu", "--quick"] for command in started)
+    with pytest.raises(NsaSelError, match=r"--ranks is 8; .* at most the 4 cpu devices here"):
+        bench_scaling.main(out, ranks="8", device="cpu")
+
+
+def test_weak_scaling_keeps_rows_a_rank() -> None:
+    for quick in (False, True):
+        of = {ranks: bench_scaling.cases(ranks, quick) for ranks in (1, 2, 4)}
+        for ranks, cases in of.items():
+            assert [(case.S, case.S_kv) for case in cases] == [(case.S, case.S_kv * ranks) for case in of[1]]
+
+
+def test_the_table_tells_efficiency() -> None:
+    common = {"direction": "fwd", "ms_p20": 1.0, "ms_p80": 3.0, "bytes_forward": 2_000_000, "bytes_backward": 5_000_000}
+    rows = [
+        {**common, "case": "weak-R1-8k-h4", "ranks": 1, "ms_median": 2.0, "way": None},
+        {**common, "case": "weak-R2-8k-h4", "ranks": 2, "ms_median": 2.5, "way": "gather"},
+    ]
+    assert bench_scaling.table(rows).splitlines()[-1].split() == [
+        "weak-R2-8k-h4",
+        "2",
+        "fwd",
+        "2.5",
+        "1",
+        "-",
+        "3",
+        "0.80",
+        "gather",
+        "2.0",
+    ]
