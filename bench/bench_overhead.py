@@ -57,9 +57,14 @@ class Problem(NamedTuple):
     do: Tensor | None
 
 
-def make_problem(device: str, needs_grad: bool) -> Problem:
-    """Standard normal tensors of SHAPE, float32 on a CPU and bfloat16 on a GPU; every row selects the first two blocks."""
-    B, S, S_kv, G, h, Dk, Dv, n, block = SHAPE.values()
+def shape_of(S: int) -> dict[str, int]:
+    """SHAPE with S rows."""
+    return {**SHAPE, "S": S, "S_kv": max(SHAPE["S_kv"], S)}
+
+
+def make_problem(device: str, needs_grad: bool, rows: int = SHAPE["S"]) -> Problem:
+    """Standard normal tensors of SHAPE with so many rows, float32 on a CPU and bfloat16 on a GPU; all rows select the first two blocks."""
+    B, S, S_kv, G, h, Dk, Dv, n, block = shape_of(rows).values()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     shapes = (B, S, G, h, Dk), (B, G, S_kv, Dk), (B, G, S_kv, Dv), (B, S, G, h, Dv)
@@ -233,7 +238,12 @@ def rows_of(problem: Problem, backend: str, rounds: int, calls: int, compiler: s
     with standing_in() if backend == NOTHING else contextlib.nullcontext():
         times = measured(problem, backend, rounds, calls, compiler if backend == NOTHING else "")
     direction = "fwd" if problem.do is None else "fwd+bwd"
-    common = {**SHAPE, "dtype": str(problem.q.dtype).removeprefix("torch."), "direction": direction, "backend": backend}
+    common = {
+        **shape_of(problem.q.shape[1]),
+        "dtype": str(problem.q.dtype).removeprefix("torch."),
+        "direction": direction,
+        "backend": backend,
+    }
     common |= {"rounds": rounds, "calls_a_round": calls}
     rows = []
     for part, taken in times.items():
@@ -262,6 +272,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
     backend: Annotated[list[str] | None, typer.Option(help="Only these; repeat it for several. By default all.")] = None,
     compiler: Annotated[str, typer.Option(help="The backend of torch.compile for the stand-in's compiled calls.")] = "inductor",
+    S: Annotated[int, typer.Option("--S", min=1, help="Rows. Few are split among programs, which another launch joins.")] = SHAPE["S"],
 ) -> None:
     """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -271,7 +282,7 @@ def main(
     for name in backend or (NOTHING, CHOSEN, *registry.backends()):
         for needs_grad in (False, True):
             try:
-                rows += rows_of(make_problem(device, needs_grad), name, rounds, calls, compiler, facts)
+                rows += rows_of(make_problem(device, needs_grad, S), name, rounds, calls, compiler, facts)
             except BackendError as error:
                 typer.echo(str(error))
                 break

@@ -131,14 +131,14 @@ def overhead() -> str:
     parts = ("call", "backend", "beyond the backend", "check", "decide", "decision, cached", "autograd", "node")
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
-        calls: dict[tuple[str, str, str], dict[str, Row]] = {}
+        calls: dict[tuple[str, str, str, str], dict[str, Row]] = {}
         for row in records.read(ROOT / str(file)):
-            calls.setdefault((row["device"], row["backend"], row["direction"]), {})[row["part"]] = row
+            calls.setdefault((row["device"], str(row["S"]), row["backend"], row["direction"]), {})[row["part"]] = row
         for key, found in calls.items():
             times = [f"{found[part]['us_median']:.3g}" if part in found else "-" for part in parts]
             ratio = found["observing, off"]
             lines.append((*key, *times, f"{ratio['ratio_median']:.2f} ({ratio['ratio_p20']:.2f} to {ratio['ratio_p80']:.2f})"))
-    headers = ["device", "backend", "direction", *parts, "observing off / none"]
+    headers = ["device", "rows", "backend", "direction", *parts, "observing off / none"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 

@@ -103,11 +103,14 @@ def test_rows(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(bench_overhead.main)
     only = [part for name in (NOTHING, CHOSEN, "numba") for part in ("--backend", name)]
-    result = CliRunner().invoke(app, ["--out", str(out), "--rounds", "2", "--calls", "2", "--device", "cpu", "--compiler", "eager", *only])
+    result = CliRunner().invoke(
+        app, ["--out", str(out), "--rounds", "2", "--calls", "2", "--device", "cpu", "--compiler", "eager", "--S", "70", *only]
+    )
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["backend"] for row in rows} == {NOTHING, CHOSEN, "numba"}
     assert {row["direction"] for row in rows} == {"fwd", "fwd+bwd"}
+    assert {(row["S"], row["S_kv"]) for row in rows} == {(70, 70)}
     assert all(row["device"] and row["threads"] == 1 and row["command"] for row in rows)
     assert "observing, off" in result.output
     by_part = {(row["backend"], row["direction"], row["part"]): row for row in rows}
