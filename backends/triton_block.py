@@ -196,7 +196,7 @@ def delta_kernel(
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
-        return forward(launch.with_positive_scale(call))
+        return forward(call.with_positive_scale())
     heads, n = launch.heads(call), call.selection.n
     config = launch.kernel_config(call, heads, "triton-block/forward")
     o, lse = launch.outputs(call)
@@ -210,7 +210,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
             plan.pieces,
             (call.q, call.k, call.v, call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list),
             (*launch.strides(call), S, call.k.shape[2], G, plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list, plan.piece,
-             unit.first_pair, unit.first_row, plan.section, launch.scale_log2(call)),
+             unit.first_pair, unit.first_row, plan.section, call.scale_log2()),
         )  # fmt: skip
         join.start(
             _reduce_grid(call, unit), (part_o, part_lse, call.selection.ranges.contiguous(), call.q_pos, o, lse),
@@ -222,7 +222,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
     if call.scale < 0:
-        dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv
     heads, n = launch.heads(call), call.selection.n
     config = launch.kernel_config(call, heads, "triton-block/backward")

@@ -314,7 +314,7 @@ def dq_blocks_kernel(
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
-        return forward(launch.with_positive_scale(call))
+        return forward(call.with_positive_scale())
     B, S, G, _, _ = call.q.shape
     heads = launch.heads(call)
     parts = launch.split_parts(call, B * S * G * _head_tiles(heads.h))
@@ -335,7 +335,7 @@ def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig) -> tu
     kernel.start(
         B * S * G * _head_tiles(heads.h),
         (call.q, *_descriptors(call, kernel), call.k, call.v, *_index(call), o, lse),
-        (*_steps(call), S, call.S_kv, G, n, launch.scale_log2(call)),
+        (*_steps(call), S, call.S_kv, G, n, call.scale_log2()),
     )
     return o, lse
 
@@ -354,14 +354,14 @@ def _launch_ranges(call: Call, heads: launch.Heads, config: KernelConfig, o: Ten
     _ranges_launch(heads, _cache(call), config, launch.walk_width(call), parts > 1).start(
         B * S * G * _head_tiles(heads.h) * parts,
         (call.q, call.k, call.v, *_index(call), o, lse),
-        (*_steps(call), S, call.S_kv, G, call.selection.n, parts, launch.scale_log2(call)),
+        (*_steps(call), S, call.S_kv, G, call.selection.n, parts, call.scale_log2()),
     )
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; dq by rows, dk and dv by KV tiles over the rows that chose them, in ascending row order."""
     if call.scale < 0:
-        dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv
     B, S, G, _, _ = call.q.shape
     n = call.selection.n
@@ -370,7 +370,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     dlse = None if dlse is None else dlse.contiguous()
     grid = B * S * G * _head_tiles(heads.h)
     tensors = (call.selection.ranges.contiguous(), call.q_pos, o, lse, do, dlse, dq, delta)
-    numbers = (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, n, call.scale, launch.scale_log2(call))
+    numbers = (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, n, call.scale, call.scale_log2())
     if _bulk_copies_fit(call, "triton-group/dq-blocks"):
         config = launch.kernel_config(call, heads, "triton-group/dq-blocks")
         kernel = _dq_blocks_launch(heads, n, _block(call), config, dlse is not None)

@@ -217,7 +217,7 @@ def dq_kernel(
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if call.scale < 0:  # kernels keep the largest product, which must belong to the largest logit
-        return forward(launch.with_positive_scale(call))
+        return forward(call.with_positive_scale())
     heads = launch.heads(call)
     config = launch.kernel_config(call, heads, "triton-tile/forward")
     kernel = _forward_launch(heads, call.selection.n, _block(call), config)
@@ -227,7 +227,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     kernel.start(
         B * G * plan.tiles * -(-heads.h // config.rows),
         (call.q, *_descriptors(call, kernel.constants), call.k, call.v, plan.blocks, plan.rows, plan.counts, call.q_pos, o, lse),
-        (*launch.strides(call), S, call.k.shape[2], G, plan.tiles, plan.capacity, launch.scale_log2(call)),
+        (*launch.strides(call), S, call.k.shape[2], G, plan.tiles, plan.capacity, call.scale_log2()),
     )
     return o, lse
 
@@ -235,7 +235,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; dq by tiles, dk and dv by KV blocks over the rows that chose them, in ascending row order."""
     if call.scale < 0:
-        dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv
     heads = launch.heads(call)
     config = launch.kernel_config(call, heads, "triton-tile/dq")
@@ -248,7 +248,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         B * G * plan.tiles * -(-heads.h // config.rows),
         (call.q, *_descriptors(call, kernel.constants), call.k, call.v, plan.blocks, plan.rows, plan.counts, call.q_pos, o, lse, do, dlse,
          dq, delta),
-        (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, plan.tiles, plan.capacity, call.scale, launch.scale_log2(call)),
+        (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, plan.tiles, plan.capacity, call.scale, call.scale_log2()),
     )  # fmt: skip
     dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-tile/dkdv"))
     return dq, dk, dv

@@ -139,7 +139,7 @@ def dq_kernel(
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if call.scale < 0:  # the kernel keeps the largest product, which must belong to the largest logit
-        return forward(launch.with_positive_scale(call))
+        return forward(call.with_positive_scale())
     B, S, G, h, _ = call.q.shape
     o, lse = launch.outputs(call)
     parts = launch.split_parts(call, B * S * G * h)
@@ -154,7 +154,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     kernel.start(
         B * S * G * h * parts,
         (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, to_o, to_lse),
-        (*launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, launch.scale_log2(call)),
+        (*launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, call.scale_log2()),
     )
     if parts > 1:
         launch.combine(to_o, to_lse, o, lse, parts)
@@ -164,7 +164,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv; dq by rows and heads, dk and dv by KV tiles over the rows that chose them, in ascending row order."""
     if call.scale < 0:
-        dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv
     B, S, G, h, _ = call.q.shape
     heads = launch.heads(call)
@@ -174,7 +174,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     _dq_launch(heads, config, launch.walk_width(call), dlse is not None).start(
         B * S * G * h,
         (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, o, lse, do, dlse, dq, delta),
-        (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, launch.scale_log2(call)),
+        (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, call.scale_log2()),
     )
     dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-token/dkdv"))
     return dq, dk, dv

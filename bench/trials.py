@@ -165,7 +165,7 @@ TRIALS = (
     ),
     Trial(
         "cupy-cuda's tile forward: loose maxima, cut blocks apart, a warp that copies for three groups of warps",
-        "right; more steps under way help, fewer groups or q in registers do not (three of those spill)",
+        "right; more steps under way help, fewer groups or q in registers do not",
         7,
         "real-8k-h16",
         {
@@ -180,7 +180,7 @@ TRIALS = (
     ),
     Trial(
         "groups that a step passes by never look at it: the copying warp gives the stage back for them",
-        "lost: finding the next step takes longer than looking at it",
+        "lost",
         7,
         "real-8k-h16",
         {
@@ -221,7 +221,7 @@ TRIALS = (
     ),
     Trial(
         "the plan's sorting network in registers, of both passes",
-        "right: the network's loops were most of its instructions",
+        "right",
         7,
         "real-8k-h16",
         {"shared memory": ("both plans, loops over shared memory",), "registers": ("both plans, network in registers",)},

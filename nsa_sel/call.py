@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 
 CPU = DeviceInfo(kind="cpu")
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(slots=True, eq=False)  # nobody writes to it; frozen=True would take 1 us of every call
@@ -59,6 +60,21 @@ class Call:
     def timed(self) -> bool:
         """Whether NSA_DEBUG_TIMING is to take times of this call."""
         return self.settings.debug_timing and not self.capturing()
+
+    def scale_log2(self) -> float:
+        """The factor from products to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        return max(self.scale * LOG2_E, 1e-30)
+
+    def with_positive_scale(self) -> Call:
+        """The same logits from -q and -scale: kernels keep the largest product, which must belong to the largest logit."""
+        return replace(self, q=-self.q, scale=-self.scale)
+
+    def reach(self, width: int) -> int:
+        """The most tiles of `width` keys that one range may meet."""
+        block, S_kv = self.selection.block_size, self.k.shape[2]
+        if block is not None and (width % block == 0 or block % width == 0):
+            return max(1, block // width)  # a whole block never straddles a tile
+        return min(-(-S_kv // width), -(-self.selection.range_bound(S_kv) // width) + 1)
 
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
         """start, end [B,S,G,n] int64 after the causal clamp [max(start, 0), min(end, t + 1, S_kv)), end >= start."""

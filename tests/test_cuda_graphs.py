@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from nsa_sel import Selection, registry, selection_attention
+from nsa_sel import Selection, decisions, registry, selection_attention
 from tests.cases import assert_forward, make_blocks, make_grads, make_qkv
 
 BLOCK = 32
@@ -88,6 +88,7 @@ def training(backend: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, selectio
     """o, lse, dq, dk, dv."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     o, lse = selection_attention(*inputs, selection, return_lse=True, backend=backend)
+    assert (decisions()[-1].forward, decisions()[-1].backward) == (backend, backend)
     return o, lse, *torch.autograd.grad(o, inputs, do)
 
 

@@ -69,11 +69,8 @@ def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_two_gpus(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(
-            f"needs 2 GPUs, {torch.cuda.device_count()} here; with them: torchrun --standalone --nproc-per-node 2 -m {PROGRAM} cuda"
-        )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
     assert_passed(tmp_path, 2, run([*torchrun, "cuda", str(tmp_path)], tmp_path / "log"))
 

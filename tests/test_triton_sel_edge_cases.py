@@ -71,14 +71,13 @@ def test_one_range_of_one_row_of_many_pairs(backend: str) -> None:
 
 
 def test_blocks_that_straddle_kv_tiles_take_little_room() -> None:
-    from nsa_sel.backends._triton.inverse import reach_of
     from nsa_sel.call import Call, check_call, device_info
     from nsa_sel.config import settings_for
 
     q, k, v = make_qkv(S=4, G=1, h=1, Dk=16, S_kv=3000)
     checked, device = check_call(q, k, v, make_blocks(1, 4, 1, 3000, 64, 24), None, None), device_info(q.device)
     call = Call(*checked[:4], checked[5], checked[4], settings_for(device), device)
-    assert reach_of(call, 64) == 2
+    assert call.reach(64) == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

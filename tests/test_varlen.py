@@ -9,8 +9,6 @@ import torch
 
 import nsa_sel
 from nsa_sel import varlen
-from nsa_sel.backends._triton import inverse
-from nsa_sel.backends.cupy_cuda import lists
 from nsa_sel.call import CPU as CPU_DEVICE
 from nsa_sel.call import Call
 from nsa_sel.config import settings_for
@@ -189,8 +187,7 @@ def test_blocks_that_begin_anywhere_meet_two_tiles_of_keys(monkeypatch: pytest.M
     assert [selection.range_bound(85) for selection in moved] == [16, 16]
     k = packed.k.transpose(0, 1)[None]
     calls = [Call(packed.q[None], k, k, selection, None, 1.0, settings_for(CPU_DEVICE)) for selection in moved]
-    for reach_of in (inverse.reach_of, lists.reach_of):
-        assert [reach_of(call, 16) for call in calls] == [2, 1]
+    assert [call.reach(16) for call in calls] == [2, 1]
 
 
 def test_blocks_in_any_order_are_no_error_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:

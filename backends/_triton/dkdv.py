@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton import launch
-from nsa_sel.backends._triton.inverse import Inverse, inverse, list_start, reach_of
+from nsa_sel.backends._triton.inverse import Inverse, inverse, list_start
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import (
     LOG2_E,
@@ -258,7 +258,7 @@ def add_unit(
         (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
          plan.entries, plan.ends, unit.piece_list),
         (*launch.strides(call), *do.stride()[:4], S, S_kv, G, plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list,
-         plan.piece, unit.first_pair, unit.first_row, plan.section, call.scale, launch.scale_log2(call)),
+         plan.piece, unit.first_pair, unit.first_row, plan.section, call.scale, call.scale_log2()),
     )  # fmt: skip
     total = _sum_launch(heads, plan.width, unit.first_row == 0, unit.first_row + unit.rows == S, sums.by_entry)
     total.start(
@@ -299,7 +299,7 @@ def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -
     Pieces grow only while they make most of the parts: every list has one part at least, however long pieces are.
     """
     S, _, h, Dk = call.q.shape[1:]
-    entries = min(section, S) * call.selection.n * reach_of(call, width)
+    entries = min(section, S) * call.selection.n * call.reach(width)
     tiles = -(-call.k.shape[2] // width)
     part_bytes = width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
     longest = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its parts
@@ -319,7 +319,7 @@ def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -
 
 def workspace_beside_plan(call: Call, width: int) -> int:
     """Bytes that runtime.workspace_bytes leaves beside the plan (entries, and a table of at most as many numbers) and delta."""
-    bound, capacity = call.settings.workspace_bytes, call.selection.ranges[..., 0].numel() * reach_of(call, width)
+    bound, capacity = call.settings.workspace_bytes, call.selection.ranges[..., 0].numel() * call.reach(width)
     return max(bound - 8 * capacity - 4 * call.q[..., 0].numel(), bound // 8)
 
 

@@ -133,19 +133,10 @@ def inverse(call: Call, width: int, section: int, pairs: int, piece: int) -> Inv
     return plan
 
 
-def reach_of(call: Call, width: int) -> int:
-    """The most tiles of `width` keys that one range may meet."""
-    block = call.selection.block_size
-    if block is not None and (width % block == 0 or block % width == 0):
-        return max(1, block // width)  # a whole block never straddles a tile
-    S_kv = call.k.shape[2]
-    return min(-(-S_kv // width), -(-call.selection.range_bound(S_kv) // width) + 1)
-
-
 def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inverse:
     B, S, G, n = call.selection.ranges.shape[:4]
     tiles = -(-call.k.shape[2] // width)
-    reach = reach_of(call, width)
+    reach = call.reach(width)
     each = S * n * reach
     capacity = B * G * each
     section = min(section, S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +20,6 @@ from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
-LOG2_E = 1.4426950408889634
 SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many programs
 MIN_TILE = 16  # the smallest side of a matrix-unit operand
 SPLIT_KEYS = 32  # the fewest keys worth a program of their own
@@ -40,16 +38,6 @@ def outputs(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = q.shape  # one by one: PyTorch takes twice as long to read a torch.Size
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(B, S, G, h, call.v.shape[3]), q.new_empty(B, S, G, h, dtype=lse_dtype)
-
-
-def scale_log2(call: Call) -> float:
-    """The factor from products to logits in base 2; never 0, which would turn a masked -inf into NaN."""
-    return max(call.scale * LOG2_E, 1e-30)
-
-
-def with_positive_scale(call: Call) -> Call:
-    """The same logits from -q and -scale."""
-    return replace(call, q=-call.q, scale=-call.scale)
 
 
 def split_parts(call: Call, programs: int) -> int:

@@ -1,14 +1,15 @@
 // dk and dv on Hopper, without atomics: a block takes a piece of the list of rows that chose one KV tile of 64 keys (lists.py).
 //
 // A step is 64 rows of the matrix unit: TQ = 64 / H listed tokens with their heads, whose q and do come by bulk copies, a token each, or
-// where those would be small, by three warps of 16 bytes a lane. The products are transposed, keys as rows, so that p^T and ds^T come out in the registers from which dv += p^T do and dk += ds^T q read them. Two groups
-// of four warps take the steps in turn, each with sums of its own, so that one computes p and ds while the other multiplies; in the end
-// the second hands its sums to the first. What becomes of them is as in dkdv_tiles.cu.
+// where those would be small, by three warps, 16 bytes a lane. The products are transposed, keys as rows, so that p^T and ds^T come out in
+// the registers from which dv += p^T do and dk += ds^T q read them. Two groups of four warps take the steps in turn, each with sums of its
+// own, so that one computes p and ds while the other multiplies; in the end the second hands its sums to the first. What becomes of them
+// is as in dkdv_tiles.cu.
 //
 //   H       heads a group of queries
 //   STAGES  steps under way
-#include "common.cuh"
 #include "hopper.cuh"
+#include "lists.cuh"
 
 constexpr int GROUPS = 2, TQ = 64 / H, KEYS = 64, ROWS = 64;
 constexpr bool BULK = H >= 8;
@@ -20,7 +21,7 @@ struct Arguments {
     TensorMap q, d_o, k, v;
     Problem p;
     const float *lse, *delta;  // [rows, H], lse natural
-    const i64 *entries;        // sorted: bg * each + e , list after list (place.cu)
+    const i64 *entries;        // sorted: bg * each + e, list after list (place.cu)
     const i64 *begins;         // [lists + 1]: where a list begins among the entries
     const i64 *pieces;         // [lists + 1]: pieces of the lists before
     const i64 *parts;          // [lists + 1]: pieces of the lists before that have several
@@ -43,11 +44,7 @@ struct Piece {
     int first_key, steps;
     bool final;  // the list's only piece
     DEVICE Piece(const Arguments &x, i64 index) {
-        list = 0;
-        for (i64 beyond = x.lists; beyond - list > 1;) {  // the last list whose pieces begin at or before this one
-            i64 middle = (list + beyond) / 2;
-            (x.pieces[middle] <= index ? list : beyond) = middle;
-        }
+        list = list_of(x.pieces, x.lists, index);
         number = index - x.pieces[list];
         final = x.pieces[list + 1] - x.pieces[list] == 1;
         begin = x.begins[list] + number * x.piece;

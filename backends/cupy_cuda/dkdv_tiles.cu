@@ -8,13 +8,13 @@
 //   KEY_WARPS     warps along the keys: a tile has 16 * KEY_WARPS keys
 //   COLUMN_WARPS  1, or 2: two warps share 16 keys, and half of the columns of dk and dv each (wide heads: registers)
 //   PAIRS         16 or 32
-#include "common.cuh"
+#include "lists.cuh"
 
 struct Arguments {
     Problem p;
     const u16 *dout;           // [B,S,G,h,DV]
     const float *lse, *delta;  // [rows, h], lse natural
-    const i64 *entries;        // sorted: bg * each + e , list after list (place.cu)
+    const i64 *entries;        // sorted: bg * each + e, list after list (place.cu)
     const i64 *begins;         // [lists + 1]: where a list begins among the entries
     const i64 *pieces;         // [lists + 1]: pieces of the lists before
     const i64 *parts;          // [lists + 1]: pieces of the lists before that have several
@@ -111,13 +111,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_co
     extern __shared__ __align__(16) u16 memory[];  // the tile's k and v, then two buffers of pairs
     __shared__ Pairs described[3];                 // of this step, of the next, whose rows are copied, and of the one after
     const Problem &p = x.p;
-    i64 number = blockIdx.x, list = 0;
+    i64 number = blockIdx.x;
     if (number >= x.pieces[x.lists]) return;
-    for (i64 end = x.lists; end - list > 1;) {  // the list of this piece: the last whose pieces begin at or before it
-        i64 middle = (list + end) / 2;
-        (x.pieces[middle] <= number ? list : end) = middle;
-    }
-    i64 piece = number - x.pieces[list];
+    i64 list = list_of(x.pieces, x.lists, number), piece = number - x.pieces[list];
     bool final = x.pieces[list + 1] - x.pieces[list] == 1;
     i64 begin = x.begins[list] + piece * x.piece, end = min(begin + x.piece, x.begins[list + 1]);
     i64 bg = list / x.tiles, b = bg / p.G, g = bg % p.G;

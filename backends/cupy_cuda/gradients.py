@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import constants
-from nsa_sel.backends.cupy_cuda.lists import Lists, lists_of, most_parts, piece_within, reach_of
+from nsa_sel.backends.cupy_cuda.lists import Lists, lists_of, most_parts, piece_within
 from nsa_sel.backends.cupy_cuda.rows import pitches, shape_of
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
@@ -63,7 +63,7 @@ def tile_shape_of(call: Call) -> TileShape:
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, shaped and typed as q, k, v."""
     if call.scale < 0:
-        dq, dk, dv = backward(launch.with_positive_scale(call), o, lse, do, dlse)
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv
     o, lse, ranges = o.contiguous(), lse.contiguous(), call.selection.ranges.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
@@ -98,7 +98,7 @@ def key_value_gradients(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, del
     k, v, device, shape = call.k, call.v, call.q.get_device(), tile_shape_of(call)
     B, G, S_kv, Dk = k.shape
     Dv = v.shape[-1]
-    reach = reach_of(call, shape.width)
+    reach = call.reach(shape.width)
     piece = piece_within(call, shape.width, reach)
     lists: Lists = lists_of(call, ranges, shape.width, reach, piece)
     parts = most_parts(lists.capacity, piece)

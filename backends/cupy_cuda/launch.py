@@ -10,7 +10,6 @@ import functools
 import math
 import struct
 import threading
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda.compiler import Constants, architecture, cubin
 from nsa_sel.call import Call
 
-LOG2_E = 1.4426950408889634
 PROBLEM = "24q2d"  # struct Problem of common.cuh
 MOST_BYTES = 4096  # of a kernel's arguments
 
@@ -84,18 +82,8 @@ def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
         q.data_ptr(), k.data_ptr(), v.data_ptr(), ranges.data_ptr(), position,
         *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], *position_steps,
         ranges.element_size(), position_bytes,
-        S, k.shape[2], G, h, call.selection.n, call.scale, scale_log2(call),
+        S, k.shape[2], G, h, call.selection.n, call.scale, call.scale_log2(),
     )  # fmt: skip
-
-
-def scale_log2(call: Call) -> float:
-    """The factor from products to logits in base 2; never 0, which would turn a masked -inf into NaN."""
-    return max(call.scale * LOG2_E, 1e-30)
-
-
-def with_positive_scale(call: Call) -> Call:
-    """The same logits from -q and -scale: kernels keep the largest product, which must belong to the largest logit."""
-    return replace(call, q=-call.q, scale=-call.scale)
 
 
 def aligned(*tensors: Tensor) -> bool:

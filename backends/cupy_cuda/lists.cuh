@@ -21,5 +21,15 @@ DEVICE int tile_of(const Problem &p, const Turned &t, u32 bg, u32 e) {
     return end > start && tile * t.width < end ? static_cast<int>(tile) : -1;
 }
 
+// The list of piece number `index`, of pieces [lists + 1] before each list: the last list whose pieces begin at or before it.
+DEVICE i64 list_of(const i64 *pieces, i64 lists, i64 index) {
+    i64 list = 0;
+    for (i64 beyond = lists; beyond - list > 1;) {
+        i64 middle = (list + beyond) / 2;
+        (pieces[middle] <= index ? list : beyond) = middle;
+    }
+    return list;
+}
+
 // Where a stretch's entries of a list are counted: lists in order, in each the stretches.
 DEVICE i64 share_of(const Turned &t, u32 bg, u32 tile, u32 stretch) { return (bg * t.tiles + tile) * t.stretches + stretch; }

@@ -40,14 +40,6 @@ class Lists(NamedTuple):
     most_pieces: int
 
 
-def reach_of(call: Call, width: int) -> int:
-    """The most tiles of `width` keys that one range may meet."""
-    block, S_kv = call.selection.block_size, call.k.shape[2]
-    if block is not None and (width % block == 0 or block % width == 0):
-        return max(1, block // width)  # a whole block never straddles a tile
-    return min(-(-S_kv // width), -(-call.selection.range_bound(S_kv) // width) + 1)
-
-
 def most_parts(entries: int, piece: int) -> int:
     """A bound on the pieces of lists that have several: such a list is longer than a piece, and has less than twice the pieces that its
     entries fill."""

@@ -98,7 +98,7 @@ def plan_of(
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]; by tiles of tokens where the GPU and the call allow."""
     if call.scale < 0:
-        return forward(launch.with_positive_scale(call))
+        return forward(call.with_positive_scale())
     if tiles.takes(call):
         return tiles.forward(call)
     q, device = call.q, call.q.get_device()
