@@ -338,7 +338,9 @@ def main() -> None:
         finally:
             print(f"rank {rank()}: {check.__name__}, {time.monotonic() - began:.1f} s", flush=True)
     if len(sys.argv) > 2:
-        (Path(sys.argv[2]) / f"rank{rank()}.json").write_text(json.dumps(results))
+        folder = Path(sys.argv[2])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank{rank()}.json").write_text(json.dumps(results))
     failed = [text for text in results.values() if text != "passed"]
     if failed:
         print(failed[0], file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ def test_opcheck(backend: str) -> None:
 def test_one_graph_serves_every_length(backend: str) -> None:
     counter, graphs = counting()
     work = compiled(attend, counter)
-    for S in (64, 128, 96):
+    for S in (80, 128, 96):  # none is a head dim: PyTorch takes sizes that are equal in the first call for one size
         given = problem(S)
         got = results(work, *given, backend=backend)
         assert (decisions()[-1].forward, decisions()[-1].request.S) == (backend, S)

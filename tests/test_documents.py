@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -68,14 +70,15 @@ def test_code_runs(document: str, packages: Path) -> None:
         (info / "entry_points.txt").write_text(
             "".join(f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups.items())
         )
-    namespace: dict[str, Any] = {"__name__": "document"}
+    made = ModuleType("document")
+    sys.modules[made.__name__] = made  # where torch.compile looks for the globals of a function
     code = blocks(document, "python")
     assert code
     for number, block in enumerate(code, 1):
         module = re.match(r"# (\w+\.py)\n", block)
         if module:
             (packages / module[1]).write_text(block)
-        exec(compile(block, f"{document}, python block {number}", "exec"), namespace)
+        exec(compile(block, f"{document}, python block {number}", "exec"), made.__dict__)
 
 
 @pytest.mark.gpu
