@@ -32,6 +32,7 @@ from nsa_sel.backends._triton.steps import (
     chosen_step,
     finish_softmax,
     key_offsets,
+    page_of,
     positions_of,
     products,
     row_limit,
@@ -95,12 +96,20 @@ def forward_ranges_kernel(
     base = 0
     for first in range(0, n, NP):
         shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
-        stop = tl.minimum(keys, high - base)
-        for w0 in range(tl.maximum(low - base, 0), stop, BLOCK_L):
+        begin, stop = tl.maximum(low - base, 0), tl.minimum(keys, high - base)
+        w = begin + tl.arange(0, BLOCK_L)
+        coming = positions_of(w, shift, before, after)
+        coming_page = page_of(coming, w < stop, block_table, b, stride_tb, PAGE) if PAGE > 0 else coming
+        for w0 in range(begin, stop, BLOCK_L):
             w = w0 + tl.arange(0, BLOCK_L)
             valid = w < stop
-            position = positions_of(w, shift, before, after)
-            k_at, v_at = key_offsets(position, valid, block_table, b, stride_tb, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
+            if PAGE > 0:  # where the next step's keys are is read a step ahead, or every step would wait for it
+                k_at, v_at = key_offsets(coming, coming_page, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
+                coming = positions_of(w + BLOCK_L, shift, before, after)
+                coming_page = page_of(coming, w + BLOCK_L < stop, block_table, b, stride_tb, PAGE)
+            else:
+                position = positions_of(w, shift, before, after)
+                k_at, v_at = key_offsets(position, position, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
             k_tile = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
             logits = products(q_tile, k_tile, ACC)
             logits = tl.where(valid[None, :], logits, float("-inf"))
@@ -157,12 +166,20 @@ def forward_blocks_kernel(
     acc = tl.zeros([BLOCK_H, BLOCK_DV], ACC)
     l = tl.zeros([BLOCK_H], ACC)
     m = tl.full([BLOCK_H], LOWEST, ACC)
-    for step in range(0, listed * STEPS):
-        c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
-        c += step % STEPS * BLOCK_L
-        if PAGE > 0:
-            page, c = tl.load(block_table + b64 * stride_tb + c // PAGE), c % PAGE
+    steps = listed * STEPS
+    if PAGE > 0:
+        coming, coming_whole = whole_block(row_ranges, 0, limit, last_whole, BLOCK)
+        coming_page = page_of(coming, steps > 0, block_table, b64, stride_tb, PAGE)
+    for step in range(0, steps):
+        if PAGE > 0:  # the next step's page is read a step ahead, or every step would wait for it
+            c, page, is_whole = coming % PAGE, coming_page, coming_whole
+            after = tl.minimum(step + 1, steps - 1)
+            coming, coming_whole = whole_block(row_ranges, after // STEPS, limit, last_whole, BLOCK)
+            coming += after % STEPS * BLOCK_L
+            coming_page = page_of(coming, True, block_table, b64, stride_tb, PAGE)
         else:
+            c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
+            c += step % STEPS * BLOCK_L
             page = b
         k_tile = k_desc.load([page, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
         logits = products(q_tile, k_tile, ACC)
@@ -174,7 +191,8 @@ def forward_blocks_kernel(
     for c in range(cut_start, cut_end, TAIL_L):
         position = c + tl.arange(0, TAIL_L)
         valid = position < cut_end
-        k_at, v_at = key_offsets(position, valid, block_table, b64, stride_tb, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
+        page_at = page_of(position, valid, block_table, b64, stride_tb, PAGE) if PAGE > 0 else position
+        k_at, v_at = key_offsets(position, page_at, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
         k_tile = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
         logits = products(q_tile, k_tile, ACC)
         logits = tl.where(valid[None, :], logits, float("-inf"))

@@ -158,8 +158,8 @@ def highest_limit(entries, q_pos, e, e1, b, S, S_kv, stride_pb, stride_ps, EACH:
     highest = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
     if HAS_POS:
         for i in range(e, e1, 128):
-            s = tl.load(entries + i + tl.arange(0, 128), mask=i + tl.arange(0, 128) < e1, other=0) // EACH
-            limits = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+            rows = tl.load(entries + i + tl.arange(0, 128), mask=i + tl.arange(0, 128) < e1, other=0) // EACH
+            limits = row_limit(q_pos, b, rows, S, S_kv, stride_pb, stride_ps, HAS_POS)
             highest = tl.maximum(highest, tl.max(tl.where(i + tl.arange(0, 128) < e1, limits, 0), 0))
     return highest
 

@@ -79,12 +79,17 @@ def sequence_of(x, b, g, stride_b, stride_g, PAGE: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(position, exists, block_table, b, stride_tb, stride_kb, stride_kn, stride_vb, stride_vn, PAGE: tl.constexpr):
-    """How far the keys and the values at `position` [BLOCK_L] are from where their sequence begins (`sequence_of`). Of the block table
-    nothing is read but the pages of keys that exist."""
+def page_of(position, exists, block_table, b, stride_tb, PAGE: tl.constexpr):
+    """The pages that hold keys `position`. Of the block table nothing is read but the pages of keys that exist."""
+    return tl.load(block_table + b * stride_tb + position // PAGE, mask=exists, other=0)
+
+
+@triton.jit
+def key_offsets(position, page, stride_kb, stride_kn, stride_vb, stride_vn, PAGE: tl.constexpr):
+    """How far the keys and the values at `position` [BLOCK_L] are from where their sequence begins (`sequence_of`); `page` counts where
+    PAGE > 0."""
     if PAGE > 0:
-        page = tl.load(block_table + b * stride_tb + position // PAGE, mask=exists, other=0).to(tl.int64)
-        place = (position % PAGE).to(tl.int64)
+        page, place = page.to(tl.int64), (position % PAGE).to(tl.int64)
         return page * stride_kb + place * stride_kn, page * stride_vb + place * stride_vn
     else:
         position = position.to(tl.int64)
