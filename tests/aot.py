@@ -36,6 +36,7 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h3-256": (1, 2048, 2048, 4, 3, 256, 256, 8, 32, torch.bfloat16),
     "h1-fp32": (1, 4096, 4096, 2, 1, 64, 64, 8, None, torch.float32),
     "decode-h16": (1, 1, 65536, 4, 16, 128, 128, 16, 64, torch.bfloat16),
+    "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
 }
 PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size): forward alone, in bfloat16
     "paged-16-split": (1, 1, 4096, 16, 4, 16, 128, 16, 64),
@@ -67,8 +68,9 @@ def target_call(shape: str, sm: int) -> Call:
     B, S, S_kv, G, h, Dk, Dv, n, block, dtype = SHAPES[shape]
     q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
     selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
-    checked = check_call(q, k, v, selection, None, None)
-    return Call(q, k, v, checked[3], None, checked[4], settings_for(device), device)
+    q_pos = torch.zeros(B, S, dtype=torch.int64) if shape.startswith("positions") else None
+    checked = check_call(q, k, v, selection, None, q_pos)
+    return Call(q, k, v, checked[3], q_pos, checked[4], settings_for(device), device)
 
 
 def paged_call(shape: str, sm: int) -> Call:

@@ -18,6 +18,7 @@ SOME = (
     "h3-256",
     "decode-h16",
     "paged-16",
+    "positions-h4",
 )  # where a target differs from its neighbour in nothing but the size of shared memory
 # Bytes that a thread may spill with Triton 3.9's assembler. Most launches were chosen so that nothing spills; dK and dV hold two
 # accumulators and two operands in registers, and measure faster with a pipeline and spills than without either (docs/kernels.md).
