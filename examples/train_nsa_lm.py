@@ -152,12 +152,17 @@ class Compression(nn.Module):
 
 
 def compressed_attention(q: Tensor, k: Tensor, v: Tensor, length: int, stride: int) -> tuple[Tensor, Tensor]:
-    """o and p [B,S,G,h,compressed] of q [B,S,G,h,D] over compressed k, v [B,G,compressed,D]; one is seen once all its keys are."""
+    """o [B,S,G,h,D] of q [B,S,G,h,D] over compressed k, v [B,G,compressed,D], of which one is seen once all its keys are; and, without a
+    gradient, what a group's heads pay attention to together: p [B,S,G,1,compressed]."""
     last = torch.arange(k.shape[2], device=q.device) * stride + length - 1
     seen = last <= torch.arange(q.shape[1], device=q.device)[:, None]
-    logits = torch.einsum("bsghd,bgcd->bsghc", q, k) / math.sqrt(q.shape[-1])
-    p = torch.softmax(logits.masked_fill(~seen[:, None, None], -1e30), -1) * seen[:, None, None]  # rows that see nothing: 0
-    return torch.einsum("bsghc,bgcd->bsghd", p.to(v.dtype), v), p
+    some = seen.any(1, keepdim=True)  # the first rows see nothing: o = 0
+    k_all, v_all = (x.repeat_interleave(q.shape[3], 1) for x in (k, v))
+    o = scaled_dot_product_attention(q.flatten(2, 3).transpose(1, 2), k_all, v_all, attn_mask=seen | ~some) * some
+    with torch.no_grad():
+        logits = torch.einsum("bsghd,bgcd->bsghc", q, k).float() / math.sqrt(q.shape[-1])
+        p = torch.softmax(logits.masked_fill(~seen[:, None, None], -1e30), -1) * seen[:, None, None]
+    return o.transpose(1, 2).unflatten(2, q.shape[2:4]), p.sum(3, keepdim=True)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -251,6 +256,9 @@ class Training:
         torch.manual_seed(sizes.seed)
         self.sizes, self.device, self.text, self.step = sizes, device, text, 0
         self.model = LanguageModel(sizes, backend).to(device)
+        if device.type == "cuda":
+            for block in self.model.blocks:
+                block.compile(fullgraph=True, dynamic=False)  # all blocks are one graph, selection_attention in it
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=sizes.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
         self.fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
 

@@ -153,6 +153,9 @@ def test_compressed_keys_are_seen_once_they_are_whole() -> None:
     seen = torch.arange(20)[:, None] >= torch.tensor([7, 11, 15, 19])
     torch.testing.assert_close(o, attend(q, k.transpose(1, 2), v.transpose(1, 2), seen))
     assert bool((p.movedim(1, -2)[..., ~seen] == 0).all())
+    logits = torch.einsum("bsghd,bgcd->bsghc", q, k) / 4
+    each = torch.softmax(logits.masked_fill(~seen[:, None, None], float("-inf")), -1).nan_to_num()
+    torch.testing.assert_close(p, each.sum(3, keepdim=True))
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
