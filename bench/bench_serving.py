@@ -3,7 +3,8 @@
     python -m nsa_sel.bench.bench_serving --out bench/results/h200/serving.jsonl
 
 The cases are those of the decode suite, with one new token a sequence and with four; times are of whole calls by graph replay. Pages
-are in random order. A plain call knows no lengths; all others are given them, and all sequences are as long as their cache.
+are in random order. A plain call knows no lengths; all others are given them, and all sequences are as long as their cache. Caches lie
+in memory as the arguments say, [.., key, group, D], or with a group's keys together, [.., group, key, D].
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from nsa_sel.serving import selection_attention_with_kvcache
 PAGE_SIZES = (16, 64, 256)
 QUICK = Case("quick-decode-B3-512", "random", 3, 1, 512, 2, 2, 16, 16, 4, 16, "float32")
 IN_ONE_PIECE = "in one piece"  # what pages are compared with
+KEYS_FIRST, GROUPS_FIRST = "keys first", "groups first"  # how the numbers of a cache lie in memory
 
 
 def serving_cases() -> list[Case]:
@@ -39,7 +41,7 @@ def serving_cases() -> list[Case]:
     return [*one, *(case._replace(case=f"{case.case}-S4", S=4) for case in one)]
 
 
-def cached(backend: str, page_size: int | None) -> Contender:
+def cached(backend: str, page_size: int | None, layout: str) -> Contender:
     """`backend` over the keys of a problem, as a contiguous cache or as pages in random order."""
 
     def prepare(problem: Problem) -> Ready:
@@ -52,6 +54,7 @@ def cached(backend: str, page_size: int | None) -> Contender:
             order = torch.randperm(B * (S_kv // page_size), generator=generator).to(lengths.device)
             table = order.int().view(B, -1)
             k_cache, v_cache = (in_pages(x, order, page_size) for x in (k_cache, v_cache))
+        k_cache, v_cache = (laid_out(x, layout) for x in (k_cache, v_cache))
         ranges, block = problem.selection.ranges, problem.selection.block_size
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,7 +65,12 @@ def cached(backend: str, page_size: int | None) -> Contender:
         return as_it_is(attend)
 
     name = IN_ONE_PIECE if page_size is None else f"pages of {page_size}"
-    return Contender(f"{backend}, {name}", prepare, ours(backend).lacks, directions=("decode",))
+    return Contender(f"{backend}, {name}, {layout}", prepare, ours(backend).lacks, directions=("decode",))
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """A cache [..,keys,G,D] with its numbers in that order, or with those of a group together."""
+    return x.contiguous() if layout == KEYS_FIRST else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def in_pages(x: Tensor, order: Tensor, page_size: int) -> Tensor:
@@ -77,7 +85,8 @@ def table(rows: Sequence[Row]) -> str:
     known = {(row["case"], row["backend"]): row["ms_median"] for row in measured(rows)}
     lines = []
     for row in measured(rows):
-        beside = known.get((row["case"], f"{row['backend'].split(',')[0]}, {IN_ONE_PIECE}"))
+        backend, *how = row["backend"].split(", ")
+        beside = known.get((row["case"], ", ".join((backend, IN_ONE_PIECE, *how[1:]))))
         ratio = f"{row['ms_median'] / beside:.3f}" if beside else "-"
         lines.append([row["case"], row["backend"], f"{row['ms_median'] * 1e3:.2f}", ratio, f"{row['mae']:.1e}"])
     return tabulate(lines, headers=("case", "backend", "us", f"time over {IN_ONE_PIECE}", "mae"), tablefmt="github", disable_numparse=True)
@@ -93,7 +102,8 @@ def main(
     """Measure plain calls and calls over caches in one piece and in pages; print how they compare."""
     where, console = device_of(device), stderr_console()
     plain = ours(backend)._replace(directions=("decode",))
-    contenders = able((plain, *(cached(backend, size) for size in (None, *PAGE_SIZES))), where, console.print)
+    caches = [cached(backend, size, layout) for layout in (KEYS_FIRST, GROUPS_FIRST) for size in (None, *PAGE_SIZES)]
+    contenders = able((plain, *caches), where, console.print)
     chosen = [case for case in ([QUICK] if quick else serving_cases()) if only in case.case]
     jobs = [Job(case, contenders, ("decode",), 64, Timing(50), {"quick": True} if quick else {}) for case in chosen]
     typer.echo(table(run(jobs, out, where, console)))

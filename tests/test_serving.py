@@ -13,7 +13,7 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel import registry
 from nsa_sel.bench import bench_serving
-from nsa_sel.bench.bench_serving import cached
+from nsa_sel.bench.bench_serving import GROUPS_FIRST, KEYS_FIRST, cached
 from nsa_sel.bench.program import stderr_console
 from nsa_sel.bench.session import Job, run
 from nsa_sel.errors import ArgumentError, BackendError
@@ -288,16 +288,17 @@ def test_a_warm_up_over_pages() -> None:
 
 def test_the_bench_compares_pages_with_one_piece(tmp_path: Path) -> None:
     """Its parity check is part of it; four tokens a sequence and pages of other sizes are told apart."""
-    jobs = [
-        Job(bench_serving.QUICK._replace(S=S, case=f"S{S}"), (cached("sdpa-packed", None), cached("sdpa-packed", 64)), ("decode",), 8)
-        for S in (1, 4)
-    ]
+    ways = tuple(cached("sdpa-packed", size, layout) for layout in (KEYS_FIRST, GROUPS_FIRST) for size in (None, 64))
+    jobs = [Job(bench_serving.QUICK._replace(S=S, case=f"S{S}"), ways, ("decode",), 8) for S in (1, 4)]
     rows = run(jobs, tmp_path / "rows.jsonl", "cpu", stderr_console())
     assert [(row["case"], row["backend"]) for row in rows] == [
-        (case, f"sdpa-packed, {name}") for case in ("S1", "S4") for name in ("in one piece", "pages of 64")
+        (case, f"sdpa-packed, {name}, {layout}")
+        for case in ("S1", "S4")
+        for layout in (KEYS_FIRST, GROUPS_FIRST)
+        for name in ("in one piece", "pages of 64")
     ]
     assert all(row["mae"] < 1e-6 for row in rows)
-    assert bench_serving.table(rows).count("1.000") == 2
+    assert bench_serving.table(rows).count("1.000") == 4
     assert {(case.B, case.S_kv, case.S) for case in bench_serving.serving_cases()} == {
         (B, S_kv, S) for B, S_kv in ((1, 65536), (64, 32768), (256, 16384)) for S in (1, 4)
     }
