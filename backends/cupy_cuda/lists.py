@@ -1,8 +1,8 @@
 """The selection turned round: for every KV tile, the (row, range) pairs that reach into it, in ascending order of rows.
 
-A counting sort (rank.cu, a running sum, place.cu), so that every list has a fixed order. Kernels share the lists by pieces of at most
-`piece` entries of one list: block 0, which every row chose, is many blocks' work. All sizes are static bounds: building and using the
-lists never reads the device.
+A counting sort (rank.cu, a running sum, place.cu), so that every list has a fixed order. Kernels share the lists by pieces (pieces.cu) of
+at most `piece` entries of one list: block 0, which every row chose, is many blocks' work. All sizes are static bounds: building and
+using the lists never reads the device.
 """
 
 from __future__ import annotations
@@ -103,9 +103,11 @@ def _build(call: Call, ranges: Tensor, width: int, reach: int, piece: int) -> Li
         "place.cu", macros, on, -(-capacity // 256), 256, 0, TURNED + "4q",
         *turned, ranks.data_ptr(), ends.data_ptr(), entries.data_ptr(), capacity,
     )  # fmt: skip
-    begins = torch.nn.functional.pad(ends.view(number, stretches)[:, -1], (1, 0))
-    pieces = (begins.diff() + (piece - 1)) // piece
-    both = torch.stack((pieces, torch.where(pieces > 1, pieces, 0))).cumsum(1)
-    before = torch.nn.functional.pad(both, (1, 0))
+    before = torch.empty(3, number + 1, dtype=torch.int64, device=device)
+    begins, pieces, parts = before
+    launch.start(
+        "pieces.cu", macros, on, 1, 512, 0, "7q",
+        ends.data_ptr(), begins.data_ptr(), pieces.data_ptr(), parts.data_ptr(), number, stretches, piece,
+    )  # fmt: skip
     most_pieces = min(capacity, capacity // piece + number)
-    return Lists(entries, begins, before[0], before[1], number, tiles, each, capacity, most_pieces)
+    return Lists(entries, begins, pieces, parts, number, tiles, each, capacity, most_pieces)
