@@ -12,6 +12,7 @@ again, with the same losses as one that never stopped. `examples/compare_losses.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -20,7 +21,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,6 +127,18 @@ def batch_at(text: Tensor, step: int, sizes: Sizes, held_out: bool = False) -> T
 # The model
 
 
+def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, compiled where its first tensor is on a GPU: each step of it would read and write all of its tensors there."""
+    compiled = torch.compile(function, dynamic=False)
+
+    @functools.wraps(function)
+    def call(x: Tensor, *others: Tensor) -> Tensor:
+        return (compiled if x.is_cuda else function)(x, *others)
+
+    return call
+
+
+@fused
 def rotated(x: Tensor) -> Tensor:
     """x [B,S,...,D] with rotary positions, 0 for the first of S."""
     S, half = x.shape[1], x.shape[-1] // 2
@@ -151,6 +164,14 @@ class Compression(nn.Module):
         return found
 
 
+@fused
+def attention_paid(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """p [B,S,G,1,keys], summed over the heads of a group, of q [B,S,G,h,D] over the keys k [B,G,keys,D] that rows have seen [S,keys]."""
+    logits = torch.einsum("bsghd,bgcd->bsghc", q, k).float() / math.sqrt(q.shape[-1])
+    p = torch.softmax(logits.masked_fill(~seen[:, None, None], -1e30), -1) * seen[:, None, None]
+    return p.sum(3, keepdim=True)
+
+
 def compressed_attention(q: Tensor, k: Tensor, v: Tensor, length: int, stride: int) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,D] of q [B,S,G,h,D] over compressed k, v [B,G,compressed,D], of which one is seen once all its keys are; and, without a
     gradient, what a group's heads pay attention to together: p [B,S,G,1,compressed]."""
@@ -160,9 +181,8 @@ def compressed_attention(q: Tensor, k: Tensor, v: Tensor, length: int, stride: i
     k_all, v_all = (x.repeat_interleave(q.shape[3], 1) for x in (k, v))
     o = scaled_dot_product_attention(q.flatten(2, 3).transpose(1, 2), k_all, v_all, attn_mask=seen | ~some) * some
     with torch.no_grad():
-        logits = torch.einsum("bsghd,bgcd->bsghc", q, k).float() / math.sqrt(q.shape[-1])
-        p = torch.softmax(logits.masked_fill(~seen[:, None, None], -1e30), -1) * seen[:, None, None]
-    return o.transpose(1, 2).unflatten(2, q.shape[2:4]), p.sum(3, keepdim=True)
+        p = attention_paid(q, k, seen)
+    return o.transpose(1, 2).unflatten(2, q.shape[2:4]), p
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -178,6 +198,13 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     mask = near & ~(first[:, None, None] & (key < window))
     o = scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
     return o.transpose(1, 2).reshape(B, chunks * window, G, h, D)[:, :S]
+
+
+@fused
+def gated(gate: Tensor, compressed: Tensor, selected: Tensor, near: Tensor) -> Tensor:
+    """The branches [B,S,G,h,D], each times the sigmoid of its gate [B,S,G,h,3], added (Eq. 5)."""
+    weights = torch.sigmoid(gate).unsqueeze(-2)
+    return compressed * weights[..., 0] + selected * weights[..., 1] + near * weights[..., 2]
 
 
 class Attention(nn.Module):
@@ -210,9 +237,8 @@ class Attention(nn.Module):
         scores = block_scores(p, sizes.block, l, d, S)
         selected = self.select(turned, rotated(keys[2]).transpose(1, 2), keys[3].transpose(1, 2), scores)
         near = window_attention(turned, rotated(keys[4]), keys[5], sizes.window)
-        gate = torch.sigmoid(self.gate(x)).view(B, S, sizes.groups, sizes.heads, 3, 1)
-        o = (torch.stack((compressed, selected, near), -2) * gate).sum(-2)
-        return self.out(o.flatten(2))  # type: ignore[no-any-return]
+        gate = self.gate(x).view(B, S, sizes.groups, sizes.heads, 3)
+        return self.out(gated(gate, compressed, selected, near).flatten(2))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -256,9 +282,6 @@ class Training:
         torch.manual_seed(sizes.seed)
         self.sizes, self.device, self.text, self.step = sizes, device, text, 0
         self.model = LanguageModel(sizes, backend).to(device)
-        if device.type == "cuda":
-            for block in self.model.blocks:
-                block.compile(fullgraph=True, dynamic=False)  # all blocks are one graph, selection_attention in it
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=sizes.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
         self.fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
 
