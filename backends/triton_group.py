@@ -3,7 +3,7 @@
 Forward, three ways of one loop (steps.py has the mathematics):
     ranges  pointer loads; the row's ranges laid end to end, so that short and unaligned ranges fill whole tiles
     blocks  whole blocks through the tensor memory accelerator (sm_90 and newer), the block that holds t through pointers
-    split   few rows (decode): the walk cut into parts, one program each, joined by log-sum-exp (combine.py)
+    split   few rows (decode), as `ranges`: the walk cut into parts, one program each, joined by log-sum-exp (combine.py)
 Backward: dQ by the same walk as `ranges`; dK and dV by visiting KV tiles (dkdv.py).
 The h heads are the rows of the matrix-unit tiles, padded to 16; more than 64 heads take several programs.
 """
@@ -11,7 +11,6 @@ The h heads are the rows of the matrix-unit tiles, padded to 16; more than 64 he
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import msgspec
@@ -46,6 +45,8 @@ from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
 READS_CACHES = True  # lengths and block tables, in the forward kernels
+FULL = 8  # warps of a program that has a multiprocessor for itself
+FEW_TOKENS = 8  # new tokens of a sequence, up to which a call is one step of decoding: its keys are of many sequences, and far apart
 
 
 @triton.jit
@@ -335,13 +336,17 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return forward(call.with_positive_scale())
     B, S, G, _, _ = call.q.shape
     heads = launch.heads(call)
-    parts = launch.split_parts(call, B * S * G * _head_tiles(heads.h))
-    if parts > 1:
-        return _forward_split(call, heads, launch.kernel_config(call, heads, "triton-group/decode"), parts)
-    if _bulk_copies_fit(call, "triton-group/forward-blocks"):
-        return _forward_blocks(call, heads, launch.kernel_config(call, heads, "triton-group/forward-blocks"))
+    programs, sms = B * S * G * _head_tiles(heads.h), launch.multiprocessors(call)
+    if programs <= sms:
+        return _forward_few(call, heads, _split_parts(call, heads, programs))
+    blocks = "triton-group/decode-blocks" if S <= FEW_TOKENS else "triton-group/forward-blocks"
+    if _bulk_copies_fit(call, blocks):
+        return _forward_blocks(call, heads, launch.kernel_config(call, heads, blocks))
+    if programs <= 2 * sms:
+        return _forward_few(call, heads, 1)
+    ranges = "triton-group/decode-ranges" if S <= FEW_TOKENS or call.block_table is not None else "triton-group/forward"
     o, lse = launch.outputs(call)
-    _launch_ranges(call, heads, launch.kernel_config(call, heads, "triton-group/forward"), o, lse, 1)
+    _launch_ranges(call, heads, launch.kernel_config(call, heads, ranges), o, lse, 1)
     return o, lse
 
 
@@ -358,13 +363,26 @@ def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig) -> tu
     return o, lse
 
 
-def _forward_split(call: Call, heads: launch.Heads, config: KernelConfig, parts: int) -> tuple[Tensor, Tensor]:
+def _forward_few(call: Call, heads: launch.Heads, parts: int) -> tuple[Tensor, Tensor]:
+    config = launch.kernel_config(call, heads, "triton-group/decode")
+    if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= parts * config.block_l:  # one step has no next to fetch for
+        config = msgspec.structs.replace(config, num_stages=2)
     o, lse = launch.outputs(call)
+    if parts == 1:
+        _launch_ranges(call, heads, config, o, lse, 1)
+        return o, lse
     part_o = lse.new_empty(lse.numel(), parts, o.shape[-1])
     part_lse = lse.new_empty(lse.numel(), parts)
     _launch_ranges(call, heads, config, part_o, part_lse, parts)
     launch.combine(part_o, part_lse, o, lse, parts)
     return o, lse
+
+
+def _split_parts(call: Call, heads: launch.Heads, programs: int) -> int:
+    """Programs of many warps fill a multiprocessor one by one, others two by two; none walks less than 32 keys."""
+    config = call.settings.kernel("triton-group/decode" + launch.heads_class(heads))
+    at_once = launch.multiprocessors(call) * (1 if config.num_warps >= FULL else 2)
+    return launch.split_parts(call, programs, at_once, max(32, config.block_l))
 
 
 def _launch_ranges(call: Call, heads: launch.Heads, config: KernelConfig, o: Tensor, lse: Tensor, parts: int) -> None:
@@ -430,8 +448,6 @@ def _ranges_launch(heads: launch.Heads, cache: Cache, config: KernelConfig, walk
 
 @functools.lru_cache(REMEMBERED)
 def _blocks_launch(heads: launch.Heads, cache: Cache, n: int, block: int, config: KernelConfig) -> Launch:
-    if config.block_l > (step := math.gcd(config.block_l, cache.PAGE)):  # as many bytes on their way in smaller steps
-        config = msgspec.structs.replace(config, block_l=step, num_stages=config.num_stages * (min(config.block_l, block) // step))
     facts, tiles = {**launch.facts(heads), **cache._asdict()}, _block_tiles(n, block, config)
     return Launch(forward_blocks_kernel, **facts, **tiles, **_rows_and_options(heads, config))
 
@@ -472,10 +488,11 @@ def _block(call: Call) -> int:
 def _bulk_copies_fit(call: Call, kernel: str) -> bool:
     """Whether `kernel` takes whole blocks; it cuts them into tiles of a power of two, each in one page, and looks at all ranges of a row
     at once."""
-    size = call.selection.block_size
-    power = size is not None and size & (size - 1) == 0
-    whole = call.block_table is None or call.k.shape[2] % launch.MIN_TILE == 0
-    return power and whole and call.selection.n <= 1024 and call.settings.kernels[kernel].loads == "tma" and launch.bulk_copies_fit(call)
+    size, config = call.selection.block_size, call.settings.kernels[kernel]
+    if size is None or size & (size - 1) or call.selection.n > 1024 or config.loads != "tma":
+        return False
+    whole = call.block_table is None or call.k.shape[2] % min(config.block_l, size) == 0
+    return whole and launch.bulk_copies_fit(call)
 
 
 def _block_h(h: int) -> int:

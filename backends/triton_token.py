@@ -20,6 +20,8 @@ from nsa_sel.backends._triton.steps import LN_2, LOG2_E, LOWEST, positions_of, r
 from nsa_sel.call import Call
 from nsa_sel.config import KernelConfig
 
+SPLIT_KEYS = 32  # the fewest keys worth a program of their own
+
 
 @triton.jit
 def forward_kernel(
@@ -142,7 +144,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return forward(call.with_positive_scale())
     B, S, G, h, _ = call.q.shape
     o, lse = launch.outputs(call)
-    parts = launch.split_parts(call, B * S * G * h)
+    parts = launch.split_parts(call, B * S * G * h, 2 * launch.multiprocessors(call), SPLIT_KEYS)
     heads = launch.heads(call)
     config = launch.kernel_config(call, heads, "triton-token/forward" if parts == 1 else "triton-token/decode")
     if parts == 1:

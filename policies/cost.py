@@ -19,7 +19,10 @@ from nsa_sel.request import SHARING_TOKENS, Request
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads that a tile, or a step of a block's rows, holds
 LEAST_HEADS = 8  # of cupy-cuda's backward model
-SPLIT_PROGRAMS, MOST_PARTS = 264, 64  # fewer rows are split, each into so many parts at most: two programs a multiprocessor of a large GPU
+SPLIT_PROGRAMS, MOST_PARTS = (
+    132,
+    64,
+)  # fewer rows are split, each into so many parts at most: a program for each multiprocessor of a large GPU
 
 
 class Blocks(NamedTuple):

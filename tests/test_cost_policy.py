@@ -211,10 +211,10 @@ def test_every_term_is_counted() -> None:
     counted = [work(replace(SHORT, Dk=Dk), backward, ALIKE) for Dk in (128, 192) for backward in (False, True)]
     assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
     assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
-    few = replace(SHORT, B=1, G=4, S=1)  # rows; 264 programs make 64 parts of each
-    assert work(few, False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 64)
-    assert work(replace(few, B=33), False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 2)
-    assert work(replace(few, B=34), False, ALIKE)["split-walk"] == work(SHORT, False, ALIKE)["split-walk"] == 0
+    few = replace(SHORT, B=1, G=4, S=1)  # rows; 132 programs make 33 parts of each
+    assert work(few, False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 33)
+    assert work(replace(few, B=16), False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 2)
+    assert work(replace(few, B=17), False, ALIKE)["split-walk"] == work(SHORT, False, ALIKE)["split-walk"] == 0
     assert {term for terms in cost_fit.TERMS.values() for term in terms} <= set(COST_TERMS)
 
 

@@ -18,13 +18,19 @@ SOME = (
     "h3-256",
     "decode-h16",
     "paged-16",
-    "positions-h4",
 )  # where a target differs from its neighbour in nothing but the size of shared memory
 # Bytes that a thread may spill with Triton 3.9's assembler. Most launches were chosen so that nothing spills; dK and dV hold two
 # accumulators and two operands in registers, and measure faster with a pipeline and spills than without either (docs/kernels.md).
 # Triton 3.7's assembler spills up to 440 bytes in a few of the others.
 OLDER = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
-SPILLS = {"partial_dkdv_kernel": 640, "partial_kernel": 160, "rank_kernel": 16, "place_kernel": 16, "sum_parts_kernel": 16}
+SPILLS = {
+    "forward_ranges_kernel": 16,
+    "partial_dkdv_kernel": 640,
+    "partial_kernel": 160,
+    "rank_kernel": 16,
+    "place_kernel": 16,
+    "sum_parts_kernel": 16,
+}
 WIDE_TILE, TILE = 448, 64  # triton-tile with head dims of 256, or of 192 on sm_120, and with others
 SHARED = {"rank_kernel", "place_kernel", "partial_dkdv_kernel", "sum_parts_kernel"}
 GROUP = {"forward_ranges_kernel", "forward_blocks_kernel", "dq_kernel", "dq_blocks_kernel"}

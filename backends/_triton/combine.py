@@ -12,24 +12,19 @@ from nsa_sel.backends._triton.steps import LN_2, LOWEST
 
 
 @triton.jit
-def combine_kernel(
-    part_o, part_lse, o, lse, rows, parts, Dv: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):  # fmt: skip
-    """part_o [rows, parts, Dv] and part_lse [rows, parts] (base 2) in float32 -> o [rows, Dv], lse [rows] (natural); rows = B*S*G*h."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    d = tl.arange(0, BLOCK_DV)
-    i = tl.arange(0, PARTS)
-    inside = (row < rows)[:, None] & (i < parts)[None, :]
-    part = tl.load(part_lse + row[:, None] * parts + i[None, :], mask=inside, other=float("-inf"))
-    highest = tl.maximum(tl.max(part, 1), LOWEST)
-    total = tl.sum(tl.exp2(part - highest[:, None]), 1)
+def combine_kernel(part_o, part_lse, o, lse, parts, Dv: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """part_o [rows, parts, Dv] and part_lse [rows, parts] (base 2) in float32 -> o [rows, Dv], lse [rows] (natural); rows = B*S*G*h.
+
+    All parts of a row are read at once: one after another, each would wait for memory by itself."""
+    row = tl.program_id(0).to(tl.int64)
+    i, d = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
+    part = tl.load(part_lse + row * parts + i, mask=i < parts, other=float("-inf"))
+    there = (i < parts)[:, None] & (d < Dv)[None, :]
+    parts_o = tl.load(part_o + (row * parts + i[:, None]) * Dv + d[None, :], mask=there, other=0.0)
+    highest = tl.maximum(tl.max(part, 0), LOWEST)
+    total = tl.sum(tl.exp2(part - highest), 0)
     seen = total > 0
-    row_lse = tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_DV], part_o.dtype.element_ty)
-    store = (row < rows)[:, None] & (d < Dv)[None, :]
-    for j in range(parts):
-        one = tl.load(part_lse + row * parts + j, mask=row < rows, other=float("-inf"))
-        weight = tl.where(seen, tl.exp2(one - tl.where(seen, row_lse, 0.0)), 0.0)
-        acc += weight[:, None] * tl.load(part_o + (row[:, None] * parts + j) * Dv + d[None, :], mask=store, other=0.0)
-    tl.store(o + row[:, None] * Dv + d[None, :], acc.to(o.dtype.element_ty), mask=store)
-    tl.store(lse + row, row_lse * LN_2, mask=row < rows)
+    row_lse = tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), 0.0)
+    o_row = tl.sum(tl.exp2(part - row_lse)[:, None] * parts_o, 0)
+    tl.store(o + row * Dv + d, o_row.to(o.dtype.element_ty), mask=d < Dv)
+    tl.store(lse + row, tl.where(seen, row_lse * LN_2, float("-inf")))

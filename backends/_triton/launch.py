@@ -22,8 +22,8 @@ from nsa_sel.config import KernelConfig
 
 SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many programs
 MIN_TILE = 16  # the smallest side of a matrix-unit operand
-SPLIT_KEYS = 32  # the fewest keys worth a program of their own
-WALK = 64  # ranges that a program lays end to end at once
+WALK, WALK_BLOCKS = 64, 16  # ranges that a program lays end to end at once: every key looks for its own among them
+LONG_BLOCK = 64  # keys of a block of which fewer at once will do
 
 
 def tile(width: int, smallest: int = MIN_TILE) -> int:
@@ -40,13 +40,18 @@ def outputs(call: Call) -> tuple[Tensor, Tensor]:
     return q.new_empty(B, S, G, h, call.v.shape[3]), q.new_empty(B, S, G, h, dtype=lse_dtype)
 
 
-def split_parts(call: Call, programs: int) -> int:
-    """Into how many programs each row is split so that few rows still fill the GPU: 1 when there are rows enough."""
-    sms = SMS_WHEN_INTERPRETED if call.device.kind == "cpu" else call.device.sm_count
-    parts = min(64, 2 * sms // max(1, programs))
+def multiprocessors(call: Call) -> int:
+    """Of the GPU; interpreted, a few."""
+    return SMS_WHEN_INTERPRETED if call.device.kind == "cpu" else call.device.sm_count
+
+
+def split_parts(call: Call, programs: int, at_once: int, least: int) -> int:
+    """Into how many programs each row is split so that few rows still fill the GPU, which runs `at_once` of them side by side: 1 when
+    there are rows enough. A program walks `least` keys or more, where a row may have them."""
+    parts = min(64, at_once // max(1, programs))
     if parts <= 1:
         return 1
-    return max(1, min(parts, -(-call.selection.length_bound(call.S_kv) // SPLIT_KEYS)))
+    return max(1, min(parts, -(-call.selection.length_bound(call.S_kv) // least)))
 
 
 def remembered(call: Call, key: tuple[object, ...], build: Callable[[], Any]) -> Any:
@@ -120,7 +125,8 @@ def _bind_context(x: Tensor) -> None:
 
 def walk_width(call: Call) -> int:
     """How many ranges a program lays end to end at once."""
-    return min(WALK, tile(call.selection.n, 1))
+    long = (call.selection.block_size or 0) >= LONG_BLOCK
+    return min(WALK_BLOCKS if long else WALK, tile(call.selection.n, 1))
 
 
 class Heads(NamedTuple):
@@ -188,12 +194,12 @@ def kernel_config(call: Call, of: Heads, kernel: str) -> KernelConfig:
 
 def combine(part_o: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, parts: int) -> None:
     """Join the partials [rows, parts, Dv] and [rows, parts] of split rows into o and lse."""
-    rows = lse.numel()
-    block_rows = 4 if rows >= 4096 else 1
-    join = _combine_launch(o.shape[-1], tile(parts, 1), block_rows)
-    join.start(-(-rows // block_rows), (part_o, part_lse, o, lse), (rows, parts))
+    join = _combine_launch(o.shape[-1], tile(parts, 1))
+    join.start(lse.numel(), (part_o, part_lse, o, lse), (parts,))
 
 
 @functools.lru_cache(REMEMBERED)
-def _combine_launch(Dv: int, PARTS: int, block_rows: int) -> Launch:
-    return Launch(combine_kernel, Dv=Dv, PARTS=PARTS, BLOCK_DV=tile(Dv), BLOCK_ROWS=block_rows, num_warps=1)
+def _combine_launch(Dv: int, PARTS: int) -> Launch:
+    block_dv = tile(Dv)
+    num_warps = min(4, max(1, PARTS * block_dv // 1024))  # 32 numbers a thread, where there are so many
+    return Launch(combine_kernel, Dv=Dv, PARTS=PARTS, BLOCK_DV=block_dv, num_warps=num_warps)
