@@ -22,6 +22,7 @@ from nsa_sel.request import SHARING_TOKENS, Request
 from nsa_sel.selection import Selection
 
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that they speak for: same bytes, same matrix units
+MORE_THAN_A_CALL = ("bench_serving", "bench_varlen", "bench_scaling")  # caches, packed batches and ranks: other work under a backend's name
 WAYS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # direction of a row -> way of a cost model
 SCATTER = 0.1  # of a row's percentiles, relative to its median, at which it has half a vote
 HOST_SPREAD = 2.0  # calls that the host bounds take at most so many times as long as the fastest call
@@ -41,7 +42,7 @@ TERMS = {
     "triton-token/backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
     "cupy-cuda/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
     "cupy-cuda/decode": ("launch", "walk", "read", "rows", "read-wide"),
-    "cupy-cuda/backward": ("launch", "pairs", "tile"),
+    "cupy-cuda/backward": ("launch", "pairs", "tile", "exact"),
     "sdpa-packed/forward": PACKED,
     "sdpa-packed/decode": PACKED,
     "sdpa-packed/backward": PACKED,
@@ -51,6 +52,8 @@ TERMS = {
 def is_time(row: Row) -> bool:
     """Whether the row is the time of a backend of TERMS, of selections of whole blocks: what the policy's choices are held against."""
     if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1:
+        return False
+    if any(program in str(row.get("command")) for program in MORE_THAN_A_CALL):
         return False
     if not all(field in row for field in Case._fields):
         return False

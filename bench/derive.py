@@ -6,6 +6,7 @@ A default changes only on evidence: one side's 80th percentile must lie below th
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def provenance(name: str, rows: list[Row], finding: str) -> str:
     """Where a profile's values come from: finding, rows file and hash, count, device, versions, commit, command."""
     row = rows[0]
     versions = ", ".join(f"{key} {row[key]}" for key in ("torch", "triton", "numba", "driver") if row.get(key))
-    return f"{finding}; {source(name, rows)}, {row['device']}, {versions}, commit {row['commit']}, `{row['command']}`"
+    commits = ", ".join(f"{commit} ({count} rows)" for commit, count in Counter(row["commit"] for row in rows).items())
+    return f"{finding}; {source(name, rows)}, {row['device']}, {versions}, commit {commits}, first `{row['command']}`"
 
 
 def source(name: str, rows: list[Row]) -> str:

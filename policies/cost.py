@@ -18,11 +18,8 @@ from nsa_sel.request import SHARING_TOKENS, Request
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads that a tile, or a step of a block's rows, holds
-LEAST_HEADS = 8  # of cupy-cuda's backward model
-SPLIT_PROGRAMS, MOST_PARTS = (
-    132,
-    64,
-)  # fewer rows are split, each into so many parts at most: a program for each multiprocessor of a large GPU
+LEAST_HEADS = 2  # of cupy-cuda's backward model
+SPLIT_PROGRAMS, MOST_PARTS = 132, 64  # fewer rows are split into as many programs, of each row so many parts at most
 
 
 class Blocks(NamedTuple):
@@ -87,7 +84,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     return {
         "launch": 1.0,
         "walk": walk,
-        "split-walk": walk / parts if parts > 1 else 0.0,
+        "split-walk": walk / parts if rows <= SPLIT_PROGRAMS else 0.0,
         "union": tile_blocks(request, sharing, tokens) * block * tokens / max(1, rows) / 1e3,
         "pairs": pairs / 1e6,
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
