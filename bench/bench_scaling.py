@@ -126,9 +126,11 @@ def table(rows: list[Row]) -> str:
         moved = (row["bytes_forward"] + (row["bytes_backward"] if row["direction"] != "fwd" else 0)) / 1e6
         spread = f"{row['ms_p20']:.3g} - {row['ms_p80']:.3g}"
         efficiency = f"{one / row['ms_median']:.2f}" if one else "-"
-        lines.append([row["case"], row["ranks"], row["direction"], f"{row['ms_median']:.3g}", spread, efficiency, row["way"] or "-", moved])
+        lines.append(
+            [row["case"], row["ranks"], row["direction"], f"{row['ms_median']:.3g}", spread, efficiency, row["way"] or "-", f"{moved:.1f}"]
+        )
     headers = ["case", "ranks", "direction", "ms", "p20 - p80", "efficiency", "way", "MB moved"]
-    return tabulate(lines, headers=headers, disable_numparse=True)
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def launch(ranks: int, arguments: list[str]) -> list[str]:

@@ -81,15 +81,19 @@ def in_pages(x: Tensor, order: Tensor, page_size: int) -> Tensor:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Medians, and how many times as long as over the same keys in one piece."""
-    known = {(row["case"], row["backend"]): row["ms_median"] for row in measured(rows)}
-    lines = []
+    """Microseconds over a cache in one piece, and over pages with how many times as long that takes."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in measured(rows):
         backend, *how = row["backend"].split(", ")
-        beside = known.get((row["case"], ", ".join((backend, IN_ONE_PIECE, *how[1:]))))
-        ratio = f"{row['ms_median'] / beside:.3f}" if beside else "-"
-        lines.append([row["case"], row["backend"], f"{row['ms_median'] * 1e3:.2f}", ratio, f"{row['mae']:.1e}"])
-    return tabulate(lines, headers=("case", "backend", "us", f"time over {IN_ONE_PIECE}", "mae"), tablefmt="github", disable_numparse=True)
+        if how:
+            found.setdefault((row["case"], backend, how[1]), {})[how[0]] = row["ms_median"] * 1e3
+    lines = []
+    for (case, backend, layout), times in found.items():
+        whole = times[IN_ONE_PIECE]
+        paged = [f"{times[name]:.2f} ({times[name] / whole:.3f})" for name in times if name != IN_ONE_PIECE]
+        lines.append((case, backend, layout, f"{whole:.2f}", *paged))
+    headers = ("case", "backend", "layout", IN_ONE_PIECE, *(name for name in next(iter(found.values()), {}) if name != IN_ONE_PIECE))
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def main(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tabulate import tabulate
 
 from nsa_sel import registry
-from nsa_sel.bench import cases, records, summary
+from nsa_sel.bench import bench_scaling, bench_serving, cases, records, summary
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.trials import trials_table
@@ -20,6 +20,10 @@ from nsa_sel.dispatch import load_policy, select
 from nsa_sel.request import DeviceInfo, example_request
 from nsa_sel.show import describe
 
+H200_OVERHEAD = "bench/results/h200/overhead.jsonl"
+H200_SERVING, H200_VARLEN = "bench/results/h200/serving.jsonl", "bench/results/h200/varlen.jsonl"
+H200_SCALING, H200_TRAINING = "bench/results/h200/scaling.jsonl", "bench/results/h200/training"
+SETTLED, WINDOW = 10, 20  # steps of a training run before speed counts, and that losses are averaged over
 H200_COUNTERS = "bench/results/h200/profiles/counters.jsonl"
 H200_TRIALS = "bench/results/h200/profiles/trials.jsonl"
 H200_PEERS = "bench/results/h200/peers.jsonl"
@@ -142,10 +146,61 @@ def overhead() -> str:
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
+def compiled() -> str:
+    """What torch.compile makes of a call of a stand-in that computes nothing, microseconds of the host."""
+    parts = ("call", "graph", "empty graph", "further call", "further compiled call", "compiling adds")
+    calls: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in records.read(ROOT / H200_OVERHEAD):
+        if row["backend"] == "nothing" and "us_median" in row:
+            calls.setdefault((row["device"], row["direction"]), {})[row["part"]] = row
+    lines = [(*key, *(f"{found[part]['us_median']:.3g}" for part in parts)) for key, found in calls.items()]
+    return tabulate(lines, headers=["device", "direction", *parts], tablefmt="github", disable_numparse=True)
+
+
+def varlen() -> str:
+    """Packed batches in the ways of bench/bench_varlen.py: milliseconds, medians."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in records.measured(records.read(ROOT / H200_VARLEN)):
+        backend = "-".join(row["backend"].split("-")[:2])
+        way = row["backend"].removeprefix(backend).removeprefix("-")
+        found.setdefault((row["case"], row["direction"], backend), {})[way] = row["ms_median"]
+    lines = [(*key, *(f"{times[way]:.3g}" if way in times else "-" for way in ("", "copied", "each"))) for key, times in found.items()]
+    headers = ["case", "direction", "backend", "one call", "one call, k and v copied", "a call for each sequence"]
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def training() -> str:
+    """Runs of examples/train_nsa_lm.py: speed, losses, and how far their averages were from packed SDPA's and triton-tile's."""
+    runs = {file.stem: records.read(file) for file in sorted((ROOT / H200_TRAINING).glob("*.jsonl"))}
+    lines = []
+    for name, rows in runs.items():
+        held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
+        speed = statistics.median(row["tokens_per_second"] for row in rows[SETTLED:])
+        far = [f"{_furthest(rows, runs[other]):.4f}" if rows[0]["attention"] == "nsa" else "-" for other in ("sdpa-packed", "triton-tile")]
+        last = f"{held_out[-1]:.3f}" if held_out else "-"
+        lines.append((name, rows[0]["backend"] or "-", len(rows), f"{rows[-1]['seconds']:.0f}", f"{speed:.0f}", last, *far))
+    headers = ["run", "selected branch", "steps", "seconds", "tokens/s", "held-out loss", "from packed SDPA", "from triton-tile"]
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _furthest(rows: list[Row], reference: list[Row]) -> float:
+    """The largest difference of losses, averaged over `WINDOW` steps, over the steps of both."""
+    means = [
+        [statistics.fmean(row["loss"] for row in run[i : i + WINDOW]) for i in range(0, len(run) - WINDOW + 1, WINDOW)]
+        for run in (rows, reference)
+    ]
+    return float(max(abs(a - b) for a, b in zip(*means, strict=False)))
+
+
 # By document, one that is not there left out; any document may show any of them.
 PLACES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"h200": of_h200(summary.performance_table), "cpu": cpu_table, "decision": decision},
     "PRD.md": {"overhead": overhead},
+    "docs/pytorch.md": {"compiled": compiled},
+    "docs/serving.md": {"serving": lambda: bench_serving.table(records.read(ROOT / H200_SERVING))},
+    "docs/varlen.md": {"varlen": varlen},
+    "docs/distributed.md": {"weak": lambda: bench_scaling.table(records.read(ROOT / H200_SCALING))},
+    "docs/training.md": {"training": training},
     "docs/kernels.md": {
         "targets": of_h200(summary.targets_table),
         "workspace": of_h200(summary.workspace_table),

@@ -226,6 +226,55 @@ TRIALS = (
         "real-8k-h16",
         {"shared memory": ("both plans, loops over shared memory",), "registers": ("both plans, network in registers",)},
     ),
+    Trial(
+        "few rows: the parts of a row are read at once, not one after another, when they are joined; the same launch",
+        "right",
+        8,
+        "decode-B1-64k-h16",
+        {"one after another": ("before: pointers, L32 w2 st2, parts 32",), "at once": ("pointers, L32 w2 st2, parts 32",)},
+    ),
+    Trial(
+        "16 rows: one program of 8 warps a multiprocessor instead of two of 2 warps",
+        "right",
+        8,
+        "decode-B1-64k-h16-S4",
+        {"two": ("pointers, L32 w2 st2, parts 16",), "one": ("pointers, L64 w8 st3, parts 8",)},
+    ),
+    Trial(
+        "the same, 64 rows",
+        "right; twice as many would be a little better",
+        8,
+        "decode-B16-32k-h16",
+        {
+            "two": ("pointers, L32 w2 st2, parts 4",),
+            "one": ("pointers, L64 w8 st3, parts 2",),
+            "two of 8 warps": ("pointers, L64 w8 st3, parts 4",),
+        },
+    ),
+    Trial(
+        "the same, 128 rows",
+        "right: nothing is left to join",
+        8,
+        "decode-B32-32k-h16",
+        {"two": ("pointers, L32 w2 st2, parts 2",), "one": ("pointers, L64 w8 st3, parts 1",)},
+    ),
+    Trial(
+        "pages: where the next step's keys are is read a step ahead",
+        "right",
+        8,
+        "decode-B64-32k-h16",
+        {"in its step": ("table read in its step, pages of 64",), "a step ahead": ("table read a step ahead, pages of 64",)},
+    ),
+    Trial(
+        "pages of 16: 32 keys a step through pointers instead of 16 by bulk copies",
+        "right",
+        8,
+        "decode-B256-16k-h16",
+        {
+            "bulk copies": ("before: as launched, pages of 16",),
+            "pointers": ("before: pointers, L32 w2 st3, parts 1, pages of 16",),
+        },
+    ),
 )
 
 
