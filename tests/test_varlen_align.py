@@ -103,6 +103,17 @@ def test_a_seen_nan_goes_as_far_as_in_sequences_that_begin_with_blocks(backend: 
         assert torch.equal(mine.nan_to_num(7.0), other[0].nan_to_num(7.0))
 
 
+def test_what_lies_between_sequences_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, given = pack((5, 0, 18), n=2, G=2, spare=2), []
+    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
+    selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
+    for x, copy in zip(packed[1:3], given, strict=True):
+        wanted = x.new_zeros(1, 2, 80, x.shape[-1])  # 25 keys and 3 * 15, in whole blocks
+        for place, keys in ((0, slice(0, 5)), (16, slice(5, 23)), (48, slice(23, 25))):
+            wanted[0, :, place : place + keys.stop - keys.start] = x[keys].transpose(0, 1)
+        assert torch.equal(copy, wanted)
+
+
 def test_bounds_that_are_none_read_and_write_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU checks what a GPU would not: an index outside a tensor is an error."""
     monkeypatch.setattr(varlen, "_is_free_to_read", lambda bounds: False)
@@ -211,7 +222,7 @@ def test_the_decision_that_is_foreseen_is_the_one_that_is_taken(monkeypatch: pyt
     foreseen: list[Request] = []
     pays = varlen._pays
     monkeypatch.setattr(varlen, "_pays", lambda request, *rest: foreseen.append(request) or pays(request, *rest))
-    packed = pack(MIXED, n=2)
+    packed = pack(MIXED, n=3)  # 48 keys, and sequences of 32 at most
     if apart:
         packed = packed._replace(selection=Selection(packed.selection.ranges.transpose(0, 1), 16))
     packed.selection.measure()
