@@ -1,11 +1,11 @@
-"""Packed batches: one call for all sequences beside a call for each, and beside a copy of k and v to where blocks begin.
+"""Packed batches: one call for all sequences, with and without a copy of k and v to where blocks begin, beside a call for each.
 
     python -m nsa_sel.bench.bench_varlen --out bench/results/h200/varlen.jsonl
 
 Three ways to serve sequences of mixed lengths that lie end to end, whole calls, plans and shifted ranges built within them:
-    NAME           selection_attention_varlen: bounds on the device, nothing copied; block_aligned where sequences begin with blocks
+    NAME           selection_attention_varlen: bounds on the device, align=False; block_aligned where sequences begin with blocks
     NAME-each      a call of selection_attention for every sequence, its results joined: what a user does without it
-    NAME-copied    k and v copied so that each sequence begins with a block: what backends of whole blocks need for the odd cases
+    NAME-copied    selection_attention_varlen with align=True: k and v copied so that each sequence begins with a block, for the odd cases
 Parity is checked in the same run, for sampled rows against the float64 oracle. Run again, it goes on where it was stopped.
 """
 
@@ -31,7 +31,6 @@ from nsa_sel.bench.program import program, stderr_console
 from nsa_sel.bench.session import Job, able, run
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
-from nsa_sel.varlen import varlen_positions
 
 BACKENDS = ("triton-tile", "triton-block", "triton-group")
 QUICK = [
@@ -49,14 +48,16 @@ def in_sequences(problem: Problem, bounds: list[int]) -> Tensor:
     return torch.where(ranges.diff(dim=-1) > 0, ranges - first[None, :, None, None, None], 0)
 
 
-def at_once(backend: str, problem: Problem, bounds: list[int], block: int) -> Ready:
+def at_once(backend: str, problem: Problem, bounds: list[int], block: int, align: bool = False) -> Ready:
     """One call, bounds on the device."""
     ranges, cu = in_sequences(problem, bounds), torch.tensor(bounds, dtype=torch.int32, device=problem.q.device)
     aligned = problem.selection.block_size is not None
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x[0].transpose(0, 1) for x in (k, v))
-        o: Tensor = selection_attention_varlen(q[0], k, v, Selection(ranges, block), cu, backend=backend, block_aligned=aligned)
+        o: Tensor = selection_attention_varlen(
+            q[0], k, v, Selection(ranges, block), cu, backend=backend, block_aligned=aligned, align=align
+        )
         return o.unsqueeze(0)
 
     return _packed(call)
@@ -77,24 +78,8 @@ def one_by_one(backend: str, problem: Problem, bounds: list[int], block: int) ->
 
 
 def copied(backend: str, problem: Problem, bounds: list[int], block: int) -> Ready:
-    """One call over a copy of k and v in which every sequence begins with a block; places are made in the call, from bounds on the
-    device, and the copy is as large as any bounds may need."""
-    ranges, cu = in_sequences(problem, bounds), torch.tensor(bounds, device=problem.q.device)
-    T, room = bounds[-1], bounds[-1] + (len(bounds) - 1) * (block - 1)
-    room = -(-room // block) * block
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        blocks = -(-cu.diff() // block)
-        position = varlen_positions(cu, T=T, device=cu.device)
-        sequence = torch.searchsorted(cu, torch.arange(T, device=cu.device), right=True) - 1
-        begin = ((blocks.cumsum(0) - blocks) * block)[sequence]
-        place = begin + position
-        moved = Selection(ranges, block).shifted(begin[None], position[None] + 1, room, whole_blocks=True, max_length=room)
-        k, v = (x.new_zeros(*x.shape[:2], room, x.shape[3]).index_copy(2, place, x) for x in (k, v))
-        o: Tensor = selection_attention(q, k, v, moved, q_pos=place, backend=backend)
-        return o
-
-    return _packed(call)
+    """One call, bounds on the device, over a copy of k and v in which every sequence begins with a block."""
+    return at_once(backend, problem, bounds, block, align=True)
 
 
 WAYS: dict[str, Way] = {"": at_once, "-each": one_by_one, "-copied": copied}
@@ -113,7 +98,7 @@ def contenders(case: Case, backends: tuple[str, ...]) -> list[Contender]:
     for backend in backends:
         for suffix, way in WAYS.items():
             if suffix == "" and odd and backend in PREFILL_ONLY:
-                continue  # takes whole blocks alone
+                continue  # refuses without a copy
             if suffix == "-copied" and not odd:
                 continue
 

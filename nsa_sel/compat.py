@@ -4,8 +4,9 @@
     from nsa_sel.compat import topk_sparse_attention         # for native_sparse_attention.ops (native-sparse-attention-triton)
     from nsa_sel.compat import FSA_topk_sparse_attention     # for fsa.ops (Flash-Sparse-Attention)
 
-They copy none of q, k, v, are differentiable, run on every backend, and choose it as `selection_attention` does. Where their results
-differ from the originals', on purpose: docs/compat.md.
+They are differentiable, run on every backend, and choose it as `selection_attention` does. They copy none of q, k, v themselves; with
+cu_seqlens, k and v may be copied as `selection_attention_varlen` says, which block_aligned=True spares. Where their results differ
+from the originals', on purpose: docs/compat.md.
 """
 
 from __future__ import annotations

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.attention import selection_attention
+from nsa_sel import registry
+from nsa_sel.attention import decide, in_autocast_dtype, select, selection_attention, transformed
+from nsa_sel.backends.specs import on_hopper_tiles
+from nsa_sel.call import check_call, device_info, request_of
 from nsa_sel.errors import ArgumentError
+from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 
 Bounds = Tensor | list[int] | tuple[int, ...]  # cu_seqlens as callers give them
 _DTYPES = (torch.int32, torch.int64)
+_PASSES = 3  # over the keys and values that a copy takes: zeros written, what there is read, and written
 
 
 def selection_attention_varlen(
@@ -27,8 +33,9 @@ def selection_attention_varlen(
     return_lse: bool = False,
     backend: str | None = None,
     block_aligned: bool = False,
+    align: bool | None = None,
 ) -> Any:
-    """`selection_attention` over sequences of mixed lengths that lie end to end; copies none of q, k, v, and reads no GPU.
+    """`selection_attention` over sequences of mixed lengths that lie end to end; reads no GPU, and copies k and v only as `align` says.
 
     q: [T,G,h,Dk]; k: [Tk,G,Dk]; v: [Tk,G,Dv]; as there in all else. cu_seqlens_q, cu_seqlens_k: [N+1], int32 or int64, on the CPU or
     on q's device, or as a list of numbers: sequence i has the rows [cu_seqlens_q[i], cu_seqlens_q[i+1]) and the keys
@@ -40,9 +47,15 @@ def selection_attention_varlen(
 
     Whole blocks stay whole blocks, as some backends need them, where every sequence's first key is a multiple of block_size: seen for
     bounds on the CPU and for a single sequence; block_aligned=True promises it of bounds on a GPU, which only
-    NSA_DEBUG_TRITON=1 checks. The selection keeps what is made of it, for the backward pass and for layers that share it.
+    NSA_DEBUG_TRITON=1 checks. Where it is neither seen nor promised, k and v may be copied to where each sequence begins with a block, at
+    every call: room for Tk + N*(block_size-1) keys, of which the backend's dk and dv are copied back. align=True: they are. False: never;
+    blocks then count as ranges. None: on a GPU, where the decision for whole blocks names a backend, forward or backward, that
+    takes nothing else or is made for them, and all rows together may select more keys than a copy moves; and on any device where such a
+    backend is forced. torch.compile, which decides later, copies for None only where the argument `backend` names one that takes
+    nothing else. The selection keeps what is made of it, for the backward pass and for layers that share it; the copy is not kept.
 
-    Returns o [T,G,h,Dv], or (o, lse) with lse [T,G,h]. Raises as `selection_attention` does; bounds on a GPU are not checked.
+    Returns o [T,G,h,Dv], or (o, lse) with lse [T,G,h]. Raises as `selection_attention` does, and ArgumentError for align=True where the
+    selection has no block_size; bounds on a GPU are not checked.
     """
     _check_shapes(q, k, v)
     T, G, Tk = q.shape[0], q.shape[1], k.shape[0]
@@ -58,23 +71,43 @@ def selection_attention_varlen(
         value = f"of {bounds_k.number} sequences"
         raise ArgumentError("cu_seqlens_k", value, f"cu_seqlens_q's {bounds_q.number} sequences", "pass bounds of the same sequences")
     same = same or (T == Tk and bounds_q.known is not None and bounds_q.known == bounds_k.known)
-    whole = _starts_with_blocks(bounds_k, selection.block_size, block_aligned)
+    block = selection.block_size
+    _check_align(align, block)
+    whole = _starts_with_blocks(bounds_k, block, block_aligned)
+    rows = _in_one_row(selection, Tk)
+    q, k, v = q.unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+    room, longest, aligning = Tk, bounds_k.longest(Tk), False
+    if block is not None and not whole and align is not False:
+        room = _whole_blocks(Tk + bounds_k.number * (block - 1), block)
+        if torch.compiler.is_compiling():
+            aligning = align is True or (backend is not None and _takes_blocks_alone(backend))
+        else:
+            q, k, v = in_autocast_dtype(q, k, v)  # first: fewer bytes to copy, and the dtype that is decided on
+            check_call(q, k, v, rows, scale, q.new_empty(T, dtype=torch.int64), fake=True)  # before a copy meets what is no input
+            aligning = _aligns(q, k, v, rows, room, _whole_blocks(longest, block), backend, align)
+        room = room if aligning else Tk
+    most = room  # keys of a row; a block that stays whole counts as one where its sequence ends within
+    if block is not None and (whole or aligning):
+        most, longest = _whole_blocks(room, block), _whole_blocks(longest, block)
 
-    def build() -> tuple[Selection, Tensor | None]:
+    def build() -> tuple[Selection, Tensor | None, Tensor | None]:
         cu_q = bounds_q.on(q)
-        first, limit = _places(cu_q, cu_q if bounds_k is bounds_q else bounds_k.on(q), T, Tk)
-        moved = _in_one_row(selection, Tk).shifted(first, limit, Tk, whole_blocks=whole, max_length=bounds_k.longest(Tk))
-        return moved, None if same else (first + limit - 1).clamp(0, Tk - 1)  # the same: row s at key s, as without q_pos
+        cu_k = cu_q if bounds_k is bounds_q else bounds_k.on(q)
+        begin, place = _begin_with_blocks(cu_k, Tk, block, room) if block and aligning else (cu_k, None)
+        first, limit = _places(cu_q, cu_k, T, begin, room)
+        moved = rows.shifted(first, limit, most, whole_blocks=whole or aligning, max_length=longest)
+        if same and not aligning:
+            return moved, None, None  # row s at key s, as without q_pos
+        return moved, (first + limit - 1).clamp(0, room - 1), place
 
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        moved, q_pos = build()  # what runs again must follow what was written since
+        moved, q_pos, place = build()  # what runs again must follow what was written since
     else:
         facts = Tk, whole, same, selection.sharing, selection.length_bound(Tk)
-        moved, q_pos = selection.plan(("varlen", q.device), build, *facts, *bounds_q, *bounds_k)
-    found = selection_attention(
-        q.unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), moved,
-        scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend,
-    )  # fmt: skip
+        moved, q_pos, place = selection.plan(("varlen", q.device, aligning), build, *facts, *bounds_q, *bounds_k)
+    if place is not None:
+        k, v = (x.new_zeros(*x.shape[:2], room, x.shape[3]).index_copy(2, place, x) for x in (k, v))
+    found = selection_attention(q, k, v, moved, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)
 
 
@@ -84,7 +117,8 @@ def varlen_positions(cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = None, *
     like = torch.empty(0, device=device)
     bounds_q = _Bounds.of("cu_seqlens_q", cu_seqlens_q, T, like)
     bounds_k = bounds_q if cu_seqlens_k is None else _Bounds.of("cu_seqlens_k", cu_seqlens_k, None, like)
-    return _places(bounds_q.on(like), bounds_k.on(like), T, None)[1].squeeze(0) - 1
+    cu_q, cu_k = bounds_q.on(like), bounds_k.on(like)
+    return _places(cu_q, cu_k, T, cu_k, 0)[1].squeeze(0) - 1
 
 
 class _Bounds(NamedTuple):
@@ -144,19 +178,69 @@ def _is_free_to_read(bounds: Tensor) -> bool:
     return bounds.is_cpu and not torch.compiler.is_compiling()
 
 
-def _places(cu_q: Tensor, cu_k: Tensor, T: int, Tk: int | None) -> tuple[Tensor, Tensor]:
+def _whole_blocks(keys: int, block: int) -> int:
+    """So many keys, rounded up."""
+    return -(-keys // block) * block
+
+
+def _places(cu_q: Tensor, cu_k: Tensor, T: int, begin: Tensor, room: int) -> tuple[Tensor, Tensor]:
     """first, limit [1,T] int64: the first key of each row's sequence, and how many of that sequence's keys the row may see.
 
-    Padding rows get first = Tk and limit = 0. Bounds that are no bounds give keys that do not exist, which no backend reads.
+    begin [N or N+1]: where the keys of each sequence begin, of `room` places. Padding rows get first = room and limit = 0. Bounds that
+    are no bounds give keys that do not exist, which no backend reads.
     """
     row = torch.arange(T, device=cu_q.device)
     after = torch.searchsorted(cu_q, row, right=True)  # the sequence behind the row's own: empty ones are passed over
     padding = after == len(cu_q)
     after = after.clamp(1, len(cu_q) - 1)
-    first, last = cu_k[after - 1], cu_k[after]
-    limit = (last - first - (cu_q[after] - row) + 1).clamp(min=0).masked_fill(padding, 0)
-    first = first if Tk is None else first.masked_fill(padding, Tk)
-    return first.unsqueeze(0), limit.unsqueeze(0)
+    limit = (cu_k[after] - cu_k[after - 1] - (cu_q[after] - row) + 1).clamp(min=0).masked_fill(padding, 0)
+    return begin[after - 1].masked_fill(padding, room).unsqueeze(0), limit.unsqueeze(0)
+
+
+def _begin_with_blocks(cu_k: Tensor, Tk: int, block: int, room: int) -> tuple[Tensor, Tensor]:
+    """begin [N+1], place [Tk] int64: where each sequence begins once all begin with blocks, what lies behind the last as one more; and
+    where each key goes. Bounds that are no bounds give places within the room too."""
+    begin = torch.nn.functional.pad((-(-cu_k.diff() // block) * block).cumsum(0), (1, 0)).clamp(0, room)
+    key = torch.arange(Tk, device=cu_k.device)
+    own = torch.searchsorted(cu_k, key, right=True).clamp(min=1) - 1
+    return begin, (begin[own] + key - cu_k[own]).clamp(0, room - 1)
+
+
+def _aligns(q: Tensor, k: Tensor, v: Tensor, rows: Selection, room: int, longest: int, backend: str | None, align: bool | None) -> bool:
+    """Whether k and v are to be copied, so that whole blocks stay such; BackendError where the call after the copy is refused."""
+    if transformed():
+        return False  # the call says why it can't be served
+    copy_k, copy_v = (torch.empty(*x.shape[:2], room, x.shape[3], dtype=x.dtype, device="meta") for x in (k, v))
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    request = request_of(q, copy_k, copy_v, rows, needs_grad)
+    request, device = msgspec.structs.replace(request, max_length=min(request.max_length, longest)), device_info(q.device)
+    if align is None:
+        align = _pays(request, device, backend)
+    if align:
+        decide(request, device, backend)
+    return align
+
+
+def _pays(request: Request, device: DeviceInfo, backend: str | None) -> bool:
+    """Whether to copy for a call of this request, which is the one after the copy: what runs it is for blocks, and a copy that nobody
+    forces moves no more keys than all rows may select, which a backend of ranges reads at most."""
+    decision = select(request, device, backend)
+    if decision.override is not None:
+        return _is_for_blocks(decision.override.backend, request, device)
+    if device.kind == "cpu" or request.S * request.max_length < _PASSES * request.S_kv:
+        return False
+    return any(name is not None and _is_for_blocks(name, request, device) for name in (decision.forward, decision.backward))
+
+
+def _is_for_blocks(name: str, request: Request, device: DeviceInfo) -> bool:
+    """Whether this backend takes whole blocks alone, or is cupy-cuda where its kernels for Hopper take such a call."""
+    on_tiles = on_hopper_tiles(request.S, request.h, request.Dk, request.Dv, request.n, request.block_size)
+    return _takes_blocks_alone(name) or (name == "cupy-cuda" and device.sm == 90 and request.aligned and on_tiles)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _takes_blocks_alone(name: str) -> bool:
+    return name in registry.backends() and registry.backends()[name].limits.block_aligned_only
 
 
 def _starts_with_blocks(bounds: _Bounds, block_size: int | None, promised: bool) -> bool:
@@ -170,6 +254,14 @@ def _starts_with_blocks(bounds: _Bounds, block_size: int | None, promised: bool)
             "pad sequences to whole blocks, or leave block_aligned out",
         )  # fmt: skip
     return not odd
+
+
+def _check_align(align: object, block_size: int | None) -> None:
+    if align is not None and not isinstance(align, bool):
+        raise ArgumentError("align", repr(align), "True, False or None", "leave it out: k and v are copied where it pays")
+    if align and block_size is None:
+        remedy = "build it with Selection.from_blocks, or leave align out: ranges are served where they lie"
+        raise ArgumentError("align", "True, but the selection has no block_size", "a selection of whole blocks", remedy)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

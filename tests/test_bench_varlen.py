@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nsa_sel import decisions
 from nsa_sel.bench import bench_varlen, cases, measure, records
 from nsa_sel.bench.cases import Case, make_selection, packed_bounds
 from nsa_sel.bench.measure import Spread
@@ -55,5 +56,6 @@ def test_every_way_gives_right_results(tmp_path: Path, monkeypatch: pytest.Monke
         *(("packed-odd-256", name) for name in ("numba", "numba-each", "numba-copied")),
     ]
     assert all(row["mae"] < 1e-6 for row in rows)
+    assert decisions()[-1].request.block_size == 2  # of numba-copied; the case's own selection is no longer of blocks
     with pytest.raises(ArgumentError, match=r"--device is cpu; .*--quick"):
         bench_varlen.main(tmp_path / "rows.jsonl", "", "cpu", quick=False)

@@ -115,7 +115,7 @@ def test_keys_that_no_row_of_their_sequence_sees_do_not_matter(backend: str) -> 
 def test_blocks_that_are_none_any_more_are_refused_or_served_by_others() -> None:
     packed = pack((8, 17), n=2)
     with pytest.raises(BackendError, match=r"block-aligned .*whole blocks"):
-        attend_varlen("triton-tile", packed)
+        attend_varlen("triton-tile", packed, align=False)
     selection_attention_varlen(*packed[:4], packed.cu_q)
     assert nsa_sel.decisions()[-1].request.block_size is None
     assert nsa_sel.decisions()[-1].request.max_length == 25  # of 2 blocks of 16, or 17 rounded up to 32, as many as there are

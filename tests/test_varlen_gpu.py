@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import compat
+from nsa_sel import compat, varlen
 from nsa_sel.selection import Selection
 from tests.test_triton_sel_parity_gpu import DTYPES, on_gpu, on_ranges
 from tests.varlen_cases import Packed, attend_varlen, check_varlen, pack, seen_keys
@@ -48,6 +48,32 @@ def test_sequences_that_begin_with_blocks(backend: str, dtype: str, lengths: tup
         packed = pack(*lengths, block_size=block_size, spare=5, dtype=DTYPES[dtype], **{**SIZES, "h": h})
         check_varlen(backend, packed, **{"block_aligned": True, **on_device(packed)} if h == 3 else {})
         assert nsa_sel.decisions()[-1].request.block_size == block_size
+
+
+@on_gpu
+@pytest.mark.parametrize("lengths", [(MIXED, MIXED), (FEW, (161, 33, 0, 30, 320, 90))], ids=["the same", "more keys"])
+def test_sequences_that_are_copied_to_begin_with_blocks(backend: str, dtype: str, lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    for h, block_size in ((4, 64), (3, 16)):
+        packed = pack(*lengths, block_size=block_size, spare=5, dtype=DTYPES[dtype], **{**SIZES, "h": h})
+        check_varlen(backend, packed, align=True, **on_device(packed) if h == 3 else {})
+        assert nsa_sel.decisions()[-1].request.block_size == block_size
+
+
+def test_a_copy_is_made_where_it_pays_and_nobody_forbids_it() -> None:
+    """1k rows that may select 256 keys each: what is decided for whole blocks says whether they are made."""
+    packed = pack((500, 7, 517), block_size=64, n=4, G=2, h=16, Dk=128, Dv=128, dtype=torch.bfloat16, device="cuda")
+    options = on_device(packed)
+    nsa_sel.selection_attention_varlen(*packed[:4], **options, align=True)
+    decision = nsa_sel.decisions()[-1]
+    for_blocks = varlen._is_for_blocks(str(decision.forward), decision.request, decision.device)
+    nsa_sel.selection_attention_varlen(*packed[:4], **options)
+    assert nsa_sel.decisions()[-1].request.block_size == (64 if for_blocks else None)
+    for align, backend in ((False, None), (None, "triton-group")):
+        nsa_sel.selection_attention_varlen(*packed[:4], **options, align=align, backend=backend)
+        assert nsa_sel.decisions()[-1].request.block_size is None
+    with nsa_sel.use_backend("triton-tile"):
+        nsa_sel.selection_attention_varlen(*packed[:4], **options)
+    assert nsa_sel.decisions()[-1].request.block_size == 64
 
 
 @on_gpu
@@ -92,14 +118,31 @@ def test_nothing_waits_for_the_device(backend: str, dtype: str, lengths: tuple[t
 
 
 @on_gpu
-def test_a_graph_follows_bounds_and_ranges_that_are_written(backend: str, dtype: str) -> None:
+def test_a_copy_waits_for_nothing_and_runs_alike_again(backend: str, dtype: str) -> None:
+    packed = pack(MIXED, block_size=32, spare=5, dtype=DTYPES[dtype], **SIZES)
+    expected = step(backend, packed, align=True)  # compiles
+    options = on_device(packed)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [step(backend, packed._replace(selection=Selection(packed.selection.ranges, 32)), align=True, **options) for _ in range(5)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for again in found:
+        assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("odd", [0, 7], ids=["whole", "copied"])
+def test_a_graph_follows_bounds_and_ranges_that_are_written(backend: str, dtype: str, odd: int) -> None:
     first, second = (
         pack(lengths, block_size=32, dtype=DTYPES[dtype], seed=seed, **SIZES)
-        for seed, lengths in enumerate(((128, 0, 96, 32), (64, 64, 0, 128)))
+        for seed, lengths in enumerate(((128 - odd, 0, 96, 32 + odd), (64 + odd, 64, 0, 128 - odd)))
     )
     selection = Selection(first.selection.ranges.clone(), 32)
     given = first._replace(selection=selection)
-    options: dict[str, Any] = {**on_device(first), "block_aligned": True}
+    way = {"align": True} if odd else {"block_aligned": True}
+    options: dict[str, Any] = {**on_device(first), **way}
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -115,7 +158,7 @@ def test_a_graph_follows_bounds_and_ranges_that_are_written(backend: str, dtype:
             x.fill_(float("nan"))
         graph.replay()
         now = Packed(*first[:3], Selection(packed.selection.ranges, 32), packed.cu_q, packed.cu_k)
-        for one, other in zip(captured, step(backend, now), strict=True):
+        for one, other in zip(captured, step(backend, now, align=bool(odd)), strict=True):
             assert torch.equal(one, other)
 
 
