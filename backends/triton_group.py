@@ -98,9 +98,10 @@ def forward_ranges_kernel(
     for first in range(0, n, NP):
         shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
         begin, stop = tl.maximum(low - base, 0), tl.minimum(keys, high - base)
-        w = begin + tl.arange(0, BLOCK_L)
-        coming = positions_of(w, shift, before, after)
-        coming_page = page_of(coming, w < stop, block_table, b, stride_tb, PAGE) if PAGE > 0 else coming
+        if PAGE > 0:
+            w = begin + tl.arange(0, BLOCK_L)
+            coming = positions_of(w, shift, before, after)
+            coming_page = page_of(coming, w < stop, block_table, b, stride_tb, PAGE)
         for w0 in range(begin, stop, BLOCK_L):
             w = w0 + tl.arange(0, BLOCK_L)
             valid = w < stop
@@ -338,12 +339,13 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     heads = launch.heads(call)
     programs, sms = B * S * G * _head_tiles(heads.h), launch.multiprocessors(call)
     if programs <= sms:
-        return _forward_few(call, heads, _split_parts(call, heads, programs))
+        config = launch.kernel_config(call, heads, "triton-group/decode")
+        return _forward_few(call, heads, config, _split_parts(call, config, programs))
     blocks = "triton-group/decode-blocks" if S <= FEW_TOKENS else "triton-group/forward-blocks"
-    if _bulk_copies_fit(call, blocks):
+    if _bulk_copies_fit(call, heads, blocks):
         return _forward_blocks(call, heads, launch.kernel_config(call, heads, blocks))
     if programs <= 2 * sms:
-        return _forward_few(call, heads, 1)
+        return _forward_few(call, heads, launch.kernel_config(call, heads, "triton-group/decode"), 1)
     ranges = "triton-group/decode-ranges" if S <= FEW_TOKENS or call.block_table is not None else "triton-group/forward"
     o, lse = launch.outputs(call)
     _launch_ranges(call, heads, launch.kernel_config(call, heads, ranges), o, lse, 1)
@@ -363,8 +365,7 @@ def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig) -> tu
     return o, lse
 
 
-def _forward_few(call: Call, heads: launch.Heads, parts: int) -> tuple[Tensor, Tensor]:
-    config = launch.kernel_config(call, heads, "triton-group/decode")
+def _forward_few(call: Call, heads: launch.Heads, config: KernelConfig, parts: int) -> tuple[Tensor, Tensor]:
     if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= parts * config.block_l:  # one step has no next to fetch for
         config = msgspec.structs.replace(config, num_stages=2)
     o, lse = launch.outputs(call)
@@ -378,9 +379,8 @@ def _forward_few(call: Call, heads: launch.Heads, parts: int) -> tuple[Tensor, T
     return o, lse
 
 
-def _split_parts(call: Call, heads: launch.Heads, programs: int) -> int:
+def _split_parts(call: Call, config: KernelConfig, programs: int) -> int:
     """Programs of many warps fill a multiprocessor one by one, others two by two; none walks less than 32 keys."""
-    config = call.settings.kernel("triton-group/decode" + launch.heads_class(heads))
     at_once = launch.multiprocessors(call) * (1 if config.num_warps >= FULL else 2)
     return launch.split_parts(call, programs, at_once, max(32, config.block_l))
 
@@ -407,7 +407,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     grid = B * S * G * _head_tiles(heads.h)
     tensors = (call.selection.ranges.contiguous(), call.q_pos, o, lse, do, dlse, dq, delta)
     numbers = (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, n, call.scale, call.scale_log2())
-    if _bulk_copies_fit(call, "triton-group/dq-blocks"):
+    if _bulk_copies_fit(call, heads, "triton-group/dq-blocks"):
         config = launch.kernel_config(call, heads, "triton-group/dq-blocks")
         kernel = _dq_blocks_launch(heads, n, _block(call), config, dlse is not None)
         kernel.start(grid, (call.q, *_descriptors(call, kernel), call.k, call.v, *tensors), numbers)
@@ -485,10 +485,10 @@ def _block(call: Call) -> int:
     return block
 
 
-def _bulk_copies_fit(call: Call, kernel: str) -> bool:
+def _bulk_copies_fit(call: Call, heads: launch.Heads, kernel: str) -> bool:
     """Whether `kernel` takes whole blocks; it cuts them into tiles of a power of two, each in one page, and looks at all ranges of a row
     at once."""
-    size, config = call.selection.block_size, call.settings.kernels[kernel]
+    size, config = call.selection.block_size, call.settings.kernel(kernel + launch.heads_class(heads))
     if size is None or size & (size - 1) or call.selection.n > 1024 or config.loads != "tma":
         return False
     whole = call.block_table is None or call.k.shape[2] % min(config.block_l, size) == 0

@@ -160,6 +160,14 @@ def test_bulk_copies(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen == ["_forward_blocks" if page_size == 64 else "_launch_ranges"]
 
 
+def test_pages_are_compared_with_the_steps_of_these_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that another class of heads takes may fit a page where these do not."""
+    file = tmp_path / "narrow.yaml"
+    file.write_text("provenance: a test\nkernels:\n  triton-group/decode-blocks: {loads: tma, block_l: 16, num_warps: 1, num_stages: 1}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    check(make_cache(page_size=16, S_q=2, block=32), "triton-group")  # float32: steps of 32 keys
+
+
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_layouts_of_pages(backend: str) -> None:
     """The pages of K between those of V, heads before keys, and one page alone: views, without copies, give the very same."""

@@ -154,15 +154,15 @@ def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, events: 
     winner = KernelConfig(64, 4, 3)
     write(result("triton-group/forward-widest", winner, key("forward", **small)), device=here)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    q, k, v = make_qkv(S=8, h=2, S_kv=40)
-    nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 8, 1, 40, 20)), backend="triton-group")
+    q, k, v = make_qkv(S=9, h=2, S_kv=40)
+    nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
     (used,) = events("sel.triton.kernel")
     assert used["config"] == winner.config_id("triton-group/forward-widest")
     assert used["source"] == nsa_sel.decisions()[-1].settings.tuned
     (loaded,) = events("sel.tuned.loaded")
     assert loaded["fingerprint"] in used["source"]
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
-    nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 8, 1, 40, 20)), backend="triton-group")
+    nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
     assert events("sel.triton.kernel")[1]["config"] == COMMITTED_SMALL
     assert events("sel.triton.kernel")[1]["source"] == "base.yaml"
 
