@@ -340,41 +340,41 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     programs, sms = B * S * G * _head_tiles(heads.h), launch.multiprocessors(call)
     if programs <= sms:
         config = launch.kernel_config(call, heads, "triton-group/decode")
-        return _forward_few(call, heads, config, _split_parts(call, config, programs))
+        return _forward_few(call, heads, config, programs, _split_parts(call, config, programs))
     blocks = "triton-group/decode-blocks" if S <= FEW_TOKENS else "triton-group/forward-blocks"
     if _bulk_copies_fit(call, heads, blocks):
-        return _forward_blocks(call, heads, launch.kernel_config(call, heads, blocks))
+        return _forward_blocks(call, heads, launch.kernel_config(call, heads, blocks, bulk_copies=True), programs)
     if programs <= 2 * sms:
-        return _forward_few(call, heads, launch.kernel_config(call, heads, "triton-group/decode"), 1)
+        return _forward_few(call, heads, launch.kernel_config(call, heads, "triton-group/decode"), programs, 1)
     ranges = "triton-group/decode-ranges" if S <= FEW_TOKENS or call.block_table is not None else "triton-group/forward"
     o, lse = launch.outputs(call)
-    _launch_ranges(call, heads, launch.kernel_config(call, heads, ranges), o, lse, 1)
+    _launch_ranges(call, heads, launch.kernel_config(call, heads, ranges), programs, o, lse, 1)
     return o, lse
 
 
-def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig) -> tuple[Tensor, Tensor]:
+def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig, programs: int) -> tuple[Tensor, Tensor]:
     o, lse = launch.outputs(call)
-    B, S, G, _, _ = call.q.shape
+    _, S, G, _, _ = call.q.shape
     n = call.selection.n
     kernel = _blocks_launch(heads, _cache(call), n, _block(call), config)
     kernel.start(
-        B * S * G * _head_tiles(heads.h),
+        programs,
         (call.q, *_descriptors(call, kernel), call.k, call.v, *_index(call), o, lse),
         (*_steps(call), S, call.S_kv, G, n, call.scale_log2()),
     )
     return o, lse
 
 
-def _forward_few(call: Call, heads: launch.Heads, config: KernelConfig, parts: int) -> tuple[Tensor, Tensor]:
+def _forward_few(call: Call, heads: launch.Heads, config: KernelConfig, programs: int, parts: int) -> tuple[Tensor, Tensor]:
     if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= parts * config.block_l:  # one step has no next to fetch for
         config = msgspec.structs.replace(config, num_stages=2)
     o, lse = launch.outputs(call)
     if parts == 1:
-        _launch_ranges(call, heads, config, o, lse, 1)
+        _launch_ranges(call, heads, config, programs, o, lse, 1)
         return o, lse
     part_o = lse.new_empty(lse.numel(), parts, o.shape[-1])
     part_lse = lse.new_empty(lse.numel(), parts)
-    _launch_ranges(call, heads, config, part_o, part_lse, parts)
+    _launch_ranges(call, heads, config, programs, part_o, part_lse, parts)
     launch.combine(part_o, part_lse, o, lse, parts)
     return o, lse
 
@@ -385,10 +385,10 @@ def _split_parts(call: Call, config: KernelConfig, programs: int) -> int:
     return launch.split_parts(call, programs, at_once, max(32, config.block_l))
 
 
-def _launch_ranges(call: Call, heads: launch.Heads, config: KernelConfig, o: Tensor, lse: Tensor, parts: int) -> None:
-    B, S, G, _, _ = call.q.shape
+def _launch_ranges(call: Call, heads: launch.Heads, config: KernelConfig, programs: int, o: Tensor, lse: Tensor, parts: int) -> None:
+    _, S, G, _, _ = call.q.shape
     _ranges_launch(heads, _cache(call), config, launch.walk_width(call), parts > 1).start(
-        B * S * G * _head_tiles(heads.h) * parts,
+        programs * parts,
         (call.q, call.k, call.v, *_index(call), o, lse),
         (*_steps(call), S, call.S_kv, G, call.selection.n, parts, call.scale_log2()),
     )
@@ -408,7 +408,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     tensors = (call.selection.ranges.contiguous(), call.q_pos, o, lse, do, dlse, dq, delta)
     numbers = (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, n, call.scale, call.scale_log2())
     if _bulk_copies_fit(call, heads, "triton-group/dq-blocks"):
-        config = launch.kernel_config(call, heads, "triton-group/dq-blocks")
+        config = launch.kernel_config(call, heads, "triton-group/dq-blocks", bulk_copies=True)
         kernel = _dq_blocks_launch(heads, n, _block(call), config, dlse is not None)
         kernel.start(grid, (call.q, *_descriptors(call, kernel), call.k, call.v, *tensors), numbers)
     else:
