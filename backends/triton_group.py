@@ -340,16 +340,13 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     programs, sms = B * S * G * _head_tiles(heads.h), launch.multiprocessors(call)
     if programs <= sms:
         config = launch.kernel_config(call, heads, "triton-group/decode")
-        return _forward_few(call, heads, config, programs, _split_parts(call, config, programs))
+        return _forward_ranges(call, heads, config, programs, _split_parts(call, config, programs))
     blocks = "triton-group/decode-blocks" if S <= FEW_TOKENS else "triton-group/forward-blocks"
     if _bulk_copies_fit(call, heads, blocks):
         return _forward_blocks(call, heads, launch.kernel_config(call, heads, blocks, bulk_copies=True), programs)
-    if programs <= 2 * sms:
-        return _forward_few(call, heads, launch.kernel_config(call, heads, "triton-group/decode"), programs, 1)
     ranges = "triton-group/decode-ranges" if S <= FEW_TOKENS or call.block_table is not None else "triton-group/forward"
-    o, lse = launch.outputs(call)
-    _launch_ranges(call, heads, launch.kernel_config(call, heads, ranges), programs, o, lse, 1)
-    return o, lse
+    config = launch.kernel_config(call, heads, "triton-group/decode" if programs <= 2 * sms else ranges)
+    return _forward_ranges(call, heads, config, programs, 1)
 
 
 def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig, programs: int) -> tuple[Tensor, Tensor]:
@@ -365,7 +362,7 @@ def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig, progr
     return o, lse
 
 
-def _forward_few(call: Call, heads: launch.Heads, config: KernelConfig, programs: int, parts: int) -> tuple[Tensor, Tensor]:
+def _forward_ranges(call: Call, heads: launch.Heads, config: KernelConfig, programs: int, parts: int) -> tuple[Tensor, Tensor]:
     if config.num_stages > 2 and call.selection.length_bound(call.S_kv) <= parts * config.block_l:  # one step has no next to fetch for
         config = msgspec.structs.replace(config, num_stages=2)
     o, lse = launch.outputs(call)
@@ -486,8 +483,7 @@ def _block(call: Call) -> int:
 
 
 def _bulk_copies_fit(call: Call, heads: launch.Heads, kernel: str) -> bool:
-    """Whether `kernel` takes whole blocks; it cuts them into tiles of a power of two, each in one page, and looks at all ranges of a row
-    at once."""
+    """Whether `kernel` takes whole blocks: in tiles of a power of two, each within a page; it looks at all ranges of a row at once."""
     size, config = call.selection.block_size, call.settings.kernel(kernel + launch.heads_class(heads))
     if size is None or size & (size - 1) or call.selection.n > 1024 or config.loads != "tma":
         return False

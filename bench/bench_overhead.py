@@ -272,7 +272,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
     backend: Annotated[list[str] | None, typer.Option(help="Only these; repeat it for several. By default all.")] = None,
     compiler: Annotated[str, typer.Option(help="The backend of torch.compile for the stand-in's compiled calls.")] = "inductor",
-    S: Annotated[int, typer.Option("--S", min=1, help="Rows. Few are split among programs, which another launch joins.")] = SHAPE["S"],
+    S: Annotated[int, typer.Option("--S", min=1, help="Rows of a call.")] = SHAPE["S"],
 ) -> None:
     """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tabulate import tabulate
 
 from nsa_sel import registry
-from nsa_sel.bench import bench_scaling, bench_serving, cases, records, summary
+from nsa_sel.bench import bench_scaling, bench_serving, cases, losses, records, summary
 from nsa_sel.bench.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.trials import trials_table
@@ -23,7 +23,7 @@ from nsa_sel.show import describe
 H200_OVERHEAD = "bench/results/h200/overhead.jsonl"
 H200_SERVING, H200_VARLEN = "bench/results/h200/serving.jsonl", "bench/results/h200/varlen.jsonl"
 H200_SCALING, H200_TRAINING = "bench/results/h200/scaling.jsonl", "bench/results/h200/training"
-SETTLED, WINDOW = 10, 20  # steps of a training run before speed counts, and that losses are averaged over
+WINDOW = 20  # steps of a training run that losses are averaged over
 H200_COUNTERS = "bench/results/h200/profiles/counters.jsonl"
 H200_TRIALS = "bench/results/h200/profiles/trials.jsonl"
 H200_PEERS = "bench/results/h200/peers.jsonl"
@@ -175,21 +175,12 @@ def training() -> str:
     lines = []
     for name, rows in runs.items():
         held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
-        speed = statistics.median(row["tokens_per_second"] for row in rows[SETTLED:])
-        far = [f"{_furthest(rows, runs[other]):.4f}" if rows[0]["attention"] == "nsa" else "-" for other in ("sdpa-packed", "triton-tile")]
+        distances = [losses.furthest(rows, runs[other], WINDOW) for other in ("sdpa-packed", "triton-tile")]
+        far = ["-" if distance is None else f"{distance:.4f}" for distance in distances]
         last = f"{held_out[-1]:.3f}" if held_out else "-"
-        lines.append((name, rows[0]["backend"] or "-", len(rows), f"{rows[-1]['seconds']:.0f}", f"{speed:.0f}", last, *far))
+        lines.append((name, rows[0]["backend"] or "-", len(rows), f"{rows[-1]['seconds']:.0f}", f"{losses.speed(rows):.0f}", last, *far))
     headers = ["run", "selected branch", "steps", "seconds", "tokens/s", "held-out loss", "from packed SDPA", "from triton-tile"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
-
-
-def _furthest(rows: list[Row], reference: list[Row]) -> float:
-    """The largest difference of losses, averaged over `WINDOW` steps, over the steps of both."""
-    means = [
-        [statistics.fmean(row["loss"] for row in run[i : i + WINDOW]) for i in range(0, len(run) - WINDOW + 1, WINDOW)]
-        for run in (rows, reference)
-    ]
-    return float(max(abs(a - b) for a, b in zip(*means, strict=False)))
 
 
 # By document, one that is not there left out; any document may show any of them.

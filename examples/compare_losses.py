@@ -9,7 +9,6 @@ another model, and only shown.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,12 +18,11 @@ import typer
 from tabulate import tabulate
 
 from nsa_sel.bench import records
+from nsa_sel.bench.losses import averages, furthest, speed
 from nsa_sel.errors import ArgumentError, NsaSelError
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-
-SETTLED = 10  # steps before speed counts: the first ones compile
 
 
 def losses(folder: Path) -> list[dict[str, Any]]:
@@ -35,30 +33,16 @@ def losses(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def averages(rows: list[dict[str, Any]], window: int) -> list[float]:
-    """Mean losses of every `window` steps, the last ones left out where they are fewer."""
-    return [statistics.fmean(row["loss"] for row in rows[i : i + window]) for i in range(0, len(rows) - window + 1, window)]
-
-
-def furthest(rows: list[dict[str, Any]], reference: list[dict[str, Any]], window: int) -> float | None:
-    """The largest difference of averaged losses over the steps of both; None of another attention, or of too few steps."""
-    if rows[0]["attention"] != reference[0]["attention"]:
-        return None
-    pairs = zip(averages(rows, window), averages(reference, window), strict=False)
-    return max((abs(a - b) for a, b in pairs), default=None)
-
-
 def table(runs: dict[str, list[dict[str, Any]]], window: int) -> str:
     """One line a run: who ran it, how far, how fast, and how far from the first."""
     reference, lines = next(iter(runs.values())), []
     for name, rows in runs.items():
         held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
-        speed = statistics.median(row["tokens_per_second"] for row in rows[SETTLED:] or rows)
         far = furthest(rows, reference, window)
         numbers = (
             f"{rows[-1]['loss']:.4f}",
             f"{held_out[-1]:.4f}" if held_out else "-",
-            f"{speed:.0f}",
+            f"{speed(rows):.0f}",
             "-" if far is None else f"{far:.4f}",
         )
         lines.append((name, rows[0]["attention"], rows[0]["backend"] or "-", len(rows), *numbers))

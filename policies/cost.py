@@ -18,7 +18,6 @@ from nsa_sel.request import SHARING_TOKENS, Request
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads that a tile, or a step of a block's rows, holds
-LEAST_HEADS = 2  # of cupy-cuda's backward model
 SPLIT_PROGRAMS, MOST_PARTS = 132, 64  # fewer rows are split into as many programs, of each row so many parts at most
 
 
@@ -110,7 +109,7 @@ def modelled(backend: str, request: Request, backward: bool) -> bool:
     if backend != "cupy-cuda" or request.S == 1:
         return True
     fits = request.aligned and on_hopper_tiles(request.S, request.h, request.Dk, request.Dv, request.n, request.block_size)
-    return fits and not (backward and (request.Dk > 128 or request.h < LEAST_HEADS))
+    return fits and not (backward and request.Dk > 128)
 
 
 def predict(case: Case, backend: str) -> float | None:
