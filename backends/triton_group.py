@@ -2,9 +2,10 @@
 
 Forward, three ways of one loop (steps.py has the mathematics):
     ranges  pointer loads; the row's ranges laid end to end, so that short and unaligned ranges fill whole tiles
-    blocks  whole blocks through the tensor memory accelerator (sm_90 and newer), the block that holds t through pointers
+    blocks  whole blocks through the tensor memory accelerator (sm_90 and newer), the block that holds t through pointers; of small pages
+            all blocks through pointers
     split   few rows (decode), as `ranges`: the walk cut into parts, one program each, joined by log-sum-exp (combine.py)
-Backward: dQ by the same walk as `ranges`; dK and dV by visiting KV tiles (dkdv.py).
+Backward: dQ by the same walks as `ranges` and `blocks` (dq.py); dK and dV by visiting KV tiles (dkdv.py).
 The h heads are the rows of the matrix-unit tiles, padded to 16; more than 64 heads take several programs.
 """
 
@@ -22,12 +23,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
+from nsa_sel.backends._triton.dq import dq_blocks_kernel, dq_kernel
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import (
     LN_2,
-    LOG2_E,
     LOWEST,
-    add_product,
     chosen_step,
     finish_softmax,
     key_offsets,
@@ -38,6 +38,7 @@ from nsa_sel.backends._triton.steps import (
     sequence_of,
     softmax_step,
     split_blocks,
+    walk_keys,
     walk_ranges,
     whole_block,
 )
@@ -55,11 +56,12 @@ def forward_ranges_kernel(
     stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
     stride_tb, S, S_kv, G, n, parts, scale_log2,
     h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
-    SPLIT: tl.constexpr, ACC: tl.constexpr,
+    ONE_PAGE: tl.constexpr, SPLIT: tl.constexpr, ONE_WALK: tl.constexpr, ACC: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one row's heads; with SPLIT, the float32 partials [rows, parts, ...] of one part of
-    the walk, lse in base 2. With LENGTHS, q_pos holds the sequences' lengths; k, v are pages [pages,G,PAGE,D] where PAGE > 0."""
+    """o and lse of one row's heads; with SPLIT, the float32 partials [rows, parts, ...] of one part of the walk, lse in base 2; ONE_WALK:
+    of a split row all ranges are walked at once. With LENGTHS, q_pos holds the sequences' lengths; k, v are pages [pages,G,PAGE,D] where
+    PAGE > 0, and with ONE_PAGE each range lies within one."""
     HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
     part = pid % parts
@@ -81,12 +83,16 @@ def forward_ranges_kernel(
     k_base = sequence_of(k, b, g, stride_kb, stride_kg, PAGE)
     v_base = sequence_of(v, b, g, stride_vb, stride_vg, PAGE)
 
+    table = block_table + b * stride_tb if PAGE > 0 else block_table
     low, high = 0, S_kv
-    if SPLIT:  # this program's share of the walk over the row's keys, in whole tiles
+    if ONE_WALK:
+        shift, before, after, total = walk_keys(row_ranges, 0, n, limit, table, NP, PAGE, ONE_PAGE)
+    elif SPLIT:
         total = 0
         for first in range(0, n, NP):
             _, _, _, keys = walk_ranges(row_ranges, first, n, limit, NP)
             total += keys
+    if SPLIT:  # this program's share of the walk over the row's keys, in whole tiles
         share = tl.cdiv(tl.cdiv(total, BLOCK_L), parts) * BLOCK_L
         low = part * share
         high = low + share
@@ -96,22 +102,26 @@ def forward_ranges_kernel(
     m = tl.full([BLOCK_H], LOWEST, ACC)
     base = 0
     for first in range(0, n, NP):
-        shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
+        if ONE_WALK:
+            keys = total
+        else:
+            shift, before, after, keys = walk_keys(row_ranges, first, n, limit, table, NP, PAGE, ONE_PAGE)
         begin, stop = tl.maximum(low - base, 0), tl.minimum(keys, high - base)
-        if PAGE > 0:
+        if PAGE > 0 and not ONE_PAGE:
             w = begin + tl.arange(0, BLOCK_L)
             coming = positions_of(w, shift, before, after)
-            coming_page = page_of(coming, w < stop, block_table, b, stride_tb, PAGE)
+            coming_page = page_of(coming, w < stop, table, PAGE)
         for w0 in range(begin, stop, BLOCK_L):
             w = w0 + tl.arange(0, BLOCK_L)
             valid = w < stop
-            if PAGE > 0:  # where the next step's keys are is read a step ahead, or every step would wait for it
+            if PAGE > 0 and not ONE_PAGE:  # where the next step's keys are is read a step ahead, or every step would wait for it
                 k_at, v_at = key_offsets(coming, coming_page, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
                 coming = positions_of(w + BLOCK_L, shift, before, after)
-                coming_page = page_of(coming, w + BLOCK_L < stop, block_table, b, stride_tb, PAGE)
+                coming_page = page_of(coming, w + BLOCK_L < stop, table, PAGE)
             else:
                 position = positions_of(w, shift, before, after)
-                k_at, v_at = key_offsets(position, position, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
+                page = position // PAGE if PAGE > 0 else position
+                k_at, v_at = key_offsets(position, page, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
             k_tile = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
             logits = products(q_tile, k_tile, ACC)
             logits = tl.where(valid[None, :], logits, float("-inf"))
@@ -133,11 +143,11 @@ def forward_blocks_kernel(
     stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
     stride_tb, S, S_kv, G, n, scale_log2,
     h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr,
-    ACC: tl.constexpr, BLOCK: tl.constexpr,
+    BULK: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one row's heads; every range is one block of BLOCK keys. k_desc, v_desc: descriptors of k, v [B,G,S_kv,D], or
-    of pages [pages,G,PAGE,D], of which every one holds whole steps of BLOCK_L keys.
+    """o and lse of one row's heads; every range is one block of BLOCK keys. With BULK, k_desc, v_desc are descriptors of k, v
+    [B,G,S_kv,D], or of pages [pages,G,PAGE,D], of which every one holds whole steps of BLOCK_L keys; else pointers read them.
 
     Bulk copies take whole blocks alone, since they cannot mask: of disjoint blocks at most one is cut (by t or by S_kv), and
     pointers read that one. A hole in the list (padding) reads the row's last whole block again and adds nothing: a branch
@@ -164,36 +174,45 @@ def forward_blocks_kernel(
     q_tile = tl.load(q_rows, mask=is_head[:, None] & (d < Dk)[None, :], other=0.0)
 
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
+    table = block_table + b64 * stride_tb if PAGE > 0 else block_table
     listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
     acc = tl.zeros([BLOCK_H, BLOCK_DV], ACC)
     l = tl.zeros([BLOCK_H], ACC)
     m = tl.full([BLOCK_H], LOWEST, ACC)
+    k_base = sequence_of(k, b64, g64, stride_kb, stride_kg, PAGE)
+    v_base = sequence_of(v, b64, g64, stride_vb, stride_vg, PAGE)
+    w = tl.arange(0, BLOCK_L)
     steps = listed * STEPS
     if PAGE > 0:
         coming, coming_whole = whole_block(row_ranges, 0, limit, last_whole, BLOCK)
-        coming_page = page_of(coming, steps > 0, block_table, b64, stride_tb, PAGE)
+        exists = steps > 0 if BULK else w < steps * BLOCK_L
+        coming_page = page_of(coming if BULK else coming + w, exists, table, PAGE)
     for step in range(0, steps):
-        if PAGE > 0:  # the next step's page is read a step ahead, or every step would wait for it
-            c, page, is_whole = coming % PAGE, coming_page, coming_whole
+        if PAGE > 0:  # the next step's pages are read a step ahead, or every step would wait for them
+            c, page, is_whole = coming, coming_page, coming_whole
             after = tl.minimum(step + 1, steps - 1)
             coming, coming_whole = whole_block(row_ranges, after // STEPS, limit, last_whole, BLOCK)
             coming += after % STEPS * BLOCK_L
-            coming_page = page_of(coming, True, block_table, b64, stride_tb, PAGE)
+            coming_page = page_of(coming if BULK else coming + w, exists, table, PAGE)
         else:
             c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
             c += step % STEPS * BLOCK_L
             page = b
-        k_tile = k_desc.load([page, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
+        if BULK:
+            place = c % PAGE if PAGE > 0 else c
+            k_tile = k_desc.load([page, g, place, 0]).reshape(BLOCK_L, BLOCK_D)
+            v_tile = v_desc.load([page, g, place, 0]).reshape(BLOCK_L, BLOCK_DV)
+        else:
+            k_at, v_at = key_offsets(c + w, page, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
+            k_tile = tl.load(k_base + k_at[:, None] + d[None, :], mask=(d < Dk)[None, :], other=0.0)
+            v_tile = tl.load(v_base + v_at[:, None] + dv[None, :], mask=(dv < Dv)[None, :], other=0.0)
         logits = products(q_tile, k_tile, ACC)
-        v_tile = v_desc.load([page, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
         acc, l, m = chosen_step(logits, is_whole, v_tile, acc, l, m, scale_log2, ACC)
 
-    k_base = sequence_of(k, b64, g64, stride_kb, stride_kg, PAGE)
-    v_base = sequence_of(v, b64, g64, stride_vb, stride_vg, PAGE)
     for c in range(cut_start, cut_end, TAIL_L):
         position = c + tl.arange(0, TAIL_L)
         valid = position < cut_end
-        page_at = page_of(position, valid, block_table, b64, stride_tb, PAGE) if PAGE > 0 else position
+        page_at = page_of(position, valid, table, PAGE) if PAGE > 0 else position
         k_at, v_at = key_offsets(position, page_at, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
         k_tile = tl.load(k_base + k_at[:, None] + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
         logits = products(q_tile, k_tile, ACC)
@@ -205,130 +224,6 @@ def forward_blocks_kernel(
     out = row * h + head
     tl.store(o + out[:, None] * Dv + dv[None, :], o_tile.to(o.dtype.element_ty), mask=is_head[:, None] & (dv < Dv)[None, :])
     tl.store(lse + out, lse_rows * LN_2, mask=is_head)
-
-
-@triton.jit
-def dq_kernel(
-    q, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta,
-    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
-    stride_dob, stride_dos, stride_dog, stride_doh, S, S_kv, G, n, scale, scale_log2,
-    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, HAS_DLSE: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
-):  # fmt: skip
-    """dq of one row's heads, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side."""
-    HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
-    pid = tl.program_id(0)
-    head0 = (pid % HEAD_TILES) * BLOCK_H
-    pid = pid // HEAD_TILES
-    s = pid % S
-    b = (pid // S // G).to(tl.int64)
-    g = (pid // S % G).to(tl.int64)
-    row = (b * S + s) * G + g
-    limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
-    row_ranges = ranges + row * n * 2
-
-    head = head0 + tl.arange(0, BLOCK_H).to(tl.int64)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    is_head = head < h
-    in_q, in_o = is_head[:, None] & (d < Dk)[None, :], is_head[:, None] & (dv < Dv)[None, :]
-    q_rows = q + b * stride_qb + s.to(tl.int64) * stride_qs + g.to(tl.int64) * stride_qg + head[:, None] * stride_qh + d[None, :]
-    do_rows = do + b * stride_dob + s.to(tl.int64) * stride_dos + g * stride_dog + head[:, None] * stride_doh + dv[None, :]
-    q_tile = tl.load(q_rows, mask=in_q, other=0.0)
-    do_tile = tl.load(do_rows, mask=in_o, other=0.0)
-    out = row * h + head
-    o_tile = tl.load(o + out[:, None] * Dv + dv[None, :], mask=in_o, other=0.0)
-    delta_rows = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
-    if HAS_DLSE:
-        delta_rows -= tl.load(dlse + out, mask=is_head, other=0.0)
-    tl.store(delta + out, delta_rows, mask=is_head)
-    lse2 = tl.load(lse + out, mask=is_head, other=0.0) * LOG2_E
-    k_base = k + b * stride_kb + g * stride_kg
-    v_base = v + b * stride_vb + g * stride_vg
-
-    acc = tl.zeros([BLOCK_H, BLOCK_D], ACC)
-    for first in range(0, n, NP):
-        shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
-        for w0 in range(0, keys, BLOCK_L):
-            w = w0 + tl.arange(0, BLOCK_L)
-            valid = w < keys
-            position = positions_of(w, shift, before, after).to(tl.int64)
-            k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
-            v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
-            s2 = products(q_tile, k_tile, ACC) * scale_log2
-            p = tl.where(valid[None, :], tl.exp2(s2 - lse2[:, None]), 0.0)
-            dp = products(do_tile, v_tile, ACC)
-            ds = p * (dp - delta_rows[:, None])
-            acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
-    dq_rows = dq + out[:, None] * Dk + d[None, :]
-    tl.store(dq_rows, (acc * scale).to(dq.dtype.element_ty), mask=in_q)
-
-
-@triton.jit
-def dq_blocks_kernel(
-    q, k_desc, v_desc, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta,
-    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
-    stride_dob, stride_dos, stride_dog, stride_doh, S, S_kv, G, n, scale, scale_log2,
-    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, HAS_DLSE: tl.constexpr, ACC: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr,
-    TAIL_L: tl.constexpr, NP: tl.constexpr,
-):  # fmt: skip
-    """`dq_kernel` where every range is one block of BLOCK keys: whole blocks by bulk copies, as in `forward_blocks_kernel`."""
-    HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
-    STEPS: tl.constexpr = BLOCK // BLOCK_L
-    pid = tl.program_id(0)
-    head0 = (pid % HEAD_TILES) * BLOCK_H
-    pid = pid // HEAD_TILES
-    s = pid % S
-    b = pid // S // G
-    g = pid // S % G
-    b64, s64, g64 = b.to(tl.int64), s.to(tl.int64), g.to(tl.int64)
-    row = (b64 * S + s) * G + g
-    limit = row_limit(q_pos, b64, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
-    row_ranges = ranges + row * n * 2
-
-    head = head0 + tl.arange(0, BLOCK_H).to(tl.int64)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    is_head = head < h
-    in_q, in_o = is_head[:, None] & (d < Dk)[None, :], is_head[:, None] & (dv < Dv)[None, :]
-    q_rows = q + b64 * stride_qb + s64 * stride_qs + g64 * stride_qg + head[:, None] * stride_qh + d[None, :]
-    do_rows = do + b64 * stride_dob + s64 * stride_dos + g64 * stride_dog + head[:, None] * stride_doh + dv[None, :]
-    out = row * h + head
-    q_tile = tl.load(q_rows, mask=in_q, other=0.0)
-    do_tile = tl.load(do_rows, mask=in_o, other=0.0)
-    o_tile = tl.load(o + out[:, None] * Dv + dv[None, :], mask=in_o, other=0.0)
-    delta_rows = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
-    if HAS_DLSE:
-        delta_rows -= tl.load(dlse + out, mask=is_head, other=0.0)
-    tl.store(delta + out, delta_rows, mask=is_head)
-    lse2 = tl.load(lse + out, mask=is_head, other=0.0) * LOG2_E
-
-    listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], ACC)
-    for step in range(0, listed * STEPS):
-        c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
-        c += step % STEPS * BLOCK_L
-        k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
-        v_tile = v_desc.load([b, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
-        s2 = products(q_tile, k_tile, ACC) * scale_log2
-        p = tl.where(is_whole, tl.exp2(s2 - lse2[:, None]), 0.0)
-        dp = products(do_tile, v_tile, ACC)
-        ds = p * (dp - delta_rows[:, None])
-        acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
-
-    k_base = k + b64 * stride_kb + g64 * stride_kg
-    v_base = v + b64 * stride_vb + g64 * stride_vg
-    for c in range(cut_start, cut_end, TAIL_L):
-        position = c + tl.arange(0, TAIL_L)
-        valid = position < cut_end
-        position = position.to(tl.int64)
-        k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
-        v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
-        s2 = products(q_tile, k_tile, ACC) * scale_log2
-        p = tl.where(valid[None, :], tl.exp2(s2 - lse2[:, None]), 0.0)
-        dp = products(do_tile, v_tile, ACC)
-        ds = p * (dp - delta_rows[:, None])
-        acc = add_product(acc, ds.to(k_tile.dtype), k_tile, ACC)
-    tl.store(dq + out[:, None] * Dk + d[None, :], (acc * scale).to(dq.dtype.element_ty), mask=in_q)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -344,6 +239,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     blocks = "triton-group/decode-blocks" if S <= FEW_TOKENS else "triton-group/forward-blocks"
     if _bulk_copies_fit(call, heads, blocks):
         return _forward_blocks(call, heads, launch.kernel_config(call, heads, blocks, bulk_copies=True), programs)
+    if call.block_table is not None and _whole_blocks(call):
+        config = _through_pointers(launch.kernel_config(call, heads, "triton-group/decode-blocks"), programs > 2 * sms)
+        return _forward_blocks(call, heads, config, programs)
     ranges = "triton-group/decode-ranges" if S <= FEW_TOKENS or call.block_table is not None else "triton-group/forward"
     config = launch.kernel_config(call, heads, "triton-group/decode" if programs <= 2 * sms else ranges)
     return _forward_ranges(call, heads, config, programs, 1)
@@ -354,9 +252,10 @@ def _forward_blocks(call: Call, heads: launch.Heads, config: KernelConfig, progr
     _, S, G, _, _ = call.q.shape
     n = call.selection.n
     kernel = _blocks_launch(heads, _cache(call), n, _block(call), config)
+    descriptors = _descriptors(call, kernel) if config.loads == "tma" else (None, None)
     kernel.start(
         programs,
-        (call.q, *_descriptors(call, kernel), call.k, call.v, *_index(call), o, lse),
+        (call.q, *descriptors, call.k, call.v, *_index(call), o, lse),
         (*_steps(call), S, call.S_kv, G, n, call.scale_log2()),
     )
     return o, lse
@@ -384,7 +283,9 @@ def _split_parts(call: Call, config: KernelConfig, programs: int) -> int:
 
 def _launch_ranges(call: Call, heads: launch.Heads, config: KernelConfig, programs: int, o: Tensor, lse: Tensor, parts: int) -> None:
     _, S, G, _, _ = call.q.shape
-    _ranges_launch(heads, _cache(call), config, launch.walk_width(call), parts > 1).start(
+    walk = launch.walk_width(call)
+    one_walk = parts > 1 and call.selection.n <= walk
+    _ranges_launch(heads, _cache(call), config, walk, _one_page(call), parts > 1, one_walk).start(
         programs * parts,
         (call.q, call.k, call.v, *_index(call), o, lse),
         (*_steps(call), S, call.S_kv, G, call.selection.n, parts, call.scale_log2()),
@@ -438,15 +339,18 @@ def _steps(call: Call) -> tuple[int, ...]:
 
 
 @functools.lru_cache(REMEMBERED)
-def _ranges_launch(heads: launch.Heads, cache: Cache, config: KernelConfig, walk: int, split: bool) -> Launch:
+def _ranges_launch(
+    heads: launch.Heads, cache: Cache, config: KernelConfig, walk: int, one_page: bool, split: bool, one_walk: bool
+) -> Launch:  # fmt: skip
     facts, tiles = {**launch.facts(heads), **cache._asdict()}, _rows_and_options(heads, config)
-    return Launch(forward_ranges_kernel, **facts, SPLIT=split, BLOCK_L=config.block_l, NP=walk, **tiles)
+    ways = {"ONE_PAGE": one_page, "SPLIT": split, "ONE_WALK": one_walk}
+    return Launch(forward_ranges_kernel, **facts, **ways, BLOCK_L=config.block_l, NP=walk, **tiles)
 
 
 @functools.lru_cache(REMEMBERED)
 def _blocks_launch(heads: launch.Heads, cache: Cache, n: int, block: int, config: KernelConfig) -> Launch:
     facts, tiles = {**launch.facts(heads), **cache._asdict()}, _block_tiles(n, block, config)
-    return Launch(forward_blocks_kernel, **facts, **tiles, **_rows_and_options(heads, config))
+    return Launch(forward_blocks_kernel, **facts, BULK=config.loads == "tma", **tiles, **_rows_and_options(heads, config))
 
 
 @functools.lru_cache(REMEMBERED)
@@ -482,13 +386,31 @@ def _block(call: Call) -> int:
     return block
 
 
+def _whole_blocks(call: Call) -> bool:
+    """Whether `forward_blocks_kernel` takes the selection: blocks in tiles of a power of two; it looks at all ranges of a row at once."""
+    size = call.selection.block_size
+    return size is not None and size >= launch.MIN_TILE and not size & (size - 1) and call.selection.n <= 1024
+
+
 def _bulk_copies_fit(call: Call, heads: launch.Heads, kernel: str) -> bool:
-    """Whether `kernel` takes whole blocks: in tiles of a power of two, each within a page; it looks at all ranges of a row at once."""
-    size, config = call.selection.block_size, call.settings.kernel(kernel + launch.heads_class(heads))
-    if size is None or size & (size - 1) or call.selection.n > 1024 or config.loads != "tma":
+    """Whether `kernel` takes whole blocks, each of its steps within a page, by bulk copies."""
+    config = call.settings.kernel(kernel + launch.heads_class(heads))
+    if config.loads != "tma" or not _whole_blocks(call):
         return False
-    whole = call.block_table is None or call.k.shape[2] % min(config.block_l, size) == 0
+    whole = call.block_table is None or call.k.shape[2] % min(config.block_l, _block(call)) == 0
     return whole and launch.bulk_copies_fit(call)
+
+
+def _through_pointers(config: KernelConfig, many: bool) -> KernelConfig:
+    """The launch of blocks whose pages are smaller than its steps: addresses take threads, and many programs want room side by side."""
+    stages = min(config.num_stages, 2) if many else config.num_stages
+    return msgspec.structs.replace(config, loads="pointer", num_warps=2 * config.num_warps, num_stages=stages)
+
+
+def _one_page(call: Call) -> bool:
+    """Whether each range lies within a page, and numbers of 32 bits count the keys of all pages."""
+    size, (pages, _, page, _) = call.selection.block_size, call.k.shape
+    return call.block_table is not None and size is not None and page % size == 0 and pages * page < 2**31
 
 
 def _block_h(h: int) -> int:

@@ -41,6 +41,7 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
 PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size): forward alone, in bfloat16
     "paged-16-split": (1, 1, 4096, 16, 4, 16, 128, 16, 64),
     "paged-16": (256, 1, 1024, 16, 4, 16, 128, 16, 64),
+    "paged-16-widest": (64, 4, 1024, 16, 1, 16, 256, 16, 64),
     "paged-256": (64, 4, 128, 256, 4, 16, 128, 16, 64),
 }
 

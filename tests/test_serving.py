@@ -148,16 +148,15 @@ def test_ranges_that_cross_pages(backend: str) -> None:
 
 
 @pytest.mark.parametrize("page_size", [16, 24, 64])
-def test_bulk_copies(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows, so that no row is split: blocks come by bulk copies where pages hold whole steps, the cut one through pointers."""
+def test_blocks_of_pages(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows, so that no row is split: blocks come by bulk copies where pages hold whole steps, else, and the cut one, by pointers."""
     from nsa_sel.backends import triton_group
 
-    chosen: list[str] = []
-    for name in ("_forward_blocks", "_launch_ranges"):
-        real = getattr(triton_group, name)
-        monkeypatch.setattr(triton_group, name, lambda *given, real=real, name=name: (chosen.append(name), real(*given))[1])
+    loads: list[str] = []
+    real = triton_group._blocks_launch
+    monkeypatch.setattr(triton_group, "_blocks_launch", lambda *given: (loads.append(given[-1].loads), real(*given))[1])
     check(make_cache(page_size=page_size, S_q=2, block=32), "triton-group")
-    assert chosen == ["_forward_blocks" if page_size == 64 else "_launch_ranges"]
+    assert loads == ["tma" if page_size == 64 else "pointer"]
 
 
 def test_pages_are_compared_with_the_steps_of_these_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,32 @@ def walk_ranges(row_ranges, first, n, limit, NP: tl.constexpr):
 
 
 @triton.jit
+def walk_pages(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.constexpr):
+    """`walk_ranges` where each range lies within one page: w + shift is the key's place among the keys of all pages, page * PAGE on.
+
+    The pages are read once a range, while the rest of this is computed, not key by key. table: the sequence's row of the block table.
+    """
+    i = first + tl.arange(0, NP)
+    start = tl.load(row_ranges + 2 * i, mask=i < n, other=0)
+    end = tl.load(row_ranges + 2 * i + 1, mask=i < n, other=0)
+    start, end = clamp_range(start, end, limit)
+    length = tl.maximum(end - start, 0)
+    page = page_of(start, length > 0, table, PAGE)
+    after = tl.cumsum(length, 0)
+    before = after - length
+    return (page * PAGE + start % PAGE).to(tl.int32) - before, before, after, tl.sum(length, 0)
+
+
+@triton.jit
+def walk_keys(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
+    """`walk_pages` where ONE_PAGE says that each range lies within one, else `walk_ranges`."""
+    if ONE_PAGE:
+        return walk_pages(row_ranges, first, n, limit, table, NP, PAGE)
+    else:
+        return walk_ranges(row_ranges, first, n, limit, NP)
+
+
+@triton.jit
 def positions_of(w, shift, before, after):
     """Key positions of the key numbers w [BLOCK_L] (any value where w is past the last key)."""
     here = (before[None, :] <= w[:, None]) & (w[:, None] < after[None, :])
@@ -79,9 +105,9 @@ def sequence_of(x, b, g, stride_b, stride_g, PAGE: tl.constexpr):
 
 
 @triton.jit
-def page_of(position, exists, block_table, b, stride_tb, PAGE: tl.constexpr):
-    """The pages that hold keys `position`. Of the block table nothing is read but the pages of keys that exist."""
-    return tl.load(block_table + b * stride_tb + position // PAGE, mask=exists, other=0)
+def page_of(position, exists, table, PAGE: tl.constexpr):
+    """The pages that hold keys `position` of the sequence whose row of the block table is `table`; read are those of keys that exist."""
+    return tl.load(table + position // PAGE, mask=exists, other=0)
 
 
 @triton.jit
