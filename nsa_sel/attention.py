@@ -327,7 +327,7 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
 
 
 def _on_device(call: Call, name: str, direction: str, work: Callable[[registry.BackendModule], T]) -> T:
-    """Do the work with the backend's module. Triton launches on the current device, which need not be q's."""
+    """Do the work with the backend's module. Backends launch, and make what they write, on the current device, which need not be q's."""
     if call.q.is_cuda and call.q.get_device() != torch._C._cuda_getDevice():  # q is there: nothing is left to initialise
         with torch.cuda.device(call.q.device):
             return _on_device(call, name, direction, work)

@@ -122,7 +122,7 @@ def check_call(
     if not isinstance(selection, Selection):
         selection = as_selection(selection)
     ranges = selection.ranges
-    if ranges.shape != (B, S, G, selection.n, 2):
+    if ranges.shape[:3] != (B, S, G):
         raise ArgumentError(
             "selection",
             f"over rows [B,S,G] = {tuple(ranges.shape[:3])}",
