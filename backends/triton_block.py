@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import (
     Gradients,
@@ -202,8 +203,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     o, lse = launch.outputs(call)
     plan = _plan(call, tile_width(call, config), call.v.shape[3], 0)
     B, S, G, h, _ = call.q.shape
-    part_lse = lse.new_empty(plan.pairs, plan.section, n * plan.reach, h)
-    part_o = o.new_empty(plan.pairs, plan.section, n * plan.reach, h, heads.Dv)
+    part_lse = unwritten(lse, plan.pairs, plan.section, n * plan.reach, h)
+    part_o = unwritten(o, plan.pairs, plan.section, n * plan.reach, h, heads.Dv)
     partial, join = _forward_launches(heads, config, n, plan.reach, plan.width)
     for unit in units(call, plan):
         partial.start(
@@ -232,7 +233,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     rows = lse.numel()
     _delta_launch(heads, dlse is not None).start(-(-rows // REDUCED), (o, do, dlse, delta), (*do.stride()[:4], S, G, rows))
     plan = _plan(call, tile_width(call, config), Dk, Dk + heads.Dv)
-    part_dq = dq.new_empty(plan.pairs, plan.section, n * plan.reach, h, Dk)
+    part_dq = unwritten(dq, plan.pairs, plan.section, n * plan.reach, h, Dk)
     sums = Gradients(call, plan, lse)
     sum_dq = _sum_dq_launch(heads, n, plan.reach, plan.width)
     for unit in units(call, plan):

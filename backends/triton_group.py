@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.dq import dq_blocks_kernel, dq_kernel
@@ -268,8 +269,8 @@ def _forward_ranges(call: Call, heads: launch.Heads, config: KernelConfig, progr
     if parts == 1:
         _launch_ranges(call, heads, config, programs, o, lse, 1)
         return o, lse
-    part_o = lse.new_empty(lse.numel(), parts, o.shape[-1])
-    part_lse = lse.new_empty(lse.numel(), parts)
+    part_o = unwritten(lse, lse.numel(), parts, o.shape[-1])
+    part_lse = unwritten(lse, lse.numel(), parts)
     _launch_ranges(call, heads, config, programs, part_o, part_lse, parts)
     launch.combine(part_o, part_lse, o, lse, parts)
     return o, lse

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
@@ -150,8 +151,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if parts == 1:
         to_o, to_lse = o, lse
     else:
-        to_o = lse.new_empty(lse.numel(), parts, o.shape[-1])
-        to_lse = lse.new_empty(lse.numel(), parts)
+        to_o = unwritten(lse, lse.numel(), parts, o.shape[-1])
+        to_lse = unwritten(lse, lse.numel(), parts)
     kernel = _forward_launch(heads, config, launch.walk_width(call), parts > 1)
     kernel.start(
         B * S * G * h * parts,

@@ -28,6 +28,7 @@ T = TypeVar("T")
 FALLBACK = "sdpa-packed"
 _forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # inside torch.func: vmap, grad, jvp and their like
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # of any device; asking for one by name takes longer
 _memo: dict[Any, Decision] = {}
 _MEMO_SIZE = 4096
 # After these the CUDA context is lost: running anything else would only hide where it broke.
@@ -295,7 +296,9 @@ def _forward_of(module: registry.BackendModule, call: Call) -> tuple[Tensor, Ten
 
 
 def _nothing_to_do(call: Call) -> bool:
-    return call.selection.n == 0 or call.q.numel() == 0 or call.k.numel() == 0 or call.S_kv == 0
+    if call.selection.n == 0 or call.q.numel() == 0 or call.k.numel() == 0:
+        return True
+    return call.block_table is not None and call.S_kv == 0
 
 
 def _run(call: Call, decision: Decision, direction: str, work: Callable[[registry.BackendModule], T]) -> tuple[T, Decision]:
@@ -324,8 +327,8 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
 
 
 def _on_device(call: Call, name: str, direction: str, work: Callable[[registry.BackendModule], T]) -> T:
-    """Do the work with the backend's module. Triton launches on the current device, which need not be q's."""
-    if call.q.is_cuda and call.q.get_device() != torch.cuda.current_device():
+    """Do the work with the backend's module. Backends launch, and make what they write, on the current device, which need not be q's."""
+    if call.q.is_cuda and call.q.get_device() != torch._C._cuda_getDevice():  # q is there: nothing is left to initialise
         with torch.cuda.device(call.q.device):
             return _on_device(call, name, direction, work)
     module, settings = registry.load(name), call.settings
@@ -348,6 +351,8 @@ def _fall_back(decision: Decision, failed: str) -> Decision:
 
 def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Under torch.autocast: q, k, v in its dtype, as scaled_dot_product_attention does (float64 is left alone). Nothing is checked yet."""
+    if not _any_autocast():
+        return q, k, v
     kind = "cuda" if getattr(q, "is_cuda", False) else "cpu"
     if not torch.is_autocast_enabled(kind):
         return q, k, v

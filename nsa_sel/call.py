@@ -95,15 +95,15 @@ def check_call(
     decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
-    if q.dim() != 5:
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != 5:
         raise ArgumentError(
-            "q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk], or [B,G,h,Dk] for decode", "split the heads into G groups of h"
+            "q", f"of shape {tuple(q_shape)}", "[B,S,G,h,Dk], or [B,G,h,Dk] for decode", "split the heads into G groups of h"
         )
-    B, S, G, h, Dk = q.shape
-    k_shape, v_shape = k.shape, v.shape
+    B, S, G, h, Dk = q_shape
     for name, shape in (("k", k_shape), ("v", v_shape)):
         if len(shape) != 4 or shape[0] != B or shape[1] != G:
-            raise _other_layout(name, shape, q.shape, decode)
+            raise _other_layout(name, shape, q_shape, decode)
     S_kv, Dv = k_shape[2], v_shape[3]
     if k_shape[3] != Dk:
         raise ArgumentError("k", f"of head dimension {k_shape[3]}", f"q's head dimension {Dk}", "project q and k to the same size")

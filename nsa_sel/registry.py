@@ -28,8 +28,9 @@ Direction = Literal["forward", "backward"]
 
 
 class BackendModule(Protocol):
-    """What a backend's module offers. Both functions get a checked call and may rely on the contract. A module with READS_CACHES = True
-    is given `Call.lengths` and `Call.block_table` as they are; for others nsa_sel/pages.py makes positions and ranges of them."""
+    """What a backend's module offers. Both functions get a checked call, whose tensors are on the current device, and may rely on the
+    contract. A module with READS_CACHES = True is given `Call.lengths` and `Call.block_table` as they are; for others nsa_sel/pages.py
+    makes positions and ranges of them."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs)."""

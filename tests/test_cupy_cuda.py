@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa_sel import varlen
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import lists, tiles
+from nsa_sel.backends.cupy_cuda import launch, lists, tiles
 from nsa_sel.backends.cupy_cuda.rows import plan_of
 from nsa_sel.call import Call, check_call
 from nsa_sel.config import settings_for
@@ -106,6 +106,22 @@ def test_rows_that_no_wide_copy_can_read(monkeypatch: pytest.MonkeyPatch) -> Non
     for others in (tuple(map(shifted, (q, k, v))), (q, *cached)):
         for one, other in zip(expected, check(*others, selection), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("strides", "first", "expected"),
+    [
+        ((64, 64, 16, 1), 0, True),
+        ((64, 3, 16, 1), 0, True),  # a step along a dimension of one element is never taken
+        ((64, 3, 20, 1), 0, False),
+        ((68, 64, 16, 1), 0, False),
+        ((64, 64, 16, 1), 4, False),
+    ],
+)
+def test_rows_begin_at_multiples_of_16_bytes(strides: tuple[int, ...], first: int, expected: bool) -> None:
+    whole, x = torch.zeros(2, 4, 2, 4, 16, dtype=torch.float16), torch.zeros(160, dtype=torch.float16)
+    x = x.as_strided((2, 1, 4, 16), strides, first)
+    assert launch.aligned(whole, x) == launch.aligned(x, whole) == expected
 
 
 def test_decode_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

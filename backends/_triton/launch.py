@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel import observe
+from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends._triton.combine import combine_kernel
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends.specs import launch_class, tile_columns
@@ -37,7 +38,7 @@ def outputs(call: Call) -> tuple[Tensor, Tensor]:
     q = call.q
     B, S, G, h, _ = q.shape  # one by one: PyTorch takes twice as long to read a torch.Size
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(B, S, G, h, call.v.shape[3]), q.new_empty(B, S, G, h, dtype=lse_dtype)
+    return unwritten(q, B, S, G, h, call.v.shape[3]), unwritten(q, B, S, G, h, dtype=lse_dtype)
 
 
 def multiprocessors(call: Call) -> int:

@@ -54,12 +54,15 @@ def tensor_kinds(tensors: Sequence[Tensor | TensorDescriptor | None]) -> tuple[l
     kinds: list[object] = []
     addresses: list[object] = []
     for x in tensors:
-        if isinstance(x, Tensor):
+        if x is None:  # first: that it is no Tensor, Python would be told by a function of PyTorch's
+            kinds.append(None)
+            addresses.append(None)
+        elif isinstance(x, Tensor):
             address = x.data_ptr()
             kinds.append(x.dtype if address % 16 == 0 else (x.dtype, "unaligned"))
             addresses.append(address)
         else:
-            kinds.append(None if x is None else (x.base.dtype, *x.block_shape))
+            kinds.append((x.base.dtype, *x.block_shape))
             addresses.append(x)
     return kinds, addresses
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import struct
 import threading
 from typing import Any
@@ -34,6 +33,14 @@ class _Buffer(threading.local):
 _buffer = _Buffer()
 
 
+@functools.cache  # an import statement would take 1 us or more of every launch
+def _interfaces() -> tuple[Any, Any]:
+    """CuPy's modules of the CUDA driver's functions and of the runtime's."""
+    from cupy_backends.cuda.api import driver, runtime
+
+    return driver, runtime
+
+
 @functools.cache
 def layout(fields: str) -> struct.Struct:
     """How a kernel's `Arguments` lie in memory: their fields have 8 bytes each, so that nothing is padded."""
@@ -46,8 +53,7 @@ def function(source: str, macros: Constants, device: int, shared: int, own: bool
 
     Compiled and loaded the first time; loaded code stays as long as the process.
     """
-    from cupy_backends.cuda.api import driver, runtime
-
+    driver, runtime = _interfaces()
     major, minor = torch.cuda.get_device_capability(device)
     runtime.setDevice(device)
     module = driver.moduleLoadData(cubin(source, macros, architecture(10 * major + minor, own)))
@@ -64,8 +70,7 @@ def start(
 
     fields, values: its `Arguments`. The device's context is made this thread's own: autograd's threads come without one.
     """
-    from cupy_backends.cuda.api import driver, runtime
-
+    driver, runtime = _interfaces()
     handle = function(source, macros, device, shared, own)
     runtime.setDevice(device)
     layout(fields).pack_into(_buffer.arguments, 0, *values)
@@ -88,12 +93,16 @@ def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
 
 def aligned(*tensors: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes, so that they can be copied 16 bytes at a time."""
-    steps = [step for x in tensors for step in x.stride()[:-1]]
-    pointers = [x.data_ptr() for x in tensors]
-    if math.gcd(*steps) % 8 == 0 == math.gcd(*pointers) % 16:
+    pointers = steps = 0  # all are multiples of a power of two where their bits together are
+    for x in tensors:
+        pointers |= x.data_ptr()
+        for step in x.stride()[:-1]:
+            steps |= step
+    if pointers % 16:
+        return False
+    if steps % 8 == 0:
         return True
-    if math.gcd(*pointers) % 16:
-        return False  # steps along dimensions of one element are never taken
+    # Steps along dimensions of one element are never taken.
     return all(step % 8 == 0 for x in tensors for step, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends.cupy_cuda import launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.call import Call
@@ -103,18 +104,17 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return tiles.forward(call)
     q, device = call.q, call.q.get_device()
     B, S, G, h, Dk = q.shape
-    S_kv, Dv = call.v.shape[2:]
+    _, _, S_kv, Dv = call.v.shape
     rows, bf16 = B * S * G, q.dtype == torch.bfloat16
     longest, aligned = call.selection.length_bound(S_kv), launch.aligned(q, call.k, call.v)
     macros, shape, head_tiles, parts = plan_of(
         rows, h, Dk, Dv, longest, bf16, aligned, call.device.sm_count, call.device.shared_memory
     )  # fmt: skip
-    o = q.new_empty(B, S, G, h, Dv)
-    lse = q.new_empty(B, S, G, h, dtype=torch.float32)
+    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     part_o, part_lse = o, lse
     if parts > 1:
-        part_o = q.new_empty(rows * h * parts * Dv, dtype=torch.float32)
-        part_lse = q.new_empty(rows * h * parts, dtype=torch.float32)
+        part_o = unwritten(q, rows * h * parts * Dv, dtype=torch.float32)
+        part_lse = unwritten(q, rows * h * parts, dtype=torch.float32)
     ranges = call.selection.ranges.contiguous()
     launch.start(
         "forward_rows.cu", macros, device, rows * head_tiles * parts, shape.threads, shape.shared, ROWS,

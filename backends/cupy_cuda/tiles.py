@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
@@ -73,9 +74,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h] of a call that it takes, with a positive scale."""
     q = call.q
     B, S, G, h, Dk = q.shape
-    o, lse = q.new_empty(B, S, G, h, call.v.shape[-1]), q.new_empty(B, S, G, h, dtype=torch.float32)
-    ranges = call.selection.ranges.contiguous()
     Dv = call.v.shape[-1]
+    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    ranges = call.selection.ranges.contiguous()
     shape = shape_of(hopper_groups(h, Dk), h, Dk, Dv, max(Dk, Dv), call.device.shared_memory)  # o takes q's place
     union = union_of(call, ranges, shape.tokens)
     tokens = ROWS // h

@@ -1,0 +1,27 @@
+"""New tensors for kernels to write, in half the host time of `torch.empty`: a call makes two of them, four where rows are split."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+# What the code that torch.compile generates calls: a tensor straight from the allocator, past the dispatcher and its parser of arguments.
+from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
+
+
+def unwritten(like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+    """`like.new_empty(sizes, dtype=dtype)`, contiguous, where `like` is on the CPU or on the current GPU, as it is in a backend."""
+    make = _empty_strided_cuda if like.is_cuda else _empty_strided_cpu
+    made: Tensor = make(sizes, _contiguous(sizes), like.dtype if dtype is None else dtype)
+    return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor; as in PyTorch, a dimension of no elements counts as one of one."""
+    steps = [1]
+    for size in sizes[:0:-1]:
+        steps.append(steps[-1] * max(1, size))
+    return tuple(reversed(steps))
