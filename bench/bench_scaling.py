@@ -1,9 +1,10 @@
 """Weak scaling of context parallelism: each rank has the same number of rows however many ranks there are; forward, and with backward.
 
 `python -m nsa_sel.bench.bench_scaling --out FILE` starts torchrun for 1, 2 and 4 ranks, one after another, on the GPUs of this machine,
-or with --device cpu through gloo. A row is one case and direction: the time of a call is that of the slowest rank, taken after all
-ranks have met; beside it stand the way that was taken and what both ways cost in bytes. Rows of one rank are of `selection_attention`
-without anything of torch.distributed.
+or with --device cpu through gloo. A row is one case and direction: the time of a call is that of the slowest rank, of a few calls in a
+row after all ranks have met; beside it stand the way that was taken, what both ways cost in bytes, and the time of `selection_attention`
+of the same rows where all their keys are at hand: what the call takes longer is the exchange. Rows of one rank have nothing of
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 DIRECTIONS = ("fwd", "fwd+bwd")
-CALLS = 20
+SAMPLES, IN_A_ROW = 20, 5  # as in training, the host runs ahead of the GPU; a sample is the mean of calls one after another
 
 
 def cases(ranks: int, quick: bool) -> list[Case]:
@@ -55,9 +56,12 @@ def slices(case: Case, ranks: int, rank: int, device: str) -> tuple[Tensor, Tens
     return q, k, v, do, Selection(ranges, whole.block_size)
 
 
-def works(case: Case, ranks: int, rank: int, device: str, count: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """A call of each direction, with the name of the direction."""
+def works(case: Case, ranks: int, rank: int, device: str, count: bool) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
+    """A call of each direction, with the name of the direction, and the same rows' with all keys at hand."""
     q, k, v, do, selection = slices(case, ranks, rank, device)
+    keys = case.S_kv // ranks
+    seen = ranks * (keys - case.S) + (rank + 1) * case.S  # this rank's rows are the last of as many keys
+    all_k, all_v = (x.repeat(1, 1, ranks, 1)[:, :, :seen] for x in (k, v))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         if ranks == 1:
@@ -66,38 +70,41 @@ def works(case: Case, ranks: int, rank: int, device: str, count: bool) -> Iterat
 
         return context_parallel_attention(q, k, v, selection, count_blocks=count)
 
-    def both() -> Any:
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    def at_hand(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return selection_attention(q, k, v, selection)
+
+    def both(attend: Callable[..., Any], *given: Tensor) -> Any:
+        inputs = [x.detach().requires_grad_() for x in given]
         return torch.autograd.grad(attend(*inputs), inputs, do)
 
-    yield "fwd", lambda: attend(q, k, v)
-    yield "fwd+bwd", both
+    yield "fwd", lambda: attend(q, k, v), lambda: at_hand(q, all_k, all_v)
+    yield "fwd+bwd", lambda: both(attend, q, k, v), lambda: both(at_hand, q, all_k, all_v)
 
 
-def slowest(work: Callable[[], Any], calls: int, ranks: int, device: str) -> list[float]:
-    """Milliseconds of each call on the rank that took longest; all start a call together."""
+def slowest(work: Callable[[], Any], samples: int, ranks: int, device: str) -> list[float]:
+    """Milliseconds a call, in each sample, on the rank that took longest; all start a sample together."""
     for _ in range(3):
         work()
 
     mine = []
-    for _ in range(calls):
+    for _ in range(samples):
         dist.barrier()
-        mine.append(measure.one_call(work, device))
+        mine.append(measure.one_call(lambda: [work() for _ in range(IN_A_ROW)], device) / IN_A_ROW)
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, mine)
     return np.max(np.asarray(every), axis=0).tolist()  # type: ignore[no-any-return]
 
 
-def measure_here(out: Path, device: str, *, quick: bool, calls: int = CALLS, count: bool = False) -> None:
+def measure_here(out: Path, device: str, *, quick: bool, samples: int = SAMPLES, count: bool = False) -> None:
     """Measure the cases of as many ranks as there are; rank 0 adds the rows to `out`. Every rank calls it, in an initialised job."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     facts = measure.environment(device)
     for case in cases(ranks, quick):
-        for direction, work in works(case, ranks, rank, device, count):
-            times = measure.spread(slowest(work, calls, ranks, device))
-            row = measure.row(
-                case, direction, str(decisions()[-1].forward), times, **exchanged(ranks), **measure.gpu_state(device), **facts
-            )
+        for direction, work, at_hand in works(case, ranks, rank, device, count):
+            times = measure.spread(slowest(work, samples, ranks, device))
+            backend, moved = str(decisions()[-1].forward), exchanged(ranks)
+            alone = {"ms_at_hand": round(measure.spread(slowest(at_hand, samples, ranks, device)).median, 5)}
+            row = measure.row(case, direction, backend, times, **alone, **moved, **measure.gpu_state(device), **facts)
             if rank == 0:
                 records.append(out, [{**row, "quick": quick}])
 
@@ -127,9 +134,12 @@ def table(rows: list[Row]) -> str:
         spread = f"{row['ms_p20']:.3g} - {row['ms_p80']:.3g}"
         efficiency = f"{one / row['ms_median']:.2f}" if one else "-"
         lines.append(
-            [row["case"], row["ranks"], row["direction"], f"{row['ms_median']:.3g}", spread, efficiency, row["way"] or "-", f"{moved:.1f}"]
-        )
-    headers = ["case", "ranks", "direction", "ms", "p20 - p80", "efficiency", "way", "MB moved"]
+            [
+                row["case"], row["ranks"], row["direction"], f"{row['ms_median']:.3g}", spread, f"{row['ms_at_hand']:.3g}", efficiency,
+                row["way"] or "-", f"{moved:.1f}",
+            ]
+        )  # fmt: skip
+    headers = ["case", "ranks", "direction", "ms", "p20 - p80", "keys at hand", "efficiency", "way", "MB moved"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -153,13 +163,13 @@ def main(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "1,2,4",
     device: Annotated[str, typer.Option(help="cuda, one GPU a rank; or cpu.")] = "cuda",
     quick: Annotated[bool, typer.Option("--quick", help="A small case: a look, in seconds.")] = False,
-    calls: Annotated[int, typer.Option(min=1, help="Timed calls of each case and direction.")] = CALLS,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each case and direction, of several calls each.")] = SAMPLES,
     count: Annotated[bool, typer.Option("--count", help="Count the blocks that travel, instead of bounding them.")] = False,
 ) -> None:
     """Measure weak scaling; print a table and add the rows to a file."""
     if "RANK" in os.environ:
         join(device)
-        measure_here(out, device, quick=quick, calls=calls, count=count)
+        measure_here(out, device, quick=quick, samples=samples, count=count)
         dist.destroy_process_group()
         return
     numbers = [int(number) for number in ranks.split(",") if number.isdecimal() and int(number)]

@@ -268,7 +268,7 @@ def the_document_runs() -> None:
 def scaling_is_measured() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
-        bench_scaling.measure_here(out, DEVICE, quick=True, calls=3)
+        bench_scaling.measure_here(out, DEVICE, quick=True, samples=3)
         rows = [json.loads(line) for line in out.read_text().splitlines()] if rank() == 0 else []
     for row in rows:
         assert row["ranks"] == ranks()

@@ -154,7 +154,7 @@ def test_weak_scaling_keeps_rows_a_rank() -> None:
 
 
 def test_the_table_tells_efficiency() -> None:
-    common = {"direction": "fwd", "ms_p20": 1.0, "ms_p80": 3.0, "bytes_forward": 2_000_000, "bytes_backward": 5_000_000}
+    common = {"direction": "fwd", "ms_p20": 1.0, "ms_p80": 3.0, "ms_at_hand": 1.5, "bytes_forward": 2_000_000, "bytes_backward": 5_000_000}
     rows = [
         {**common, "case": "weak-R1-8k-h4", "ranks": 1, "ms_median": 2.0, "way": None},
         {**common, "case": "weak-R2-8k-h4", "ranks": 2, "ms_median": 2.5, "way": "gather"},
@@ -168,6 +168,7 @@ def test_the_table_tells_efficiency() -> None:
         "1",
         "-",
         "3",
+        "1.5",
         "0.80",
         "gather",
         "2.0",

@@ -167,7 +167,8 @@ def _planned(
         return None, None, done
     if wanted is None:
         wanted = travelling.needed(selection.ranges, positions, block, ranks * keys // block)
-    return wanted, travelling.Route(slots, rank, block, keys), done
+    own = keys // block if within else min(keys // block, request.S * request.n)
+    return wanted, travelling.Route(slots, rank, block, keys, own), done
 
 
 class _ContextParallel(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Only the blocks that a rank's rows chose travel to it: which, how, where they lie then, and their gradients back to the owners.
 
 A rank attends to a compact K and V: the blocks of other ranks that it was sent, in the order of positions, and behind them its own
-slice. What a row may see of its own slice is then decided by positions as ever, and blocks of others are cut when they are mapped.
+slice, or of that too only what its rows chose, where they can't choose all of it: a long slice is not copied for a few rows. What a row
+may see of a whole slice is decided by positions as ever; blocks that were picked are cut when they are mapped.
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ from nsa_sel.selection import Selection
 class Route(NamedTuple):
     """Who keeps room for how many blocks of whom: static numbers that all ranks know alike.
 
-    slots[r][p]: blocks of rank p that rank r keeps room for, a batch entry and group; `keys`: of a rank's slice, whole blocks.
+    slots[r][p]: blocks of rank p that rank r keeps room for, a batch entry and group; `keys`: of a rank's slice, whole blocks; own: the
+    blocks of its slice that a rank may choose, or all.
     """
 
     slots: list[list[int]]
     rank: int
     block: int
     keys: int
+    own: int
 
     @property
     def blocks(self) -> int:
         """Blocks of a rank's slice."""
         return self.keys // self.block
+
+    @property
+    def whole(self) -> bool:
+        """Whether a rank's slice stands in its compact K as it is."""
+        return self.own == self.blocks
 
     @property
     def incoming(self) -> list[int]:
@@ -43,10 +51,12 @@ class Route(NamedTuple):
 
 
 class Travelled(NamedTuple):
-    """What the backward pass must know of the forward's exchange: int64 [B,G,sum(route.outgoing)], own blocks that were sent, -1: none."""
+    """What the backward pass must know of the forward's exchange: this rank's blocks that were sent, int64 [B,G,sum(route.outgoing)],
+    and those that it kept, [B,G,route.own]; -1: none."""
 
     route: Route
     sent: Tensor
+    kept: Tensor
 
 
 def needed(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Tensor:
@@ -75,35 +85,59 @@ def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[l
 
 
 def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: Route, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Travelled]:
-    """Compact k [B,G,room + keys,Dk] and v of this rank, where room = sum(route.incoming) blocks; from its slice and `needed`."""
-    B, G, keys, Dk = k.shape
-    asked = _swapped([_listed(part, room) for part, room in _by_owner(wanted, route)], route.outgoing, group)
-    sent = torch.cat(asked, 2).long()
-    both = torch.cat((k, v), -1).view(B, G, route.blocks, route.block, -1)  # [B,G,blocks,block,Dk+Dv]
-    index = sent.clamp(min=0)[..., None, None].expand(*sent.shape, *both.shape[3:])
-    parts = torch.split(torch.gather(both, 2, index), route.outgoing, 2)
-    every = torch.cat((*_swapped(list(parts), route.incoming, group), both), 2).flatten(2, 3)
-    return every[..., :Dk], every[..., Dk:], Travelled(route, sent)
+    """Compact k [B,G,room,Dk] and v of this rank, where room is for sum(route.incoming) + route.own blocks; from its slice and `needed`."""
+    Dk = k.shape[3]
+    listed = [_listed(part, room) for part, room in _by_owner(wanted, route)]
+    sent = torch.cat(_swapped(listed, route.outgoing, group), 2).long()
+    first = route.rank * route.blocks
+    kept = _listed(wanted[..., first : first + route.blocks], route.own).long()
+    came = _swapped(list(torch.split(_picked(k, v, sent, route), route.outgoing, 2)), route.incoming, group)
+    own = _in_blocks(k, v, route) if route.whole else _picked(k, v, kept, route)
+    every = torch.cat((*came, own), 2).flatten(2, 3)
+    return every[..., :Dk], every[..., Dk:], Travelled(route, sent, kept)
+
+
+def _in_blocks(k: Tensor, v: Tensor, route: Route) -> Tensor:
+    """[B,G,blocks,block,Dk+Dv]: the keys and values of each block, side by side."""
+    both = torch.cat((k, v), -1)
+    return both.view(*both.shape[:2], -1, route.block, both.shape[3])
+
+
+def _picked(k: Tensor, v: Tensor, blocks: Tensor, route: Route) -> Tensor:
+    """[B,G,slots,block,Dk+Dv] of the blocks [B,G,slots] of a slice, of some block where none is named."""
+    index = blocks.clamp(min=0)[..., None, None]
+    slices = [x.view(*x.shape[:2], route.blocks, route.block, x.shape[3]) for x in (k, v)]
+    return torch.cat([x.gather(2, index.expand(*blocks.shape, *x.shape[3:])) for x in slices], -1)
 
 
 def return_sums(dk: Tensor, dv: Tensor, travelled: Travelled, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's slice from those of its compact K and V and from what the others return, in the order of ranks."""
-    route, sent = travelled
-    B, G, _, Dk = dk.shape
-    both = torch.cat((dk, dv), -1).view(B, G, sum(route.incoming) + route.blocks, route.block, -1)
-    *parts, own = torch.split(both, [*route.incoming, route.blocks], 2)
+    route, sent, kept = travelled
+    Dk = dk.shape[3]
+    *parts, own = torch.split(_in_blocks(dk, dv, route), [*route.incoming, route.own], 2)
     returned = _swapped(list(parts), route.outgoing, group)
-    # One block more takes what unused slots return. A part names no other block twice: whoever adds first, the sum is the same.
-    total = torch.zeros(B * G, route.blocks + 1, *own.shape[3:], dtype=torch.promote_types(own.dtype, torch.float32), device=own.device)
-    batch = torch.arange(B * G, device=own.device)[:, None]
-    for rank, (part, blocks) in enumerate(zip(returned, torch.split(sent, route.outgoing, 2), strict=True)):
-        if rank == route.rank:
-            total[:, :-1] += own.flatten(0, 1)
+    added = list(zip(returned, torch.split(sent, route.outgoing, 2), strict=True))
+    added[route.rank] = own, kept
+    of_k, of_v = ([(part[..., columns], blocks) for part, blocks in added] for columns in (slice(Dk), slice(Dk, None)))
+    return _summed(of_k, route), _summed(of_v, route)
+
+
+def _summed(added: list[tuple[Tensor, Tensor]], route: Route) -> Tensor:
+    """[B,G,keys,D] from what each rank adds, [B,G,slots,block,D] to its blocks [B,G,slots], in float32 or better.
+
+    One block more takes what unused slots return. A part names no other block twice: whoever adds first, the sum is the same.
+    """
+    part, _ = added[0]
+    B, G, _, block, D = part.shape
+    total = torch.zeros(B * G, route.blocks + 1, block, D, dtype=torch.promote_types(part.dtype, torch.float32), device=part.device)
+    batch = torch.arange(B * G, device=part.device)[:, None]
+    for rank, (part, blocks) in enumerate(added):
+        if rank == route.rank and route.whole:
+            total[:, :-1] += part.flatten(0, 1)
         elif part.shape[2]:
             place = batch, torch.where(blocks < 0, route.blocks, blocks).flatten(0, 1)
             total[place] = total[place] + part.flatten(0, 1)
-    total = total[:, :-1].reshape(B, G, route.keys, -1).to(dk.dtype)
-    return total[..., :Dk].contiguous(), total[..., Dk:].contiguous()
+    return total[:, :-1].to(part.dtype).reshape(B, G, route.keys, D)
 
 
 def compact_selection(
@@ -111,8 +145,8 @@ def compact_selection(
 ) -> tuple[Selection, Tensor | None]:
     """The selection in places of the compact K, and the rows' places there [B,S], None for the last ones.
 
-    within: rows stand within their rank's slice. Then blocks of others are wholly before them and stay whole; else what a row may see
-    of each is cut off here, and the result is no longer of whole blocks.
+    within: rows stand within their rank's slice, which is there as it is. Then blocks of others are wholly before them and stay whole;
+    else what a row may see of each is cut off here, and the result is no longer of whole blocks.
     """
     block, blocks, room = route.block, wanted.shape[2], sum(route.incoming)
     B, S, G, n = selection.ranges.shape[:4]
@@ -121,20 +155,22 @@ def compact_selection(
     place = torch.zeros(B, G, blocks + 1, dtype=torch.int64, device=wanted.device)
     before = 0
     for owner, (part, slots) in enumerate(_by_owner(wanted, route)):
-        place[..., owner * route.blocks : (owner + 1) * route.blocks] = before + part.cumsum(-1) - 1
+        picked = (room if owner == route.rank else before) + part.cumsum(-1) - 1
+        place[..., owner * route.blocks : (owner + 1) * route.blocks] = picked
         before += slots
-    place[..., first : first + route.blocks] = torch.arange(room, room + route.blocks, device=wanted.device)
+    if route.whole:
+        place[..., first : first + route.blocks] = torch.arange(room, room + route.blocks, device=wanted.device)
     slot = place.gather(2, index.permute(0, 2, 1, 3).reshape(B, G, S * n)).view(B, G, S, n).permute(0, 2, 1, 3)
     start, end = selection.ranges.long().unbind(-1)
-    own = (index >= first) & (index < first + route.blocks)
+    own = (index >= first) & (index < first + (route.blocks if route.whole else 0))
     length = torch.where(own, end, torch.minimum(end, (positions + 1)[:, :, None, None])) - start
     moved = torch.where(index < blocks, slot * block, 0)
     ranges = torch.stack((moved, moved + torch.where(index < blocks, length, 0)), -1).to(selection.ranges.dtype)
     if within:
         return Selection(ranges, block, selection.max_length), None
     bound = selection.length_bound(blocks * block)
-    places = (positions - route.rank * route.keys + 1).clamp(0, route.keys) + room * block - 1
-    return Selection(ranges, None, bound), places.clamp(min=0)
+    seen = (positions - route.rank * route.keys + 1).clamp(0, route.keys) if route.whole else torch.full_like(positions, route.own * block)
+    return Selection(ranges, None, bound), (room * block + seen - 1).clamp(min=0)
 
 
 def _by_owner(wanted: Tensor, route: Route) -> list[tuple[Tensor, int]]:
