@@ -241,7 +241,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if _bulk_copies_fit(call, heads, blocks):
         return _forward_blocks(call, heads, launch.kernel_config(call, heads, blocks, bulk_copies=True), programs)
     if call.block_table is not None and _whole_blocks(call):
-        config = _through_pointers(launch.kernel_config(call, heads, "triton-group/decode-blocks"), programs > 2 * sms)
+        config = launch.kernel_config(call, heads, "triton-group/decode-pages")
+        if config.num_stages > 2 and programs > 2 * sms:  # of two stages, three programs have room on a multiprocessor
+            config = msgspec.structs.replace(config, num_stages=2)
         return _forward_blocks(call, heads, config, programs)
     ranges = "triton-group/decode-ranges" if S <= FEW_TOKENS or call.block_table is not None else "triton-group/forward"
     config = launch.kernel_config(call, heads, "triton-group/decode" if programs <= 2 * sms else ranges)
@@ -400,12 +402,6 @@ def _bulk_copies_fit(call: Call, heads: launch.Heads, kernel: str) -> bool:
         return False
     whole = call.block_table is None or call.k.shape[2] % min(config.block_l, _block(call)) == 0
     return whole and launch.bulk_copies_fit(call)
-
-
-def _through_pointers(config: KernelConfig, many: bool) -> KernelConfig:
-    """The launch of blocks whose pages are smaller than its steps: addresses take threads, and many programs want room side by side."""
-    stages = min(config.num_stages, 2) if many else config.num_stages
-    return msgspec.structs.replace(config, loads="pointer", num_warps=2 * config.num_warps, num_stages=stages)
 
 
 def _one_page(call: Call) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsa_sel import observe, registry
 from nsa_sel.bench import cases, measure
+from nsa_sel.bench.bench_serving import in_pages
 from nsa_sel.bench.tune import Times, watched
 from nsa_sel.bench.tune_space import BLOCK, PROBLEMS, Job
 from nsa_sel.call import Call, device_info
@@ -131,7 +132,16 @@ def prepare(job: Job, name: str, device: torch.device, settings: Settings) -> Se
         selection = Selection(selection.ranges, None, n * BLOCK)
     q, k, v, do = cases.make_inputs(case, device)
     call = Call(q, k, v, selection, None, sizes.Dk**-0.5, settings, device_info(device))
-    return Setting((job.case, name), call, do)
+    return Setting((job.case, name), paged(call, problem.page) if problem.page else call, do)
+
+
+def paged(call: Call, page: int) -> Call:
+    """The same call over pages of so many keys, in another order than the sequences' own."""
+    B, _, S_kv, _ = call.k.shape
+    table = torch.arange(B * S_kv // page, dtype=torch.int32, device=call.k.device).flip(0).view(B, -1)
+    k, v = (in_pages(x.transpose(1, 2), table.flatten().long(), page).transpose(1, 2) for x in (call.k, call.v))
+    lengths = torch.full((B,), S_kv, dtype=torch.int32, device=call.k.device)
+    return replace(call, k=k, v=v, lengths=lengths, block_table=table)
 
 
 def _checked_results(work: Callable[..., tuple[Tensor, ...]], launch: str) -> tuple[Tensor, ...]:

@@ -22,7 +22,8 @@ Loads = Literal["pointer", "tma"]
 
 
 class Problem(NamedTuple):
-    """Sizes beside the key's; `blocks`: a selection of whole blocks, else the same one as raw ranges; `real`: the language model's."""
+    """Sizes beside the key's; `blocks`: a selection of whole blocks, else the same one as raw ranges; `real`: the language model's; `page`:
+    keys of a page, 0 for keys in one piece."""
 
     B: int
     S: int
@@ -30,6 +31,7 @@ class Problem(NamedTuple):
     G: int
     blocks: bool
     real: bool = False
+    page: int = 0
 
 
 # A kernel of many rows is judged on two: neighbouring rows of text select alike, those of random scores do not, and what is fast on one
@@ -41,6 +43,7 @@ PROBLEMS = {
     "random-ranges": Problem(1, 8192, 8192, 4, blocks=False),
     "one-stream": Problem(1, 1, 32768, 4, blocks=False),  # few rows: each is split over programs
     "batch": Problem(128, 1, 8192, 4, blocks=True),
+    "batch-pages": Problem(128, 1, 8192, 4, blocks=True, page=16),
     "batch-ranges": Problem(128, 1, 8192, 4, blocks=False),
 }
 
@@ -74,6 +77,7 @@ SPACES = (
     Space("triton-group/forward", "forward", RANGES, STEPS, (1, 2, 4, 8), (1, 2, 3)),
     Space("triton-group/decode", "decode", ("one-stream",), STEPS, (1, 2, 4, 8), (1, 2, 3)),
     Space("triton-group/decode-blocks", "decode", ("batch",), IN_BLOCKS, (1, 2, 4), (1, 2, 3), loads=("tma",)),
+    Space("triton-group/decode-pages", "decode", ("batch-pages",), IN_BLOCKS, (1, 2, 4, 8), (1, 2, 3)),
     Space("triton-group/decode-ranges", "decode", ("batch-ranges",), STEPS, (1, 2, 4, 8), (1, 2, 3)),
     Space("triton-group/dq-blocks", "backward", BLOCKS, IN_BLOCKS, (1, 2, 4), (1, 2, 3), loads=("tma",)),
     Space("triton-group/dq", "backward", RANGES, STEPS, (1, 2, 4, 8), (1, 2, 3)),

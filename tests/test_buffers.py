@@ -25,3 +25,14 @@ def test_a_buffer_is_a_new_plain_tensor(device: str, inference: bool, sizes: tup
         (weight * made.fill_(3)).sum().backward()
         assert torch.equal(weight.grad, made)  # autograd may save it, and take it for a result
         assert made._version == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_deterministic_algorithms_fill_it_with_nan(device: str) -> None:
+    """Benches and tuning see by that what a kernel left unwritten."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = unwritten(torch.zeros(1, device=device), 3, 5, dtype=torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made.isnan().all()

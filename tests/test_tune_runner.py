@@ -20,7 +20,7 @@ from tests.policy_cases import H200
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, problem in PROBLEMS.items():
-        monkeypatch.setitem(PROBLEMS, name, Problem(1, min(problem.S, 9), 128, 1, problem.blocks, False))
+        monkeypatch.setitem(PROBLEMS, name, Problem(1, min(problem.S, 9), 128, 1, problem.blocks, False, problem.page))
 
 
 def runner(timed: list[str] | None = None) -> Runner:
