@@ -200,14 +200,15 @@ def forward_blocks_kernel(
             c += step % STEPS * BLOCK_L
             page = b
         if BULK:
-            place = c % PAGE if PAGE > 0 else c
-            k_tile = k_desc.load([page, g, place, 0]).reshape(BLOCK_L, BLOCK_D)
-            v_tile = v_desc.load([page, g, place, 0]).reshape(BLOCK_L, BLOCK_DV)
+            c = c % PAGE if PAGE > 0 else c
+            k_tile = k_desc.load([page, g, c, 0]).reshape(BLOCK_L, BLOCK_D)
+            logits = products(q_tile, k_tile, ACC)
+            v_tile = v_desc.load([page, g, c, 0]).reshape(BLOCK_L, BLOCK_DV)
         else:
             k_at, v_at = key_offsets(c + w, page, stride_kb, stride_kn, stride_vb, stride_vn, PAGE)
             k_tile = tl.load(k_base + k_at[:, None] + d[None, :], mask=(d < Dk)[None, :], other=0.0)
+            logits = products(q_tile, k_tile, ACC)
             v_tile = tl.load(v_base + v_at[:, None] + dv[None, :], mask=(dv < Dv)[None, :], other=0.0)
-        logits = products(q_tile, k_tile, ACC)
         acc, l, m = chosen_step(logits, is_whole, v_tile, acc, l, m, scale_log2, ACC)
 
     for c in range(cut_start, cut_end, TAIL_L):

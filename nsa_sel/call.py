@@ -114,7 +114,8 @@ def check_call(
         raise ArgumentError("v" if size == "Dv" else "q", f"of size 0 in {size}", f"{size} >= 1", "drop the empty dimension")
     dtype, device = q.dtype, q.device
     alike = dtype in _DTYPES and k.dtype == v.dtype == dtype and k.device == v.device == device
-    if not alike or not (q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1):
+    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()  # asked first: it takes half the time of strides
+    if not alike or not (contiguous or q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1):
         _check_alike(q, k, v)
     if not (q.is_cpu or q.is_cuda):
         raise ArgumentError("q", f"on {device}", "cpu or cuda", "move q, k, v there")
@@ -122,7 +123,7 @@ def check_call(
     if not isinstance(selection, Selection):
         selection = as_selection(selection)
     ranges = selection.ranges
-    if ranges.shape[:3] != (B, S, G):
+    if ranges.shape != (B, S, G, selection.n, 2):
         raise ArgumentError(
             "selection",
             f"over rows [B,S,G] = {tuple(ranges.shape[:3])}",

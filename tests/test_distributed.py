@@ -35,7 +35,8 @@ SECONDS = 240.0  # for all of it, on a busy machine
 def environment(**more: str) -> dict[str, str]:
     """Without flags, and without Triton's interpreter, which the test process may have set."""
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_INTERPRET"))}
-    return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    path = os.pathsep.join((str(ROOT), clean.get("PYTHONPATH", "")))
+    return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
 def assert_passed(folder: Path, ranks: int, output: str) -> None:

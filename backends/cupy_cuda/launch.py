@@ -91,6 +91,12 @@ def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def problem_aligned(call: Call, values: tuple[Any, ...]) -> bool:
+    """`aligned` of q, k and v, from the addresses and steps of `problem`: mostly those are all that need be looked at."""
+    q, k, v, _, _, a, b, c, d, e, f, g, h, i, j = values[:15]
+    return ((q | k | v) % 16 == 0 == (a | b | c | d | e | f | g | h | i | j) % 8) or aligned(call.q, call.k, call.v)
+
+
 def aligned(*tensors: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes, so that they can be copied 16 bytes at a time."""
     pointers = steps = 0  # all are multiples of a power of two where their bits together are

@@ -106,7 +106,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, Dk = q.shape
     _, _, S_kv, Dv = call.v.shape
     rows, bf16 = B * S * G, q.dtype == torch.bfloat16
-    longest, aligned = call.selection.length_bound(S_kv), launch.aligned(q, call.k, call.v)
+    ranges = call.selection.ranges.contiguous()
+    problem = launch.problem(call, ranges)
+    longest, aligned = call.selection.length_bound(S_kv), launch.problem_aligned(call, problem)
     macros, shape, head_tiles, parts = plan_of(
         rows, h, Dk, Dv, longest, bf16, aligned, call.device.sm_count, call.device.shared_memory
     )  # fmt: skip
@@ -115,10 +117,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if parts > 1:
         part_o = unwritten(q, rows * h * parts * Dv, dtype=torch.float32)
         part_lse = unwritten(q, rows * h * parts, dtype=torch.float32)
-    ranges = call.selection.ranges.contiguous()
     launch.start(
         "forward_rows.cu", macros, device, rows * head_tiles * parts, shape.threads, shape.shared, ROWS,
-        *launch.problem(call, ranges), part_o.data_ptr(), part_lse.data_ptr(), parts, head_tiles,
+        *problem, part_o.data_ptr(), part_lse.data_ptr(), parts, head_tiles,
     )  # fmt: skip
     if parts > 1:
         launch.start(

@@ -62,10 +62,13 @@ def shape_of(groups: int, h: int, Dk: int, Dv: int, columns: int, shared_memory:
 
 def takes(call: Call, *others: Tensor) -> bool:
     """Whether these kernels compute this call; `others` are read row by row as q, k and v are."""
-    _, S, _, h, Dk = call.q.shape
-    selection, tensors = call.selection, (call.q, call.k, call.v, *others)
-    if call.device.sm != HOPPER or not on_hopper_tiles(S, h, Dk, call.v.shape[-1], selection.n, selection.block_size):
+    selection = call.selection
+    if call.device.sm != HOPPER or selection.block_size is None:
         return False
+    _, S, _, h, Dk = call.q.shape
+    if not on_hopper_tiles(S, h, Dk, call.v.shape[-1], selection.n, selection.block_size):
+        return False
+    tensors = call.q, call.k, call.v, *others
     repeated = any(0 in x.stride() for x in tensors)  # no map has such a step
     return not repeated and launch.aligned(*tensors)
 
