@@ -275,6 +275,51 @@ TRIALS = (
             "pointers": ("before: pointers, L32 w2 st3, parts 1, pages of 16",),
         },
     ),
+    Trial(
+        "few rows: a row's ranges are walked once, not once for how many keys they are and again for where",
+        "right",
+        9,
+        "decode-B1-64k-h16",
+        {"twice": ("walked twice",), "once": ("walked once",)},
+    ),
+    Trial(
+        "pages of whole blocks: the table is read while the ranges are laid end to end, not behind that",
+        "some of what a page costs",
+        9,
+        "decode-B1-64k-h16",
+        {"behind": ("table behind the walk, pages of 64",), "beside": ("table with the walk, pages of 64",)},
+    ),
+    Trial(
+        "the same for pages smaller than blocks, a page an entry of the walk",
+        "lost: four times the entries, which each key looks through",
+        9,
+        "decode-B1-64k-h16",
+        {"behind": ("table behind the walk, pages of 16",), "beside": ("table with the walk, a page an entry, pages of 16",)},
+    ),
+    Trial(
+        "pages of 16: whole blocks through pointers, without a walk; two programs a multiprocessor",
+        "right, with steps of 64 keys",
+        9,
+        "decode-B64-32k-h16",
+        {
+            "walk": ("ranges through pointers, L32 w2 st3, pages of 16",),
+            "32 keys": ("blocks through pointers, L32 w2 st3, pages of 16",),
+            "64 keys, 3 stages": ("blocks through pointers, L64 w4 st3, pages of 16",),
+            "2 stages": ("blocks through pointers, L64 w4 st2, pages of 16",),
+        },
+    ),
+    Trial(
+        "the same, eight programs a multiprocessor",
+        "two stages, of which more have room",
+        9,
+        "decode-B256-16k-h16",
+        {
+            "walk": ("ranges through pointers, L32 w2 st3, pages of 16",),
+            "64 keys, 3 stages": ("blocks through pointers, L64 w4 st3, pages of 16",),
+            "2 stages": ("blocks through pointers, L64 w4 st2, pages of 16",),
+            "16 keys": ("blocks through pointers, L16 w1 st3, pages of 16",),
+        },
+    ),
 )
 
 

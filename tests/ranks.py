@@ -19,7 +19,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 # How many of o, lse, dq are bit-equal to one device's when keys and values are gathered: packed SDPA's backward pass on a CPU is a product
 # over all keys that are there, and on a GPU its rows share buckets.
 EQUAL = {"numba": 3, "sdpa-packed": 2 if DEVICE == "cpu" else 0, "triton-group": 3, "triton-tile": 2, "triton-block": 2}
-ROWS = 96 if DEVICE == "cuda" else 64  # with fewer a GPU's kernels split rows, which those of one rank then are in more parts
+ROWS = 160 if DEVICE == "cuda" else 64  # with fewer a GPU's kernels split rows, or take a launch for few, where those of one rank are fewer
 D = 64 if DEVICE == "cuda" else 16
 
 
