@@ -12,7 +12,10 @@ from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # t
 
 
 def unwritten(like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-    """`like.new_empty(sizes, dtype=dtype)`, contiguous, where `like` is on the CPU or on the current GPU, as it is in a backend."""
+    """`like.new_empty(sizes, dtype=dtype)`, contiguous, where `like` is on the CPU or on the current GPU, as it is in a backend.
+
+    One size or more; `like` is a real tensor, not one that stands for another while PyTorch traces.
+    """
     if torch.are_deterministic_algorithms_enabled():  # has PyTorch fill new tensors with NaN, by which checks see what nobody wrote
         return like.new_empty(sizes, dtype=dtype)
     make = _empty_strided_cuda if like.is_cuda else _empty_strided_cpu

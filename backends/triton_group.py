@@ -242,7 +242,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if _bulk_copies_fit(call, heads, blocks):
         return _forward_blocks(call, heads, launch.kernel_config(call, heads, blocks, bulk_copies=True), programs)
     if call.block_table is not None and _whole_blocks(call):
-        config = launch.kernel_config(call, heads, "triton-group/decode-pages")
+        config = launch.kernel_config(call, heads, "triton-group/decode-pages", bulk_copies=False)
         if config.num_stages > 2 and programs > 2 * sms:  # of two stages, three programs have room on a multiprocessor
             config = msgspec.structs.replace(config, num_stages=2)
         return _forward_blocks(call, heads, config, programs)

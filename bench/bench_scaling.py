@@ -83,13 +83,16 @@ def works(case: Case, ranks: int, rank: int, device: str, count: bool) -> Iterat
 
 def slowest(work: Callable[[], Any], samples: int, ranks: int, device: str) -> list[float]:
     """Milliseconds a call, in each sample, on the rank that took longest; all start a sample together."""
-    for _ in range(3):
-        work()
 
+    def in_a_row() -> None:
+        for _ in range(IN_A_ROW):
+            work()
+
+    in_a_row()
     mine = []
     for _ in range(samples):
         dist.barrier()
-        mine.append(measure.one_call(lambda: [work() for _ in range(IN_A_ROW)], device) / IN_A_ROW)
+        mine.append(measure.one_call(in_a_row, device) / IN_A_ROW)
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, mine)
     return np.max(np.asarray(every), axis=0).tolist()  # type: ignore[no-any-return]
@@ -103,7 +106,8 @@ def measure_here(out: Path, device: str, *, quick: bool, samples: int = SAMPLES,
         for direction, work, at_hand in works(case, ranks, rank, device, count):
             times = measure.spread(slowest(work, samples, ranks, device))
             backend, moved = str(decisions()[-1].forward), exchanged(ranks)
-            alone = {"ms_at_hand": round(measure.spread(slowest(at_hand, samples, ranks, device)).median, 5)}
+            at_hand_ms = measure.spread(slowest(at_hand, samples, ranks, device)).median
+            alone = {"ms_at_hand": round(at_hand_ms, 5), "backend_at_hand": str(decisions()[-1].forward)}
             row = measure.row(case, direction, backend, times, **alone, **moved, **measure.gpu_state(device), **facts)
             if rank == 0:
                 records.append(out, [{**row, "quick": quick}])

@@ -43,6 +43,7 @@ PROBLEMS = {
     "random-ranges": Problem(1, 8192, 8192, 4, blocks=False),
     "one-stream": Problem(1, 1, 32768, 4, blocks=False),  # few rows: each is split over programs
     "batch": Problem(128, 1, 8192, 4, blocks=True),
+    "few-pages": Problem(48, 1, 8192, 4, blocks=True, page=16),  # one or two programs a multiprocessor, of about 100 to 190
     "batch-pages": Problem(128, 1, 8192, 4, blocks=True, page=16),
     "batch-ranges": Problem(128, 1, 8192, 4, blocks=False),
 }
@@ -77,7 +78,7 @@ SPACES = (
     Space("triton-group/forward", "forward", RANGES, STEPS, (1, 2, 4, 8), (1, 2, 3)),
     Space("triton-group/decode", "decode", ("one-stream",), STEPS, (1, 2, 4, 8), (1, 2, 3)),
     Space("triton-group/decode-blocks", "decode", ("batch",), IN_BLOCKS, (1, 2, 4), (1, 2, 3), loads=("tma",)),
-    Space("triton-group/decode-pages", "decode", ("batch-pages",), IN_BLOCKS, (1, 2, 4, 8), (1, 2, 3)),
+    Space("triton-group/decode-pages", "decode", ("few-pages", "batch-pages"), IN_BLOCKS, (1, 2, 4, 8), (1, 2, 3)),
     Space("triton-group/decode-ranges", "decode", ("batch-ranges",), STEPS, (1, 2, 4, 8), (1, 2, 3)),
     Space("triton-group/dq-blocks", "backward", BLOCKS, IN_BLOCKS, (1, 2, 4), (1, 2, 3), loads=("tma",)),
     Space("triton-group/dq", "backward", RANGES, STEPS, (1, 2, 4, 8), (1, 2, 3)),

@@ -92,6 +92,32 @@ def travelling_blocks_are_within_the_bound() -> None:
         assert nsa_sel.decisions()[-1].request.block_size is None, "decided for what is no longer of whole blocks"
 
 
+def blocks_are_picked_of_a_long_slice() -> None:
+    """Few rows over long slices keep of their own, too, what they chose, cut where they stand: the last rows see parts of the last block.
+
+    NaN in blocks that no row chose reaches nothing.
+    """
+    S, blocks = 3 * ranks(), 8 * ranks()
+    q, k, v, _ = problem(S, blocks * BLOCK)
+    others = torch.arange(2 * S * 2, device=DEVICE).view(2, S, 2) * 5 % (blocks - 1)
+    chosen = torch.stack((torch.where(others == 2, 0, others), torch.full_like(others, blocks - 1)), -1)
+    selection = Selection.from_blocks(chosen, BLOCK)
+    for backend in BACKENDS[:2]:
+        for count in (False, True):
+            both_ways(q, k, v, selection, backend, exchange="blocks", count_blocks=count)
+    results = []
+    for bad in (0.0, float("nan")):
+        slices = []
+        for x in (k, v):
+            x = x.detach().clone()
+            x[:, :, 2 * BLOCK : 3 * BLOCK] += bad
+            slices.append(mine(x.requires_grad_(), 2))
+        rows = mine(q, 1)
+        o = context_parallel_attention(rows, *slices, Selection(mine(selection.ranges, 1), BLOCK), exchange="blocks")
+        results.append((o.detach(), *torch.autograd.grad(o, (rows, *slices), mine(make_grads(q, v)[0], 1))))
+    assert all(map(torch.equal, *results))
+
+
 def sums_of_16_bit_gradients_are_within_the_bound() -> None:
     for exchange in ("gather", "blocks"):
         both_ways(*problem(dtype=torch.bfloat16), BACKENDS[1], exchange=exchange)
@@ -283,6 +309,7 @@ def scaling_is_measured() -> None:
 CHECKS: tuple[Callable[[], None], ...] = (
     gathering_is_bit_equal,
     travelling_blocks_are_within_the_bound,
+    blocks_are_picked_of_a_long_slice,
     sums_of_16_bit_gradients_are_within_the_bound,
     rows_of_both_ends,
     the_cheaper_way_is_taken,

@@ -17,7 +17,7 @@ import torch
 import nsa_sel
 from nsa_sel import registry
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import compiler, launch, tensor_map, tiles
+from nsa_sel.backends.cupy_cuda import compiler, launch, rows, tensor_map, tiles
 from nsa_sel.config import CACHE_FLAG
 from nsa_sel.errors import BackendError
 from tests.aot import TARGETS, target_call
@@ -109,7 +109,7 @@ def test_a_compile_error_shows_the_line(monkeypatch: pytest.MonkeyPatch) -> None
         compiler.compile_source("combine.cu", COMBINE, "sm_30")
 
 
-COMBINE = compiler.constants(BF16=1, DK=8, DV=64, ALIGNED=1)
+COMBINE = rows.combining(bf16=True, Dv=64)
 
 
 @needs_nvrtc

@@ -159,6 +159,17 @@ def test_blocks_of_pages(page_size: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert loads == ["tma" if page_size == 64 else "pointer"]
 
 
+def test_small_pages_never_come_by_bulk_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a file says: a copy of 32 keys would run past a page of 16."""
+    file = tmp_path / "bulk.yaml"
+    launches = "".join(
+        f"  triton-group/decode-pages{of}: {{loads: tma, block_l: 32, num_warps: 1, num_stages: 1}}\n" for of in ("", "-widest")
+    )
+    file.write_text(f"provenance: a test\nkernels:\n{launches}")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    check(make_cache(page_size=16, S_q=2, block=32), "triton-group")
+
+
 def test_pages_are_compared_with_the_steps_of_these_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that another class of heads takes may fit a page where these do not."""
     file = tmp_path / "narrow.yaml"

@@ -179,13 +179,13 @@ def heads_class(of: Heads) -> str:
     return launch_class(known["BLOCK_D"] + known["BLOCK_REST"] + known["BLOCK_DV"], of.dtype.itemsize)
 
 
-def kernel_config(call: Call, of: Heads, kernel: str, *, bulk_copies: bool = False) -> KernelConfig:
-    """The launch of `kernel` for this call and its heads, with pointers where bulk copies do not fit (bulk_copies: they are known to), and
-    the event that names it."""
+def kernel_config(call: Call, of: Heads, kernel: str, *, bulk_copies: bool | None = None) -> KernelConfig:
+    """The launch of `kernel` for this call and its heads, with pointers where bulk copies do not fit (bulk_copies: whether they do, where
+    that is known), and the event that names it."""
     settings = call.settings
     name = kernel + heads_class(of)
     config = settings.kernel(name)
-    if config.loads == "tma" and not bulk_copies and not bulk_copies_fit(call):
+    if config.loads == "tma" and not (bulk_copies_fit(call) if bulk_copies is None else bulk_copies):
         config = msgspec.structs.replace(config, loads="pointer")
     if settings.debug_triton:
         source = settings.sources.get(f"kernels.{name}", "base.yaml")

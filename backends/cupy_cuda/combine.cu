@@ -9,8 +9,7 @@ struct Arguments {
     i64 rows, parts;
 };
 
-constexpr int WARPS = 4;       // one row each
-constexpr int MOST_PARTS = 64;  // rows.py
+constexpr int WARPS = 4;  // one row each
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) combine(const __grid_constant__ Arguments x) {
     const i64 row = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;

@@ -16,6 +16,7 @@ from nsa_sel.errors import BackendError
 
 TILE, STAGES = 16, 2  # keys at once, and buffers of a team: walk.cuh
 ROWS = launch.PROBLEM + "4q"  # Arguments of forward_rows.cu
+MOST_PARTS = 64  # of a row
 BLOCKS_PER_SM = 2  # that rows are split into, where there are fewer
 
 
@@ -91,7 +92,7 @@ def plan_of(
     shape = shape_of(h, Dk, Dv, longest, shared_memory, False)
     head_tiles = shape.head_tiles(h)
     steps = -(-longest // (TILE * shape.teams))
-    parts = max(1, min(64, steps, BLOCKS_PER_SM * sm_count // (rows * head_tiles)))
+    parts = max(1, min(MOST_PARTS, steps, BLOCKS_PER_SM * sm_count // (rows * head_tiles)))
     macros = constants(BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=int(aligned), SPLIT=int(parts > 1), **shape.macros())
     return RowPlan(macros, shape, head_tiles, parts)
 
@@ -132,4 +133,4 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 @functools.cache
 def combining(bf16: bool, Dv: int) -> Constants:
     """The constants of combine.cu."""
-    return constants(BF16=int(bf16), DK=8, DV=Dv, ALIGNED=1)
+    return constants(BF16=int(bf16), DK=8, DV=Dv, ALIGNED=1, MOST_PARTS=MOST_PARTS)

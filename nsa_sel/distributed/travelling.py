@@ -52,11 +52,11 @@ class Route(NamedTuple):
 
 class Travelled(NamedTuple):
     """What the backward pass must know of the forward's exchange: this rank's blocks that were sent, int64 [B,G,sum(route.outgoing)],
-    and those that it kept, [B,G,route.own]; -1: none."""
+    and those that it picked of its own, [B,G,route.own], None where it has all; -1: none."""
 
     route: Route
     sent: Tensor
-    kept: Tensor
+    picked: Tensor | None
 
 
 def needed(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Tensor:
@@ -85,22 +85,21 @@ def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[l
 
 
 def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: Route, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Travelled]:
-    """Compact k [B,G,room,Dk] and v of this rank, where room is for sum(route.incoming) + route.own blocks; from its slice and `needed`."""
+    """Compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks; from its slice and `needed`."""
     Dk = k.shape[3]
     listed = [_listed(part, room) for part, room in _by_owner(wanted, route)]
     sent = torch.cat(_swapped(listed, route.outgoing, group), 2).long()
-    first = route.rank * route.blocks
-    kept = _listed(wanted[..., first : first + route.blocks], route.own).long()
+    picked = None if route.whole else _listed(_by_owner(wanted, route)[route.rank][0], route.own).long()
     came = _swapped(list(torch.split(_picked(k, v, sent, route), route.outgoing, 2)), route.incoming, group)
-    own = _in_blocks(k, v, route) if route.whole else _picked(k, v, kept, route)
+    own = _in_blocks(k, v, route) if picked is None else _picked(k, v, picked, route)
     every = torch.cat((*came, own), 2).flatten(2, 3)
-    return every[..., :Dk], every[..., Dk:], Travelled(route, sent, kept)
+    return every[..., :Dk], every[..., Dk:], Travelled(route, sent, picked)
 
 
 def _in_blocks(k: Tensor, v: Tensor, route: Route) -> Tensor:
     """[B,G,blocks,block,Dk+Dv]: the keys and values of each block, side by side."""
     both = torch.cat((k, v), -1)
-    return both.view(*both.shape[:2], -1, route.block, both.shape[3])
+    return both.view(*both.shape[:2], both.shape[2] // route.block, route.block, both.shape[3])
 
 
 def _picked(k: Tensor, v: Tensor, blocks: Tensor, route: Route) -> Tensor:
@@ -112,18 +111,18 @@ def _picked(k: Tensor, v: Tensor, blocks: Tensor, route: Route) -> Tensor:
 
 def return_sums(dk: Tensor, dv: Tensor, travelled: Travelled, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Gradients of this rank's slice from those of its compact K and V and from what the others return, in the order of ranks."""
-    route, sent, kept = travelled
+    route, sent, picked = travelled
     Dk = dk.shape[3]
     *parts, own = torch.split(_in_blocks(dk, dv, route), [*route.incoming, route.own], 2)
     returned = _swapped(list(parts), route.outgoing, group)
-    added = list(zip(returned, torch.split(sent, route.outgoing, 2), strict=True))
-    added[route.rank] = own, kept
+    added: list[tuple[Tensor, Tensor | None]] = list(zip(returned, torch.split(sent, route.outgoing, 2), strict=True))
+    added[route.rank] = own, picked
     of_k, of_v = ([(part[..., columns], blocks) for part, blocks in added] for columns in (slice(Dk), slice(Dk, None)))
     return _summed(of_k, route), _summed(of_v, route)
 
 
-def _summed(added: list[tuple[Tensor, Tensor]], route: Route) -> Tensor:
-    """[B,G,keys,D] from what each rank adds, [B,G,slots,block,D] to its blocks [B,G,slots], in float32 or better.
+def _summed(added: list[tuple[Tensor, Tensor | None]], route: Route) -> Tensor:
+    """[B,G,keys,D] from what each rank adds, [B,G,slots,block,D] to its blocks [B,G,slots], None for all; in float32 or better.
 
     One block more takes what unused slots return. A part names no other block twice: whoever adds first, the sum is the same.
     """
@@ -131,8 +130,8 @@ def _summed(added: list[tuple[Tensor, Tensor]], route: Route) -> Tensor:
     B, G, _, block, D = part.shape
     total = torch.zeros(B * G, route.blocks + 1, block, D, dtype=torch.promote_types(part.dtype, torch.float32), device=part.device)
     batch = torch.arange(B * G, device=part.device)[:, None]
-    for rank, (part, blocks) in enumerate(added):
-        if rank == route.rank and route.whole:
+    for part, blocks in added:
+        if blocks is None:
             total[:, :-1] += part.flatten(0, 1)
         elif part.shape[2]:
             place = batch, torch.where(blocks < 0, route.blocks, blocks).flatten(0, 1)
@@ -146,7 +145,7 @@ def compact_selection(
     """The selection in places of the compact K, and the rows' places there [B,S], None for the last ones.
 
     within: rows stand within their rank's slice, which is there as it is. Then blocks of others are wholly before them and stay whole;
-    else what a row may see of each is cut off here, and the result is no longer of whole blocks.
+    else what a row may see of each, of those picked of its own slice too, is cut off here, and the result is no longer of whole blocks.
     """
     block, blocks, room = route.block, wanted.shape[2], sum(route.incoming)
     B, S, G, n = selection.ranges.shape[:4]
@@ -155,15 +154,15 @@ def compact_selection(
     place = torch.zeros(B, G, blocks + 1, dtype=torch.int64, device=wanted.device)
     before = 0
     for owner, (part, slots) in enumerate(_by_owner(wanted, route)):
-        picked = (room if owner == route.rank else before) + part.cumsum(-1) - 1
-        place[..., owner * route.blocks : (owner + 1) * route.blocks] = picked
+        places = (room if owner == route.rank else before) + part.cumsum(-1) - 1
+        place[..., owner * route.blocks : (owner + 1) * route.blocks] = places
         before += slots
     if route.whole:
         place[..., first : first + route.blocks] = torch.arange(room, room + route.blocks, device=wanted.device)
     slot = place.gather(2, index.permute(0, 2, 1, 3).reshape(B, G, S * n)).view(B, G, S, n).permute(0, 2, 1, 3)
     start, end = selection.ranges.long().unbind(-1)
-    own = (index >= first) & (index < first + (route.blocks if route.whole else 0))
-    length = torch.where(own, end, torch.minimum(end, (positions + 1)[:, :, None, None])) - start
+    uncut = (index >= first) & (index < first + route.blocks) & route.whole
+    length = torch.where(uncut, end, torch.minimum(end, (positions + 1)[:, :, None, None])) - start
     moved = torch.where(index < blocks, slot * block, 0)
     ranges = torch.stack((moved, moved + torch.where(index < blocks, length, 0)), -1).to(selection.ranges.dtype)
     if within:
