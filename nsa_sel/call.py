@@ -126,9 +126,7 @@ def check_call(
     if ranges.shape != (B, S, G, selection.n, 2):
         rows = tuple(ranges.shape[:3])
         value = f"over rows [B,S,G] = {rows}" if rows != (B, S, G) else f"of ranges {tuple(ranges.shape)}"
-        raise ArgumentError(
-            "selection", value, f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}", "pass one set of ranges a query row and group"
-        )
+        raise ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}", "one set of ranges a query row and group")
     if ranges.device != device:
         raise ArgumentError("selection", f"on {ranges.device}", f"q's device {device}", "call selection.to(q.device)")
 
