@@ -92,6 +92,16 @@ def travelling_blocks_are_within_the_bound() -> None:
         assert nsa_sel.decisions()[-1].request.block_size is None, "decided for what is no longer of whole blocks"
 
 
+def third_block_plus(bad: float, *keys: Tensor) -> list[Tensor]:
+    """This rank's slices of k and v, `bad` added to block 2 of the sequence."""
+    slices = []
+    for x in keys:
+        x = x.detach().clone()
+        x[:, :, 2 * BLOCK : 3 * BLOCK] += bad
+        slices.append(mine(x.requires_grad_(), 2))
+    return slices
+
+
 def blocks_are_picked_of_a_long_slice() -> None:
     """Few rows over long slices keep of their own, too, what they chose, cut where they stand: the last rows see parts of the last block.
 
@@ -107,12 +117,7 @@ def blocks_are_picked_of_a_long_slice() -> None:
             both_ways(q, k, v, selection, backend, exchange="blocks", count_blocks=count)
     results = []
     for bad in (0.0, float("nan")):
-        slices = []
-        for x in (k, v):
-            x = x.detach().clone()
-            x[:, :, 2 * BLOCK : 3 * BLOCK] += bad
-            slices.append(mine(x.requires_grad_(), 2))
-        rows = mine(q, 1)
+        rows, slices = mine(q, 1), third_block_plus(bad, k, v)
         o = context_parallel_attention(rows, *slices, Selection(mine(selection.ranges, 1), BLOCK), exchange="blocks")
         results.append((o.detach(), *torch.autograd.grad(o, (rows, *slices), mine(make_grads(q, v)[0], 1))))
     assert all(map(torch.equal, *results))
@@ -165,11 +170,7 @@ def poison_stays_home() -> None:
     first.ranges[first.ranges[..., 0] // BLOCK == 2] = 0  # nobody reads block 2
     results = []
     for bad in (0.0, float("nan")):
-        slices = []
-        for x in (k, v):
-            x = x.detach().clone()
-            x[:, :, 2 * BLOCK : 3 * BLOCK] += bad
-            slices.append(mine(x.requires_grad_(), 2))
+        slices = third_block_plus(bad, k, v)
         for exchange in ("gather", "blocks"):
             rows = mine(q, 1)
             o = context_parallel_attention(rows, *slices, Selection(mine(first.ranges, 1), BLOCK), exchange=exchange)

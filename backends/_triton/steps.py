@@ -47,16 +47,22 @@ def clamp_range(start, end, limit):
 
 
 @triton.jit
+def starts_and_lengths(row_ranges, first, n, limit, NP: tl.constexpr):
+    """Ranges first .. first+NP of a row, clamped."""
+    i = first + tl.arange(0, NP)
+    start = tl.load(row_ranges + 2 * i, mask=i < n, other=0)
+    end = tl.load(row_ranges + 2 * i + 1, mask=i < n, other=0)
+    start, end = clamp_range(start, end, limit)
+    return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
 def walk_ranges(row_ranges, first, n, limit, NP: tl.constexpr):
     """Ranges first .. first+NP of a row laid end to end: key number w in [before, after) stands at position w + shift.
 
     So a kernel walks any mixture of ranges in full tiles, short and unaligned ones included.
     """
-    i = first + tl.arange(0, NP)
-    start = tl.load(row_ranges + 2 * i, mask=i < n, other=0)
-    end = tl.load(row_ranges + 2 * i + 1, mask=i < n, other=0)
-    start, end = clamp_range(start, end, limit)
-    length = tl.maximum(end - start, 0)
+    start, length = starts_and_lengths(row_ranges, first, n, limit, NP)
     after = tl.cumsum(length, 0)
     before = after - length
     return start - before, before, after, tl.sum(length, 0)
@@ -68,11 +74,7 @@ def walk_pages(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.co
 
     The pages are read once a range, while the rest of this is computed, not key by key. table: the sequence's row of the block table.
     """
-    i = first + tl.arange(0, NP)
-    start = tl.load(row_ranges + 2 * i, mask=i < n, other=0)
-    end = tl.load(row_ranges + 2 * i + 1, mask=i < n, other=0)
-    start, end = clamp_range(start, end, limit)
-    length = tl.maximum(end - start, 0)
+    start, length = starts_and_lengths(row_ranges, first, n, limit, NP)
     page = page_of(start, length > 0, table, PAGE)
     after = tl.cumsum(length, 0)
     before = after - length
