@@ -63,6 +63,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[
             }  # fmt: skip
 
     monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "clear", lambda *_: None)
     for name in ("tensor_map", "row_map"):  # the driver makes them
         monkeypatch.setattr(tiles, name, lambda *_: bytes(tensor_map.BYTES))
     call = target_call(shape, sm)

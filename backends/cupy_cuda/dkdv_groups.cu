@@ -14,7 +14,6 @@
 constexpr int GROUPS = 2, TQ = 64 / H, KEYS = 64, ROWS = 64;
 constexpr bool BULK = H >= 8;
 constexpr int COPIERS = BULK ? 1 : 3;  // warps
-constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 
 struct Arguments {
@@ -154,11 +153,19 @@ DEVICE void copy_statistics(const Arguments &x, const Piece &piece, Shared &shar
     }
 }
 
-// acc (64 keys by COLUMNS) += a (64 keys by 64 rows) times 64 rows of COLUMNS columns in panels.
+// d = keys of the tile times a step's rows: 64 by 64 numbers that have COLUMNS columns in common, operands in panels.
+template <int COLUMNS>
+DEVICE void begin_products(float (&d)[ROWS / 2], u32 keys, u32 rows) {
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; ++k)
+        wgmma_shared(d, descriptor(keys + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor(rows + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
+}
+
+// acc (64 keys by COLUMNS) += a (64 keys by 64 rows) times 64 rows of COLUMNS columns in panels, an operand.
 template <int COLUMNS>
 DEVICE void begin_sum(float (&acc)[COLUMNS / 2], const u32 (&a)[ROWS / 16][4], u32 x) {
 #pragma unroll
-    for (int k = 0; k < ROWS / 16; ++k) wgmma_registers(acc, a[k], descriptor(x + k * 2048, PANEL));
+    for (int k = 0; k < ROWS / 16; ++k) wgmma_registers(acc, a[k], descriptor(x + k * 2048 / 16));
 }
 
 // The second group's sums join the first's, through shared memory.
@@ -191,7 +198,7 @@ DEVICE void accumulate(const Arguments &x, const Piece &piece, unsigned char *k_
     const Problem &p = x.p;
     const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
     const float c = p.scale_log2;
-    const u32 keys = uniform(shared_address(k_tile)), values = keys + K_BYTES, stage0 = uniform(shared_address(stages));
+    const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));
     // Of rows in order only the first KEYS entries of a list can stand within the tile.
     const i64 masked = p.q_pos ? piece.steps : (x.begins[piece.list] + KEYS - piece.begin + TQ - 1) / TQ;
     float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
@@ -202,19 +209,15 @@ DEVICE void accumulate(const Arguments &x, const Piece &piece, unsigned char *k_
     wait(&shared.tile, 0);
     for (int step = 0; step < piece.steps; ++step) {
         const int stage = step % STAGES;
-        const u32 q_tile = uniform(stage0 + stage * STAGE_BYTES), do_tile = q_tile + K_BYTES;
+        const u32 q_tile = uniform(stage0 + stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
         wait(&shared.full[stage], step / STAGES % 2);
         if (step % GROUPS != group) {  // the other's; who did not wait for it could take one turn of the stage for the next
             if (lane == 0) arrive(&shared.empty[stage]);
             continue;
         }
         wgmma_begin();
-#pragma unroll
-        for (int k = 0; k < DK / 16; ++k)
-            wgmma_shared(s, descriptor(keys + k / 4 * PANEL + k % 4 * 32), descriptor(q_tile + k / 4 * PANEL + k % 4 * 32), k > 0);
-#pragma unroll
-        for (int k = 0; k < DV / 16; ++k)
-            wgmma_shared(dp, descriptor(values + k / 4 * PANEL + k % 4 * 32), descriptor(do_tile + k / 4 * PANEL + k % 4 * 32), k > 0);
+        begin_products<DK>(s, keys, q_tile);
+        begin_products<DV>(dp, values, do_tile);
         wgmma_end();
         wgmma_wait<0>();
 #pragma unroll
@@ -242,8 +245,8 @@ DEVICE void accumulate(const Arguments &x, const Piece &piece, unsigned char *k_
             }
         }
         wgmma_begin();
-        begin_sum<DV>(dv, weights, do_tile);
-        begin_sum<DK>(dk, slopes, q_tile);
+        begin_sum<DV>(dv, weights, do_tile + ACROSS);
+        begin_sum<DK>(dk, slopes, q_tile + ACROSS);
         wgmma_end();
         wgmma_wait<0>();
         if (lane == 0) arrive(&shared.empty[stage]);

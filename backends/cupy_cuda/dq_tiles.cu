@@ -6,9 +6,10 @@
 constexpr int Q_BYTES = DK / 64 * PANEL, DO_BYTES = DV / 64 * PANEL, ROW_BYTES = Q_BYTES + DO_BYTES;  // of a group
 
 struct Arguments {
-    TensorMap q, d_o, dq, k, v;
+    TensorMap q, d_o, k, v;
     Problem p;
     Plan plan;
+    u16 *dq;                    // [B,S,G,h,DK]
     const u16 *o, *d_out;       // [B,S,G,h,DV] contiguous; of any strides
     const float *lse, *dlse;    // [B,S,G,h]; dlse may be null
     float *delta;               // [B,S,G,h]
@@ -17,6 +18,7 @@ struct Arguments {
 
 struct Shared {
     Steps steps;
+    Turns turns;
     u64 full[GROUPS], empty[GROUPS];
 };
 
@@ -51,18 +53,14 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
     const Plan &plan = x.plan;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
     const float c = p.scale_log2;
-    const u32 q_tile = uniform(shared_address(memory)), do_tile = uniform(shared_address(memory + Q_BYTES)), stage0 = uniform(shared_address(stages));
-    int parity = 0;
-    Way way(shared.steps, group);
-    int2 coming = make_int2(0, 0);  // the next tile's counts
-    if (blockIdx.x < plan.all) coming = plan.counts[Tile(blockIdx.x, plan.tiles, p.G).number];
-    for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x, parity ^= 1) {
-        Tile tile(turn, plan.tiles, p.G);
+    const u32 q_tile = uniform(operand(shared_address(memory))), do_tile = q_tile + Q_BYTES / 16;
+    Way way(shared.steps, group, stages);
+    Turn turn(shared.turns);
+    while (turn.take(plan)) {
+        Tile tile(turn.turn, plan, p.G);
         Rows rows(p, tile, group);
-        const int2 count = coming;
-        const int cut = (count.y - count.x) * STEPS;
-        way.begin_tile(count.y * STEPS);
-        if (turn + gridDim.x < plan.all) coming = plan.counts[Tile(turn + gridDim.x, plan.tiles, p.G).number];
+        const int cut = (turn.counts.y - turn.counts.x) * STEPS;
+        way.begin_tile(turn.counts.y * STEPS);
         row_sums(x, tile, group, sums);
         barrier<128>(group + 1);
         float delta[2], lse2[2];  // a row that saw nothing has p = 0, too
@@ -77,20 +75,20 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
 #pragma unroll
         for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
 
-        auto begin_logits = [&] {
-            const u32 stage = uniform(stage0 + way.ring.stage * STAGE_BYTES);
-            begin_products<DK>(s, q_tile, stage);
-            begin_products<DV>(dp, do_tile, stage + K_BYTES);
+        auto begin_logits = [&](const Step &step) {
+            const u32 keys = way.keys(step);
+            begin_products<DK>(s, q_tile, keys);
+            begin_products<DV>(dp, do_tile, keys + K_BYTES / 16);
             wgmma_end();
         };
-        auto begin_keys = [&] {
-            begin_sum<DK>(acc, weights, uniform(stage0 + way.held_stage * STAGE_BYTES));
+        auto begin_keys = [&](const Step &step) {
+            begin_sum<DK>(acc, weights, way.keys(step) + ACROSS);
             wgmma_end();
         };
-        auto gradient = [&] {
+        auto gradient = [&](u32 part) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float shift = way.part & rows.bit[r] ? lse2[r] : infinity();
+                const float shift = part & rows.bit[r] ? lse2[r] : infinity();
 #pragma unroll
                 for (int i = 0; i < KEYS / 4; ++i) {
                     const int at = i / 2 * 4 + 2 * r + i % 2;
@@ -98,49 +96,52 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
                 }
             }
         };
-        auto mask = [&] {
-            const int key = plan.blocks[plan.place(tile.number, count, way.step / STEPS)] * BLOCK + way.step % STEPS * KEYS;
+        auto mask = [&](int step) {
+            const int key = plan.blocks[tile.number * plan.capacity + (way.total - cut + step) / STEPS] * BLOCK + step % STEPS * KEYS;
 #pragma unroll
             for (int i = 0; i < KEYS / 2; ++i)
                 if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows.limit[i / 2 % 2]) s[i] = 0.0f;
         };
 
-        wait(&shared.full[group], parity);
-        Found found = way.advance(false);
+        Step coming;
+        // The next step; after the last one q and do are not read any more, and the next tile's may come.
+        auto find = [&](int end) {
+            Found found = way.find(coming, end);
+            if (found == END && lane == 0) arrive(&shared.empty[group]);
+            return found;
+        };
+
+        wait(&shared.full[group], turn.odd());
+        Found found = find(NO_END);
         while (found == TAKES_PART) {
+            Step held = coming;  // its keys are still to be added
             wgmma_begin();
-            begin_logits();
+            begin_logits(held);
             wgmma_wait<0>();
-            gradient();
-            if (way.step < cut) mask();
+            gradient(held.part);
+            if (held.number < cut) mask(held.number);
             round_step(weights, s);
-            way.hold();
-            while ((found = way.advance(true)) == TAKES_PART && way.step >= cut) {
+            while ((found = find(held.number + STAGES)) == TAKES_PART && coming.number >= cut) {
                 wgmma_begin();
-                begin_logits();
-                begin_keys();
+                begin_logits(coming);
+                begin_keys(held);
                 wgmma_wait<1>();
-                gradient();
+                gradient(coming.part);
                 wgmma_wait<0>();
-                way.give_back();
+                way.give_back(held);
                 round_step(weights, s);
-                way.hold();
+                held = coming;
             }
             wgmma_begin();
-            begin_keys();
+            begin_keys(held);
             wgmma_wait<0>();
-            way.give_back();
-            if (found == GIVE_BACK) found = way.advance(false);
+            way.give_back(held);
+            if (found == GIVE_BACK) found = find(NO_END);
         }
-        way.end_tile();
 
-        barrier<128>(group + 1);  // all have done with q: dq takes its place
         const float scale[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
-        store_rows<DK>(acc, scale, memory, x.dq, tile, group);
-        if (threadIdx.x % 128 == 0) {
-            wait_for_stores();
-            arrive(&shared.empty[group]);
-        }
+        write_rows<DK>(acc, scale, x.dq, p, tile, group);
+        barrier<128>(group + 1);  // all have read their sums
     }
 }
 
@@ -152,18 +153,20 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dq_tiles(con
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 - 4 * GROUPS;
     if (threadIdx.x == 0) {
         shared.steps.init();
+        shared.turns.init();
         for (int i = 0; i < GROUPS; ++i) {
             barrier_init(&shared.full[i], 1);
-            barrier_init(&shared.empty[i], 1);
+            barrier_init(&shared.empty[i], 4);  // a lane of every warp
         }
         barriers_are_ready();
     }
     __syncthreads();
     if (group == GROUPS) {
         share_registers<GROUPS, COMPUTING, COPYING>(false);
-        if (warp == 0) copy_steps<true>(x.k, x.v, x.p, x.plan, stages, shared.steps);
+        if (warp == 0) copy_steps<true>(x.k, x.v, x.p, x.plan, stages, shared.steps, shared.turns);
         else if (warp <= GROUPS)
-            copy_rows<DK, DV>(x.q, x.d_o, x.p, x.plan, memory + (warp - 1) * ROW_BYTES, &shared.full[warp - 1], &shared.empty[warp - 1], warp - 1);
+            copy_rows<DK, DV>(x.q, x.d_o, x.p, x.plan, memory + (warp - 1) * ROW_BYTES, &shared.full[warp - 1], &shared.empty[warp - 1], warp - 1,
+                              shared.turns);
     } else {
         share_registers<GROUPS, COMPUTING, COPYING>(true);
         differentiate(x, stages, memory + group * ROW_BYTES, sums[group], shared, group);

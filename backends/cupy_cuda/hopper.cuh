@@ -40,7 +40,7 @@ DEVICE void copy_keys_box(void *to, const TensorMap *map, u64 *bar, int column, 
         "l"(map), "r"(shared_address(bar)), "r"(column), "r"(key), "r"(g), "r"(b)
         : "memory");
 }
-// All heads of some rows from s on, of q or o [B,S,G,h,D].
+// All heads of some rows from s on, of q or do [B,S,G,h,D].
 DEVICE void copy_rows_box(void *to, const TensorMap *map, u64 *bar, int column, int g, int s, int b) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(
@@ -48,14 +48,6 @@ DEVICE void copy_rows_box(void *to, const TensorMap *map, u64 *bar, int column, 
         "l"(map), "r"(shared_address(bar)), "r"(column), "r"(0), "r"(g), "r"(s), "r"(b)
         : "memory");
 }
-DEVICE void store_rows_box(const void *from, const TensorMap *map, int column, int g, int s, int b) {
-    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
-                 "r"(shared_address(from)), "r"(column), "r"(0), "r"(g), "r"(s), "r"(b)
-                 : "memory");
-}
-DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// What this thread stored has been read from shared memory.
-DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Four bytes; zeros where nothing `exists`.
 DEVICE void copy_four(void *to, const void *from, bool exists) {
@@ -73,12 +65,15 @@ DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
 // A tile stands in shared memory in panels of 64 columns, rows of 128 bytes, their 16-byte pieces swapped about in every eight rows (1024
-// bytes). Where rows are the rows of the operand, the next eight follow after 1024 bytes. Where columns are (64 of them, `panel` bytes
-// to the next 64), so do the next eight of what is summed over.
-DEVICE u64 descriptor(u32 address, u32 panel = 0) {
-    return (address & 0x3ffff) >> 4 | static_cast<u64>(panel >> 4) << 16 | static_cast<u64>(1024 >> 4) << 32 | static_cast<u64>(1) << 62;
-}
+// bytes). Where rows are the rows of the operand, the next eight follow after 1024 bytes. Where columns are (64 of them, and a panel
+// further the next 64), so do the next eight of what is summed over.
+// The matrix unit takes such an operand by a descriptor. All have one upper half. The lower counts in 16 bytes, so that steps within a
+// tile are added to it; where it is the same for all lanes and made outside of a loop, that is all that is left to do in the loop.
+DEVICE u32 operand(u32 address) { return (address & 0x3ffff) >> 4; }
+constexpr u32 ACROSS = PANEL / 16 << 16;  // is added where columns are the rows of the operand
+DEVICE u64 descriptor(u32 lower) { return lower | static_cast<u64>(1024 >> 4 | 1 << 30) << 32; }
 // Where piece c (16 bytes) of a row stands in its panel.
 DEVICE u32 swizzled(int row, int c) { return row * 128 + (c ^ row % 8) * 16; }
 
@@ -101,9 +96,4 @@ DEVICE u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 DEVICE void before_waiting(float x, void *nowhere) {
     asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(shared_address(nowhere))
                  : "memory");
-}
-
-// Four 8 x 8 matrices to shared memory; lane l names row l % 8 of matrix l / 8, and gives the pair (r, c) of every matrix.
-DEVICE void store_matrices(u32 address, u32 x0, u32 x1, u32 x2, u32 x3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }

@@ -78,6 +78,13 @@ def start(
     driver.launchKernel(handle, blocks, 1, 1, threads, 1, 1, shared, stream, _buffer.address, 0)
 
 
+def clear(pointer: int, size: int, device: int) -> None:
+    """Zero `size` bytes at an address of `device`, in its current stream."""
+    _, runtime = _interfaces()
+    runtime.setDevice(device)
+    runtime.memsetAsync(pointer, 0, size, torch._C._cuda_getCurrentRawStream(device))
+
+
 def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     """The values of `Problem` (common.cuh); `ranges` are the selection's, contiguous."""
     q, k, v, q_pos = call.q, call.k, call.v, call.q_pos

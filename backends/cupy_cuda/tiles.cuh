@@ -2,7 +2,9 @@
 // travel once for all groups of warps of a block, STAGES steps of 64 keys ahead.
 //
 // A group of four warps has 64 rows of the matrix unit, TQ = 64 / H tokens with their heads. Every group waits for every step, and takes
-// part in those that one of its tokens chose. Blocks of threads stay and take tile after tile. Of a tile's list come first
+// part in those that one of its tokens chose. Blocks of threads stay and take tile after tile, the next one as they are done: tiles differ
+// in how many blocks they have, and in turns given beforehand some block of threads would end a tenth later than the others (a quarter
+// with few tiles). Of a tile's list come first
 //   cut blocks    the causal clamp, or the end of the cache, cuts them for some row: they need a mask for every element, and what no row
 //                 may see is made zero, since p = 0 would not cancel NaN
 //   whole blocks  all rows of the tile see them to their last key
@@ -17,7 +19,6 @@
 
 constexpr int TQ = 64 / H, TOKENS = GROUPS * TQ;  // of a group, of a block
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;
-constexpr int PANEL = 64 * 128;  // bytes of 64 rows of 64 columns
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int COMPUTING = GROUPS == 3 ? 152 : 232, COPYING = GROUPS == 3 ? 56 : 40;  // registers a thread
 
@@ -27,7 +28,14 @@ struct Plan {
     const u64 *members;  // which of the tile's tokens chose each
     const int2 *counts;  // whole blocks, all blocks
     i64 tiles, capacity, all;  // tiles of a batch entry and group, blocks of a list at most, tiles
+    i64 together;              // pairs of batch entry and group whose tiles take turns
+    u32 *taken;                // tiles beyond each block's first that were taken, 0 at first; null where there are none
 
+    // One warp: a turn that no other has, beyond the first ones.
+    DEVICE u32 take() const {
+        u32 before = threadIdx.x % 32 == 0 && taken ? atomicAdd(taken, 1u) : static_cast<u32>(all);
+        return gridDim.x + __shfl_sync(ALL, before, 0);
+    }
     // Where entry e of a tile, counted in the order of steps, stands in its list.
     DEVICE i64 place(u32 tile, int2 count, int e) const {
         int cut = count.y - count.x;
@@ -36,14 +44,18 @@ struct Plan {
 };
 
 // A tile of tokens: late ones, which see the most blocks, first.
+// Where their keys and values fit the L2 cache side by side, `together` pairs of batch entry and group take turns: the last tiles are short then.
 struct Tile {
     int i, b, g;
     u32 number;
-    DEVICE Tile(u32 turn, u32 tiles, u32 G) {
-        i = tiles - 1 - turn % tiles;
-        b = turn / tiles / G;
-        g = turn / tiles % G;
-        number = turn / tiles * tiles + i;
+    DEVICE Tile(u32 turn, const Plan &plan, u32 G) {
+        const u32 tiles = plan.tiles, together = plan.together, pairs = static_cast<u32>(plan.all) / tiles;
+        const u32 first = turn / (tiles * together) * together, width = min(together, pairs - first), rest = turn - first * tiles;
+        const u32 bg = first + rest % width;
+        i = tiles - 1 - rest / width;
+        b = bg / G;
+        g = bg % G;
+        number = bg * tiles + i;
     }
 };
 
@@ -55,6 +67,54 @@ struct Ring {
             stage = 0;
             parity ^= 1;
         }
+    }
+};
+
+// The tiles of a block of threads, in order: the warp that copies their steps takes them, all others read here which are next.
+struct Turns {
+    static constexpr int AHEAD = 2;
+    u64 full[AHEAD], empty[AHEAD];
+    u32 turn[AHEAD];
+    int2 counts[AHEAD];
+
+    DEVICE void init() {
+        for (int i = 0; i < AHEAD; ++i) {
+            barrier_init(&full[i], 1);
+            barrier_init(&empty[i], 5 * GROUPS);  // a lane of every warp that computes or copies rows
+        }
+    }
+};
+struct Turn {
+    Turns &shared;
+    int number = 0;
+    u32 turn;
+    int2 counts;
+
+    DEVICE Turn(Turns &turns) : shared(turns) {}
+    DEVICE int slot() const { return number % Turns::AHEAD; }
+    DEVICE int parity() const { return number / Turns::AHEAD % 2; }
+    DEVICE int odd() const { return (number - 1) % 2; }  // of the tile that was taken: the parity of what has one phase a tile
+    // For the warp that takes them: its next tile, past the last one too.
+    DEVICE void give(const Plan &plan, u32 G, u32 next) {
+        turn = next;
+        counts = turn < plan.all ? plan.counts[Tile(turn, plan, G).number] : make_int2(0, 0);
+        wait(&shared.empty[slot()], parity() ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            shared.turn[slot()] = turn;
+            shared.counts[slot()] = counts;
+            arrive(&shared.full[slot()]);
+        }
+        ++number;
+    }
+    // For the others: whether there is another tile.
+    DEVICE bool take(const Plan &plan) {
+        wait(&shared.full[slot()], parity());
+        turn = shared.turn[slot()];
+        counts = shared.counts[slot()];
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(&shared.empty[slot()]);
+        ++number;
+        return turn < plan.all;
     }
 };
 
@@ -84,12 +144,13 @@ DEVICE int last_seen(const Problem &p, const Tile &tile) {
 
 // One warp: the keys and values of every step, for all groups. MEND_KEYS: keys that no row may see are made zero, too.
 template <bool MEND_KEYS>
-DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const Plan &plan, unsigned char *stages, Steps &shared) {
+DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const Plan &plan, unsigned char *stages, Steps &shared, Turns &turns) {
     int lane = threadIdx.x % 32, raw_parity = 0;
     Ring ring;
-    for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x) {
-        Tile tile(turn, plan.tiles, p.G);
-        int2 counts = plan.counts[tile.number];
+    Turn turn(turns);
+    for (turn.give(plan, p.G, blockIdx.x); turn.turn < plan.all; turn.give(plan, p.G, plan.take())) {
+        Tile tile(turn.turn, plan, p.G);
+        const int2 counts = turn.counts;
         int seen = last_seen(p, tile), cut = counts.y - counts.x, block = 0;
         u64 members = 0;
         for (int e = 0; e < counts.y; ++e) {
@@ -131,11 +192,11 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
 
 // One warp for each group: a tile of its rows of one or two tensors [B,S,G,H,D], as soon as the tile before needs them no more.
 template <int COLUMNS, int MORE>
-DEVICE void copy_rows(const TensorMap &map, const TensorMap &more, const Problem &p, const Plan &plan, unsigned char *to, u64 *full, u64 *empty, int group) {
-    int parity = 0;
-    for (u32 turn = blockIdx.x; turn < plan.all; turn += gridDim.x, parity ^= 1) {
-        Tile tile(turn, plan.tiles, p.G);
-        wait(empty, parity ^ 1);
+DEVICE void copy_rows(const TensorMap &map, const TensorMap &more, const Problem &p, const Plan &plan, unsigned char *to, u64 *full, u64 *empty, int group, Turns &turns) {
+    Turn turn(turns);
+    while (turn.take(plan)) {
+        Tile tile(turn.turn, plan, p.G);
+        wait(empty, turn.odd() ^ 1);
         if (threadIdx.x % 32) continue;
         const int s = tile.i * TOKENS + group * TQ;
         arrive_expecting(full, (COLUMNS + MORE) / 64 * TQ * H * 128);
@@ -146,44 +207,47 @@ DEVICE void copy_rows(const TensorMap &map, const TensorMap &more, const Problem
     }
 }
 
+// A step of a tile, and which of a group's tokens chose it.
+struct Step {
+    int number, stage;
+    u32 part;
+};
+constexpr u32 VALUES = K_BYTES / 16 + ACROSS;  // from a step's keys to its values, whose rows are summed over
+
+constexpr int NO_END = -1;
 enum Found { TAKES_PART, GIVE_BACK, END };
 
 // A group's way through the steps of a tile.
 struct Way {
     Steps &shared;
     const int group;
-    Ring ring;
-    int step, total, held, held_stage;  // held: a step whose stage is still read from
-    u32 part;                           // which tokens take part
+    const u32 stages;  // the first stage, an operand
+    Ring ring;         // of the step that comes next
+    int next, total;
 
-    DEVICE Way(Steps &steps, int number) : shared(steps), group(number) {}
+    DEVICE Way(Steps &steps, int number, const unsigned char *memory)
+        : shared(steps), group(number), stages(uniform(operand(shared_address(memory)))) {}
     DEVICE void begin_tile(int steps) {
-        step = -1;
+        next = 0;
         total = steps;
-        held = held_stage = 0;
-    }
-    DEVICE void end_tile() {
-        if (total > 0) ring.next();
     }
     // To the next step that a row of this group takes part in. Copies wait for stages to be given back: a group that holds one must not
-    // wait for the step that is to be copied there.
-    DEVICE Found advance(bool holds) {
-        while (step + 1 < total) {
-            if (holds && step + 1 == held + STAGES) return GIVE_BACK;
-            if (++step) ring.next();
+    // wait for the step that is to be copied there, which `end` is the number of.
+    DEVICE Found find(Step &step, int end) {
+        while (next < total) {
+            if (next == end) return GIVE_BACK;
             wait(&shared.full[ring.stage], ring.parity);
-            part = shared.takes_part[ring.stage][group];
-            if (part) return TAKES_PART;
-            if (threadIdx.x % 32 == 0) arrive(&shared.empty[ring.stage]);
+            step = {next++, ring.stage, shared.takes_part[ring.stage][group]};
+            ring.next();
+            if (step.part) return TAKES_PART;
+            give_back(step);
         }
         return END;
     }
-    DEVICE void hold() {
-        held = step;
-        held_stage = ring.stage;
-    }
-    DEVICE void give_back() {
-        if (threadIdx.x % 32 == 0) arrive(&shared.empty[held_stage]);
+    // Where a step's keys stand, as an operand.
+    DEVICE u32 keys(const Step &step) const { return uniform(stages + step.stage * (STAGE_BYTES / 16)); }
+    DEVICE void give_back(const Step &step) {
+        if (threadIdx.x % 32 == 0) arrive(&shared.empty[step.stage]);
     }
 };
 
@@ -208,18 +272,18 @@ struct Rows {
     }
 };
 
-// d = a k^T of 64 rows and 64 keys with `COLUMNS` columns; rows and keys in panels.
+// d = a k^T of 64 rows and 64 keys with `COLUMNS` columns; rows and keys in panels, operands.
 template <int COLUMNS>
 DEVICE void begin_products(float (&d)[KEYS / 2], u32 rows, u32 keys) {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k)
-        wgmma_shared(d, descriptor(rows + k / 4 * PANEL + k % 4 * 32), descriptor(keys + k / 4 * PANEL + k % 4 * 32), k > 0);
+        wgmma_shared(d, descriptor(rows + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor(keys + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
 }
-// acc += a x, a of 64 rows and 64 keys in registers, x: keys by COLUMNS columns in panels.
+// acc += a x, a of 64 rows and 64 keys in registers, x: keys by COLUMNS columns in panels, an operand.
 template <int COLUMNS>
 DEVICE void begin_sum(float (&acc)[COLUMNS / 2], const u32 (&a)[KEYS / 16][4], u32 x) {
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; ++k) wgmma_registers(acc, a[k], descriptor(x + k * 2048, PANEL));
+    for (int k = 0; k < KEYS / 16; ++k) wgmma_registers(acc, a[k], descriptor(x + k * 2048 / 16));
 }
 // Numbers of a step, rounded: operand of the next product.
 DEVICE void round_step(u32 (&to)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
@@ -228,22 +292,34 @@ DEVICE void round_step(u32 (&to)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) to[k][i] = pack(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
 }
-// A group's results, rows scaled, rounded and in panels, to shared memory and from there to [B,S,G,H,COLUMNS].
-template <int COLUMNS>
-DEVICE void store_rows(const float (&acc)[COLUMNS / 2], const float (&scale)[2], unsigned char *memory, const TensorMap &map, const Tile &tile, int group) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+// Of four lanes each has a row of a 4 x 4 matrix; then each has a column.
+DEVICE void transpose(u32 (&x)[4]) {
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; j += 2) {
-        int piece = j + lane / 16;
-        store_matrices(shared_address(memory) + piece / 8 * PANEL + swizzled(row, piece % 8), pack(acc[4 * j] * scale[0], acc[4 * j + 1] * scale[0]),
-                       pack(acc[4 * j + 2] * scale[1], acc[4 * j + 3] * scale[1]), pack(acc[4 * j + 4] * scale[0], acc[4 * j + 5] * scale[0]),
-                       pack(acc[4 * j + 6] * scale[1], acc[4 * j + 7] * scale[1]));
+    for (int far = 1; far <= 2; far *= 2) {
+        const bool upper = threadIdx.x & far;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & far) continue;
+            const u32 theirs = __shfl_xor_sync(ALL, upper ? x[i] : x[i + far], far);
+            if (upper) x[i] = theirs;
+            else x[i + far] = theirs;
+        }
     }
-    publish_writes();
-    barrier<128>(group + 1);
-    if (threadIdx.x % 128 == 0) {
+}
+// A group's results, rows scaled and rounded, to [B,S,G,H,COLUMNS]; from registers, so that nothing in shared memory waits for it.
+template <int COLUMNS>
+DEVICE void write_rows(const float (&acc)[COLUMNS / 2], const float (&scale)[2], u16 *to, const Problem &p, const Tile &tile, int group) {
+    const Rows rows(p, tile, group);  // again, rather than kept in registers all the time
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c += 64) store_rows_box(memory + c / 64 * PANEL, &map, c, tile.g, tile.i * TOKENS + group * TQ, tile.b);
-        commit_stores();
+    for (int r = 0; r < 2; ++r) {
+        u16 *row = to + rows.place(p, tile, group, r) * COLUMNS + threadIdx.x % 4 * 8;
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; j += 4) {
+            u32 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = pack(acc[4 * (j + i) + 2 * r] * scale[r], acc[4 * (j + i) + 2 * r + 1] * scale[r]);
+            transpose(x);
+            if (rows.bit[r]) *reinterpret_cast<uint4 *>(row + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
     }
 }

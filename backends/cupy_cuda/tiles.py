@@ -21,11 +21,12 @@ ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a group of warps, keys of a step
 STATIC = 2048  # bytes of `__shared__` variables, and to the next multiple of 1024
 MOST_STAGES = 6
 MOST_SUMS = 128  # columns of dk that registers hold beside dv in dkdv_groups
+CACHED = 24 * 2**20  # bytes of keys and values, of the 50 MiB of the L2 cache
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables that a stage of dkdv_groups has
-MAPS, PLAN = "128s" * 4, "6q"
-FORWARD = MAPS + launch.PROBLEM + PLAN + "q"  # Arguments of forward_tiles.cu
-LISTS = MAPS + launch.PROBLEM + "20q"  # of dkdv_groups.cu
-DQ = MAPS + "128s" + launch.PROBLEM + PLAN + "9q"  # of dq_tiles.cu
+MAP, PLAN = "128s", "8q"
+FORWARD = 3 * MAP + launch.PROBLEM + PLAN + "2q"  # Arguments of forward_tiles.cu
+LISTS = 4 * MAP + launch.PROBLEM + "20q"  # of dkdv_groups.cu
+DQ = 4 * MAP + launch.PROBLEM + PLAN + "10q"  # of dq_tiles.cu
 
 
 class Shape(NamedTuple):
@@ -46,10 +47,11 @@ class Union(NamedTuple):
     tiles: int  # of a batch entry and group
     capacity: int
 
-    def arguments(self) -> tuple[int, ...]:
-        """The values of `Plan` (tiles.cuh)."""
+    def arguments(self, call: Call, taken: Tensor | None) -> tuple[int, ...]:
+        """The values of `Plan` (tiles.cuh); taken: a number that is zero, for one launch."""
         pointers = (self.blocks.data_ptr(), self.members.data_ptr(), self.counts.data_ptr())
-        return *pointers, self.tiles, self.capacity, self.counts.shape[0]
+        together = max(1, CACHED // (2 * call.k.shape[2] * (call.k.shape[3] + call.v.shape[3])))
+        return *pointers, self.tiles, self.capacity, self.counts.shape[0], together, 0 if taken is None else taken.data_ptr()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,13 +82,13 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     Dv = call.v.shape[-1]
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     ranges = call.selection.ranges.contiguous()
-    shape = shape_of(hopper_groups(h, Dk), h, Dk, Dv, max(Dk, Dv), call.device.shared_memory)  # o takes q's place
+    shape = shape_of(hopper_groups(h, Dk), h, Dk, Dv, Dk, call.device.shared_memory)
     union = union_of(call, ranges, shape.tokens)
-    tokens = ROWS // h
+    tokens, taken = ROWS // h, _taken(call, union)
     _start(
         "forward_tiles.cu", call, shape, union, FORWARD,
-        row_map(q, tokens), row_map(o, tokens), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64), *launch.problem(call, ranges),
-        *union.arguments(), lse.data_ptr(),
+        row_map(q, tokens), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64), *launch.problem(call, ranges),
+        *union.arguments(call, taken), o.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return o, lse
 
@@ -99,11 +101,11 @@ def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
     h, Dk, Dv = *q.shape[3:], call.v.shape[-1]
     shape = shape_of(DQ_GROUPS, h, Dk, Dv, Dk + Dv, call.device.shared_memory)
     union = union_of(call, ranges, shape.tokens)
-    tokens = ROWS // h
+    tokens, taken = ROWS // h, _taken(call, union)
     _start(
         "dq_tiles.cu", call, shape, union, DQ,
-        row_map(q, tokens), row_map(do, tokens), row_map(dq, tokens), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64),
-        *launch.problem(call, ranges), *union.arguments(), o.data_ptr(), do.data_ptr(), lse.data_ptr(),
+        row_map(q, tokens), row_map(do, tokens), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64),
+        *launch.problem(call, ranges), *union.arguments(call, taken), dq.data_ptr(), o.data_ptr(), do.data_ptr(), lse.data_ptr(),
         0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), *do.stride()[:4],
     )  # fmt: skip
     return dq, delta
@@ -121,6 +123,15 @@ def add_lists(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor
         row_map(q, 1), row_map(do, 1), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64), *launch.problem(call, ranges),
         lse.data_ptr(), delta.data_ptr(), *values, do.data_ptr(), *do.stride()[:4], own=True,
     )  # fmt: skip
+
+
+def _taken(call: Call, union: Union) -> Tensor | None:
+    """Where blocks of threads count the tiles that they take beyond one each, zero; None where there are none."""
+    if union.counts.shape[0] <= call.device.sm_count:
+        return None
+    taken = unwritten(call.q, 1, dtype=torch.int32)
+    launch.clear(taken.data_ptr(), 4, call.q.get_device())
+    return taken
 
 
 def _start(source: str, call: Call, shape: Shape, union: Union, fields: str, *values: object) -> None:
