@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from nsa_sel.call import Call, check_call
 from nsa_sel.config import settings_for
 from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_mask
+from nsa_sel.request import DeviceInfo
 from nsa_sel.selection import Selection
 from tests.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 from tests.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
@@ -22,9 +24,11 @@ from tests.varlen_cases import check_sequences, pack
 pytestmark = needs_compiler
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None) -> Call:
+def call_of(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None, gpu: DeviceInfo = GPU
+) -> Call:
     q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
-    return Call(q, k, v, selection, q_pos, scale, settings_for(GPU), GPU)
+    return Call(q, k, v, selection, q_pos, scale, settings_for(gpu), gpu)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None) -> list[Tensor]:
@@ -124,13 +128,23 @@ def test_rows_begin_at_multiples_of_16_bytes(strides: tuple[int, ...], first: in
     assert launch.aligned(whole, x) == launch.aligned(x, whole) == expected
 
 
-def test_decode_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", [0, BACKWARDS])
+@pytest.mark.parametrize(("sm", "kernels"), [(86, ["forward_rows.cu", "combine.cu"]), (90, ["forward_rows.cu"])])
+def test_decode_in_parts(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: list[str], mode: int) -> None:
+    """Where there are clusters their blocks join a row's parts, elsewhere a second kernel does."""
+    gpu = msgspec.structs.replace(GPU, sm=sm)
     q, k, v = rows(B=1, S=1, G=1, S_kv=400)
-    selection = make_blocks(1, 1, 1, 400, 12, 16)
-    emulated(monkeypatch)
-    assert plan_of(1, 3, 16, 24, 192, False, True, GPU.sm_count, GPU.shared_memory).parts > 1
-    check(q, k, v, selection)
-    check(q, k, v, Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400))  # most parts see nothing
+    emulated(monkeypatch, mode)
+    started, start = [], launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (started.append(source), start(source, *rest, **own)))
+    assert plan_of(1, 3, 16, 24, 192, False, True, sm, gpu.sm_count, gpu.shared_memory).parts > 1
+    lone = Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400)  # most parts see nothing
+    nothing = Selection.from_ranges(torch.zeros(1, 1, 1, 2, 2, dtype=torch.long), max_length=400)
+    for selection in (make_blocks(1, 1, 1, 400, 12, 16), lone, nothing):
+        started.clear()
+        results = cupy_cuda.forward(call_of(q, k, v, selection, gpu=gpu))
+        assert started == kernels
+        assert_forward(results, q, k, v, selection.ranges)
 
 
 def test_unselected_keys_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-// o and lse of one query row: K and V are read once for all heads of a group. Few rows are split among `parts` programs, whose float32
-// results combine.cu joins.
+// o and lse of one query row: K and V are read once for all heads of a group. Few rows are split among `parts` blocks. Those of a cluster
+// (sm_90) read each other's results; without clusters, or in more parts than a cluster has blocks, they write them, and combine.cu joins them.
 //
 //   Q_REGISTERS  1: the row's q stays in registers; 0: it is read from shared memory at every tile (wide heads)
 //   SPLIT        1: o and lse are the parts' float32 [rows, h, parts, DV] and [rows, h, parts], lse in base 2
+//   CLUSTER      blocks of a cluster, which are a row's parts then; 1: no clusters
 #include "walk.cuh"
 
 struct Arguments {
@@ -14,9 +15,38 @@ struct Arguments {
 
 constexpr int MERGE = DVP + 8;  // floats of a row of a team's result, padded against bank conflicts
 
-extern "C" __global__ void __launch_bounds__(THREADS) forward_rows(const __grid_constant__ Arguments x) {
+// What some of a row's keys gave for two columns: acc and l relative to m.
+struct Result {
+    float m, l, low, high;
+};
+
+// Results number 0 to N - 1, joined in their order.
+template <int N, class Of>
+DEVICE Result join(float c, Of of) {
+    Result all[N], sum = {LOWEST, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        all[i] = of(i);
+        sum.m = fmaxf(sum.m, all[i].m);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float weight = exp2_fast((all[i].m - sum.m) * c);
+        sum.l += weight * all[i].l;
+        sum.low += weight * all[i].low;
+        sum.high += weight * all[i].high;
+    }
+    return sum;
+}
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];  // q, then the teams' buffers; at the end the teams' results instead of these
-    __shared__ float team_m[TEAMS][HEADS], team_l[TEAMS][HEADS];
     const Problem &p = x.p;
     u32 parts = x.parts, head_tiles = x.head_tiles, pid = blockIdx.x / parts;
     int part = blockIdx.x % parts, head0 = pid % head_tiles * HEADS;
@@ -92,45 +122,69 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_rows(const __grid_
     // Join the teams, in their order.
     wait_copies<0>();
     __syncthreads();  // all have read their last tile
-    float *results = reinterpret_cast<float *>(memory);  // [TEAMS][HEADS][MERGE]
+    float *results = reinterpret_cast<float *>(memory);  // [TEAMS][HEADS][MERGE], and the block's in the first team's place
+    float *team_m = results + TEAMS * HEADS * MERGE, *team_l = team_m + TEAMS * HEADS;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         l[i] += __shfl_xor_sync(ALL, l[i], 1);
         l[i] += __shfl_xor_sync(ALL, l[i], 2);
-        int head = warp_head + lane / 4 + 8 * i;
+        int row_of_team = team_of() * HEADS + warp_head + lane / 4 + 8 * i;
         if (lane % 4 == 0) {
-            team_m[team_of()][head] = m[i];
-            team_l[team_of()][head] = l[i];
+            team_m[row_of_team] = m[i];
+            team_l[row_of_team] = l[i];
         }
-        float *mine = results + (team_of() * HEADS + head) * MERGE + lane % 4 * 2;
+        float *mine = results + row_of_team * MERGE + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < DVP / 8; ++j) *reinterpret_cast<float2 *>(mine + 8 * j) = make_float2(acc[j][2 * i], acc[j][2 * i + 1]);
     }
     __syncthreads();
+    auto join_teams = [&](int head, int column) {
+        return join<TEAMS>(c, [&](int team) {
+            const int at = team * HEADS + head;
+            const float *theirs = results + at * MERGE + column;
+            return Result{team_m[at], team_l[at], theirs[0], theirs[1]};
+        });
+    };
+    int first = threadIdx.x, step = THREADS;
+#if CLUSTER > 1
+    float *block_m = team_l + TEAMS * HEADS, *block_l = block_m + HEADS;
     for (int i = threadIdx.x; i < HEADS * (DV / 2); i += THREADS) {
-        int head = i / (DV / 2), column = i % (DV / 2) * 2;
-        if (head0 + head >= p.h) continue;
-        float highest = LOWEST, total = 0.0f, low = 0.0f, high = 0.0f;
-#pragma unroll
-        for (int team = 0; team < TEAMS; ++team) highest = fmaxf(highest, team_m[team][head]);
-#pragma unroll
-        for (int team = 0; team < TEAMS; ++team) {
-            float weight = exp2_fast((team_m[team][head] - highest) * c);
-            const float *theirs = results + (team * HEADS + head) * MERGE + column;
-            total += weight * team_l[team][head];
-            low += weight * theirs[0];
-            high += weight * theirs[1];
+        const int head = i / (DV / 2), column = i % (DV / 2) * 2;
+        const Result sum = join_teams(head, column);
+        *reinterpret_cast<float2 *>(results + head * MERGE + column) = make_float2(sum.low, sum.high);
+        if (column == 0) {
+            block_m[head] = sum.m;
+            block_l[head] = sum.l;
         }
-        bool seen = !(total == 0.0f);  // a row that saw no key gives 0 and -inf; NaN among its keys shows
-        float scale = seen ? 1.0f / total : 0.0f;
-        float lse = seen ? highest * c + log2f(total) : -infinity();
-        i64 out = (row.number * p.h + head0 + head) * parts + part;
+    }
+    cluster_barrier();
+    first += part * THREADS, step *= CLUSTER;  // each block writes a share
+#endif
+    for (int i = first; i < HEADS * (DV / 2); i += step) {
+        const int head = i / (DV / 2), column = i % (DV / 2) * 2;
+        if (head0 + head >= p.h) continue;
+#if CLUSTER > 1
+        const float *there = results + head * MERGE + column;
+        const Result sum = join<CLUSTER>(c, [&](int block) {
+            return Result{of_block(block_m + head, block), of_block(block_l + head, block), of_block(there, block), of_block(there + 1, block)};
+        });
+#else
+        const Result sum = join_teams(head, column);
+#endif
+        bool seen = !(sum.l == 0.0f);  // a row that saw no key gives 0 and -inf; NaN among its keys shows
+        float scale = seen ? 1.0f / sum.l : 0.0f;
+        float lse = seen ? sum.m * c + log2f(sum.l) : -infinity();
+        i64 out = row.number * p.h + head0 + head;
 #if SPLIT
-        *reinterpret_cast<float2 *>(static_cast<float *>(x.o) + out * DV + column) = make_float2(low * scale, high * scale);
+        out = out * parts + part;
+        *reinterpret_cast<float2 *>(static_cast<float *>(x.o) + out * DV + column) = make_float2(sum.low * scale, sum.high * scale);
         if (column == 0) x.lse[out] = lse;
 #else
-        *reinterpret_cast<u32 *>(static_cast<u16 *>(x.o) + out * DV + column) = pack(low * scale, high * scale);
+        *reinterpret_cast<u32 *>(static_cast<u16 *>(x.o) + out * DV + column) = pack(sum.low * scale, sum.high * scale);
         if (column == 0) x.lse[out] = lse * LN_2;
 #endif
     }
+#if CLUSTER > 1
+    cluster_barrier();  // what others read stays until they have
+#endif
 }

@@ -62,6 +62,21 @@ DEVICE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Blocks of a cluster (sm_90 and newer), each of which may read what the others have in shared memory.
+
+// All threads of the cluster have come here, and what they wrote to shared memory is there for all.
+DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// A number of the cluster's block `number`, which stands in its shared memory where `mine` does in this block's.
+DEVICE float of_block(const float *mine, u32 number) {
+    float x;
+    asm volatile("{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %1, %2;\nld.shared::cluster.f32 %0, [at];\n}"
+                 : "=f"(x)
+                 : "r"(shared_address(mine)), "r"(number)
+                 : "memory");
+    return x;
+}
+
 // The matrix unit. A warp holds a 16 x 16 operand A in four registers of two numbers, a 16 x 8 operand B in two, the 16 x 8 result in
 // four floats. With r = lane / 4 and c = lane % 4 * 2:
 //   A  a0: (r, c) a1: (r + 8, c) a2: (r, c + 8) a3: (r + 8, c + 8), each with the number to its right

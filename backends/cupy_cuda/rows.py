@@ -1,4 +1,5 @@
-"""Forward: one block a query row and up to 64 heads of a group; few rows are split among several blocks (forward_rows.cu)."""
+"""Forward: one block a query row and up to 64 heads of a group; few rows are split among several blocks, of a cluster where there are
+clusters (forward_rows.cu)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from nsa_sel.errors import BackendError
 TILE, STAGES = 16, 2  # keys at once, and buffers of a team: walk.cuh
 ROWS = launch.PROBLEM + "4q"  # Arguments of forward_rows.cu
 MOST_PARTS = 64  # of a row
+WITH_CLUSTERS = (90, 100)  # GPUs whose blocks may read each other's shared memory; of consumers' ones nobody has tried it
+MOST_BLOCKS = 8  # of a cluster, on each of these GPUs
+MOST_TURNS = 8  # tiles of a team of a cluster; with more, more parts than a cluster has blocks may be faster
 BLOCKS_PER_SM = 2  # that rows are split into, where there are fewer
 
 
@@ -46,7 +50,8 @@ class RowPlan(NamedTuple):
     macros: Constants
     shape: Shape
     head_tiles: int
-    parts: int
+    parts: int  # of a row: blocks
+    split: bool  # whether the parts are written and combine.cu joins them; else they are one block, or a cluster's
 
 
 def pitches(Dk: int, Dv: int) -> tuple[int, int]:
@@ -68,8 +73,8 @@ def shape_of(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backwar
     while True:
         heads = 16 * head_warps
         own = 2 * heads * (key + value if backward else key)
-        results = 4 * teams * heads * (key if backward else value)
-        fixed = 8 * heads * (1 if backward else teams)  # in `__shared__` variables
+        results = 4 * teams * heads * key if backward else 4 * teams * heads * (value + 2) + 8 * heads
+        fixed = 8 * heads if backward else 0  # in `__shared__` variables
         shared = max(own + 2 * teams * STAGES * TILE * (key + value), results)
         if shared + fixed <= shared_memory:
             return Shape(head_warps, teams, registers, shared)
@@ -86,15 +91,19 @@ def shape_of(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backwar
 
 @functools.lru_cache(maxsize=1024)
 def plan_of(
-    rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm_count: int, shared_memory: int
+    rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm: int | None, sm_count: int, shared_memory: int
 ) -> RowPlan:  # fmt: skip
     """The launch for `rows` rows of at most `longest` keys: each among as many blocks as fill the GPU, one where there are rows enough."""
     shape = shape_of(h, Dk, Dv, longest, shared_memory, False)
     head_tiles = shape.head_tiles(h)
     steps = -(-longest // (TILE * shape.teams))
     parts = max(1, min(MOST_PARTS, steps, BLOCKS_PER_SM * sm_count // (rows * head_tiles)))
-    macros = constants(BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=int(aligned), SPLIT=int(parts > 1), **shape.macros())
-    return RowPlan(macros, shape, head_tiles, parts)
+    cluster = 1
+    if sm in WITH_CLUSTERS and steps <= MOST_TURNS * MOST_BLOCKS:
+        parts = cluster = 1 << min(parts, MOST_BLOCKS).bit_length() - 1
+    split = parts > cluster
+    macros = constants(BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=int(aligned), SPLIT=int(split), CLUSTER=cluster, **shape.macros())
+    return RowPlan(macros, shape, head_tiles, parts, split)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -110,19 +119,20 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     ranges = call.selection.ranges.contiguous()
     problem = launch.problem(call, ranges)
     longest, aligned = call.selection.length_bound(S_kv), launch.problem_aligned(call, problem)
-    macros, shape, head_tiles, parts = plan_of(
-        rows, h, Dk, Dv, longest, bf16, aligned, call.device.sm_count, call.device.shared_memory
+    facts = call.device
+    macros, shape, head_tiles, parts, split = plan_of(
+        rows, h, Dk, Dv, longest, bf16, aligned, facts.sm, facts.sm_count, facts.shared_memory
     )  # fmt: skip
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     part_o, part_lse = o, lse
-    if parts > 1:
+    if split:
         part_o = unwritten(q, rows * h * parts * Dv, dtype=torch.float32)
         part_lse = unwritten(q, rows * h * parts, dtype=torch.float32)
     launch.start(
         "forward_rows.cu", macros, device, rows * head_tiles * parts, shape.threads, shape.shared, ROWS,
         *problem, part_o.data_ptr(), part_lse.data_ptr(), parts, head_tiles,
     )  # fmt: skip
-    if parts > 1:
+    if split:
         launch.start(
             "combine.cu", combining(bf16, Dv), device, -(-rows * h // 4), 128, 0, "6q",
             part_o.data_ptr(), part_lse.data_ptr(), o.data_ptr(), lse.data_ptr(), rows * h, parts,

@@ -1,4 +1,5 @@
-// The kernels' hardware.cuh on a CPU: a block's threads are fibers of one thread, which run until they wait for each other.
+// The kernels' hardware.cuh on a CPU: a block's threads, or a cluster's, are fibers of one thread, which run until they wait for each other.
+// Blocks of a cluster have dynamic shared memory of their own; `__shared__` variables would be one for all of them.
 //
 // Which fiber runs first, and whether a copy happens at once or only when it is waited for, are chosen per run: a missing barrier or wait
 // shows as another result. Copies and matrix loads check alignment; shared memory is full of NaN when a block begins.
@@ -19,6 +20,10 @@ typedef long long i64;
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 #define __grid_constant__
 #define __align__(n) alignas(n)
 
@@ -75,7 +80,7 @@ struct Copy {
     const u16 *from;  // null: zeros
 };
 
-constexpr unsigned MOST_THREADS = 512, MOST_GROUPS = 8, MOST_COPIES = 256;
+constexpr unsigned MOST_THREADS = 512 * CLUSTER, MOST_GROUPS = 8, MOST_COPIES = 256;
 
 struct Fiber {
     ucontext_t start;
@@ -95,16 +100,18 @@ struct alignas(8) Slot {
 };
 
 static Fiber fibers[MOST_THREADS];
-static Gate warp_gates[MOST_THREADS / 32], block_gate;
+static Gate warp_gates[MOST_THREADS / 32], block_gates[CLUSTER], cluster_gate;
 static Slot slots[MOST_THREADS / 32][2][32];
 static jmp_buf scheduler;
-static unsigned threads;
+static unsigned threads;  // of a block
+static unsigned current;  // the fiber that runs: threads of a cluster's blocks, one block after another
+static u16 *memories[CLUSTER];
 static bool backwards, eager;
 static void (*body)();
 
 static void wait(Gate &gate, unsigned expected) {
-    Fiber &self = fibers[threadIdx.x];
-    unsigned thread = threadIdx.x;
+    Fiber &self = fibers[current];
+    unsigned thread = current;
     if (++gate.arrived == expected) {
         gate.arrived = 0;
         ++gate.opened;
@@ -118,14 +125,15 @@ static void wait(Gate &gate, unsigned expected) {
 
 static void enter() {
     body();
-    Fiber &self = fibers[threadIdx.x];
+    Fiber &self = fibers[current];
     for (u32 i = 0; i < self.groups; ++i) require(!self.copies[(self.first_group + i) % MOST_GROUPS], "copies that nobody waited for");
     self.done = true;
     _longjmp(scheduler, 1);
 }
 
-static void run_block() {
-    for (unsigned i = 0; i < threads; ++i) {
+static void run_cluster(unsigned first_block) {
+    const unsigned all = threads * CLUSTER;
+    for (unsigned i = 0; i < all; ++i) {
         Fiber &fiber = fibers[i];
         fiber.begun = fiber.done = false;
         fiber.gate = nullptr;
@@ -135,12 +143,15 @@ static void run_block() {
     for (;;) {
         _setjmp(scheduler);
         int next = -1;
-        for (unsigned i = 0; i < threads && next < 0; ++i) {
-            unsigned thread = backwards ? threads - 1 - i : i;
+        for (unsigned i = 0; i < all && next < 0; ++i) {
+            unsigned thread = backwards ? all - 1 - i : i;
             if (fibers[thread].ready()) next = static_cast<int>(thread);
         }
         if (next < 0) break;
-        threadIdx.x = static_cast<unsigned>(next);
+        current = static_cast<unsigned>(next);
+        threadIdx.x = current % threads;
+        blockIdx.x = first_block + current / threads;
+        dynamic_memory = memories[current / threads];
         Fiber &fiber = fibers[next];
         if (fiber.begun) _longjmp(fiber.here, 1);
         fiber.begun = true;
@@ -150,15 +161,15 @@ static void run_block() {
         makecontext(&fiber.start, enter, 0);
         setcontext(&fiber.start);
     }
-    for (unsigned i = 0; i < threads; ++i) require(fibers[i].done, "threads wait for each other for ever");
+    for (unsigned i = 0; i < all; ++i) require(fibers[i].done, "threads wait for each other for ever");
 }
 
 // What the 32 lanes of a warp tell each other; valid until the lane's next exchange.
 template <class T>
 static const Slot *exchange(const T &mine) {
     static_assert(sizeof(T) <= sizeof(Slot), "too much for a slot");
-    unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Slot *table = slots[warp][fibers[threadIdx.x].exchanges++ % 2];
+    unsigned warp = current / 32, lane = current % 32;
+    Slot *table = slots[warp][fibers[current].exchanges++ % 2];
     memcpy(&table[lane], &mine, sizeof(T));
     wait(warp_gates[warp], 32);
     return table;
@@ -171,8 +182,13 @@ static T from_lane(const Slot *table, unsigned lane) {
     return value;
 }
 
-DEVICE void __syncthreads() { wait(block_gate, threads); }
-DEVICE void __syncwarp() { wait(warp_gates[threadIdx.x / 32], 32); }
+DEVICE void __syncthreads() { wait(block_gates[current / threads], threads); }
+DEVICE void __syncwarp() { wait(warp_gates[current / 32], 32); }
+DEVICE void cluster_barrier() { wait(cluster_gate, threads * CLUSTER); }
+DEVICE float of_block(const float *mine, u32 number) {
+    size_t bytes = reinterpret_cast<const char *>(mine) - reinterpret_cast<const char *>(dynamic_memory);
+    return *reinterpret_cast<const float *>(reinterpret_cast<const char *>(memories[number]) + bytes);
+}
 template <class T>
 DEVICE T __shfl_sync(u32, T x, int lane) {
     return from_lane<T>(exchange(x), static_cast<unsigned>(lane) % 32);
@@ -263,7 +279,7 @@ DEVICE void copy_eight(u16 *to, const u16 *from, bool exists) {
 #if ALIGNED
     require(reinterpret_cast<uintptr_t>(from) % 16 == 0, "global memory is not aligned");
     if (!eager) {
-        Fiber &self = fibers[threadIdx.x];
+        Fiber &self = fibers[current];
         u32 group = (self.first_group + self.groups - 1) % MOST_GROUPS;
         require(self.copies[group] < MOST_COPIES, "more copies than the emulation holds");
         self.copy[group][self.copies[group]++] = copy;
@@ -274,14 +290,14 @@ DEVICE void copy_eight(u16 *to, const u16 *from, bool exists) {
 }
 
 DEVICE void commit_copies() {
-    Fiber &self = fibers[threadIdx.x];
+    Fiber &self = fibers[current];
     require(self.groups < MOST_GROUPS, "more groups of copies than the emulation holds");
     self.copies[(self.first_group + self.groups++) % MOST_GROUPS] = 0;
 }
 
 template <int PENDING>
 DEVICE void wait_copies() {
-    Fiber &self = fibers[threadIdx.x];
+    Fiber &self = fibers[current];
     for (; self.groups > PENDING + 1; --self.groups) {
         for (u32 i = 0; i < self.copies[self.first_group]; ++i) perform(self.copy[self.first_group][i]);
         self.first_group = (self.first_group + 1) % MOST_GROUPS;
@@ -331,14 +347,14 @@ DEVICE void load_transposed(u32 (&x)[4], const u16 *row) {
     }
 }
 
-// Run every block of a launch, one after another.
+// Run every cluster of a launch, one after another.
 static void launch(unsigned blocks, unsigned block_threads, unsigned shared, int mode, void (*kernel)()) {
     threads = block_threads, backwards = mode & 1, eager = mode & 2, body = kernel;
-    require(threads <= MOST_THREADS, "more threads than the emulation holds");
-    dynamic_memory = static_cast<u16 *>(aligned_alloc(128, (shared + 127) / 128 * 128 + 128));
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-        memset(dynamic_memory, 0xff, shared);
-        run_block();
+    require(threads * CLUSTER <= MOST_THREADS && blocks % CLUSTER == 0, "more threads than the emulation holds, or part of a cluster");
+    for (u16 *&memory : memories) memory = static_cast<u16 *>(aligned_alloc(128, (shared + 127) / 128 * 128 + 128));
+    for (unsigned first = 0; first < blocks; first += CLUSTER) {
+        for (u16 *memory : memories) memset(memory, 0xff, shared);
+        run_cluster(first);
     }
-    free(dynamic_memory);
+    for (u16 *memory : memories) free(memory);
 }
