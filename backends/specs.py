@@ -86,19 +86,21 @@ SPECS = (
 DQ_GROUPS = 2  # of warps that share a tile in its kernel of dq: logits and their gradients take the registers of a third
 
 
+MOST_UNION_BLOCKS = 16384  # KV blocks of a cache in the plan of cupy-cuda's tiles: 8 bytes of shared memory each
+
+
 def hopper_groups(h: int, Dk: int) -> int:
     """Groups of warps, of 64 // h tokens each, that share a tile in cupy-cuda's forward kernel for Hopper: three, two where a tile would
     have more than 64 tokens, or wide keys leave too little memory."""
     return 3 if Dk <= 128 and 3 * (64 // h) <= 64 else 2
 
 
-def on_hopper_tiles(S: int, h: int, Dk: int, Dv: int, n: int, block_size: int | None) -> bool:
-    """Whether cupy-cuda computes such calls by its kernels for Hopper, on that chip: blocks of a multiple of 64 keys, enough tokens for a
-    tile, and few enough ranges for its plan to sort; dk and dv only up to Dk = 128."""
+def on_hopper_tiles(S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
+    """Whether cupy-cuda computes such calls by its kernels for Hopper, on that chip: blocks of a multiple of 64 keys, as few as its plan
+    has shared memory for, and enough tokens for a tile; dk and dv only up to Dk = 128."""
     if block_size is None or block_size % 64 or not (2 <= h <= 64 and Dk in (64, 128, 192) and Dv in (64, 128)):
         return False
-    tokens = hopper_groups(h, Dk) * (64 // h)
-    return tokens <= S and tokens * n <= 2048
+    return hopper_groups(h, Dk) * (64 // h) <= S and S_kv <= MOST_UNION_BLOCKS * block_size
 
 
 def tile_columns(Dk: int, Dv: int, size: int) -> tuple[int, int]:

@@ -85,7 +85,9 @@ def counted(case: Case, backend: str, backward: bool) -> Work:
     once = min(keys, case.B * case.G * case.S_kv) * a_key
     if backend == "triton-tile":
         moved = tile_blocks(request, sharing, max(1, TILE_ROWS // h)) * case.block * a_key * -(-h // TILE_ROWS)
-    elif backend == "cupy-cuda" and on_hopper_tiles(case.S, h, case.Dk, case.Dv, case.n, case.block):  # groups of warps share a tile's keys
+    elif backend == "cupy-cuda" and on_hopper_tiles(
+        case.S, case.S_kv, h, case.Dk, case.Dv, case.block
+    ):  # groups of warps share a tile's keys
         moved = (
             tile_blocks(request, sharing, (DQ_GROUPS if backward else hopper_groups(h, case.Dk)) * (TILE_ROWS // h)) * case.block * a_key
         )

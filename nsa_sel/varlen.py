@@ -234,7 +234,7 @@ def _pays(request: Request, device: DeviceInfo, backend: str | None) -> bool:
 
 def _is_for_blocks(name: str, request: Request, device: DeviceInfo) -> bool:
     """Whether this backend takes whole blocks alone, or is cupy-cuda where its kernels for Hopper take such a call."""
-    on_tiles = on_hopper_tiles(request.S, request.h, request.Dk, request.Dv, request.n, request.block_size)
+    on_tiles = on_hopper_tiles(request.S, request.S_kv, request.h, request.Dk, request.Dv, request.block_size)
     return _takes_blocks_alone(name) or (name == "cupy-cuda" and device.sm == 90 and request.aligned and on_tiles)
 
 

@@ -108,7 +108,7 @@ def modelled(backend: str, request: Request, backward: bool) -> bool:
         return backend == "triton-group"
     if backend != "cupy-cuda" or request.S == 1:
         return True
-    fits = request.aligned and on_hopper_tiles(request.S, request.h, request.Dk, request.Dv, request.n, request.block_size)
+    fits = request.aligned and on_hopper_tiles(request.S, request.S_kv, request.h, request.Dk, request.Dv, request.block_size)
     return fits and not (backward and request.Dk > 128)
 
 

@@ -68,7 +68,7 @@ def takes(call: Call, *others: Tensor) -> bool:
     if call.device.sm != HOPPER or selection.block_size is None:
         return False
     _, S, _, h, Dk = call.q.shape
-    if not on_hopper_tiles(S, h, Dk, call.v.shape[-1], selection.n, selection.block_size):
+    if not on_hopper_tiles(S, call.k.shape[2], h, Dk, call.v.shape[-1], selection.block_size):
         return False
     tensors = call.q, call.k, call.v, *others
     repeated = any(0 in x.stride() for x in tensors)  # no map has such a step
@@ -159,14 +159,15 @@ def _build(call: Call, ranges: Tensor, tokens: int) -> Union:
     B, S, G, _, _ = call.q.shape
     n, block = call.selection.n, call.selection.block_size
     assert block is not None, "`takes` has said so"
-    tiles, capacity = -(-S // tokens), tokens * n
+    keys = -(-call.k.shape[2] // block)
+    tiles, capacity = -(-S // tokens), min(tokens * n, keys)
     number, device = B * G * tiles, call.q.device
     blocks = torch.empty(number * capacity, dtype=torch.int32, device=device)
     members = torch.empty(number * capacity, dtype=torch.int64, device=device)
     counts = torch.empty(number, 2, dtype=torch.int32, device=device)
-    macros = constants(BF16=0, DK=8, DV=8, ALIGNED=1, TOKENS=tokens, ENTRIES=max(256, 1 << (capacity - 1).bit_length()), BLOCK=block)
+    shared = 8 << (keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
     launch.start(
-        "union_of.cu", macros, call.q.get_device(), number, 256, 0, launch.PROBLEM + "5q",
-        *launch.problem(call, ranges), blocks.data_ptr(), members.data_ptr(), counts.data_ptr(), tiles, capacity,
+        "union_of.cu", constants(BF16=0, DK=8, DV=8, ALIGNED=1, TOKENS=tokens, BLOCK=block), call.q.get_device(), number, 128, shared,
+        launch.PROBLEM + "5q", *launch.problem(call, ranges), blocks.data_ptr(), members.data_ptr(), counts.data_ptr(), tiles, capacity,
     )  # fmt: skip
     return Union(blocks, members, counts, tiles, capacity)

@@ -231,6 +231,11 @@ DEVICE int atomicMax(int *at, int x) {
     *at = old > x ? old : x;
     return old;
 }
+DEVICE unsigned long long atomicOr(unsigned long long *at, unsigned long long bits) {
+    unsigned long long old = *at;
+    *at |= bits;
+    return old;
+}
 DEVICE int __reduce_add_sync(u32, int x) {
     return joined(x, [](int a, int b) { return a + b; });
 }
