@@ -85,8 +85,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
     scale: float | None, backend: str | None, needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    forced = attention.forced_here()
-    if needs_grad and forced is not None and backend is None:
+    if needs_grad and backend is None and (forced := attention.forced_here()) is not None:
         raise BackendError(
             f"use_backend({forced!r}) stands around a compiled call, or one of DTensors, that needs gradients, whose backward pass may run"
             " outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set NSA_SEL_BACKEND."
