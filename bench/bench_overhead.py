@@ -3,9 +3,9 @@
 On tiny tensors, so that the host is what takes the time, with every backend and with "nothing": a stand-in that returns new tensors
 and computes nothing, beside which the rest of a call is not lost in a kernel's spread. All parts of a backend take turns within one
 process, many calls at a time; a round gives each part one median, and differences and ratios are taken within a round, so that what
-else the machine does meets both sides. "Without observing" is the same call with the functions of `nsa_sel.observe` that a call
-runs replaced by ones that do nothing: decisions are neither kept nor counted, and whether anybody listens is not asked; what stays
-are a few attributes that are looked at.
+else the machine does meets both sides. "known" is what a call like one before takes in place of "check" and "decide". "Without
+observing" is the same call with the functions of `nsa_sel.observe` that a call runs replaced by ones that do nothing: decisions are
+neither kept nor counted, and whether anybody listens is not asked; what stays are a few attributes that are looked at.
 
 With gradients, a call is `torch.autograd.grad` of it. PyTorch runs backward passes on a thread of its own, where the same backend takes
 longer than alone, so two more parts tell PyTorch's share from ours: "autograd" is a node with the same inputs and outputs that does
@@ -15,7 +15,10 @@ call less the backend where there are no gradients, and less the node where ther
 The stand-in's calls are also compiled. "graph" is a compiled function of one call and "empty graph" one of the same arguments that calls
 nothing: what torch.compile takes once a graph, however many calls are in it. What each further call takes is told by functions of
 nine calls and of one, a ninth of which feeds on an eighth: "further call" eager, "further compiled call" in a graph, and "compiling adds"
-is the second less the first.
+is the second less the first. Both are also taken with checks and decisions replaced by what a first call found. How much less that takes
+is "deciding", eager, and "deciding, compiled", whose backward passes decide too; the difference of what is left of both is "op": PyTorch's
+dispatcher, the wrapper that its compiler writes around an op, Python's slower calls while its compiler is at work, and a selection that
+is made anew.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from rich.progress import track
 from tabulate import tabulate
 from torch import Tensor
 
-from nsa_sel import attention, observe, registry
+from nsa_sel import attention, observe, ops, registry
 from nsa_sel.bench import measure, records
 from nsa_sel.call import Call, check_call, device_info, request_of
 from nsa_sel.errors import BackendError
@@ -45,6 +48,8 @@ CALLS = 50  # a round; few enough that a GPU's queue takes all their launches wi
 CHOSEN = "chosen"  # by the policy, instead of a backend forced by name
 NOTHING = "nothing"  # the stand-in, forced in the place of packed SDPA
 MANY = 9  # calls in a function, for what each beyond the first takes
+# What each further call takes: of a function of MANY calls, beyond that of one.
+FURTHER = {"further call": ("many calls", "call"), "further compiled call": ("graph of many", "graph")}
 
 
 class Problem(NamedTuple):
@@ -109,6 +114,7 @@ def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
         **({} if do is None else {"autograd": autograd, "node": node}),
         "check": lambda: check_call(q, k, v, selection, None, None),
         "decide": lambda: attention.decide(request_of(q, k, v, selection, do is not None), device_info(q.device), forced),
+        "known": lambda: attention.begin(q, k, v, selection, None, None, forced),
         "decision, cached": lambda: attention.select(request, device, forced),
     }
 
@@ -198,6 +204,25 @@ def standing_in() -> Iterator[None]:
         module.load = load
 
 
+@contextlib.contextmanager
+def decided(problem: Problem) -> Iterator[None]:
+    """Calls of packed SDPA inside the `with` block are not checked, and get the decision of `problem`'s."""
+    first, decision, request = attention.begin(*problem[:4], None, None, attention.FALLBACK)
+
+    def begin(q: Tensor, k: Tensor, v: Tensor, selection: Selection, *_: Any) -> Any:
+        return Call(q, k, v, selection, None, first.scale, first.settings, first.device), decision, request
+
+    def begin_op(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: None, block_size: int, max_length: None, *_: Any) -> Any:
+        return begin(q, k, v, Selection(ranges, block_size, max_length))
+
+    eager, of_ops, before = cast(Any, attention), cast(Any, ops), (attention.begin, ops._begin)
+    eager.begin, of_ops._begin = begin, begin_op
+    try:
+        yield
+    finally:
+        eager.begin, of_ops._begin = before
+
+
 def microseconds(work: Callable[[], Any], calls: int, synchronise: Callable[[], None]) -> float:
     """Median time of one call on the host, not counting the wait for what it queued. A mean would be of who else wants the core."""
     synchronise()
@@ -215,22 +240,39 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: 
     works = parts(problem, backend) | (compiled_parts(problem, compiler) if compiler else {})
     named = f"{backend}, {'fwd+bwd' if problem.do is not None else 'fwd'}"
     times: dict[str, list[float]] = {name: [] for name in (*works, "call, without observing")}
+    twice = [name for pair in FURTHER.values() for name in pair] if compiler else []
+    times |= {f"{name}, decided": [] for name in twice}
     for turn in track(range(rounds + 1), named):
         for name, work in works.items():
-            if name != "call":
+            if name not in ("call", *twice):
                 times[name].append(microseconds(work, calls, synchronise))
         # Who goes first may matter: they take turns at that too.
         for observing in (True, False) if turn % 2 else (False, True):
             with contextlib.nullcontext() if observing else without_observing():
                 times["call" if observing else "call, without observing"].append(microseconds(works["call"], calls, synchronise))
+        for name in twice:
+            if name != "call":
+                times[name].append(microseconds(works[name], calls, synchronise))
+            with decided(problem):
+                times[f"{name}, decided"].append(microseconds(works[name], calls, synchronise))
     times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
     least = times["backend" if problem.do is None else "node"]
     times["beyond the backend"] = [call - backend for call, backend in zip(times["call"], least, strict=True)]
     if compiler:
-        for name, many, one in (("further call", "many calls", "call"), ("further compiled call", "graph of many", "graph")):
-            times[name] = [(a - b) / (MANY - 1) for a, b in zip(times.pop(many), times[one], strict=True)]
-        times["compiling adds"] = [a - b for a, b in zip(times["further compiled call"], times["further call"], strict=True)]
+        left = {}
+        for name, (many, one) in FURTHER.items():
+            times[name] = _each(MANY - 1, times.pop(many), times[one])
+            left[name] = _each(MANY - 1, times.pop(f"{many}, decided"), times.pop(f"{one}, decided"))
+            times["deciding" if one == "call" else "deciding, compiled"] = _each(1, times[name], left[name])
+        eager, compiled = FURTHER
+        times["op"] = _each(1, left[compiled], left[eager])
+        times["compiling adds"] = _each(1, times[compiled], times[eager])
     return times
+
+
+def _each(number: int, many: list[float], few: list[float]) -> list[float]:
+    """What one of `number` takes that the many have beyond the few, in each round."""
+    return [(a - b) / number for a, b in zip(many, few, strict=True)]
 
 
 def rows_of(problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: dict[str, Any]) -> list[dict[str, Any]]:

@@ -132,7 +132,7 @@ def peers() -> str:
 
 def overhead() -> str:
     """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
-    parts = ("call", "backend", "beyond the backend", "check", "decide", "decision, cached", "autograd", "node")
+    parts = ("call", "backend", "beyond the backend", "check", "decide", "known", "decision, cached", "autograd", "node")
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
         calls: dict[tuple[str, str, str, str], dict[str, Row]] = {}
@@ -148,12 +148,14 @@ def overhead() -> str:
 
 def compiled() -> str:
     """What torch.compile makes of a call of a stand-in that computes nothing, microseconds of the host."""
-    parts = ("call", "graph", "empty graph", "further call", "further compiled call", "compiling adds")
+    parts = (
+        "call", "graph", "empty graph", "further call", "further compiled call", "compiling adds", "op", "deciding", "deciding, compiled",
+    )  # fmt: skip
     calls: dict[tuple[str, str], dict[str, Row]] = {}
     for row in records.read(ROOT / H200_OVERHEAD):
         if row["backend"] == "nothing" and "us_median" in row:
             calls.setdefault((row["device"], row["direction"]), {})[row["part"]] = row
-    lines = [(*key, *(f"{found[part]['us_median']:.3g}" for part in parts)) for key, found in calls.items()]
+    lines = [(*key, *(f"{found[part]['us_median']:.3g}" if part in found else "-" for part in parts)) for key, found in calls.items()]
     return tabulate(lines, headers=["device", "direction", *parts], tablefmt="github", disable_numparse=True)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nsa_sel import dispatch, observe, pages, registry, tuned, watch
-from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of
+from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of, seen
 from nsa_sel.config import Settings, environment, settings_for
 from nsa_sel.decision import Decision, Override
 from nsa_sel.errors import ArgumentError, BackendError
@@ -25,11 +25,13 @@ from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 
 T = TypeVar("T")
+Known = tuple[float, Request, Decision]  # what was found for a call: its softmax scale, exact request and decision
 FALLBACK = "sdpa-packed"
 _forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # inside torch.func: vmap, grad, jvp and their like
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # of any device; asking for one by name takes longer
 _memo: dict[Any, Decision] = {}
+_known: dict[Any, Known] = {}
 _MEMO_SIZE = 4096
 # After these the CUDA context is lost: running anything else would only hide where it broke.
 STICKY = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure", "illegal instruction")
@@ -76,17 +78,66 @@ def selection_attention(
         refuse_transforms()
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = in_autocast_dtype(q, k, v)  # first: what it casts need not be of one dtype
-    q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
-    needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-    call, decision, request = prepare(q, k, v, selection, scale, q_pos, needs_grad, backend)
-    if needs_grad:
-        o, lse, decision = _SelectionAttention.apply(q, k, v, call, decision)  # type: ignore[no-untyped-call]
+    call, decision, request = begin(q, k, v, selection, scale, q_pos, backend)
+    if request.needs_grad:
+        o, lse, decision = _SelectionAttention.apply(call.q, k, v, call, decision)  # type: ignore[no-untyped-call]
     else:
         o, lse, decision = run_forward(call, decision)
     finish(call, decision, request, o)
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
+
+
+def begin(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None, backend: str | None
+) -> tuple[Call, Decision, Request]:
+    """The call for unchecked arguments, the decision that serves it, and its exact request."""
+    check_tensors(q, k, v)
+    needs_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+    key = None
+    if isinstance(selection, Selection) and q_pos is None:
+        facts = selection.n, selection.block_size, selection.max_length, selection.exact()
+        key, known = recall(q, k, v, selection.ranges, facts, scale, needs_grad, backend)
+        if known is not None:
+            return repeat(known, q, k, v, selection, backend)
+    call, decision, request = prepare(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
+    remember(key, call, decision, request)
+    return call, decision, request
+
+
+def recall(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, facts: tuple[Any, ...],
+    scale: float | None, needs_grad: bool, backend: str | None,
+) -> tuple[Any, Known | None]:  # fmt: skip
+    """A key of all that the checks and the decision look at in a call without q_pos, and what was found for one of this key before.
+
+    Building the key takes half the time of checking and deciding. `facts`: what they look at in a selection besides its ranges.
+    The key is None where none can be made, and the call has to be checked.
+    """
+    if not (scale is None or (type(scale) is float and scale)):  # True equals 1.0, and -0.0 equals 0.0
+        return None, None
+    try:
+        key = (seen(q, k, v, ranges), facts, scale, needs_grad, backend, _forced.get(), environment(), tuned.token())
+        return key, _known.get(key)
+    except (RuntimeError, TypeError):  # no strides, no memory, or nothing that a dict takes: the checks have the words for it
+        return None, None
+
+
+def remember(key: Any, call: Call, decision: Decision, request: Request) -> None:
+    """Keep what was found for a call, for the next one of the same key."""
+    if key is not None:
+        if len(_known) >= _MEMO_SIZE:
+            _known.clear()
+        _known[key] = call.scale, request, decision
+
+
+def repeat(known: Known, q: Tensor, k: Tensor, v: Tensor, selection: Selection, backend: str | None) -> tuple[Call, Decision, Request]:
+    """As `prepare`, of a call for which all was found before."""
+    scale, request, decision = known
+    if q.dim() == 4:
+        q = q.unsqueeze(1)
+    return _ready(q, k, v, selection, scale, None, request, decision, backend)
 
 
 def prepare(
@@ -96,6 +147,14 @@ def prepare(
     """The call for checked arguments, the decision that serves it, and its exact request."""
     request = request_of(q, k, v, selection, needs_grad, block_table)
     decision = decide(request, device_info(q.device), backend)
+    return _ready(q, k, v, selection, scale, q_pos, request, decision, backend, lengths, block_table)
+
+
+def _ready(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, request: Request, decision: Decision,
+    backend: str | None, lengths: Tensor | None = None, block_table: Tensor | None = None,
+) -> tuple[Call, Decision, Request]:  # fmt: skip
+    """What the flags ask for before a decided call runs, and the call."""
     observe.follow(decision.settings.debug_log)
     if decision.settings.autotune in ("warmup", "warmup-tune") and _warm_up(request, q.device):
         decision = decide(request, device_info(q.device), backend)
@@ -190,6 +249,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
 def forget_decisions() -> None:
     """Decide anew from now on: configuration files, installed packages or failures may have changed."""
     _memo.clear()
+    _known.clear()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ is written without a new version, and a plan kept for such a tensor could be of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -62,40 +63,45 @@ def traced(
     return (o, lse) if return_lse else o
 
 
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor,
-    q_pos: Tensor | None,
-    block_size: int | None,
-    max_length: int | None,
-    scale: float | None,
-    backend: str | None,
-    *,
-    needs_grad: bool,
-) -> tuple[Call, Decision, Request]:
+def _begin(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
+    scale: float | None, backend: str | None, needs_grad: bool,
+) -> tuple[Call, Decision, Request]:  # fmt: skip
+    """`attention.begin` for what an op is given."""
+    key = None
+    if q_pos is None:
+        facts = "unread", block_size, max_length  # an eager call's Selection may be made past the checks of `unread`
+        key, known = attention.recall(q, k, v, ranges, facts, scale, needs_grad, backend)
+        if known is not None:
+            return attention.repeat(known, q, k, v, Selection(ranges, block_size, max_length), backend)
     selection = Selection.unread(ranges, block_size, max_length)
-    return attention.prepare(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
+    call, decision, request = attention.prepare(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
+    if selection.ranges is ranges:  # not those of one query a sequence, which were given an axis
+        attention.remember(key, call, decision, request)
+    return call, decision, request
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *facts, needs_grad = arguments  # facts[-1] is backend
-    name = attention.forced_here()
-    if needs_grad and name is not None and facts[-1] is None:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
+    scale: float | None, backend: str | None, needs_grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if needs_grad and backend is None and (forced := attention.forced_here()) is not None:
         raise BackendError(
-            f"use_backend({name!r}) stands around a compiled call, or one of DTensors, that needs gradients, whose backward pass may run"
+            f"use_backend({forced!r}) stands around a compiled call, or one of DTensors, that needs gradients, whose backward pass may run"
             " outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set NSA_SEL_BACKEND."
         )
-    call, decision, request = _prepare(*facts, needs_grad=needs_grad)
+    call, decision, request = _begin(q, k, v, ranges, q_pos, block_size, max_length, scale, backend, needs_grad)
     o, lse, decision = attention.run_forward(call, decision)
     attention.finish(call, decision, request, o)
     return o.contiguous(), lse.contiguous()  # as `_fake_forward` says: a backend of another package may think otherwise
 
 
-def _backward(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *facts: Any) -> Any:
-    with attention.use_no_backend():  # the forward pass was not in such a block
-        call, decision, _ = _prepare(q, k, v, *facts, needs_grad=True)
+def _backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, ranges: Tensor,
+    q_pos: Tensor | None, block_size: int | None, max_length: int | None, scale: float | None, backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with contextlib.nullcontext() if attention.forced_here() is None else attention.use_no_backend():  # the forward pass was in none
+        call, decision, _ = _begin(q, k, v, ranges, q_pos, block_size, max_length, scale, backend, True)
     dq, dk, dv = attention.gradients(call, decision, o, lse, do, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 

@@ -182,9 +182,8 @@ class Selection:
 
     def length_bound(self, S_kv: int) -> int:
         """The most keys that one row may select among S_kv, at any positions: from the static facts and, once taken, `measure`."""
-        bound = S_kv
-        if self._exact is not None and self._holds(self._exact[0]):
-            bound = min(bound, self._exact[1])
+        exact = self.exact()
+        bound = S_kv if exact is None else min(S_kv, exact[0])
         if self.max_length is not None:
             bound = min(bound, self.max_length)
         if self.block_size is not None:
@@ -199,7 +198,12 @@ class Selection:
     @property
     def sharing(self) -> tuple[float, ...] | None:
         """`Measured.sharing` to two digits while it holds: None before `measure`, and once the ranges were written since."""
-        return self._exact[2] if self._exact is not None and self._holds(self._exact[0]) else None
+        exact = self.exact()
+        return None if exact is None else exact[1]
+
+    def exact(self) -> tuple[int, tuple[float, ...] | None] | None:
+        """The most keys of a row and `sharing`, as `measure` found them, while they hold."""
+        return self._exact[1:3] if self._exact is not None and self._holds(self._exact[0]) else None
 
     def total_length(self, S_kv: int) -> int | None:
         """Keys of all rows at the positions S_kv - S + s, as `measure(S_kv)` counted them while that holds; else None."""

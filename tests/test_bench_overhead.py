@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import typer
 from typer.testing import CliRunner
 
 import nsa_sel
-from nsa_sel import attention, observe, registry
+from nsa_sel import attention, observe, ops, registry
 from nsa_sel.bench import bench_overhead
 from nsa_sel.bench.bench_overhead import (
     CHOSEN,
+    FURTHER,
     MANY,
     NOTHING,
     compiled_parts,
+    decided,
     make_problem,
     measured,
     parts,
@@ -81,13 +84,37 @@ def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = {"many calls": 10.0 + 3 * (MANY - 1), "graph": 50.0, "graph of many": 50.0 + 5 * (MANY - 1), "empty graph": 20.0}
-    monkeypatch.setattr(bench_overhead, "parts", lambda *_: {"call": lambda: 10.0, "backend": lambda: 4.0})
-    monkeypatch.setattr(bench_overhead, "compiled_parts", lambda *_: {name: lambda us=us: us for name, us in fake.items()})
+    begin, more = attention.begin, MANY - 1
+    # What each takes, and how much of it is checking and deciding.
+    fake = {"call": (10.0, 1.0), "many calls": (10.0 + 3 * more, 1.0 + more), "graph": (50.0, 2.0), "empty graph": (20.0, 0.0)}
+    fake["graph of many"] = 50.0 + 6 * more, 2.0 + 1.5 * more
+
+    def work(name: str) -> Callable[[], float]:
+        return lambda: fake[name][0] - (fake[name][1] if attention.begin is not begin else 0)
+
+    monkeypatch.setattr(bench_overhead, "parts", lambda *_: {"call": work("call"), "backend": lambda: 4.0})
+    monkeypatch.setattr(bench_overhead, "compiled_parts", lambda *_: {name: work(name) for name in fake if name != "call"})
     monkeypatch.setattr(bench_overhead, "microseconds", lambda work, *_: work())
     times = measured(make_problem("cpu", False), NOTHING, rounds=1, calls=1, compiler="eager")
-    assert (times["further call"], times["further compiled call"], times["compiling adds"]) == ([3.0], [5.0], [2.0])
-    assert not {"many calls", "graph of many"} & set(times)  # what follows from them is what counts
+    assert (times["further call"], times["further compiled call"], times["compiling adds"]) == ([3.0], [6.0], [3.0])
+    assert (times["deciding"], times["deciding, compiled"], times["op"]) == ([1.0], [1.5], [2.5])
+    # What follows from them is what counts.
+    assert not {"many calls", "graph of many", "call, decided", "many calls, decided", "graph, decided"} & set(times)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_decided_calls_do_the_same(needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem("cpu", needs_grad)
+    works = compiled_parts(problem, "eager")
+    wanted = works["many calls"]()
+    begin, begin_op = attention.begin, ops._begin
+    with decided(problem), monkeypatch.context() as patch:
+        patch.setattr(attention, "decide", None)
+        patch.setattr(attention, "recall", None)
+        for name in ("many calls", "graph of many"):
+            got = works[name]()
+            assert all(map(torch.equal, got, wanted)) if needs_grad else torch.equal(got, wanted)
+    assert (attention.begin, ops._begin) == (begin, begin_op)
 
 
 def test_compiled_parts_do_the_same() -> None:
@@ -115,7 +142,7 @@ def test_rows(tmp_path: Path) -> None:
     assert "observing, off" in result.output
     by_part = {(row["backend"], row["direction"], row["part"]): row for row in rows}
     for direction in ("fwd", "fwd+bwd"):
-        for part in ("graph", "empty graph", "further call", "further compiled call", "compiling adds"):
+        for part in ("graph", "empty graph", *FURTHER, "compiling adds", "op", "deciding", "deciding, compiled"):
             assert (NOTHING, direction, part) in by_part
             assert (CHOSEN, direction, part) not in by_part
 
