@@ -59,18 +59,24 @@ class Travelled(NamedTuple):
     picked: Tensor | None
 
 
-def needed(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Tensor:
-    """[B,G,blocks] bool: the blocks that a rank's rows may read, from whole-block ranges [B,S,G,n,2] and positions [B,S]."""
+class Chosen(NamedTuple):
+    """The blocks of a rank's rows at positions [B,S]: that of each range, [B,S,G,n] int64, the number of all where a row sees nothing of
+    it, and whether any row may read a block, [B,G,blocks] bool."""
+
+    positions: Tensor
+    of_ranges: Tensor
+    wanted: Tensor
+
+
+def chosen(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Chosen:
+    """Of whole-block ranges [B,S,G,n,2], the rows at positions [B,S]."""
     B, S, G, n = ranges.shape[:4]
-    index = _visible(ranges, positions, block, blocks).permute(0, 2, 1, 3).reshape(B, G, S * n)
-    return torch.zeros(B, G, blocks + 1, dtype=torch.bool, device=ranges.device).scatter_(2, index, True)[..., :blocks]
-
-
-def _visible(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Tensor:
-    """[B,S,G,n] int64: the block of each range, `blocks` where a row sees nothing of it."""
     start, end = ranges.long().unbind(-1)
     seen = (end > start) & (start >= 0) & (start <= positions[:, :, None, None]) & (start < blocks * block)
-    return torch.where(seen, start // block, blocks)
+    index = torch.where(seen, start // block, blocks)
+    wanted = torch.zeros(B, G, blocks + 1, dtype=torch.bool, device=ranges.device)
+    wanted.scatter_(2, index.permute(0, 2, 1, 3).reshape(B, G, S * n), True)
+    return Chosen(positions, index, wanted[..., :blocks])
 
 
 def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
@@ -139,18 +145,16 @@ def _summed(added: list[tuple[Tensor, Tensor | None]], route: Route) -> Tensor:
     return total[:, :-1].to(part.dtype).reshape(B, G, route.keys, D)
 
 
-def compact_selection(
-    selection: Selection, positions: Tensor, wanted: Tensor, route: Route, within: bool
-) -> tuple[Selection, Tensor | None]:
+def compact_selection(selection: Selection, chosen: Chosen, route: Route, within: bool) -> tuple[Selection, Tensor | None]:
     """The selection in places of the compact K, and the rows' places there [B,S], None for the last ones.
 
     within: rows stand within their rank's slice, which is there as it is. Then blocks of others are wholly before them and stay whole;
     else what a row may see of each, of those picked of its own slice too, is cut off here, and the result is no longer of whole blocks.
     """
+    positions, index, wanted = chosen
     block, blocks, room = route.block, wanted.shape[2], sum(route.incoming)
     B, S, G, n = selection.ranges.shape[:4]
     first = route.rank * route.blocks
-    index = _visible(selection.ranges, positions, block, blocks)
     place = torch.zeros(B, G, blocks + 1, dtype=torch.int64, device=wanted.device)
     before = 0
     for owner, (part, slots) in enumerate(_by_owner(wanted, route)):
