@@ -117,6 +117,8 @@ def rows_visit_slices_within_the_bound() -> None:
         o, lse = context_parallel_attention(*slices[:3], nothing, return_lse=True, exchange="rows")
         assert not o.any()
         assert (lse == float("-inf")).all()
+        no_rows = Selection(slices[3].ranges[:, :0], BLOCK)
+        assert context_parallel_attention(slices[0][:, :0], *slices[1:3], no_rows, exchange="rows").numel() == 0
 
 
 def third_block_plus(bad: float, *keys: Tensor) -> list[Tensor]:

@@ -128,7 +128,9 @@ def _repeated(x: Any, ranks: int) -> Any:
         return x
     if not x.shape[2]:
         raise ArgumentError("k", f"of shape {tuple(x.shape)}", "at least one key on each rank", "give every rank a slice of the sequence")
-    return x[:, :, :1].expand(-1, -1, ranks * x.shape[2], -1)
+    B, G, keys, D = x.shape
+    batch, group, _, number = x.stride()
+    return x.as_strided((B, G, ranks * keys, D), (batch, group, 0, number))
 
 
 def _request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, of: cost.Sizes) -> Request:

@@ -103,18 +103,18 @@ def rows_bytes(
     Each rank's rows, with int64 positions where has_pos, go to every other rank, and from there their part of o and lse. Backward o, lse
     and their gradients go, and the part of dq comes back. What travels together is filled up to 16 bytes.
     """
-    rows, heads = B * S, S * G * h
+    heads = S * G * h
     lse = heads * max(4, element_size)
     q, o = heads * Dk * element_size, heads * Dv * element_size
-    forward = [q, S * G * n * 2 * index_size, S * 8 * has_pos, o, lse]
+    forward = [q, S * G * n * 2 * index_size, *([S * 8] if has_pos else []), o, lse]
     backward = [o, o, lse, lse]
-    others = (ranks - 1) * (B if rows else 0)
+    others = (ranks - 1) * B
     return Bytes(others * sum(map(padded, forward)), others * (sum(map(padded, backward)) + q) * needs_grad)
 
 
 def padded(size: int) -> int:
-    """Bytes up to the next multiple of `ALIGNED`."""
-    return -(-size // ALIGNED) * ALIGNED
+    """Bytes up to the next multiple of `ALIGNED`, at least one: a packet is never empty."""
+    return max(1, -(-size // ALIGNED)) * ALIGNED
 
 
 def obstacle(of: Sizes) -> str | None:
