@@ -36,7 +36,7 @@ SAMPLES, IN_A_ROW = 20, 5  # as in training, the host runs ahead of the GPU; a s
 
 
 def cases(ranks: int, quick: bool) -> list[Case]:
-    """Prefills of `ranks` slices of 8k (quick: 256) rows, h 16 and 4, and one row a rank over slices of a cache, where blocks travel.
+    """Prefills of `ranks` slices of 8k (quick: 256) rows, h 16 and 4, and one row a rank over slices of a cache, where rows travel.
 
     Case.S is a rank's rows, S_kv all keys.
     """
@@ -114,17 +114,19 @@ def measure_here(out: Path, device: str, *, quick: bool, samples: int = SAMPLES,
 
 
 def exchanged(ranks: int) -> Row:
-    """The fields that tell of the last exchange: bytes of each pass, the way that was taken, and both passes' of either way."""
+    """The fields that tell of the last exchange: bytes of each pass, the way that was taken, and both passes' of each way."""
     if ranks == 1:
-        return {"ranks": 1, "way": None, "bytes_forward": 0, "bytes_backward": 0, "gather_bytes": 0, "blocks_bytes": None, "counted": False}
+        nothing = {"bytes_forward": 0, "bytes_backward": 0, "gather_bytes": 0, "blocks_bytes": None, "rows_bytes": 0}
+        return {"ranks": 1, "way": None, **nothing, "counted": False}
     from nsa_sel.distributed import exchanges
 
     last = exchanges()[-1]
-    taken = last.gather if last.way == "gather" else last.blocks
-    assert taken is not None
+    taken = {"gather": last.gather, "blocks": last.blocks, "rows": last.rows}[last.way]
+    assert taken is not None, "blocks travelled"
     return {
         "ranks": ranks, "way": last.way, "bytes_forward": taken.forward, "bytes_backward": taken.backward,
-        "gather_bytes": last.gather.total, "blocks_bytes": last.blocks and last.blocks.total, "counted": last.counted,
+        "gather_bytes": last.gather.total, "blocks_bytes": last.blocks and last.blocks.total,
+        "rows_bytes": last.rows.total, "counted": last.counted,
     }  # fmt: skip
 
 

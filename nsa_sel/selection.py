@@ -273,6 +273,18 @@ class Selection:
             moved._exact = (moved._version(), self._exact[1], self._exact[2], None)
         return moved
 
+    def part(self, ranges: Tensor, S_kv: int, whole_blocks: bool) -> Selection:
+        """These static facts, without what was measured, of other rows' ranges, or of what was cut off from them, among S_kv keys.
+
+        whole_blocks: no block was cut in two.
+        """
+        alike = Selection(ranges, self.block_size, self.max_length)
+        if self.block_size is None or whole_blocks:
+            return alike
+        cut = Selection(ranges, None, alike.length_bound(S_kv))
+        cut._cut_block = self.block_size
+        return cut
+
     def validate(self) -> Selection:
         """Check what the static facts promise; reads the device. Returns self, raises ArgumentError naming the first bad row.
 

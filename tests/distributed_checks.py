@@ -77,7 +77,7 @@ def gathering_is_bit_equal() -> None:
         "triton-group" if DEVICE == "cuda" else "numba"
     )  # packed SDPA sums a row as the rows of its bucket are, which other rows decide
     assert_bits(*both_ways(*problem()[:3], spans, ragged), ragged)
-    assert exchanges()[-1].why == "the selection is not of whole blocks"
+    assert exchanges()[-1].why.endswith("; the selection is not of whole blocks")
 
 
 def travelling_blocks_are_within_the_bound() -> None:
@@ -90,6 +90,35 @@ def travelling_blocks_are_within_the_bound() -> None:
     for count in (False, True):  # rows that stand behind their slice: what they see of a block ends within it
         both_ways(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
         assert nsa_sel.decisions()[-1].request.block_size is None, "decided for what is no longer of whole blocks"
+
+
+def rows_visit_slices_within_the_bound() -> None:
+    """Rows of a prefill, and few over long slices; blocks across slices, spans, nothing chosen; the same bits twice."""
+    few = problem(3 * ranks(), 6 * BLOCK * ranks())
+    few[3].ranges[0, 1] = 0  # a row that chooses nothing
+    across = problem((3 * BLOCK + 8) * ranks())
+    spans = Selection(make_spans("mixed", 2, ROWS, 2, 2 * ROWS, 40, device=DEVICE))
+    q, k, v, selection = few
+    for backend in BACKENDS:
+        for given in (problem(), across, (*problem(ROWS, 2 * ROWS)[:3], spans), few):
+            first, _ = both_ways(*given, backend, exchange="rows")
+            assert (exchanges()[-1].way, nsa_sel.decisions()[-1].request.S) == ("rows", given[0].shape[1])
+            assert nsa_sel.decisions()[-1].request.S_kv < given[1].shape[2], "a slice of the keys"
+        again, _ = both_ways(*few, backend, exchange="rows")
+        assert all(map(torch.equal, again, first))
+    with torch.no_grad():
+        slices = mine(q, 1), mine(k, 2), mine(v, 2), Selection(mine(selection.ranges, 1), BLOCK)
+        got = context_parallel_attention(*slices, return_lse=True, backend=backend)
+        assert exchanges()[-1].way == "rows", "auto takes the fewest bytes"
+        assert all(map(torch.equal, got, first)), "the same with and without gradients"
+        crooked = [torch.nn.functional.pad(x, (1, 7))[..., 1:-7] for x in slices[1:3]]
+        assert all(map(torch.equal, context_parallel_attention(slices[0], *crooked, slices[3], return_lse=True, backend=backend), got))
+        nothing = Selection(mine(selection.ranges, 1)[..., :0, :].contiguous(), BLOCK)
+        o, lse = context_parallel_attention(*slices[:3], nothing, return_lse=True, exchange="rows")
+        assert not o.any()
+        assert (lse == float("-inf")).all()
+        no_rows = Selection(slices[3].ranges[:, :0], BLOCK)
+        assert context_parallel_attention(slices[0][:, :0], *slices[1:3], no_rows, exchange="rows").numel() == 0
 
 
 def third_block_plus(bad: float, *keys: Tensor) -> list[Tensor]:
@@ -124,7 +153,7 @@ def blocks_are_picked_of_a_long_slice() -> None:
 
 
 def sums_of_16_bit_gradients_are_within_the_bound() -> None:
-    for exchange in ("gather", "blocks"):
+    for exchange in ("gather", "blocks", "rows"):
         both_ways(*problem(dtype=torch.bfloat16), BACKENDS[1], exchange=exchange)
 
 
@@ -132,22 +161,24 @@ def rows_of_both_ends() -> None:
     """A rank has rows of the beginning and of the end, as models that balance dense attention cut them."""
     parts = torch.arange(ROWS, device=DEVICE).chunk(2 * ranks())
     order = torch.cat([torch.cat((parts[r], parts[2 * ranks() - 1 - r])) for r in range(ranks())])
-    for exchange in ("gather", "blocks"):
+    for exchange in ("gather", "blocks", "rows"):
         both_ways(*problem(), "sdpa-packed", order=order, exchange=exchange)
 
 
 def the_cheaper_way_is_taken() -> None:
-    """A token a rank over a long cache: few blocks can be chosen; all rows of a prefill may choose all."""
+    """A token a rank over a long cache travels itself; all rows of a prefill may choose all blocks; few of others' are counted."""
     q, k, v, selection = problem(ranks(), 64 * BLOCK * ranks(), n=3)
     both_ways(q, k, v, selection, "sdpa-packed")
-    few = exchanges()[-1]
+    few, others = exchanges()[-1], ranks() - 1
     assert few.blocks is not None
-    assert (few.way, few.counted, few.slots) == ("blocks", False, 3 * (ranks() - 1))
+    assert (few.way, few.counted, few.slots) == ("rows", False, 3 * others)
     a_block = 2 * 2 * BLOCK * 2 * D * DTYPE.itemsize  # B, G, keys, Dk and Dv
     assert few.blocks.forward == few.slots * (a_block + 2 * 2 * 4)
     assert few.blocks.backward == few.slots * a_block
-    assert few.gather == (64 * (ranks() - 1) * a_block,) * 2
-    assert "blocks are no more bytes" in str(few)
+    assert few.gather == (64 * others * a_block,) * 2
+    a_row, lse, ranges = 2 * 2 * D * DTYPE.itemsize, 2 * 2 * 4, 2 * 3 * 2 * 4  # of a batch entry: G and h; G, n and two ends
+    assert few.rows == (2 * others * (2 * a_row + lse + ranges), 2 * others * (3 * a_row + 2 * lse))
+    assert "rows are no more bytes" in str(few)
     both_ways(*problem(), "sdpa-packed")
     assert (exchanges()[-1].way, exchanges()[-1].why.split(":")[0]) == ("gather", "gathering is no more bytes")
     nearby = problem()[:3], torch.arange(ROWS, device=DEVICE)[None, :, None, None].expand(2, -1, 2, 1) // BLOCK  # nothing of others
@@ -160,6 +191,7 @@ def decode_form() -> None:
     token = mine(q, 1)[:, 0], mine(k, 2), mine(v, 2), mine(selection.ranges, 1)[:, 0]
     o, lse = context_parallel_attention(*token, return_lse=True)
     assert o.dim() == 4
+    assert exchanges()[-1].way == "rows"
     assert_forward((all_of(o.detach()[:, None], 1), all_of(lse.detach()[:, None], 1)), q, k, v, selection.ranges)
 
 
@@ -171,11 +203,11 @@ def poison_stays_home() -> None:
     results = []
     for bad in (0.0, float("nan")):
         slices = third_block_plus(bad, k, v)
-        for exchange in ("gather", "blocks"):
+        for exchange in ("gather", "blocks", "rows"):
             rows = mine(q, 1)
             o = context_parallel_attention(rows, *slices, Selection(mine(first.ranges, 1), BLOCK), exchange=exchange)
             results.append((o.detach(), *torch.autograd.grad(o, (rows, *slices), mine(make_grads(q, v)[0], 1))))
-    for clean, poisoned in zip(results[:2], results[2:], strict=True):
+    for clean, poisoned in zip(results[:3], results[3:], strict=True):
         assert all(map(torch.equal, clean, poisoned))
 
 
@@ -268,7 +300,7 @@ def who_comes_alone_is_told() -> None:
 def bad_arguments() -> None:
     q, k, v, selection = problem(64)
     slices = mine(q, 1), mine(k, 2), mine(v, 2)
-    with pytest.raises(ArgumentError, match="exchange is 'all'; allowed: auto, gather, blocks"):
+    with pytest.raises(ArgumentError, match="exchange is 'all'; allowed: auto, gather, blocks, rows"):
         context_parallel_attention(*slices, mine(selection.ranges, 1), exchange="all")
     with pytest.raises(ArgumentError, match="'blocks', but the selection is not of whole blocks"):
         context_parallel_attention(*slices, mine(selection.ranges, 1), exchange="blocks")
@@ -301,7 +333,7 @@ def scaling_is_measured() -> None:
         assert row["ranks"] == ranks()
         assert row["S"] * ranks() == row["S_kv"]
         assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
-        assert row["way"] in ("gather", "blocks")
+        assert row["way"] in ("gather", "blocks", "rows")
         assert row["bytes_forward"] > 0
         assert (row["bytes_backward"] > 0) == (row["direction"] == "fwd+bwd")
     assert len(rows) == (len(bench_scaling.cases(ranks(), quick=True)) * 2 if rank() == 0 else 0)
@@ -310,6 +342,7 @@ def scaling_is_measured() -> None:
 CHECKS: tuple[Callable[[], None], ...] = (
     gathering_is_bit_equal,
     travelling_blocks_are_within_the_bound,
+    rows_visit_slices_within_the_bound,
     blocks_are_picked_of_a_long_slice,
     sums_of_16_bit_gradients_are_within_the_bound,
     rows_of_both_ends,

@@ -162,7 +162,7 @@ def fsdp_trains_alike() -> None:
 
 def fsdp_over_slices_of_the_sequence_trains_alike() -> None:
     """Parameters sharded over the ranks that also hold slices of one sequence."""
-    for exchange in ("gather", "blocks"):
+    for exchange in ("gather", "blocks", "rows"):
         model, x, selection, wanted = model_and_input()
         model.attend = lambda *tensors, exchange=exchange: context_parallel_attention(*tensors, exchange=exchange, group=mesh())
         fully_shard(model, mesh=mesh())

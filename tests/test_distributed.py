@@ -19,10 +19,11 @@ import torch
 
 from nsa_sel import explain
 from nsa_sel.bench import bench_scaling
-from nsa_sel.distributed import Exchange, context_parallel_attention, exchanged_bytes
+from nsa_sel.distributed import Exchange, context_parallel_attention, exchanged_bytes, rows_bytes
 from nsa_sel.distributed.agreement import _Said, _used
-from nsa_sel.distributed.cost import Bytes, cheaper, static_slots
-from nsa_sel.distributed.travelling import needed
+from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
+from nsa_sel.distributed.travelling import chosen
+from nsa_sel.distributed.visiting import aligned, joined, packed, unpacked
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.selection import Selection
 from tests.cases import make_blocks, make_qkv
@@ -110,11 +111,74 @@ def test_bytes_by_hand() -> None:
     assert gather == (2 * 32 * 96, 2 * 32 * 96)
     assert blocks == (5 * 8 * 96 + 5 * 2 * 4, 5 * 8 * 96)  # rank 0 sends 5 blocks, and is asked for each by 4 bytes a group
     assert exchanged_bytes(slots, **sizes, needs_grad=False)[1] == (5 * 8 * 96 + 40, 0)
-    assert cheaper(gather, blocks)[0] == "blocks"
-    assert cheaper(gather, gather) == ("gather", f"gathering is no more bytes: {4 * 32 * 96} gathered, {4 * 32 * 96} in blocks")
-    assert str(Exchange("blocks", 3, gather, blocks, 5, True, "why")) == (
-        "blocks, 3 ranks: gathering 0.01229 MB, blocks 0.00772 MB (counted: 5 a batch entry and group), to or from the busiest rank; why"
+    assert cheapest(gather, blocks, gather)[0] == "blocks"
+    assert cheapest(gather, None, gather) == ("gather", "gathering is no more bytes: 12288 gathered, 12288 by rows")
+    assert cheapest(gather, blocks, Bytes(1, 2)) == ("rows", "rows are no more bytes: 12288 gathered, 7720 in blocks, 3 by rows")
+    assert str(Exchange("blocks", 3, gather, blocks, Bytes(3, 4), 5, True, "why")) == (
+        "blocks, 3 ranks: gathering 0.01229 MB, blocks 0.00772 MB (counted: 5 a batch entry and group), rows 7e-06 MB,"
+        " to or from the busiest rank; why"
     )
+
+
+def test_bytes_of_rows_by_hand() -> None:
+    """Three ranks of 2 rows, 2 groups of 3 heads, 16-bit numbers: q of 384 bytes, o of 192, lse of 48, ranges of 80 (as int64 160)."""
+    sizes = {"B": 2, "S": 2, "G": 2, "h": 3, "Dk": 16, "Dv": 8, "n": 5, "element_size": 2}
+    ranges, others = 2 * 2 * 5 * 2 * 4, 2 * 2  # batch entries by ranks
+    forward = 384 + ranges + 192 + 48
+    assert rows_bytes(3, **sizes, index_size=4, has_pos=False, needs_grad=False) == (others * forward, 0)
+    backward = others * (2 * 192 + 2 * 48 + 384)
+    assert rows_bytes(3, **sizes, index_size=8, has_pos=True, needs_grad=True) == (others * (forward + ranges + 16), backward)
+    odd = {**sizes, "S": 1, "G": 1, "h": 1, "Dk": 3, "n": 1}  # 6, 8, 16 and 4 bytes, each filled up to 16
+    assert rows_bytes(2, **odd, index_size=4, has_pos=False, needs_grad=False) == (2 * 4 * 16, 0)
+
+
+def test_packets_hold_parts_of_any_dtype() -> None:
+    parts = [torch.randn(2, 3, 5, dtype=torch.bfloat16), torch.arange(12, dtype=torch.int64).view(2, 3, 2), torch.randn(2, 3, 1)]
+    packets = packed([part.transpose(0, 1) for part in parts])
+    assert packets.shape == (3, 2, 3 * 16)
+    found = unpacked(packets, [(torch.bfloat16, (5,)), (torch.int64, (1, 2)), (torch.float32, (1,))])
+    assert all(torch.equal(x.reshape(part.transpose(0, 1).shape), part.transpose(0, 1)) for x, part in zip(found, parts, strict=True))
+    assert all(x.data_ptr() % 16 == 0 for x in found)
+
+
+def test_parts_are_joined_by_their_lse() -> None:
+    """Softmax over 6 keys is that over 4 and 2, and what nobody saw stays empty."""
+    logits, v = torch.randn(3, 6), torch.randn(6, 2)
+    halves = [(logits[:, keys].softmax(-1) @ v[keys], logits[:, keys].logsumexp(-1)) for keys in (slice(4), slice(4, None))]
+    o, lse = (torch.stack(parts) for parts in zip(*halves, strict=True))
+    o[0, 1], lse[0, 1] = 0, float("-inf")
+    o[:, 2], lse[:, 2] = 0, float("-inf")
+    found, found_lse = joined(o, lse)
+    torch.testing.assert_close(found, torch.stack((logits[0].softmax(-1) @ v, o[1, 1], torch.zeros(2))))
+    torch.testing.assert_close(found_lse, torch.stack((logits[0].logsumexp(-1), lse[1, 1], torch.tensor(float("-inf")))))
+
+
+def test_slices_at_odd_places_are_copied() -> None:
+    """Ranks decide by one alignment; rows that no copy would align stay where they are."""
+    x = torch.randn(2, 3, 5, 12)
+    assert aligned(x) is x
+    for odd in (torch.randn(361)[1:].view(2, 3, 5, 12), torch.randn(2, 3, 5, 13)[..., :12]):
+        assert torch.equal(aligned(odd), odd)
+        assert aligned(odd).is_contiguous()
+        assert aligned(odd).data_ptr() % 16 == 0
+        assert aligned(odd[..., :3]).data_ptr() == odd.data_ptr()
+
+
+def test_a_plan_from_static_facts() -> None:
+    """Few rows travel, rows of a prefill don't, nor do blocks that lie across slices."""
+    few = Sizes(2, 1, 1, 2, 4, 4096, 64, 64, 16, 64, 2, 4, False, True)
+    done, slots = planned(few, "auto")
+    assert (done.way, done.counted, slots) == ("rows", False, [[0, 16], [16, 0]])
+    assert planned(few, "auto") is planned(few, "auto"), "decided once a class"
+    assert planned(few, "blocks")[0].why == "asked for by exchange="
+    prefill = few._replace(S=4096)
+    assert prefill.within
+    assert (prefill.first(1), few.first(1)) == (4096, 8191)
+    assert planned(prefill, "auto") == (planned(prefill, "gather")[0]._replace(why=planned(prefill, "auto")[0].why), [[0, 0], [64, 0]])
+    across, slots = planned(few._replace(keys=4100), "auto")
+    assert (across.way, across.blocks, slots) == ("rows", None, None)
+    assert across.why.endswith("; a rank's 4100 keys are no multiple of the block size 64")
+    assert obstacle(few._replace(block_size=None)) == "the selection is not of whole blocks"
 
 
 def test_room_without_a_look() -> None:
@@ -126,9 +190,11 @@ def test_room_without_a_look() -> None:
 def test_blocks_that_rows_may_read_by_hand() -> None:
     """Rows at 5, 12 and 30 of blocks of 8: what lies beyond a row, or beyond the end, is not needed, nor what is empty."""
     blocks = torch.tensor([[0, 1, -1], [1, 2, 0], [9, 2, -1]], dtype=torch.int32).view(1, 3, 1, 3)
-    found = needed(Selection.from_blocks(blocks, 8).ranges, torch.tensor([[5, 12, 30]]), 8, 4)
-    assert found.tolist() == [[[True, True, True, False]]]
-    assert needed(Selection.from_blocks(blocks[:, :2], 8).ranges, torch.tensor([[5, 12]]), 8, 4).tolist() == [[[True, True, False, False]]]
+    found = chosen(Selection.from_blocks(blocks, 8).ranges, torch.tensor([[5, 12, 30]]), 8, 4)
+    assert found.of_ranges.tolist() == [[[[0, 4, 4]], [[1, 4, 0]], [[4, 2, 4]]]]
+    assert found.wanted.tolist() == [[[True, True, True, False]]]
+    first = chosen(Selection.from_blocks(blocks[:, :2], 8).ranges, torch.tensor([[5, 12]]), 8, 4)
+    assert first.wanted.tolist() == [[[True, True, False, False]]]
 
 
 def test_the_bench_starts_torchrun_for_each_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,6 @@
 
 from nsa_sel.distributed.agreement import check_ranks
 from nsa_sel.distributed.context import context_parallel_attention
-from nsa_sel.distributed.cost import Exchange, exchanged_bytes, exchanges
+from nsa_sel.distributed.cost import Exchange, exchanged_bytes, exchanges, rows_bytes
 
-__all__ = ["Exchange", "check_ranks", "context_parallel_attention", "exchanged_bytes", "exchanges"]
+__all__ = ["Exchange", "check_ranks", "context_parallel_attention", "exchanged_bytes", "exchanges", "rows_bytes"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -14,13 +15,11 @@ from nsa_sel import attention, observe
 from nsa_sel.call import Call, as_selection, check_call, device_info, request_of
 from nsa_sel.config import settings_for
 from nsa_sel.decision import Decision
-from nsa_sel.distributed import cost, gathered, travelling
+from nsa_sel.distributed import cost, gathered, travelling, visiting
 from nsa_sel.distributed.agreement import agree
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from nsa_sel.request import Request
 from nsa_sel.selection import Selection
-
-Choice = Literal["auto", "gather", "blocks"]
 
 
 def context_parallel_attention(
@@ -34,7 +33,7 @@ def context_parallel_attention(
     q_pos: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
-    exchange: Choice = "auto",
+    exchange: cost.Choice = "auto",
     count_blocks: bool = False,
 ) -> Any:
     """`selection_attention` of a sequence that is cut into one slice a rank; all ranks of `group` call it, and its backward pass.
@@ -46,8 +45,9 @@ def context_parallel_attention(
     `selection_attention`, for the rank's rows; o, lse and dq are bit-equal to one device's where its backend sums a row
     alike, and dk, dv are sums over ranks, in float32 and in the order of ranks.
 
-    exchange: "gather" brings all keys and values to every rank, "blocks" only those that its rows chose, and "auto" takes what
-    `exchanged_bytes` says is less; `exchanges()` remembers why. Blocks have room for as many as static facts allow (rows times n, or
+    exchange: "gather" brings all keys and values to every rank, "blocks" only those that its rows chose; with "rows" the queries travel
+    instead, to attend where the keys are, and a row's parts of o are joined by their lse; "auto" takes what `exchanged_bytes` and
+    `rows_bytes` say is least; `exchanges()` remembers why. Blocks have room for as many as static facts allow (rows times n, or
     all); with count_blocks=True they are counted, which waits for the device at every call. They need whole blocks, and slices of a
     multiple of them.
 
@@ -60,35 +60,46 @@ def context_parallel_attention(
             "context_parallel_attention is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a"
             " function under torch.compiler.disable, and compile the rest."
         )
-    if exchange not in get_args(Choice):
-        raise ArgumentError("exchange", repr(exchange), ", ".join(get_args(Choice)), "pass one of these names")
+    if exchange not in get_args(cost.Choice):
+        raise ArgumentError("exchange", repr(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
     group = _group(group)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = attention.in_autocast_dtype(q, k, v)
     selection = as_selection(selection)
     q, _, _, selection, scale, q_pos = check_call(q, _repeated(k, ranks), _repeated(v, ranks), selection, scale, q_pos)
-    B, S, G = q.shape[:3]
-    keys = k.shape[2]
+    B, S, G, h, Dk = q.shape
+    keys, block, device = k.shape[2], selection.block_size, device_info(q.device)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    request = _request(q, k, v, selection, ranks, needs_grad)
-    alike = {"keys": keys, "exchange": exchange, "count_blocks": count_blocks, "scale": scale, "q_pos": q_pos is not None}
-    decision = agree(request, device_info(q.device), group, backend, **alike)
+    of = cost.Sizes(
+        ranks, B, S, G, h, keys, Dk, v.shape[3], selection.n, block, q.element_size(), selection.ranges.element_size(), q_pos is not None,
+        needs_grad,
+    )  # fmt: skip
+    alike = {"keys": keys, "exchange": exchange, "count_blocks": count_blocks, "scale": scale, "q_pos": of.has_pos, "block_size": block}
 
-    first = ranks * (keys - S) + rank * S  # position of the rank's first row
-    positions = torch.arange(first, first + S, device=q.device).expand(B, S) if q_pos is None else q_pos.long()
-    within = q_pos is None and keys == S
-    wanted, route, done = _planned(k, request, selection, positions, exchange, count_blocks, within, group)
-    if done.way == "blocks" and not within:  # what a row sees of a block may end within it
-        request = msgspec.structs.replace(request, block_size=None)
-        decision = agree(request, device_info(q.device), group, backend, **alike)
+    def agreed(request: Request, **more: Any) -> Decision:
+        return agree(request, device, group, backend, **alike, **more)
+
+    done, route, chosen = _planned(q, k, v, selection, q_pos, of, exchange, count_blocks, agreed, group)
+    observe.follow(settings_for(device).debug_log)
+    if done.way == "rows":
+        k, v = visiting.aligned(k), visiting.aligned(v)
+        request = visiting.request(q, k, v, selection, ranks, needs_grad)
+        decision = agreed(request, index_size=of.index_size)
+        o, lse = visiting.attend(q, k, v, selection, q_pos, scale, group, decision, request)
+    else:
+        request = _request(q, k, v, selection, of)
+        if route is not None and not of.within:  # what a row sees of a block may end within it
+            request = msgspec.structs.replace(request, block_size=None)
+        decision = agreed(request)
+        if route is not None and chosen is None:
+            chosen = _chosen(selection, q, q_pos, of, rank)
+        seen = of.first(rank) + S if q_pos is None else ranks * keys
+        travels = None if chosen is None or route is None else (chosen, route, of.within)
+        o, lse = _ContextParallel.apply(  # type: ignore[no-untyped-call]
+            q, k, v, selection, q_pos, seen, scale, travels, group, decision, request
+        )
     cost.note(done)
-    observe.follow(settings_for(device_info(q.device)).debug_log)
-    travels = (wanted, route, within) if done.way == "blocks" else None
-    seen = first + S if q_pos is None else ranks * keys
-    o, lse = _ContextParallel.apply(  # type: ignore[no-untyped-call]
-        q, k, v, selection, positions, seen, q_pos is None, scale, travels, group, decision, request
-    )
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
@@ -117,75 +128,68 @@ def _repeated(x: Any, ranks: int) -> Any:
         return x
     if not x.shape[2]:
         raise ArgumentError("k", f"of shape {tuple(x.shape)}", "at least one key on each rank", "give every rank a slice of the sequence")
-    return x[:, :, :1].expand(-1, -1, ranks * x.shape[2], -1)
+    B, G, keys, D = x.shape
+    batch, group, _, number = x.stride()
+    return x.as_strided((B, G, ranks * keys, D), (batch, group, 0, number))
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, ranks: int, needs_grad: bool) -> Request:
+def _request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, of: cost.Sizes) -> Request:
     """The facts that ranks have in common: a rank's rows over the keys of all, laid out as they are gathered.
 
     What `measure()` found of one rank's rows is not among them.
     """
-    B, G, keys, Dk = k.shape
-    both = k.new_empty(1, B, G, Dk + v.shape[-1]).expand(ranks * keys, -1, -1, -1).permute(1, 2, 0, 3)
+    both = k.new_empty(1, of.B, of.G, of.Dk + of.Dv).expand(of.ranks * of.keys, -1, -1, -1).permute(1, 2, 0, 3)
     alike = Selection(selection.ranges, selection.block_size, selection.max_length)
-    return request_of(q, both[..., :Dk], both[..., Dk:], alike, needs_grad)
+    return request_of(q, both[..., : of.Dk], both[..., of.Dk :], alike, of.needs_grad)
 
 
 def _planned(
-    k: Tensor, request: Request, selection: Selection, positions: Tensor, exchange: Choice, count: bool, within: bool,
-    group: dist.ProcessGroup,
-) -> tuple[Tensor | None, travelling.Route | None, cost.Exchange]:  # fmt: skip
-    """Which blocks the rank's rows need and how they would travel, None where they can't or need not; and the exchange to be done."""
-    ranks, rank, keys, block = dist.get_world_size(group), dist.get_rank(group), k.shape[2], request.block_size
-    sizes: Any = {
-        "B": request.B, "G": request.G, "keys": keys, "Dk": request.Dk, "Dv": request.Dv, "element_size": k.element_size(),
-        "needs_grad": request.needs_grad,
-    }  # fmt: skip
-    obstacle = None
-    if block is None:
-        obstacle = "the selection is not of whole blocks"
-    elif keys % block:
-        obstacle = f"a rank's {keys} keys are no multiple of the block size {block}"
-    if block is None or obstacle is not None:
-        if exchange == "blocks":
-            remedy = "pass exchange='gather', or a selection of whole blocks and slices of a multiple of them"
-            raise ArgumentError("exchange", f"'blocks', but {obstacle}", "gather, auto", remedy)
-        gather, _ = cost.exchanged_bytes([[0] * ranks] * ranks, block_size=1, **sizes)
-        return None, None, cost.Exchange("gather", ranks, gather, None, 0, False, obstacle or "")
-    wanted, counted = None, count and exchange != "gather"
-    if counted:
-        wanted = travelling.needed(selection.ranges, positions, block, ranks * keys // block)
-        slots = travelling.counted_slots(wanted, rank, group)
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, of: cost.Sizes, exchange: cost.Choice, count: bool,
+    agreed: Callable[[Request], Decision], group: dist.ProcessGroup,
+) -> tuple[cost.Exchange, travelling.Route | None, travelling.Chosen | None]:  # fmt: skip
+    """The exchange to be done; how blocks travel, None where they don't; which of them the rank's rows chose, if they were counted."""
+    rank, obstacle = dist.get_rank(group), cost.obstacle(of)
+    counts = count and exchange in ("auto", "blocks") and obstacle is None
+    if counts or (exchange == "blocks" and obstacle is not None):  # what follows is a collective, or an error that all ranks raise
+        agreed(_request(q, k, v, selection, of))
+    if exchange == "blocks" and obstacle is not None:
+        remedy = "pass exchange='rows' or 'gather', or a selection of whole blocks and slices of a multiple of them"
+        raise ArgumentError("exchange", f"'blocks', but {obstacle}", "rows, gather, auto", remedy)
+    chosen = None
+    if counts:
+        chosen = _chosen(selection, q, q_pos, of, rank)
+        slots: list[list[int]] | None = travelling.counted_slots(chosen.wanted, rank, group)
+        done = cost.cheapest_exchange(of, exchange, slots, counted=True)
     else:
-        slots = cost.static_slots(ranks, keys // block, request.S, request.n, within)
-    gather, blocks = cost.exchanged_bytes(slots, block_size=block, **sizes)
-    way, why = cost.cheaper(gather, blocks)
-    if exchange != "auto":
-        way, why = exchange, "asked for by exchange="
-    done = cost.Exchange(way, ranks, gather, blocks, max(sum(row) for row in slots), counted, why)
-    if way == "gather":
-        return None, None, done
-    if wanted is None:
-        wanted = travelling.needed(selection.ranges, positions, block, ranks * keys // block)
-    own = keys // block if within else min(keys // block, request.S * request.n)
-    return wanted, travelling.Route(slots, rank, block, keys, own), done
+        done, slots = cost.planned(of, exchange)
+    if done.way != "blocks" or slots is None or of.block_size is None:
+        return done, None, None
+    blocks = of.keys // of.block_size
+    own = blocks if of.within else min(blocks, of.S * of.n)
+    return done, travelling.Route(slots, rank, of.block_size, of.keys, own), chosen
+
+
+def _chosen(selection: Selection, q: Tensor, q_pos: Tensor | None, of: cost.Sizes, rank: int) -> travelling.Chosen:
+    first = of.first(rank)
+    positions = torch.arange(first, first + of.S, device=q.device).expand(of.B, of.S) if q_pos is None else q_pos.long()
+    assert of.block_size is not None, "obstacle() is asked first"
+    return travelling.chosen(selection.ranges, positions, of.block_size, of.ranks * of.keys // of.block_size)
 
 
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, positions: Tensor, seen: int, default: bool, scale: float,
-        travels: tuple[Tensor, travelling.Route, bool] | None, group: dist.ProcessGroup, decision: Decision, request: Request,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, seen: int, scale: float,
+        travels: tuple[travelling.Chosen, travelling.Route, bool] | None, group: dist.ProcessGroup, decision: Decision, request: Request,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         device = device_info(q.device)
         travelled = None
         if travels is None:
             k_seen, v_seen = (x[:, :, :seen] for x in gathered.gather(k, v, group))
-            q_pos = None if default else positions
         else:
-            wanted, route, within = travels
-            k_seen, v_seen, travelled = travelling.exchange(k, v, wanted, route, group)
-            selection, q_pos = travelling.compact_selection(selection, positions, wanted, route, within)
+            chosen, route, within = travels
+            k_seen, v_seen, travelled = travelling.exchange(k, v, chosen.wanted, route, group)
+            selection, q_pos = travelling.compact_selection(selection, chosen, route, within)
         call = Call(q, k_seen, v_seen, selection, q_pos, scale, settings_for(device), device)
         if call.settings.debug_triton and not call.capturing():
             selection.validate()
@@ -210,4 +214,4 @@ class _ContextParallel(torch.autograd.Function):
             dk, dv = gathered.scatter_sums(dk, dv, ctx.keys, ctx.group)
         else:
             dk, dv = travelling.return_sums(dk, dv, ctx.travelled, ctx.group)
-        return dq, dk, dv, *(None,) * 9
+        return dq, dk, dv, *(None,) * 8

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name, since torch 2.13 with a warning
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name, since torch 2.13 with a warning
 
 
 def gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -18,7 +18,7 @@ def gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
     mine = k.new_empty(keys, B, G, Dk + v.shape[-1])
     mine[..., :Dk], mine[..., Dk:] = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
     every = mine.new_empty(dist.get_world_size(group) * keys, *mine.shape[1:])
-    _all_gather(every, mine, group=group)
+    all_gather(every, mine, group=group)
     both = every.permute(1, 2, 0, 3)
     return both[..., :Dk], both[..., Dk:]
 

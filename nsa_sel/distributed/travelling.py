@@ -59,18 +59,24 @@ class Travelled(NamedTuple):
     picked: Tensor | None
 
 
-def needed(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Tensor:
-    """[B,G,blocks] bool: the blocks that a rank's rows may read, from whole-block ranges [B,S,G,n,2] and positions [B,S]."""
+class Chosen(NamedTuple):
+    """The blocks of a rank's rows at positions [B,S]: that of each range, [B,S,G,n] int64, the number of all where a row sees nothing of
+    it, and whether any row may read a block, [B,G,blocks] bool."""
+
+    positions: Tensor
+    of_ranges: Tensor
+    wanted: Tensor
+
+
+def chosen(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Chosen:
+    """Of whole-block ranges [B,S,G,n,2], the rows at positions [B,S]."""
     B, S, G, n = ranges.shape[:4]
-    index = _visible(ranges, positions, block, blocks).permute(0, 2, 1, 3).reshape(B, G, S * n)
-    return torch.zeros(B, G, blocks + 1, dtype=torch.bool, device=ranges.device).scatter_(2, index, True)[..., :blocks]
-
-
-def _visible(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Tensor:
-    """[B,S,G,n] int64: the block of each range, `blocks` where a row sees nothing of it."""
     start, end = ranges.long().unbind(-1)
     seen = (end > start) & (start >= 0) & (start <= positions[:, :, None, None]) & (start < blocks * block)
-    return torch.where(seen, start // block, blocks)
+    index = torch.where(seen, start // block, blocks)
+    wanted = torch.zeros(B, G, blocks + 1, dtype=torch.bool, device=ranges.device)
+    wanted.scatter_(2, index.permute(0, 2, 1, 3).reshape(B, G, S * n), True)
+    return Chosen(positions, index, wanted[..., :blocks])
 
 
 def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
@@ -87,9 +93,10 @@ def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[l
 def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: Route, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Travelled]:
     """Compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks; from its slice and `needed`."""
     Dk = k.shape[3]
-    listed = [_listed(part, room) for part, room in _by_owner(wanted, route)]
-    sent = torch.cat(_swapped(listed, route.outgoing, group), 2).long()
-    picked = None if route.whole else _listed(_by_owner(wanted, route)[route.rank][0], route.own).long()
+    listed = _listed(wanted, route)
+    asked = [each[..., :room] for each, room in zip(listed, route.incoming, strict=True)]
+    sent = torch.cat(_swapped(asked, route.outgoing, group), 2).long()
+    picked = None if route.whole else listed[route.rank][..., : route.own].long()
     came = _swapped(list(torch.split(_picked(k, v, sent, route), route.outgoing, 2)), route.incoming, group)
     own = _in_blocks(k, v, route) if picked is None else _picked(k, v, picked, route)
     every = torch.cat((*came, own), 2).flatten(2, 3)
@@ -115,10 +122,16 @@ def return_sums(dk: Tensor, dv: Tensor, travelled: Travelled, group: dist.Proces
     Dk = dk.shape[3]
     *parts, own = torch.split(_in_blocks(dk, dv, route), [*route.incoming, route.own], 2)
     returned = _swapped(list(parts), route.outgoing, group)
-    added: list[tuple[Tensor, Tensor | None]] = list(zip(returned, torch.split(sent, route.outgoing, 2), strict=True))
-    added[route.rank] = own, picked
+    places = torch.split(_spared(sent, route), route.outgoing, 2)
+    added: list[tuple[Tensor, Tensor | None]] = list(zip(returned, places, strict=True))
+    added[route.rank] = own, None if picked is None else _spared(picked, route)
     of_k, of_v = ([(part[..., columns], blocks) for part, blocks in added] for columns in (slice(Dk), slice(Dk, None)))
     return _summed(of_k, route), _summed(of_v, route)
+
+
+def _spared(blocks: Tensor, route: Route) -> Tensor:
+    """Blocks of a slice; the one behind all where none is named."""
+    return torch.where(blocks < 0, route.blocks, blocks)
 
 
 def _summed(added: list[tuple[Tensor, Tensor | None]], route: Route) -> Tensor:
@@ -134,37 +147,37 @@ def _summed(added: list[tuple[Tensor, Tensor | None]], route: Route) -> Tensor:
         if blocks is None:
             total[:, :-1] += part.flatten(0, 1)
         elif part.shape[2]:
-            place = batch, torch.where(blocks < 0, route.blocks, blocks).flatten(0, 1)
+            place = batch, blocks.flatten(0, 1)
             total[place] = total[place] + part.flatten(0, 1)
     return total[:, :-1].to(part.dtype).reshape(B, G, route.keys, D)
 
 
-def compact_selection(
-    selection: Selection, positions: Tensor, wanted: Tensor, route: Route, within: bool
-) -> tuple[Selection, Tensor | None]:
+def compact_selection(selection: Selection, chosen: Chosen, route: Route, within: bool) -> tuple[Selection, Tensor | None]:
     """The selection in places of the compact K, and the rows' places there [B,S], None for the last ones.
 
     within: rows stand within their rank's slice, which is there as it is. Then blocks of others are wholly before them and stay whole;
     else what a row may see of each, of those picked of its own slice too, is cut off here, and the result is no longer of whole blocks.
     """
+    positions, index, wanted = chosen
     block, blocks, room = route.block, wanted.shape[2], sum(route.incoming)
     B, S, G, n = selection.ranges.shape[:4]
     first = route.rank * route.blocks
-    index = _visible(selection.ranges, positions, block, blocks)
     place = torch.zeros(B, G, blocks + 1, dtype=torch.int64, device=wanted.device)
     before = 0
-    for owner, (part, slots) in enumerate(_by_owner(wanted, route)):
-        places = (room if owner == route.rank else before) + part.cumsum(-1) - 1
-        place[..., owner * route.blocks : (owner + 1) * route.blocks] = places
+    for owner, (places, slots) in enumerate(zip(_by_owner(wanted, route).cumsum(-1).unbind(2), route.incoming, strict=True)):
+        if slots or (owner == route.rank and not route.whole):
+            own = slice(owner * route.blocks, (owner + 1) * route.blocks)
+            place[..., own] = places + ((room if owner == route.rank else before) - 1)
         before += slots
     if route.whole:
         place[..., first : first + route.blocks] = torch.arange(room, room + route.blocks, device=wanted.device)
-    slot = place.gather(2, index.permute(0, 2, 1, 3).reshape(B, G, S * n)).view(B, G, S, n).permute(0, 2, 1, 3)
+    moved = place.gather(2, index.permute(0, 2, 1, 3).reshape(B, G, S * n)).view(B, G, S, n).permute(0, 2, 1, 3) * block
     start, end = selection.ranges.long().unbind(-1)
-    uncut = (index >= first) & (index < first + route.blocks) & route.whole
-    length = torch.where(uncut, end, torch.minimum(end, (positions + 1)[:, :, None, None])) - start
-    moved = torch.where(index < blocks, slot * block, 0)
-    ranges = torch.stack((moved, moved + torch.where(index < blocks, length, 0)), -1).to(selection.ranges.dtype)
+    if not within:
+        cut = torch.minimum(end, (positions + 1)[:, :, None, None])
+        end = torch.where((index >= first) & (index < first + route.blocks), end, cut) if route.whole else cut
+    length = torch.where(index < blocks, end - start, 0)
+    ranges = torch.stack((moved, moved + length), -1).to(selection.ranges.dtype)
     if within:
         return Selection(ranges, block, selection.max_length), None
     bound = selection.length_bound(blocks * block)
@@ -172,15 +185,15 @@ def compact_selection(
     return Selection(ranges, None, bound), (room * block + seen - 1).clamp(min=0)
 
 
-def _by_owner(wanted: Tensor, route: Route) -> list[tuple[Tensor, int]]:
-    """For each rank which of its blocks are wanted, [B,G,route.blocks] bool, and the slots for them; none of this rank's own."""
-    return list(zip(torch.split(wanted, route.blocks, 2), route.incoming, strict=True))
+def _by_owner(wanted: Tensor, route: Route) -> Tensor:
+    """[B,G,ranks,route.blocks] of [B,G,blocks]."""
+    return wanted.unflatten(2, (-1, route.blocks))  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _listed(wanted: Tensor, room: int) -> Tensor:
-    """[B,G,room] int32: the blocks that are wanted, ascending, then -1."""
-    chosen = torch.sort((~wanted).to(torch.uint8), dim=-1, stable=True)
-    return torch.where(chosen.values == 0, chosen.indices, -1)[..., :room].int()
+def _listed(wanted: Tensor, route: Route) -> tuple[Tensor, ...]:
+    """For each rank [B,G,route.blocks] int32: those of its blocks that are wanted, ascending, then -1."""
+    chosen = torch.sort((~_by_owner(wanted, route)).to(torch.uint8), dim=-1, stable=True)
+    return torch.where(chosen.values == 0, chosen.indices, -1).int().unbind(2)
 
 
 def _swapped(parts: list[Tensor], rooms: list[int], group: dist.ProcessGroup) -> list[Tensor]:
