@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import nsa_sel
 from nsa_sel import registry
 from nsa_sel.backends.cupy_cuda import compiler, launch
 from nsa_sel.config import CACHE_FLAG
@@ -80,6 +81,27 @@ def test_more_tiles_than_multiprocessors(h: int, Dk: int, Dv: int, block: int) -
     selection = make_blocks(1, S, G, S + 100, 7, block, device="cuda")
     check_both("cupy-cuda", q, k, v, selection)
     check_deterministic("cupy-cuda", q, k, v, selection, 3)
+
+
+def test_every_block_is_chosen() -> None:
+    """A tile of 64 tokens with 24 ranges each: 1536 entries, of which every block has many."""
+    q, k, v = make_qkv(S=200, G=2, h=2, Dk=64, Dv=64, S_kv=1500, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    check_both("cupy-cuda", q, k, v, make_blocks(1, 200, 2, 1500, 24, 64, device="cuda"))
+
+
+def test_streams_share_a_plan() -> None:
+    """Tiles are handed out by a count of each launch's own."""
+    q, k, v = make_qkv(S=1400, G=2, h=16, Dk=128, Dv=128, dtype=torch.bfloat16, device="cuda")
+    selection = make_blocks(1, 1400, 2, 1400, 7, 64, device="cuda")
+    expected = nsa_sel.selection_attention(q, k, v, selection, backend="cupy-cuda")
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in range(3)], []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(nsa_sel.selection_attention(q, k, v, selection, backend="cupy-cuda"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(o, expected) for o in found)
 
 
 def test_the_first_call_of_a_thread() -> None:

@@ -202,7 +202,7 @@ def test_cupy_cuda_is_for_blocks_where_its_hopper_kernels_run() -> None:
     request = packed_request()
     assert varlen._pays(request, H200, "cupy-cuda")
     assert not varlen._pays(request, A100, "cupy-cuda")
-    for changes in ({"block_size": 32}, {"Dk": 80}, {"aligned": False}, {"S": 4}, {"n": 1024}):
+    for changes in ({"block_size": 32}, {"Dk": 80}, {"aligned": False}, {"S": 4}, {"S_kv": 64 * 16384 + 1}):
         assert not varlen._pays(packed_request(**changes), H200, "cupy-cuda")
 
 
