@@ -77,9 +77,14 @@ GIGAHERTZ = {"hz": 1e-9, "ghz": 1.0, "cycle/nsecond": 1.0}
 KILOBYTES = {"byte/block": 1e-3, "Kbyte/block": 1.0}
 
 
+def case_of(name: str) -> cases.Case:
+    """The case of the performance table that has this name, prefill or decode."""
+    return next(case for case in (*cases.performance_cases(), *cases.decode_cases()) if case.case == name)
+
+
 def call(case_name: str, direction: str, backend: str) -> None:
     """One call of a performance case, for the profiler to look at."""
-    case = next(case for case in cases.performance_cases() if case.case == case_name)
+    case = case_of(case_name)
     q, k, v, do = cases.make_inputs(case, "cuda")
     selection = Selection(cases.make_selection(case, "cuda").ranges, case.block)
     for x in (q, k, v):

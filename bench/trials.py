@@ -1,6 +1,7 @@
 """What was tried on the way to the kernels: predictions beside what came out, from the committed rows of the trials.
 
-The rows are medians of whole calls, plans included, of one run each; the code of a variant that lost is not kept.
+The rows are medians of whole calls, plans included, of one run each; in trial 10, but for decoding, they are single kernels' times by
+torch's profiler. The code of a variant that lost is not kept.
 """
 
 from __future__ import annotations
@@ -318,6 +319,125 @@ TRIALS = (
             "64 keys, 3 stages": ("blocks through pointers, L64 w4 st3, pages of 16",),
             "2 stages": ("blocks through pointers, L64 w4 st2, pages of 16",),
             "16 keys": ("blocks through pointers, L16 w1 st3, pages of 16",),
+        },
+    ),
+    Trial(
+        "CUDA tile forward: multiprocessors idle for 9.5% of the time because turns are given beforehand; 0.556 ms if none did",
+        "right",
+        10,
+        "real-8k-h16",
+        {
+            "beforehand": ("forward, turns given beforehand",),
+            "as they are asked for": ("forward, tiles as they are asked for",),
+        },
+    ),
+    Trial(
+        "the same with four heads: 23.5%, 0.18 ms",
+        "half of it: the last tiles are long ones",
+        10,
+        "real-8k-h4",
+        {
+            "beforehand": ("forward, turns given beforehand",),
+            "as they are asked for": ("forward, tiles as they are asked for",),
+        },
+    ),
+    Trial(
+        "so pairs of batch entry and group in turn where L2 holds them, and the next q copied while o is written, from registers",
+        "right",
+        10,
+        "real-8k-h4",
+        {
+            "one after another, o through shared memory": ("forward, tiles as they are asked for",),
+            "in turn": ("forward, and pairs in turn, o through shared memory",),
+            "from registers, 4 bytes a lane": ("forward, o from registers, 4 bytes a lane",),
+            "16 bytes a lane": ("forward, o from registers, 16 bytes a lane",),
+        },
+    ),
+    Trial(
+        "the same with 16 heads",
+        "level; 4 bytes a lane lost: the stores take their time",
+        10,
+        "real-8k-h16",
+        {
+            "one after another, o through shared memory": ("forward, tiles as they are asked for",),
+            "in turn": ("forward, and pairs in turn, o through shared memory",),
+            "from registers, 4 bytes a lane": ("forward, o from registers, 4 bytes a lane",),
+            "16 bytes a lane": ("forward, o from registers, 16 bytes a lane",),
+        },
+    ),
+    Trial(
+        "pairs in turn where they do not fit the L2 cache",
+        "lost: not done there",
+        10,
+        "random-32k-h16",
+        {
+            "one after another": ("forward, tiles as they are asked for",),
+            "in turn": ("forward, and pairs in turn, o through shared memory",),
+        },
+    ),
+    Trial(
+        "a third of a group's time goes to finding its next step: look for it before the softmax, beside the products",
+        "lost: a group that waits for a step computes no softmax",
+        10,
+        "random-32k-h16",
+        {
+            "after": ("forward, turns given beforehand",),
+            "before": ("forward, next step looked for before the softmax",),
+        },
+    ),
+    Trial(
+        "then after the softmax, before p v is waited for",
+        "lost: values are given back later",
+        10,
+        "real-8k-h16",
+        {
+            "in its turn": ("forward, next step looked for in its turn",),
+            "earlier": ("forward, next step looked for after the softmax",),
+        },
+    ),
+    Trial(
+        "keys and values go round stages of their own, so that keys are given back a step earlier",
+        "lost: two more waits and arrivals a step",
+        10,
+        "real-8k-h16",
+        {
+            "together": ("forward, keys and values share a stage",),
+            "apart": ("forward, stages of their own",),
+        },
+    ),
+    Trial(
+        "a bit for each token and block instead of a sorting network: the plan of tiles",
+        "right",
+        10,
+        "real-8k-h16",
+        {
+            "sorted": ("plan, sorted",),
+            "bits": ("plan, bits",),
+        },
+    ),
+    Trial(
+        "CUDA decoding: a cluster's blocks read each other's results, no second kernel",
+        "right; 8 blocks, which every Hopper GPU has, do",
+        10,
+        "decode-B1-64k-h16",
+        {
+            "a kernel": ("decode, parts joined by a kernel",),
+            "clusters of 4": ("decode, clusters of 4",),
+            "8": ("decode, clusters of 8",),
+            "16": ("decode, clusters of 16",),
+        },
+    ),
+    Trial(
+        "more keys under way, or shorter programs: CUDA decoding of a batch",
+        "lost: fewer blocks fit a multiprocessor",
+        10,
+        "decode-B64-32k-h16",
+        {
+            "2 stages": ("decode, clusters of 8",),
+            "3 stages": ("decode, 3 stages",),
+            "4 stages": ("decode, 4 stages",),
+            "32 keys a tile": ("decode, 32 keys a tile",),
+            "rows cut in two": ("decode, twice the parts",),
         },
     ),
 )

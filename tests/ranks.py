@@ -15,6 +15,7 @@ from tests.cases import make_blocks, make_qkv
 BLOCK = 16
 DEVICE = sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] in ("cpu", "cuda") else "cpu"
 BACKENDS = ("sdpa-packed", "triton-group", "triton-tile", "triton-block") if DEVICE == "cuda" else ("sdpa-packed", "numba")
+ANY_RANGES = BACKENDS[:2]  # of these, who takes spans and blocks that are cut, too
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 # How many of o, lse, dq are bit-equal to one device's when keys and values are gathered: packed SDPA's backward pass on a CPU is a product
 # over all keys that are there, and on a GPU its rows share buckets.

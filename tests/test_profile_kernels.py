@@ -10,8 +10,13 @@ import pytest
 from nsa_sel.bench import records, trials
 from nsa_sel.bench.derive import ROOT
 from nsa_sel.bench.kernel_times import short
-from nsa_sel.bench.profile_kernels import counters
+from nsa_sel.bench.profile_kernels import PROFILED, case_of, counters
 from nsa_sel.bench.tables import H200_TRIALS
+
+
+def test_what_is_profiled_exists() -> None:
+    for profiled in PROFILED:
+        assert case_of(profiled.case).S > 1 or profiled.direction == "fwd"
 
 
 def test_counters_and_rules_are_read() -> None:
