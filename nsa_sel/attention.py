@@ -32,6 +32,7 @@ transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # i
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # of any device; asking for one by name takes longer
 _memo: dict[Any, Decision] = {}
 _known: dict[Any, Known] = {}
+_decoded, _forgotten = [0], [0]  # keys of the last decode call; how often `forget_decisions` was called
 _MEMO_SIZE = 4096
 # After these the CUDA context is lost: running anything else would only hide where it broke.
 STICKY = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure", "illegal instruction")
@@ -112,21 +113,29 @@ def recall(
 ) -> tuple[Any, Known | None]:  # fmt: skip
     """A key of all that the checks and the decision look at in a call without q_pos, and what was found for one of this key before.
 
-    Building the key takes half the time of checking and deciding. `facts`: what they look at in a selection besides its ranges.
-    The key is None where none can be made, and the call has to be checked.
+    Less than checking and deciding, but not nothing. `facts`: what they look at in a selection besides its ranges. The key is None
+    where none can be made or it would hardly come again, and the call has to be checked.
     """
     if not (scale is None or (type(scale) is float and scale)):  # True equals 1.0, and -0.0 equals 0.0
         return None, None
     try:
-        key = (seen(q, k, v, ranges), facts, scale, needs_grad, backend, _forced.get(), environment(), tuned.token())
+        if (q.dim() == 4 or q.shape[1] == 1) and k.shape[2] != _decoded[0]:  # a cache that grows is of another length at each step
+            _decoded[0] = k.shape[2]
+            return None, None
+        key = (seen(q, k, v, ranges), facts, scale, needs_grad, backend, _forced.get(), environment(), _era())
         return key, _known.get(key)
-    except (RuntimeError, TypeError):  # no strides, no memory, or nothing that a dict takes: the checks have the words for it
+    except (RuntimeError, TypeError, IndexError):  # no strides, no memory, or nothing that a dict takes: the checks have words for it
         return None, None
 
 
+def _era() -> tuple[Any, int]:
+    """What decisions of one time have in common: the tuned launches that were read, and how often all were forgotten."""
+    return tuned.token(), _forgotten[0]
+
+
 def remember(key: Any, call: Call, decision: Decision, request: Request) -> None:
-    """Keep what was found for a call, for the next one of the same key."""
-    if key is not None:
+    """Keep what was found for a call, for the next one of the same key; unless what it was decided by has changed meanwhile."""
+    if key is not None and key[-1] == _era():
         if len(_known) >= _MEMO_SIZE:
             _known.clear()
         _known[key] = call.scale, request, decision
@@ -248,6 +257,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
 
 def forget_decisions() -> None:
     """Decide anew from now on: configuration files, installed packages or failures may have changed."""
+    _forgotten[0] += 1
     _memo.clear()
     _known.clear()
 

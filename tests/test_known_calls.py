@@ -149,6 +149,7 @@ def test_one_call_never_answers_for_another(begin: Callable[..., Any], names: tu
 @pytest.mark.parametrize("name", ["plain", "decode", "scale of 2", "gradients", "wide k", "numba", "in use_backend"])
 def test_a_call_alike_is_not_checked_again(begin: Callable[..., Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = found(begin, name)
+    assert found(begin, name) == first  # a decode call is remembered when it comes again
     for module in (attention, ops):
         monkeypatch.setattr(module, "check_call", None)
     assert found(begin, name) == first
@@ -183,3 +184,27 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in range(1, 9):
         attention.begin(torch.ones(B, rows, G, H, D), k, v, Selection(ranges(rows), BLOCK), None, None, None)
         assert len(attention._known) <= 3
+
+
+def test_a_cache_that_grows_is_not_remembered() -> None:
+    for keys in range(16, 64):
+        attention.begin(q[:, 0], k[:, :, :keys], v[:, :, :keys], Selection(ranges(1), BLOCK), None, None, None)
+    assert not attention._known
+
+
+@pytest.mark.parametrize("change", ["forgotten", "tuned"])
+def test_what_changes_while_a_call_is_decided_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Another thread may find a backend broken, or a tuned file may be read, between the look and the decision."""
+    prepare = attention.prepare
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        decided = prepare(*arguments, **more)
+        if change == "forgotten":
+            attention.forget_decisions()
+        else:
+            monkeypatch.setattr(attention.tuned, "token", lambda: ("another file", 1))
+        return decided
+
+    monkeypatch.setattr(attention, "prepare", slow)
+    attention.begin(q, k, v, Selection(ranges(), BLOCK), None, None, None)
+    assert not attention._known

@@ -197,6 +197,7 @@ DEVICE void copy_rows(const TensorMap &map, const TensorMap &more, const Problem
     while (turn.take(plan)) {
         Tile tile(turn.turn, plan, p.G);
         wait(empty, turn.odd() ^ 1);
+        __syncwarp();  // all lanes have seen it: the next phase may pass
         if (threadIdx.x % 32) continue;
         const int s = tile.i * TOKENS + group * TQ;
         arrive_expecting(full, (COLUMNS + MORE) / 64 * TQ * H * 128);
@@ -240,6 +241,7 @@ struct Way {
             step = {next++, ring.stage, shared.takes_part[ring.stage][group]};
             ring.next();
             if (step.part) return TAKES_PART;
+            __syncwarp();  // all lanes have read it
             give_back(step);
         }
         return END;

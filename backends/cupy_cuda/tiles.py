@@ -50,7 +50,8 @@ class Union(NamedTuple):
     def arguments(self, call: Call, taken: Tensor | None) -> tuple[int, ...]:
         """The values of `Plan` (tiles.cuh); taken: a number that is zero, for one launch."""
         pointers = (self.blocks.data_ptr(), self.members.data_ptr(), self.counts.data_ptr())
-        together = max(1, CACHED // (2 * call.k.shape[2] * (call.k.shape[3] + call.v.shape[3])))
+        pairs = call.k.shape[0] * call.k.shape[1]
+        together = max(1, min(pairs, CACHED // (2 * call.k.shape[2] * (call.k.shape[3] + call.v.shape[3]))))
         return *pointers, self.tiles, self.capacity, self.counts.shape[0], together, 0 if taken is None else taken.data_ptr()
 
 

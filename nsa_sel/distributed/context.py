@@ -39,11 +39,11 @@ def context_parallel_attention(
     """`selection_attention` of a sequence that is cut into one slice a rank; all ranks of `group` call it, and its backward pass.
 
     Rank r of R holds rows [r*S, (r+1)*S) as q [B,S,G,h,Dk] with their selection [B,S,G,n,2], whose ranges are positions in the whole
-    sequence, and keys [r*keys, (r+1)*keys) as k [B,G,keys,Dk] and v [B,G,keys,Dv]: the same sizes on every rank, keys >= S. group: a
+    sequence, and keys [r*keys, (r+1)*keys) as k [B,G,keys,Dk] and v [B,G,keys,Dv]: the same sizes on every rank. group: a
     process group or a DeviceMesh of one dimension, by default all ranks. q_pos [S] or [B,S]: positions of the rank's rows in the
     whole sequence, by default R*keys - R*S + r*S + s, as if the rows were its last. The other arguments and the result are those of
-    `selection_attention`, for the rank's rows; o, lse and dq are bit-equal to one device's where its backend sums a row
-    alike, and dk, dv are sums over ranks, in float32 and in the order of ranks.
+    `selection_attention`, for the rank's rows. Where keys and values travel, o, lse and dq are bit-equal to one device's if its backend
+    sums a row alike, and dk, dv are sums over ranks; where rows do, o, lse and dq are. Such sums are in float32, and the same each time.
 
     exchange: "gather" brings all keys and values to every rank, "blocks" only those that its rows chose; with "rows" the queries travel
     instead, to attend where the keys are, and a row's parts of o are joined by their lse; "auto" takes what `exchanged_bytes` and

@@ -80,7 +80,7 @@ def chosen(ranges: Tensor, positions: Tensor, block: int, blocks: int) -> Chosen
 
 
 def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
-    """The least slots that will do, from `needed` of every rank: a collective, and it waits for the device."""
+    """The least slots that will do, from `Chosen.wanted` of every rank: a collective, and it waits for the device."""
     ranks = dist.get_world_size(group)
     most = wanted.reshape(*wanted.shape[:2], ranks, -1).sum(-1).amax((0, 1))
     most[rank] = 0
@@ -91,7 +91,7 @@ def counted_slots(wanted: Tensor, rank: int, group: dist.ProcessGroup) -> list[l
 
 
 def exchange(k: Tensor, v: Tensor, wanted: Tensor, route: Route, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Travelled]:
-    """Compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks; from its slice and `needed`."""
+    """Compact k [B,G,keys,Dk] and v of this rank, of sum(route.incoming) + route.own blocks; from its slice and `Chosen.wanted`."""
     Dk = k.shape[3]
     listed = _listed(wanted, route)
     asked = [each[..., :room] for each, room in zip(listed, route.incoming, strict=True)]

@@ -1,6 +1,6 @@
 """Queries travel instead of keys: each rank attends with the rows of all to its own slice, and a row's parts are joined where it is from.
 
-What a row sees of a slice has its own o and lse; those of all slices add up to the row's by their log-sum-exp, in the order of ranks. The
+What a row sees of a slice has its own o and lse; those of all slices add up to the row's by their log-sum-exp, the same each time. The
 backward pass asks every rank for its share with the row's own o and lse, from which each backend finds a key's weight: dk and dv of a
 slice are then whole where the slice is, and the shares of dq are added in float32.
 """
@@ -118,7 +118,7 @@ def _forward(call: Call, group: dist.ProcessGroup, decision: Decision, request: 
 
 def joined(part_o: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """o [...,D] and lse [...] of rows from their parts [parts,...,D] and [parts,...] over disjoint keys; 0 and -inf where none has any."""
-    lse = functools.reduce(torch.logaddexp, part_lse.unbind(0))
+    lse = part_lse.logsumexp(0)  # at once: added one after another, each part would be rounded
     weights = (part_lse - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
     return (weights.unsqueeze(-1) * part_o).sum(0).to(part_o.dtype), lse
 
@@ -136,7 +136,7 @@ def _of_all(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
 def _by_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rows [B,ranks*S,...] by the rank that they are from: [ranks,B,numbers]."""
     ranks, (B, rows, *rest) = dist.get_world_size(group), x.shape
-    return x.view(B, ranks, rows // ranks * math.prod(rest)).transpose(0, 1)
+    return x.reshape(B, ranks, rows // ranks * math.prod(rest)).transpose(0, 1)
 
 
 def _home(x: Tensor, group: dist.ProcessGroup) -> Tensor:
