@@ -322,7 +322,7 @@ TRIALS = (
         },
     ),
     Trial(
-        "CUDA tile forward: multiprocessors idle for 9.5% of the time because turns are given beforehand; 0.556 ms if none did",
+        "CUDA tile forward: some multiprocessors end well before others, because turns are given beforehand",
         "right",
         10,
         "real-8k-h16",
@@ -332,8 +332,8 @@ TRIALS = (
         },
     ),
     Trial(
-        "the same with four heads: 23.5%, 0.18 ms",
-        "half of it: the last tiles are long ones",
+        "the same with four heads, which are fewer tiles",
+        "right; the last tiles are still long ones",
         10,
         "real-8k-h4",
         {
@@ -376,7 +376,7 @@ TRIALS = (
         },
     ),
     Trial(
-        "a third of a group's time goes to finding its next step: look for it before the softmax, beside the products",
+        "much of a group's time goes to finding its next step: look for it before the softmax, beside the products",
         "lost: a group that waits for a step computes no softmax",
         10,
         "random-32k-h16",

@@ -3,8 +3,8 @@
 //
 // A group of four warps has 64 rows of the matrix unit, TQ = 64 / H tokens with their heads. Every group waits for every step, and takes
 // part in those that one of its tokens chose. Blocks of threads stay and take tile after tile, the next one as they are done: tiles differ
-// in how many blocks they have, and in turns given beforehand some block of threads would end a tenth later than the others (a quarter
-// with few tiles). Of a tile's list come first
+// in how many blocks they have, and in turns given beforehand some block of threads would end well after the others. Of a tile's list come
+// first
 //   cut blocks    the causal clamp, or the end of the cache, cuts them for some row: they need a mask for every element, and what no row
 //                 may see is made zero, since p = 0 would not cancel NaN
 //   whole blocks  all rows of the tile see them to their last key
