@@ -84,6 +84,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[
         (90, "h3-256"),
         (86, "decode-h16"),
         (90, "decode-h16"),
+        (100, "decode-h16"),
     ],
 )
 def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> None:
