@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from nsa_sel import dispatch, observe, pages, registry, tuned, watch
-from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of, seen
+from nsa_sel import dispatch, known, observe, pages, registry, tuned, watch
+from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of
 from nsa_sel.config import Settings, environment, settings_for
 from nsa_sel.decision import Decision, Override
 from nsa_sel.errors import ArgumentError, BackendError
@@ -25,14 +25,11 @@ from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 
 T = TypeVar("T")
-Known = tuple[float, Request, Decision]  # what was found for a call: its softmax scale, exact request and decision
 FALLBACK = "sdpa-packed"
 _forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # inside torch.func: vmap, grad, jvp and their like
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # of any device; asking for one by name takes longer
 _memo: dict[Any, Decision] = {}
-_known: dict[Any, Known] = {}
-_decoded, _forgotten = [0], [0]  # keys of the last decode call; how often `forget_decisions` was called
 _MEMO_SIZE = 4096
 # After these the CUDA context is lost: running anything else would only hide where it broke.
 STICKY = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure", "illegal instruction")
@@ -99,51 +96,19 @@ def begin(
     key = None
     if isinstance(selection, Selection) and q_pos is None:
         facts = selection.n, selection.block_size, selection.max_length, selection.exact()
-        key, known = recall(q, k, v, selection.ranges, facts, scale, needs_grad, backend)
-        if known is not None:
-            return repeat(known, q, k, v, selection, backend)
+        key, found = known.recall(q, k, v, selection.ranges, facts, scale, needs_grad, backend, _forced.get())
+        if found is not None:
+            return repeat(found, q, k, v, selection, backend)
     call, decision, request = prepare(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
-    remember(key, call, decision, request)
+    known.remember(key, (call.scale, request, decision))
     return call, decision, request
 
 
-def recall(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, facts: tuple[Any, ...],
-    scale: float | None, needs_grad: bool, backend: str | None,
-) -> tuple[Any, Known | None]:  # fmt: skip
-    """A key of all that the checks and the decision look at in a call without q_pos, and what was found for one of this key before.
-
-    Less than checking and deciding, but not nothing. `facts`: what they look at in a selection besides its ranges. The key is None
-    where none can be made or it would hardly come again, and the call has to be checked.
-    """
-    if not (scale is None or (type(scale) is float and scale)):  # True equals 1.0, and -0.0 equals 0.0
-        return None, None
-    try:
-        if (q.dim() == 4 or q.shape[1] == 1) and k.shape[2] != _decoded[0]:  # a cache that grows is of another length at each step
-            _decoded[0] = k.shape[2]
-            return None, None
-        key = (seen(q, k, v, ranges), facts, scale, needs_grad, backend, _forced.get(), environment(), _era())
-        return key, _known.get(key)
-    except (RuntimeError, TypeError, IndexError):  # no strides, no memory, or nothing that a dict takes: the checks have words for it
-        return None, None
-
-
-def _era() -> tuple[Any, int]:
-    """What decisions of one time have in common: the tuned launches that were read, and how often all were forgotten."""
-    return tuned.token(), _forgotten[0]
-
-
-def remember(key: Any, call: Call, decision: Decision, request: Request) -> None:
-    """Keep what was found for a call, for the next one of the same key; unless what it was decided by has changed meanwhile."""
-    if key is not None and key[-1] == _era():
-        if len(_known) >= _MEMO_SIZE:
-            _known.clear()
-        _known[key] = call.scale, request, decision
-
-
-def repeat(known: Known, q: Tensor, k: Tensor, v: Tensor, selection: Selection, backend: str | None) -> tuple[Call, Decision, Request]:
+def repeat(
+    found: known.Found, q: Tensor, k: Tensor, v: Tensor, selection: Selection, backend: str | None
+) -> tuple[Call, Decision, Request]:
     """As `prepare`, of a call for which all was found before."""
-    scale, request, decision = known
+    scale, request, decision = found
     if q.dim() == 4:
         q = q.unsqueeze(1)
     return _ready(q, k, v, selection, scale, None, request, decision, backend)
@@ -257,9 +222,8 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
 
 def forget_decisions() -> None:
     """Decide anew from now on: configuration files, installed packages or failures may have changed."""
-    _forgotten[0] += 1
     _memo.clear()
-    _known.clear()
+    known.forget()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel import attention
+from nsa_sel import attention, known
 from nsa_sel.call import Call, as_selection, check_call, check_tensors
 from nsa_sel.decision import Decision
 from nsa_sel.errors import ArgumentError, BackendError
@@ -71,13 +71,13 @@ def _begin(
     key = None
     if q_pos is None:
         facts = "unread", block_size, max_length  # an eager call's Selection may be made past the checks of `unread`
-        key, known = attention.recall(q, k, v, ranges, facts, scale, needs_grad, backend)
-        if known is not None:
-            return attention.repeat(known, q, k, v, Selection(ranges, block_size, max_length), backend)
+        key, found = known.recall(q, k, v, ranges, facts, scale, needs_grad, backend, attention.forced_here())
+        if found is not None:
+            return attention.repeat(found, q, k, v, Selection(ranges, block_size, max_length), backend)
     selection = Selection.unread(ranges, block_size, max_length)
     call, decision, request = attention.prepare(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
     if selection.ranges is ranges:  # not those of one query a sequence, which were given an axis
-        attention.remember(key, call, decision, request)
+        known.remember(key, (call.scale, request, decision))
     return call, decision, request
 
 

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import nsa_sel
-from nsa_sel import attention, observe, ops, registry
+from nsa_sel import attention, known, observe, ops, registry
 from nsa_sel.bench import bench_overhead
 from nsa_sel.bench.bench_overhead import (
     CHOSEN,
@@ -110,7 +110,7 @@ def test_decided_calls_do_the_same(needs_grad: bool, monkeypatch: pytest.MonkeyP
     begin, begin_op = attention.begin, ops._begin
     with decided(problem), monkeypatch.context() as patch:
         patch.setattr(attention, "decide", None)
-        patch.setattr(attention, "recall", None)
+        patch.setattr(known, "recall", None)
         for name in ("many calls", "graph of many"):
             got = works[name]()
             assert all(map(torch.equal, got, wanted)) if needs_grad else torch.equal(got, wanted)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import Selection, attention, ops, registry, use_backend
+from nsa_sel import Selection, attention, known, ops, registry, use_backend
 from nsa_sel.errors import NsaSelError
 
 B, S, S_KV, G, H, D, BLOCK, N = 2, 8, 64, 2, 2, 16, 16, 2
@@ -140,7 +140,7 @@ def test_one_call_never_answers_for_another(begin: Callable[..., Any], names: tu
         wanted[name] = found(begin, name)
     assert len({repr(value) for value in wanted.values()}) > len(names) * 0.6, "calls that are all alike show nothing"
     for first, second in itertools.product(names, repeat=2):
-        attention._known.clear()
+        known._found.clear()
         found(begin, first)
         assert found(begin, second) == wanted[second], (first, second)
 
@@ -180,16 +180,16 @@ def test_what_is_forgotten_is_found_anew() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_MEMO_SIZE", 3)
+    monkeypatch.setattr(known, "SIZE", 3)
     for rows in range(1, 9):
         attention.begin(torch.ones(B, rows, G, H, D), k, v, Selection(ranges(rows), BLOCK), None, None, None)
-        assert len(attention._known) <= 3
+        assert len(known._found) <= 3
 
 
 def test_a_cache_that_grows_is_not_remembered() -> None:
     for keys in range(16, 64):
         attention.begin(q[:, 0], k[:, :, :keys], v[:, :, :keys], Selection(ranges(1), BLOCK), None, None, None)
-    assert not attention._known
+    assert not known._found
 
 
 @pytest.mark.parametrize("change", ["forgotten", "tuned"])
@@ -202,9 +202,9 @@ def test_what_changes_while_a_call_is_decided_is_not_passed_over(monkeypatch: py
         if change == "forgotten":
             attention.forget_decisions()
         else:
-            monkeypatch.setattr(attention.tuned, "token", lambda: ("another file", 1))
+            monkeypatch.setattr(known.tuned, "token", lambda: ("another file", 1))
         return decided
 
     monkeypatch.setattr(attention, "prepare", slow)
     attention.begin(q, k, v, Selection(ranges(), BLOCK), None, None, None)
-    assert not attention._known
+    assert not known._found

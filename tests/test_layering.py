@@ -23,7 +23,7 @@ FLOORS = (
     ("decision", "selection"),
     ("dispatch", "call", "observe", "backends.specs"),
     ("policies", "registry", "show", "tuned", "watch", "pages"),
-    ("backends",),
+    ("backends", "known"),
     ("attention",),
 )
 TOP = len(FLOORS)
