@@ -147,6 +147,7 @@ def main(
         tuple[str, str, str] | None, typer.Option("--call", help="Run one case, direction and backend; no profiler.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="This one's kernels alone.")] = None,
+    cases_from: Annotated[str, typer.Option("--cases", help="Cases alone whose names begin so.")] = "",
 ) -> None:
     """Profile every kernel of PROFILED."""
     if call_only:
@@ -157,7 +158,7 @@ def main(
         raise typer.Exit(2)
     environment = {**measure.environment(), "tool": "ncu --clock-control none"}
     for profiled in PROFILED:
-        if backend not in (None, profiled.backend):
+        if backend not in (None, profiled.backend) or not profiled.case.startswith(cases_from):
             continue
         row = {**profiled._asdict(), **profile(profiled), **environment}
         records.append(out, [row])
