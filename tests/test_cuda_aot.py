@@ -17,10 +17,10 @@ import torch
 import nsa_sel
 from nsa_sel import registry
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import compiler, launch, rows, tensor_map, tiles
+from nsa_sel.backends.cupy_cuda import blocks, compiler, launch, rows, tensor_map, tiles
 from nsa_sel.config import CACHE_FLAG
 from nsa_sel.errors import BackendError
-from tests.aot import TARGETS, target_call
+from tests.aot import BATCHES, TARGETS, target_call
 from tests.cases import make_blocks, make_qkv
 
 
@@ -39,7 +39,7 @@ def reason_to_skip() -> str | None:
 WHY = reason_to_skip()
 needs_nvrtc = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
-HOPPERS = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "union_of.cu"}
+HOPPERS = {"forward_blocks.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "union_of.cu"}
 ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent).glob("*.cu")}
 
 
@@ -64,8 +64,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "clear", lambda *_: None)
-    for name in ("tensor_map", "row_map"):  # the driver makes them
-        monkeypatch.setattr(tiles, name, lambda *_: bytes(tensor_map.BYTES))
+    for module, name in ((tiles, "tensor_map"), (tiles, "row_map"), (blocks, "tensor_map")):  # the driver makes them
+        monkeypatch.setattr(module, name, lambda *_, **__: bytes(tensor_map.BYTES))
     call = target_call(shape, sm)
     o, lse = cupy_cuda.forward(call)
     if call.q.shape[1] > 1:
@@ -85,6 +85,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[
         (86, "decode-h16"),
         (90, "decode-h16"),
         (100, "decode-h16"),
+        (86, "decode-B64-h16"),
+        *((90, shape) for shape in BATCHES),
     ],
 )
 def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> None:
@@ -94,12 +96,15 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
         assert kernel["registers"] * kernel["threads"] <= 65536, kernel
         assert kernel["spilled"] <= 2 * SPILLS.get((sm, kernel["kernel"]), 0), kernel
     names = {kernel["kernel"] for kernel in kernels}
-    if shape.startswith("decode"):
+    if shape.startswith("decode-B64"):
+        assert names == {"forward_blocks.cu" if sm == tiles.HOPPER else "forward_rows.cu"}
+    elif shape.startswith("decode"):
         assert names == {"forward_rows.cu"} if sm in rows.WITH_CLUSTERS else {"forward_rows.cu", "combine.cu"}
     elif sm == tiles.HOPPER and shape != "h3-256":
         assert names == ALL_KERNELS - {
             "combine.cu",
             "forward_rows.cu",
+            "forward_blocks.cu",
             "dq_rows.cu",
             "dkdv_tiles.cu" if shape == "h16" else "dkdv_groups.cu",
         }

@@ -19,7 +19,7 @@ from nsa_sel.backends.cupy_cuda import compiler, launch
 from nsa_sel.config import CACHE_FLAG
 from nsa_sel.selection import Selection
 from tests.cases import make_blocks, make_grads, make_qkv
-from tests.parity import attend, check_both, check_deterministic, check_forward
+from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
 
 ROOT = Path(__file__).resolve().parents[1]
 LACKING = registry.missing("cupy-cuda")
@@ -81,6 +81,40 @@ def test_more_tiles_than_multiprocessors(h: int, Dk: int, Dv: int, block: int) -
     selection = make_blocks(1, S, G, S + 100, 7, block, device="cuda")
     check_both("cupy-cuda", q, k, v, selection)
     check_deterministic("cupy-cuda", q, k, v, selection, 3)
+
+
+@pytest.mark.parametrize(
+    ("S", "h", "Dk", "Dv", "block"),
+    [(1, 16, 128, 128, 64), (1, 1, 64, 64, 64), (2, 4, 128, 64, 128), (1, 17, 128, 128, 64), (3, 64, 64, 128, 64), (1, 70, 128, 128, 192)],
+)
+@pytest.mark.parametrize("keys_first", [False, True])
+def test_a_batch_that_decodes(S: int, h: int, Dk: int, Dv: int, block: int, keys_first: bool) -> None:
+    """On Hopper each row is a block of threads of its own, whose keys one warp copies; more rows than multiprocessors."""
+    B, G, S_kv = 90, 3, 1100
+    q, k, v = make_qkv(B=B, S=S, G=G, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=torch.bfloat16, device="cuda")
+    if keys_first:
+        k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    selection = make_blocks(B, S, G, S_kv, 5, block, device="cuda")
+    lengths = torch.randint(0, S_kv - S, (B, 1), generator=torch.Generator().manual_seed(2)) + torch.arange(S)
+    for positions in (None, lengths.cuda()):
+        check_forward("cupy-cuda", q, k, v, selection, q_pos=positions)
+        check_poison("cupy-cuda", q, k, v, selection, q_pos=positions)
+    holes = selection.ranges.clone()
+    holes[::3, :, :, 1:4] = 0
+    holes[7] = 0
+    check_forward("cupy-cuda", q, k, v, Selection(holes, block))
+
+
+@pytest.mark.parametrize("every", [3, 16])
+@pytest.mark.parametrize("h", [2, 16, 64])
+def test_what_follows_a_row_in_its_own_block(h: int, every: int) -> None:
+    """Some rows alone chose the block that they stand in: what follows the last of them there belongs to nobody, though others see it."""
+    S, S_kv = 200, 390
+    q, k, v = make_qkv(S=S, G=2, h=h, Dk=64, S_kv=S_kv, dtype=torch.bfloat16, device="cuda")
+    rows = torch.arange(S)
+    own = torch.where(rows % every == 0, (rows + S_kv - S) // 64, -1)
+    blocks = torch.stack((rows % 2, own), -1)[None, :, None].expand(1, S, 2, 2).int().cuda()
+    check_poison("cupy-cuda", q, k, v, Selection.from_blocks(blocks, 64))
 
 
 def test_every_block_is_chosen() -> None:

@@ -68,6 +68,17 @@ DEVICE Row row_of(const Problem &p, u32 pid) {  // 32 bits: a grid has fewer tha
     return row;
 }
 
+// Copy rows of heads head0 .. head0 + HEADS of one query row, with the first THREADS threads of the block; zeros for heads from h on.
+template <int D, int PITCH, int HEADS, int THREADS>
+DEVICE void copy_heads(u16 *tile, const u16 *base, i64 stride, int head0, i64 h) {
+    constexpr int PIECES = (PITCH - 8) / 8;
+    for (int i = threadIdx.x; i < HEADS * PIECES; i += THREADS) {
+        int r = i / PIECES, column = i % PIECES * 8;
+        bool exists = head0 + r < h && column < D;
+        copy_eight(tile + r * PITCH + column, exists ? base + (head0 + r) * stride + column : base, exists);
+    }
+}
+
 // Operand A from rows [m, m + 16) and columns [k, k + 16) of a row-major matrix.
 template <int PITCH>
 DEVICE void load_a(u32 (&a)[4], const u16 *matrix, int m, int k) {
@@ -135,6 +146,21 @@ DEVICE void add_sums(float (&acc)[M][4], const float (&s)[N][4], const u16 *b, i
             load_b_columns<PITCH>(y, b, 8 * j, first + 8 * d);
             multiply_add(acc[d], a, y[0], y[1]);
             multiply_add(acc[d + 1], a, y[2], y[3]);
+        }
+    }
+}
+
+// Of four lanes each has a row of a 4 x 4 matrix; then each has a column.
+DEVICE void transpose(u32 (&x)[4]) {
+#pragma unroll
+    for (int far = 1; far <= 2; far *= 2) {
+        const bool upper = threadIdx.x & far;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & far) continue;
+            const u32 theirs = __shfl_xor_sync(ALL, upper ? x[i] : x[i + far], far);
+            if (upper) x[i] = theirs;
+            else x[i + far] = theirs;
         }
     }
 }

@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) dq_rows(const __grid_const
     float c = p.scale_log2;
 
     u16 *q_tile = memory, *do_tile = q_tile + HEADS * KP, *buffers = do_tile + HEADS * VP;
-    copy_heads<DK, KP>(q_tile, p.q + row.b * p.stride_qb + row.s * p.stride_qs + row.g * p.stride_qg, p.stride_qh, head0, p.h);
-    copy_heads<DV, VP>(do_tile, x.dout + row.b * x.stride_dob + row.s * x.stride_dos + row.g * x.stride_dog, x.stride_doh, head0, p.h);
+    copy_heads<DK, KP, HEADS, THREADS>(q_tile, p.q + row.b * p.stride_qb + row.s * p.stride_qs + row.g * p.stride_qg, p.stride_qh, head0, p.h);
+    copy_heads<DV, VP, HEADS, THREADS>(do_tile, x.dout + row.b * x.stride_dob + row.s * x.stride_dos + row.g * x.stride_dog, x.stride_doh, head0, p.h);
     commit_copies();
     Walk walk(p, row.number, limit, team_of(), TEAMS);
     Tiles tiles(walk, buffers + team_of() * STAGES * STAGE, p.k + row.b * p.stride_kb + row.g * p.stride_kg,

@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dq_tiles(con
     __syncthreads();
     if (group == GROUPS) {
         share_registers<GROUPS, COMPUTING, COPYING>(false);
-        if (warp == 0) copy_steps<true>(x.k, x.v, x.p, x.plan, stages, shared.steps, shared.turns);
+        if (warp == 0) copy_steps(x.k, x.v, x.p, x.plan, stages, shared.steps, shared.turns);
         else if (warp <= GROUPS)
             copy_rows<DK, DV>(x.q, x.d_o, x.p, x.plan, memory + (warp - 1) * ROW_BYTES, &shared.full[warp - 1], &shared.empty[warp - 1], warp - 1,
                               shared.turns);

@@ -56,7 +56,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
     float c = p.scale_log2;
 
     u16 *q_tile = memory, *buffers = memory + HEADS * KP;
-    copy_heads<DK, KP>(q_tile, p.q + row.b * p.stride_qb + row.s * p.stride_qs + row.g * p.stride_qg, p.stride_qh, head0, p.h);
+    copy_heads<DK, KP, HEADS, THREADS>(q_tile, p.q + row.b * p.stride_qb + row.s * p.stride_qs + row.g * p.stride_qg, p.stride_qh, head0, p.h);
     commit_copies();
     Walk walk(p, row.number, limit, part * TEAMS + team_of(), parts * TEAMS);
     Tiles tiles(walk, buffers + team_of() * STAGES * STAGE, p.k + row.b * p.stride_kb + row.g * p.stride_kg,

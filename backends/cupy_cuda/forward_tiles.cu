@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) forward_tile
     __syncthreads();
     if (group == GROUPS) {
         share_registers<GROUPS, COMPUTING, COPYING>(false);
-        if (warp == 0) copy_steps<false>(x.k, x.v, x.p, x.plan, stages, shared.steps, shared.turns);
+        if (warp == 0) copy_steps(x.k, x.v, x.p, x.plan, stages, shared.steps, shared.turns);
         else if (warp <= GROUPS)
             copy_rows<DK, 0>(x.q, x.q, x.p, x.plan, memory + (warp - 1) * Q_BYTES, &shared.q_full[warp - 1], &shared.q_empty[warp - 1], warp - 1,
                                shared.turns);

@@ -32,11 +32,33 @@ DEVICE void barrier(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
+// The same, and whether `x` holds for one of them.
+template <int THREADS>
+DEVICE bool barrier_any(int number, bool x) {
+    u32 any;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(any)
+                 : "r"(static_cast<u32>(x)), "r"(number), "n"(THREADS)
+                 : "memory");
+    return any;
+}
+
+// A map is fetched when the first copy asks for it, unless it has been by then.
+DEVICE void prefetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // Box (column, key) of k or v [B,G,S_kv,D]; what lies outside reads as zeros.
 DEVICE void copy_keys_box(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
             shared_address(to)),
+        "l"(map), "r"(shared_address(bar)), "r"(column), "r"(key), "r"(g), "r"(b)
+        : "memory");
+}
+// The same of what is read once: it leaves the L2 cache before all else.
+DEVICE void copy_keys_box_once(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], policy;"
+        "\n}" ::"r"(shared_address(to)),
         "l"(map), "r"(shared_address(bar)), "r"(column), "r"(key), "r"(g), "r"(b)
         : "memory");
 }
@@ -97,3 +119,15 @@ DEVICE void before_waiting(float x, void *nowhere) {
     asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(shared_address(nowhere))
                  : "memory");
 }
+
+// Steps go round N stages: which one, and the parity of its barriers.
+template <int N>
+struct Ring {
+    int stage = 0, parity = 0;
+    DEVICE void next() {
+        if (++stage == N) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};

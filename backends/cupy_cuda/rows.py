@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._buffers import unwritten
-from nsa_sel.backends.cupy_cuda import launch, tiles
+from nsa_sel.backends.cupy_cuda import blocks, launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.call import Call
 from nsa_sel.errors import BackendError
@@ -107,11 +107,13 @@ def plan_of(
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h]; by tiles of tokens where the GPU and the call allow."""
+    """o [B,S,G,h,Dv] and lse [B,S,G,h]; where the GPU and the call allow, by tiles of tokens or by bulk copies of blocks."""
     if call.scale < 0:
         return forward(call.with_positive_scale())
     if tiles.takes(call):
         return tiles.forward(call)
+    if blocks.takes(call):
+        return blocks.forward(call)
     q, device = call.q, call.q.get_device()
     B, S, G, h, Dk = q.shape
     _, _, S_kv, Dv = call.v.shape

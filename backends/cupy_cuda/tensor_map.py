@@ -18,28 +18,29 @@ BYTES, ALIGNMENT = 128, 64
 # Of the driver's enumerations (cuda.h): CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion.
 FLOAT16, BFLOAT16 = 6, 9
 SWIZZLE_128_BYTES = 3
-PROMOTE_TO_256_BYTES = 3
+NO_PROMOTION, PROMOTE_TO_256_BYTES = 0, 3
 
 
-def tensor_map(x: Tensor, box_rows: int, box_cols: int) -> bytes:
+def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:
     """The map of k or v [B,G,S_kv,D] (any outer strides that are multiples of 16 bytes) in tiles of box_rows keys by box_cols columns.
 
     Tiles are swizzled by 128 bytes, so that box_cols is at most 64; coordinates are (column, key, g, b), and what lies outside reads as
-    zeros. Raises BackendError where the driver refuses the tensor.
+    zeros. promoted: the L2 cache fetches 256 bytes where 128 are asked for, which are a row of two tiles beside each other. Raises
+    BackendError where the driver refuses the tensor.
     """
-    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, 1, box_rows, box_cols))
+    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, 1, box_rows, box_cols), promoted)
 
 
 def row_map(x: Tensor, tokens: int) -> bytes:
     """The map of q or o [B,S,G,h,D] in tiles of so many tokens of one group, with all heads, by 64 columns; otherwise as `tensor_map`.
     Coordinates are (column, head, g, s, b), rows of a tile (token, head)."""
-    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, tokens, 1, x.shape[3], 64))
+    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, tokens, 1, x.shape[3], 64), True)
 
 
 @functools.lru_cache(maxsize=1024)  # a map says nothing but these
 def _encoded(
-    device: int, dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> bytes:
+    device: int, dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promoted: bool
+) -> bytes:  # fmt: skip
     from cupy_backends.cuda.api import runtime
 
     runtime.setDevice(device)  # encoding needs a context, and a new thread has none
@@ -51,7 +52,8 @@ def _encoded(
     start = -ctypes.addressof(memory) % ALIGNMENT
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(ctypes.addressof(memory) + start), BFLOAT16 if dtype == torch.bfloat16 else FLOAT16, ctypes.c_uint32(rank),
-        ctypes.c_void_p(address), sizes, steps, boxes, ones, 0, SWIZZLE_128_BYTES, PROMOTE_TO_256_BYTES, 0,
+        ctypes.c_void_p(address), sizes, steps, boxes, ones, 0, SWIZZLE_128_BYTES,
+        PROMOTE_TO_256_BYTES if promoted else NO_PROMOTION, 0,
     )  # fmt: skip
     if status:
         raise BackendError(

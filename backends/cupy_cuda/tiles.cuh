@@ -6,7 +6,7 @@
 // in how many blocks they have, and in turns given beforehand some block of threads would end well after the others. Of a tile's list come
 // first
 //   cut blocks    the causal clamp, or the end of the cache, cuts them for some row: they need a mask for every element, and what no row
-//                 may see is made zero, since p = 0 would not cancel NaN
+//                 that chose them may see is made zero, since p = 0 would not cancel NaN, nor a mask what rows see that did not choose it
 //   whole blocks  all rows of the tile see them to their last key
 //
 //   H        heads a group of queries (2 to 64)
@@ -20,7 +20,7 @@
 constexpr int TQ = 64 / H, TOKENS = GROUPS * TQ;  // of a group, of a block
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
-constexpr int COMPUTING = GROUPS == 3 ? 152 : 232, COPYING = GROUPS == 3 ? 56 : 40;  // registers a thread
+constexpr int COMPUTING = GROUPS == 3 ? 152 : 224, COPYING = 56;  // registers a thread
 
 // The lists of a plan.
 struct Plan {
@@ -56,17 +56,6 @@ struct Tile {
         b = bg / G;
         g = bg % G;
         number = bg * tiles + i;
-    }
-};
-
-// Steps go round the stages: which one, and the parity of its barriers.
-struct Ring {
-    int stage = 0, parity = 0;
-    DEVICE void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
     }
 };
 
@@ -132,26 +121,23 @@ struct Steps {
     }
 };
 
-// One past the last key that some row of the tile may see.
-DEVICE int last_seen(const Problem &p, const Tile &tile) {
+// One past the last key that some row of `members`, which are the tile's, may see.
+DEVICE int last_seen(const Problem &p, const Tile &tile, u64 members) {
     int seen = 0;
-    for (int r = threadIdx.x % 32; r < TOKENS; r += 32) {
-        i64 s = static_cast<i64>(tile.i) * TOKENS + r;
-        if (s < p.S) seen = max(seen, row_limit(p, tile.b, s));
-    }
+    for (int r = threadIdx.x % 32; r < TOKENS; r += 32)
+        if (members >> r & 1) seen = max(seen, row_limit(p, tile.b, static_cast<i64>(tile.i) * TOKENS + r));
     return __reduce_max_sync(ALL, seen);
 }
 
-// One warp: the keys and values of every step, for all groups. MEND_KEYS: keys that no row may see are made zero, too.
-template <bool MEND_KEYS>
+// One warp: the keys and values of every step, for all groups. What no row that chose a block may see of it is made zero.
 DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const Plan &plan, unsigned char *stages, Steps &shared, Turns &turns) {
     int lane = threadIdx.x % 32, raw_parity = 0;
-    Ring ring;
+    Ring<STAGES> ring;
     Turn turn(turns);
     for (turn.give(plan, p.G, blockIdx.x); turn.turn < plan.all; turn.give(plan, p.G, plan.take())) {
         Tile tile(turn.turn, plan, p.G);
         const int2 counts = turn.counts;
-        int seen = last_seen(p, tile), cut = counts.y - counts.x, block = 0;
+        int cut = counts.y - counts.x, block = 0;
         u64 members = 0;
         for (int e = 0; e < counts.y; ++e) {
             if (e % 32 == 0 && e + lane < counts.y) {
@@ -161,9 +147,10 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
             }
             int first = __shfl_sync(ALL, block, e % 32) * BLOCK;
             u64 chosen = __shfl_sync(ALL, members, e % 32);
+            const int seen = e < cut ? last_seen(p, tile, chosen) : first + BLOCK;
             for (int key = first; key < first + BLOCK; key += KEYS, ring.next()) {
                 unsigned char *k_tile = stages + ring.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
-                bool mend = e < cut && key + KEYS > seen;
+                const bool mend = key + KEYS > seen;
                 u64 *landed = mend ? &shared.raw : &shared.full[ring.stage];
                 wait(&shared.empty[ring.stage], ring.parity ^ 1);
                 if (lane < GROUPS) shared.takes_part[ring.stage][lane] = static_cast<u32>(chosen >> lane * TQ) & static_cast<u32>((1ull << TQ) - 1);
@@ -178,9 +165,8 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
                 if (mend) {
                     wait(landed, raw_parity);
                     raw_parity ^= 1;
-                    unsigned char *mended = MEND_KEYS ? k_tile : v_tile;
-                    for (int i = lane; i < (k_tile + STAGE_BYTES - mended) / 16; i += 32)  // rows are whole: where their pieces stand does not matter
-                        if (key + i / 8 % KEYS >= seen) *reinterpret_cast<uint4 *>(mended + i * 16) = make_uint4(0, 0, 0, 0);
+                    for (int i = lane; i < STAGE_BYTES / 16; i += 32)  // rows are whole: where their pieces stand does not matter
+                        if (key + i / 8 % KEYS >= seen) *reinterpret_cast<uint4 *>(k_tile + i * 16) = make_uint4(0, 0, 0, 0);
                     publish_writes();
                     __syncwarp();
                     if (lane == 0) arrive(&shared.full[ring.stage]);
@@ -223,7 +209,7 @@ struct Way {
     Steps &shared;
     const int group;
     const u32 stages;  // the first stage, an operand
-    Ring ring;         // of the step that comes next
+    Ring<STAGES> ring;  // of the step that comes next
     int next, total;
 
     DEVICE Way(Steps &steps, int number, const unsigned char *memory)
@@ -293,20 +279,6 @@ DEVICE void round_step(u32 (&to)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
     for (int k = 0; k < KEYS / 16; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) to[k][i] = pack(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
-}
-// Of four lanes each has a row of a 4 x 4 matrix; then each has a column.
-DEVICE void transpose(u32 (&x)[4]) {
-#pragma unroll
-    for (int far = 1; far <= 2; far *= 2) {
-        const bool upper = threadIdx.x & far;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & far) continue;
-            const u32 theirs = __shfl_xor_sync(ALL, upper ? x[i] : x[i + far], far);
-            if (upper) x[i] = theirs;
-            else x[i + far] = theirs;
-        }
-    }
 }
 // A group's results, rows scaled and rounded, to [B,S,G,H,COLUMNS]; from registers, so that nothing in shared memory waits for it.
 template <int COLUMNS>

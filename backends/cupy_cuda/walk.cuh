@@ -86,17 +86,6 @@ DEVICE void copy_keys(u16 *tile, const u16 *base, i64 stride, int position, int 
     }
 }
 
-// Copy rows of heads head0 .. head0 + HEADS of one query row, with all threads of the block; zeros for heads from h on.
-template <int D, int PITCH>
-DEVICE void copy_heads(u16 *tile, const u16 *base, i64 stride, int head0, i64 h) {
-    constexpr int PIECES = (PITCH - 8) / 8;
-    for (int i = threadIdx.x; i < HEADS * PIECES; i += THREADS) {
-        int r = i / PIECES, column = i % PIECES * 8;
-        bool exists = head0 + r < h && column < D;
-        copy_eight(tile + r * PITCH + column, exists ? base + (head0 + r) * stride + column : base, exists);
-    }
-}
-
 // The tiles of a team, copied ahead: `take` waits for the next one and starts the copies of a later one.
 struct Tiles {
     Walk walk;
