@@ -2,19 +2,20 @@
 //
 // A step is 64 rows of the matrix unit: TQ = 64 / H listed tokens with their heads, whose q and do come by bulk copies, a token each, or
 // where those would be small, by three warps, 16 bytes a lane. The products are transposed, keys as rows, so that p^T and ds^T come out in
-// the registers from which dv += p^T do and dk += ds^T q read them. Two groups of four warps take the steps in turn, each with sums of its
-// own, so that one computes p and ds while the other multiplies; in the end the second hands its sums to the first. What becomes of them
-// is as in dkdv_tiles.cu.
+// the registers from which dv += p^T do and dk += ds^T q read them. Four warps compute; a multiprocessor has two such blocks, so that one
+// computes p and ds, begins or ends while the other multiplies. What becomes of the sums is as in dkdv_tiles.cu.
 //
 //   H       heads a group of queries
 //   STAGES  steps under way
 #include "hopper.cuh"
 #include "lists.cuh"
 
-constexpr int GROUPS = 2, TQ = 64 / H, KEYS = 64, ROWS = 64;
+constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
 constexpr bool BULK = H >= 8;
 constexpr int COPIERS = BULK ? 1 : 3;  // warps
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
+
+constexpr int COMPUTING = 224, COPYING = 32;  // registers a thread
 
 struct Arguments {
     TensorMap q, d_o, k, v;
@@ -55,9 +56,9 @@ struct Piece {
         steps = static_cast<int>((end - begin + TQ - 1) / TQ);
     }
     // The row of listed token number i of a step; S, which is past the rows, where there is none.
-    DEVICE i64 row(const Arguments &x, int step, int i) const {
+    DEVICE int row(const Arguments &x, int step, int i) const {
         i64 at = begin + static_cast<i64>(step) * TQ + i;
-        if (i >= TQ || at >= end) return x.p.S;
+        if (i >= TQ || at >= end) return static_cast<int>(x.p.S);
         return static_cast<u32>(x.entries[at] - bg * x.each) / static_cast<u32>(x.p.n * x.reach);  // below 2^31; 64-bit divisions are slow
     }
 };
@@ -73,9 +74,9 @@ DEVICE void copy_tile(const Arguments &x, const Piece &piece, unsigned char *k_t
 // One warp: q and do of every step, a token a lane.
 DEVICE void copy_tokens(const Arguments &x, const Piece &piece, unsigned char *stages, Shared &shared) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(piece.b), g = static_cast<int>(piece.g);
-    i64 coming = piece.row(x, 0, lane);
+    int coming = piece.row(x, 0, lane);
     for (int step = 0; step < piece.steps; ++step) {
-        const int stage = step % STAGES, s = static_cast<int>(coming);
+        const int stage = step % STAGES, s = coming;
         coming = piece.row(x, step + 1, lane);  // read a step ahead: the rows' addresses wait for it
         wait(&shared.empty[stage], step / STAGES % 2 ^ 1);
         unsigned char *q_tile = stages + stage * STAGE_BYTES + lane * H * 128, *do_tile = q_tile + K_BYTES;
@@ -94,22 +95,21 @@ DEVICE void copy_pieces(const Arguments &x, const Piece &piece, unsigned char *s
     const int lane = threadIdx.x % 32, column = lane % 8, head0 = lane / 8;
     const u16 *q = x.p.q + piece.b * x.p.stride_qb + piece.g * x.p.stride_qg + head0 * x.p.stride_qh + column * 8;
     const u16 *d_out = x.d_out + piece.b * x.stride_dob + piece.g * x.stride_dog + head0 * x.stride_doh + column * 8;
-    i64 coming = piece.row(x, 0, lane);
+    int coming = piece.row(x, 0, lane);
     for (int step = 0; step < piece.steps; ++step) {
         const int stage = step % STAGES;
-        // Of token number `lane`: where its rows begin, negative where there is no such token.
-        const i64 q_of_lane = coming < x.p.S ? coming * x.p.stride_qs : -1, do_of_lane = coming * x.stride_dos;
+        const int row_of_lane = coming < x.p.S ? coming : -1;  // negative where there is no such token
         coming = piece.row(x, step + 1, lane);
         wait(&shared.empty[stage], step / STAGES % 2 ^ 1);
         __syncwarp();
 #pragma unroll 1
         for (int four = copier; four < TQ * FOURS; four += COPIERS) {
             const int token = four / FOURS, head = four % FOURS * 4 + head0;
-            const i64 q_at = __shfl_sync(ALL, q_of_lane, token), do_at = __shfl_sync(ALL, do_of_lane, token);
+            const int row = __shfl_sync(ALL, row_of_lane, token);
             if (H % 4 && head >= H) continue;
-            const bool exists = q_at >= 0;
-            const u16 *q_row = exists ? q + q_at + four % FOURS * 4 * x.p.stride_qh : q;
-            const u16 *do_row = exists ? d_out + do_at + four % FOURS * 4 * x.stride_doh : d_out;
+            const bool exists = row >= 0;
+            const u16 *q_row = exists ? q + row * x.p.stride_qs + four % FOURS * 4 * x.p.stride_qh : q;
+            const u16 *do_row = exists ? d_out + row * x.stride_dos + four % FOURS * 4 * x.stride_doh : d_out;
             unsigned char *to = stages + stage * STAGE_BYTES + swizzled(token * H + head, column);
 #pragma unroll
             for (int c = 0; c < DK; c += 64) copy_eight(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
@@ -133,11 +133,11 @@ DEVICE void copy_pieces(const Arguments &x, const Piece &piece, unsigned char *s
 // One warp: lse and delta of two rows a lane, and where they end.
 DEVICE void copy_statistics(const Arguments &x, const Piece &piece, Shared &shared) {
     const int lane = threadIdx.x % 32;
-    i64 coming[2];
+    int coming[2];
     for (int i = 0; i < 2; ++i) coming[i] = piece.row(x, 0, (lane + 32 * i) / H);
     for (int step = 0; step < piece.steps; ++step) {
         const int stage = step % STAGES;
-        i64 rows[2] = {coming[0], coming[1]};
+        const int rows[2] = {coming[0], coming[1]};
         for (int i = 0; i < 2; ++i) coming[i] = piece.row(x, step + 1, (lane + 32 * i) / H);
         wait(&shared.empty[stage], step / STAGES % 2 ^ 1);
         for (int i = 0; i < 2; ++i) {
@@ -168,18 +168,6 @@ DEVICE void begin_sum(float (&acc)[COLUMNS / 2], const u32 (&a)[ROWS / 16][4], u
     for (int k = 0; k < ROWS / 16; ++k) wgmma_registers(acc, a[k], descriptor(x + k * 2048 / 16));
 }
 
-// The second group's sums join the first's, through shared memory.
-template <int COLUMNS>
-DEVICE void hand_over(float (&acc)[COLUMNS / 2], float *memory, int group) {
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i)
-        if (group == 1) memory[i * 128 + threadIdx.x % 128] = acc[i];
-    barrier<256>(1);
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i)
-        if (group == 0) acc[i] += memory[i * 128 + threadIdx.x % 128];
-}
-
 template <int COLUMNS>
 DEVICE void write(const float (&acc)[COLUMNS / 2], float factor, bool final, float *part, u16 *result, i64 keys_left) {
     const int lane = threadIdx.x % 32;
@@ -194,7 +182,7 @@ DEVICE void write(const float (&acc)[COLUMNS / 2], float factor, bool final, flo
     }
 }
 
-DEVICE void accumulate(const Arguments &x, const Piece &piece, unsigned char *k_tile, unsigned char *stages, Shared &shared, int group) {
+DEVICE void accumulate(const Arguments &x, const Piece &piece, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
     const Problem &p = x.p;
     const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
     const float c = p.scale_log2;
@@ -211,10 +199,6 @@ DEVICE void accumulate(const Arguments &x, const Piece &piece, unsigned char *k_
         const int stage = step % STAGES;
         const u32 q_tile = uniform(stage0 + stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
         wait(&shared.full[stage], step / STAGES % 2);
-        if (step % GROUPS != group) {  // the other's; who did not wait for it could take one turn of the stage for the next
-            if (lane == 0) arrive(&shared.empty[stage]);
-            continue;
-        }
         wgmma_begin();
         begin_products<DK>(s, keys, q_tile);
         begin_products<DV>(dp, values, do_tile);
@@ -252,26 +236,22 @@ DEVICE void accumulate(const Arguments &x, const Piece &piece, unsigned char *k_
         if (lane == 0) arrive(&shared.empty[stage]);
     }
 
-    barrier<256>(1);  // both have done with the stages
-    hand_over<DK>(dk, reinterpret_cast<float *>(stages), group);
-    hand_over<DV>(dv, reinterpret_cast<float *>(stages) + 128 * DK / 2, group);
-    if (group) return;
     i64 part = (x.parts[piece.list] + piece.number) * KEYS, key = piece.bg * p.S_kv + piece.first_key, left = p.S_kv - piece.first_key;
     write<DK>(dk, static_cast<float>(p.scale), piece.final, x.part_dk + part * DK, x.dk + key * DK, left);
     write<DV>(dv, 1.0f, piece.final, x.part_dv + part * DV, x.dv + key * DV, left);
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dkdv_groups(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, the stages
     __shared__ Shared shared;
     if (blockIdx.x >= x.pieces[x.lists]) return;
     unsigned char *stages = memory + K_BYTES + V_BYTES;
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 - 4 * GROUPS;
+    const int warp = threadIdx.x / 32 - 4;  // of those that copy
     const Piece piece(x, blockIdx.x);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&shared.full[i], COPIERS + 32 + 32);  // rows; statistics copied, and written
-            barrier_init(&shared.empty[i], 4 * GROUPS);  // a lane of every warp
+            barrier_init(&shared.empty[i], 4);                 // a lane of every warp
         }
         barrier_init(&shared.tile, 1);
         barriers_are_ready();
@@ -280,15 +260,15 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dkdv_groups(
         for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += blockDim.x) *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
     publish_writes();
     __syncthreads();
-    if (group == GROUPS) {
-        share_registers<GROUPS, 232, 40>(false);
-        if (threadIdx.x == 128 * GROUPS) copy_tile(x, piece, memory, shared);
+    if (warp >= 0) {
+        share_registers<1, COMPUTING, COPYING, 2>(false);
+        if (threadIdx.x == 128) copy_tile(x, piece, memory, shared);
         __syncwarp();
         if (warp == 1) copy_statistics(x, piece, shared);
         else if (!BULK) copy_pieces(x, piece, stages, shared, warp ? warp - 1 : 0);
         else if (warp == 0) copy_tokens(x, piece, stages, shared);
     } else {
-        share_registers<GROUPS, 232, 40>(true);
-        accumulate(x, piece, memory, stages, shared, group);
+        share_registers<1, COMPUTING, COPYING, 2>(true);
+        accumulate(x, piece, memory, stages, shared);
     }
 }

@@ -99,11 +99,11 @@ DEVICE u64 descriptor(u32 lower) { return lower | static_cast<u64>(1024 >> 4 | 1
 // Where piece c (16 bytes) of a row stands in its panel.
 DEVICE u32 swizzled(int row, int c) { return row * 128 + (c ^ row % 8) * 16; }
 
-// MORE registers a thread for N groups of warps that compute, LESS for the one that copies. A block begins with an equal share for all; it
-// would wait for ever if the groups took more than the one gives.
-template <int N, int MORE, int LESS>
+// MORE registers a thread for N groups of warps that compute, LESS for the one that copies. A block, of BLOCKS a multiprocessor, begins with
+// an equal share for all; it would wait for ever if the groups took more than the one gives.
+template <int N, int MORE, int LESS, int BLOCKS = 1>
 DEVICE void share_registers(bool computes) {
-    constexpr int SHARE = 65536 / (128 * (N + 1)) / 8 * 8;
+    constexpr int SHARE = 65536 / BLOCKS / (128 * (N + 1)) / 8 * 8;
     static_assert(N * (MORE - SHARE) <= SHARE - LESS, "more registers than there are");
     if (computes)
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MORE));

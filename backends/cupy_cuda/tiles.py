@@ -117,10 +117,11 @@ def add_lists(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor
     q = call.q
     h, Dk, Dv = q.shape[3], q.shape[4], call.v.shape[-1]
     step = PANEL * (Dk + Dv) // 64
-    stages = min(MOST_STAGES, (call.device.shared_memory - STATIC - MOST_STAGES * STATISTICS) // step - 1)
+    each = (call.device.shared_memory + 1024) // 2 - STATIC - MOST_STAGES * STATISTICS  # of two blocks a multiprocessor
+    stages = min(MOST_STAGES, each // step - 1)
     macros = constants(BF16=int(q.dtype == torch.bfloat16), DK=Dk, DV=Dv, ALIGNED=1, H=h, STAGES=stages)
     launch.start(
-        "dkdv_groups.cu", macros, q.get_device(), pieces, 128 * 3, (stages + 1) * step, LISTS,
+        "dkdv_groups.cu", macros, q.get_device(), pieces, 256, (stages + 1) * step, LISTS,
         row_map(q, 1), row_map(do, 1), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64), *launch.problem(call, ranges),
         lse.data_ptr(), delta.data_ptr(), *values, do.data_ptr(), *do.stride()[:4], own=True,
     )  # fmt: skip
