@@ -104,8 +104,7 @@ def key_value_gradients(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, del
     parts = most_parts(lists.capacity, piece)
     part_dk = unwritten(k, parts, shape.width, Dk, dtype=torch.float32)
     part_dv = unwritten(k, parts, shape.width, Dv, dtype=torch.float32)
-    dk = torch.zeros(B, G, S_kv, Dk, dtype=k.dtype, device=k.device)  # of tiles that nobody chose, which no kernel visits
-    dv = torch.zeros(B, G, S_kv, Dv, dtype=v.dtype, device=k.device)
+    dk, dv = unwritten(k, B, G, S_kv, Dk), unwritten(v, B, G, S_kv, Dv)
     facts = launch.type_facts(call, do)
     rest = (
         lists.entries.data_ptr(), lists.begins.data_ptr(), lists.pieces.data_ptr(), lists.parts.data_ptr(), part_dk.data_ptr(),

@@ -1,4 +1,5 @@
-// dk and dv of the KV tiles whose lists have several pieces: their parts, added in the order of the pieces (dkdv_tiles.cu).
+// dk and dv of the KV tiles whose lists have several pieces: their parts, added in the order of the pieces (dkdv_tiles.cu). Zeros for tiles
+// that nobody chose.
 #include "common.cuh"
 
 struct Arguments {
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_parts(const __grid_con
     i64 list = blockIdx.x / (WIDTH / KEYS);
     int key0 = blockIdx.x % (WIDTH / KEYS) * KEYS;
     int pieces = static_cast<int>(x.pieces[list + 1] - x.pieces[list]);
-    if (pieces < 2) return;  // written by its only piece, or by nobody: zeros
+    if (pieces == 1) return;  // which wrote its result itself
     i64 start = list % x.tiles * WIDTH + key0, key = list / x.tiles * x.S_kv + start, part = x.parts[list] * WIDTH + key0;
     sum<DK>(x.part_dk + part * DK, pieces, x.dk + key * DK, x.S_kv - start);
     sum<DV>(x.part_dv + part * DV, pieces, x.dv + key * DV, x.S_kv - start);
