@@ -41,7 +41,7 @@ TERMS = {
     "triton-token/decode": ("launch", "walk", "split-walk", "reread", "scores", "reread-wide"),
     "triton-token/backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
     "cupy-cuda/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
-    "cupy-cuda/decode": ("launch", "walk", "read", "rows", "read-wide"),
+    "cupy-cuda/decode": ("launch", "walk", "read", "read-wide"),
     "cupy-cuda/backward": ("launch", "pairs", "tile", "exact"),
     "sdpa-packed/forward": PACKED,
     "sdpa-packed/decode": PACKED,

@@ -1,7 +1,7 @@
 """What was tried on the way to the kernels: predictions beside what came out, from the committed rows of the trials.
 
-The rows are medians of whole calls, plans included, of one run each; in trial 10, but for decoding, they are single kernels' times by
-torch's profiler. The code of a variant that lost is not kept.
+The rows are medians of whole calls, plans included, of one run each; in trials 10 and 11 what is not decoding, but for one head in 11,
+are single kernels' times by torch's profiler. The code of a variant that lost is not kept.
 """
 
 from __future__ import annotations
@@ -439,6 +439,67 @@ TRIALS = (
             "32 keys a tile": ("decode, 32 keys a tile",),
             "rows cut in two": ("decode, twice the parts",),
         },
+    ),
+    Trial(
+        "what a kernel takes that only reads the selected blocks of a batch that decodes",
+        "the aim of 34 us leaves one for all else",
+        11,
+        "decode-B64-32k-h16",
+        {"16-byte loads": ("reading alone, 16-byte loads",), "bulk copies of 16 KiB": ("reading alone, bulk copies of 16 KiB",)},
+    ),
+    Trial(
+        "the same of four times as many rows",
+        "nine tenths of the 4.8 TB/s that the memory is sold with",
+        11,
+        "decode-B256-16k-h16",
+        {"16-byte loads": ("reading alone, 16-byte loads",), "bulk copies of 16 KiB": ("reading alone, bulk copies of 16 KiB",)},
+    ),
+    Trial(
+        "decoding a batch: one warp copies by bulk copies for four that compute, instead of each lane for itself",
+        "a little",
+        11,
+        "decode-B256-16k-h16",
+        {"each lane": ("decode by rows",), "one warp": ("blocks, joined at the end",)},
+    ),
+    Trial(
+        "blocks of threads that stay; L2 fetches no more than it is asked for, and lets keys that are read once go first",
+        "right: o is no longer written to memory in the midst of reading, is our guess",
+        11,
+        "decode-B256-16k-h16",
+        {
+            "staying, 256 bytes": ("blocks, staying, 256 bytes",),
+            "128 bytes": ("blocks, staying, 128 bytes",),
+            "first to go": ("blocks, staying, 128 bytes, first to go",),
+            "first to go, not staying": ("blocks, 128 bytes, first to go, one row each",),
+        },
+    ),
+    Trial(
+        "warps share the columns of p v instead of the keys, so that nothing is joined at a row's end",
+        "right, a little: the end of a row is short, each step has two barriers more",
+        11,
+        "decode-B64-32k-h16",
+        {"keys": ("blocks, staying, 128 bytes, first to go",), "columns": ("blocks, columns shared",)},
+    ),
+    Trial(
+        "the same kernel for text with one head a group",
+        "right, and far from what shares blocks between rows",
+        11,
+        "real-8k-h1",
+        {"16 bytes a lane": ("forward by rows",), "bulk copies": ("forward by blocks",)},
+    ),
+    Trial(
+        "CUDA dk and dv: two blocks a multiprocessor instead of two groups of warps in one, which take turns and hand over in the end",
+        "right: one begins and ends beside the other, and nothing is handed over",
+        11,
+        "real-8k-h16",
+        {"two groups": ("dk and dv, two groups a block",), "two blocks": ("dk and dv, two blocks",)},
+    ),
+    Trial(
+        "the same with four heads, whose rows come 16 bytes a lane",
+        "a little: they wait for their rows",
+        11,
+        "real-8k-h4",
+        {"two groups": ("dk and dv, two groups a block",), "two blocks": ("dk and dv, two blocks",)},
     ),
 )
 
