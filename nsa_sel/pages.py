@@ -19,9 +19,11 @@ from nsa_sel.selection import Selection
 
 def plain_forward(call: Call, forward: Callable[[Call], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h] of a call with lengths, by a `forward` that knows none."""
-    if call.block_table is None:
-        return forward(replace(call, q_pos=call.positions().clamp_(min=-1), lengths=None))
     B, S = call.q.shape[:2]
+    if call.block_table is None:
+        # Of one new token each, in one operation: as the forward pass takes a few microseconds, others would be felt.
+        positions = call.lengths.unsqueeze(1) - 1 if S == 1 and call.lengths is not None else call.positions().clamp_(min=-1)
+        return forward(replace(call, q_pos=positions, lengths=None))
     o, lse = forward(_over_the_pool(call, call.block_table))
     return o.view(B, S, *o.shape[2:]), lse.view(B, S, *lse.shape[2:])
 
