@@ -38,7 +38,8 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "decode-h16": (1, 1, 65536, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
 }
-BATCHES = {  # likewise, for which cupy-cuda alone has a kernel of its own
+OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of their own
+    "h12": (1, 2048, 2048, 2, 12, 128, 128, 16, 64, torch.bfloat16),
     "decode-B64-h16": (64, 1, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "decode-B64-h64-64-128": (64, 1, 4096, 4, 64, 64, 128, 16, 64, torch.bfloat16),
     "decode-B64-h4-64": (64, 1, 4096, 4, 4, 64, 64, 16, 128, torch.float16),
@@ -71,7 +72,7 @@ def target_call(shape: str, sm: int) -> Call:
     """A call of `shape` on a GPU of compute capability sm/10 that is not here: CPU tensors and injected device facts."""
     kilobytes, sms = TARGETS[sm]
     device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
-    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = (SHAPES | BATCHES)[shape]
+    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = (SHAPES | OF_CUDA)[shape]
     q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
     selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
     q_pos = torch.zeros(B, S, dtype=torch.int64) if shape.startswith("positions") else None

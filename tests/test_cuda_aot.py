@@ -20,7 +20,7 @@ from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import blocks, compiler, launch, rows, tensor_map, tiles
 from nsa_sel.config import CACHE_FLAG
 from nsa_sel.errors import BackendError
-from tests.aot import BATCHES, TARGETS, target_call
+from tests.aot import OF_CUDA, TARGETS, target_call
 from tests.cases import make_blocks, make_qkv
 
 
@@ -86,7 +86,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[
         (90, "decode-h16"),
         (100, "decode-h16"),
         (86, "decode-B64-h16"),
-        *((90, shape) for shape in BATCHES),
+        *((90, shape) for shape in OF_CUDA),
     ],
 )
 def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> None:
@@ -106,7 +106,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
             "forward_rows.cu",
             "forward_blocks.cu",
             "dq_rows.cu",
-            "dkdv_tiles.cu" if shape == "h16" else "dkdv_groups.cu",
+            "dkdv_groups.cu" if shape == "h64-192-128" else "dkdv_tiles.cu",
         }
     else:
         assert names == ALL_KERNELS - {"combine.cu", *HOPPERS}

@@ -18,7 +18,7 @@ from nsa_sel import registry
 from nsa_sel.backends.cupy_cuda import compiler, launch
 from nsa_sel.config import CACHE_FLAG
 from nsa_sel.selection import Selection
-from tests.cases import make_blocks, make_grads, make_qkv
+from tests.cases import assert_forward, make_blocks, make_grads, make_qkv
 from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,14 +83,33 @@ def test_more_tiles_than_multiprocessors(h: int, Dk: int, Dv: int, block: int) -
     check_deterministic("cupy-cuda", q, k, v, selection, 3)
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files of the kernels that are started from here on."""
+    files: list[str] = []
+    start = launch.start
+
+    def noted(source: str, *rest: object, **own: bool) -> None:
+        files.append(source)
+        start(source, *rest, **own)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launch, "start", noted)
+    return files
+
+
+def assert_ran(started: list[str], of_hopper: str) -> None:
+    """On Hopper, the kernel that is Hopper's own."""
+    assert torch.cuda.get_device_capability() != (9, 0) or of_hopper in started
+
+
 @pytest.mark.parametrize(
     ("S", "h", "Dk", "Dv", "block"),
-    [(1, 16, 128, 128, 64), (1, 1, 64, 64, 64), (2, 4, 128, 64, 128), (1, 17, 128, 128, 64), (3, 64, 64, 128, 64), (1, 70, 128, 128, 192)],
+    [(1, 16, 128, 128, 64), (1, 1, 64, 64, 64), (2, 4, 128, 64, 128), (1, 17, 128, 128, 64), (2, 64, 64, 128, 64), (1, 70, 128, 128, 192)],
 )
 @pytest.mark.parametrize("keys_first", [False, True])
-def test_a_batch_that_decodes(S: int, h: int, Dk: int, Dv: int, block: int, keys_first: bool) -> None:
-    """On Hopper each row is a block of threads of its own, whose keys one warp copies; more rows than multiprocessors."""
-    B, G, S_kv = 90, 3, 1100
+def test_a_batch_that_decodes(started: list[str], S: int, h: int, Dk: int, Dv: int, block: int, keys_first: bool) -> None:
+    """On Hopper one warp copies the keys of each row; blocks of threads take several rows."""
+    B, G, S_kv = 150, 3, 1100
     q, k, v = make_qkv(B=B, S=S, G=G, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=torch.bfloat16, device="cuda")
     if keys_first:
         k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
@@ -103,11 +122,26 @@ def test_a_batch_that_decodes(S: int, h: int, Dk: int, Dv: int, block: int, keys
     holes[::3, :, :, 1:4] = 0
     holes[7] = 0
     check_forward("cupy-cuda", q, k, v, Selection(holes, block))
+    assert_ran(started, "forward_blocks.cu")
+
+
+@pytest.mark.parametrize(("B", "h", "Dk", "Dv", "n"), [(40, 16, 128, 128, 5), (150, 20, 128, 64, 3), (150, 64, 64, 64, 40)])
+def test_other_batches_that_decode(started: list[str], B: int, h: int, Dk: int, Dv: int, n: int) -> None:
+    """float16, ranges of 64 bits and more of them than lanes, any scale; the same bits again."""
+    G, S_kv = 2, 3000
+    q, k, v = make_qkv(B=B, S=1, G=G, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=torch.float16, device="cuda")
+    selection = Selection(make_blocks(B, 1, G, S_kv, n, 64, device="cuda").ranges.long(), 64)
+    for scale in (None, 0.0, -0.3):
+        got = attend("cupy-cuda", q, k, v, selection, scale=scale)
+        assert_forward(got, q, k, v, selection.ranges, scale)
+        for one, other in zip(got, attend("cupy-cuda", q, k, v, selection, scale=scale), strict=True):
+            assert torch.equal(one, other)
+    assert_ran(started, "forward_blocks.cu")
 
 
 @pytest.mark.parametrize("every", [3, 16])
 @pytest.mark.parametrize("h", [2, 16, 64])
-def test_what_follows_a_row_in_its_own_block(h: int, every: int) -> None:
+def test_what_follows_a_row_in_its_own_block(started: list[str], h: int, every: int) -> None:
     """Some rows alone chose the block that they stand in: what follows the last of them there belongs to nobody, though others see it."""
     S, S_kv = 200, 390
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=64, S_kv=S_kv, dtype=torch.bfloat16, device="cuda")
@@ -115,6 +149,7 @@ def test_what_follows_a_row_in_its_own_block(h: int, every: int) -> None:
     own = torch.where(rows % every == 0, (rows + S_kv - S) // 64, -1)
     blocks = torch.stack((rows % 2, own), -1)[None, :, None].expand(1, S, 2, 2).int().cuda()
     check_poison("cupy-cuda", q, k, v, Selection.from_blocks(blocks, 64))
+    assert_ran(started, "forward_tiles.cu")
 
 
 def test_every_block_is_chosen() -> None:

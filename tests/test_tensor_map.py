@@ -29,7 +29,7 @@ class Driver:
 
 def encoded(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, driver: Driver) -> bytes:
     monkeypatch.setattr(runtime, "setDevice", lambda device: None)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(tensor_map, "_encode", lambda: driver.cuTensorMapEncodeTiled)
     tensor_map._encoded.cache_clear()
     return tensor_map.tensor_map(x, 64, 64)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ def row_map(x: Tensor, tokens: int) -> bytes:
     return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, tokens, 1, x.shape[3], 64), True)
 
 
+@functools.cache  # a cache that grows is a new tensor at every step, and finding the library would take longer than all else
+def _encode() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+
+
 @functools.lru_cache(maxsize=1024)  # a map says nothing but these
 def _encoded(
     device: int, dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promoted: bool
@@ -50,7 +56,7 @@ def _encoded(
     steps = (ctypes.c_uint64 * (rank - 1))(*(2 * (step if size > 1 else packed) for step, size in outer))
     memory = ctypes.create_string_buffer(BYTES + ALIGNMENT)
     start = -ctypes.addressof(memory) % ALIGNMENT
-    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+    status = _encode()(
         ctypes.c_void_p(ctypes.addressof(memory) + start), BFLOAT16 if dtype == torch.bfloat16 else FLOAT16, ctypes.c_uint32(rank),
         ctypes.c_void_p(address), sizes, steps, boxes, ones, 0, SWIZZLE_128_BYTES,
         PROMOTE_TO_256_BYTES if promoted else NO_PROMOTION, 0,

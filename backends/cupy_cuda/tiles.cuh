@@ -165,7 +165,7 @@ DEVICE void copy_steps(const TensorMap &k_map, const TensorMap &v_map, const Pro
                 if (mend) {
                     wait(landed, raw_parity);
                     raw_parity ^= 1;
-#pragma unroll
+#pragma unroll 1
                     for (int panel = 0; panel < STAGE_BYTES / PANEL; ++panel)  // whole rows: where their pieces stand does not matter
                         for (int i = max(seen - key, 0) * 8 + lane; i < KEYS * 8; i += 32)
                             *reinterpret_cast<uint4 *>(k_tile + panel * PANEL + i * 16) = make_uint4(0, 0, 0, 0);
