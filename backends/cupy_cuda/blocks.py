@@ -1,5 +1,5 @@
-"""Hopper's forward kernel for many rows of whole blocks that share no keys with their neighbours, as of a batch that decodes: one block of
-threads a row and up to 64 heads of a group (forward_blocks.cu)."""
+"""Hopper's forward kernel for many rows of whole blocks that share no keys with their neighbours, as of a batch that decodes: blocks
+of threads stay and take row after row, each with up to 64 heads of a group (forward_blocks.cu)."""
 
 from __future__ import annotations
 

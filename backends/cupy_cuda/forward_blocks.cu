@@ -43,7 +43,7 @@ struct Part {
 DEVICE void copy_steps(const Arguments &x, unsigned char *stages, Shared &shared) {
     const Problem &p = x.p;
     const int lane = threadIdx.x % 32;
-    const bool once = p.S == 1 && x.head_tiles == 1;  // tokens of one sequence may choose the same blocks
+    const bool once = p.S == 1 && x.head_tiles == 1;  // tokens of one sequence, and other heads of a row, may read the same keys
     Ring<STAGES> ring;
     auto next_stage = [&] {
         wait(&shared.empty[ring.stage], ring.parity ^ 1);
