@@ -424,7 +424,7 @@ def _prepare(call: Call) -> _Prepared:
     B, S, G, h, Dk = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    ranges = call.selection.ranges.to(torch.int64).contiguous().view(-1).numpy()
+    ranges = call.selection.disjoint_ranges().to(torch.int64).view(-1).numpy()
     position = call.positions().contiguous().numpy()
     scale = (np.float64 if dtype == torch.float64 else np.float32)(call.scale * _LOG2E)
     work = B * S * G * h * call.selection.length_bound(S_kv) * max(Dk, Dv)
@@ -445,8 +445,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     (q, q_step), (k, k_step), (v, v_step) = (_flat(tensor, ready.dtype) for tensor in (call.q, call.k, call.v))
     kt = _transposed(k, k_step, tiles, ready, call.k.shape[-1])
     shape = call.q.shape[:-1]
-    o = torch.empty(*shape, call.v.shape[-1], dtype=ready.dtype)
-    lse = torch.empty(shape, dtype=ready.dtype)
+    o = call.q.new_empty(*shape, call.v.shape[-1], dtype=ready.dtype)
+    lse = call.q.new_empty(shape, dtype=ready.dtype)
     _parallel(
         _forward_rows, shape[:3].numel(), 2 * ready.work, q, kt, v, ready.ranges, ready.position, tiles.slot,
         o.view(-1).numpy(), lse.view(-1).numpy(), ready.log2_scale, q_step, v_step, ready.sizes,
@@ -461,11 +461,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     (q, q_step), (k, k_step), (v, v_step) = (_flat(tensor, ready.dtype) for tensor in (call.q, call.k, call.v))
     (o_, o_step), (do_, do_step) = _flat(o, ready.dtype), _flat(do, ready.dtype)
     lse_, lse_step = _flat(lse.unsqueeze(-1), ready.dtype)
-    dlse = torch.zeros((), dtype=ready.dtype).expand_as(lse) if dlse is None else dlse
+    dlse = lse.new_zeros(()).expand_as(lse) if dlse is None else dlse
     dlse_, dlse_step = _flat(dlse.unsqueeze(-1), ready.dtype)
     kt = _transposed(k, k_step, tiles, ready, call.k.shape[-1])
     vt = _transposed(v, v_step, tiles, ready, call.v.shape[-1])
-    dq, dk, dv = (torch.empty(tensor.shape, dtype=ready.dtype) for tensor in (call.q, call.k, call.v))
+    dq, dk, dv = (tensor.new_empty(tensor.shape, dtype=ready.dtype) for tensor in (call.q, call.k, call.v))
     delta = np.empty(lse.numel(), q.dtype)
     _parallel(
         _dq_rows, call.q.shape[:3].numel(), 3 * ready.work, q, k, kt, vt, ready.ranges, ready.position, tiles.slot,

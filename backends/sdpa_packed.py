@@ -144,7 +144,7 @@ def _finite(call: Call, lo: int, hi: int) -> bool:
 def _forward_dense(call: Call, tiles: list[_Tile], start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
     B, _, G, h, Dk = call.q.shape
     for s0, s1, lo, hi in tiles:
-        key = torch.arange(lo, hi)
+        key = torch.arange(lo, hi, device=call.q.device)
         keep = (key >= start[:, s0:s1]) & (key < end[:, s0:s1])  # [B,T,G,W], n = 1 broadcast away
         filled = (end > start)[:, s0:s1]
         keep = keep.transpose(1, 2).unsqueeze(3)
@@ -188,7 +188,7 @@ def _forward_by_key(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tens
     for (b, g), steps in _by_key(call, start, end):
         q = call.q[b, :, g].to(lse.dtype).reshape(S, -1).contiguous()
         k, v = call.k[b, g].to(lse.dtype), call.v[b, g].to(lse.dtype)
-        o_sum, lse_sum = torch.zeros(S, h, v.shape[1], dtype=lse.dtype), torch.full((S, h), float("-inf"), dtype=lse.dtype)
+        o_sum, lse_sum = lse.new_zeros(S, h, v.shape[1]), lse.new_full((S, h), float("-inf"))
         for lo, hi, ids, keep in steps:
             q_rows = q.index_select(0, ids).view(1, 1, -1, Dk)
             mask = None if keep is None else keep.repeat_interleave(h, 0)[None, None]
@@ -305,7 +305,7 @@ def _buckets(call: Call, start: Tensor, end: Tensor) -> list[tuple[Tensor, int]]
         total = (end - start).sum(1)
         longest = int(total.max())
         powers = _powers(longest)
-        level = torch.bucketize(total, torch.tensor(powers))
+        level = torch.bucketize(total, total.new_tensor(powers))
         ids = [((level == i) & (total > 0)).nonzero().squeeze(1) for i in range(len(powers))]
         return [(rows, min(L, longest)) for rows, L in zip(ids, powers, strict=True) if len(rows)]
     return _static_buckets(call)
@@ -322,7 +322,7 @@ def _static_buckets(call: Call) -> list[tuple[Tensor, int]]:
     s0 = 0
     for L in _powers(bound):
         s1 = S if L >= bound else s0 if call.q_pos is not None else min(S, max(s0, L - (S_kv - S)))
-        if s1 > s0:
+        if s1 > s0 and bound > 0:  # where it is known that no row selects anything, there is nothing to gather
             ids = (sequence + torch.arange(s0 * G, s1 * G, device=device)).view(-1)
             buckets.append((ids, min(L, -(-bound // 16) * 16)))
         s0 = s1
@@ -383,7 +383,7 @@ def _backward_by_key(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tupl
     """dq, dk, dv in the accumulating dtype, on a CPU: tile after tile of keys, its rows in a fixed order."""
     S, h, Dk = call.q.shape[1], *call.q.shape[3:]
     Dv = call.v.shape[3]
-    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in (call.q, call.k, call.v))
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     for (b, g), steps in _by_key(call, *call.clamped_ranges()):
         q, do_bg, lse_bg, delta_bg = (x[b, :, g].to(lse.dtype).reshape(S, -1).contiguous() for x in (call.q, do, lse, delta))
         k_bg, v_bg = call.k[b, g].to(lse.dtype), call.v[b, g].to(lse.dtype)
@@ -459,7 +459,7 @@ def _touching(start: Tensor, end: Tensor, S_kv: int, width: int) -> Sequence[Ten
     tiles = -(-S_kv // width)
     filled = (end > start).int()
     # +1 in the tile where a range begins, -1 behind its last one: the running sum counts the ranges in a tile.
-    count = torch.zeros(len(start), tiles + 1, dtype=torch.int32)
+    count = start.new_zeros(len(start), tiles + 1, dtype=torch.int32)
     count.scatter_add_(1, start.clamp(max=S_kv - 1) // width, filled)
     count.scatter_add_(1, (end.clamp(max=S_kv) - 1).clamp_(min=0) // width + 1, -filled)
     touched = (count.cumsum(1, dtype=torch.int32)[:, :tiles] > 0).T
@@ -468,7 +468,7 @@ def _touching(start: Tensor, end: Tensor, S_kv: int, width: int) -> Sequence[Ten
 
 def _inside(start: Tensor, end: Tensor, width: int) -> Tensor:
     """[r,width] bool: which of `width` places the ranges start, end [r,n] hold."""
-    count = torch.zeros(len(start), width + 1, dtype=torch.int32)
+    count = start.new_zeros(len(start), width + 1, dtype=torch.int32)
     one = torch.ones_like(start, dtype=torch.int32)
     count.scatter_add_(1, start, one).scatter_add_(1, end, -one)
     return count[:, :width].cumsum(1, dtype=torch.int32) > 0

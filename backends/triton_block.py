@@ -214,7 +214,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
              unit.first_pair, unit.first_row, plan.section, call.scale_log2()),
         )  # fmt: skip
         join.start(
-            _reduce_grid(call, unit), (part_o, part_lse, call.selection.ranges.contiguous(), call.q_pos, o, lse),
+            _reduce_grid(call, unit), (part_o, part_lse, call.selection.disjoint_ranges(), call.q_pos, o, lse),
             _reduce_numbers(call, plan, unit),
         )  # fmt: skip
     return o, lse
@@ -239,7 +239,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     for unit in units(call, plan):
         add_unit(call, heads, plan, unit, lse, do, delta, sums, config, part_dq)
         sum_dq.start(
-            _reduce_grid(call, unit), (part_dq, call.selection.ranges.contiguous(), call.q_pos, dq), _reduce_numbers(call, plan, unit)
+            _reduce_grid(call, unit), (part_dq, call.selection.disjoint_ranges(), call.q_pos, dq), _reduce_numbers(call, plan, unit)
         )  # fmt: skip
     return dq, sums.dk, sums.dv
 

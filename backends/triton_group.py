@@ -307,7 +307,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
     dlse = None if dlse is None else dlse.contiguous()
     grid = B * S * G * _head_tiles(heads.h)
-    tensors = (call.selection.ranges.contiguous(), call.q_pos, o, lse, do, dlse, dq, delta)
+    tensors = (call.selection.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta)
     numbers = (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, n, call.scale, call.scale_log2())
     if _bulk_copies_fit(call, heads, "triton-group/dq-blocks"):
         config = launch.kernel_config(call, heads, "triton-group/dq-blocks", bulk_copies=True)
@@ -334,7 +334,7 @@ def _cache(call: Call) -> Cache:
 
 def _index(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What says where a row's keys are: ranges, positions or lengths, and the block table."""
-    return call.selection.ranges.contiguous(), call.q_pos if call.lengths is None else call.lengths, call.block_table
+    return call.selection.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table
 
 
 def _steps(call: Call) -> tuple[int, ...]:

@@ -156,7 +156,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     kernel = _forward_launch(heads, config, launch.walk_width(call), parts > 1)
     kernel.start(
         B * S * G * h * parts,
-        (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, to_o, to_lse),
+        (call.q, call.k, call.v, call.selection.disjoint_ranges(), call.q_pos, to_o, to_lse),
         (*launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, call.scale_log2()),
     )
     if parts > 1:
@@ -176,7 +176,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     dlse = None if dlse is None else dlse.contiguous()
     _dq_launch(heads, config, launch.walk_width(call), dlse is not None).start(
         B * S * G * h,
-        (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, o, lse, do, dlse, dq, delta),
+        (call.q, call.k, call.v, call.selection.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta),
         (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, call.scale_log2()),
     )
     dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-token/dkdv"))

@@ -213,7 +213,7 @@ def decided(problem: Problem) -> Iterator[None]:
         return Call(q, k, v, selection, None, first.scale, first.settings, first.device), decision, request
 
     def begin_op(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: None, block_size: int, max_length: None, *_: Any) -> Any:
-        return begin(q, k, v, Selection(ranges, block_size, max_length))
+        return begin(q, k, v, Selection(ranges, block_size, max_length, disjoint=True))
 
     eager, of_ops, before = cast(Any, attention), cast(Any, ops), (attention.begin, ops._begin)
     eager.begin, of_ops._begin = begin, begin_op

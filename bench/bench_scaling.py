@@ -53,7 +53,7 @@ def slices(case: Case, ranks: int, rank: int, device: str) -> tuple[Tensor, Tens
     q, k, v, do = make_inputs(case._replace(S_kv=keys), device, seed=1 + rank)
     whole = make_selection(case._replace(S=case.S * ranks), device)
     ranges = whole.ranges[:, rank * case.S : (rank + 1) * case.S].contiguous()
-    return q, k, v, do, Selection(ranges, whole.block_size)
+    return q, k, v, do, Selection(ranges, whole.block_size, disjoint=True)
 
 
 def works(case: Case, ranks: int, rank: int, device: str, count: bool) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:

@@ -58,7 +58,7 @@ def cached(backend: str, page_size: int | None, layout: str) -> Contender:
         ranges, block = problem.selection.ranges, problem.selection.block_size
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            fresh = Selection(ranges, block)
+            fresh = Selection(ranges, block, disjoint=True)
             o: Tensor = selection_attention_with_kvcache(q, k_cache, v_cache, fresh, lengths, table, backend=backend)
             return o
 

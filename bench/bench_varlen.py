@@ -56,7 +56,7 @@ def at_once(backend: str, problem: Problem, bounds: list[int], block: int, align
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x[0].transpose(0, 1) for x in (k, v))
         o: Tensor = selection_attention_varlen(
-            q[0], k, v, Selection(ranges, block), cu, backend=backend, block_aligned=aligned, align=align
+            q[0], k, v, Selection(ranges, block, disjoint=True), cu, backend=backend, block_aligned=aligned, align=align
         )
         return o.unsqueeze(0)
 
@@ -69,7 +69,7 @@ def one_by_one(backend: str, problem: Problem, bounds: list[int], block: int) ->
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = [
-            selection_attention(q[:, a:b], k[:, :, a:b], v[:, :, a:b], Selection(ranges[:, a:b], block), backend=backend)
+            selection_attention(q[:, a:b], k[:, :, a:b], v[:, :, a:b], Selection(ranges[:, a:b], block, disjoint=True), backend=backend)
             for a, b in pairwise(bounds)
         ]
         return torch.cat(parts, 1)

@@ -225,7 +225,7 @@ def random_selection(case: Case, device: torch.device | str, seed: int, at_once:
         position = torch.arange(start, min(start + rows, case.S_kv), device=device)
         scores = torch.randn(case.B, len(position), case.G, blocks, device=device, generator=generator)
         ranges.append(Selection.from_scores(scores, case.n, case.block, first, local, q_pos=position).ranges)
-    return Selection(torch.cat(ranges, 1), case.block)
+    return Selection(torch.cat(ranges, 1), case.block, disjoint=True)
 
 
 def span_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
@@ -238,7 +238,7 @@ def span_selection(case: Case, device: torch.device | str, seed: int) -> Selecti
     gaps = torch.randint(0, free + 1, (*rows, case.n), generator=generator).sort(-1).values * unit
     start = gaps + lengths.cumsum(-1) - lengths
     longest = int(lengths[0, 0, 0].sum())
-    return Selection(torch.stack((start, start + lengths), -1).int().to(device), case.block or None, longest)
+    return Selection(torch.stack((start, start + lengths), -1).int().to(device), case.block or None, longest, disjoint=True)
 
 
 def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
@@ -248,7 +248,7 @@ def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selec
         chosen = random_selection(case._replace(S=end - start, S_kv=end - start), device, seed + i).ranges
         ranges.append(torch.where(chosen.diff(dim=-1) > 0, chosen + start, 0))
     whole = all(start % case.block == 0 for start in bounds[:-1])
-    return Selection(torch.cat(ranges, 1), case.block if whole else None, case.n * case.block)
+    return Selection(torch.cat(ranges, 1), case.block if whole else None, case.n * case.block, disjoint=True)
 
 
 def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:

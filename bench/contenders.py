@@ -62,14 +62,14 @@ def ours(backend: str) -> Contender:
 
     def prepare(problem: Problem) -> Ready:
         old = problem.selection
-        planned = Selection(old.ranges, old.block_size, old.max_length)
+        planned = Selection(old.ranges, old.block_size, old.max_length, disjoint=True)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Tensor:
             o: Tensor = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
             return o
 
         return Ready(
-            call=lambda q, k, v: attend(q, k, v, Selection(old.ranges, old.block_size, old.max_length)),
+            call=lambda q, k, v: attend(q, k, v, Selection(old.ranges, old.block_size, old.max_length, disjoint=True)),
             trained=lambda q, k, v: attend(q, k, v, planned),
             forget=planned.forget_plans,
         )

@@ -188,7 +188,9 @@ def least_squares(factors: np.ndarray, votes: np.ndarray) -> np.ndarray:
 def prior() -> tuple[float, ...]:
     """`runtime.sharing_prior` of configs/base.yaml: the mean over all (layer, KV head) maps, to two digits."""
     layers = [layer_selection([layer], "cpu") for layer in range(LAYERS)]
-    alone = [Selection(layer.ranges[:, :, g : g + 1], layer.block_size) for layer in layers for g in range(layer.ranges.shape[2])]
+    alone = [
+        Selection(layer.ranges[:, :, g : g + 1], layer.block_size, disjoint=True) for layer in layers for g in range(layer.ranges.shape[2])
+    ]
     found = [selection.measure(selection.ranges.shape[1]).sharing for selection in alone]
     return tuple(round(float(ratio), 2) for ratio in np.mean(np.array(found), axis=0))
 

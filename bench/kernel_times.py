@@ -28,7 +28,7 @@ def kernel_times(case: cases.Case, direction: str, backend: str) -> dict[str, An
     ranges = cases.make_selection(case, "cuda").ranges
     for x in (q, k, v):
         x.requires_grad_(direction == "bwd")
-    selection = Selection(ranges, case.block)
+    selection = Selection(ranges, case.block, disjoint=True)
     o = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
 
     def call() -> None:
@@ -36,7 +36,7 @@ def kernel_times(case: cases.Case, direction: str, backend: str) -> dict[str, An
             selection.forget_plans()
             torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
         else:
-            nsa_sel.selection_attention(q, k, v, Selection(ranges, case.block), backend=backend)
+            nsa_sel.selection_attention(q, k, v, Selection(ranges, case.block, disjoint=True), backend=backend)
 
     for _ in range(2):
         call()

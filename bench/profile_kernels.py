@@ -86,7 +86,7 @@ def call(case_name: str, direction: str, backend: str) -> None:
     """One call of a performance case, for the profiler to look at."""
     case = case_of(case_name)
     q, k, v, do = cases.make_inputs(case, "cuda")
-    selection = Selection(cases.make_selection(case, "cuda").ranges, case.block)
+    selection = Selection(cases.make_selection(case, "cuda").ranges, case.block, disjoint=True)
     for x in (q, k, v):
         x.requires_grad_(direction == "bwd")
     o = nsa_sel.selection_attention(q, k, v, selection, backend=backend)

@@ -97,7 +97,7 @@ class Runner:
 
         def fresh(debug: bool) -> Call:
             settings = msgspec.structs.replace(call.settings, debug_triton=True) if debug else call.settings
-            return replace(call, settings=settings, selection=Selection(given.ranges, given.block_size, given.max_length))
+            return replace(call, settings=settings, selection=Selection(given.ranges, given.block_size, given.max_length, disjoint=True))
 
         forward_results = None if job.key.way != "backward" else module.forward(setting.call)
 
@@ -129,7 +129,7 @@ def prepare(job: Job, name: str, device: torch.device, settings: Settings) -> Se
     )
     selection = cases.make_selection(case, device)
     if not problem.blocks:
-        selection = Selection(selection.ranges, None, n * BLOCK)
+        selection = Selection(selection.ranges, None, n * BLOCK, disjoint=True)
     q, k, v, do = cases.make_inputs(case, device)
     call = Call(q, k, v, selection, None, sizes.Dk**-0.5, settings, device_info(device))
     return Setting((job.case, name), paged(call, problem.page) if problem.page else call, do)

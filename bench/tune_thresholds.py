@@ -101,7 +101,7 @@ class Runner:
                 if not error <= MOST_ERROR:
                     raise ValueError(f"{side} and {other} differ by {error:.3g} in the mean, allowed {MOST_ERROR}")
             self.o[side] = o
-            fresh = Selection(call.selection.ranges, call.selection.block_size)
+            fresh = Selection(call.selection.ranges, call.selection.block_size, disjoint=True)
 
             def work() -> Any:
                 fresh.forget_plans()

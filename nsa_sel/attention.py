@@ -14,6 +14,8 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from nsa_sel import dispatch, known, observe, pages, registry, tuned, watch
@@ -28,6 +30,9 @@ T = TypeVar("T")
 FALLBACK = "sdpa-packed"
 _forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # inside torch.func: vmap, grad, jvp and their like
+_len_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_NO_DISPATCH = Tensor.__torch_dispatch__
+_PLAIN = (Tensor, torch.nn.Parameter)
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # of any device; asking for one by name takes longer
 _memo: dict[Any, Decision] = {}
 _MEMO_SIZE = 4096
@@ -50,12 +55,11 @@ def selection_attention(
 
     q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query a sequence (decode); k: [B,G,S_kv,Dk]; v: [B,G,S_kv,Dv]; all of one dtype
     (float16, bfloat16, float32, float64) and device, any strides with a contiguous last dimension. selection: a `Selection`,
-    or its ranges [B,S,G,n,2] ([B,G,n,2] for decode), half-open, disjoint, shared by the h heads of a group. q_pos: key
+    or its ranges [B,S,G,n,2] ([B,G,n,2] for decode), half-open, shared by the h heads of a group. q_pos: key
     positions of the rows, [S] or [B,S], by default S_kv - S + s. scale: of the logits, by default 1/sqrt(Dk).
 
-    A row at position t attends to the keys of [max(start, 0), min(end, t + 1, S_kv)); nothing beyond t is read. That ranges of a
-    row are disjoint is not checked: a key that two of them name counts twice, or not at all, by backend; `Selection.validate()`
-    tells, `merge()` mends. Returns o, shaped as q with Dv for Dk and in q's dtype, or (o, lse) with lse [B,S,G,h] the natural-log
+    A row at position t attends to the union of [max(start, 0), min(end, t + 1, S_kv)) over its ranges; nothing beyond t is read.
+    Returns o, shaped as q with Dv for Dk and in q's dtype, or (o, lse) with lse [B,S,G,h] the natural-log
     sum of exp of the scaled logits, float32 (float64 for float64 inputs). Under torch.autocast q, k, v are cast, and o has the
     dtype of autocast (float64 is left alone). A row with nothing selected gives o = 0, lse = -inf and gradients 0.
 
@@ -64,7 +68,7 @@ def selection_attention(
     backend: a name to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy. Raises ArgumentError for bad
     input and BackendError, with every reason, when the forced backend or all backends refuse; both before any kernel runs.
     """
-    if is_compiling():
+    if is_compiling() or _traces(q, k, v):
         from nsa_sel import ops  # stands above
 
         return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
@@ -72,8 +76,7 @@ def selection_attention(
         from nsa_sel.distributed import sharding  # likewise
 
         return sharding.sharded(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
-    if transformed():
-        refuse_transforms()
+    check_transforms(q, k, v)
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = in_autocast_dtype(q, k, v)  # first: what it casts need not be of one dtype
     call, decision, request = begin(q, k, v, selection, scale, q_pos, backend)
@@ -241,11 +244,48 @@ def forced_here() -> str | None:
     return _forced.get()
 
 
-def refuse_transforms() -> NoReturn:
+def _traces(*tensors: Any) -> bool:
+    """Whether something looks at each operation: a dispatch mode (make_fx, FakeTensorMode, a counter of FLOPs), or a tensor whose class
+    does. It sees the op of nsa_sel/ops.py then; what a backend does past the dispatcher it would miss."""
+    if _len_modes():
+        return True
+    return any(type(x) not in _PLAIN and isinstance(x, Tensor) and type(x).__torch_dispatch__ is not _NO_DISPATCH for x in tensors)
+
+
+def check_traced(name: str, *tensors: Any) -> None:
+    """BackendError where a tracer would miss all that a function without an op does (make_fx, FakeTensorMode and their tensors)."""
+    check_transforms(*tensors)
+    modes = torch._C._TorchDispatchModeKey.__members__.values()
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in modes) or (not _len_modes() and _traces(*tensors)):
+        raise BackendError(
+            f"{name} is called while PyTorch traces or fakes operations (make_fx, FakeTensorMode); allowed: eager calls of plain tensors."
+            " Remedy: trace selection_attention, which is an op, or keep the call out of what is traced."
+        )
+
+
+def check_transforms(*inputs: Any) -> None:
+    """BackendError where a call is part of what the backends' kernels can't be: they take plain tensors, and see no tangents."""
+    if transformed():
+        refuse_transforms("a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like)")
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+        refuse_transforms("torch.autograd.forward_ad, with dual numbers")
+    if torch._C._get_tracing_state() is not None:
+        raise BackendError(
+            "selection_attention is called inside torch.jit.trace, which would record one call's kernels as constants; allowed: eager,"
+            " torch.compile and torch.export. Remedy: export the model by torch.export."
+        )
+
+
+def _has_tangent(x: object) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def refuse_transforms(what: str) -> NoReturn:
     """BackendError: the backends take plain tensors."""
     raise BackendError(
-        "selection_attention is called inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like); allowed: plain tensors."
-        " Remedy: torch.autograd.grad or .backward() for gradients; for vmap, put its dimension into the batch B of q, k, v, selection."
+        f"selection_attention is called inside {what}; allowed: plain tensors. Remedy: torch.autograd.grad or .backward() for gradients,"
+        " one output gradient at a time (no is_grads_batched, no vectorize); for vmap, put its dimension into the batch B of q, k, v,"
+        " selection."
     )
 
 
@@ -300,6 +340,8 @@ class _SelectionAttention(torch.autograd.Function):
 
 def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
     """dq, dk, dv of a call whose forward gave o and lse; do and dlse are None where nobody uses o or lse."""
+    if transformed() or any(x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x)) for x in (do, dlse)):
+        refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)")
     if _nothing_to_do(call):
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
     do = torch.zeros_like(o) if do is None else do

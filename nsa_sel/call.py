@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 
 from nsa_sel.config import Settings
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 
 CPU = DeviceInfo(kind="cpu")
 LOG2_E = math.log2(math.e)
+_LARGEST = sys.float_info.max
 
 
 @dataclass(slots=True, eq=False)  # nobody writes to it; frozen=True would take 1 us of every call
@@ -79,7 +81,7 @@ class Call:
 
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
         """start, end [B,S,G,n] int64 after the causal clamp [max(start, 0), min(end, t + 1, S_kv)), end >= start."""
-        start, end = self.selection.ranges.long().unbind(-1)
+        start, end = self.selection.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
         limit = (self.positions() + 1).clamp(max=self.S_kv)[:, :, None, None]
         return start, torch.maximum(torch.minimum(end, limit), start)
@@ -93,6 +95,7 @@ def check_call(
     # for once, and what names the culprit only runs once there is one.
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_tensors(q, k, v)
+    check_dense(q, k, v)
     decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
@@ -122,19 +125,17 @@ def check_call(
         raise ArgumentError("q", f"on {device}", "cpu or cuda", "move q, k, v there")
 
     if not isinstance(selection, Selection):
-        selection = as_selection(selection)
+        selection = as_selection(selection, None if decode else (B, S, G))
     ranges = selection.ranges
     if ranges.shape != (B, S, G, selection.n, 2):
-        rows = tuple(ranges.shape[:3])
-        value = f"over rows [B,S,G] = {rows}" if rows != (B, S, G) else f"of ranges {tuple(ranges.shape)}"
-        raise ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}", "one set of ranges a query row and group")
+        raise _other_rows(ranges, q_shape, k_shape, decode)
     if ranges.device != device:
         raise ArgumentError("selection", f"on {ranges.device}", f"q's device {device}", "call selection.to(q.device)")
 
     if scale is None:
         scale = 1.0 / math.sqrt(Dk)
-    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ArgumentError("scale", repr(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
+    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= _LARGEST:
+        raise ArgumentError("scale", shown(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
     if q_pos is not None:
         return q, k, v, selection, float(scale), _check_positions(q_pos, q, S_kv, fake)
     if S > S_kv:
@@ -149,8 +150,18 @@ def check_tensors(q: object, k: object, v: object) -> None:
             raise ArgumentError(name, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
 
 
-def as_selection(selection: Selection | Tensor) -> Selection:
-    """A Selection, also of bare ranges, or ArgumentError."""
+def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ArgumentError for the first that is nested or sparse, of which not even the shape may be asked."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.is_nested or x.layout is not torch.strided:
+            value, remedy = f"of layout {x.layout}", f"call {name}.to_dense()"
+            if x.is_nested:
+                value, remedy = "a nested tensor", "pass its values() and offsets() to selection_attention_varlen"
+            raise ArgumentError(name, value, "a dense (strided) tensor", remedy)
+
+
+def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | None = None) -> Selection:
+    """A Selection, also of bare ranges, or ArgumentError. rows: [B,S,G] of q, by which block indices and scores are told from ranges."""
     if isinstance(selection, Selection):
         return selection
     if not isinstance(selection, Tensor):
@@ -158,7 +169,22 @@ def as_selection(selection: Selection | Tensor) -> Selection:
         if isinstance(selection, list | tuple):
             remedy = "wrap ranges in torch.tensor; block indices and scores go through Selection.from_blocks and from_scores"
         raise ArgumentError("selection", f"a {type(selection).__name__}", "a Selection or a tensor of ranges [B,S,G,n,2]", remedy)
+    if selection.dim() == 4 and (selection.is_floating_point() or tuple(selection.shape[:3]) == rows or selection.shape[3] != 2):
+        what, how = ("scores", "from_scores(scores, n, ") if selection.is_floating_point() else ("block indices", "from_blocks(indices, ")
+        value = f"a tensor {selection.dtype} of shape {tuple(selection.shape)}, which looks like {what}"
+        raise ArgumentError("selection", value, "a Selection, or ranges [B,S,G,n,2]", f"pass Selection.{how}block_size)")
     return Selection.from_ranges(selection)
+
+
+def _other_rows(ranges: Tensor, q_shape: torch.Size, k_shape: torch.Size, decode: bool) -> ArgumentError:
+    """The error for ranges of other rows than q's, which may be due to a q that is laid out as flash-attn's."""
+    B, S, G, h, _ = q_shape
+    rows = tuple(ranges.shape[:3])
+    value = f"over rows [B,S,G] = {rows}" if rows != (B, S, G) else f"of ranges {tuple(ranges.shape)}"
+    remedy = "one set of ranges a query row and group"
+    if decode and rows[:2] == (B, G) and rows[2] == k_shape[2]:  # q [B,S,heads,D], k [B,S_kv,G,D]
+        remedy = f"of flash-attn's layout pass q.unflatten(2, ({rows[2]}, {h // rows[2]})), k.transpose(1, 2) and v.transpose(1, 2)"
+    return ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}", remedy)
 
 
 def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: bool) -> ArgumentError:

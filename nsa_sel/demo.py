@@ -249,7 +249,9 @@ def _selected(problem: Problem, backend: str | None) -> Callable[[Tensor, Tensor
     old = problem.selection
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        selection = Selection(old.ranges, old.block_size, old.max_length)  # a new one has no plans yet, as in a model's next layer
+        selection = Selection(
+            old.ranges, old.block_size, old.max_length, disjoint=True
+        )  # a new one has no plans yet, as in a model's next layer
         o, lse = selection_attention(q, k, v, selection, q_pos=problem.q_pos, return_lse=True, backend=backend)
         return o, lse
 

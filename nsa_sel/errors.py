@@ -8,6 +8,15 @@ if TYPE_CHECKING:
     from nsa_sel.decision import Decision
 
 
+def shown(value: object) -> str:
+    """A bad value for an error message: its repr, cut where it is long; numbers of thousands of digits, which Python does not print."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} of thousands of digits"
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
 class NsaSelError(Exception):
     """Base of all errors raised by nsa-sel."""
 

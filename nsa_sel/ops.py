@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from nsa_sel import attention, known
-from nsa_sel.call import Call, as_selection, check_call, check_tensors
+from nsa_sel.call import Call, as_selection, check_call, check_dense, check_tensors
 from nsa_sel.decision import Decision
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.request import Request
 from nsa_sel.selection import Selection
 
 # What both ops take: tensors as in `selection_attention` (q [B,S,G,h,Dk], ranges [B,S,G,n,2]), and the static facts of the selection.
-_COMMON = "Tensor ranges, Tensor? q_pos, int? block_size, int? max_length, float? scale, str? backend"
+_COMMON = "Tensor ranges, Tensor? q_pos, int? block_size, int? max_length, bool disjoint, float? scale, str? backend"
 _LIBRARY: Any = torch.library.Library("nsa_sel", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"selection_forward(Tensor q, Tensor k, Tensor v, {_COMMON}, bool needs_grad) -> (Tensor o, Tensor lse)")
 _LIBRARY.define(
@@ -45,9 +45,9 @@ def traced(
     backend: str | None,
 ) -> Any:
     """`selection_attention` in terms of the op."""
-    if attention.transformed():
-        attention.refuse_transforms()
+    attention.check_transforms(q, k, v)
     check_tensors(q, k, v)
+    check_dense(q, k, v)
     selection = as_selection(selection)
     if not (scale is None or isinstance(scale, int | float)):
         raise ArgumentError("scale", repr(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
@@ -56,7 +56,7 @@ def traced(
         q = q.unsqueeze(1)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     o, lse = torch.ops.nsa_sel.selection_forward(
-        q, k, v, selection.ranges, q_pos, selection.block_size, selection.max_length, scale, backend, needs_grad
+        q, k, v, selection.ranges, q_pos, selection.block_size, selection.max_length, selection.disjoint, scale, backend, needs_grad
     )
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
@@ -65,7 +65,7 @@ def traced(
 
 def _begin(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
-    scale: float | None, backend: str | None, needs_grad: bool,
+    disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
 ) -> tuple[Call, Decision, Request]:  # fmt: skip
     """`attention.begin` for what an op is given."""
     key = None
@@ -73,8 +73,8 @@ def _begin(
         facts = "unread", block_size, max_length  # an eager call's Selection may be made past the checks of `unread`
         key, found = known.recall(q, k, v, ranges, facts, scale, needs_grad, backend, attention.forced_here())
         if found is not None:
-            return attention.repeat(found, q, k, v, Selection(ranges, block_size, max_length), backend)
-    selection = Selection.unread(ranges, block_size, max_length)
+            return attention.repeat(found, q, k, v, Selection(ranges, block_size, max_length, disjoint=disjoint), backend)
+    selection = Selection.unread(ranges, block_size, max_length, disjoint)
     call, decision, request = attention.prepare(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
     if selection.ranges is ranges:  # not those of one query a sequence, which were given an axis
         known.remember(key, (call.scale, request, decision))
@@ -83,14 +83,14 @@ def _begin(
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
-    scale: float | None, backend: str | None, needs_grad: bool,
+    disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if needs_grad and backend is None and (forced := attention.forced_here()) is not None:
         raise BackendError(
             f"use_backend({forced!r}) stands around a compiled call, or one of DTensors, that needs gradients, whose backward pass may run"
             " outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set NSA_SEL_BACKEND."
         )
-    call, decision, request = _begin(q, k, v, ranges, q_pos, block_size, max_length, scale, backend, needs_grad)
+    call, decision, request = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, needs_grad)
     o, lse, decision = attention.run_forward(call, decision)
     attention.finish(call, decision, request, o)
     return o.contiguous(), lse.contiguous()  # as `_fake_forward` says: a backend of another package may think otherwise
@@ -98,19 +98,19 @@ def _forward(
 
 def _backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, ranges: Tensor,
-    q_pos: Tensor | None, block_size: int | None, max_length: int | None, scale: float | None, backend: str | None,
+    q_pos: Tensor | None, block_size: int | None, max_length: int | None, disjoint: bool, scale: float | None, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     with contextlib.nullcontext() if attention.forced_here() is None else attention.use_no_backend():  # the forward pass was in none
-        call, decision, _ = _begin(q, k, v, ranges, q_pos, block_size, max_length, scale, backend, True)
+        call, decision, _ = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, True)
     dq, dk, dv = attention.gradients(call, decision, o, lse, do, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
-    scale: float | None, *_: Any,
+    disjoint: bool, scale: float | None, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    check_call(q, k, v, Selection.unread(ranges, block_size, max_length), scale, q_pos, fake=True)
+    check_call(q, k, v, Selection.unread(ranges, block_size, max_length, disjoint), scale, q_pos, fake=True)
     rows = q.shape[:-1]
     return q.new_empty(*rows, v.shape[-1]), q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
 
@@ -133,8 +133,8 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if do is None and dlse is None:
-            return (None,) * 10
-        return *torch.ops.nsa_sel.selection_backward(do, dlse, *ctx.saved_tensors, *ctx.facts), *(None,) * 7
+            return (None,) * 11
+        return *torch.ops.nsa_sel.selection_backward(do, dlse, *ctx.saved_tensors, *ctx.facts), *(None,) * 8
 
 
 class _Backward(torch.autograd.Function):
@@ -153,8 +153,7 @@ def _differentiable(op: Any, function: Any, real: Callable[..., Any]) -> Callabl
 
     def kernel(keys: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            if attention.transformed():
-                attention.refuse_transforms()
+            attention.check_transforms(*inputs)
             return function.apply(*inputs)
         if _ends_in_a_backend(keys.raw_repr()):
             return real(*inputs)
@@ -177,7 +176,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
 
 
 def _vmap(*_: Any) -> None:
-    attention.refuse_transforms()
+    attention.refuse_transforms("vmap")
 
 
 for op, real, fake, function in (

@@ -27,7 +27,7 @@ def oracle_mask(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None = None) 
     Row s at position t = q_pos[b,s] (q_pos [S] or [B,S], default S_kv - S + s) has the union of [max(start,0), min(end,t+1,S_kv)).
     """
     ranges = ranges.unsqueeze(1) if ranges.dim() == 4 else ranges
-    mask = torch.zeros(*ranges.shape[:3], S_kv, dtype=torch.bool)
+    mask = torch.zeros(*ranges.shape[:3], S_kv, dtype=torch.bool, device="cpu")
     for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
         mask[b, s, g, keys] = True
     return mask
@@ -54,8 +54,8 @@ def oracle_forward(
     B, S, G, h, Dk = q.shape
     S_kv, Dv = v.shape[2:]
     scale = 1.0 / math.sqrt(Dk) if scale is None else scale
-    o = torch.zeros(B, S, G, h, Dv, dtype=torch.float64)
-    lse = torch.full((B, S, G, h), -math.inf, dtype=torch.float64)
+    o = torch.zeros(B, S, G, h, Dv, dtype=torch.float64, device="cpu")
+    lse = torch.full((B, S, G, h), -math.inf, dtype=torch.float64, device="cpu")
     for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
         scores = scale * (q[b, s, g].double() @ k[b, g, keys].double().T)
         lse[b, s, g] = scores.logsumexp(-1)
@@ -93,9 +93,9 @@ def oracle_backward(
         dq, dk, dv = oracle_backward(q.unsqueeze(1), k, v, ranges, do.unsqueeze(1), dlse, scale, q_pos)
         return dq.squeeze(1), dk, dv
     q, k, v, do = (tensor.detach().cpu() for tensor in (q, k, v, do))
-    dlse = torch.zeros(do.shape[:-1]) if dlse is None else dlse.detach().cpu()
+    dlse = torch.zeros(do.shape[:-1], device="cpu") if dlse is None else dlse.detach().cpu()
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64) for tensor in (q, k, v))
+    dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64, device="cpu") for tensor in (q, k, v))
     for b, s, g, keys in _rows(ranges, k.shape[2], q.shape[1], q_pos):
         q_row, k_row, v_row, do_row = q[b, s, g].double(), k[b, g, keys].double(), v[b, g, keys].double(), do[b, s, g].double()
         p = torch.softmax(scale * (q_row @ k_row.T), -1)
@@ -116,7 +116,7 @@ def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None) -> Iterator[t
         for s, of_query in enumerate(of_sequence):
             limit = min(positions[s] + 1, S_kv)
             for g, of_group in enumerate(of_query):
-                selected = torch.zeros(max(limit, 0), dtype=torch.bool)
+                selected = torch.zeros(max(limit, 0), dtype=torch.bool, device="cpu")
                 for start, end in of_group:
                     selected[max(start, 0) : max(min(end, limit), 0)] = True
                 keys = selected.nonzero().squeeze(-1)

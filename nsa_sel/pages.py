@@ -36,7 +36,7 @@ def _over_the_pool(call: Call, block_table: Tensor) -> Call:
     ranges = pool_ranges(call, block_table, apart).flatten(0, 1).unsqueeze(0)
     rows = ranges.shape[1]
     last = torch.full((1, 1), k.shape[2] - 1, device=k.device).expand(1, rows)  # no clamp is left to do
-    selection = Selection(ranges, None, call.selection.length_bound(call.S_kv))
+    selection = Selection(ranges, None, call.selection.length_bound(call.S_kv), disjoint=True)
     return replace(call, q=call.q.flatten(0, 1).unsqueeze(0), k=k, v=v, selection=selection, q_pos=last, lengths=None, block_table=None)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.config import debugging
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.request import SHARING_TOKENS
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -18,6 +18,10 @@ _MEANING = {
     "block_size": "the number of keys in a block",
     "max_length": "the most keys that a row selects, or leave it out",
 }
+_FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # never replaced
+_MOST_PLANS = 16
+_WIDE_BLOCK = 1 << 16  # keys: larger blocks are counted in 64 bits
+_MOST = (1 << 31) - 1  # keys of a block, or of a row
 _SORTED_AT_ONCE = 1 << 22  # blocks that measuring sorts at a time, which bounds its memory
 
 
@@ -38,51 +42,93 @@ class Selection:
 
     ranges: int32 or int64, `[start, end)` in key positions; a range with end <= start is empty. `block_size` states that every
     non-empty range is one whole block [j*block_size, (j+1)*block_size); `max_length` bounds the keys of one row. Both are
-    static: using a selection never reads the device. Ranges of one row must be disjoint, which is not checked: a key that two of
-    them name counts twice, or not at all, by backend (`validate` tells, `merge` mends). Backends keep their plans here, so that
-    forward and backward, and layers that share a selection, build them once.
+    static: using a selection never reads the device. A row attends to the union of its ranges; `disjoint=True` promises that no
+    key is in two of them, which saves finding the union on the device (under NSA_DEBUG_TRITON=1 ranges that overlap are refused).
+
+    A Selection is bound to its ranges tensor: ranges, n, block_size, max_length and disjoint can't be replaced. What is derived from
+    the ranges (plans of backends, `measure`'s statistics) is kept here, so that forward and backward, and layers that share a
+    selection, build it once. Writing into the ranges through PyTorch drops it, and so does any write on a CPU. A write on a GPU
+    that PyTorch's version counter does not see (a kernel of yours) must be followed by `invalidate()`; NSA_DEBUG_TRITON=1 checks.
     """
 
-    def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None) -> None:
+    def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False) -> None:
         self.ranges = ranges
         self.n: int = ranges.shape[-2]  # ranges a row, the empty ones included
         self.block_size = block_size
         self.max_length = max_length
+        self.disjoint = disjoint or self.n < 2
         self.measured: Measured | None = None
-        # What `measure` found: version of the ranges that it read, most keys of a row, sharing to two digits, and for the
-        # default positions among S_kv keys (S_kv, keys of all rows).
-        self._exact: tuple[int | None, int, tuple[float, ...] | None, tuple[int, int] | None] | None = None
+        # What `measure` found: most keys of a row, sharing to two digits, and for the default positions among S_kv keys (S_kv, keys of
+        # all rows).
+        self._exact: _Exact | None = None
         self._cut_block: int | None = None  # where ranges were blocks before they were moved: their size; they stand in any order
-        self._plans: dict[Any, Any] = {}
-        self._planned_version: int | None = None
+        self._plans: dict[Any, _Plan] = {}
+        self._version: int | None = None  # of the ranges that plans and `_exact` are of
+        self._copy: Tensor | None = None  # of those ranges, where comparing costs little (CPU), or is asked for (debugging)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _FACTS and name in self.__dict__:
+            raise ArgumentError(
+                f"selection.{name}", "replaced", "the value that the Selection was made with", "make a new Selection, or write into ranges"
+            )
+        object.__setattr__(self, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: plans stay behind, since they belong to this tensor and its version."""
+        exact = self._exact if self._is_current() else None
+        return {**self.__dict__, "_exact": exact, "_plans": {}, "_version": None, "_copy": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._exact is not None:
+            self._remember_version()
 
     @classmethod
-    def from_ranges(cls, ranges: Tensor, block_size: int | None = None, max_length: int | None = None) -> Selection:
-        """From ranges [B,S,G,n,2] (or [B,G,n,2] for one query a sequence), int32 or int64.
+    def from_ranges(
+        cls, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False
+    ) -> Selection:
+        """A selection of key ranges, which shares the memory of `ranges`.
 
-        Raises ArgumentError for another shape or dtype; with NSA_DEBUG_TRITON=1 also for what `validate` finds.
+        Args:
+            ranges: [B,S,G,n,2], or [B,G,n,2] for one query a sequence; int32 or int64; half-open [start, end).
+            block_size: promises that every non-empty range is one whole block of so many keys.
+            max_length: promises that no row selects more keys.
+            disjoint: promises that no two ranges of a row share a key. By default the union is found at the first use.
+
+        Raises:
+            ArgumentError: another shape or dtype; under NSA_DEBUG_TRITON=1 also what `validate` finds.
         """
-        selection = cls.unread(ranges, block_size, max_length)
+        selection = cls.unread(ranges, block_size, max_length, disjoint)
         if _reading(selection.ranges):
             selection.validate()
         return selection
 
     @classmethod
-    def unread(cls, ranges: Tensor, block_size: int | None, max_length: int | None) -> Selection:
+    def unread(cls, ranges: Tensor, block_size: int | None, max_length: int | None, disjoint: bool) -> Selection:
         """`from_ranges` without a look at what the ranges hold, whatever the flags say."""
         ranges = _as_rows(_tensor("ranges", ranges), "ranges", "[B,S,G,n,2] or [B,G,n,2]", 5)
         if ranges.shape[-1] != 2:
-            raise ArgumentError("ranges", f"of shape {tuple(ranges.shape)}", "a last dimension of 2: start, end", "stack start and end")
+            remedy = "stack start and end; block indices go through Selection.from_blocks, scores through Selection.from_scores"
+            raise ArgumentError("ranges", f"of shape {tuple(ranges.shape)}", "a last dimension of 2: start, end", remedy)
         _positive("block_size", block_size, optional=True)
         _positive("max_length", max_length, optional=True)
-        return cls(ranges, block_size, max_length)
+        return cls(ranges, block_size, max_length, disjoint=disjoint)
 
     @classmethod
-    def from_blocks(cls, block_indices: Tensor, block_size: int, block_counts: Tensor | None = None) -> Selection:
-        """From block_indices [B,S,G,n] (or [B,G,n]); -1 is padding, any order; entry i counts only if i < block_counts [B,S,G].
+    def from_blocks(
+        cls, block_indices: Tensor, block_size: int, block_counts: Tensor | None = None, *, disjoint: bool = False
+    ) -> Selection:
+        """A selection of whole blocks: block j holds the keys [j * block_size, (j + 1) * block_size).
 
-        Unsigned 8-bit indices are accepted too (255 is then a block, not padding). Raises ArgumentError for a wrong shape
-        or dtype, and with NSA_DEBUG_TRITON=1 for a block that a row names twice.
+        Args:
+            block_indices: [B,S,G,n], or [B,G,n] for one query a sequence; any integer dtype up to 64 bits; any order; negative
+                entries are padding (uint8 has none: 255 is a block). A block that a row names twice counts once.
+            block_size: keys of a block.
+            block_counts: [B,S,G], or [B,G]: entry i of a row counts only if i < block_counts. By default all count.
+            disjoint: promises that no row names a block twice, as top-k never does, which saves finding that out on the device.
+
+        Raises:
+            ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also a block that a row names twice.
         """
         indices = _tensor("block_indices", block_indices)
         if indices.dtype not in _INDEX_DTYPES:
@@ -101,11 +147,13 @@ class Selection:
                 )
             used = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
             indices = torch.where(used, indices, -1)
+        if block_size > _WIDE_BLOCK:
+            indices = indices.long()
         # A block past every cache may not wrap around to a valid one.
         indices = indices.clamp(max=torch.iinfo(indices.dtype).max // block_size - 1)
         start = torch.where(indices < 0, 0, indices * block_size)
         end = torch.where(indices < 0, 0, start + block_size)
-        selection = cls(torch.stack((start, end), dim=-1), block_size)
+        selection = cls(torch.stack((start, end), dim=-1), block_size, disjoint=disjoint)
         if _reading(selection.ranges):
             selection.validate()
         return selection
@@ -142,14 +190,14 @@ class Selection:
         whole = all(isinstance(number, int) for number in (first, local))
         if not whole or first < 0 or local < 0 or first + local > n:
             raise ArgumentError(
-                "first + local", f"{first} + {local}", f"whole numbers >= 0 and together at most n = {n}",
+                "first + local", f"{shown(first)} + {shown(local)}", f"whole numbers >= 0 and together at most n = {n}",
                 "raise n: the first and the local last blocks are always among the n; or pass a smaller first= or local=",
             )  # fmt: skip
         B, S, _, blocks = scores.shape
         if q_pos is None:
             S_kv = S if S_kv is None else S_kv
             if not isinstance(S_kv, int) or S_kv < S:
-                raise ArgumentError("S_kv", repr(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
+                raise ArgumentError("S_kv", shown(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
             if -(-S_kv // block_size) != blocks:
                 raise ArgumentError(
                     "scores", f"[B,S,G,blocks] = {tuple(scores.shape)} over {blocks} blocks of {block_size}",
@@ -170,7 +218,7 @@ class Selection:
         chosen = torch.sort(chosen, dim=-1).values
         if blocks < n:
             chosen = torch.nn.functional.pad(chosen, (0, n - blocks), value=blocks)
-        return cls.from_blocks(torch.where(chosen < blocks, chosen, -1).int(), block_size)
+        return cls.from_blocks(torch.where(chosen < blocks, chosen, -1).int(), block_size, disjoint=True)
 
     @property
     def block_indices(self) -> Tensor:
@@ -203,35 +251,80 @@ class Selection:
 
     def exact(self) -> tuple[int, tuple[float, ...] | None] | None:
         """The most keys of a row and `sharing`, as `measure` found them, while they hold."""
-        return self._exact[1:3] if self._exact is not None and self._holds(self._exact[0]) else None
+        return None if self._exact is None or not self._holds() else self._exact[:2]
 
     def total_length(self, S_kv: int) -> int | None:
         """Keys of all rows at the positions S_kv - S + s, as `measure(S_kv)` counted them while that holds; else None."""
-        total = self._exact[3] if self._exact is not None and self._holds(self._exact[0]) else None
+        total = None if self._exact is None or not self._holds() else self._exact.total
         return total[1] if total is not None and total[0] == S_kv else None
 
+    def disjoint_ranges(self) -> Tensor:
+        """Ranges [B,S,G,n,2], contiguous, of the same keys, each key in one range of its row: the union that a row attends to.
+
+        The ranges as they are where that was promised; else in order of their starts, each cut where the ones before it end. Kept
+        like a plan, and found anew inside a CUDA graph, whose replays must follow ranges that were written since.
+        """
+        if self.disjoint:
+            return self.ranges.contiguous()
+        if _capturing(self.ranges):
+            return _disjoint(self.ranges)
+        found: Tensor = self.plan(("disjoint",), lambda: _disjoint(self.ranges))
+        return found
+
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
-        """What `build()` returned for `key` the last time; built anew when the ranges were written in place since, or when what else
-        it is `made_from`, tensors or plain values, was written or is something else.
+        """What `build()` returned for `key` the last time; built anew when the ranges were written since, or when what else
+        it is `made_from`, tensors or plain values, was written or is something else. The last `_MOST_PLANS` keys are kept.
 
         Tensors made under torch.inference_mode() do not tell whether they were written: plans of them are built every time.
         """
-        version, states = self._version(), [_state(x) for x in made_from]
-        if version is None or _UNKNOWN in states:
+        states = [_state(x) for x in made_from]
+        if self.ranges.is_inference() or _UNKNOWN in states:
             return build()
-        if version != self._planned_version:  # plans of what was overwritten are never needed again
-            self._plans, self._planned_version = {}, version
-        known = self._plans.get(key)
-        if known is None or known.states != states:
-            known = self._plans[key] = _Plan(states, made_from, build())
-        return known.value
+        if not self._is_current():
+            self.invalidate()
+            self._remember_version()
+        kept = self._plans.get(key)
+        if kept is None or kept.states != states:
+            kept = _Plan(states, made_from, build())
+            if len(self._plans) >= _MOST_PLANS:  # a cache that grows has new keys at every step
+                self._plans.pop(next(iter(self._plans), None), None)
+            self._plans[key] = kept
+        return kept.value
 
-    def _holds(self, version: int | None) -> bool:
-        """Whether what was found in the ranges at `version` is true of them still, and will be of those that a captured call meets."""
-        return version is not None and version == self._version() and not _capturing(self.ranges)
+    def _holds(self) -> bool:
+        """Whether what was found in the ranges is true of them still, and will be of those that a captured call meets."""
+        return not _capturing(self.ranges) and self._is_current()
 
-    def _version(self) -> int | None:
-        return None if self.ranges.is_inference() else self.ranges._version
+    def _is_current(self) -> bool:
+        """Whether the ranges were not written since `_remember_version`. Raises ArgumentError where debugging finds a write on a GPU
+        that nothing else would have noticed."""
+        ranges = self.ranges
+        if ranges.is_inference() or self._version != ranges._version:
+            return False
+        if self._copy is None or torch.compiler.is_compiling() or torch.equal(self._copy, ranges):
+            return True
+        if self._on_gpu:
+            raise ArgumentError(
+                "selection.ranges", "written without PyTorch's knowledge", "writes through PyTorch, or followed by selection.invalidate()",
+                "call selection.invalidate() after a kernel of yours has written the ranges",
+            )  # fmt: skip
+        return False
+
+    def _remember_version(self) -> None:
+        ranges = self.ranges
+        if not ranges.is_inference():
+            self._version = ranges._version
+            self._copy = ranges.detach().clone() if not self._on_gpu or _reading(ranges) else None
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.ranges.is_cuda
+
+    def invalidate(self) -> None:
+        """Forget what was derived from the ranges, plans and what `measure` found: call it after a write into them on a GPU that
+        PyTorch does not see, such as a kernel of your own."""
+        self.forget_plans()
+        self._exact = self._version = self._copy = None
 
     def forget_plans(self) -> None:
         """Build plans anew when they are next needed: to measure them, or to free their memory."""
@@ -252,7 +345,7 @@ class Selection:
         merged_end = torch.zeros_like(end).scatter_reduce(-1, slot, end, "amax")
         merged_start = torch.where(merged_end > 0, merged_start, 0)
         bound = self.length_bound(far)
-        return Selection(torch.stack((merged_start, merged_end), dim=-1), None, bound if bound < far else None)
+        return Selection(torch.stack((merged_start, merged_end), dim=-1), None, bound if bound < far else None, disjoint=True)
 
     def shifted(self, first: Tensor, limit: Tensor, S_kv: int, *, whole_blocks: bool, max_length: int) -> Selection:
         """Each row's keys below its `limit`, counted from key `first` on: a selection within a part of S_kv keys as one over all of them.
@@ -267,10 +360,12 @@ class Selection:
         start, end = ranges.unbind(-1)
         start = start.clamp(min=0)
         end = torch.where(start < limit, end if size else end.minimum(limit), 0)
-        moved = Selection(torch.stack((start.minimum(limit) + first, end + first), dim=-1), size, min(self.length_bound(S_kv), max_length))
+        ranges, bound = torch.stack((start.minimum(limit) + first, end + first), dim=-1), min(self.length_bound(S_kv), max_length)
+        moved = Selection(ranges, size, bound, disjoint=self.disjoint)
         moved._cut_block = None if size else self.block_size
-        if size and self._exact is not None and self._holds(self._exact[0]):
-            moved._exact = (moved._version(), self._exact[1], self._exact[2], None)
+        if size and self._exact is not None and self._holds():
+            moved._exact = self._exact._replace(total=None)
+            moved._remember_version()
         return moved
 
     def part(self, ranges: Tensor, S_kv: int, whole_blocks: bool) -> Selection:
@@ -278,10 +373,10 @@ class Selection:
 
         whole_blocks: no block was cut in two.
         """
-        alike = Selection(ranges, self.block_size, self.max_length)
+        alike = Selection(ranges, self.block_size, self.max_length, disjoint=self.disjoint)
         if self.block_size is None or whole_blocks:
             return alike
-        cut = Selection(ranges, None, alike.length_bound(S_kv))
+        cut = Selection(ranges, None, alike.length_bound(S_kv), disjoint=self.disjoint)
         cut._cut_block = self.block_size
         return cut
 
@@ -332,8 +427,8 @@ class Selection:
         torch.inference_mode() are never trusted to be unwritten.
         """
         if S_kv is not None and (not isinstance(S_kv, int) or isinstance(S_kv, bool) or S_kv < 0):
-            raise ArgumentError("S_kv", repr(S_kv), "a whole number >= 0, or None", "pass the number of keys, k.shape[2]")
-        start, end = self.ranges.long().unbind(-1)
+            raise ArgumentError("S_kv", shown(S_kv), "a whole number >= 0, or None", "pass the number of keys, k.shape[2]")
+        start, end = self.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
         unclamped = (end - start).clamp(min=0).sum(-1)
         most = int(unclamped.max()) if unclamped.numel() else 0
@@ -350,19 +445,23 @@ class Selection:
         self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
         # Two digits: calls whose selections are as good as alike share one remembered decision.
         rounded = sharing and tuple(round(ratio, 2) for ratio in sharing)
-        self._exact = (self._version(), most, rounded, (S_kv, total) if S_kv is not None and q_pos is None else None)
+        if not self._is_current():
+            self.invalidate()
+            self._remember_version()
+        self._exact = _Exact(most, rounded, (S_kv, total) if S_kv is not None and q_pos is None else None)
         return self.measured
 
     def to(self, device: torch.device | str) -> Selection:
         """The same selection on another device, without its plans."""
-        moved = Selection(self.ranges.to(device), self.block_size, self.max_length)
+        moved = Selection(self.ranges.to(device), self.block_size, self.max_length, disjoint=self.disjoint)
         moved.measured = self.measured
-        if self._exact is not None and self._exact[0] == self._version():
-            moved._exact = (moved._version(), *self._exact[1:])
+        if self._exact is not None and self._is_current():
+            moved._exact = self._exact
+            moved._remember_version()
         return moved
 
     def __repr__(self) -> str:
-        facts = f"block_size={self.block_size}, max_length={self.max_length}, measured={self.measured}"
+        facts = f"block_size={self.block_size}, max_length={self.max_length}, disjoint={self.disjoint}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
 
 
@@ -375,6 +474,26 @@ def _reading(ranges: Tensor) -> bool:
 def _capturing(ranges: Tensor) -> bool:
     """Whether a CUDA graph is being captured, whose replays follow what is written into the ranges by then: nothing read now holds."""
     return ranges.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _disjoint(ranges: Tensor) -> Tensor:
+    """The ranges of every row in order of their starts, each without the keys of those before it; empty ones are [0, 0)."""
+    start, end = ranges.unbind(-1)
+    start = start.clamp(min=0)
+    filled = end > start
+    start, order = torch.sort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1, stable=True)
+    end = torch.where(filled, end, 0).gather(-1, order)
+    reach = torch.cummax(end, dim=-1).values
+    start = torch.cat((start[..., :1], torch.maximum(start[..., 1:], reach[..., :-1])), dim=-1)
+    return torch.where((end > start).unsqueeze(-1), torch.stack((start, end), dim=-1), 0)
+
+
+class _Exact(NamedTuple):
+    """What `measure` found and calls may use."""
+
+    longest: int
+    sharing: tuple[float, ...] | None
+    total: tuple[int, int] | None
 
 
 class _Plan(NamedTuple):
@@ -392,6 +511,8 @@ def _state(x: Any) -> Any:
     """What differs once x is another tensor or was written; plain values are compared themselves."""
     if not isinstance(x, Tensor):
         return x
+    if x.is_cpu:  # by its values, which are few: a write through NumPy has no version
+        return x.dtype, x.shape, x.detach().contiguous().numpy().tobytes()
     return _UNKNOWN if x.is_inference() else (x.data_ptr(), x.dtype, x.shape, x.stride(), x._version)
 
 
@@ -439,5 +560,5 @@ def _positions(q_pos: Tensor, B: int, S: int, device: torch.device) -> Tensor:
 def _positive(argument: str, value: int | None, optional: bool = False) -> None:
     if value is None and optional:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ArgumentError(argument, repr(value), "a whole number >= 1, as an int", f"pass {_MEANING[argument]}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        raise ArgumentError(argument, shown(value), "a whole number >= 1 and < 2^31, as an int", f"pass {_MEANING[argument]}")

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from nsa_sel.attention import finish, prepare, run_forward, selection_attention
-from nsa_sel.call import check_call
+from nsa_sel.attention import check_traced, finish, prepare, run_forward, selection_attention
+from nsa_sel.call import check_call, check_dense
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
@@ -40,6 +41,8 @@ def selection_attention_with_kvcache(
     Lengths and page numbers are checked on a CPU; on a GPU a length past the end is cut there, and a page that does not exist is
     undefined behaviour. Under torch.autocast nothing is cast: a cache keeps its dtype. Raises ArgumentError and BackendError.
     """
+    if not is_compiling():
+        check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
     decode = isinstance(q, Tensor) and q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
@@ -75,7 +78,7 @@ def _with_gradients(
     """o and lse as of a plain call, in which a token below position 0 is one that selects nothing."""
     position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
     ranges = torch.where(position[:, :, None, None, None] < 0, 0, selection.ranges)
-    there = Selection(ranges, selection.block_size, selection.max_length)
+    there = Selection(ranges, selection.block_size, selection.max_length, disjoint=selection.disjoint)
     with torch.autocast(q.device.type, enabled=False):
         o, lse = selection_attention(q, k, v, there, scale=scale, q_pos=position.clamp(min=0), return_lse=True, backend=backend)
     return o, lse
@@ -87,6 +90,7 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
     for name, x in given.items():
         if not isinstance(x, Tensor) and (x is not None or name != "block_table"):
             raise ArgumentError(name, f"a {type(x).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
+    check_dense(q, k_cache, v_cache)
     if q.dim() != 5:
         value, allowed = f"of shape {tuple(q.shape)}", "[B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token"
         raise ArgumentError("q", value, allowed, "split the heads into G groups of h")
@@ -126,7 +130,7 @@ def _check_numbers(cache_seqlens: Tensor, block_table: Tensor | None, S_kv: int,
         value = f"from {int(cache_seqlens.min())} to {int(cache_seqlens.max())}"
         raise ArgumentError("cache_seqlens", value, f"lengths in [0, {S_kv}], which the cache has room for", "count each sequence's keys")
     if block_table is not None:
-        used = torch.arange(block_table.shape[1]) * page_size < cache_seqlens.unsqueeze(1)
+        used = torch.arange(block_table.shape[1], device=block_table.device) * page_size < cache_seqlens.unsqueeze(1)
         wrong = used & ((block_table < 0) | (block_table >= pages))
         if bool(wrong.any()):
             b, i = wrong.nonzero()[0].tolist()

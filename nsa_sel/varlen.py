@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa_sel import registry
 from nsa_sel.attention import decide, in_autocast_dtype, select, selection_attention, transformed
 from nsa_sel.backends.specs import on_hopper_tiles
-from nsa_sel.call import check_call, device_info, request_of
+from nsa_sel.call import check_call, check_dense, device_info, request_of
 from nsa_sel.errors import ArgumentError
 from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
@@ -162,7 +162,7 @@ class _Bounds(NamedTuple):
 
     def on(self, like: Tensor) -> Tensor:
         """[N+1] int64 on like's device, without waiting for it."""
-        tensor = torch.tensor(self.known) if self.tensor is None else self.tensor
+        tensor = torch.tensor(self.known, device="cpu") if self.tensor is None else self.tensor
         return tensor.to(like.device, torch.int64, non_blocking=True)
 
     def longest(self, total: int) -> int:
@@ -268,6 +268,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ArgumentError(name, f"a {type(x).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
+    check_dense(q, k, v)
     if q.dim() != 4:
         raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[T,G,h,Dk]", "a q [T,heads,Dk] is passed as q.unflatten(1, (G, h))")
     for name, x in (("k", k), ("v", v)):
@@ -298,4 +299,5 @@ def _in_one_row(selection: Selection, Tk: int) -> Selection:
     """The selection as [1,T,G,n,2]. As T sequences of one row, what was measured of neighbours says nothing of these rows."""
     if selection.ranges.shape[0] == 1:
         return selection
-    return Selection(selection.ranges.transpose(0, 1), selection.block_size, selection.length_bound(Tk))
+    bound = selection.length_bound(Tk)
+    return Selection(selection.ranges.transpose(0, 1), selection.block_size, bound, disjoint=selection.disjoint)

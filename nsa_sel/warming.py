@@ -140,7 +140,7 @@ def _tensors(request: Request, device: torch.device) -> tuple[torch.Tensor, torc
         length = request.block_size or max(1, request.max_length // n)
         start = torch.arange(n, dtype=torch.int32, device=device) * length
         ranges = torch.stack((start, start + length), -1).expand(B, S, G, n, 2).contiguous()
-    return q, k, v, Selection(ranges, request.block_size, min(request.max_length, S_kv))
+    return q, k, v, Selection(ranges, request.block_size, min(request.max_length, S_kv), disjoint=True)
 
 
 def _over_pages(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: Selection) -> torch.Tensor:

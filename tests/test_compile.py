@@ -14,11 +14,10 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nsa_sel.ops
-from nsa_sel import Selection, decisions, selection_attention, use_backend
+from nsa_sel import Selection, decisions, ops, selection_attention, use_backend
 from nsa_sel.backends import numba_cpu
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, plain_torch
@@ -157,18 +156,10 @@ def test_flags_count_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None
     assert graphs == {"forward": 1, "backward": 1}
 
 
-def test_eager_calls_do_without_the_ops() -> None:
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    seen: list[str] = []
-    q, k, v, selection = problem(64)
-    with Seen():
-        results(attend, q, k, v, selection, backend="sdpa-packed")
-    assert seen
-    assert not any(name.startswith("nsa_sel") for name in seen)
+def test_eager_calls_do_without_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "traced", None)
+    results(attend, *problem(64), backend="sdpa-packed")
+    assert decisions()[-1].forward == "sdpa-packed"
 
 
 def test_a_failure_is_taken_over_as_in_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +193,7 @@ def test_export() -> None:
 
 def check_ops(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, checks: Sequence[str], with_lse: bool = True) -> None:
     """torch.library.opcheck of both ops; q, k, v want gradients."""
-    facts = (selection.ranges, None, BLOCK, None, 0.25, backend)
+    facts = (selection.ranges, None, BLOCK, None, selection.disjoint, 0.25, backend)
     torch.library.opcheck(OPS.selection_forward.default, (q, k, v, *facts, True), test_utils=checks)
     q, k, v = (x.detach() for x in (q, k, v))
     o, lse = OPS.selection_forward(q, k, v, *facts, False)
@@ -227,7 +218,7 @@ def test_the_ops_are_right_when_called_by_name() -> None:
     q, k, v, selection = problem(64)
     do, dlse = make_grads(q, v)
     for wanted in ((do, None), (torch.zeros_like(do), dlse), (do, dlse)):
-        o, lse = OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, None, None, True)
+        o, lse = OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)
         outputs = [(x, grad) for x, grad in zip((o, lse), wanted, strict=True) if grad is not None and bool(grad.any())]
         got = torch.autograd.grad([x for x, _ in outputs], (q, k, v), [grad for _, grad in outputs])
         assert_gradients(got, q.detach(), k.detach(), v.detach(), selection.ranges, *wanted)
@@ -296,7 +287,7 @@ def test_no_second_derivative() -> None:
     q, k, v, selection = problem(64)
     with pytest.raises(BackendError, match=r"no second derivative.*Remedy"):
         torch.autograd.grad(attend(q, k, v, selection).sum(), q, create_graph=True)
-    o, _ = OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, None, None, True)
+    o, _ = OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
     with pytest.raises(BackendError, match=r"no second derivative.*Remedy"):
         dq.sum().backward()
@@ -319,7 +310,7 @@ def test_torch_func_is_refused() -> None:
         compiled(mapped)(q)
 
     def by_name(q: Tensor) -> Tensor:
-        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, None, None, False)[0].sum()
+        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, False)[0].sum()
 
     for work in (torch.func.grad(by_name), lambda q: torch.func.vmap(by_name)(q[None])):
         with pytest.raises(BackendError, match="put its dimension into the batch"):
@@ -365,7 +356,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     wanted = plain, *(x.to(y.dtype) for x, y in zip(torch.autograd.grad(plain, cast, do), (q, k_wide, v), strict=True))
 
     def by_name(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Any:
-        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, None, None, True)[0]
+        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)[0]
 
     works = (attend, by_name, compiled(attend)) if dtype == torch.bfloat16 else (attend, by_name)  # the dtype is all that differs
     for work in works:

@@ -93,20 +93,19 @@ CALLS: dict[str, dict[str, Any]] = {
     "in use_backend": {"around": "sdpa-packed"},
     "flag": {"flag": "sdpa-packed"},
 }
-OF_SELECTIONS = {"stale n": {"n": 1}, "measured": {"measured": True}, "measured, alike": {"measured": True, "ranges": ranges() * 0}}
+OF_SELECTIONS = {"measured": {"measured": True}, "measured, alike": {"measured": True, "ranges": ranges() * 0}}
 
 
 def eager(given: dict[str, Any], x: tuple[Tensor, Tensor, Tensor]) -> Any:
     selection = Selection(given["ranges"], given["block_size"], given["max_length"])
-    selection.n = given.get("n", selection.n)
     if "measured" in given:
         selection.measure()
     return attention.begin(*x, selection, given["scale"], given.get("q_pos"), given["backend"])
 
 
 def op(given: dict[str, Any], x: tuple[Tensor, Tensor, Tensor]) -> Any:
-    facts = (given[name] for name in ("block_size", "max_length", "scale", "backend", "needs_grad"))
-    return ops._begin(*x, given["ranges"], given.get("q_pos"), *facts)
+    block_size, max_length, *others = (given[name] for name in ("block_size", "max_length", "scale", "backend", "needs_grad"))
+    return ops._begin(*x, given["ranges"], given.get("q_pos"), block_size, max_length, True, *others)
 
 
 def found(begin: Callable[..., Any], name: str) -> Any:

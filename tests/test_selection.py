@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nsa_sel.errors import ArgumentError
-from nsa_sel.selection import Measured, Selection
+from nsa_sel.selection import _MOST_PLANS, Measured, Selection
 from tests.cases import make_blocks, make_spans
 
 FAR = torch.iinfo(torch.int32).max
@@ -85,6 +90,12 @@ def test_from_blocks_does_not_wrap_around() -> None:
     start, end = selection.ranges[0, 0, 0].unbind(-1)
     assert start.tolist() == [FAR + 1 - 128, FAR + 1 - 128, 128]
     assert (end - start).tolist() == [64, 64, 64]
+
+
+@pytest.mark.parametrize("block_size", [1 << 20, 1 << 30, FAR])
+def test_from_blocks_of_huge_blocks_keep_their_keys(block_size: int) -> None:
+    selection = Selection.from_blocks(torch.tensor([0, 1, 2], dtype=torch.int32).reshape(1, 1, 1, 3), block_size)
+    assert selection.ranges.reshape(-1, 2).tolist() == [[j * block_size, (j + 1) * block_size] for j in range(3)]
 
 
 def test_block_indices_need_blocks() -> None:
@@ -297,7 +308,9 @@ def test_measure_counts_exactly() -> None:
 
 def test_measure_does_not_overflow() -> None:
     selection = Selection.from_ranges(row((5, -FAR - 1), (-FAR - 1, FAR), (7, FAR)))
-    assert selection.measure().total_length == 2 * FAR - 7
+    assert selection.measure().total_length == FAR  # the second range holds the third
+    rows = Selection.from_ranges(torch.cat((row((0, FAR)), row((7, FAR))), dim=1))
+    assert rows.measure().total_length == 2 * FAR - 7
 
 
 def test_measured_bound_holds_at_other_positions() -> None:
@@ -355,12 +368,110 @@ def test_plans_are_built_anew_when_what_else_they_are_made_from_differs() -> Non
     assert [plan(made_from), plan(made_from), plan(made_from.expand(1, 2)), plan(made_from.expand(1, 2))] == [1, 1, 2, 2]
     made_from[0] = 4
     assert [plan(made_from.expand(1, 2)), plan(made_from.expand(1, 2))] == [3, 3]  # another view of the same memory tells too
-    assert [plan(made_from.clone().expand(1, 2)), plan(None), plan(None), plan(7), plan(8), plan(8)] == [4, 5, 5, 6, 7, 7]
-    plan(torch.tensor([1]))
-    assert plan(torch.tensor([2])) == 9  # the first is kept: its memory is not this one's
-    with torch.inference_mode():
-        unversioned = torch.tensor([3])
-    assert plan(unversioned) != plan(unversioned)
+    assert [plan(made_from.clone().expand(1, 2)), plan(None), plan(None), plan(7), plan(8), plan(8)] == [3, 4, 4, 5, 6, 6]
+    positions = np.array([1])
+    assert [plan(torch.from_numpy(positions)), plan(torch.from_numpy(positions))] == [7, 7]
+    positions[0] = 2  # PyTorch does not see this write
+    assert plan(torch.from_numpy(positions)) == 8
+
+
+def test_plans_are_built_anew_after_a_write_that_pytorch_does_not_see() -> None:
+    buffer = np.array([[[[[0, 4]]]]])
+    selection = Selection.from_ranges(torch.from_numpy(buffer))
+    selection.measure()
+    assert (selection.plan(("a",), lambda: 1), selection.length_bound(100)) == (1, 4)
+    buffer[..., 1] = 9
+    assert (selection.plan(("a",), lambda: 2), selection.length_bound(100)) == (2, 100)
+
+
+def test_debugging_finds_a_write_on_a_gpu_that_nothing_else_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a CPU tensor stands for one on a GPU, whose contents are compared under NSA_DEBUG_TRITON alone."""
+    buffer = np.array([[[[[0, 4]]]]])
+    selection = Selection.from_ranges(torch.from_numpy(buffer))
+    monkeypatch.setattr(Selection, "_on_gpu", property(lambda self: True))
+    selection.plan(("a",), lambda: 1)
+    buffer[..., 1] = 9
+    assert selection.plan(("a",), lambda: 2) == 1  # nobody looked
+    selection.invalidate()
+    assert selection.plan(("a",), lambda: 2) == 2
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    selection.invalidate()
+    selection.plan(("a",), lambda: 1)
+    buffer[..., 1] = 7
+    with pytest.raises(ArgumentError, match=r"invalidate\(\)"):
+        selection.plan(("a",), lambda: 2)
+
+
+@pytest.mark.parametrize("fact", ["ranges", "n", "block_size", "max_length", "disjoint"])
+def test_facts_are_not_replaced(fact: str) -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    with pytest.raises(ArgumentError, match=f"selection.{fact} is replaced"):
+        setattr(selection, fact, getattr(selection, fact))
+
+
+def saved_and_loaded(selection: Selection) -> Selection:
+    file = io.BytesIO()
+    torch.save(selection, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), saved_and_loaded])
+def test_copies_keep_facts_and_drop_plans(clone: Callable[[Selection], Selection]) -> None:
+    ranges = row((0, 4), (6, 9))
+    ranges.copy_(ranges.clone())  # it is at version 1 now, its copies begin at 0
+    selection = Selection.from_ranges(ranges, max_length=50, disjoint=True)
+    selection.measure()
+    selection.plan(("a",), lambda: 1)
+    found = clone(selection)
+    assert torch.equal(found.ranges, ranges)
+    assert (found.max_length, found.disjoint, found.measured, found.length_bound(100)) == (50, True, selection.measured, 7)
+    assert found.plan(("a",), lambda: 2) == 2
+    found.ranges.copy_(row((0, 4), (6, 30)))
+    assert (found.length_bound(100), found.plan(("a",), lambda: 3)) == (50, 3)
+
+
+def test_a_copy_of_what_was_written_forgets_the_measure() -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    selection.measure()
+    selection.ranges[..., 1] = 9
+    assert copy.deepcopy(selection).length_bound(100) == 100
+
+
+def test_plans_do_not_pile_up() -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    for keys in range(100):
+        assert selection.plan(("a", keys), lambda keys=keys: keys) == keys
+    assert len(selection._plans) == _MOST_PLANS
+
+
+# disjoint_ranges
+
+
+@settings(max_examples=300)
+@given(ranges=wild_rows())
+def test_disjoint_ranges_name_each_key_of_the_union_once(ranges: Tensor) -> None:
+    selection = Selection.from_ranges(ranges)
+    found = selection.disjoint_ranges()
+    assert (found.shape, found.dtype, found.is_contiguous()) == (ranges.shape, ranges.dtype, True)
+    assert selection.n < 2 or selection.disjoint_ranges() is found
+    for before, after in zip(ranges[0, :, 0], found[0, :, 0], strict=True):
+        named = [key for start, end in after.tolist() for key in range(max(start, 0), end)]
+        assert sorted(named) == sorted(keys_of(before))
+
+
+def test_disjoint_blocks_stay_whole() -> None:
+    selection = Selection.from_blocks(torch.tensor([3, 1, 3, -1, 1]).reshape(1, 1, 1, 5), 4)
+    assert sorted(selection.disjoint_ranges().reshape(-1, 2).tolist()) == [[0, 0]] * 3 + [[4, 8], [12, 16]]
+    selection.measure()
+    assert selection.measured is not None
+    assert (selection.measured.max_length, selection.length_bound(100)) == (8, 8)
+
+
+def test_a_promise_to_be_disjoint_costs_nothing() -> None:
+    ranges = row((6, 9), (0, 4))
+    assert Selection.from_ranges(ranges, disjoint=True).disjoint_ranges() is ranges
+    assert Selection.from_scores(torch.randn(1, 64, 1, 8), 4, 8).disjoint
 
 
 def test_inference_mode_has_no_versions_to_trust() -> None:

@@ -256,7 +256,7 @@ def add_unit(
     partial = _partial_launch(heads, config, call.selection.n, plan.reach, plan.width, whole, part_dq is not None, sums.by_entry)
     partial.start(
         plan.pieces,
-        (call.q, call.k, call.v, call.selection.ranges.contiguous(), call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
+        (call.q, call.k, call.v, call.selection.disjoint_ranges(), call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
          plan.entries, plan.ends, unit.piece_list),
         (*launch.strides(call), *do.stride()[:4], S, S_kv, G, plan.tiles, B * G, plan.stretches, unit.first_list, unit.end_list,
          plan.piece, unit.first_pair, unit.first_row, plan.section, call.scale, call.scale_log2()),

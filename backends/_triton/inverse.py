@@ -165,7 +165,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> Inve
     ranks = torch.empty(capacity, dtype=torch.int32, device=device)
     entries = torch.empty(capacity, dtype=torch.int32, device=device)
     piece_list = torch.empty(sections * -(-B * G // pairs) * pieces, dtype=torch.int64, device=device)
-    ranges, q_pos = call.selection.ranges.contiguous(), call.q_pos
+    ranges, q_pos = call.selection.disjoint_ranges(), call.q_pos
     numbers = (*launch.position_strides(call), S, call.k.shape[2], G, tiles, B * G, section, stretch, stretches)
     rank, place = _launches(n, reach, q_pos is not None, width)
     rank.start(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)

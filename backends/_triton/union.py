@@ -94,7 +94,7 @@ def _build(call: Call, TQ: int) -> Union:
     blocks = torch.empty(B * G * tiles * TQ * n, dtype=torch.int32, device=device)
     rows = torch.empty(blocks.numel(), dtype=torch.int64, device=device)
     counts = torch.empty(B * G * tiles, 2, dtype=torch.int32, device=device)
-    ranges = call.selection.ranges.contiguous()
+    ranges = call.selection.disjoint_ranges()
     kernel = _launch(n, call.q_pos is not None, block, TQ)
     kernel.start(
         B * G * tiles, (ranges, call.q_pos, blocks, rows, counts), (*launch.position_strides(call), S, S_kv, G, tiles)

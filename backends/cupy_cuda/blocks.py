@@ -67,7 +67,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     programs, sms = B * S * G * head_tiles(h), call.device.sm_count
     plan = plan_of(h, Dk, Dv, q.dtype == torch.bfloat16, programs <= sms, call.device.shared_memory)
-    ranges = call.selection.ranges.contiguous()
+    ranges = call.selection.disjoint_ranges()
     blocks = min(programs, plan.per_sm * sms)
     maps = (tensor_map(x, KEYS, 64, promoted=False) for x in (k, v))
     launch.start(

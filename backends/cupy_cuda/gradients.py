@@ -66,7 +66,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     if call.scale < 0:
         dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv
-    o, lse, ranges = o.contiguous(), lse.contiguous(), call.selection.ranges.contiguous()
+    o, lse, ranges = o.contiguous(), lse.contiguous(), call.selection.disjoint_ranges()
     dlse = None if dlse is None else dlse.contiguous()
     on_hopper = tiles.takes(call, do)
     if on_hopper:

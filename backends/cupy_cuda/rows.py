@@ -118,7 +118,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, Dk = q.shape
     _, _, S_kv, Dv = call.v.shape
     rows, bf16 = B * S * G, q.dtype == torch.bfloat16
-    ranges = call.selection.ranges.contiguous()
+    ranges = call.selection.disjoint_ranges()
     problem = launch.problem(call, ranges)
     longest, aligned = call.selection.length_bound(S_kv), launch.problem_aligned(call, problem)
     facts = call.device

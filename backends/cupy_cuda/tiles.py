@@ -82,7 +82,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, Dk = q.shape
     Dv = call.v.shape[-1]
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
-    ranges = call.selection.ranges.contiguous()
+    ranges = call.selection.disjoint_ranges()
     shape = shape_of(hopper_groups(h, Dk), h, Dk, Dv, Dk, call.device.shared_memory)
     union = union_of(call, ranges, shape.tokens)
     tokens, taken = ROWS // h, _taken(call, union)
@@ -98,7 +98,7 @@ def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
     """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
     q = call.q
     dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(lse)
-    ranges = call.selection.ranges.contiguous()
+    ranges = call.selection.disjoint_ranges()
     h, Dk, Dv = *q.shape[3:], call.v.shape[-1]
     shape = shape_of(DQ_GROUPS, h, Dk, Dv, Dk + Dv, call.device.shared_memory)
     union = union_of(call, ranges, shape.tokens)
