@@ -1,11 +1,11 @@
-"""Triton against packed SDPA over the lengths of a selection: the seed matrix, and with --decode the decode matrix.
+"""Triton against packed SDPA over the lengths of a selection: the seed matrix, and with --decode 1 the decode matrix.
 
     python -m nsa_sel.bench.bench_sel_triton            # rows, CSV and Markdown under bench/results/sel_triton/<date>/
     python -m nsa_sel.bench.bench_sel_triton --N 64 --H 8 --D 128 --Dv 128 --L_list 64,1024 --dist few --iters 50 --warmup 5
 
-A case is N query rows of one KV group with H heads, each selecting L of 8192 keys cut as --dist says; decoding, N sequences of one
-query each. On a GPU in bfloat16, Triton beside packed SDPA; on a CPU in float32, numba beside it. Run again, it goes on where it was
-stopped.
+A case is N query rows of one KV group with H heads, each selecting L of 8192 keys as --dist says: few, the keys from 0 to L; many, 8
+equal spans; mixed, 2, 4 or 8 random spans. Decoding, N sequences of one query each. On a GPU in bfloat16, Triton beside packed SDPA; on a
+CPU in float32, numba beside it. Run again, it goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from nsa_sel.bench import cases, records
 from nsa_sel.bench.bench_selection import device_of
-from nsa_sel.bench.cases import SPANS, length_of
+from nsa_sel.bench.cases import MANY, SPANS, length_of
 from nsa_sel.bench.contenders import DENSE, PACKED, named
 from nsa_sel.bench.measure import Timing
 from nsa_sel.bench.program import program, stderr_console
@@ -52,9 +52,9 @@ def jobs(
     device: str, *, N: str, H: str, D: str, Dv: str, L_list: str, dist: str, decode: bool, timing: Timing, backends: str, console: Console
 ) -> list[Job]:
     """The cases of the flags, each with the contenders that run on the device."""
-    sizes = list(product(_numbers("--N", N), _numbers("--H", H), _numbers("--D", D), _numbers("--Dv", Dv)))
+    sizes = list(product(numbers("--N", N), numbers("--H", H), numbers("--D", D), numbers("--Dv", Dv)))
     dtype = "bfloat16" if device == "cuda" else "float32"
-    lengths = _numbers("--L_list", L_list)
+    lengths = numbers("--L_list", L_list)
     if max(lengths) > cases.SPAN_KEYS:
         raise ArgumentError("--L_list", max(lengths), f"at most {cases.SPAN_KEYS}, the keys of a case", "leave it out")
     if decode:
@@ -67,6 +67,9 @@ def jobs(
         unknown = [name for name in dist.split(",") if name not in SPANS]
         if unknown:
             raise ArgumentError("--dist", ", ".join(unknown), f"{', '.join(SPANS)}, comma-separated", "pass some of these")
+        odd = [L for L in lengths if set(dist.split(",")) - {"few"} and L % MANY]
+        if odd:
+            raise ArgumentError("--L_list", ", ".join(map(str, odd)), f"multiples of {MANY}", f"many and mixed cut L into {MANY} spans")
         found = [cases.span_case(kind, *size, L, dtype) for kind in dist.split(",") for size in sizes for L in lengths]
     everyone = (*TRITON, PACKED, *((DENSE,) if decode else ())) if device == "cuda" else (*TRITON, PACKED, "numba")
     contenders = able(named(backends or ",".join(everyone)), device, console.print)
@@ -150,10 +153,10 @@ def report(rows: Sequence[Row]) -> str:
     )
 
 
-def write(out: Path, extra_csv: Path | None = None) -> list[Path]:
+def write(out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) -> list[Path]:
     """CSV and Markdown beside the rows.jsonl of a folder: dense.csv (one range a row), varlen.csv (several), decode.csv, report.md.
 
-    Of several environments or commits that the file holds, the last one's rows.
+    Of several environments or commits that the file holds, the last one's rows. `own`: the rows of one command, for a CSV of their own.
     """
     rows = records.of_last_environment(records.read(out / "rows.jsonl")) if (out / "rows.jsonl").exists() else []
     parts = {
@@ -164,8 +167,8 @@ def write(out: Path, extra_csv: Path | None = None) -> list[Path]:
     texts = {out / name: to_csv(part) for name, part in parts.items() if part}
     if rows:
         texts[out / "report.md"] = report(rows)
-        if extra_csv is not None:
-            texts[extra_csv] = to_csv(rows)
+    if own and csv_of_own is not None:
+        texts[csv_of_own] = to_csv(own)
     for file, text in texts.items():
         records.write_whole(file, text)
     return list(texts)
@@ -189,6 +192,8 @@ def measure_matrix(
     default = (QUICK_DECODE if quick else SEED_DECODE) if decode else QUICK if quick else SEED
     asked = {**default, **{name: text for name, text in sizes.items() if text}}
     timing = timing or Timing(calls=10 if quick else 50, warmup=5)
+    if timing.streams > 1 and device == "cpu":
+        raise ArgumentError("--streams", timing.streams, "1 on a CPU, which has no streams", "leave it out")
     chosen = jobs(device, decode=decode, timing=timing, backends=backends, console=console, **asked)
     return run(chosen, out / "rows.jsonl", device, console)
 
@@ -198,18 +203,32 @@ def default_folder() -> Path:
     return RESULTS / datetime.date.today().isoformat()
 
 
+# The flags of the matrix, for this script and for `nsa-sel bench`.
+NFlag = Annotated[str, typer.Option("--N", help="query rows [64,256,1024], or sequences decoded [64,256]")]
+HFlag = Annotated[str, typer.Option("--H", help="heads that share a row's selection [4,8; decoding 2,4]")]
+DFlag = Annotated[str, typer.Option("--D", help="head dim of q and k [64,128]")]
+DvFlag = Annotated[str, typer.Option("--Dv", help="head dim of v [64,128]")]
+LListFlag = Annotated[str, typer.Option("--L_list", help="keys that a row selects [16,32,64,128,256,512,1024; decoding 512,1024]")]
+DistFlag = Annotated[str, typer.Option(help="how L is cut: few (one span), many (8 equal), mixed (2, 4 or 8 random) [few,many,mixed]")]
+ItersFlag = Annotated[int | None, typer.Option(min=3, help="timed calls, of which the median is taken [50; 10 with --quick]")]
+WarmupFlag = Annotated[int, typer.Option(min=0, help="calls before them")]
+StreamsFlag = Annotated[int, typer.Option(min=1, help="CUDA streams that each run the call at once; ms is the time over their number")]
+DecodeFlag = Annotated[int | None, typer.Option(min=0, max=1, help="1: the decode matrix, S = 1, blocks of 64 keys, 8 and 16 of them")]
+CsvFlag = Annotated[Path | None, typer.Option(help="write the rows of this command's cases into this CSV file too")]
+
+
 def main(
-    N: Annotated[str, typer.Option("--N", help="query rows [64,256,1024], or sequences decoded [64,256]")] = "",
-    H: Annotated[str, typer.Option("--H", help="heads that share a row's selection [4,8; decoding 2,4]")] = "",
-    D: Annotated[str, typer.Option("--D", help="head dim of q and k [64,128]")] = "",
-    Dv: Annotated[str, typer.Option("--Dv", help="head dim of v [64,128]")] = "",
-    L_list: Annotated[str, typer.Option("--L_list", help="keys that a row selects [16,32,64,128,256,512,1024; decoding 512,1024]")] = "",
-    dist: Annotated[str, typer.Option(help="how L is cut: one span, few long, many short, mixed lengths [one,few,many,mixed]")] = "",
-    iters: Annotated[int | None, typer.Option(min=3, help="timed calls, of which the median is taken [50; 10 with --quick]")] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="calls before them")] = 5,
-    streams: Annotated[int, typer.Option(min=1, help="CUDA streams that each run the call at once; ms is the time over their number")] = 1,
-    decode: Annotated[bool, typer.Option("--decode", help="the decode matrix: S = 1, blocks of 64 keys, 8 and 16 of them")] = False,
-    csv: Annotated[Path | None, typer.Option(help="write all rows into this CSV file too")] = None,
+    N: NFlag = "",
+    H: HFlag = "",
+    D: DFlag = "",
+    Dv: DvFlag = "",
+    L_list: LListFlag = "",
+    dist: DistFlag = "",
+    iters: ItersFlag = None,
+    warmup: WarmupFlag = 5,
+    streams: StreamsFlag = 1,
+    decode: DecodeFlag = 0,
+    csv: CsvFlag = None,
     out: Annotated[Path | None, typer.Option(help=f"folder of the results; {RESULTS}/<today> by default")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="one size of each, ten calls")] = False,
     device: Annotated[str, typer.Option(help="auto, cuda, cpu")] = "auto",
@@ -217,17 +236,16 @@ def main(
 ) -> None:
     """Measure Triton against packed SDPA over L; what runs out of memory, refuses or fails is reported and passed over."""
     where, console, folder = device_of(device), stderr_console(), out or default_folder()
-    if streams > 1 and where == "cpu":
-        raise ArgumentError("--streams", streams, "1 on a CPU, which has no streams", "leave it out")
     timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
-    rows = measure_matrix(where, folder, console, decode=decode, quick=quick, timing=timing, backends=backends, **sizes)
+    rows = measure_matrix(where, folder, console, decode=bool(decode), quick=quick, timing=timing, backends=backends, **sizes)
     print(report(rows) if rows else "nothing was measured")
-    written = write(folder, csv)
+    written = write(folder, rows, csv)
     console.print(f"written: {', '.join(map(str, written))}")
 
 
-def _numbers(flag: str, text: str) -> list[int]:
+def numbers(flag: str, text: str) -> list[int]:
+    """The whole numbers of a comma-separated flag."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ArgumentError(flag, repr(text), "whole numbers > 0, comma-separated", "mend it")

@@ -16,8 +16,9 @@ from nsa_sel.selection import Selection
 
 LAYERS = 30  # of the committed maps
 SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
-SPANS = ("one", "few", "many", "mixed")  # distributions of `span_lengths`
-SHORT = 16  # keys of a short span: the least block that every backend takes
+SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
+MANY, MIXED = 8, (2, 4, 8)  # spans of a row that is cut into many; into as many as is drawn for it
+LEAST_BLOCK = 16  # keys: the smallest block that every backend takes
 SPAN_KEYS = 8192  # that a row of a span case may select
 DECODE_KEYS = 4096  # of each sequence in the decode matrix
 SHARES = (24, 16, 8, 4, 4, 2, 2, 1, 1, 1, 0.5, 0.5)  # of 64 parts: the sequences of a packed batch
@@ -140,9 +141,10 @@ def packed_bounds(case: Case) -> list[int]:
 def span_case(distribution: str, N: int, H: int, D: int, Dv: int, L: int, dtype: str = "bfloat16") -> Case:
     """N rows of one prefill over the `SPAN_KEYS` keys before them, in one group of H heads, each selecting L keys in spans.
 
-    block is 0 where spans are not whole blocks; `length_of` knows L.
+    Many equal spans are blocks where backends take blocks of their length; else block is 0, and `length_of` knows L.
     """
-    n, block = len(span_lengths(distribution, L)), SHORT if distribution == "many" and L % SHORT == 0 else 0
+    n = {"few": 1, "many": MANY, "mixed": max(MIXED)}[distribution]
+    block = L // MANY if distribution == "many" and L % (MANY * LEAST_BLOCK) == 0 else 0
     name = f"{distribution}-N{N}-H{H}-D{D}-Dv{Dv}-L{L}"
     return Case(name, distribution, 1, N, SPAN_KEYS + N, 1, H, D, Dv, n, block, dtype)
 
@@ -159,19 +161,16 @@ def length_of(case: str, n: int, block: int) -> int:
     return int(found[1]) if found else n * block
 
 
-def span_lengths(distribution: str, L: int) -> list[int]:
-    """How L keys are cut. one: a single span; few: two; many: spans of `SHORT`; mixed: a half, a quarter, an eighth and so on."""
-    if distribution == "one":
-        return [L]
+def span_lengths(distribution: str, L: int, rows: int, generator: torch.Generator) -> Tensor:
+    """How each row's L keys are cut, [rows, n]. few: one span. many: 8 equal ones. mixed: 2, 4 or 8 random ones, then spans of 0 keys."""
     if distribution == "few":
-        return [length for length in (L - L // 2, L // 2) if length]
+        return torch.full((rows, 1), L)
     if distribution == "many":
-        return [SHORT] * (L // SHORT) + [L % SHORT] * (L % SHORT > 0)
-    lengths = []
-    while L:
-        lengths.append(L - L // 2)
-        L //= 2
-    return lengths
+        return torch.full((rows, MANY), L // MANY)
+    spans = torch.tensor(MIXED)[torch.randint(len(MIXED), (rows, 1), generator=generator)]
+    cuts = 1 + torch.rand(rows, L - 1, generator=generator).argsort(-1)[:, : max(MIXED) - 1]
+    cuts = torch.where(torch.arange(1, max(MIXED)) < spans, cuts, L).sort(-1).values
+    return cuts.diff(prepend=cuts.new_zeros(rows, 1), append=cuts.new_full((rows, 1), L))
 
 
 def layer_name(layers: tuple[int, ...]) -> str:
@@ -229,16 +228,14 @@ def random_selection(case: Case, device: torch.device | str, seed: int, at_once:
 
 
 def span_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
-    """Disjoint spans in random places among the first `SPAN_KEYS` keys, in a random order of lengths; blocks where case.block says so."""
-    lengths = torch.tensor(span_lengths(case.distribution, length_of(case.case, case.n, case.block)))
-    generator = torch.Generator().manual_seed(seed)
-    rows, unit = (case.B, case.S, case.G), case.block or 1
-    lengths = lengths[torch.rand(*rows, len(lengths), generator=generator).argsort(-1)]
-    free = (SPAN_KEYS - int(lengths[0, 0, 0].sum())) // unit  # keys, or blocks, that a row leaves out
-    gaps = torch.randint(0, free + 1, (*rows, case.n), generator=generator).sort(-1).values * unit
+    """few: the keys from 0 to L. Else disjoint spans in random places among the first `SPAN_KEYS` keys; blocks where case.block says so."""
+    L, generator = length_of(case.case, case.n, case.block), torch.Generator().manual_seed(seed)
+    lengths, unit = span_lengths(case.distribution, L, case.S, generator), case.block or 1
+    free = (SPAN_KEYS - L) // unit if case.distribution != "few" else 0  # keys, or blocks, that spans may lie apart
+    gaps = torch.randint(0, free + 1, lengths.shape, generator=generator).sort(-1).values * unit
     start = gaps + lengths.cumsum(-1) - lengths
-    longest = int(lengths[0, 0, 0].sum())
-    return Selection(torch.stack((start, start + lengths), -1).int().to(device), case.block or None, longest, disjoint=True)
+    ranges = torch.stack((start, start + lengths), -1)[None, :, None]
+    return Selection(ranges.int().to(device), case.block or None, L, disjoint=True)
 
 
 def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selection:

@@ -11,12 +11,14 @@ from tabulate import tabulate
 from nsa_sel.bench import bench_sel_triton, bench_selection, records
 from nsa_sel.bench.bench_selection import BACKENDS, CPU_BACKENDS, SUITES, device_of
 from nsa_sel.bench.contenders import DENSE, named
+from nsa_sel.bench.measure import Timing
 from nsa_sel.bench.peers import peers as every_peer
 from nsa_sel.bench.program import stderr_console
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.sel_threshold_from_csv import report
 from nsa_sel.bench.session import able, run
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
+from nsa_sel.errors import ArgumentError
 
 PEERS_SHOWN = ("case", "direction", "backend", "computes", "ms_median", "ms_p20", "ms_p80", "mae", "causal", "prepare_ms", "error", "wrong")
 
@@ -35,15 +37,40 @@ def bench(
     device: Annotated[str, typer.Option(help="auto, cuda, cpu.")] = "auto",
     only: Annotated[str, typer.Option(help="With --suite or --peers: only cases whose name contains this.")] = "",
     backends: Annotated[str, typer.Option(help="Backends of ours, comma-separated; by default those that run on the device.")] = "",
+    N: bench_sel_triton.NFlag = "",
+    H: bench_sel_triton.HFlag = "",
+    D: bench_sel_triton.DFlag = "",
+    Dv: bench_sel_triton.DvFlag = "",
+    L_list: bench_sel_triton.LListFlag = "",
+    dist: bench_sel_triton.DistFlag = "",
+    iters: bench_sel_triton.ItersFlag = None,
+    warmup: bench_sel_triton.WarmupFlag = 5,
+    streams: bench_sel_triton.StreamsFlag = 1,
+    decode: bench_sel_triton.DecodeFlag = None,
+    csv: bench_sel_triton.CsvFlag = None,
 ) -> None:
-    """Measure Triton against packed SDPA over the lengths of a selection: the seed matrix and the decode matrix, with CSV and Markdown."""
+    """Measure Triton against packed SDPA over the lengths of a selection, with CSV and Markdown.
+
+    The seed matrix and the decode matrix; --decode 0 or 1 is one of them, and so are sizes. Flags of the matrix go without --suite and
+    --peers.
+    """
     where, console, folder = device_of(device), stderr_console(), out or bench_sel_triton.default_folder()
+    sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
+    of_matrix = {**sizes, "iters": iters, "decode": decode, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
     if not suite and not peers:
-        for decode in (False, True):
-            bench_sel_triton.measure_matrix(where, folder, console, decode=decode, quick=quick, backends=backends)
-        written = bench_sel_triton.write(folder)
+        both = (False, True) if decode is None and not any(sizes.values()) else (bool(decode),)
+        timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
+        rows = []
+        for way in both:
+            rows += bench_sel_triton.measure_matrix(
+                where, folder, console, decode=way, quick=quick, timing=timing, backends=backends, **sizes
+            )
+        written = bench_sel_triton.write(folder, rows, csv)
         typer.echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
         return
+    unused = [f"--{name}" for name, value in of_matrix.items() if value not in ("", None, 0)]
+    if unused:
+        raise ArgumentError(", ".join(unused), "of the matrix", "left out with --suite and --peers", "their cases have sizes of their own")
     ours = named(backends or ",".join(BACKENDS if where == "cuda" else CPU_BACKENDS))
     if peers:  # dense attention is one of them, there with its parity
         ours = [contender for contender in ours if contender.name != DENSE]

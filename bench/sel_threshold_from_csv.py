@@ -73,7 +73,7 @@ def _verdicts(found: Sequence[Threshold]) -> str:
             )
         )  # fmt: skip
     headers = [
-        *("direction", "min L", "undecided L", "cases", "closest case there", "Triton, ms", "packed, ms", "sure gain"),
+        *("direction", "min L", "undecided L", "cases", "closest case there", "its ms", "packed, ms", "sure gain"),
         "least gain from there on",
     ]
     return _markdown(headers, lines)

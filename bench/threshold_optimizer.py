@@ -17,7 +17,7 @@ import typer
 import yaml
 
 from nsa_sel.bench import records
-from nsa_sel.bench.cases import length_of
+from nsa_sel.bench.cases import SPANS, length_of
 from nsa_sel.bench.contenders import PACKED
 from nsa_sel.bench.cost_fit import WAYS
 from nsa_sel.bench.program import program
@@ -107,7 +107,7 @@ def thresholds(rows: Iterable[Row], margin: float = MARGIN, triton: str = TRITON
     """The threshold of every direction that was measured."""
     if not margin > 0:
         raise ArgumentError("--margin", margin, "a number > 0", f"{MARGIN} asks that Triton be that many times faster")
-    known = [name for name, spec in backends().items() if spec.framework == "triton"]
+    known = [name for name in backends() if name != PACKED]
     if triton not in known:
         raise ArgumentError("--backend", repr(triton), ", ".join(known), "pass one of these, or leave it out")
     pairs = length_pairs(rows, triton)
@@ -188,7 +188,7 @@ def _first_length(pairs: Sequence[Pair], holds: Callable[[Pair], bool]) -> int |
 
 
 def _is_about_length(row: Row) -> bool:
-    asked = str(row["case"]).startswith(("threshold", "decode-N")) or str(row.get("distribution")) in ("one", "few", "many", "mixed")
+    asked = str(row["case"]).startswith(("threshold", "decode-N")) or str(row.get("distribution")) in SPANS
     return asked and row.get("streams", 1) in (1, None)
 
 

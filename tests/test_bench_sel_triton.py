@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +14,9 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from nsa_sel.bench import bench_cpu, bench_sel_triton, bench_selection, cases, measure, records
+from nsa_sel.bench import bench_cpu, bench_sel_triton, bench_selection, cases, command, measure, records, sel_threshold_from_csv
 from nsa_sel.bench.bench_sel_triton import SEED, SEED_DECODE, from_csv
-from nsa_sel.bench.cases import Case, length_of, make_selection, span_case, span_lengths
+from nsa_sel.bench.cases import Case, length_of, make_selection, span_case
 from nsa_sel.bench.contenders import named, ours
 from nsa_sel.bench.measure import Spread, Timing
 from nsa_sel.bench.parity import is_causal, make_problem, parity, sample
@@ -32,17 +33,30 @@ QUIET = Console(quiet=True)
 
 
 @pytest.mark.parametrize("dist", cases.SPANS)
-@pytest.mark.parametrize("L", [1, 16, 33, 1024])
+@pytest.mark.parametrize("L", [8, 16, 104, 1024])
 def test_spans_are_disjoint_and_select_L_keys(dist: str, L: int) -> None:
     case = span_case(dist, 5, 2, 16, 8, L)
     selection = make_selection(case, "cpu").merge()  # what touches becomes one: lengths are counted once
     assert make_selection(case, "cpu").validate().n == case.n
     found = selection.measure(case.S_kv)
     assert (found.max_length, found.mean_length) == (L, L)  # nothing is clamped: all keys come before the first row
-    assert length_of(case.case, case.n, case.block) == L == sum(span_lengths(dist, L))
-    assert {"one": case.n == 1, "few": case.n <= 2, "many": case.n == -(-L // 16), "mixed": case.n == L.bit_length()}[dist]
-    assert bool((make_selection(case, "cpu").ranges % 16 == 0).all()) or not case.block
-    assert not torch.equal(selection.ranges, make_selection(case, "cpu", seed=1).merge().ranges)
+    assert length_of(case.case, case.n, case.block) == L
+    again = make_selection(case, "cpu", seed=1).merge().ranges
+    assert torch.equal(selection.ranges, again) == (dist == "few")
+
+
+@pytest.mark.parametrize("L", [16, 128, 1024])
+def test_distributions_are_the_requirements(L: int) -> None:
+    """few: n = 1, [(0, L)]; many: n = 8 equal spans; mixed: n in {2, 4, 8}, random spans that sum to L."""
+    few, many, mixed = (make_selection(span_case(dist, 64, 2, 16, 8, L), "cpu") for dist in ("few", "many", "mixed"))
+    assert few.ranges.unique(dim=1).tolist() == [[[[[0, L]]]]]
+    assert many.ranges.shape[-2] == 8
+    assert bool((many.ranges.diff(dim=-1) == L // 8).all())
+    assert many.block_size == (L // 8 if L >= 128 else None)
+    lengths = mixed.ranges.diff(dim=-1)[0, :, 0, :, 0]
+    assert set((lengths > 0).sum(-1).tolist()) == {2, 4, 8}
+    assert bool((lengths.sum(-1) == L).all())
+    assert len(lengths.unique(dim=0)) > 32  # random, each row its own
 
 
 def test_the_seed_matrix_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,16 +71,23 @@ def test_the_seed_matrix_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -
     assert {job.case.h for job in found} == {4, 8}
     assert {(job.case.Dk, job.case.Dv) for job in found} == {(64, 64), (64, 128), (128, 64), (128, 128)}
     assert {length_of(*(getattr(job.case, x) for x in ("case", "n", "block"))) for job in found} == {16, 32, 64, 128, 256, 512, 1024}
-    assert len({job.case.case for job in found}) == len(found) == 3 * 2 * 4 * 7 * 4
+    assert len({job.case.case for job in found}) == len(found) == 3 * 2 * 4 * 7 * 3
     assert all((job.timing.calls, job.timing.warmup, job.directions) == (50, 5, ("fwd", "bwd")) for job in found)
-    names = {job.case.distribution: [contender.name for contender in job.contenders] for job in found}
-    assert names["few"] == names["one"] == ["triton-token", "triton-group", "sdpa-packed"]
-    assert names["many"] == ["triton-token", "triton-group", "triton-tile", "triton-block", "sdpa-packed"]  # blocks of 16
+    names = {(job.case.distribution, job.case.block): [contender.name for contender in job.contenders] for job in found}
+    assert names["few", 0] == names["many", 0] == names["mixed", 0] == ["triton-token", "triton-group", "sdpa-packed"]
+    for block in (16, 32, 64, 128):  # eight of them from L = 128 on
+        assert names["many", block] == ["triton-token", "triton-group", "triton-tile", "triton-block", "sdpa-packed"]
+    assert len(names) == 3 + 4
     decode = jobs(True)
     assert {(job.case.S, job.case.h, job.case.block, job.case.n) for job in decode} == {(1, h, 64, n) for h in (2, 4) for n in (8, 16)}
     assert [contender.name for contender in decode[0].contenders] == ["triton-token", "triton-group", "sdpa-packed", "dense-cudnn"]
     assert jobs(False, N="64")[0].case.dtype == "bfloat16"
-    for bad, words in (({"N": "0"}, "--N is '0'"), ({"dist": "some"}, "--dist is some"), ({"L_list": "9000"}, "--L_list is 9000")):
+    for bad, words in (
+        ({"N": "0"}, "--N is '0'"),
+        ({"dist": "some"}, "--dist is some"),
+        ({"L_list": "9000"}, "--L_list is 9000"),
+        ({"L_list": "16,33"}, "--L_list is 33; allowed: multiples of 8"),
+    ):
         with pytest.raises(ArgumentError, match=words):
             jobs(False, **bad)
     with pytest.raises(ArgumentError, match="--L_list is 32, 100; allowed: multiples of 64"):
@@ -100,7 +121,7 @@ def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def test_every_flag_on_a_cpu(quickly: list[Timing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    sizes = ("--N", 8, "--H", 2, "--D", 16, "--Dv", "8,16", "--L_list", "16,33", "--dist", "one,mixed")
+    sizes = ("--N", 8, "--H", 2, "--D", 16, "--Dv", "8,16", "--L_list", "16,40", "--dist", "few,mixed")
     flags = ("--iters", 7, "--warmup", 2, "--streams", 1, "--csv", tmp_path / "all.csv", "--out", tmp_path / "out")
     assert script(monkeypatch, *sizes, *flags) == 0
     assert set(quickly) == {Timing(calls=7, warmup=2)}
@@ -108,7 +129,7 @@ def test_every_flag_on_a_cpu(quickly: list[Timing], tmp_path: Path, monkeypatch:
     assert "triton-group is left out: needs a GPU" in said.err
     shown = lines(said.out.split("\n\n")[3].strip())
     assert [shown[-1][x] for x in ("case", "direction", "backend", "ms", "95% CI", "20th to 80th", "calls", "against packed")] == [
-        *("mixed-N8-H2-D16-Dv16-L33", "bwd", "numba", "2", "1.5 to 2.5", "1 to 3", "7", "1.00x")
+        *("mixed-N8-H2-D16-Dv16-L40", "bwd", "numba", "2", "1.5 to 2.5", "1 to 3", "7", "1.00x")
     ]
     rows = records.read(tmp_path / "out" / "rows.jsonl")
     assert len(rows) == 2 * 2 * 2 * 2 * 2  # Dv, L, dist, direction, backend
@@ -117,17 +138,19 @@ def test_every_flag_on_a_cpu(quickly: list[Timing], tmp_path: Path, monkeypatch:
     }
     assert all(row["mae"] < 1e-6 for row in rows)
     dense, varlen = (from_csv(tmp_path / "out" / name) for name in ("dense.csv", "varlen.csv"))
-    assert ({row["n"] for row in dense}, min(row["n"] for row in varlen)) == ({1}, 5)
+    assert ({row["n"] for row in dense}, min(row["n"] for row in varlen)) == ({1}, 8)
     assert len(from_csv(tmp_path / "all.csv")) == len(dense) + len(varlen) == len(rows)
-    assert "| one-N8-H2-D16-Dv8-L16" in (tmp_path / "out" / "report.md").read_text()
+    assert "| few-N8-H2-D16-Dv8-L16" in (tmp_path / "out" / "report.md").read_text()
 
-    decoding = ("--decode", "--N", 3, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", 64)
+    decoding = ("--decode", 1, "--N", 3, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", 64)
     assert script(monkeypatch, *decoding, *flags) == 0
     assert {row["direction"] for row in from_csv(tmp_path / "out" / "decode.csv")} == {"decode"}
-    assert len(from_csv(tmp_path / "all.csv")) == len(rows) + 2
+    assert {row["direction"] for row in from_csv(tmp_path / "all.csv")} == {"decode"}  # its own rows: the others stand in their files
+    assert len(from_csv(tmp_path / "out" / "dense.csv")) == len(dense)
     before = len(quickly)
     assert script(monkeypatch, *sizes, *flags) == 0
     assert len(quickly) == before  # all of it stood there
+    assert [row["case"] for row in from_csv(tmp_path / "all.csv")] == [row["case"] for row in rows]
 
     assert script(monkeypatch, "--streams", 2) == 2
     assert "error: --streams is 2; allowed: 1 on a CPU" in capsys.readouterr().err
@@ -165,7 +188,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nsa_sel_bench_measures_both_matrices(tmp_path: Path) -> None:
     result = bench(tmp_path, "--quick")
     assert result.exit_code == 0, result.output
-    assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl", "varlen.csv", "decode.csv", "report.md"}
+    assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl", "dense.csv", "decode.csv", "report.md"}
     assert {row["direction"] for row in records.read(tmp_path / "rows.jsonl")} == {"fwd", "bwd", "decode"}
     suites = bench(tmp_path, "--quick", "--suite", "performance", "--only", "tiny", "--backends", "sdpa-packed")
     assert suites.exit_code == 0, suites.output
@@ -175,6 +198,47 @@ def test_nsa_sel_bench_measures_both_matrices(tmp_path: Path) -> None:
         assert refused.exit_code == 2
         assert isinstance(refused.exception, SystemExit)
         assert words in refused.output
+
+
+def test_nsa_sel_bench_takes_the_flags_of_the_script(quickly: list[Timing], tmp_path: Path) -> None:
+    sizes = ("--N", 8, "--H", 2, "--D", 16, "--Dv", 8, "--iters", 7, "--warmup", 2, "--streams", 1)
+    out, own = tmp_path / "out", tmp_path / "own.csv"
+    for more, directions in ((("--L_list", 16, "--dist", "few"), {"fwd", "bwd"}), (("--L_list", 64, "--decode", 1), {"decode"})):
+        result = bench(out, *sizes, *more, "--csv", own)
+        assert result.exit_code == 0, result.output
+        assert {row["direction"] for row in from_csv(own)} == directions
+    assert set(quickly) == {Timing(calls=7, warmup=2)}
+    flags = [set(inspect.signature(function).parameters) for function in (bench_sel_triton.main, command.bench)]
+    assert flags[0] <= flags[1]
+    refused = bench(out, "--suite", "performance", "--quick", "--dist", "few", "--decode", 1)
+    assert refused.exit_code == 2
+    assert "--dist, --decode" in refused.output
+
+
+@pytest.mark.usefixtures("quickly")
+def test_the_playbooks_commands_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The seeds' names: a CSV of one span a row, one of several, and the threshold with its report; on a CPU numba stands for Triton."""
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--N", 8, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", "16,64", "--iters", 5, "--warmup", 1, "--streams", 1)
+    for dist, file in (("few", "dense.csv"), ("many,mixed", "varlen.csv")):
+        assert script(monkeypatch, *sizes, "--dist", dist, "--csv", file) == 0
+    assert script(monkeypatch, *sizes[:-8], "--L_list", 64, "--iters", 5, "--decode", 1, "--csv", "decode.csv") == 0
+    assert [len(from_csv(Path(name))) for name in ("dense.csv", "varlen.csv", "decode.csv")] == [8, 16, 2]
+    assert {row["distribution"] for row in from_csv(Path("varlen.csv"))} == {"many", "mixed"}
+    capsys.readouterr()
+    asked = ("--dense", "dense.csv", "--varlen", "varlen.csv", "--margin", "1.2", "--out", "selection_report.md")
+    for backend, code in ((("--backend", "numba"), 0), ((), 2)):
+        monkeypatch.setattr(sys, "argv", ["sel_threshold_from_csv.py", *asked, *backend])
+        with pytest.raises(SystemExit) as ended:
+            sel_threshold_from_csv.program(sel_threshold_from_csv.main)
+        assert int(ended.value.code or 0) == code
+    assert "measure on a GPU: nsa-sel bench" in capsys.readouterr().err  # Triton is not timed on a CPU
+    text = Path("selection_report.md").read_text()
+    assert "# From which L numba pays" in text
+    shown = [lines(part) for part in text.split("\n\n") if part.startswith("|")]
+    assert [[(row["direction"], row["L"], row["cases"]) for row in part] for part in shown[1:]] == [
+        [(way, L, cases) for L in ("16", "64")] for cases in "12" for way in ("fwd", "bwd")
+    ]
 
 
 @pytest.mark.usefixtures("quickly", "tiny")
@@ -207,7 +271,7 @@ def test_peers_are_measured_beside_ours_or_say_what_they_lack(tmp_path: Path, mo
     [
         Case("blocks", "random", 2, 48, 96, 2, 3, 16, 8, 3, 16, "float32"),
         Case("decode", "random", 2, 1, 96, 2, 3, 16, 8, 3, 16, "float32"),
-        span_case("mixed", 9, 2, 16, 8, 33, "float32"),
+        span_case("mixed", 9, 2, 16, 8, 40, "float32"),
     ],
     ids=lambda case: case.case,
 )

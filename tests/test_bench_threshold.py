@@ -113,7 +113,7 @@ def test_a_profile_sets_what_is_decided() -> None:
 def test_rows_that_say_nothing_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^ROWS is 1 rows, in which no case has both .*; allowed: .*measure on a GPU: nsa-sel bench"):
         decided(list(rows_of({64: (1, 2)}))[:1], 1.2)
-    with pytest.raises(ArgumentError, match="--backend is 'nope'; allowed: triton-token, triton-group"):
+    with pytest.raises(ArgumentError, match="--backend is 'nope'; allowed: numba, triton-token, triton-group"):
         decided(list(rows_of({64: (1, 2)})), 1.2, "nope")
     with pytest.raises(ArgumentError, match="from a GPU and another; allowed: rows of one device"):
         decided([*rows_of({64: (1, 2)}), *rows_of({64: (1, 2)}, device="another")], 1.2)
@@ -141,8 +141,8 @@ def test_csv_keeps_the_rows(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """rows.jsonl and the CSV files of a matrix."""
-    dense = rows_of({64: (1, 1.1), 256: (1, 3)}, dist="one")
-    varlen = [*rows_of({64: (1, 2), 256: (1, 4)}), *rows_of({64: (1, 2)}, dist="many")]
+    dense = rows_of({64: (1, 1.1), 256: (1, 3)})
+    varlen = [*rows_of({64: (1, 2), 256: (1, 4)}, dist="mixed"), *rows_of({64: (1, 2)}, dist="many")]
     records.append(tmp_path / "rows.jsonl", [*dense, *varlen])
     bench_sel_triton.write(tmp_path)
     return tmp_path
