@@ -2,7 +2,7 @@
 
 `torchrun --standalone --nproc-per-node 2 -m tests.distributed_checks cuda` runs all of it through NCCL, `cpu` through gloo. Each rank
 runs every check; the first failure ends it, for the others would wait for it. With a folder as the second argument, each rank
-writes there what became of each check.
+writes there what became of each check. The third argument is "end" for the check that ends a process group, else a part of names.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -278,16 +279,88 @@ def rank_0_decides() -> None:
     assert {ran for _, ran in chosen} == {chosen[0][0]}
 
 
+def told(work: Callable[[], object], *words: str) -> None:
+    """On every rank, by an error that another process can read too."""
+    with pytest.raises(NsaSelError) as raised:
+        work()
+    assert all(word in str(raised.value) for word in words), raised.value
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def small_call(S: int = 32, D: int = 16, n: int = 1, dtype: torch.dtype = torch.float32, grad: bool = False, **how: Any) -> Tensor:
+    """o of S rows of this rank, with other numbers on each rank, and as many bytes for 32 by 16 as for 16 by 32."""
+    torch.manual_seed(rank())
+    sizes = (1, S, 1, 2, D), (1, 1, S, D), (1, 1, S, D)
+    q, k, v = (torch.randn(size, dtype=dtype, device=DEVICE, requires_grad=grad) for size in sizes)
+    blocks = torch.arange(n, dtype=torch.int32, device=DEVICE).expand(1, S, 1, n).contiguous()
+    return context_parallel_attention(q, k, v, Selection.from_blocks(blocks, how.pop("block", 16)), **how)
+
+
+def calls_that_were_agreed_on_and_differ_raise_on_all_ranks() -> None:
+    """Ranks know both calls, and make another one each, with as many bytes or not; then they go on."""
+    if DEVICE == "cuda":  # there it ends the process: gpus_stop_where_calls_differ
+        return
+    others: dict[str, dict[str, Any]] = {
+        "keys is 16 there, 32 on rank 0": {"S": 16, "D": 32},
+        "request.Dv is 32 there, 16 on rank 0": {"D": 32},
+        "request.n is 2 there, 1 on rank 0": {"n": 2},
+        "block_size is 8 there, 16 on rank 0": {"block": 8},
+        "request.dtype is 'float64' there, 'float32' on rank 0": {"dtype": torch.float64},
+        "request.needs_grad is True there, False on rank 0": {"grad": True},
+        "scale is 0.5 there, 0.25 on rank 0": {"scale": 0.5},
+        "q_pos is True there, False on rank 0": {"q_pos": torch.arange(32)},
+        "override is {'backend': 'numba', 'source': 'argument'} there, None on rank 0": {"backend": "numba"},
+    }
+    for exchange in ("gather", "blocks", "rows"):
+        right = small_call(exchange=exchange)
+        for words, how in others.items():
+            small_call(exchange=exchange, **how)
+            told(lambda how=how, exchange=exchange: small_call(exchange=exchange, **(how if rank() else {})), words)
+            assert torch.equal(small_call(exchange=exchange), right), words
+    told(lambda: small_call(exchange="gather", S=48 if rank() else 32), "keys is 48 there, 32 on rank 0")  # new to rank 1 alone
+    told(lambda: small_call(exchange="gather" if rank() else "rows"), "exchange is 'gather' there, 'rows' on rank 0")
+    with only_rank(rank(), "NSA_SEL_TRITON_MIN_L", "77"):
+        small_call(exchange="gather")
+    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
+        told(lambda: small_call(exchange="gather"), "settings.sel_triton_min_L is 77 there")
+    small_call(exchange="gather")
+
+
+def backward_passes_that_differ_raise_on_all_ranks() -> None:
+    if DEVICE == "cuda":
+        return
+    for exchange in ("gather", "blocks", "rows"):
+        first, second = (small_call(exchange=exchange, grad=True) for _ in range(2))
+        told((second if rank() else first).sum().backward, "rank 1", "call is ")
+        left = small_call(exchange=exchange, grad=True).sum()
+        told(small_call if rank() else left.backward, "direction is 'forward' there, 'backward' on rank 0")
+        small_call(exchange=exchange, grad=True).sum().backward()
+
+
+def a_rank_that_fails_alone_and_goes_on_is_told() -> None:
+    """Its next call is not taken for the one that the others wait in; check_ranks() brings ranks together, too."""
+    for together in (False, True):
+        small_call(exchange="gather")
+        if rank() == 1:
+            with pytest.raises(ArgumentError):
+                small_call(exchange="all")
+        if together:
+            check_ranks()
+        elif DEVICE == "cpu":
+            told(lambda: small_call(exchange="gather"), "rank 1", "call is ")
+        else:
+            check_ranks()
+        small_call(exchange="gather")
+
+
 def who_comes_alone_is_told() -> None:
-    """A rank whose flag was changed makes a call that the others know already; it says what it was."""
+    """A rank that nobody meets says what has changed since they last did."""
     seconds, agreement.SECONDS = agreement.SECONDS, 0.5
     call_of(64)
     with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
-        began = time.monotonic()
         if rank() == 1:
-            with pytest.raises(NsaSelError, match=r"rank 1 waited 0.5 seconds for rank 0 .*settings\.sel_triton_min_L was \S+, is 77"):
-                call_of(64)
-            assert time.monotonic() - began < 10
+            with pytest.raises(NsaSelError, match=r"rank 1 waited 0.5 seconds for rank 0 .*: settings\.sel_triton_min_L was \S+, is 77\."):
+                check_ranks()
     agreement.SECONDS = seconds
     dist.barrier()
     check_ranks()
@@ -296,6 +369,31 @@ def who_comes_alone_is_told() -> None:
         call_of(64)
         call_of(64)
     assert agreement._groups[dist.group.WORLD].meetings == meetings + 2
+
+
+def another_default_device_changes_nothing() -> None:
+    """Not in what stands around a backend; backends have a test of their own."""
+    q, k, v, selection = problem()
+    slices, ranges = (mine(q, 1), mine(k, 2), mine(v, 2)), mine(selection.ranges, 1)
+    run_forward, gradients = attention.run_forward, attention.gradients
+
+    def as_ever(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            with torch.device(DEVICE):
+                return work(*arguments)
+
+        return run
+
+    attention.run_forward, attention.gradients = as_ever(run_forward), as_ever(gradients)
+    for exchange, count in (("gather", False), ("blocks", False), ("blocks", True), ("rows", False)):
+        results = []
+        for default in (None, "meta"):
+            torch.set_default_device(default)
+            o = context_parallel_attention(*slices, Selection(ranges, BLOCK), exchange=exchange, count_blocks=count)
+            results.append((o.detach(), *torch.autograd.grad(o.sum(), slices)))
+            torch.set_default_device(None)
+        assert all(map(torch.equal, *results))
+    attention.run_forward, attention.gradients = run_forward, gradients
 
 
 def bad_arguments() -> None:
@@ -312,6 +410,10 @@ def bad_arguments() -> None:
         context_parallel_attention(*slices, selection)
     with pytest.raises(ArgumentError, match="group is a str"):
         context_parallel_attention(*slices, mine(selection.ranges, 1), group="dp")
+    alone = dist.new_group([0])
+    if rank():
+        with pytest.raises(ArgumentError, match="group is one without this rank"):
+            context_parallel_attention(*slices, mine(selection.ranges, 1), group=alone)
 
 
 # Documents and benches
@@ -340,6 +442,24 @@ def scaling_is_measured() -> None:
     assert len(rows) == (len(bench_scaling.cases(ranks(), quick=True)) * 2 if rank() == 0 else 0)
 
 
+def a_rank_that_dies_is_noticed() -> None:
+    """The other waits for it in front of the exchange."""
+    small_call(exchange="gather")
+    if rank() == 0:
+        told(lambda: small_call(exchange="gather"), "rank 0 could not compare its call with those of the other ranks (call 2, forward)")
+
+
+def gpus_stop_where_calls_differ() -> None:
+    """Both calls are known and have as many bytes; no rank may see a result. That of a known call was right before."""
+    shapes = {"S": 32, "D": 16}, {"S": 16, "D": 32}
+    for how in shapes:
+        assert small_call(exchange="gather", **how).isfinite().all()
+    with pytest.raises(RuntimeError):
+        print("no error:", float(small_call(exchange="gather", **shapes[rank()]).sum()))
+
+
+ENDS = {"cpu": a_rank_that_dies_is_noticed, "cuda": gpus_stop_where_calls_differ}  # alone in a process: the group is of no use after them
+
 CHECKS: tuple[Callable[[], None], ...] = (
     gathering_is_bit_equal,
     travelling_blocks_are_within_the_bound,
@@ -352,7 +472,11 @@ CHECKS: tuple[Callable[[], None], ...] = (
     poison_stays_home,
     ranks_agree,
     rank_0_decides,
+    calls_that_were_agreed_on_and_differ_raise_on_all_ranks,
+    backward_passes_that_differ_raise_on_all_ranks,
+    a_rank_that_fails_alone_and_goes_on_is_told,
     who_comes_alone_is_told,
+    another_default_device_changes_nothing,
     bad_arguments,
     models.dtensors_need_no_communication,
     models.dtensors_of_uneven_parts_and_of_two_dimensions,
@@ -382,15 +506,14 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
-    how = {"timeout": datetime.timedelta(seconds=60)}
+    how = {"timeout": datetime.timedelta(seconds=1200)}
     store = os.environ.get("RANKS_MEET_IN")
     where = {"init_method": f"file://{store}", "rank": int(os.environ["RANK"]), "world_size": 2} if store else {}
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", **how, **where)
     results: dict[str, str] = {}
-    for check in CHECKS:
+    word = sys.argv[3] if len(sys.argv) > 3 else ""
+    for check in (ENDS[DEVICE],) if word == "end" else [check for check in CHECKS if word in check.__name__]:
         began = time.monotonic()
-        if len(sys.argv) > 3 and sys.argv[3] not in check.__name__:
-            continue
         try:
             check()
             results[check.__name__] = "passed"
@@ -407,6 +530,8 @@ def main() -> None:
     if failed:
         print(failed[0], file=sys.stderr, flush=True)
         os._exit(1)  # the others may never come to a proper end
+    if word == "end":
+        os._exit(0)
     dist.destroy_process_group()
     if os.environ["RANK"] == "0" and store:
         os.wait()

@@ -14,10 +14,9 @@ from torch.compiler import is_compiling
 from nsa_sel import attention, observe
 from nsa_sel.call import Call, as_selection, check_call, device_info, request_of
 from nsa_sel.config import settings_for
-from nsa_sel.decision import Decision
 from nsa_sel.distributed import cost, gathered, travelling, visiting
-from nsa_sel.distributed.agreement import agree
-from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
+from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
+from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.request import Request
 from nsa_sel.selection import Selection
 
@@ -51,18 +50,26 @@ def context_parallel_attention(
     all); with count_blocks=True they are counted, which waits for the device at every call. They need whole blocks, and slices of a
     multiple of them.
 
-    Ranks agree before anything travels: once for a class of calls rank 0 decides for all. Raises ArgumentError for bad input,
-    BackendError where nothing may run the call, NsaSelError naming rank and field where ranks differ in sizes, flags, versions or
-    devices, or where a rank does not come.
+    Ranks agree before anything travels: once per class of calls rank 0 decides for all. In front of the exchange of every call and of every
+    backward pass they compare 8 bytes per rank, which cover all of the above, what was agreed on and the number of the call. On a CPU ranks
+    that differ all raise. On a GPU that takes one collective and four small launches, and no host waits for it: where ranks differ, a
+    device-side assert ends the CUDA context of each of them before the exchange, and the next call that meets the GPU raises.
+
+    Raises:
+        ArgumentError: bad input.
+        BackendError: nothing may run the call.
+        NsaSelError: ranks differ in sizes, flags, versions, devices or in the order of calls (it names rank and field), a rank does not
+            come, or there is no distributed job.
     """
     if is_compiling():
         raise BackendError(
             "context_parallel_attention is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a"
             " function under torch.compiler.disable, and compile the rest."
         )
+    group = group_of(group, "context_parallel_attention")
+    begin_call(group)
     if exchange not in get_args(cost.Choice):
         raise ArgumentError("exchange", repr(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
-    group = _group(group)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = attention.in_autocast_dtype(q, k, v)
@@ -77,49 +84,31 @@ def context_parallel_attention(
     )  # fmt: skip
     alike = {"keys": keys, "exchange": exchange, "count_blocks": count_blocks, "scale": scale, "q_pos": of.has_pos, "block_size": block}
 
-    def agreed(request: Request, **more: Any) -> Decision:
-        return agree(request, device, group, backend, **alike, **more)
+    def agreed(request: Request, **more: Any) -> Agreed:
+        return agree(request, device, group, backend, q.device, **alike, **more)
 
     done, route, chosen = _planned(q, k, v, selection, q_pos, of, exchange, count_blocks, agreed, group)
     observe.follow(settings_for(device).debug_log)
     if done.way == "rows":
         k, v = visiting.aligned(k), visiting.aligned(v)
         request = visiting.request(q, k, v, selection, ranks, needs_grad)
-        decision = agreed(request, index_size=of.index_size)
-        o, lse = visiting.attend(q, k, v, selection, q_pos, scale, group, decision, request)
+        o, lse = visiting.attend(q, k, v, selection, q_pos, scale, agreed(request, index_size=of.index_size), request)
     else:
         request = _request(q, k, v, selection, of)
         if route is not None and not of.within:  # what a row sees of a block may end within it
             request = msgspec.structs.replace(request, block_size=None)
-        decision = agreed(request)
+        on = agreed(request)
         if route is not None and chosen is None:
             chosen = _chosen(selection, q, q_pos, of, rank)
         seen = of.first(rank) + S if q_pos is None else ranks * keys
         travels = None if chosen is None or route is None else (chosen, route, of.within)
         o, lse = _ContextParallel.apply(  # type: ignore[no-untyped-call]
-            q, k, v, selection, q_pos, seen, scale, travels, group, decision, request
+            q, k, v, selection, q_pos, seen, scale, travels, on, request
         )
     cost.note(done)
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
-
-
-def _group(group: Any) -> dist.ProcessGroup:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise NsaSelError(
-            "context_parallel_attention is called outside a distributed job; allowed: after torch.distributed.init_process_group."
-            " Remedy: launch it with torchrun and initialise, or call selection_attention."
-        )
-    if group is None:
-        return dist.group.WORLD  # type: ignore[return-value]
-    if hasattr(group, "get_group"):
-        if group.ndim != 1:
-            raise ArgumentError("group", f"a mesh of {group.ndim} dimensions", "one dimension", "pass mesh['name of the dimension']")
-        return group.get_group()  # type: ignore[no-any-return]
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError("group", f"a {type(group).__name__}", "a ProcessGroup or a DeviceMesh", "leave it out for all ranks")
-    return group
 
 
 def _repeated(x: Any, ranks: int) -> Any:
@@ -145,7 +134,7 @@ def _request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, of: cost.Siz
 
 def _planned(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, of: cost.Sizes, exchange: cost.Choice, count: bool,
-    agreed: Callable[[Request], Decision], group: dist.ProcessGroup,
+    agreed: Callable[[Request], Agreed], group: dist.ProcessGroup,
 ) -> tuple[cost.Exchange, travelling.Route | None, travelling.Chosen | None]:  # fmt: skip
     """The exchange to be done; how blocks travel, None where they don't; which of them the rank's rows chose, if they were counted."""
     rank, obstacle = dist.get_rank(group), cost.obstacle(of)
@@ -180,9 +169,9 @@ class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, seen: int, scale: float,
-        travels: tuple[travelling.Chosen, travelling.Route, bool] | None, group: dist.ProcessGroup, decision: Decision, request: Request,
+        travels: tuple[travelling.Chosen, travelling.Route, bool] | None, agreed: Agreed, request: Request,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        device = device_info(q.device)
+        device, group = device_info(q.device), agreed.group
         travelled = None
         if travels is None:
             k_seen, v_seen = (x[:, :, :seen] for x in gathered.gather(k, v, group))
@@ -193,10 +182,10 @@ class _ContextParallel(torch.autograd.Function):
         call = Call(q, k_seen, v_seen, selection, q_pos, scale, settings_for(device), device)
         if call.settings.debug_triton and not call.capturing():
             selection.validate()
-        o, lse, decision = attention.run_forward(call, decision)
+        o, lse, decision = attention.run_forward(call, agreed.decision)
         attention.finish(call, decision, request, o)
         ctx.save_for_backward(q, k_seen, v_seen, o, lse, selection.ranges, q_pos)
-        ctx.facts, ctx.decision, ctx.group = (selection, scale, call.settings, device), decision, group
+        ctx.facts, ctx.decision, ctx.agreed = (selection, scale, call.settings, device), decision, agreed
         ctx.travelled, ctx.keys = travelled, k.shape[2]
         ctx.set_materialize_grads(False)
         return o, lse
@@ -210,8 +199,9 @@ class _ContextParallel(torch.autograd.Function):
         if do is None and dlse is None:
             do = torch.zeros_like(o)  # the other ranks wait for this one's gradients
         dq, dk, dv = attention.gradients(Call(q, k_seen, v_seen, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
+        ctx.agreed.before_backward(q.device)
         if ctx.travelled is None:
-            dk, dv = gathered.scatter_sums(dk, dv, ctx.keys, ctx.group)
+            dk, dv = gathered.scatter_sums(dk, dv, ctx.keys, ctx.agreed.group)
         else:
-            dk, dv = travelling.return_sums(dk, dv, ctx.travelled, ctx.group)
-        return dq, dk, dv, *(None,) * 8
+            dk, dv = travelling.return_sums(dk, dv, ctx.travelled, ctx.agreed.group)
+        return dq, dk, dv, *(None,) * 7

@@ -20,6 +20,7 @@ from nsa_sel import attention
 from nsa_sel.call import Call, device_info, request_of
 from nsa_sel.config import settings_for
 from nsa_sel.decision import Decision
+from nsa_sel.distributed.agreement import Agreed
 from nsa_sel.distributed.cost import ALIGNED, padded
 from nsa_sel.distributed.gathered import all_gather
 from nsa_sel.request import Request
@@ -46,25 +47,24 @@ def _whole(selection: Selection, k: Tensor) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup,
-    decision: Decision, request: Request,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, agreed: Agreed, request: Request
+) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h] of this rank's rows q [B,S,G,h,Dk] over the slices k, v of all ranks; all of them call it."""
     if request.needs_grad:
-        return _Visiting.apply(q, k, v, selection, q_pos, scale, group, decision, request)  # type: ignore[no-any-return,no-untyped-call]
-    return _forward(_call_here(q, k, v, selection, q_pos, scale, group), group, decision, request)[:2]
+        return _Visiting.apply(q, k, v, selection, q_pos, scale, agreed, request)  # type: ignore[no-any-return,no-untyped-call]
+    return _forward(_call_here(q, k, v, selection, q_pos, scale, agreed.group), agreed, request)[:2]
 
 
 class _Visiting(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup,
-        decision: Decision, request: Request,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, agreed: Agreed,
+        request: Request,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        call = _call_here(q, k, v, selection, q_pos, scale, group)
-        o, lse, ctx.decision = _forward(call, group, decision, request)
+        call = _call_here(q, k, v, selection, q_pos, scale, agreed.group)
+        o, lse, ctx.decision = _forward(call, agreed, request)
         ctx.save_for_backward(call.q, k, v, o, lse, call.q_pos)
-        ctx.facts, ctx.group = (call.selection, scale, call.settings, call.device), group
+        ctx.facts, ctx.agreed = (call.selection, scale, call.settings, call.device), agreed
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -77,12 +77,14 @@ class _Visiting(torch.autograd.Function):
         rows = *lse.shape[1:], q.shape[-1]
         do = torch.zeros_like(o) if do is None else do  # the other ranks wait for these
         dlse = torch.zeros_like(lse) if dlse is None else dlse
-        do, o, lse, dlse = _of_all([do, o, lse, dlse], ctx.group)
+        group = ctx.agreed.group
+        ctx.agreed.before_backward(q.device)
+        do, o, lse, dlse = _of_all([do, o, lse, dlse], group)
         call = Call(q, k, v, selection, positions, scale, settings, device)
         dq, dk, dv = attention.gradients(call, ctx.decision, o.contiguous(), lse.contiguous(), do, dlse)
-        shares = _home(_by_rank(dq, ctx.group).contiguous(), ctx.group)
+        shares = _home(_by_rank(dq, group).contiguous(), group)
         total = shares.sum(0, dtype=torch.promote_types(dq.dtype, torch.float32)).to(dq.dtype)
-        return total.view(len(total), *rows), dk, dv, *(None,) * 6
+        return total.view(len(total), *rows), dk, dv, *(None,) * 5
 
 
 def _call_here(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup) -> Call:
@@ -106,9 +108,10 @@ def _call_here(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Ten
     return call
 
 
-def _forward(call: Call, group: dist.ProcessGroup, decision: Decision, request: Request) -> tuple[Tensor, Tensor, Decision]:
+def _forward(call: Call, agreed: Agreed, request: Request) -> tuple[Tensor, Tensor, Decision]:
     """o and lse of this rank's rows, after all ranks' have met this rank's keys and its own those of all; and the decision that ran."""
-    o, lse, decision = attention.run_forward(call, decision)
+    group = agreed.group
+    o, lse, decision = attention.run_forward(call, agreed.decision)
     attention.finish(call, decision, request, o)
     rows = o.shape[1] // dist.get_world_size(group), *o.shape[2:]
     came = _home(packed([_by_rank(o, group), _by_rank(lse, group)]), group)
