@@ -68,14 +68,14 @@ def selection_attention(
     backend: a name to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy. Raises ArgumentError for bad
     input and BackendError, with every reason, when the forced backend or all backends refuse; both before any kernel runs.
     """
-    if is_compiling() or _traces(q, k, v):
-        from nsa_sel import ops  # stands above
-
-        return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
-    if type(q) is not Tensor and _is_sharded(q):
-        from nsa_sel.distributed import sharding  # likewise
+    if type(q) is not Tensor and not is_compiling() and _is_sharded(q):
+        from nsa_sel.distributed import sharding  # stands above
 
         return sharding.sharded(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
+    if is_compiling() or _traces(q, k, v):
+        from nsa_sel import ops  # likewise
+
+        return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     check_transforms(q, k, v)
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = in_autocast_dtype(q, k, v)  # first: what it casts need not be of one dtype
