@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsa_sel.decision import Decision
 
 
+MOST_SHOWN = 1000  # characters of a bad value in an error's words
+
+
 class NsaSelError(Exception):
-    """Base of all errors raised by nsa-sel."""
+    """Base of all errors raised by nsa-sel. Copies and pickles are equal in words and attributes, however a class is constructed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[NsaSelError], args: tuple[Any, ...], attributes: dict[str, Any]) -> NsaSelError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ArgumentError(NsaSelError, ValueError):
@@ -30,7 +42,10 @@ class ConfigError(NsaSelError, ValueError):
     """A flag of the environment or a field of a configuration file has a bad value."""
 
     def __init__(self, source: str, value: object, allowed: str, remedy: str) -> None:
-        super().__init__(f"{source} is {value!r}; allowed: {allowed}. Remedy: {remedy}.")
+        shown = repr(value)
+        if len(shown) > MOST_SHOWN:
+            shown = f"{shown[:MOST_SHOWN]}... ({len(shown)} characters)"
+        super().__init__(f"{source} is {shown}; allowed: {allowed}. Remedy: {remedy}.")
         self.source, self.value, self.allowed, self.remedy = source, value, allowed, remedy
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import logging
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from nsa_sel import forks
 from nsa_sel.decision import Decision
 from nsa_sel.errors import ConfigError
 from nsa_sel.request import Request
@@ -23,7 +23,7 @@ KEPT_DECISIONS = 1024
 _taken: list[Decision] = []  # by the last calls, at least KEPT_DECISIONS of them
 _counted = 0  # how many of these, from the first on, are in the counters
 _counters: collections.Counter[tuple[str, ...]] = collections.Counter()
-_lock = threading.Lock()
+_lock = forks.lock()
 _handler: logging.Handler | None = None
 _followed: str | None = None  # what NSA_DEBUG_LOG said when a call last looked
 

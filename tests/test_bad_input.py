@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +19,8 @@ from nsa_sel.call import check_call, request_of
 from nsa_sel.errors import ArgumentError, BackendError, ConfigError, NsaSelError
 from nsa_sel.request import DeviceInfo
 from tests.cases import make_qkv
+from tests.policy_cases import H100, LONG
+from tests.test_layering import modules
 
 B, S, G, h, Dk, Dv, S_kv = 2, 4, 3, 2, 16, 8, 24
 
@@ -279,6 +285,40 @@ def test_nothing_is_remembered_of_wrong_calls() -> None:
     for wrong in CALLS:
         message_of(wrong)
     assert nsa_sel.decisions() == before
+
+
+# Errors between processes
+
+
+def every_error() -> list[NsaSelError]:
+    """One of each class, of those with a signature of their own also by keywords and with a decision."""
+    words = ("x", 3, "y", "do")
+    keywords: dict[str, Any] = dict(zip(("value", "allowed", "remedy"), words[1:], strict=True))
+    decision = attention.explain_request(LONG, H100)
+    made = [ArgumentError(argument="x", **keywords), ConfigError(source="x", **keywords), BackendError("no", decision), NsaSelError("no")]
+    classes = [NsaSelError]
+    for kind in classes:
+        classes += kind.__subclasses__()
+        made.append(kind(*words) if kind in (ArgumentError, ConfigError) else kind("no"))
+    return made
+
+
+@pytest.mark.parametrize("round_trip", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_errors_travel_between_processes(round_trip: Callable[[NsaSelError], NsaSelError]) -> None:
+    importlib.import_module("nsa_sel.bench.tune_runner")  # declares some
+    errors = every_error()
+    declared = {name for _, file in modules() for name in re.findall(r"^class (\w+)\(NsaSelError", file.read_text(), re.MULTILINE)}
+    assert {type(error).__name__ for error in errors} == {"NsaSelError", *declared}
+    for error in errors:
+        again = round_trip(error)
+        assert type(again) is type(error)
+        assert (str(again), repr(again), again.args, again.__dict__) == (str(error), repr(error), error.args, error.__dict__)
+
+
+def test_a_bad_value_of_great_length_is_shown_in_part() -> None:
+    message = str(ConfigError("x", "9" * 100_000, "y", "do"))
+    assert len(message) < 2000
+    assert_in_order(message, ("x is '999", "... (100002 characters); allowed: y. Remedy: do."))
 
 
 def test_the_table_is_long() -> None:
