@@ -25,6 +25,7 @@ from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from tests.cases import make_blocks, make_qkv, make_spans
 from tests.policy_cases import CPU, H100, LONG, SHORT, decide, replace
+from tests.test_layering import modules
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -168,10 +169,10 @@ def test_a_fork_while_another_thread_holds_a_lock_leaves_it_free_in_the_child() 
 
 def test_no_lock_or_pool_is_made_that_a_fork_may_leave_taken() -> None:
     makes = re.compile(r"\b(?:R?Lock|Condition|Semaphore|Barrier|Queue|\w+PoolExecutor|register_at_fork|in_child)\(")
-    sources = {file.name: file.read_text() for folder in ("nsa_sel", "backends", "policies") for file in (ROOT / folder).rglob("*.py")}
+    sources = {name: file.read_text() for name, file in modules()}
     made = {name: makes.findall(source) for name, source in sources.items() if makes.search(source)}
-    assert made.pop("forks.py") == ["RLock(", "register_at_fork(", "in_child(", "register_at_fork("]
-    assert made == {"numba_cpu.py": ["ThreadPoolExecutor(", "in_child("]}
+    assert made.pop("forks") == ["RLock(", "register_at_fork(", "in_child(", "register_at_fork("]
+    assert made == {"backends.numba_cpu": ["ThreadPoolExecutor(", "in_child("]}
 
 
 # Keys read
