@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from nsa_sel.decision import Decision
 
 
-MOST_SHOWN = 1000  # characters of a bad value in an error's words
+MOST_SHOWN = 500  # characters of a bad value in an error's words
 
 
 class NsaSelError(Exception):
