@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nsa_sel import forks
 from nsa_sel.backends._numba.vectors import (
     add,
     broadcast,
@@ -395,8 +396,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "nsa_sel")
 
 
-if hasattr(os, "register_at_fork"):  # a forked child has the pool but not its threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+forks.in_child(_pool.cache_clear)  # which has the pool but not its threads
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, tuple[int, ...]]:

@@ -84,11 +84,15 @@ def of_last_environment(rows: Iterable[Row]) -> list[Row]:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Replace a file at once: a reader, or a kill, meets the old text or the new one."""
+    """Replace a file at once: a reader, or a kill, meets the old text or the new one. What fails leaves no part behind."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(file)
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(file)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def parsed(line: bytes) -> Row | None:

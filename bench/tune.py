@@ -10,6 +10,7 @@ the second round measures both again, because the best of many noisy numbers is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -22,9 +23,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from nsa_sel import tuned
+from nsa_sel import private, tuned
 from nsa_sel.attention import STICKY
-from nsa_sel.bench.records import append
+from nsa_sel.bench import records
+from nsa_sel.bench.records import Row
 from nsa_sel.bench.tune_space import Job
 from nsa_sel.config import CACHE_FLAG, KernelConfig
 from nsa_sel.errors import ArgumentError, ConfigError, NsaSelError
@@ -99,16 +101,23 @@ def journal_of(stamp: Stamp) -> Path:
 
 
 @contextlib.contextmanager
-def locked(stamp: Stamp) -> Iterator[None]:
-    """Held by one process at a time; ends with the process, however it ends."""
-    path = tuned.file_of(stamp).with_suffix(".lock")
+def using_folder() -> Iterator[None]:
+    """ConfigError in place of the OSError of a cache folder that can't be used: a full disk, or files of somebody else."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        yield
     except OSError as error:
-        raise ConfigError(
-            "the cache folder", str(path.parent), "a folder that can be written", f"{error.strerror}: set {CACHE_FLAG} to one"
-        ) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = f"{error.strerror}; {'make room, or ' if full else ''}set {CACHE_FLAG} to one"
+        raise ConfigError("the cache folder", str(tuned.cache_folder()), "a folder of your own that can be written", remedy) from error
+
+
+@contextlib.contextmanager
+def locked(stamp: Stamp) -> Iterator[None]:
+    """Held by one process at a time; ends with the process, however it ends. ConfigError where the cache folder can't be written."""
+    path = tuned.file_of(stamp).with_suffix(".lock")
+    with using_folder():
+        private.make_folder(path.parent)
+        descriptor = private.opened(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,9 +129,31 @@ def locked(stamp: Stamp) -> Iterator[None]:
         except OSError as error:
             words = f"{error.strerror}: set {CACHE_FLAG} to a folder on a local disk"
             raise ConfigError("the cache folder", str(path.parent), "a file system with locks", words) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
+        with using_folder():
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            yield
+    finally:
+        os.close(descriptor)
+
+
+def kept(path: Path) -> bytes:
+    """What `keep` wrote; nothing where there is no file. Raises ConfigError for one that is not the user's own."""
+    with using_folder(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return private.read(path)
+    return b""
+
+
+def keep(path: Path, row: Row) -> None:
+    """Add a row to a file of the user's own, whole or not at all; it is on disk when this returns. Raises OSError."""
+    descriptor = private.opened(path, os.O_RDWR | os.O_CREAT)
+    try:
+        before = os.fstat(descriptor).st_size
+        try:
+            records.append(path, [row])
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
     finally:
         os.close(descriptor)
 
@@ -135,11 +166,10 @@ class Journal:
         self.found: dict[Place, Measured] = {}
         self.begun: Counter[Place] = Counter()
         self.unreadable = 0
-        if path.exists():
-            self._read()
+        self._read()
 
     def _read(self) -> None:
-        data = self.path.read_bytes()
+        data = kept(self.path)
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data) and self.mend:  # a process was killed, or the disk was full, within a line
             os.truncate(self.path, len(whole))
@@ -159,7 +189,7 @@ class Journal:
             self.found[at] = Measured(entry.times, entry.error)
 
     def _write(self, entry: Entry) -> None:
-        append(self.path, [msgspec.to_builtins(entry)])
+        keep(self.path, msgspec.to_builtins(entry))
         self._take(entry)
 
     def known(self, job: Job, problem: str, config: KernelConfig, rival: KernelConfig | None = None) -> Measured | None:
@@ -331,7 +361,7 @@ def written(stamp: Stamp) -> TunedFile:
     """What earlier runs wrote; a file that can't be read is made anew, from the journal."""
     path = tuned.file_of(stamp)
     try:
-        return tuned.parse(path.read_bytes(), path.name)[0]
+        return tuned.parse(private.read(path), path.name)[0]
     except (OSError, ConfigError):
         return TunedFile(stamp=stamp, commit=None)
 
@@ -342,15 +372,5 @@ def rewrite(stamp: Stamp, **changes: Any) -> None:
 
 
 def write(path: Path, file: TunedFile) -> None:
-    """Replace the file at once: readers see the old one or the new one, whenever the machine stops."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as opened:
-        opened.write(json.dumps(msgspec.to_builtins(file), indent=1).encode() + b"\n")
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    """Replace the file at once: readers see the old one or the new one, whenever the machine stops. Raises OSError."""
+    private.write(path, json.dumps(msgspec.to_builtins(file), indent=1).encode() + b"\n")

@@ -16,7 +16,7 @@ from nsa_sel import registry, tuned
 from nsa_sel.attention import forget_decisions
 from nsa_sel.bench import tune_costs, tune_rows, tune_thresholds
 from nsa_sel.bench.records import Row
-from nsa_sel.bench.tune import Journal, Report, journal_of, run
+from nsa_sel.bench.tune import Journal, Report, journal_of, run, using_folder
 from nsa_sel.bench.tune_space import CASES, SPACES, Case, Job, jobs
 from nsa_sel.call import device_info
 from nsa_sel.config import COMMIT_FLAG, WAYS, Costs, Settings, Threshold, Way, profile_for, settings_for, shipped_configs
@@ -201,10 +201,6 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, floa
             again = tune_costs.wanted(chosen.device, chosen.ways)
             costs_left = len(again) - _costs_known(chosen.device, again)
         return Done(report, thresholds, costs, costs_left, _page(stamp, tell) if chosen.ways else None)
-    except OSError as error:
-        raise ConfigError(
-            "the cache folder", str(tuned.cache_folder()), "one that can be written", f"{error.strerror}: make room"
-        ) from error
     finally:
         tuned.forget()
         forget_decisions()
@@ -220,8 +216,9 @@ def _page(stamp: Stamp, tell: Callable[[str, float], None]) -> Path | str:
     folder = tuned.file_of(stamp).with_suffix(".report")
     files = [file for file in (tune_costs.rows_of(stamp), tune_thresholds.rows_of(stamp)) if file.exists()]
     try:
-        reporting.write(files, folder)
-    except ArgumentError as error:
+        with using_folder():
+            reporting.write(files, folder)
+    except (ArgumentError, ConfigError) as error:
         return str(error)
     return folder / reporting.PAGE
 

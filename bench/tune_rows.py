@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa_sel import private
 from nsa_sel.bench import measure, records
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.records import Row
-from nsa_sel.bench.tune import DEATHS, ContextLost
+from nsa_sel.bench.tune import DEATHS, ContextLost, keep, kept
 from nsa_sel.config import COMMIT_FLAG
 from nsa_sel.tuned import Stamp
 
@@ -39,8 +40,7 @@ def facts(stamp: Stamp) -> Row:
 
 def read(path: Path) -> dict[Key, Row]:
     """The rows so far, failures included; of two of the same thing the later one. A line that is no row is passed over."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return {key(row): row for row in map(records.parsed, lines) if row is not None}
+    return {key(row): row for row in map(records.parsed, kept(path).splitlines()) if row is not None}
 
 
 def collect(
@@ -56,8 +56,8 @@ def collect(
     Only for the process that holds the lock. Stops after `seconds`, between two rows. ContextLost is passed on.
     """
     deadline = time.monotonic() + seconds
-    records.mend(path, lambda words: None)
     known = read(path)
+    records.mend(path, lambda words: None)
     for number, row in enumerate(wanted):
         if key(row) in known:
             continue
@@ -65,7 +65,7 @@ def collect(
             break
         tell(f"{row['case']} {row['direction']} {row['backend']}", number / len(wanted))
         found = {**_measured(path.with_suffix(".begun"), row, measure_one), **more}
-        records.append(path, [found])
+        keep(path, found)
         known[key(row)] = found
     return [known[key(row)] for row in wanted if key(row) in known]
 
@@ -75,7 +75,7 @@ def _measured(begun: Path, row: Row, measure_one: Callable[[Row], Row]) -> Row:
     deaths = _deaths(begun, row)
     if deaths >= DEATHS:
         return {**row, "error": f"the process died {deaths} times while it was measured"}
-    records.write_whole(begun, json.dumps({"of": key(row), "deaths": deaths + 1}))
+    private.write(begun, json.dumps({"of": key(row), "deaths": deaths + 1}).encode())
     try:
         return {**row, **measure_one(row)}
     except ContextLost:
@@ -89,7 +89,7 @@ def _measured(begun: Path, row: Row, measure_one: Callable[[Row], Row]) -> Row:
 
 def _deaths(begun: Path, row: Row) -> int:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(begun.read_bytes())
+        found = json.loads(private.read(begun))
         if tuple(found["of"]) == key(row):
             return int(found["deaths"])
     return 0

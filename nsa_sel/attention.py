@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 from nsa_sel import dispatch, known, observe, pages, registry, tuned, watch
 from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of
-from nsa_sel.config import Settings, environment, settings_for
+from nsa_sel.config import Settings, environment, forget_settings, settings_for
 from nsa_sel.decision import Decision, Override
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.request import DeviceInfo, Request
@@ -132,7 +132,7 @@ def _ready(
     backend: str | None, lengths: Tensor | None = None, block_table: Tensor | None = None,
 ) -> tuple[Call, Decision, Request]:  # fmt: skip
     """What the flags ask for before a decided call runs, and the call."""
-    observe.follow(decision.settings.debug_log)
+    observe.follow(decision.settings)
     if decision.settings.autotune in ("warmup", "warmup-tune") and _warm_up(request, q.device):
         decision = decide(request, device_info(q.device), backend)
     call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table)
@@ -204,9 +204,9 @@ def select(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     decision = _memo.get(key)
     if decision is None:
         settings = tuned.apply(settings_for(device), key[0], device)
-        decision = dispatch.select(
-            key[0], device, dispatch.load_policy("default"), settings, registry.offers(request), _override(backend, settings)
-        )
+        offers = registry.offers(request)
+        dispatch.check_names(settings, offers)
+        decision = dispatch.select(key[0], device, dispatch.load_policy("default"), settings, offers, _override(backend, settings))
         if len(_memo) >= _MEMO_SIZE:
             _memo.clear()
         _memo[(*key[:3], tuned.token(), *key[4:])] = decision  # a file may just have been read
@@ -227,6 +227,7 @@ def forget_decisions() -> None:
     """Decide anew from now on: configuration files, installed packages or failures may have changed."""
     _memo.clear()
     known.forget()
+    forget_settings()
 
 
 @contextlib.contextmanager

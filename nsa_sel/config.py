@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
+from nsa_sel import private
 from nsa_sel.errors import ConfigError
 from nsa_sel.request import SHARING_TOKENS, DeviceInfo
 
@@ -222,10 +223,11 @@ class Flag(msgspec.Struct, frozen=True):
 
     name: str
     field: str
-    kind: Literal["bool", "length", "tile", "path", "autotune", "text"]
+    kind: Literal["bool", "length", "tile", "path", "autotune", "text", "log"]
     help: str
 
 
+_SHOWN = "; events go to stderr where neither NSA_DEBUG_LOG nor logging says where to"
 FLAGS = (
     Flag("NSA_SEL_BACKEND", "backend", "text", "name of the backend to use, or an error that says why it can't"),
     Flag("NSA_USE_TRITON_SEL", "use_triton_sel", "bool", "0 keeps Triton out, 1 lets the policy consider it"),
@@ -244,45 +246,53 @@ FLAGS = (
          "off: ignore what nsa-sel tune found; on: use it; warmup: compile at the first call per device; warmup-tune: tune lightly too"),
     Flag("NSA_USE_SEL_PACK", "use_sel_pack", "bool", "0 keeps packed SDPA out"),
     Flag("NSA_FORCE_PARITY", "force_parity", "bool", "1: packed SDPA, the reference path, for every call"),
-    Flag("NSA_DEBUG_TRITON", "debug_triton", "bool", "1: sel.triton.* events for every launch; checks selections"),
-    Flag("NSA_DEBUG_LOG", "debug_log", "text", "stderr or a file: events as JSON lines"),
-    Flag("NSA_DEBUG_TIMING", "debug_timing", "bool", "1: events carry times (synchronises the device)"),
-    Flag("NSA_DEBUG_COMPARE", "debug_compare", "bool", "1: every call is compared with packed SDPA; the MAE is logged"),
+    Flag("NSA_DEBUG_TRITON", "debug_triton", "bool", f"1: sel.triton.* events for every launch; checks selections{_SHOWN}"),
+    Flag("NSA_DEBUG_LOG", "debug_log", "log",
+         "1 or stderr: events as JSON lines on stderr; a file (./1 for one named 1): appended to it; 0: no events"),
+    Flag("NSA_DEBUG_TIMING", "debug_timing", "bool", f"1: events carry times (synchronises the device){_SHOWN}"),
+    Flag("NSA_DEBUG_COMPARE", "debug_compare", "bool", f"1: every call is compared with packed SDPA; the MAE is logged{_SHOWN}"),
     Flag("NSA_DEBUG_NVTX", "debug_nvtx", "bool", "1: an NVTX range around each pass of a backend on a GPU, for its profilers"),
 )  # fmt: skip
+LOG_FLAG = "NSA_DEBUG_LOG"
 CONFIG_FLAG = "NSA_SEL_CONFIG"
 CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of what nsa-sel tune found, and of compiled CUDA kernels
 TEST_FLAG = "NSA_TEST_TRITON_SEL"  # read by the tests alone
 COMMIT_FLAG = "NSA_SEL_COMMIT"  # read by the benches alone
 _FLAG_NAMES = (*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG)
 _NO_FLAGS = (None,) * len(_FLAG_NAMES)
+_variables = [-1]  # how many the environment had when misspelt flags were last looked for
+MOST_LENGTH = (1 << 31) - 1
+MOST_BYTES = 1 << 16  # of a configuration file; ours have a tenth
 _BOOLS = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 _ALLOWED = {
     "bool": "0 or 1",
-    "length": "a whole number >= 0",
+    "length": "a whole number >= 0 and below 2^31",
     "tile": "a power of two from 16 to 512",
     "path": ", ".join(get_args(ForcePath)),
     "autotune": ", ".join(get_args(Autotune)),
     "text": "a name",
+    "log": "0, 1, stderr or the name of a file",
 }
 
 
 def parse_flag(flag: Flag, text: str) -> Any:
     """The value that `text` gives to `flag`. Raises ConfigError naming the flag, the text and what is allowed."""
     value: Any = None
+    known = _BOOLS.get(text.strip().lower())
     if flag.kind == "bool":
-        value = _BOOLS.get(text.strip().lower())
-    elif flag.kind in ("length", "tile") and text.strip().isdecimal():
+        value = known
+    elif flag.kind in ("length", "tile") and text.strip().isdecimal() and len(text) < 100:  # Python reads no number of 5000 digits
         number = int(text)
-        if flag.kind == "length" or (16 <= number <= 512 and number & (number - 1) == 0):
+        if number <= MOST_LENGTH if flag.kind == "length" else _is_tile(number):
             value = number
     elif flag.kind == "path":
         value = text if text in get_args(ForcePath) else None
     elif flag.kind == "autotune":
         lowered = text.strip().lower()
-        known = _BOOLS.get(lowered)
         value = lowered if lowered in get_args(Autotune) else known if known is None else ("on" if known else "off")
-    elif flag.kind == "text":
+    elif flag.kind == "log" and known is not None:
+        return "stderr" if known else None
+    elif flag.kind in ("text", "log"):
         value = text.strip() or None
     if value is None:
         raise ConfigError(flag.name, text, _ALLOWED[flag.kind], f"unset it, or set it to what it takes: {flag.help}")
@@ -291,23 +301,19 @@ def parse_flag(flag: Flag, text: str) -> Any:
 
 def parse_config(text: bytes, source: str) -> ConfigFile:
     """A configuration file from YAML, strictly: unknown fields and wrong types are refused with the field's path."""
-    import yaml  # only here: the decision path of a call never reads YAML twice
-
-    try:
-        config = msgspec.convert(yaml.safe_load(text), ConfigFile)
-    except (msgspec.ValidationError, yaml.YAMLError) as error:
-        remedy = "mend the field; configs/base.yaml shows every field"
-        raise ConfigError(source, str(error), "the fields of nsa_sel.config.ConfigFile", remedy) from error
-    for field in ("sel_triton_min_L", "workspace_bytes"):
+    config = _from_yaml(text, source)
+    for field, bits in (("sel_triton_min_L", 31), ("workspace_bytes", 63)):
         number = getattr(config.runtime, field)
-        if number is not msgspec.UNSET and any(each < 0 for each in (number.values() if isinstance(number, dict) else (number,))):
-            raise ConfigError(f"{source}: runtime.{field}", number, "a whole number >= 0", "write what is allowed")
+        numbers = number.values() if isinstance(number, dict) else () if number is msgspec.UNSET else (number,)
+        if not all(0 <= each < 1 << bits for each in numbers):
+            raise ConfigError(f"{source}: runtime.{field}", number, f"a whole number >= 0 and below 2^{bits}", "write what is allowed")
     for field in ("block_l", "block_d", "block_dv"):
         tile = getattr(config.runtime, field)
-        if isinstance(tile, int) and not (16 <= tile <= 512 and tile & (tile - 1) == 0):
+        if isinstance(tile, int) and not _is_tile(tile):
             raise ConfigError(f"{source}: runtime.{field}", tile, _ALLOWED["tile"], "write what is allowed, or null")
     prior = config.runtime.sharing_prior
-    if prior is not msgspec.UNSET and (len(prior) != len(SHARING_TOKENS) or prior != sorted(prior) or not 1 <= prior[0] <= prior[-1] < 1e6):
+    rising = prior is msgspec.UNSET or (prior == sorted(prior) and all(1 <= number < 1e6 for number in prior))
+    if prior is not msgspec.UNSET and not (rising and len(prior) == len(SHARING_TOKENS)):
         allowed = f"{len(SHARING_TOKENS)} rising numbers from 1 on, for tiles of {SHARING_TOKENS} tokens"
         raise ConfigError(f"{source}: runtime.sharing_prior", prior, allowed, "see configs/base.yaml")
     if config.costs:
@@ -317,11 +323,42 @@ def parse_config(text: bytes, source: str) -> ConfigFile:
     return config
 
 
+def _from_yaml(text: bytes, source: str) -> ConfigFile:
+    """The file as its YAML says, or ConfigError, soon: aliases, which can make much of little, and long files are refused unread."""
+    import yaml  # only here: the decision path of a call never reads YAML twice
+
+    allowed, remedy = "the fields of nsa_sel.config.ConfigFile", "mend the field; configs/base.yaml shows every field"
+    if len(text) > MOST_BYTES:
+        raise ConfigError(source, f"longer than {MOST_BYTES} bytes", allowed, "drop what is no configuration")
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem="an alias (*name); write its value out", problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+            return super().compose_node(parent, index)
+
+    try:
+        config = msgspec.convert(yaml.load(text, Loader), ConfigFile)
+        msgspec.json.encode(config)  # as fingerprints and logs will
+    except (msgspec.ValidationError, yaml.YAMLError) as error:
+        raise ConfigError(source, str(error), allowed, remedy) from error
+    except RecursionError as error:
+        raise ConfigError(source, "nested too deeply", allowed, remedy) from error
+    except Exception as error:  # PyYAML's constructors let through whatever Python says of a bad number, date or tag
+        words = str(error).partition(";")[0]  # of a long number Python goes on with what to set in itself
+        raise ConfigError(source, f"with a value that can't be read ({type(error).__name__}: {words})", allowed, remedy) from error
+    return config
+
+
+def _is_tile(number: int) -> bool:
+    return 16 <= number <= 512 and number & (number - 1) == 0
+
+
 def check_kernel(source: str, name: str, kernel: KernelConfig, remedy: str = "mend the numbers") -> None:
     """ConfigError for a launch that no kernel takes."""
-    power = all(x > 0 and x & (x - 1) == 0 for x in (kernel.block_l, kernel.num_warps, kernel.rows))
-    if not power or kernel.num_stages < 1:
-        allowed = "powers of two for block_l, rows, num_warps and num_stages >= 1"
+    power = all(0 < x <= 1024 and x & (x - 1) == 0 for x in (kernel.block_l, kernel.num_warps, kernel.rows))
+    if not power or not 1 <= kernel.num_stages <= 1024:
+        allowed = "powers of two for block_l, rows, num_warps and num_stages >= 1, all up to 1024"
         raise ConfigError(f"{source}: kernels.{name}", msgspec.to_builtins(kernel), allowed, remedy)
 
 
@@ -376,6 +413,9 @@ def environment() -> tuple[str | None, ...]:
     encode = getattr(os.environ, "encodekey", None)
     if data is None or encode is None:
         return tuple(os.environ.get(name) for name in _FLAG_NAMES)
+    if len(data) != _variables[0]:  # one was added or dropped: it may be a misspelt flag
+        _variables[0] = len(data)
+        _warn_of_unknown_variables()
     names = _encoded_names(encode)
     return _NO_FLAGS if data.keys().isdisjoint(names) else tuple(map(data.get, names))
 
@@ -403,6 +443,12 @@ def _warn_of_unknown(name: str, meant: str | None) -> None:
     warnings.warn(f"nsa-sel: the environment variable {name} is no flag and has no effect{hint}", RuntimeWarning, stacklevel=2)
 
 
+def _warn_of_unknown_variables() -> None:
+    for name, meant in unknown_variables().items():
+        if name.startswith("NSA_SEL_"):  # others may be somebody else's
+            _warn_of_unknown(name, meant)
+
+
 def debugging() -> bool:
     """Whether NSA_DEBUG_TRITON asks for the checks that read the device."""
     text = os.environ.get("NSA_DEBUG_TRITON")
@@ -410,10 +456,8 @@ def debugging() -> bool:
 
 
 def forget_settings() -> None:
-    """Read configuration files anew: they may have changed on disk."""
-    shipped_configs.cache_clear()
+    """Read the file that NSA_SEL_CONFIG names anew: it may have changed on disk."""
     _resolve.cache_clear()
-    _warn_of_unknown.cache_clear()
 
 
 def by_way(value: int | dict[Way, int], before: int | dict[Way, int] | None) -> int | dict[Way, int]:
@@ -427,6 +471,10 @@ def by_way(value: int | dict[Way, int], before: int | dict[Way, int] | None) -> 
 
 @functools.lru_cache(maxsize=64)
 def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settings:
+    for name in _FLAG_NAMES:
+        raw = os.environ.get(name, "")
+        if raw.encode(errors="ignore").decode() != raw:  # neither logs nor fingerprints could hold it
+            raise ConfigError(name, raw, "text in UTF-8", "unset it, or give a file or folder another name")
     layers = [("base.yaml", shipped_configs()["base.yaml"])]
     profile = profile_for(device)
     assumed = profile.assumed if profile else None
@@ -437,7 +485,7 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
     user_file = os.environ.get(CONFIG_FLAG)
     if user_file:
         try:
-            layers.append((user_file, parse_config(Path(user_file).read_bytes(), user_file)))
+            layers.append((user_file, parse_config(private.read_regular(Path(user_file), MOST_BYTES + 1), user_file)))
         except OSError as error:
             allowed = f"a readable YAML file; reading this one: {error.strerror}"
             raise ConfigError(CONFIG_FLAG, user_file, allowed, "mend the path, or unset it") from error
@@ -470,14 +518,14 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
             sources["costs"] = shown
         if name != "base.yaml":
             values["profile"] = name
-    for name, meant in unknown_variables().items():
-        if name.startswith("NSA_SEL_"):  # others may be somebody else's
-            _warn_of_unknown(name, meant)
     for flag in FLAGS:
         text = os.environ.get(flag.name)
         if text is not None:
             values[flag.field] = parse_flag(flag, text)
             sources[flag.field] = flag.name
+    asked = [field for field in ("debug_triton", "debug_timing", "debug_compare") if values.get(field)]
+    if asked and "debug_log" not in sources:  # what asks for events wants them shown
+        values["debug_log"], sources["debug_log"] = "stderr", sources[asked[0]]
     if profile and assumed == profile.name and not user_file:
         values["provenance"] = f"assumed, no profile names this device; measured on another one: {values['provenance']}"
     digest = hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:12]

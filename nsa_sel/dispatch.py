@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import msgspec
 
 from nsa_sel.config import Settings, Way
 from nsa_sel.decision import REFUSING_KINDS, Decision, FieldChange, Offer, Override, Prediction, Reason, Verdict
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.request import DeviceInfo, Request
 
 
@@ -140,14 +141,33 @@ def _reasons(case: Case, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
     return found
 
 
+def check_names(settings: Settings, offers: Sequence[Offer]) -> None:
+    """ConfigError for a name in the user's configuration file that no backend has; one of a package that is not installed is none.
+
+    What a committed profile names, and is not there, is a step of the decision.
+    """
+    written = {
+        "prefer_forward": settings.prefer_forward,
+        "prefer_backward": settings.prefer_backward,
+        "costs": [name.rpartition("/")[0] for name in settings.costs.models] if settings.costs else [],
+    }
+    known = [offer.backend.name for offer in offers]
+    own = [field for field in written if settings.sources.get(field, "") == settings.config_file]
+    unknown = [(field, name) for field in own for name in written[field] if name not in known]
+    if unknown:
+        field, name = unknown[0]
+        close = difflib.get_close_matches(name, known, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        remedy = f"mend the name{meant}, or install the package that brings this backend"
+        raise ConfigError(f"{settings.config_file}: {field}", name, ", ".join(known), remedy)
+
+
 def refusal(decision: Decision) -> str | None:
     """Why nothing may run the call, with every reason of every candidate; None when something may."""
     if decision.forward is not None and (decision.backward is not None or not decision.request.needs_grad):
         return None
     names = [verdict.backend for verdict in decision.verdicts]
     if decision.override is not None and decision.override.backend not in names:
-        import difflib
-
         close = difflib.get_close_matches(decision.override.backend.lower(), names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         return (

@@ -70,8 +70,8 @@ def examine() -> Report:
         platform=platform.platform(),
         packages={name: _version(name) for name in PACKAGES},
         devices=tuple(_examine_device(device_info(device)) for device in devices),
-        flags={name: os.environ[name] for name in flags},
-        unknown_variables=tuple(UnknownVariable(name, meant) for name, meant in unknown.items()),
+        flags={name: _utf8(os.environ[name]) for name in flags},
+        unknown_variables=tuple(UnknownVariable(_utf8(name), meant) for name, meant in unknown.items()),
     )
 
 
@@ -86,6 +86,11 @@ def text(report: Report) -> str:
         hint = f"; did you mean {unknown.did_you_mean}?" if unknown.did_you_mean else ""
         lines.append(f"unknown variable {unknown.name} has no effect{hint}")
     return "\n".join(lines)
+
+
+def _utf8(text: str) -> str:
+    """Text of the environment, bytes that are no UTF-8 as escapes: neither JSON nor a terminal takes them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _version(package: str) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsa_sel.decision import Decision
+
+_MOST_SHOWN = 500  # characters of a bad value
 
 
 def shown(value: object) -> str:
@@ -14,11 +16,20 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:
         return f"a {type(value).__name__} of thousands of digits"
-    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
 
 
 class NsaSelError(Exception):
-    """Base of all errors raised by nsa-sel."""
+    """Base of all errors raised by nsa-sel. Copies and pickles are equal in words and attributes, however a class is constructed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[NsaSelError], args: tuple[Any, ...], attributes: dict[str, Any]) -> NsaSelError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ArgumentError(NsaSelError, ValueError):
@@ -39,7 +50,7 @@ class ConfigError(NsaSelError, ValueError):
     """A flag of the environment or a field of a configuration file has a bad value."""
 
     def __init__(self, source: str, value: object, allowed: str, remedy: str) -> None:
-        super().__init__(f"{source} is {value!r}; allowed: {allowed}. Remedy: {remedy}.")
+        super().__init__(f"{source} is {shown(value)}; allowed: {allowed}. Remedy: {remedy}.")
         self.source, self.value, self.allowed, self.remedy = source, value, allowed, remedy
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import json
 import logging
+import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from nsa_sel import forks
+from nsa_sel.config import LOG_FLAG, Settings
 from nsa_sel.decision import Decision
 from nsa_sel.errors import ConfigError
 from nsa_sel.request import Request
@@ -23,45 +26,82 @@ KEPT_DECISIONS = 1024
 _taken: list[Decision] = []  # by the last calls, at least KEPT_DECISIONS of them
 _counted = 0  # how many of these, from the first on, are in the counters
 _counters: collections.Counter[tuple[str, ...]] = collections.Counter()
-_lock = threading.Lock()
+_lock = forks.lock()
 _handler: logging.Handler | None = None
-_followed: str | None = None  # what NSA_DEBUG_LOG said when a call last looked
+_level = logging.NOTSET  # of the logger before `_handler`
+_followed: str | None = None  # what the settings said of it when a call last looked
+_following = False  # whether `_handler` is there because they said so
 
 
 class JsonLines(logging.Formatter):
     """One JSON object a line: time (seconds since the epoch), event, and the event's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Any] = getattr(record, "nsa_sel", {})
-        return msgspec.json.encode({"time": record.created, "event": record.getMessage(), **fields}, enc_hook=str).decode()
+        line = {"time": record.created, "event": record.getMessage(), **getattr(record, "nsa_sel", {})}
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except UnicodeEncodeError:  # the name of a file may hold bytes that are no UTF-8
+            text = json.dumps(msgspec.to_builtins(line, enc_hook=str), ensure_ascii=False)
+            return text.encode(errors="replace").decode()
+
+
+class LogFile(logging.FileHandler):
+    """Appends to a file, and never waits for one: a FIFO that nobody reads can't be opened."""
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, "a", encoding="utf-8", opener=_opener)
+
+
+def _opener(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def log_to(target: str | None) -> None:
     """Write events to `target` ("stderr" or a file, appended); None stops it. Raises ConfigError for a file that can't be written."""
-    global _handler
+    global _handler, _level, _following
     with _lock:
+        _following = False
         if _handler is not None:
             LOGGER.removeHandler(_handler)
+            LOGGER.setLevel(_level)
             _handler.close()
             _handler = None
         if target is None:
             return
         try:
-            _handler = logging.StreamHandler(sys.stderr) if target == "stderr" else logging.FileHandler(target)
+            _handler = logging.StreamHandler(sys.stderr) if target == "stderr" else LogFile(target)
         except OSError as error:
             allowed = f"stderr or a file that can be written; writing this one: {error.strerror}"
-            raise ConfigError("NSA_DEBUG_LOG", target, allowed, "mend the path") from error
+            raise ConfigError(LOG_FLAG, target, allowed, "mend the path") from error
         _handler.setFormatter(JsonLines())
         LOGGER.addHandler(_handler)
+        _level = LOGGER.level
         LOGGER.setLevel(logging.INFO)
 
 
-def follow(flag: str | None) -> None:
-    """Log to where NSA_DEBUG_LOG says, once it says something else than before: a user's own `log_to` is left alone."""
-    global _followed
-    if flag != _followed:
-        log_to(flag)
-        _followed = flag
+def follow(settings: Settings) -> None:
+    """Log to where NSA_DEBUG_LOG says, once it says something else than before: a user's own `log_to` is left alone.
+
+    Where it is unset and another flag asks for events, they go to stderr unless somebody listens already.
+    """
+    global _followed, _following
+    target = settings.debug_log
+    if target == _followed:
+        return
+    _followed = target
+    implied = target is None or settings.sources.get("debug_log") != LOG_FLAG
+    if implied and not _following and (target is None or _heard()):
+        return
+    log_to(target)
+    _following = target is not None
+
+
+def _heard() -> bool:
+    """Whether events reach a handler of somebody."""
+    handlers = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else ())]
+    return listening() and not all(isinstance(handler, logging.NullHandler) for handler in handlers)
 
 
 def listening() -> bool:

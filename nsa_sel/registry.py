@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -125,9 +124,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
 
 
-# Failures of automatically chosen kernels: (backend, request class) is not tried again in this process.
+# Failures of automatically chosen kernels: (backend, request class) is not tried again in this process. Each use is one step of a
+# dict's own, so that no lock is needed.
 _broken: dict[tuple[str, Request], Reason] = {}
-_lock = threading.Lock()
 
 
 def _kind(request: Request) -> Request:
@@ -142,8 +141,7 @@ def mark_broken(name: str, request: Request, error: BaseException) -> None:
         "failed-before", "unavailable", "kernel", f"{type(error).__name__}: {first_line}", "a kernel that compiles and launches",
         "see the error event sel.backend.failed; restart the process to try again",
     )  # fmt: skip
-    with _lock:
-        _broken[name, _kind(request)] = reason
+    _broken[name, _kind(request)] = reason
 
 
 def is_broken(name: str, request: Request) -> bool:
@@ -153,13 +151,12 @@ def is_broken(name: str, request: Request) -> bool:
 
 def forget_broken() -> None:
     """Try every backend again."""
-    with _lock:
-        _broken.clear()
+    _broken.clear()
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
     """Every known backend with what is missing or broken here for this class of requests."""
     key = _kind(request)
     return tuple(
-        Offer(spec, missing(name) + ((_broken[name, key],) if (name, key) in _broken else ())) for name, spec in backends().items()
+        Offer(spec, missing(name) + ((reason,) if (reason := _broken.get((name, key))) else ())) for name, spec in backends().items()
     )

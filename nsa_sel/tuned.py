@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 import nsa_sel
-from nsa_sel import observe
+from nsa_sel import observe, private
 from nsa_sel.config import CACHE_FLAG, Costs, KernelConfig, Settings, Threshold, Way, by_way, check_costs, check_kernel, shipped_configs
 from nsa_sel.errors import ConfigError
 from nsa_sel.request import DeviceInfo, Request
@@ -134,15 +134,30 @@ def shape_of(request: Request) -> Shape:
     return request.Dk, request.Dv, class_of_heads(request.h), bucket_of_length(request.max_length), request.dtype
 
 
-def cache_folder() -> Path:
-    """Where tuning is kept: NSA_SEL_CACHE, else nsa-sel in XDG_CACHE_HOME, else ~/.cache/nsa-sel."""
+NO_FOLDER = f"a folder to keep tuning and compiled kernels in, as {CACHE_FLAG}, XDG_CACHE_HOME or a home directory give one"
+
+
+def cache_folder() -> Path | None:
+    """Where tuning is kept: NSA_SEL_CACHE, else nsa-sel in XDG_CACHE_HOME, else ~/.cache/nsa-sel; None, told once, without a home."""
     own = os.environ.get(CACHE_FLAG)
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-sel"
+    if own:
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-sel"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        if ("", "no folder") not in _told:
+            _told.add(("", "no folder"))
+            words = f"nsa-sel: nothing is kept on disk, for want of {NO_FOLDER}: set {CACHE_FLAG}"
+            warnings.warn(words, RuntimeWarning, stacklevel=3)
+        return None
 
 
 def file_of(stamp: Stamp) -> Path:
-    """The file of one environment."""
-    return cache_folder() / "tuned" / f"{_stem(stamp.device, stamp.sm)}-{stamp.digest()}.json"
+    """The file of one environment. Raises ConfigError where there is no cache folder."""
+    folder = cache_folder()
+    if folder is None:
+        raise ConfigError("the cache folder", None, NO_FOLDER, f"set {CACHE_FLAG}")
+    return folder / "tuned" / f"{_stem(stamp.device, stamp.sm)}-{stamp.digest()}.json"
 
 
 def _stem(name: str, sm: int | None) -> str:
@@ -224,25 +239,31 @@ def read(device: DeviceInfo) -> Table | None:
     global _any
     if device.kind != "cuda" and not device.triton_interpret:
         return None
-    key = device, cache_folder()
+    folder = cache_folder()
+    if folder is None:
+        return None
+    key = device, folder
     if key not in _tables:
-        _tables[key] = _read(device, key[1] / "tuned")
+        _tables[key] = _read(device, folder / "tuned")
         _any = _any or _tables[key] is not None
     return _tables[key]
 
 
 def _read(device: DeviceInfo, folder: Path) -> Table | None:
-    files = list(folder.glob(f"{_stem(device.name, device.sm)}-{'?' * 12}.json"))
-    if not files:
-        return None
-    stamp = stamp_of(device)
-    own = next((file for file in files if file.name == file_of(stamp).name), None)
-    file = own or files[0]
+    file = folder
     try:
-        file = own or max(files, key=lambda file: file.stat().st_mtime)
-        content, table = parse(file.read_bytes(), file.name)
+        files = list(folder.glob(f"{_stem(device.name, device.sm)}-{'?' * 12}.json"))
+        if not files:
+            return None
+        stamp = stamp_of(device)
+        own = next((file for file in files if file.name == file_of(stamp).name), None)
+        file = own or max(files, key=lambda file: file.lstat().st_mtime)
+        content, table = parse(private.read(file), file.name)
     except ConfigError as error:
         _ignore(file, "corrupt", str(error))
+        return None
+    except private.Untrusted as error:
+        _ignore(file, "unreadable", str(error.strerror))
         return None
     except OSError as error:
         _ignore(file, "unreadable", f"{error.strerror}: mend the file's permissions")

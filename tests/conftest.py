@@ -121,11 +121,14 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
     yield
     observe.log_to(None)
+    observe._followed = None
     forget()
 
 
 def forget() -> None:
     config.forget_settings()
+    config._warn_of_unknown.cache_clear()
+    config._variables[0] = -1
     registry.forget_broken()
     tuned.forget()
     warming.forget_warmups()

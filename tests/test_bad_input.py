@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import os
+import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +20,8 @@ from nsa_sel.call import check_call, request_of
 from nsa_sel.errors import ArgumentError, BackendError, ConfigError, NsaSelError
 from nsa_sel.request import DeviceInfo
 from tests.cases import make_qkv
+from tests.policy_cases import H100, LONG
+from tests.test_layering import modules
 
 B, S, G, h, Dk, Dv, S_kv = 2, 4, 3, 2, 16, 8, 24
 
@@ -171,6 +178,10 @@ FLAGS = [  # flag, text, fragments
     ("NSA_TRITON_SEL_FORCE", "2", ("'2'", "0 or 1")),
     ("NSA_SEL_TRITON_MIN_L", "4k", ("'4k'", "a whole number >= 0")),
     ("NSA_SEL_TRITON_MIN_L", "-1", ("'-1'", "a whole number >= 0")),
+    ("NSA_SEL_TRITON_MIN_L", str(1 << 31), (f"'{1 << 31}'", "a whole number >= 0 and below 2^31")),
+    ("NSA_SEL_TRITON_MIN_L", "9" * 5000, ("'9999", "a whole number >= 0 and below 2^31")),
+    ("NSA_SEL_TRITON_BLOCK_L", str(1 << 31), (f"'{1 << 31}'", "a power of two from 16 to 512")),
+    ("NSA_SEL_TRITON_BLOCK_D", "9" * 5000, ("'9999", "a power of two from 16 to 512")),
     ("NSA_SEL_TRITON_GROUP", "grouped", ("'grouped'", "0 or 1")),
     ("NSA_SEL_TRITON_ALLOW_GRAD", "none", ("'none'", "0 or 1")),
     ("NSA_SEL_TRITON_REQUIRE_ALIGN", "16", ("'16'", "0 or 1")),
@@ -182,7 +193,11 @@ FLAGS = [  # flag, text, fragments
     ("NSA_USE_SEL_PACK", "packed", ("'packed'", "0 or 1")),
     ("NSA_FORCE_PARITY", "y", ("'y'", "0 or 1")),
     ("NSA_DEBUG_TRITON", "verbose", ("'verbose'", "0 or 1")),
-    ("NSA_DEBUG_LOG", " ", ("' '", "a name")),
+    ("NSA_DEBUG_LOG", " ", ("' '", "0, 1, stderr or the name of a file")),
+    *(
+        (flag, "numb\udcff", (r"'numb\udcff'", "text in UTF-8"))
+        for flag in ("NSA_SEL_BACKEND", "NSA_DEBUG_LOG", "NSA_SEL_CONFIG", "NSA_SEL_CACHE", "NSA_USE_TRITON_SEL", "NSA_SEL_AUTOTUNE")
+    ),
     ("NSA_DEBUG_TIMING", "ms", ("'ms'", "0 or 1")),
     ("NSA_DEBUG_COMPARE", "mae", ("'mae'", "0 or 1")),
 ]
@@ -207,6 +222,26 @@ FILES = [  # content of the file that NSA_SEL_CONFIG names, fragments
      ("kernels.triton-group/forward", "powers of two")),
     (GOOD + "kernels: {triton-group/forward: {block_l: 64, num_warps: 4, num_stages: 0}}\n", ("kernels.triton-group/forward", ">= 1")),
     ("provenance: [unclosed\n", ("while parsing", "base.yaml")),
+    ("provenance: 2001-13-45\n", ("month must be in 1..12", "base.yaml")),
+    *((GOOD + f"assumes: {value}\n", ("a value that can't be read", words)) for value, words in (
+        ("!!int foo", "ValueError: invalid literal"), ("!!bool foo", "KeyError: 'foo'"), ("!!timestamp foo", "AttributeError"),
+        ("0x_", "ValueError: invalid literal"), (r'"\ud800"', "surrogates not allowed"))),
+    (GOOD + "runtime: {workspace_bytes: " + "9" * 5000 + "}\n", ("a value that can't be read", "value has 5000 digits)")),
+    (GOOD + f"runtime: {{workspace_bytes: {1 << 63}}}\n", ("runtime.workspace_bytes", ">= 0 and below 2^63")),
+    (GOOD + f"runtime: {{sel_triton_min_L: {1 << 31}}}\n", ("runtime.sel_triton_min_L", ">= 0 and below 2^31")),
+    (GOOD + f"runtime: {{block_l: {1 << 31}}}\n", ("runtime.block_l", "a power of two from 16 to 512")),
+    (GOOD + f"kernels: {{triton-group/forward: {{block_l: {1 << 31}, num_warps: 4, num_stages: 1}}}}\n", ("powers of two", "up to 1024")),
+    (GOOD + f"kernels: {{triton-group/forward: {{block_l: 64, num_warps: 4, num_stages: {1 << 31}}}}}\n", ("powers of two", "up to 1024")),
+    (GOOD + "runtime: {sharing_prior: [1, 2, .nan, 4, 5, 6, 7]}\n", ("sharing_prior", "rising numbers")),
+    (GOOD + "x: " + "[" * 5000 + "]" * 5000, ("nested too deeply", "base.yaml")),
+    (GOOD + "# " + "x" * 70_000, ("longer than 65536 bytes",)),
+    ("a: &a x\n" + GOOD + "assumes: *a\n", ("an alias (*name); write its value out", "line 3")),
+    ("a0: &a0 {x: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [{','.join([f'*a{i}'] * 10)}]}}\n" for i in range(8)) + GOOD,
+     ("an alias (*name)", "line 2")),  # of ten million parts, if it were read
+    (GOOD + "runtime: {prefer_forward: [nonsense]}\n", ("prefer_forward is 'nonsense'; allowed: ", "sdpa-packed", "install the package")),
+    (GOOD + "runtime: {prefer_backward: [numba, triton_tile]}\n", ("prefer_backward is 'triton_tile'", "did you mean triton-tile?")),
+    (GOOD + "costs: {provenance: x, dtypes: [float16], models: {triton-tilt/forward: {host: 1, terms: {}, rows: 1, median_error: 0,"
+     " worst_error: 0}}}\n", ("costs is 'triton-tilt'", "did you mean triton-tile?")),
 ]  # fmt: skip
 
 
@@ -257,8 +292,10 @@ def test_wrong_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: s
     assert all(fragment in message for fragment in (*fragments, "; allowed: ", "Remedy: ")), message
 
 
-@pytest.mark.parametrize("name", ["missing.yaml", "."])
+@pytest.mark.parametrize("name", ["missing.yaml", ".", "fifo", "link to a fifo", "/dev/zero"])
 def test_files_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "fifo")  # opening or reading it would wait for ever
+    (tmp_path / "link to a fifo").symlink_to("fifo")
     monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / name))
     assert_in_order(
         message_of(Wrong("file", call(), error=ConfigError)),
@@ -266,9 +303,18 @@ def test_files_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
 
 
-def test_logs_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("NSA_DEBUG_LOG", str(tmp_path / "no such folder" / "events.jsonl"))
-    assert_in_order(message_of(Wrong("log", call(), error=ConfigError)), ("NSA_DEBUG_LOG is ", "no such folder", "; allowed: ", "Remedy: "))
+def test_a_configuration_may_be_a_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(GOOD)
+    (tmp_path / "link.yaml").symlink_to("mine.yaml")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "link.yaml"))
+    assert attention.explain_request(LONG, H100).settings.provenance == "tests"
+
+
+@pytest.mark.parametrize("name", ["no such folder/events.jsonl", "fifo", "."])
+def test_logs_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "fifo")  # that nobody reads: opening it would wait for ever
+    monkeypatch.setenv("NSA_DEBUG_LOG", str(tmp_path / name))
+    assert_in_order(message_of(Wrong("log", call(), error=ConfigError)), ("NSA_DEBUG_LOG is ", "; allowed: ", "Remedy: "))
 
 
 def test_use_backend_wants_a_name() -> None:
@@ -293,6 +339,40 @@ def test_nothing_is_remembered_of_wrong_calls() -> None:
     for wrong in CALLS:
         message_of(wrong)
     assert nsa_sel.decisions() == before
+
+
+# Errors between processes
+
+
+def every_error() -> list[NsaSelError]:
+    """One of each class, of those with a signature of their own also by keywords and with a decision."""
+    words = ("x", 3, "y", "do")
+    keywords: dict[str, Any] = dict(zip(("value", "allowed", "remedy"), words[1:], strict=True))
+    decision = attention.explain_request(LONG, H100)
+    made = [ArgumentError(argument="x", **keywords), ConfigError(source="x", **keywords), BackendError("no", decision), NsaSelError("no")]
+    classes = [NsaSelError]
+    for kind in classes:
+        classes += kind.__subclasses__()
+        made.append(kind(*words) if kind in (ArgumentError, ConfigError) else kind("no"))
+    return made
+
+
+@pytest.mark.parametrize("round_trip", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_errors_travel_between_processes(round_trip: Callable[[NsaSelError], NsaSelError]) -> None:
+    importlib.import_module("nsa_sel.bench.tune_runner")  # declares some
+    errors = every_error()
+    declared = {name for _, file in modules() for name in re.findall(r"^class (\w+)\(NsaSelError", file.read_text(), re.MULTILINE)}
+    assert {type(error).__name__ for error in errors} == {"NsaSelError", *declared}
+    for error in errors:
+        again = round_trip(error)
+        assert type(again) is type(error)
+        assert (str(again), repr(again), again.args, again.__dict__) == (str(error), repr(error), error.args, error.__dict__)
+
+
+def test_a_bad_value_of_great_length_is_shown_in_part() -> None:
+    message = str(ConfigError("x", "9" * 100_000, "y", "do"))
+    assert len(message) < 2000
+    assert_in_order(message, ("x is '999", "... (100002 characters); allowed: y. Remedy: do."))
 
 
 def test_the_table_is_long() -> None:

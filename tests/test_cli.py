@@ -107,6 +107,14 @@ class TestDoctor:
         assert result.exit_code == 0
         assert "NSA_SEL_TRITON_MIN_L is 'many'; allowed: a whole number >= 0" in result.output
 
+    @pytest.mark.parametrize("name", ["NSA_SEL_BACKEND", "NSA_SEL_CACHE", "NSA_SEL_X\udcff"])
+    @pytest.mark.filterwarnings("ignore:nsa-sel. the environment variable:RuntimeWarning")
+    def test_shows_variables_that_are_no_utf8(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setenv(name, "x\udcff")
+        shown = invoke("doctor").output.encode().decode()
+        assert r"NSA_SEL_X\udcff has no effect" in shown or rf"{name} is 'x\udcff'; allowed: text in UTF-8" in " ".join(shown.split())
+        ask("doctor")
+
     def test_imports_no_kernel_framework(self) -> None:
         code = (
             "import sys; from nsa_sel.cli import app; app(['doctor'], standalone_mode=False);"

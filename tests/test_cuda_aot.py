@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import os
 import re
+import resource
+import stat
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +168,96 @@ def test_a_folder_that_cannot_be_written_costs_compiling_again(monkeypatch: pyte
     with pytest.warns(RuntimeWarning, match="can't be written, every process compiles"):
         code = compiler.cubin("combine.cu", COMBINE, "sm_80")
     assert code[:4] == b"\x7fELF"
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that holds machine code, in a folder of its own."""
+    monkeypatch.setattr(compiler, "_warned", set())
+    file = tmp_path / "nsa-sel" / "cubins" / "k.cubin"
+    before = os.umask(0)
+    try:
+        compiler._write(file, b"honest code")
+    finally:
+        os.umask(before)
+    return file
+
+
+def test_kept_code_is_the_users_alone(kept: Path) -> None:
+    assert compiler._read(kept) == b"honest code"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (kept.parent.parent, kept.parent, kept)] == [0o700, 0o700, 0o600]
+
+
+def gone_to_another_user(file: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root may give a file away")
+    os.chown(file, 12345, -1)
+
+
+def as_a_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def as_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "mended"),
+    [
+        (lambda file: file.chmod(0o660), r"k.cubin may be written by other users \(-rw-rw----\): remove it, or `chmod go-w` it", True),
+        (lambda file: file.parent.chmod(0o777), r"cubins may be written by other users \(drwxrwxrwx\): remove it, or `chmod go-w`", False),
+        (gone_to_another_user, r"k.cubin belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE", True),
+        (lambda file: gone_to_another_user(file.parent), r"cubins belongs to another user \(uid 12345\): remove it", False),
+        (lambda file: file.symlink_to(file.rename(file.with_name("elsewhere"))), "k.cubin is a symbolic link: remove it", True),
+        (as_a_fifo, "k.cubin is a FIFO, not a regular file: remove it", True),
+        (as_a_folder, "k.cubin is a directory, not a regular file: remove it", False),
+    ],
+)
+def test_code_that_others_may_have_written_is_not_loaded(kept: Path, damage: Any, words: str, mended: bool) -> None:
+    damage(kept)
+
+    def look_compile_and_keep() -> None:  # as `cubin` does
+        if compiler._read(kept) is None:
+            compiler._write(kept, b"compiled anew")
+
+    with pytest.warns(RuntimeWarning, match=f"not used, but compiled anew: .*{words}") as told:
+        look_compile_and_keep()
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        look_compile_and_keep()
+    assert (compiler._read(kept) == b"compiled anew") == mended
+
+
+def test_what_fails_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk: a part is written
+    try:
+        with pytest.warns(RuntimeWarning, match="can't be written, every process compiles its CUDA kernels again: File too large"):
+            compiler._write(kept, b"x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(kept.parent.iterdir()) == [kept]
+    assert compiler._read(kept) == b"honest code"
+
+    def interrupted(*names: object, **folders: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiler._write(kept, b"new")
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+@needs_nvrtc
+def test_without_a_home_every_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it warns of, and once, tests/test_tuned.py shows."""
+    monkeypatch.setattr(compiler, "cache_folder", lambda: None)
+    monkeypatch.setattr(compiler, "compile_source", lambda *arguments: (b"code", ""))
+    assert compiler.cubin("combine.cu", COMBINE, "sm_80") == b"code"
 
 
 def test_what_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

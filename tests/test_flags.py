@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import nsa_sel
 from nsa_sel import attention, registry
 from nsa_sel.config import FLAGS, settings_for
 from nsa_sel.decision import Requirement
 from nsa_sel.dispatch import refusal
-from nsa_sel.errors import BackendError
+from nsa_sel.errors import BackendError, ConfigError
 from nsa_sel.request import DeviceInfo, Request
+from tests.cases import make_qkv
 from tests.policy_cases import A100, CPU, H100, LONG, OFFERS, RTX4090, SHORT, UNKNOWN, codes, decide, replace, toy
 
 PINNED = """
@@ -130,11 +133,29 @@ def test_unknown_flags_are_named_once(monkeypatch: pytest.MonkeyPatch, recwarn: 
     assert hint in str(warning.message)
 
 
+def test_a_misspelt_flag_warns_in_a_call_after_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32)
+    selection = nsa_sel.Selection.from_blocks(torch.zeros(1, 4, 1, 1, dtype=torch.int32), 8)
+    nsa_sel.selection_attention(q, k, v, selection)
+    monkeypatch.setenv("NSA_SEL_BACKEN", "numba")
+    with pytest.warns(RuntimeWarning, match="NSA_SEL_BACKEN is no flag and has no effect; did you mean NSA_SEL_BACKEND") as told:
+        nsa_sel.selection_attention(q, k, v, selection)
+    assert len(told) == 1
+
+
 def test_known_flags_warn_of_nothing(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     for flag in FLAGS:
         monkeypatch.setenv(flag.name, VALUES[flag.name][0])
     settings_for(H100)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(("text", "target"), [("1", "stderr"), ("yes", "stderr"), ("0", None), ("off", None), ("./1", "./1")])
+def test_a_log_may_be_asked_for_as_any_other_flag(monkeypatch: pytest.MonkeyPatch, text: str, target: str | None) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    assert (settings_for(H100).debug_log, settings_for(H100).sources["debug_log"]) == ("stderr", "NSA_DEBUG_TRITON")
+    monkeypatch.setenv("NSA_DEBUG_LOG", text)
+    assert (settings_for(H100).debug_log, settings_for(H100).sources["debug_log"]) == (target, "NSA_DEBUG_LOG")
 
 
 def test_launch_flags_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +252,17 @@ def test_decisions_are_remembered_until_a_flag_changes(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("pinned")
+def test_an_edited_file_is_read_anew_once_decisions_are_forgotten() -> None:
+    file = Path(os.environ["NSA_SEL_CONFIG"])
+    assert settings_for(H100).sel_triton_min_L == 4096
+    file.write_text(PINNED.replace("4096", "8193"))
+    assert attention.explain_request(LONG, H100).forward == "triton-group"
+    nsa_sel.forget_decisions()
+    decision = attention.explain_request(LONG, H100)
+    assert (decision.forward, decision.settings.sel_triton_min_L) == ("sdpa-packed", 8193)
+
+
+@pytest.mark.usefixtures("pinned")
 def test_decode_steps_share_a_decision() -> None:
     steps = [replace(LONG, S=1, S_kv=S_kv) for S_kv in (8193, 9000, 16384)]
     assert len({id(attention.explain_request(step, H100)) for step in steps}) == 1
@@ -260,6 +292,17 @@ def test_packages_add_backends_by_entry_point(monkeypatch: pytest.MonkeyPatch) -
     entry_point(monkeypatch, toy().backend)
     assert "toy" in registry.backends()
     assert "toy" in [offer.backend.name for offer in registry.offers(LONG)]
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_file_may_prefer_what_a_package_adds_while_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("provenance: x\nruntime: {prefer_forward: [toy]}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "mine.yaml"))
+    with pytest.raises(ConfigError, match=r"mine.yaml: prefer_forward is 'toy'; allowed: .*numba.* or install the package that brings"):
+        attention.explain_request(LONG, H100)
+    entry_point(monkeypatch, toy().backend)
+    registry.backends.cache_clear()
+    assert attention.explain_request(LONG, H100).forward == "toy"
 
 
 @pytest.mark.usefixtures("fresh_registry")

@@ -18,7 +18,7 @@ KERNEL_FRAMEWORKS = ("torch", "triton", "numba", "cupy")
 
 # From the ground up: a module imports, when it is loaded, only what stands on lower floors. Modules that are not listed stand on top.
 FLOORS = (
-    ("errors", "request", "oracle"),
+    ("errors", "request", "oracle", "forks", "private"),
     ("config",),
     ("decision", "selection"),
     ("dispatch", "call", "observe", "backends.specs"),

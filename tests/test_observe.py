@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
 import sys
 import threading
 import types
@@ -24,6 +25,7 @@ from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from tests.cases import make_blocks, make_qkv, make_spans
 from tests.policy_cases import CPU, H100, LONG, SHORT, decide, replace
+from tests.test_layering import modules
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -122,6 +124,55 @@ def test_many_decisions_are_counted_and_the_last_kept() -> None:
         assert [kept.rule for kept in observe.decisions()] == [str(i) for i in range(calls)][-observe.KEPT_DECISIONS :]
     assert grown["calls", str(decision.forward)] == calls
     assert [kept.rule for kept in observe.decisions()][-1] == str(calls - 1)
+
+
+# Forks
+
+
+FORKING = """
+import os, signal, threading, time
+from nsa_sel import forks, observe
+locks = {"observe": observe._lock, "any": forks.lock()}
+for name, lock in locks.items():
+    held = threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            time.sleep(0.1)  # the fork comes meanwhile, and finds the lock taken
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a child that waits for ever
+        with lock:
+            observe.count("failed", "nobody")
+            observe.counters()
+        os._exit(0)
+    print(name, os.waitpid(child, 0)[1])
+    with lock:  # free here too
+        thread.join()
+with locks["any"]:  # as in a signal handler that interrupts the holder
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    print("holder", os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_fork_while_another_thread_holds_a_lock_leaves_it_free_in_the_child() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "observe 0\nany 0\nholder 0\n", done.stderr
+
+
+def test_no_lock_or_pool_is_made_that_a_fork_may_leave_taken() -> None:
+    makes = re.compile(r"\b(?:R?Lock|Condition|Semaphore|Barrier|Queue|\w+PoolExecutor|register_at_fork|in_child)\(")
+    sources = {name: file.read_text() for name, file in modules()}
+    made = {name: makes.findall(source) for name, source in sources.items() if makes.search(source)}
+    assert made.pop("forks") == ["RLock(", "register_at_fork(", "in_child(", "register_at_fork("]
+    assert made == {"backends.numba_cpu": ["ThreadPoolExecutor(", "in_child("]}
 
 
 # Keys read

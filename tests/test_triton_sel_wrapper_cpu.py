@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +21,15 @@ from nsa_sel.backends import sdpa_packed
 from nsa_sel.decision import Backend, Decision, Limits
 from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_forward, oracle_mask
-from nsa_sel.request import DeviceInfo
+from nsa_sel.request import DeviceInfo, example_request
 from tests.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 
 PINNED = """
 provenance: "the order of the tests, whatever the CPU profile says"
 runtime:
   sel_triton_min_L: 4096
-  prefer_forward: [fake, sdpa-packed, numba, triton-group, triton-token]
-  prefer_backward: [fake, sdpa-packed, numba, triton-group, triton-token]
+  prefer_forward: [sdpa-packed, numba, triton-group, triton-token]
+  prefer_backward: [sdpa-packed, numba, triton-group, triton-token]
 """
 
 
@@ -336,6 +337,8 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """A backend called fake, the first of the preference."""
     spec = Backend(name="fake", path="nowhere", framework="toy", limits=Limits(dtypes={"cpu": ("float32",)}))
+    file = Path(os.environ["NSA_SEL_CONFIG"])
+    file.write_text(PINNED.replace("[sdpa-packed", "[fake, sdpa-packed"))
     known, load, module = {**registry.backends(), "fake": spec}, registry.load, Fake()
     monkeypatch.setattr(registry, "backends", lambda: known)
     monkeypatch.setattr(registry, "load", lambda name: module if name == "fake" else load(name))
@@ -486,6 +489,76 @@ def test_debug_flags_add_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     reads = found["sel.reads", None]
     tokens = int(oracle_mask(ranges, 40, 12).sum())
     assert (reads["tokens"], reads["bytes"], reads["rows"]) == (tokens, tokens * (16 + 24) * 4, 48)
+
+
+def events_on(stderr: str) -> list[str]:
+    return [json.loads(line)["event"] for line in stderr.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("flag", "event"), [("NSA_DEBUG_TRITON", "sel.reads"), ("NSA_DEBUG_TIMING", "sel.timing"), ("NSA_DEBUG_COMPARE", "sel.compare")]
+)
+def test_debug_flags_alone_show_their_events_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, event: str
+) -> None:
+    arguments, log = problem(), tmp_path / "events.jsonl"
+
+    def shown() -> list[str]:
+        nsa_sel.selection_attention(*arguments)
+        return events_on(capsys.readouterr().err)
+
+    assert shown() == []
+    monkeypatch.setenv(flag, "1")
+    assert event in shown()
+    monkeypatch.setenv("NSA_DEBUG_LOG", "off")  # says where to: nowhere
+    assert shown() == []
+    monkeypatch.setenv("NSA_DEBUG_LOG", str(log))
+    assert shown() == []
+    assert event in [line["event"] for line in lines_of(log)]
+    monkeypatch.delenv("NSA_DEBUG_LOG")
+    assert event in shown()
+    monkeypatch.delenv(flag)
+    assert shown() == []
+
+
+def test_debug_flags_leave_it_to_who_listens_already(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments, log = problem(), tmp_path / "events.jsonl"
+    nsa_sel.log_to(str(log))
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    nsa_sel.selection_attention(*arguments)
+    monkeypatch.delenv("NSA_DEBUG_TRITON")
+    nsa_sel.selection_attention(*arguments)
+    assert [line["event"] for line in lines_of(log)] == ["sel.reads", "sel.decision", "sel.decision"]
+    nsa_sel.log_to(None)
+    assert not attention.observe.listening()  # as before
+    caplog.clear()
+    caplog.set_level("INFO", logger="nsa_sel")
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    nsa_sel.selection_attention(*arguments)
+    assert [record.getMessage() for record in caplog.records] == ["sel.reads", "sel.decision"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_log_that_is_asked_for_by_1_is_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("1", "true", "0"):
+        monkeypatch.setenv("NSA_DEBUG_LOG", text)
+        nsa_sel.selection_attention(*problem())
+    assert events_on(capsys.readouterr().err) == ["sel.decision"] * 2
+    assert [file.name for file in tmp_path.iterdir()] == ["pinned.yaml"]
+
+
+def test_a_log_holds_names_that_are_no_utf8(tmp_path: Path) -> None:
+    nsa_sel.log_to(str(tmp_path / "log\udcff"))
+    attention.observe.emit("sel.tuned.ignored", file="/a/b\udcff", request=example_request())
+    attention.observe.emit("sel.tuned.loaded", file="/a/b")
+    lines = lines_of(tmp_path / "log\udcff")
+    assert [line["file"] for line in lines] == ["/a/b?", "/a/b"]
+    assert lines[0]["request"]["Dk"] == example_request().Dk
 
 
 def test_no_event_is_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

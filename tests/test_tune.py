@@ -20,7 +20,6 @@ from nsa_sel.bench.tune_runner import WrongResult
 from nsa_sel.bench.tune_space import CASES, PROBLEMS, SPACES, Case, Job, jobs, launches, near
 from nsa_sel.cli import app
 from nsa_sel.config import KernelConfig, settings_for, shipped_configs
-from nsa_sel.errors import ConfigError
 from nsa_sel.request import DeviceInfo
 from nsa_sel.tuned import stamp_of
 from tests.policy_cases import H200, RTX4090
@@ -314,16 +313,6 @@ def test_it_says_when_what_is_found_will_not_be_used(monkeypatch: pytest.MonkeyP
     assert note(RTX4090) is None
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
     assert "is ignored" in str(note(H200))
-
-
-def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tune_command, "run", full)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(ConfigError, match="No space left on device: make room"):
-        tune_command.measure(tune_command.Plan(H200, settings_for(H200), [], 0), 1, True, lambda what, done: None)
 
 
 def invoke(*arguments: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,40 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(monkeypatch: pyt
     with pytest.raises(OSError, match="No space"):
         tune.write(tuned.file_of(STAMP), TunedFile(stamp=STAMP, commit="another"))
     assert tuned.file_of(STAMP).read_bytes() == before
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_whole_rows(folder: Path) -> None:
+    jobs, limits = some_jobs(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    words = r"the cache folder is '.*cache'; allowed: .* Remedy: .*; make room, or set NSA_SEL_CACHE"
+    tune.run(jobs[:1], STAMP, times)
+    before = tuned.file_of(STAMP).read_bytes()
+    for most in (len(before) - 1, journal_of(STAMP).stat().st_size + 700):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))  # a write beyond it writes a part, then fails
+        try:
+            with pytest.raises(ConfigError, match=words):
+                tune.run(jobs, STAMP, times)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert journal_of(STAMP).read_bytes().endswith(b"}\n")
+        assert tuned.file_of(STAMP).read_bytes() == before
+        assert {file.suffix for file in folder.iterdir()} == {".json", ".jsonl", ".lock"}
+    report = tune.run(jobs, STAMP, times)
+    assert report.left == Journal(journal_of(STAMP)).unreadable == 0
+
+
+@pytest.mark.parametrize("suffix", [".lock", ".jsonl"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a link"])
+def test_what_is_no_file_is_never_opened_for_tuning(folder: Path, suffix: str, kind: str) -> None:
+    write()
+    path, elsewhere = tuned.file_of(STAMP).with_suffix(suffix), folder.parent / "elsewhere"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        elsewhere.write_text("of somebody else")
+        path.symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=r"is (a FIFO, not a regular file|a symbolic link): remove it.*set NSA_SEL_CACHE"):
+        tune.run([lone()], STAMP, times)
+    assert kind == "a FIFO" or elsewhere.read_text() == "of somebody else"
 
 
 KILLED = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
 import subprocess
 import sys
 import warnings
@@ -20,13 +22,14 @@ from nsa_sel.attention import explain_request
 from nsa_sel.bench import tune
 from nsa_sel.call import device_info
 from nsa_sel.config import KernelConfig, forget_settings, settings_for
+from nsa_sel.errors import ConfigError
 from nsa_sel.request import DeviceInfo
 from nsa_sel.show import describe
 from nsa_sel.tuned import bucket_of_length, class_of_heads, stamp_of
 from tests.cases import make_qkv, make_spans
 from tests.policy_cases import A100, CPU, H100, H200, SHORT, replace
 from tests.test_layering import ROOT
-from tests.tune_cases import FORWARD, OTHER, key, result, write
+from tests.tune_cases import FORWARD, OTHER, key, lone, result, times, write
 
 COMMITTED = settings_for(H200).kernels[FORWARD]
 
@@ -241,17 +244,93 @@ def test_what_cannot_be_read_is_reported(folder: Path, events: Any) -> None:
     (file,) = folder.glob("*.json")
     file.unlink()
     file.mkdir()
-    with pytest.warns(RuntimeWarning, match="Is a directory"):
+    with pytest.warns(RuntimeWarning, match="is a directory, not a regular file: remove it"):
         assert launch() == COMMITTED
     file.rmdir()
     (folder / "NVIDIA-H200-sm90-000000000000.json").symlink_to("nowhere")
     tuned.forget()
-    with pytest.warns(RuntimeWarning, match="No such file"):
+    with pytest.warns(RuntimeWarning, match="is a symbolic link: remove it"):
         assert launch() == COMMITTED
     assert {event["why"] for event in events("sel.tuned.ignored")} == {"unreadable"}
 
 
+def as_a_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def as_a_link(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("elsewhere")))
+
+
+def as_another_users(file: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root may give a file away")
+    os.chown(file, 12345, -1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda file: file.chmod(0o666), r"may be written by other users \(-rw-rw-rw-\): remove it, or `chmod go-w` it"),
+        (lambda file: file.parent.chmod(0o770), r"tuned may be written by other users \(drwxrwx---\): remove it, or `chmod go-w` it"),
+        (as_another_users, r"belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
+        (lambda file: as_another_users(file.parent), r"tuned belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
+        (as_a_fifo, "is a FIFO, not a regular file: remove it"),
+        (as_a_link, "is a symbolic link: remove it"),
+    ],
+)
+def test_a_file_that_others_may_write_is_not_used(folder: Path, damage: Any, words: str) -> None:
+    write(result())
+    (file,) = folder.glob("*.json")
+    assert launch() == OTHER
+    damage(file)
+    tuned.forget()
+    nsa_sel.forget_decisions()
+    with pytest.warns(RuntimeWarning, match=f"is ignored, the committed launches run: .*{words}"):
+        assert launch() == COMMITTED
+
+
+@pytest.mark.parametrize("umask", [0, 0o22])
+def test_what_is_written_is_the_users_alone(folder: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        tune.run([lone()], stamp_of(H200), times)
+    finally:
+        os.umask(before)
+    modes = {path.name.split(".")[-1]: stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.iterdir())}
+    assert modes == {"cache": 0o700, "tuned": 0o700, "json": 0o600, "jsonl": 0o600, "lock": 0o600}
+
+
 # Where and for what
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No home, as for a user id that is on no list."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("NSA_SEL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_nothing_is_kept_and_that_is_said_once() -> None:
+    with pytest.warns(RuntimeWarning, match="nothing is kept on disk, for want of a folder .*: set NSA_SEL_CACHE") as told:
+        assert [launch(request, device) for request in (SHORT, replace(SHORT, S_kv=4096)) for device in (H200, H100)] == 4 * [COMMITTED]
+    assert len(told) == 1
+    with pytest.raises(ConfigError, match=r"the cache folder is None; allowed: a folder to keep tuning .* Remedy: set NSA_SEL_CACHE"):
+        tune.run([lone()], stamp_of(H200), times)
+
+
+def test_a_folder_that_no_path_can_name_fails_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_SEL_CACHE", "/tmp/" + "x" * 300)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert launch() == COMMITTED
 
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
+from nsa_sel import private
 from nsa_sel.errors import BackendError
 from nsa_sel.tuned import cache_folder
 
@@ -38,8 +37,11 @@ def cubin(source: str, macros: Constants, arch: str) -> bytes:
     """The machine code of a file of this folder for `arch`, from disk where it was kept. Raises BackendError as `compile_source` does."""
     from cupy_backends.cuda.libs import nvrtc
 
+    folder = cache_folder()
+    if folder is None:
+        return compile_source(source, macros, arch)[0]
     key = repr((OPTIONS, macros, arch, nvrtc.getVersion(), sorted(sources(source).items())))
-    file = cache_folder() / "cubins" / f"{Path(source).stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    file = folder / "cubins" / f"{Path(source).stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     kept = _read(file)
     if kept is None:
         kept, _ = compile_source(source, macros, arch)
@@ -92,21 +94,33 @@ def sources(source: str) -> dict[str, str]:
 
 
 def _read(file: Path) -> bytes | None:
-    """What `_write` put there; None where there is nothing, or not all of it."""
+    """What `_write` put there; None where there is nothing, not all of it, or what others may have written."""
     try:
-        digest, code = file.read_bytes()[:32], file.read_bytes()[32:]
-    except OSError:
+        content = private.read(file)
+    except private.Untrusted as error:
+        _warn(file.parent, f"kernels kept on disk are not used, but compiled anew: {error.strerror}")
         return None
+    except OSError:  # there is none yet; what else it may be, writing it finds too
+        return None
+    digest, code = content[:32], content[32:]
     return code if code and hashlib.sha256(code).digest() == digest else None
 
 
 def _write(file: Path, code: bytes) -> None:
     """Keep the code with its hash; other processes see all of it or nothing. A folder that can't be written costs compiling again."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            part.write(hashlib.sha256(code).digest() + code)
-        os.replace(part.name, file)
+        private.write(file, hashlib.sha256(code).digest() + code)
+    except private.Untrusted as error:
+        _warn(file.parent, f"kernels kept on disk are not used, but compiled anew: {error.strerror}")
     except OSError as error:
-        words = f"nsa-sel: {file.parent} can't be written, every process compiles its CUDA kernels again: {error.strerror}"
-        warnings.warn(words, RuntimeWarning, stacklevel=2)
+        _warn(file.parent, f"{file.parent} can't be written, every process compiles its CUDA kernels again: {error.strerror}")
+
+
+_warned: set[Path] = set()  # folders
+
+
+def _warn(folder: Path, words: str) -> None:
+    """Once a process and folder: what is wrong with it is wrong for every kernel."""
+    if folder not in _warned:
+        _warned.add(folder)
+        warnings.warn(f"nsa-sel: {words}", RuntimeWarning, stacklevel=4)

@@ -88,7 +88,7 @@ def context_parallel_attention(
         return agree(request, device, group, backend, q.device, **alike, **more)
 
     done, route, chosen = _planned(q, k, v, selection, q_pos, of, exchange, count_blocks, agreed, group)
-    observe.follow(settings_for(device).debug_log)
+    observe.follow(settings_for(device))
     if done.way == "rows":
         k, v = visiting.aligned(k), visiting.aligned(v)
         request = visiting.request(q, k, v, selection, ranks, needs_grad)

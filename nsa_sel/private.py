@@ -1,0 +1,110 @@
+"""Files of the cache folder, which the user alone may write: machine code and launches are loaded from them.
+
+A file counts when it is a regular one, no symbolic link, and it and its folder belong to the user whose rights the process has, or to
+root, and nobody else may write to them. Folders above are not looked at: who may rename a folder can't make it the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+
+
+class Untrusted(OSError):
+    """What stands at a path is no file of the user's own; `strerror` says why, and how to mend it."""
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The first `most` bytes of a file that the user names, whoever owns it, through links too. Raises OSError; never waits for a FIFO."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        _check_kind(path, os.fstat(file.fileno()))
+        return file.read(most)
+
+
+def opened(path: Path, flags: int) -> int:
+    """A descriptor of a file of the user's own; with O_CREAT in `flags` it is made, for the user alone. Raises OSError."""
+    folder = _opened_folder(path.parent)
+    try:
+        descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _untrusted(path, "is a symbolic link: remove it") from error
+        raise
+    finally:
+        os.close(folder)
+    try:
+        status = os.fstat(descriptor)
+        _check_kind(path, status)
+        _check_owner(path, status)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read(path: Path) -> bytes:
+    """The content of a file of the user's own. Raises OSError."""
+    with open(opened(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace a file at once: readers see the old one or the new one, whenever the machine stops. Raises OSError, and leaves no part."""
+    make_folder(path.parent)
+    folder = _opened_folder(path.parent)
+    part = f".{path.name}.{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(part, dir_fd=folder)
+            raise
+        with contextlib.suppress(OSError):  # some file systems can't; the file is there all the same
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above that are missing, for the user alone. Raises OSError."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _opened_folder(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check_owner(folder, os.fstat(descriptor))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_kind(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "something else")
+        raise _untrusted(path, f"is {kind}, not a regular file: remove it, or name another")
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise _untrusted(path, f"belongs to another user (uid {status.st_uid}): remove it, or set NSA_SEL_CACHE to a folder of your own")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.filemode(status.st_mode)
+        raise _untrusted(path, f"may be written by other users ({mode}): remove it, or `chmod go-w` it if you trust what it holds")
+
+
+def _untrusted(path: Path, words: str) -> Untrusted:
+    return Untrusted(errno.EPERM, f"{path} {words}")
