@@ -99,7 +99,8 @@ def partial_kernel(
                     m = tl.maximum(tl.max(logits, 1), LOWEST)
                     p = powers(logits, m, scale_log2, v_tile.dtype)
                     l = tl.where(listed, tl.sum(p, 1), 1.0)
-                    o_tile = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee", out_dtype=ACC) * reciprocal(l)[:, None]
+                    weight = reciprocal(tl.where(l == 0, 1.0, l))  # l = 0 where all logits are below LOWEST: lse = -inf, o = 0
+                    o_tile = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee", out_dtype=ACC) * weight[:, None]
                     slot = first_slot + entry.to(tl.int64) * h + head
                     store_columns(part_o + slot * Dv, o_tile, listed, 0, Dv)
                     tl.store(part_lse + slot, m * scale_log2 + tl.log2(l), mask=listed)
@@ -148,7 +149,7 @@ def join_kernel(
         l += weight
         rows_o = part_o + ((slot + i * h) * Dv)[:, None] + dv[None, :]
         acc += weight[:, None] * tl.load(rows_o, mask=used[:, None] & (dv < Dv)[None, :], other=0.0).to(ACC)
-    seen = l > 0
+    seen = l != 0
     out = row * h + head
     o_tile = acc * reciprocal(tl.where(seen, l, 1.0))[:, None]
     tl.store(o + (out * Dv)[:, None] + dv[None, :], o_tile.to(o.dtype.element_ty), mask=exists[:, None] & (dv < Dv)[None, :])

@@ -207,8 +207,8 @@ def dq_kernel(
             acc = add_product(acc, ds.to(k_tail.dtype), k_tail, ACC)
             if BLOCK_REST > 0:
                 rest = add_product(rest, ds.to(k_tail.dtype), k_rest, ACC)
-    # A row that saw no key has p = 0, which an infinite do or dlse would make NaN.
-    saw = (lse_rows > float("-inf"))[:, None]
+    # A row that saw no key has p = 0, which NaN or infinity in its q, do or dlse would make NaN.
+    saw = (lse_rows != float("-inf"))[:, None]
     store_columns(dq + out * Dk, tl.where(saw, acc * scale, 0.0), exists, 0, Dk)
     if BLOCK_REST > 0:
         store_columns(dq + out * Dk, tl.where(saw, rest * scale, 0.0), exists, BLOCK_D, Dk)

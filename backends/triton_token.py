@@ -83,7 +83,7 @@ def forward_kernel(
             m = m_new
         base += keys
 
-    seen = l > 0
+    seen = l != 0
     total = tl.where(seen, l, 1.0)
     out = (row * h + head) * parts + part
     tl.store(o + out * Dv + dv, (acc * reciprocal(total)).to(o.dtype.element_ty), mask=dv < Dv)

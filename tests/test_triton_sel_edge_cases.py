@@ -7,9 +7,11 @@ import torch
 
 from nsa_sel.selection import Selection
 from tests.cases import edge_selections, make_blocks, make_qkv
-from tests.parity import attend, check_both, check_deterministic, check_poison
+from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
+from tests.poison import POISONS, check_empty_rows, check_one_row, selected, through
 
 BACKENDS = ("triton-group", "triton-token")
+ALL_BACKENDS = ("sdpa-packed", "numba", *BACKENDS, "triton-tile", "triton-block")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -51,7 +53,7 @@ def test_keys_after_unordered_positions_are_never_used(backend: str) -> None:
     check_poison(backend, q, k, v, Selection.from_blocks(indices[None, :, None], 16), q_pos=torch.tensor([150, 36, 20]))
 
 
-@pytest.mark.parametrize("backend", ["sdpa-packed", "numba", *BACKENDS, "triton-tile", "triton-block"])
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_rows_without_keys_have_no_gradient_whatever_comes_in(backend: str) -> None:
     q, k, v = (x.requires_grad_() for x in make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40))
     indices = torch.tensor([[0, 1], [-1, -1], [1, 0], [-1, -1]]).int()
@@ -97,3 +99,37 @@ def test_sums_of_split_blocks_do_not_depend_on_the_workspace(monkeypatch: pytest
     settings_for = config.settings_for
     monkeypatch.setattr(attention, "settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=400_000))
     check_both("triton-group", q, k, v, selection)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_a_block_of_hugely_negative_logits_counts_for_nothing(backend: str) -> None:
+    q, k, v = make_qkv(S=2, G=1, h=2, Dk=16, S_kv=48)
+    k[:, :, :16], k[:, :, 16:32] = k[:, :, :16].abs(), -k[:, :, 16:32].abs()
+    q = q.abs() * 1e32
+    selection = Selection.from_blocks(torch.tensor([0, 1]).int().expand(1, 2, 1, 2), 16)
+    check_forward(backend, q, k, v, selection)
+
+
+def poison_case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Selection]:
+    """Rows at 81 to 89 of 90 keys in blocks of 16: the first, one in between and the last, as padding, select nothing, and nobody selects
+    blocks 2 and 3. Row 4 alone selects the block that the causal clamp cuts; it sees keys 80 to 85 of it."""
+    blocks = torch.tensor([[-1, -1], [0, 1], [4, 0], [-1, -1], [5, -1], [1, 4], [0, 4], [1, -1], [-1, -1]])
+    q, k, v = make_qkv(S=9, G=1, h=2, Dk=16, Dv=24, S_kv=90)
+    return q, k, v, Selection.from_blocks(blocks[None, :, None].int(), 16)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, for what NaN and infinity give
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize(("poison", "places"), [("nan", ("q", "do", "dlse", "keys")), ("inf", ("all",)), ("huge", ("all",))])
+def test_poison_matrix_rows_without_selection(backend: str, poison: str, places: tuple[str, ...]) -> None:
+    q, k, v, selection = poison_case()
+    check_empty_rows(through(backend, selection), q, k, v, selected(selection, q, k), POISONS[poison], places)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("poison", ["nan", "huge"])
+def test_poison_matrix_one_row_spoils_no_other(backend: str, poison: str) -> None:
+    q, k, v, selection = poison_case()
+    check_one_row(through(backend, selection), q, k, v, selected(selection, q, k), 4, POISONS[poison])

@@ -23,7 +23,7 @@ def combine_kernel(part_o, part_lse, o, lse, parts, Dv: tl.constexpr, PARTS: tl.
     parts_o = tl.load(part_o + (row * parts + i[:, None]) * Dv + d[None, :], mask=there, other=0.0)
     highest = tl.maximum(tl.max(part, 0), LOWEST)
     total = tl.sum(tl.exp2(part - highest), 0)
-    seen = total > 0
+    seen = total != 0
     row_lse = tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), 0.0)
     o_row = tl.sum(tl.exp2(part - row_lse)[:, None] * parts_o, 0)
     tl.store(o + row * Dv + d, o_row.to(o.dtype.element_ty), mask=d < Dv)

@@ -210,12 +210,13 @@ def softmax_step(s, v, acc, l, m, c, ACC: tl.constexpr):
 def chosen_step(s, chosen, v, acc, l, m, c, ACC: tl.constexpr):
     """`softmax_step` where only the rows `chosen` (a bool, or one a row) take part.
 
-    The others keep their maximum, and a shift of infinity makes their p = 0: a mask for whole rows costs nothing per element.
+    The others keep their maximum and l, and a shift of infinity makes their p = 0: a mask for whole rows costs nothing per element. Where
+    such a row's own s is not finite p is NaN, and acc with it: `finish_softmax` drops that of rows that never took part.
     """
     m_new = tl.where(chosen, tl.maximum(m, tl.max(s, 1)), m)
     alpha = tl.exp2((m - m_new) * c)
     p = powers(s, tl.where(chosen, m_new, float("inf")), c, v.dtype)
-    l = l * alpha + tl.sum(p, 1)
+    l = l * alpha + tl.where(chosen, tl.sum(p, 1), 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC)
     return acc, l, m_new
 
@@ -245,9 +246,9 @@ def reciprocal(x):
 
 @triton.jit
 def finish_softmax(acc, l, m, c):
-    """o and lse in base 2 from (acc, l, m); rows that saw no key give 0 and -inf."""
-    seen = l > 0
-    o = acc * reciprocal(tl.where(seen, l, 1.0))[:, None]
+    """o and lse in base 2 from (acc, l, m); rows that saw no key give 0 and -inf, whatever acc holds; NaN in l shows in both."""
+    seen = l != 0
+    o = tl.where(seen[:, None], acc * reciprocal(tl.where(seen, l, 1.0))[:, None], 0.0)
     lse2 = tl.where(seen, m * c + tl.log2(tl.where(seen, l, 1.0)), float("-inf"))
     return o, lse2
 

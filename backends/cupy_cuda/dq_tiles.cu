@@ -139,7 +139,9 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
             if (found == GIVE_BACK) found = find(NO_END);
         }
 
-        const float scale[2] = {static_cast<float>(p.scale), static_cast<float>(p.scale)};
+        float scale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) scale[r] = lse2[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
         write_rows<DK>(acc, scale, x.dq, p, tile, group);
         barrier<128>(group + 1);  // all have read their sums
     }

@@ -88,7 +88,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *mem
                     logit = exp2_fast(logit * c - shift);
                     sums[i % 4] += logit;
                 }
-                l[r] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+                if (part & rows.bit[r]) l[r] += (sums[0] + sums[1]) + (sums[2] + sums[3]);  // else zeros, or NaN where q is not finite
             }
         };
         // The step's p takes the place of the one before; acc follows the maxima.

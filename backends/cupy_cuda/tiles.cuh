@@ -282,7 +282,8 @@ DEVICE void round_step(u32 (&to)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) to[k][i] = pack(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
 }
-// A group's results, rows scaled and rounded, to [B,S,G,H,COLUMNS]; from registers, so that nothing in shared memory waits for it.
+// A group's results, rows scaled and rounded, to [B,S,G,H,COLUMNS]; from registers, so that nothing in shared memory waits for it. Rows whose
+// scale is 0 get zeros: one that chose nothing has met every step with p = 0, which NaN or infinity in its own q or do makes NaN.
 template <int COLUMNS>
 DEVICE void write_rows(const float (&acc)[COLUMNS / 2], const float (&scale)[2], u16 *to, const Problem &p, const Tile &tile, int group) {
     const Rows rows(p, tile, group);  // again, rather than kept in registers all the time
@@ -293,7 +294,8 @@ DEVICE void write_rows(const float (&acc)[COLUMNS / 2], const float (&scale)[2],
         for (int j = 0; j < COLUMNS / 8; j += 4) {
             u32 x[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) x[i] = pack(acc[4 * (j + i) + 2 * r] * scale[r], acc[4 * (j + i) + 2 * r + 1] * scale[r]);
+            for (int i = 0; i < 4; ++i)
+                x[i] = scale[r] == 0.0f ? 0 : pack(acc[4 * (j + i) + 2 * r] * scale[r], acc[4 * (j + i) + 2 * r + 1] * scale[r]);
             transpose(x);
             if (rows.bit[r]) *reinterpret_cast<uint4 *>(row + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
         }
