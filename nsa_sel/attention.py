@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from nsa_sel import dispatch, known, observe, pages, registry, tuned, watch
+from nsa_sel import devices, dispatch, known, observe, pages, registry, tuned, watch
 from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of
 from nsa_sel.config import Settings, environment, settings_for
 from nsa_sel.decision import Decision, Override
@@ -217,6 +217,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     if message is not None:
         observe.count("unserved")
         raise BackendError(message, decision)
+    devices.warn_if_assumed(decision)
     return decision
 
 
