@@ -148,9 +148,9 @@ def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry
 
 def committed_settings(device: DeviceInfo) -> Settings:
     """The settings with the committed launches, whatever the file of NSA_SEL_CONFIG says of them: winners must beat these."""
-    profile, shipped = profile_for(device), shipped_configs()
-    layers = ["base.yaml", *((profile.assumed or "base.yaml", profile.name) if profile else ())]
-    kernels = {name: config for layer in layers for name, config in shipped[layer].kernels.items()}
+    profile = profile_for(device)
+    layers = [shipped_configs()["base.yaml"], *(config for _, config in (profile.layers if profile else ()))]
+    kernels = {name: config for layer in layers for name, config in layer.kernels.items()}
     return msgspec.structs.replace(settings_for(device), kernels=kernels)
 
 

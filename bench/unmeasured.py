@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from nsa_sel.devices import MEASURE
+
+NEAREST = "sm90_h200.yaml"  # of the measured profiles the one that `nsa_sel.config.nearest_measured` finds for these
 THRESHOLDS = "python -m nsa_sel.bench.bench_selection --suite threshold --out"
 ADR_RECORD = {64: 0.064, 1024: 0.065}  # L -> ms of the baseline in the record behind ADR-2025-08-M4-02, N 1024, H 8, D 128
 ROWS, WIDTHS, BYTES_EACH, BYTES_PER_SECOND = 1024, 128 + 128, 2, 1e12  # the record's rows, Dk + Dv, 16 bits; about that card's memory
@@ -35,12 +38,13 @@ def rtx4090_profile() -> dict[str, Any]:
 
 
 def a100_profile() -> dict[str, Any]:
-    """SM 8.0, not measured: the built-in values."""
+    """SM 8.0, not measured: the H200's values but for its launches."""
     return {
         "match": {"kind": "cuda", "sm": 80, "name": "NVIDIA A100"},
-        "provenance": "not measured on this GPU, nor on any of SM 8.0. Assumed: the built-in values of base.yaml, which are cautious."
-        f" The kernels are compiled for SM 8.0 by tests/aot.py and have run on none. To measure: {THRESHOLDS} a100.jsonl",
-        "assumes": "base.yaml",
+        "provenance": "not measured on this GPU, nor on any of SM 8.0. Assumed: the thresholds and costs of the H200, the nearest GPU that"
+        " was measured. Launches are those of base.yaml: tests/aot.py compiles them for SM 8.0, and they have run on none. Predicted times are"
+        f" the H200's. To measure: {MEASURE}",
+        "assumes": NEAREST,
     }
 
 
@@ -48,8 +52,8 @@ def h100_profile() -> dict[str, Any]:
     """SM 9.0, not measured: the H200's values, whose multiprocessors are the same and whose memory is faster."""
     return {
         "match": {"kind": "cuda", "sm": 90, "name": "NVIDIA H100"},
-        "provenance": "not measured on this GPU. Assumed: the thresholds and costs of the H200. It has the same compute capability and,"
-        f" beside the SXM card, as many multiprocessors, but more memory bandwidth."
-        f" Predicted times are the H200's. To measure: {THRESHOLDS} h100.jsonl",
-        "assumes": "sm90_h200.yaml",
+        "provenance": "not measured on this GPU. Assumed: the thresholds, costs and launches of the H200. It has the same compute"
+        " capability and, beside the SXM card, as many multiprocessors, but more memory bandwidth."
+        f" Predicted times are the H200's. To measure: {MEASURE}",
+        "assumes": NEAREST,
     }

@@ -18,7 +18,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from nsa_sel import dispatch, known, observe, pages, registry, tuned, watch
+from nsa_sel import devices, dispatch, known, observe, pages, registry, tuned, watch
 from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of
 from nsa_sel.config import Settings, environment, forget_settings, settings_for
 from nsa_sel.decision import Decision, Override
@@ -220,6 +220,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     if message is not None:
         observe.count("unserved")
         raise BackendError(message, decision)
+    devices.warn_if_assumed(decision)
     return decision
 
 

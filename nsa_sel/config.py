@@ -380,29 +380,55 @@ def shipped_configs() -> dict[str, ConfigFile]:
     return {file.name: parse_config(file.read_bytes(), file.name) for file in files if file.name.endswith(".yaml")}
 
 
+LEAST_ASSUMING_SM = 80  # the compute capability from which on the kernels run, and an unmeasured GPU takes over another one's values
+OF_ONE_CHIP = ("cupy-cuda/",)  # the cost models of backends that run other kernels on another compute capability than the measured one
+
+
 class Profile(NamedTuple):
-    """A profile of configs/devices/ that holds on a device; `assumed`: the one whose values no measurement on it stands behind."""
+    """What configs/devices/ says about a device."""
 
     name: str
-    config: ConfigFile
-    assumed: str | None
+    assumed: str | None  # the profile whose values hold although no measurement on this device stands behind them
+    layers: tuple[tuple[str, ConfigFile], ...]  # over base.yaml, later ones win
 
 
 def profile_for(device: DeviceInfo) -> Profile | None:
-    """The profile that names `device`, else the one for every device of its compute capability, else another device's of the same
-    compute capability, as assumed: a measured one before one that assumes itself. None: the built-in values alone."""
-    alike = [
-        (name, config)
-        for name, config in shipped_configs().items()
-        if config.match and (config.match.kind, config.match.sm) == (device.kind, device.sm)
+    """The profile that names `device` or its whole compute capability; else, from SM 8.0 on, the nearest measured one, as assumed.
+
+    None: the built-in values alone.
+    """
+    shipped = shipped_configs()
+    own = [
+        (len(config.match.name), name)
+        for name, config in shipped.items()
+        if config.match and (config.match.kind, config.match.sm) == (device.kind, device.sm) and config.match.name in device.name
     ]
-    own = [(name, config) for name, config in alike if config.match and config.match.name in device.name]
     if own:
-        name, config = max(own, key=lambda found: len(found[1].match.name) if found[1].match else 0)
-        return Profile(name, config, config.assumes)
-    for name, config in sorted(alike, key=lambda found: found[1].assumes is not None):
-        return Profile(name, config, name)
-    return None
+        name = max(own)[1]
+        assumed = shipped[name].assumes
+    elif device.kind == "cuda" and (device.sm or 0) >= LEAST_ASSUMING_SM:
+        name = assumed = nearest_measured(device.sm or 0)
+    else:
+        return None
+    names = dict.fromkeys((assumed, name) if assumed else (name,))
+    return Profile(name, assumed, tuple((layer, _for(device, shipped[layer])) for layer in names if layer != "base.yaml"))
+
+
+def nearest_measured(sm: int) -> str:
+    """The GPU profile with measured values whose compute capability is closest to `sm`, of two as close the newer one's."""
+    measured = {name: config.match.sm or 0 for name, config in shipped_configs().items() if config.match and config.evidence}
+    return min(measured, key=lambda name: (abs(measured[name] - sm), -measured[name], name))
+
+
+def _for(device: DeviceInfo, config: ConfigFile) -> ConfigFile:
+    """A profile as it holds on `device`: on another compute capability its launches may not fit, and not every cost model speaks."""
+    if config.match is None or config.match.sm == device.sm:
+        return config
+    costs = config.costs
+    if costs:
+        models = {name: model for name, model in costs.models.items() if not name.startswith(OF_ONE_CHIP)}
+        costs = msgspec.structs.replace(costs, models=models)
+    return msgspec.structs.replace(config, kernels={}, costs=costs)
 
 
 def environment() -> tuple[str | None, ...]:
@@ -475,13 +501,9 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
         raw = os.environ.get(name, "")
         if raw.encode(errors="ignore").decode() != raw:  # neither logs nor fingerprints could hold it
             raise ConfigError(name, raw, "text in UTF-8", "unset it, or give a file or folder another name")
-    layers = [("base.yaml", shipped_configs()["base.yaml"])]
     profile = profile_for(device)
     assumed = profile.assumed if profile else None
-    if profile and assumed not in (None, "base.yaml", profile.name):
-        layers.append((str(assumed), shipped_configs()[str(assumed)]))
-    if profile:
-        layers.append((profile.name, profile.config))
+    layers = [("base.yaml", shipped_configs()["base.yaml"]), *(profile.layers if profile else ())]
     user_file = os.environ.get(CONFIG_FLAG)
     if user_file:
         try:

@@ -128,7 +128,9 @@ def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Overr
         shown = [f"{name} {predicted[name]:.3g} ms" if name in predicted else f"{name} (no prediction)" for name in eligible[:2]]
         rule = f"least predicted time: {', runner-up '.join(shown)} ({case.settings.sources.get('costs', 'built-in')})"
     else:
-        rule = "first of the preference" + (" that no check turned away" if stepped_over else "") + f" ({source or 'built-in'})"
+        least_L = case.settings.sources.get("sel_triton_min_L", "")
+        origin = (source or "built-in") + (f"; least L: {least_L}" if least_L.endswith("(assumed)") else "")
+        rule = "first of the preference" + (" that no check turned away" if stepped_over else "") + f" ({origin})"
         rule += ", which goes before predicted times" if own and predicted else ""
     return _Choice(tuple(order), reasons, tuple(predictions), by_time, rule, tuple(stepped_over), winner, runner_up)
 

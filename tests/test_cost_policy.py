@@ -27,7 +27,7 @@ from nsa_sel.request import SHARING_TOKENS, Request
 from nsa_sel.selection import Selection
 from nsa_sel.show import describe
 from tests.cases import make_blocks, make_qkv
-from tests.policy_cases import A100, CPU, H100, H200, SHORT, UNKNOWN, replace, settings
+from tests.policy_cases import CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings
 
 GROUP, TILE, BLOCK, TOKEN = "triton-group", "triton-tile", "triton-block", "triton-token"
 LIMITS = Limits(dtypes={"cuda": ("float16", "bfloat16", "float32")})
@@ -164,7 +164,7 @@ def test_costs_of_ones_own_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_profiles_without_costs_decide_as_before() -> None:
-    for device in (CPU, A100, UNKNOWN):
+    for device in (CPU, RTX4090, TOO_OLD):
         assert settings_for(device).costs is None
     decision = ask(SHORT, costs=None)
     assert (decision.forward, decision.predictions, decision.rule) == (GROUP, (), "first of the preference (built-in)")

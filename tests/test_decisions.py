@@ -29,6 +29,7 @@ from tests.policy_cases import (
     OFFERS,
     RTX4090,
     SHORT,
+    TOO_OLD,
     UNKNOWN,
     codes,
     decide,
@@ -214,8 +215,8 @@ def test_counterfactuals_are_true_sentences() -> None:
     assert counterfactuals(decide(LONG, H100)) == ()
 
 
-def test_unknown_gpu_gets_the_conservative_defaults() -> None:
-    built_in = settings_for(UNKNOWN)
+def test_a_gpu_that_no_kernel_takes_gets_the_conservative_defaults() -> None:
+    built_in = settings_for(TOO_OLD)
     assert built_in.profile == "built-in"
     assert built_in.sel_triton_min_L == 4096
     assert built_in.triton_off is None

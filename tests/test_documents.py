@@ -21,7 +21,22 @@ from nsa_sel.bench.derive import read_rows
 from nsa_sel.config import CACHE_FLAG, CONFIG_FLAG, FLAGS, TEST_FLAG, Runtime, parse_config, parse_flag, settings_for, shipped_configs
 from nsa_sel.dispatch import load_policy, select
 from nsa_sel.request import DeviceInfo
-from tests.policy_cases import A100, CPU, H100, H200, LONG, OFFERS, RTX4090, UNKNOWN, replace
+from tests.policy_cases import (
+    A100,
+    B200,
+    CPU,
+    H100,
+    H200,
+    L40S,
+    LONG,
+    OFFERS,
+    RTX3090,
+    RTX4090,
+    RTX5090,
+    TOO_OLD,
+    UNKNOWN,
+    replace,
+)
 from tests.test_layering import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,9 +48,13 @@ TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS}
 FILE_ENDINGS = ("py", "yaml", "toml", "txt", "md", "json", "jsonl", "npz", "safetensors")
 USAGE = {  # first column of the usage matrix -> what the policy is told
     "RTX 4090": RTX4090,
+    "L40S": L40S,
     "A100": A100,
+    "RTX 3090": RTX3090,
     "H100": H100,
     "H200": H200,
+    "B200": B200,
+    "RTX 5090": RTX5090,
     "unknown GPU": replace(UNKNOWN, sm=121),
     "CPU": CPU,
 }
@@ -209,7 +228,7 @@ def shown(value: Any) -> str:
 def test_flags_are_those_of_the_code() -> None:
     rows = {bare(row["flag"]): row for row in table("flag", "takes", "default")}
     assert list(rows) == [*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG, TEST_FLAG]
-    built_in = settings_for(UNKNOWN)
+    built_in = settings_for(TOO_OLD)
     for flag in FLAGS:
         default, value = bare(rows[flag.name]["default"]), getattr(built_in, flag.field)
         assert value == (None if default == "unset" else parse_flag(flag, default)), flag.name

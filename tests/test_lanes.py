@@ -14,9 +14,9 @@ from nsa_sel.config import settings_for
 from nsa_sel.decision import Decision, Offer, Override, Reason
 from nsa_sel.dispatch import load_policy, refusal, select
 from nsa_sel.request import DeviceInfo, Request
-from tests.policy_cases import A100, H100, H200, LONG, OFFERS, RTX4090, codes, replace
+from tests.policy_cases import A100, B200, H100, H200, L40S, LONG, OFFERS, RTX3090, RTX4090, RTX5090, SHORT, codes, replace
 
-LANES = {"sm80": (A100,), "sm89": (RTX4090,), "sm90": (H100, H200)}
+LANES = {"sm80": (A100,), "sm86": (RTX3090,), "sm89": (RTX4090, L40S), "sm90": (H100, H200), "sm100": (B200,), "sm120": (RTX5090,)}
 KERNELS = tuple(offer.backend.name for offer in OFFERS if offer.backend.framework in ("triton", "cupy"))
 TRITON = tuple(offer.backend.name for offer in OFFERS if offer.backend.framework == "triton")
 DEVICES = [pytest.param(device, id=f"{lane}-{device.name.split()[-1]}") for lane, devices in LANES.items() for device in devices]
@@ -49,6 +49,45 @@ def test_long_rows(device: DeviceInfo) -> None:
     else:
         assert decision.forward in KERNELS
         assert decision.backward in KERNELS
+
+
+SHAPES = {
+    "prefill": SHORT,
+    "few-heads": replace(SHORT, h=3, Dk=64, Dv=64),
+    "wide": replace(SHORT, h=64, G=1, Dk=192),
+    "decode": replace(SHORT, S=1, S_kv=65536),
+    "batch-decode": replace(SHORT, B=64, S=1, S_kv=65536),
+    "ranges": replace(SHORT, block_size=None),
+}
+
+
+@lanes
+@pytest.mark.parametrize("shape", SHAPES)
+def test_16_blocks_of_64_run_on_a_kernel(device: DeviceInfo, shape: str) -> None:
+    """The paper's selection takes the reference on no GPU but the ADR's, and its kernel is one that runs there."""
+    decision = routed(device, SHAPES[shape])
+    if off(device):
+        assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
+        return
+    measured = decision.settings.assumed is None or device.sm == 90
+    for winner in (decision.forward, decision.backward):
+        # What cupy-cuda's cost model was measured on is Hopper's alone; Triton's launches are compiled for each chip by test_triton_aot.py.
+        assert winner in (KERNELS if measured else TRITON)
+        assert codes(decision, winner) == []
+    assert measured or "sm90_h200.yaml (assumed)" in decision.rule
+
+
+@pytest.mark.parametrize(("device", "loads"), [(A100, "pointer"), (RTX3090, "pointer"), (H100, "tma"), (B200, "tma"), (RTX5090, "tma")])
+def test_kernels_load_as_the_chip_can(device: DeviceInfo, loads: str) -> None:
+    """Launches that say tma fall back to pointers before SM 9.0."""
+    from nsa_sel.backends._triton import launch
+    from nsa_sel.call import Call
+    from tests.cases import make_blocks, make_qkv
+
+    q, k, v = make_qkv(1, 8, 1, 4, 64, S_kv=256)
+    call = Call(q, k, v, make_blocks(1, 8, 1, 256, 2, 64), None, 0.125, settings_for(device), device)
+    assert call.settings.kernels["triton-group/forward-blocks"].loads == "tma"
+    assert launch.kernel_config(call, launch.heads(call), "triton-group/forward-blocks").loads == loads
 
 
 @lanes

@@ -22,7 +22,7 @@ FLOORS = (
     ("config",),
     ("decision", "selection"),
     ("dispatch", "call", "observe", "backends.specs"),
-    ("policies", "registry", "show", "tuned", "watch", "pages"),
+    ("policies", "registry", "show", "devices", "tuned", "watch", "pages"),
     ("backends", "known"),
     ("attention",),
 )

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nsa_sel import attention, config, devices, registry
 from nsa_sel.attention import explain_request
 from nsa_sel.bench.derive import PROFILES, ROOT, read_rows, render, threshold, words
 from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
 from nsa_sel.config import WAYS, Way, profile_for, settings_for, shipped_configs
 from nsa_sel.dispatch import counterfactuals
-from nsa_sel.request import example_request
+from nsa_sel.request import DeviceInfo, Request, example_request
 from nsa_sel.show import describe
-from tests.policy_cases import A100, H100, H200, LONG, RTX4090, SHORT, UNKNOWN, decide, replace
+from tests.policy_cases import (
+    A100,
+    B200,
+    CPU,
+    H100,
+    H200,
+    L40S,
+    LONG,
+    OFFERS,
+    RTX3090,
+    RTX4090,
+    RTX5090,
+    SHORT,
+    TOO_OLD,
+    UNKNOWN,
+    decide,
+    replace,
+)
 
 
 @pytest.mark.parametrize("target", sorted(PROFILES))
@@ -51,9 +74,8 @@ def test_an_unmeasured_gpu_takes_over_what_its_profile_assumes_and_every_decisio
     assert "(sm90_h200.yaml (assumed))" in decision.rule
     assert "config    sm90_h100.yaml, assumes values of sm90_h200.yaml, measured on another device" in describe(decision)
     assert decision.settings.fingerprint != settings_for(H200).fingerprint
-    built_in = settings_for(A100)
-    assert (built_in.profile, built_in.assumed, built_in.sel_triton_min_L, built_in.costs) == ("sm80_a100.yaml", "base.yaml", 4096, None)
-    assert "assumes the built-in values" in describe(explain_request(SHORT, A100))
+    assert (settings_for(A100).profile, settings_for(A100).assumed) == ("sm80_a100.yaml", "sm90_h200.yaml")
+    assert "assumes the built-in values" in describe(explain_request(SHORT, RTX4090))
 
 
 def test_a_gpu_without_a_profile_takes_over_a_measured_one_of_its_compute_capability() -> None:
@@ -62,7 +84,6 @@ def test_a_gpu_without_a_profile_takes_over_a_measured_one_of_its_compute_capabi
     assert decision.settings.provenance.startswith("assumed, no profile names this device; measured on another one: ")
     assert decision.settings.sources["use_triton_sel"] == "sm90_h200.yaml (assumed)"
     assert "measured on another device" in describe(decision)
-    assert profile_for(replace(A100, name="NVIDIA A30")) == ("sm80_a100.yaml", shipped_configs()["sm80_a100.yaml"], "sm80_a100.yaml")
 
 
 def test_a_rule_for_a_compute_capability_speaks_for_each_of_its_devices() -> None:
@@ -72,11 +93,108 @@ def test_a_rule_for_a_compute_capability_speaks_for_each_of_its_devices() -> Non
         assert found.triton_off is not None
 
 
-def test_any_other_gpu_has_the_built_in_values() -> None:
-    found = settings_for(UNKNOWN)
+ELSEWHERE = (A100, replace(A100, name="NVIDIA A30"), RTX3090, B200, RTX5090, UNKNOWN)  # of no compute capability that was measured
+
+
+@pytest.mark.parametrize("device", ELSEWHERE, ids=lambda device: device.name)
+def test_a_gpu_of_another_compute_capability_takes_over_the_nearest_measured_profile(device: DeviceInfo) -> None:
+    found, measured = settings_for(device), settings_for(H200)
+    assert (found.assumed, found.sel_triton_min_L) == ("sm90_h200.yaml", measured.sel_triton_min_L)
+    assert found.sources["sel_triton_min_L"] == found.sources["costs"] == "sm90_h200.yaml (assumed)"
+    # Launches are compiled for every chip as base.yaml has them; cupy-cuda's model is of kernels that only Hopper has.
+    assert found.kernels == shipped_configs()["base.yaml"].kernels != measured.kernels
+    assert found.costs is not None
+    assert measured.costs is not None
+    left_out = set(measured.costs.models) - set(found.costs.models)
+    assert left_out == {name for name in measured.costs.models if name.startswith("cupy-cuda/")} != set()
+
+
+def test_the_nearest_is_by_compute_capability_and_of_two_the_newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = shipped_configs()["sm90_h200.yaml"]
+    at = {sm: replace(h200, match=replace(h200.match, sm=sm, name=f"measured {sm}")) for sm in (86, 120)}
+    shipped = {**shipped_configs(), "sm86.yaml": at[86], "sm120.yaml": at[120]}
+    monkeypatch.setattr(config, "shipped_configs", functools.cache(lambda: shipped))
+    found = {sm: config.nearest_measured(sm) for sm in (80, 86, 88, 90, 100, 105, 121)}
+    own = {86: "sm86.yaml", 90: "sm90_h200.yaml"}
+    assert found == {**own, 80: "sm86.yaml", 88: "sm90_h200.yaml", 100: "sm90_h200.yaml", 105: "sm120.yaml", 121: "sm120.yaml"}
+
+
+def test_a_gpu_that_no_kernel_takes_has_the_built_in_values() -> None:
+    found = settings_for(TOO_OLD)
     assert (found.profile, found.assumed) == ("built-in", None)
     assert found.sources == {}
-    assert profile_for(UNKNOWN) is None
+    assert profile_for(TOO_OLD) is None
+
+
+def test_the_rule_of_a_preference_says_what_the_gate_assumes() -> None:
+    rule = explain_request(replace(SHORT, block_size=None), A100).rule  # ranges: no prediction speaks
+    assert rule.endswith("(built-in; least L: sm90_h200.yaml (assumed))")
+
+
+# The warning
+
+
+def warned(request: Request, device: DeviceInfo, backend: str | None = None) -> list[str]:
+    """What a call decided so warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attention.decide(request, device, backend)
+    return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+
+
+@pytest.fixture
+def nobody_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process on a machine that has every package."""
+    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(registry, "offers", lambda request: OFFERS)
+    attention.forget_decisions()
+    yield
+    attention.forget_decisions()
+
+
+@pytest.fixture
+def events(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.INFO, logger="nsa_sel")
+    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]
+
+
+@pytest.mark.usefixtures("nobody_told")
+@pytest.mark.parametrize("device", [*ELSEWHERE, H100, replace(H200, name="NVIDIA H20")], ids=lambda device: device.name)
+def test_an_assumed_profile_is_told_once_with_the_command_that_measures(device: DeviceInfo, events: Any) -> None:
+    (words,) = warned(SHORT, device)
+    for part in (device.name, "nobody has measured", "values of sm90_h200.yaml", "Measure it with: nsa-sel tune"):
+        assert part in words
+    assert warned(replace(SHORT, S=1, S_kv=65536), device) == []
+    (event,) = events("sel.profile.assumed")
+    assert (event["device"], event["sm"], event["assumed"]) == (device.name, device.sm, "sm90_h200.yaml")
+    assert (event["rule"], event["command"]) == (None, "nsa-sel tune")
+    assert len(warned(SHORT, L40S)) == 1, "another device"
+
+
+@pytest.mark.usefixtures("nobody_told")
+@pytest.mark.parametrize("device", [RTX4090, L40S], ids=lambda device: device.name)
+def test_the_devices_of_the_adr_are_told_alike(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
+    (words,) = warned(SHORT, device)
+    off = settings_for(device).triton_off
+    assert off is not None
+    for part in (device.name, "8.9", "ADR-2025-08-M4-02 keeps Triton off", f"Measure it with: {off.reopen}"):
+        assert part in words
+    assert warned(SHORT, device) == []
+    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
+    monkeypatch.setattr(devices, "_told", set())
+    (words,) = warned(SHORT, device)
+    assert "built-in values. Measure it with: nsa-sel tune" in words
+
+
+@pytest.mark.usefixtures("nobody_told")
+def test_what_is_measured_forced_or_the_users_own_is_not_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert warned(SHORT, H200) == warned(SHORT, TOO_OLD) == warned(SHORT, CPU) == warned(SHORT, A100, "triton-group") == []
+    explain_request(SHORT, A100)
+    (tmp_path / "own.yaml").write_text("provenance: own rows\nruntime: {sel_triton_min_L: 128}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+    assert warned(SHORT, A100) == []
+    monkeypatch.delenv("NSA_SEL_CONFIG")
+    assert len(warned(SHORT, A100)) == 1
 
 
 def test_values_of_a_users_file_are_not_assumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,9 +227,9 @@ def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, tmp_path:
     file = tmp_path / "own.yaml"
     file.write_text("provenance: own rows\nruntime: {sel_triton_min_L: {forward: 512}}\n")
     monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
-    assert settings_for(UNKNOWN).sel_triton_min_L == {"forward": 512, "backward": 4096, "decode": 4096}
+    assert settings_for(RTX4090).sel_triton_min_L == {"forward": 512, "backward": 4096, "decode": 4096}
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "32")
-    assert {settings_for(UNKNOWN).min_length(way) for way in WAYS} == {32}
+    assert {settings_for(RTX4090).min_length(way) for way in WAYS} == {32}
 
 
 def test_the_h200_says_what_each_threshold_comes_from() -> None:

@@ -103,7 +103,7 @@ def test_the_suite_alone_chooses_as_well_as_all_rows() -> None:
 def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     request = replace(SHORT, needs_grad=True)
     before = explain_request(request, UNKNOWN)
-    assert (before.forward, before.settings.costs) == ("sdpa-packed", None)
+    assert before.settings.sources["costs"] == "sm90_h200.yaml (assumed)"
     tune_thresholds.run(STAMP, always, WAYS)
     found = run(STAMP, UNKNOWN, priced, WAYS)
     assert found is not None
@@ -172,7 +172,7 @@ def test_a_file_of_the_users_goes_before_it_and_off_ignores_it(monkeypatch: pyte
     monkeypatch.delenv("NSA_SEL_CONFIG")
     assert explain_request(SHORT, UNKNOWN).settings.costs is not None
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
-    assert explain_request(SHORT, UNKNOWN).settings.costs is None
+    assert explain_request(SHORT, UNKNOWN).settings.sources["costs"] == "sm90_h200.yaml (assumed)"
     assert explain_request(SHORT, CPU).settings.costs is None
 
 

@@ -36,18 +36,19 @@ def sides(case: cases.Case, way: Way, side: str) -> Times:
 
 
 def test_the_rule_is_that_of_the_profiles_and_decisions_follow_it() -> None:
-    before = explain_request(replace(LONG, max_length=256, needs_grad=True), UNKNOWN)
-    assert (before.forward, before.settings.sel_triton_min_L) == ("sdpa-packed", 4096)
+    request = replace(LONG, max_length=128, needs_grad=True)
+    before = explain_request(request, UNKNOWN)
+    assert (before.forward, before.settings.sel_triton_min_L) == ("triton-tile", 64)  # assumed
     found = tune_thresholds.run(STAMP, sides, WAYS)
     assert {way: (known.verdict, known.value) for way, known in found.items()} == {
         "forward": ("measured", 256), "backward": ("undecided", None), "decode": ("measured", 256),
     }  # fmt: skip
     tuned.forget()
-    after = explain_request(replace(LONG, max_length=256, needs_grad=True), UNKNOWN)
-    assert (after.settings.min_length("forward"), after.settings.min_length("backward")) == (256, 4096)
+    after = explain_request(request, UNKNOWN)
+    assert (after.settings.min_length("forward"), after.settings.min_length("backward")) == (256, 64)
     assert after.settings.sources["sel_triton_min_L"] == after.settings.tuned
     assert after.settings.fingerprint != before.settings.fingerprint
-    assert ("triton-group: min-length" in before.steps, "triton-group: min-length" in after.steps) == (True, False)
+    assert ("triton-group: min-length" in before.steps, "triton-group: min-length" in after.steps) == (False, True)
 
 
 def test_thresholds_and_launches_share_a_file() -> None:
