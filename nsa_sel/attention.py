@@ -398,10 +398,10 @@ def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 def _compare(call: Call, decision: Decision, direction: str, got: tuple[Tensor, ...], *given: Tensor | None) -> None:
     """The event of NSA_DEBUG_COMPARE: the largest mean absolute error of o, or of dq, dk, dv, against packed SDPA. Reads the device."""
-    untimed = replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False))
+    silent = replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False, debug_triton=False))
     with torch.no_grad():
         reference = registry.load(FALLBACK)
-        wanted = _forward_of(reference, untimed) if direction == "forward" else getattr(reference, direction)(untimed, *given)
+        wanted = _forward_of(reference, silent) if direction == "forward" else getattr(reference, direction)(silent, *given)
         mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in zip(got, wanted, strict=False))
     backend = decision.forward if direction == "forward" else decision.backward
     observe.emit("sel.compare", backend=backend, direction=direction, reference=FALLBACK, mae=mae)
