@@ -323,10 +323,11 @@ def _packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str
     key_bytes = (call.k.shape[3] + call.v.shape[3]) * copies + per_key * wide.itemsize
     half = _budget(call) // 2
     timed, device = call.timed(), call.q.device.type
-    for ids_of_bucket, L in _buckets(call, start, end):
+    buckets = [(ids, L, min(max(1, half // (L * key_bytes)), _STEP_ROWS, len(ids))) for ids, L in _buckets(call, start, end)]
+    most = max((step * L for _, L, step in buckets), default=0)
+    buffers = [_buffer(call, table, most) for table in (k_table, v_table)]
+    for ids_of_bucket, L, step in buckets:
         started = observe.now(device) if timed else 0.0
-        step = min(max(1, half // (L * key_bytes)), _STEP_ROWS, len(ids_of_bucket))
-        buffers = [table.new_empty(step * L, table.shape[1]) for table in (k_table, v_table)]
         for chunk in _slices(len(ids_of_bucket), max(step, half // (L * _INDEX_BYTES))):
             ids = ids_of_bucket[chunk]
             position, keep, filled = _positions(start[ids], end[ids], L)
@@ -337,6 +338,12 @@ def _packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str
         if timed:
             ms = (observe.now(device) - started) * 1e3
             observe.emit("sel.timing.bucket", backend="sdpa-packed", direction=direction, length=L, rows=len(ids_of_bucket), ms=ms)
+
+
+def _buffer(call: Call, table: Tensor, rows: int) -> Tensor:
+    """Unwritten [rows,D], from the call's workspace where it has one."""
+    taken = None if call.workspace is None else call.workspace.take((rows, table.shape[1]), table.dtype)
+    return table.new_empty(rows, table.shape[1]) if taken is None else taken
 
 
 def _slices(count: int, size: int) -> list[slice]:

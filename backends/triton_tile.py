@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_sel.backends._buffers import temporary
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
@@ -241,7 +242,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     config = launch.kernel_config(call, heads, "triton-tile/dq")
     kernel = _dq_launch(heads, call.selection.n, _block(call), config, dlse is not None)
     B, S, G, _, _ = call.q.shape
-    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
     dlse = None if dlse is None else dlse.contiguous()
     plan = union(call, kernel.constants["TQ"])
     kernel.start(

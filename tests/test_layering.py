@@ -20,7 +20,7 @@ KERNEL_FRAMEWORKS = ("torch", "triton", "numba", "cupy")
 FLOORS = (
     ("errors", "request", "oracle"),
     ("config",),
-    ("decision", "selection"),
+    ("decision", "selection", "workspace"),
     ("dispatch", "call", "observe", "backends.specs"),
     ("policies", "registry", "show", "tuned", "watch", "pages"),
     ("backends", "known"),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends.cupy_cuda import blocks, launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.call import Call
@@ -128,8 +128,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     part_o, part_lse = o, lse
     if split:
-        part_o = unwritten(q, rows * h * parts * Dv, dtype=torch.float32)
-        part_lse = unwritten(q, rows * h * parts, dtype=torch.float32)
+        part_o = temporary(call, q, rows * h * parts * Dv, dtype=torch.float32)
+        part_lse = temporary(call, q, rows * h * parts, dtype=torch.float32)
     launch.start(
         "forward_rows.cu", macros, device, rows * head_tiles * parts, shape.threads, shape.shared, ROWS,
         *problem, part_o.data_ptr(), part_lse.data_ptr(), parts, head_tiles,

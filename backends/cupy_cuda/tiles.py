@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
@@ -97,7 +97,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
     q = call.q
-    dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
     ranges = call.selection.ranges.contiguous()
     h, Dk, Dv = *q.shape[3:], call.v.shape[-1]
     shape = shape_of(DQ_GROUPS, h, Dk, Dv, Dk + Dv, call.device.shared_memory)
@@ -131,7 +131,7 @@ def _taken(call: Call, union: Union) -> Tensor | None:
     """Where blocks of threads count the tiles that they take beyond one each, zero; None where there are none."""
     if union.counts.shape[0] <= call.device.sm_count:
         return None
-    taken = unwritten(call.q, 1, dtype=torch.int32)
+    taken = temporary(call, call.q, 1, dtype=torch.int32)
     launch.clear(taken.data_ptr(), 4, call.q.get_device())
     return taken
 
