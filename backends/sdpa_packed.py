@@ -91,6 +91,22 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
 
 
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads from K and V: of dense tiles, and of tiles of keys, once a tile; else each row's, gathered, padded to
+    the length of its bucket. Not counted, at least what the rows select."""
+    if not count or call.selection.n == 0:
+        return selected
+    (B, _, S_kv, _), G = call.k.shape, call.q.shape[2]
+    start, end = call.clamped_ranges()
+    tiles = _dense_tiles(call, start, end)
+    if tiles is not None:
+        return B * G * sum(tile.hi - tile.lo for tile in tiles)
+    if _pays_by_key(call, start, end):
+        width, lists = _key_tile(call), _rows_by_tile(call, start, end)
+        return sum(min(width, S_kv - tile * width) for of_pair in lists for tile, rows in enumerate(of_pair) if len(rows))
+    return sum(len(ids) * L for ids, L in _buckets(call, start.flatten(0, 2), end.flatten(0, 2)))
+
+
 def _row_products(do: Tensor, o: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
     """rowsum(do * o) [B,S,G,h] in `dtype`, some rows at a time: both in float32 at once would take more than all gathers."""
     a, b = do.reshape(-1, o.shape[-1]), o.reshape(-1, o.shape[-1])

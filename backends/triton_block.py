@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._buffers import temporary
+from nsa_sel.backends._loads import piecewise_keys
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import (
     Gradients,
@@ -242,6 +243,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
             _reduce_grid(call, unit), (part_dq, call.selection.ranges.contiguous(), call.q_pos, dq), _reduce_numbers(call, plan, unit)
         )  # fmt: skip
     return dq, sums.dk, sums.dv
+
+
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: a tile once for each piece of its list of rows; not counted, at most what the rows select."""
+    if not count:
+        return selected
+    config = call.settings.kernel("triton-block/forward" + launch.heads_class(launch.heads(call)))
+    plan = _plan(call, tile_width(call, config), call.v.shape[3], 0)
+    return piecewise_keys(call, plan.width, plan.section, plan.pairs, plan.piece)
 
 
 @functools.lru_cache(REMEMBERED)

@@ -321,6 +321,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     return dq, dk, dv
 
 
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: each row's, once for up to 64 heads."""
+    return selected * _head_tiles(call.q.shape[3])
+
+
 class Cache(NamedTuple):
     """How a call's keys lie in a cache, as constants of the forward kernels."""
 

@@ -183,6 +183,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     return dq, dk, dv
 
 
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: each row's, once a head."""
+    return selected * call.q.shape[3]
+
+
 @functools.lru_cache(REMEMBERED)
 def _forward_launch(heads: launch.Heads, config: KernelConfig, walk: int, split: bool) -> Launch:
     return Launch(

@@ -383,7 +383,7 @@ def _on_device(call: Call, name: str, direction: str, work: Callable[[registry.B
     if workspace is not None:
         workspace.begin()
     if settings.debug_triton or settings.debug_timing or settings.debug_nvtx:
-        result = watch.watched(call, name, direction, lambda: work(module))
+        result = watch.watched(call, name, direction, module, lambda: work(module))
     else:
         result = work(module)
     if workspace is not None:

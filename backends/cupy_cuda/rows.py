@@ -106,6 +106,14 @@ def plan_of(
     return RowPlan(macros, shape, head_tiles, parts, split)
 
 
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: by tiles of tokens the union of their rows, else each row's, once for up to 64 heads; not counted, at
+    most that."""
+    if count and tiles.takes(call):
+        return tiles.loaded_keys(call)
+    return selected * -(-call.q.shape[3] // 64)
+
+
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]; where the GPU and the call allow, by tiles of tokens or by bulk copies of blocks."""
     if call.scale < 0:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
@@ -92,6 +93,13 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         *union.arguments(call, taken), o.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return o, lse
+
+
+def loaded_keys(call: Call) -> int:
+    """Keys that the forward loads: the union of each tile's rows. Counted, which waits for the device."""
+    h, Dk = call.q.shape[3:]
+    shape = shape_of(hopper_groups(h, Dk), h, Dk, call.v.shape[-1], Dk, call.device.shared_memory)
+    return union_keys(call, shape.tokens)
 
 
 def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
