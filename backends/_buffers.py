@@ -1,14 +1,30 @@
-"""New tensors for kernels to write, in half the host time of `torch.empty`: a call makes two of them, four where rows are split."""
+"""New tensors for kernels to write, in half the host time of `torch.empty`: a call makes two of them, four where rows are split.
+
+What a pass returns is `unwritten`; what it needs until it ends is `temporary`, and may lie in the caller's workspace.
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 # What the code that torch.compile generates calls: a tensor straight from the allocator, past the dispatcher and its parser of arguments.
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from nsa_sel.call import Call
+
+
+def temporary(call: Call, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+    """As `unwritten`, until the pass of the call ends: from the call's workspace, where it has one."""
+    if call.workspace is not None:
+        taken = call.workspace.take(sizes, like.dtype if dtype is None else dtype)
+        if taken is not None:
+            return taken.fill_(float("nan")) if torch.are_deterministic_algorithms_enabled() and taken.is_floating_point() else taken
+    return unwritten(like, *sizes, dtype=dtype)
 
 
 def unwritten(like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:

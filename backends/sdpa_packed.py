@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nsa_sel import observe
+from nsa_sel.watch import keys_read
 
 if TYPE_CHECKING:
     from nsa_sel.call import Call
@@ -23,10 +24,11 @@ _STEP_ROWS = 32768  # a CUDA grid takes less than 65536 sequences
 _INDEX_BYTES = 48  # per key: its position, its places in K and V, and what makes them
 _SORT_NUMBERS = 16  # per key: what index_put_ sorts with
 _OVERFLOWS = 1e15  # squared, and summed over a head dimension, this is still far below the largest float32
-_DENSE_TILE = 64  # query positions of one dense step
+_DENSE_TILE, _DENSE_TILE_GPU = 64, 1024  # query positions of one dense step: few of them look at few keys, many launch few kernels
 # What is faster than gathering each row's keys, by the keys looked at for one selected (S 2048, h 1 and 4, D 64): dense steps
 # at 2.0 (24 against 36 ms); tiles of keys at 1.04 (134 against 169 ms), but not at 1.5 (192 against 162 ms).
 _DENSE_WASTE = 2.0
+_DENSE_WASTE_GPU = 8.0
 _KEY_WASTE = 1.3
 _ROWS_BY_KEY = 16  # rows that a tile of keys must meet on average
 
@@ -35,9 +37,15 @@ def path(call: Call) -> Literal["dense", "varlen"]:
     """How `forward` goes through the rows of this call.
 
     dense: tiles of adjacent rows attend to one slice of keys under a mask. Taken for one range a row (n = 1) when the slices
-    hold few keys that their rows did not select. varlen: everything else. There, rows are bucketed by length and their keys
-    gathered; on a CPU, where it pays, tiles of keys meet the rows that selected them instead. What gathers nothing needs a
-    look at the ranges, so only a CPU does it, and at K and V: a value that is not finite would spread to other rows.
+    hold few keys that their rows did not select, on a CPU by a look at the ranges, on a GPU by static facts: a slice is then all that
+    its rows may see, and few is against `Selection.measure(S_kv)`, or as if every row selected as many keys as it may.
+    varlen: everything else. There, rows are bucketed by length and their keys gathered; on a CPU, where it pays, tiles of keys meet
+    the rows that selected them instead. NSA_SEL_TRITON_FORCE_PATH=dense takes n = 1 densely however many keys that looks at,
+    varlen takes nothing densely.
+
+    What gathers nothing would spread a value that is not finite to rows that did not select it. A CPU looks at K and V first, and
+    gathers where it finds one; on a GPU the dense path works on copies of K and V without such keys, and the rows that did select one
+    give NaN. Where copies, or a step's masks, do not fit runtime.workspace_bytes the keys are gathered.
     """
     return "varlen" if _dense_tiles(call, *call.clamped_ranges()) is None else "dense"
 
@@ -53,6 +61,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     with torch.autocast(call.q.device.type, enabled=False):
         start, end = call.clamped_ranges()
         tiles = _dense_tiles(call, start, end)
+        if call.settings.debug_triton:
+            observe.emit("sel.path", backend="sdpa-packed", path="varlen" if tiles is None else "dense")
         if tiles is not None:
             _forward_dense(call, tiles, start, end, o, lse)
         elif _pays_by_key(call, start, end):
@@ -76,9 +86,25 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         delta = _row_products(do, o, dtype, _budget(call) // 8)
         if dlse is not None:
             delta -= dlse
-        work = _backward_by_key if call.q.device.type == "cpu" else _backward_by_row
+        work = _backward_by_key if _may_read(call) else _backward_by_row
         dq, dk, dv = work(call, lse, do, delta)
         return dq.to(call.q.dtype), dk.to(call.k.dtype), dv.to(call.v.dtype)
+
+
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads from K and V: of dense tiles, and of tiles of keys, once a tile; else each row's, gathered, padded to
+    the length of its bucket. Not counted, at least what the rows select."""
+    if not count or call.selection.n == 0:
+        return selected
+    (B, _, S_kv, _), G = call.k.shape, call.q.shape[2]
+    start, end = call.clamped_ranges()
+    tiles = _dense_tiles(call, start, end)
+    if tiles is not None:
+        return B * G * sum(tile.hi - tile.lo for tile in tiles)
+    if _pays_by_key(call, start, end):
+        width, lists = _key_tile(call), _rows_by_tile(call, start, end)
+        return sum(min(width, S_kv - tile * width) for of_pair in lists for tile, rows in enumerate(of_pair) if len(rows))
+    return sum(len(ids) * L for ids, L in _buckets(call, start.flatten(0, 2), end.flatten(0, 2)))
 
 
 def _row_products(do: Tensor, o: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
@@ -99,6 +125,11 @@ def _budget(call: Call) -> int:
     return min(budget, _CPU_CHUNK_BYTES) if call.q.device.type == "cpu" else budget
 
 
+def _may_read(call: Call) -> bool:
+    """Whether a look at the ranges, and at K and V, waits for nobody."""
+    return call.q.device.type == "cpu"
+
+
 class _Tile(NamedTuple):
     """Query positions [s0, s1) of all sequences and groups, and the keys [lo, hi) that hold their ranges."""
 
@@ -109,29 +140,46 @@ class _Tile(NamedTuple):
 
 
 def _dense_tiles(call: Call, start: Tensor, end: Tensor) -> list[_Tile] | None:
-    B, S, G, h, _ = call.q.shape
-    S_kv = call.k.shape[2]
-    if call.selection.n != 1 or call.q.device.type != "cpu" or start.numel() == 0 or S_kv == 0:
+    """The tiles of the dense path, None where the call does not take it."""
+    B, S, G, h, Dk = call.q.shape
+    S_kv, Dv = call.v.shape[2:]
+    forced = call.settings.triton_force_path
+    if call.selection.n != 1 or forced == "varlen" or start.numel() == 0 or S_kv == 0:
         return None
-    # A query and a key take two booleans, the bias, and where the fused kernel refuses the head dims the scores.
-    pair_bytes = 4 * _accumulate(call.q.dtype).itemsize
-    height = min(_DENSE_TILE, call.settings.workspace_bytes // (B * G * h * S_kv * pair_bytes))
-    if height == 0:
+    on_cpu, wide = _may_read(call), _accumulate(call.q.dtype).itemsize
+    if not on_cpu and B * G > _STEP_ROWS:
         return None
-    start, end = start.transpose(0, 1).reshape(S, B * G), end.transpose(0, 1).reshape(S, B * G)
-    selected = int((end - start).sum())
+    # A position and a key take booleans and the bias; where no fused kernel takes the head dims, each of its heads the scores too.
+    pair_bytes = 4 + wide + (0 if _fused(call.q, Dk, Dv) else 3 * h * wide)
+    copied = 0 if on_cpu else (call.k.numel() + call.v.numel()) * call.q.element_size()
+    height = min(_DENSE_TILE if on_cpu else _DENSE_TILE_GPU, (call.settings.workspace_bytes - copied) // (B * G * S_kv * pair_bytes))
+    if height <= 0:
+        return None
+    slices, selected = _seen_slices(call, start, end, height) if on_cpu else _static_slices(call, height)
+    tiles = [tile for tile in slices if tile.hi > tile.lo]
+    looked_at = B * G * sum((tile.s1 - tile.s0) * (tile.hi - tile.lo) for tile in tiles)
+    if not tiles or (forced != "dense" and looked_at > (_DENSE_WASTE if on_cpu else _DENSE_WASTE_GPU) * selected):
+        return None
+    finite = not on_cpu or _finite(call, min(tile.lo for tile in tiles), max(tile.hi for tile in tiles))
+    return tiles if finite else None
+
+
+def _seen_slices(call: Call, start: Tensor, end: Tensor, height: int) -> tuple[list[_Tile], int]:
+    """Tiles of `height` positions by a look at their ranges, and the keys that all rows select."""
+    S, S_kv = call.q.shape[1], call.k.shape[2]
+    start, end = start.transpose(0, 1).reshape(S, -1), end.transpose(0, 1).reshape(S, -1)
     lo = torch.where(end > start, start, S_kv).amin(1)
     hi = torch.where(end > start, end, 0).amax(1)
-    tiles = []
-    looked_at = 0
-    for s0 in range(0, S, height):
-        tile = _Tile(s0, min(s0 + height, S), int(lo[s0 : s0 + height].min()), int(hi[s0 : s0 + height].max()))
-        if tile.hi > tile.lo:
-            looked_at += (tile.s1 - tile.s0) * (tile.hi - tile.lo) * B * G
-            tiles.append(tile)
-    if not tiles or looked_at > _DENSE_WASTE * selected:
-        return None
-    return tiles if _finite(call, min(tile.lo for tile in tiles), max(tile.hi for tile in tiles)) else None
+    tiles = [_Tile(s0, min(s0 + height, S), int(lo[s0 : s0 + height].min()), int(hi[s0 : s0 + height].max())) for s0 in range(0, S, height)]
+    return tiles, int((end - start).sum())
+
+
+def _static_slices(call: Call, height: int) -> tuple[list[_Tile], int]:
+    """Tiles of all keys that their rows may see, and as many keys as all rows select at most, or exactly where that was measured."""
+    S, S_kv = call.q.shape[1], call.k.shape[2]
+    bounds = [(s0, min(s0 + height, S)) for s0 in range(0, S, height)]
+    tiles = [_Tile(s0, s1, 0, S_kv if call.q_pos is not None else S_kv - S + s1) for s0, s1 in bounds]
+    return tiles, keys_read(call, count=False)[0]
 
 
 def _finite(call: Call, lo: int, hi: int) -> bool:
@@ -143,18 +191,32 @@ def _finite(call: Call, lo: int, hi: int) -> bool:
 
 def _forward_dense(call: Call, tiles: list[_Tile], start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
     B, _, G, h, Dk = call.q.shape
+    start, end = start.squeeze(3).transpose(1, 2), end.squeeze(3).transpose(1, 2)  # [B,G,S]
+    k, v, spoilt = (call.k, call.v, None) if _may_read(call) else _without_overflows(call, start, end)
+    k, v = k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1)
     for s0, s1, lo, hi in tiles:
-        key = torch.arange(lo, hi, device=call.q.device)
-        keep = (key >= start[:, s0:s1]) & (key < end[:, s0:s1])  # [B,T,G,W], n = 1 broadcast away
-        filled = (end > start)[:, s0:s1]
-        keep = keep.transpose(1, 2).unsqueeze(3)
-        q = call.q[:, s0:s1].transpose(1, 2).reshape(B, G, -1, Dk)
-        keep = keep.expand(-1, -1, -1, h, -1).reshape(B, G, q.shape[2], hi - lo)
-        o_tile, lse_tile = _attend(q, call.k[:, :, lo:hi], call.v[:, :, lo:hi], keep, call.scale)
-        o_tile = o_tile.reshape(B, G, s1 - s0, h, -1).transpose(1, 2)
-        lse_tile = lse_tile.reshape(B, G, s1 - s0, h).transpose(1, 2)
-        o[:, s0:s1] = torch.where(filled.unsqueeze(-1), o_tile, 0)
-        lse[:, s0:s1] = torch.where(filled, lse_tile, float("-inf"))
+        key = torch.arange(lo, hi, device=k.device)
+        first, last = (x[:, :, s0:s1].reshape(B * G, 1, s1 - s0, 1) for x in (start, end))
+        q = call.q[:, s0:s1].permute(0, 2, 3, 1, 4).reshape(B * G, h, s1 - s0, Dk)
+        o_tile, lse_tile = _attend(q, k[:, :, lo:hi], v[:, :, lo:hi], (key >= first) & (key < last), call.scale)
+        filled = last > first
+        o_tile, lse_tile = torch.where(filled, o_tile, 0), torch.where(filled, lse_tile.unsqueeze(3), float("-inf"))
+        o[:, s0:s1] = o_tile.view(B, G, h, s1 - s0, -1).permute(0, 3, 1, 2, 4)
+        lse[:, s0:s1] = lse_tile.view(B, G, h, s1 - s0).permute(0, 3, 1, 2)
+    if spoilt is not None:
+        o.masked_fill_(spoilt[..., None, None], float("nan"))
+        lse.masked_fill_(spoilt[..., None], float("nan"))
+
+
+def _without_overflows(call: Call, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies of k and v with zeros for keys that are not finite, or so large that a product may overflow; and which rows [B,S,G], of
+    ranges start, end [B,G,S], selected any of these."""
+    fine = [torch.linalg.vector_norm(x, float("inf"), dim=-1) < _OVERFLOWS for x in (call.k, call.v)]  # False for NaN
+    fine_key = fine[0] & fine[1]
+    k, v = (torch.where(fine_key.unsqueeze(3), x, 0) for x in (call.k, call.v))
+    before = pad((~fine_key).cumsum(2), (1, 0))
+    last, first = (before.gather(2, x.clamp(max=call.k.shape[2])) for x in (end, start))
+    return k, v, (last > first).transpose(1, 2)
 
 
 def _forward_by_row(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
@@ -174,7 +236,7 @@ def _forward_by_row(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tens
 
 def _pays_by_key(call: Call, start: Tensor, end: Tensor) -> bool:
     """Whether tiles of keys meet enough rows, hold few keys that these did not select, and all of them are finite."""
-    if call.q.device.type != "cpu" or call.q.shape[1] < _ROWS_BY_KEY:
+    if not _may_read(call) or call.q.shape[1] < _ROWS_BY_KEY:
         return False
     lists = list(itertools.chain.from_iterable(_rows_by_tile(call, start, end)))
     pairs, tiles = sum(map(len, lists)), sum(len(rows) > 0 for rows in lists)
@@ -203,31 +265,41 @@ def _forward_by_key(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tens
         lse[b, :, g] = lse_sum
 
 
+def _fused(q: Tensor, Dk: int, Dv: int) -> bool:
+    """Whether one of torch's kernels gives o and lse for such head dims, without loss of digits (float32 on a GPU)."""
+    if q.device.type == "cpu":
+        return Dk == Dv
+    return q.device.type == "cuda" and q.element_size() == 2 and Dk % 8 == 0 and Dv % 8 == 0
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """o [N,H,M,Dv] in q's dtype and lse [N,H,M] of q [N,H,M,Dk], k [N,H,L,Dk], v [N,H,L,Dv] where keep [N,H or 1,M or 1,L]
-    (None: everywhere); a row that keeps none gets anything. There is no causal flag: the keys are gathered, keep is all there is to know.
+    """o [N,H,M,Dv] in q's dtype and lse [N,H,M] of q [N,H,M,Dk], k [N,1,L,Dk], v [N,1,L,Dv] where keep [N,1,M or 1,L]
+    (None: everywhere); a row that keeps none gets anything. There is no causal flag: keep is all there is to know.
 
     `scaled_dot_product_attention` computes lse and drops it. So its kernels are called by their own names, and where it
-    would take none of them (Dk != Dv on a CPU, odd head dims on a GPU), or lose digits (float32 on a GPU), the same is written out.
+    would take none of them the same is written out.
     """
-    Dk, Dv = k.shape[-1], v.shape[-1]
-    fused_cpu = q.device.type == "cpu" and Dk == Dv
-    fused_gpu = q.device.type == "cuda" and q.element_size() == 2 and Dk % 8 == 0 and Dv % 8 == 0
-    if fused_cpu or fused_gpu:
-        bias = None if keep is None else torch.zeros(keep.shape, dtype=q.dtype, device=q.device).masked_fill_(~keep, float("-inf"))
-        if fused_cpu:
+    N, H, M, Dk = q.shape
+    L, Dv = v.shape[2:]
+    if _fused(q, Dk, Dv):
+        bias = None
+        if keep is not None:
+            room = -(-L // 16) * 16  # the GPU's kernel reads a bias by 16 numbers, from multiples of 16 on
+            bias = torch.zeros(*keep.shape[:3], room, dtype=q.dtype, device=q.device)[..., :L].masked_fill_(~keep, float("-inf"))
+        k, v = k.expand(-1, H, -1, -1), v.expand(-1, H, -1, -1)
+        if q.device.type == "cpu":
             o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
             return o, lse
-        bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
+        bias = None if bias is None else bias.expand(N, H, M, L)
         o, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
-        return o, lse[..., : q.shape[2]]  # the kernel pads its rows
+        return o, lse[..., :M]  # the kernel pads its rows
     dtype = _accumulate(q.dtype)
-    scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(-1, -2)
+    scores = ((q.to(dtype) * scale).reshape(N, 1, H * M, Dk) @ k.to(dtype).transpose(-1, -2)).view(N, H, M, L)
     if keep is not None:
         scores.masked_fill_(~keep, float("-inf"))
     lse = torch.logsumexp(scores, -1)
     p = scores.sub_(lse.unsqueeze(-1)).exp_()
-    return (p @ v.to(dtype)).to(q.dtype), lse
+    return (p.view(N, 1, H * M, L) @ v.to(dtype)).view(N, H, M, Dv).to(q.dtype), lse
 
 
 class _Rows(NamedTuple):
@@ -267,10 +339,11 @@ def _packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str
     key_bytes = (call.k.shape[3] + call.v.shape[3]) * copies + per_key * wide.itemsize
     half = _budget(call) // 2
     timed, device = call.timed(), call.q.device.type
-    for ids_of_bucket, L in _buckets(call, start, end):
+    buckets = [(ids, L, min(max(1, half // (L * key_bytes)), _STEP_ROWS, len(ids))) for ids, L in _buckets(call, start, end)]
+    most = max((step * L for _, L, step in buckets), default=0)
+    buffers = [_buffer(call, table, most) for table in (k_table, v_table)]
+    for ids_of_bucket, L, step in buckets:
         started = observe.now(device) if timed else 0.0
-        step = min(max(1, half // (L * key_bytes)), _STEP_ROWS, len(ids_of_bucket))
-        buffers = [table.new_empty(step * L, table.shape[1]) for table in (k_table, v_table)]
         for chunk in _slices(len(ids_of_bucket), max(step, half // (L * _INDEX_BYTES))):
             ids = ids_of_bucket[chunk]
             position, keep, filled = _positions(start[ids], end[ids], L)
@@ -281,6 +354,12 @@ def _packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str
         if timed:
             ms = (observe.now(device) - started) * 1e3
             observe.emit("sel.timing.bucket", backend="sdpa-packed", direction=direction, length=L, rows=len(ids_of_bucket), ms=ms)
+
+
+def _buffer(call: Call, table: Tensor, rows: int) -> Tensor:
+    """Unwritten [rows,D], from the call's workspace where it has one."""
+    taken = None if call.workspace is None else call.workspace.take((rows, table.shape[1]), table.dtype)
+    return table.new_empty(rows, table.shape[1]) if taken is None else taken
 
 
 def _slices(count: int, size: int) -> list[slice]:
@@ -301,7 +380,7 @@ def _table(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 def _buckets(call: Call, start: Tensor, end: Tensor) -> list[tuple[Tensor, int]]:
     """(ids [r], L): each row in the bucket of the next power of two; by its length on a CPU, by a static bound on a GPU."""
-    if call.q.device.type == "cpu":
+    if _may_read(call):
         total = (end - start).sum(1)
         longest = int(total.max())
         powers = _powers(longest)

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import temporary
+from nsa_sel.backends._loads import piecewise_keys
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import (
     Gradients,
@@ -204,8 +205,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     o, lse = launch.outputs(call)
     plan = _plan(call, tile_width(call, config), call.v.shape[3], 0)
     B, S, G, h, _ = call.q.shape
-    part_lse = unwritten(lse, plan.pairs, plan.section, n * plan.reach, h)
-    part_o = unwritten(o, plan.pairs, plan.section, n * plan.reach, h, heads.Dv)
+    part_lse = temporary(call, lse, plan.pairs, plan.section, n * plan.reach, h)
+    part_o = temporary(call, o, plan.pairs, plan.section, n * plan.reach, h, heads.Dv)
     partial, join = _forward_launches(heads, config, n, plan.reach, plan.width)
     for unit in units(call, plan):
         partial.start(
@@ -229,12 +230,12 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     heads, n = launch.heads(call), call.selection.n
     config = launch.kernel_config(call, heads, "triton-block/backward")
     _, S, G, h, Dk = call.q.shape
-    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
     dlse = None if dlse is None else dlse.contiguous()
     rows = lse.numel()
     _delta_launch(heads, dlse is not None).start(-(-rows // REDUCED), (o, do, dlse, delta), (*do.stride()[:4], S, G, rows))
     plan = _plan(call, tile_width(call, config), Dk, Dk + heads.Dv)
-    part_dq = unwritten(dq, plan.pairs, plan.section, n * plan.reach, h, Dk)
+    part_dq = temporary(call, dq, plan.pairs, plan.section, n * plan.reach, h, Dk)
     sums = Gradients(call, plan, lse)
     sum_dq = _sum_dq_launch(heads, n, plan.reach, plan.width)
     for unit in units(call, plan):
@@ -243,6 +244,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
             _reduce_grid(call, unit), (part_dq, call.selection.disjoint_ranges(), call.q_pos, dq), _reduce_numbers(call, plan, unit)
         )  # fmt: skip
     return dq, sums.dk, sums.dv
+
+
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: a tile once for each piece of its list of rows; not counted, at most what the rows select."""
+    if not count:
+        return selected
+    config = call.settings.kernel("triton-block/forward" + launch.heads_class(launch.heads(call)))
+    plan = _plan(call, tile_width(call, config), call.v.shape[3], 0)
+    return piecewise_keys(call, plan.width, plan.section, plan.pairs, plan.piece)
 
 
 @functools.lru_cache(REMEMBERED)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import temporary
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.dq import dq_blocks_kernel, dq_kernel
@@ -272,8 +272,8 @@ def _forward_ranges(call: Call, heads: launch.Heads, config: KernelConfig, progr
     if parts == 1:
         _launch_ranges(call, heads, config, programs, o, lse, 1)
         return o, lse
-    part_o = unwritten(lse, lse.numel(), parts, o.shape[-1])
-    part_lse = unwritten(lse, lse.numel(), parts)
+    part_o = temporary(call, lse, lse.numel(), parts, o.shape[-1])
+    part_lse = temporary(call, lse, lse.numel(), parts)
     _launch_ranges(call, heads, config, programs, part_o, part_lse, parts)
     launch.combine(part_o, part_lse, o, lse, parts)
     return o, lse
@@ -304,7 +304,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     B, S, G, _, _ = call.q.shape
     n = call.selection.n
     heads = launch.heads(call)
-    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
     dlse = None if dlse is None else dlse.contiguous()
     grid = B * S * G * _head_tiles(heads.h)
     tensors = (call.selection.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta)
@@ -319,6 +319,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         kernel.start(grid, (call.q, call.k, call.v, *tensors), numbers)
     dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-group/dkdv"))
     return dq, dk, dv
+
+
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: each row's, once for up to 64 heads."""
+    return selected * _head_tiles(call.q.shape[3])
 
 
 class Cache(NamedTuple):

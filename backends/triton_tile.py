@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_sel.backends._buffers import temporary
+from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
@@ -241,7 +243,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     config = launch.kernel_config(call, heads, "triton-tile/dq")
     kernel = _dq_launch(heads, call.selection.n, _block(call), config, dlse is not None)
     B, S, G, _, _ = call.q.shape
-    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
     dlse = None if dlse is None else dlse.contiguous()
     plan = union(call, kernel.constants["TQ"])
     kernel.start(
@@ -252,6 +254,14 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     )  # fmt: skip
     dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-tile/dkdv"))
     return dq, dk, dv
+
+
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: the union of each tile's rows, once a tile of heads; not counted, at most what the rows select."""
+    heads = launch.heads(call)
+    config = call.settings.kernel("triton-tile/forward" + launch.heads_class(heads))
+    tokens = _facts(heads, call.selection.n, _block(call), config)["TQ"]
+    return (union_keys(call, tokens) if count else selected) * -(-heads.h // config.rows)
 
 
 @functools.lru_cache(REMEMBERED)

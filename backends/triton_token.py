@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import temporary
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
@@ -151,8 +151,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if parts == 1:
         to_o, to_lse = o, lse
     else:
-        to_o = unwritten(lse, lse.numel(), parts, o.shape[-1])
-        to_lse = unwritten(lse, lse.numel(), parts)
+        to_o = temporary(call, lse, lse.numel(), parts, o.shape[-1])
+        to_lse = temporary(call, lse, lse.numel(), parts)
     kernel = _forward_launch(heads, config, launch.walk_width(call), parts > 1)
     kernel.start(
         B * S * G * h * parts,
@@ -172,7 +172,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     B, S, G, h, _ = call.q.shape
     heads = launch.heads(call)
     config = launch.kernel_config(call, heads, "triton-token/dq")
-    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
     dlse = None if dlse is None else dlse.contiguous()
     _dq_launch(heads, config, launch.walk_width(call), dlse is not None).start(
         B * S * G * h,
@@ -181,6 +181,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     )
     dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-token/dkdv"))
     return dq, dk, dv
+
+
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: each row's, once a head."""
+    return selected * call.q.shape[3]
 
 
 @functools.lru_cache(REMEMBERED)

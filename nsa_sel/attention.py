@@ -25,6 +25,7 @@ from nsa_sel.decision import Decision, Override
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
+from nsa_sel.workspace import Workspace
 
 T = TypeVar("T")
 FALLBACK = "sdpa-packed"
@@ -50,6 +51,7 @@ def selection_attention(
     q_pos: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    workspace: Tensor | None = None,
 ) -> Any:
     """Attention of every query row to its selected keys (NSA, arXiv 2502.11089, Fig. 3 and Eq. 10-12), differentiable in q, k, v.
 
@@ -65,21 +67,28 @@ def selection_attention(
 
     DTensors are taken too, all on one mesh, and give o cut as q (docs/distributed.md).
 
-    backend: a name to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy. Raises ArgumentError for bad
+    backend: a name to force; else `use_backend`, then NSA_SEL_BACKEND, then the policy. workspace: a contiguous uint8 tensor on q's
+    device in which backends put temporaries, of this call's backward pass too; nothing that is returned is in it, and calls one after
+    another may share it, but none that run at once, as on two streams. One that is too small is an ArgumentError that tells the size;
+    `runtime.workspace_bytes` bounds most of it. Not under torch.compile, nor with DTensors. Raises ArgumentError for bad
     input and BackendError, with every reason, when the forced backend or all backends refuse; both before any kernel runs.
     """
     if type(q) is not Tensor and not is_compiling() and _is_sharded(q):
         from nsa_sel.distributed import sharding  # stands above
 
+        _refuse_workspace(workspace, "a call of DTensors")
         return sharding.sharded(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     if is_compiling() or _traces(q, k, v):
         from nsa_sel import ops  # likewise
 
+        _refuse_workspace(workspace, "a call that torch.compile or a dispatch mode traces")
         return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     check_transforms(q, k, v)
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = in_autocast_dtype(q, k, v)  # first: what it casts need not be of one dtype
     call, decision, request = begin(q, k, v, selection, scale, q_pos, backend)
+    if workspace is not None:
+        call.workspace = Workspace.of(workspace, call.q.device)
     if request.needs_grad:
         o, lse, decision = _SelectionAttention.apply(call.q, k, v, call, decision)  # type: ignore[no-untyped-call]
     else:
@@ -146,6 +155,11 @@ def finish(call: Call, decision: Decision, request: Request, o: Tensor) -> None:
     observe.record(decision, request)
     if call.settings.debug_compare and not call.capturing():
         _compare(call, decision, "forward", (o,))
+
+
+def _refuse_workspace(workspace: Tensor | None, where: str) -> None:
+    if workspace is not None:
+        raise ArgumentError("workspace", f"given to {where}", "None there", "leave it out: temporaries are allocated")
 
 
 def _is_sharded(q: Any) -> bool:
@@ -324,7 +338,7 @@ class _SelectionAttention(torch.autograd.Function):
         # Autograd notices when what it saved is written in place: so it is given the selection and the positions too.
         index = [x for x in (call.selection.ranges, call.q_pos) if x is not None and not x.is_inference()]
         ctx.save_for_backward(q, k, v, o, lse, *index)
-        ctx.call = (call.selection, call.q_pos, call.scale, call.settings, call.device)
+        ctx.call = (call.selection, call.q_pos, call.scale, call.settings, call.device, None, None, call.workspace)  # no cache
         ctx.decision = decision
         ctx.set_materialize_grads(False)
         return o, lse, decision
@@ -388,7 +402,7 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
         decision, name = _fall_back(decision, name), FALLBACK
     try:
         return _on_device(call, name, direction, work), decision
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, ArgumentError):  # the second: a workspace that is too small
         raise
     except Exception as error:
         observe.count("failed", name)
@@ -409,10 +423,16 @@ def _on_device(call: Call, name: str, direction: str, work: Callable[[registry.B
     if call.q.is_cuda and call.q.get_device() != torch._C._cuda_getDevice():  # q is there: nothing is left to initialise
         with torch.cuda.device(call.q.device):
             return _on_device(call, name, direction, work)
-    module, settings = registry.load(name), call.settings
+    module, settings, workspace = registry.load(name), call.settings, call.workspace
+    if workspace is not None:
+        workspace.begin()
     if settings.debug_triton or settings.debug_timing or settings.debug_nvtx:
-        return watch.watched(call, name, direction, lambda: work(module))
-    return work(module)
+        result = watch.watched(call, name, direction, module, lambda: work(module))
+    else:
+        result = work(module)
+    if workspace is not None:
+        workspace.check(name, direction)
+    return result
 
 
 def _fall_back(decision: Decision, failed: str) -> Decision:
@@ -442,10 +462,10 @@ def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 def _compare(call: Call, decision: Decision, direction: str, got: tuple[Tensor, ...], *given: Tensor | None) -> None:
     """The event of NSA_DEBUG_COMPARE: the largest mean absolute error of o, or of dq, dk, dv, against packed SDPA. Reads the device."""
-    untimed = replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False))
+    silent = replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False, debug_triton=False), workspace=None)
     with torch.no_grad():
         reference = registry.load(FALLBACK)
-        wanted = _forward_of(reference, untimed) if direction == "forward" else getattr(reference, direction)(untimed, *given)
+        wanted = _forward_of(reference, silent) if direction == "forward" else getattr(reference, direction)(silent, *given)
         mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in zip(got, wanted, strict=False))
     backend = decision.forward if direction == "forward" else decision.backward
     observe.emit("sel.compare", backend=backend, direction=direction, reference=FALLBACK, mae=mae)

@@ -16,6 +16,7 @@ from nsa_sel.config import Settings
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
+from nsa_sel.workspace import Workspace
 
 CPU = DeviceInfo(kind="cpu")
 LOG2_E = math.log2(math.e)
@@ -40,6 +41,7 @@ class Call:
     device: DeviceInfo = CPU
     lengths: Tensor | None = None
     block_table: Tensor | None = None
+    workspace: Workspace | None = None  # where backends take temporaries from
 
     @property
     def S_kv(self) -> int:

@@ -131,10 +131,10 @@ def decisions() -> tuple[Decision, ...]:
     return tuple(_taken[-KEPT_DECISIONS:])
 
 
-def count(*name: str) -> None:
-    """Add one to a counter: its kind, then what tells counters of that kind apart ("failed", "triton-tile")."""
+def count(*name: str, by: int = 1) -> None:
+    """Add to a counter: its kind, then what tells counters of that kind apart ("failed", "triton-tile")."""
     with _lock:
-        _counters[name] += 1
+        _counters[name] += by
 
 
 def tallies() -> dict[tuple[str, ...], int]:
@@ -143,7 +143,8 @@ def tallies() -> dict[tuple[str, ...], int]:
     ("calls", backend): forward passes; ("backward", backend): backward passes; ("forced", source): calls with a backend by name;
     ("refused", backend, code): calls in which a check turned away a backend that is preferred to the chosen one;
     ("unserved",): calls that no backend might run; ("failed", backend): exceptions in a backend;
-    ("fallbacks", backend, reason): passes that packed SDPA took over from it, for an exception now or one before.
+    ("fallbacks", backend, reason): passes that packed SDPA took over from it, for an exception now or one before;
+    ("bytes", backend, direction), ("flops", backend, direction): estimated work of passes under NSA_DEBUG_TRITON or NSA_DEBUG_TIMING.
     """
     with _lock:
         _fold()

@@ -34,6 +34,8 @@ METRICS = {  # kind of `observe.tallies` -> metric; Prometheus adds _total to th
     "unserved": Described("nsa_sel_unserved_calls", "Calls that no backend might run", ()),
     "failed": Described("nsa_sel_failures", "Exceptions in a backend", ("backend",)),
     "warmups": Described("nsa_sel_warmups", "Requests that were warmed up, by the backend that ran forward", ("backend",)),
+    "bytes": Described("nsa_sel_moved_bytes", "Estimated bytes moved by passes that were debugged or timed", ("backend", "direction")),
+    "flops": Described("nsa_sel_flops", "Estimated FLOPs of passes that were debugged or timed", ("backend", "direction")),
     "fallbacks": Described("nsa_sel_fallbacks", "Passes that packed SDPA took over from a backend", ("backend", "reason")),
 }
 

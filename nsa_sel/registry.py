@@ -29,7 +29,8 @@ Direction = Literal["forward", "backward"]
 class BackendModule(Protocol):
     """What a backend's module offers. Both functions get a checked call, whose tensors are on the current device, and may rely on the
     contract. A module with READS_CACHES = True is given `Call.lengths` and `Call.block_table` as they are; for others nsa_sel/pages.py
-    makes positions and ranges of them."""
+    makes positions and ranges of them. A module may have `loaded_keys(call, selected, count)`: for events, how many keys its forward
+    loads of as many as the rows select; with count by a look at the device, else by static facts."""
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs)."""

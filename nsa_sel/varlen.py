@@ -238,9 +238,12 @@ def _is_for_blocks(name: str, request: Request, device: DeviceInfo) -> bool:
     return _takes_blocks_alone(name) or (name == "cupy-cuda" and device.sm == 90 and request.aligned and on_tiles)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _takes_blocks_alone(name: str) -> bool:
     return name in registry.backends() and registry.backends()[name].limits.block_aligned_only
+
+
+# What torch.compiler.assume_constant_result does, which would import torch._dynamo, and Triton with it: 2 s, where nobody compiles.
+_takes_blocks_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _starts_with_blocks(bounds: _Bounds, block_size: int | None, promised: bool) -> bool:

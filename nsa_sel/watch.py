@@ -15,9 +15,9 @@ T = TypeVar("T")
 Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_DEBUG_TRITON, by Selection.measure(), from static facts
 
 
-def watched(call: Call, backend: str, direction: str, work: Callable[[], T]) -> T:
-    """What `work`, one pass of `backend`, returns; with the events and the NVTX range that the call's settings ask for: called when
-    any of debug_triton, debug_timing and debug_nvtx is set."""
+def watched(call: Call, backend: str, direction: str, module: object, work: Callable[[], T]) -> T:
+    """What `work`, one pass of `backend`, returns; with the events, counters and the NVTX range that the call's settings ask for: called
+    when any of debug_triton, debug_timing and debug_nvtx is set. module: the backend's, of which `loaded_keys` is asked."""
     timed, device = call.timed(), call.q.device.type
     nvtx = call.settings.debug_nvtx and call.q.is_cuda
     started = observe.now(device) if timed else 0.0
@@ -26,8 +26,8 @@ def watched(call: Call, backend: str, direction: str, work: Callable[[], T]) -> 
     seconds = observe.now(device) - started if timed else None
     if seconds is not None:
         observe.emit("sel.timing", backend=backend, direction=direction, ms=seconds * 1e3)
-    if (call.settings.debug_triton or timed) and observe.listening():
-        (_emit_reads if direction == "forward" else _emit_backward)(call, backend, seconds)
+    if call.settings.debug_triton or timed:
+        (_tell_forward if direction == "forward" else _tell_backward)(call, backend, module, seconds)
     return result
 
 
@@ -57,15 +57,27 @@ def keys_read(call: Call, count: bool) -> tuple[int, Source]:
     return B * G * (short * (S_kv - S) + short * (short + 1) // 2 + (S - short) * most), "bound"
 
 
-def _emit_reads(call: Call, backend: str, seconds: float | None) -> None:
+def _tell_forward(call: Call, backend: str, module: object, seconds: float | None) -> None:
+    """Event and counters of a forward pass: what its rows select, and what this backend loads of it.
+
+    Counted are two products for each (row, head, key), K and V as loaded, and q and o once.
+    """
     tokens, source = keys_read(call, call.settings.debug_triton)
-    B, S, G = call.q.shape[:3]
-    size = tokens * (call.k.shape[3] + call.v.shape[3]) * call.k.element_size()
+    (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
+    as_it_is = call.lengths is None or getattr(module, "READS_CACHES", False)  # others are given a call that is made of this one
+    loads = getattr(module, "loaded_keys", None) if as_it_is else None
+    loaded = tokens if loads is None else loads(call, tokens, source == "counted")
+    row_bytes = (Dk + Dv) * call.k.element_size()
     name = "sel.triton.reads" if backend.startswith("triton") else "sel.reads"
-    observe.emit(name, backend=backend, tokens=tokens, bytes=size, rows=B * S * G, source=source)
+    observe.emit(
+        name, backend=backend, tokens=tokens, bytes=tokens * row_bytes, loaded_tokens=loaded, loaded_bytes=loaded * row_bytes,
+        rows=B * S * G, source=source,
+    )  # fmt: skip
+    observe.count("bytes", backend, "forward", by=(loaded + B * S * G * h) * row_bytes)
+    observe.count("flops", backend, "forward", by=2 * tokens * h * (Dk + Dv))
 
 
-def _emit_backward(call: Call, backend: str, seconds: float | None) -> None:
+def _tell_backward(call: Call, backend: str, module: object, seconds: float | None) -> None:
     """An estimate of the work that any backward pass has, not a count of what this backend does.
 
     FLOPs: five products for each (row, head, key): logits, do.v, and the shares of dq, dk, dv. Bytes: selected K and V once a row
@@ -80,3 +92,5 @@ def _emit_backward(call: Call, backend: str, seconds: float | None) -> None:
     rates: dict[str, Any] = {} if seconds is None else {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12, "gbps": size / seconds / 1e9}
     name = "sel.triton.bwd" if backend.startswith("triton") else "sel.bwd"
     observe.emit(name, backend=backend, flops=flops, bytes=size, source=source, **rates)
+    observe.count("bytes", backend, "backward", by=size)
+    observe.count("flops", backend, "backward", by=flops)

@@ -71,7 +71,7 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
 
 
 def tile_overrides(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """A Triton kernel holds a head dimension in one tile, and `dense` takes one range a row: overrides must agree."""
+    """A Triton kernel holds a head dimension in one tile, and `dense` takes one range a row, by itself: overrides must agree."""
     if offer.backend.framework != "triton":
         return ()
     reasons = []
@@ -84,4 +84,7 @@ def tile_overrides(case: Case, offer: Offer) -> tuple[Reason, ...]:
         reasons.append(
             Reason("path-dense", "unsupported", "request.n", case.request.n, 1, "unset NSA_SEL_TRITON_FORCE_PATH or set it to varlen")
         )
+    if case.settings.triton_force_path == "dense" and offer.backend.limits.block_aligned_only:
+        remedy = "unset NSA_SEL_TRITON_FORCE_PATH, or use triton-group"
+        reasons.append(Reason("path-dense-blocks", "unsupported", "settings.triton_force_path", "dense", "auto or varlen", remedy))
     return tuple(reasons)

@@ -134,6 +134,16 @@ def test_overrides_that_fit_change_nothing() -> None:
     assert decide(replace(LONG, n=1, block_size=None), H100, triton_force_path="dense").forward == "triton-group"
 
 
+def test_the_dense_path_is_of_one_range_a_row_and_of_no_joined_rows() -> None:
+    limits = Limits(dtypes={"cuda": ("bfloat16",)}, block_aligned_only=True)
+    joining = Offer(Backend(name="joining", path="x", framework="triton", limits=limits))
+    one = replace(LONG, n=1, block_size=64, max_length=64)
+    for path, expected in (("dense", ["path-dense-blocks"]), ("varlen", []), ("auto", [])):
+        case = Case(one, H100, settings(triton_force_path=path), "forward")
+        assert [reason.code for reason in guards.tile_overrides(case, joining)] == expected
+        assert guards.tile_overrides(case, TRITON) == ()
+
+
 # Rules: should it?
 
 

@@ -20,7 +20,7 @@ KERNEL_FRAMEWORKS = ("torch", "triton", "numba", "cupy")
 FLOORS = (
     ("errors", "request", "oracle", "forks", "private"),
     ("config",),
-    ("decision", "selection"),
+    ("decision", "selection", "workspace"),
     ("dispatch", "call", "observe", "backends.specs"),
     ("policies", "registry", "show", "devices", "tuned", "watch", "pages"),
     ("backends", "known"),
@@ -37,6 +37,29 @@ with torch.no_grad():
     nsa_sel.selection_attention(q[:, 0], k, v, selection.ranges[:, 0])
     nsa_sel.describe(nsa_sel.explain(q, k, v, selection))
 """
+OTHER_CPU_CALLS = """
+import torch.distributed as dist
+from nsa_sel.compat import parallel_nsa, topk_sparse_attention
+from nsa_sel.distributed import context_parallel_attention
+flat = q[0], k[0].transpose(0, 1), v[0].transpose(0, 1)
+blocks = torch.tensor([0, 1]).expand(1, 64, 2, 2)
+rows = torch.randn(64, 2, 4, 16, requires_grad=True)
+nsa_sel.selection_attention_varlen(rows, *flat[1:], nsa_sel.Selection.from_blocks(blocks, 16), [0, 24, 64]).sum().backward()
+nsa_sel.varlen_positions([0, 24, 64], T=64)
+parallel_nsa(rows.flatten(1, 2)[None], k.transpose(1, 2), v.transpose(1, 2), block_indices=blocks, block_size=16).sum().backward()
+topk_sparse_attention(rows.flatten(1, 2), *flat[1:], blocks[0].transpose(0, 1), 16, [0, 64])
+with torch.no_grad():
+    caches = k.transpose(1, 2), v.transpose(1, 2)
+    nsa_sel.selection_attention_with_kvcache(q, *caches, selection, torch.tensor([40], dtype=torch.int32))
+    pages = [cache.reshape(4, 16, 2, 16) for cache in caches]
+    table = torch.arange(4, dtype=torch.int32)[None]
+    nsa_sel.selection_attention_with_kvcache(q, *pages, selection, torch.tensor([40], dtype=torch.int32), table)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+context_parallel_attention(q, k, v, selection).sum().backward()
+dist.destroy_process_group()
+"""
+# What a user imports by name: the modules that README and docs/ show.
+PUBLIC = ("attention", "varlen", "serving", "compat", "module", "selection", "distributed", "oracle", "warming", "prometheus", "errors")
 
 
 def loaded_by(code: str, **environment: str) -> set[str]:
@@ -77,10 +100,17 @@ def test_decisions_need_no_kernel_framework(code: str) -> None:
     ids=["plain", "triton wanted", "debugging"],
 )
 def test_cpu_calls_never_import_triton(flags: dict[str, str]) -> None:
-    loaded = loaded_by(CPU_CALLS + "nsa_sel.registry.load('numba')", **flags)
+    loaded = loaded_by(CPU_CALLS + OTHER_CPU_CALLS + "nsa_sel.registry.load('numba')", **flags)
     assert "torch" in loaded
-    assert not loaded.intersection(("triton", "cupy", *LINKED))
+    assert not loaded.intersection(("triton", "cupy", "torch._dynamo", *LINKED))
     assert not any(name.startswith(("nsa_sel.backends.triton", "nsa_sel.backends._triton", "nsa_sel.backends.cupy")) for name in loaded)
+
+
+def test_importing_what_users_import_loads_no_compiler() -> None:
+    """torch._dynamo takes two seconds to import, and brings Triton along."""
+    loaded = loaded_by(f"import {', '.join(f'nsa_sel.{name}' for name in PUBLIC)}\nfor name in nsa_sel.__all__: getattr(nsa_sel, name)")
+    assert {f"nsa_sel.{name}" for name in PUBLIC} <= loaded
+    assert not loaded.intersection(("torch._dynamo", "triton", "numba", "cupy", *LINKED))
 
 
 # Import statements

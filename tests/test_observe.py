@@ -17,7 +17,7 @@ import torch
 
 import nsa_sel
 from nsa_sel import attention, observe, prometheus, registry, watch
-from nsa_sel.backends import numba_cpu
+from nsa_sel.backends import _loads, numba_cpu
 from nsa_sel.call import Call, check_call
 from nsa_sel.config import Settings, settings_for
 from nsa_sel.errors import BackendError, NsaSelError
@@ -258,6 +258,78 @@ def test_backward_estimates(monkeypatch: pytest.MonkeyPatch, seen: Any, flag: st
         assert not {"ms", "tflops", "gbps"}.intersection(event)
 
 
+@pytest.mark.parametrize("h", [1, 3])
+def test_reads_tell_what_is_loaded(monkeypatch: pytest.MonkeyPatch, seen: Any, h: int) -> None:
+    """Rows that share blocks: those of a tile load their union, by blocks each is loaded once; nobody loads more than packed's total
+    but for triton-token, whose every head loads by itself."""
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    S, S_kv, block, n = 8, 96, 16, 3
+    q, k, v = make_qkv(1, S, 2, h, 16, 8, S_kv=S_kv)
+    blocks = make_blocks(1, S, 2, S_kv, n, block)
+    mask = oracle_mask(blocks.ranges, S_kv, S)  # [B,S,G,S_kv]
+    total = int(mask.sum())
+    union = int(mask.any(1).sum())
+    expected = {"triton-token": total * h, "triton-group": total, "triton-tile": union, "triton-block": union}
+    assert union < total
+    loaded = {}
+    for backend in ("sdpa-packed", "numba", *expected):
+        with counted() as grown:
+            nsa_sel.selection_attention(q, k, v, blocks, backend=backend)
+        event = seen("sel.triton.reads" if backend.startswith("triton") else "sel.reads")[-1]
+        assert (event["tokens"], event["bytes"], event["source"]) == (total, total * 24 * 4, "counted")
+        loaded[backend] = event["loaded_tokens"]
+        assert event["loaded_bytes"] == loaded[backend] * 24 * 4
+        assert grown["bytes", backend, "forward"] == (loaded[backend] + S * 2 * h) * 24 * 4
+        assert grown["flops", backend, "forward"] == 2 * total * h * 24
+    assert expected.items() <= loaded.items()
+    assert loaded["numba"] == total
+    assert all(found <= total for backend, found in loaded.items() if backend not in ("triton-token", "sdpa-packed"))
+
+
+def test_tiles_load_the_union_of_their_rows() -> None:
+    """The counting, against masks, for tiles of rows and pieces of lists."""
+    S, G, S_kv, block = 20, 2, 150, 32
+    q, k, v = make_qkv(2, S, G, 1, 16, S_kv=S_kv)
+    for q_pos in (None, torch.randint(0, S_kv, (2, S))):
+        blocks = make_blocks(2, S, G, S_kv, 3, block)
+        call = call_of(q, k, v, blocks, q_pos)
+        mask = oracle_mask(blocks.ranges, S_kv, S, q_pos)
+        for tokens in (1, 3, 7, S, 64):
+            assert _loads.union_keys(call, tokens) == sum(int(mask[:, s : s + tokens].any(1).sum()) for s in range(0, S, tokens))
+        assert _loads.piecewise_keys(call, 16, S, 4, 1 << 20) == _loads.union_keys(call, S)
+        assert _loads.piecewise_keys(call, 16, S, 1, 1) == int(mask.sum())
+        some = [_loads.piecewise_keys(call, 16, 8, 4, piece) for piece in (2, 5, 1000)]
+        assert int(mask.sum()) >= some[0] >= some[1] >= some[2] == _loads.union_keys(call, 8)
+
+
+def test_dense_tiles_load_their_slices(monkeypatch: pytest.MonkeyPatch, seen: Any) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    q, k, v = make_qkv(1, 12, 2, 2, 16, S_kv=60)
+    whole = torch.tensor([0, 60]).expand(1, 12, 2, 1, 2)
+    nsa_sel.selection_attention(q, k, v, whole, backend="sdpa-packed")
+    assert seen("sel.reads")[-1]["loaded_tokens"] == 2 * 60
+    monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", "varlen")
+    nsa_sel.selection_attention(q, k, v, whole, backend="sdpa-packed")
+    assert seen("sel.reads")[-1]["loaded_tokens"] == 2 * 12 * 60  # 49 to 60 keys a row, padded to the longest of the bucket
+
+
+def test_without_a_look_loads_are_bounds(monkeypatch: pytest.MonkeyPatch, seen: Any) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TIMING", "1")
+    q, k, v = make_qkv(1, 8, 2, 2, 16, S_kv=96)
+    blocks = make_blocks(1, 8, 2, 96, 3, 16)
+    for backend, heads in (("sdpa-packed", 1), ("triton-tile", 1), ("triton-block", 1), ("triton-group", 1), ("triton-token", 2)):
+        nsa_sel.selection_attention(q, k, v, blocks, backend=backend)
+        event = seen("sel.triton.reads" if backend.startswith("triton") else "sel.reads")[-1]
+        assert (event["source"], event["loaded_tokens"]) == ("bound", heads * event["tokens"])
+
+
+def test_passes_are_counted_only_when_asked_for() -> None:
+    q, k, v = make_qkv(1, 8, 2, 2, 16, S_kv=96)
+    with counted() as grown:
+        nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 2, 96, 3, 16))
+    assert not {"bytes", "flops"}.intersection(name[0] for name in grown)
+
+
 def test_buckets_are_timed(monkeypatch: pytest.MonkeyPatch, seen: Any) -> None:
     lengths = torch.tensor([3, 20, 40])[torch.arange(12) % 3].view(1, 12, 1, 1).expand(1, 12, 2, 1)
     ranges = torch.stack((torch.zeros_like(lengths), lengths), -1).repeat(1, 1, 1, 2, 1)
@@ -319,7 +391,7 @@ def test_nvtx_ranges(monkeypatch: pytest.MonkeyPatch, flag: bool, on_gpu: bool) 
     q = types.SimpleNamespace(is_cuda=on_gpu, device=types.SimpleNamespace(type="cuda"))
     settings = replace(settings_for(CPU), debug_nvtx=flag)
     call: Any = types.SimpleNamespace(q=q, settings=settings, timed=lambda: False)
-    assert watch.watched(call, "triton-tile", "backward", lambda: told.append("work") or 7) == 7
+    assert watch.watched(call, "triton-tile", "backward", None, lambda: told.append("work") or 7) == 7
     assert told == (["push nsa_sel triton-tile backward", "work", "pop"] if flag and on_gpu else ["work"])
 
 

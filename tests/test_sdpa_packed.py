@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+import nsa_sel
 from nsa_sel.backends import sdpa_packed
 from nsa_sel.bench.baselines import dense_causal_sdpa, masked_sdpa, token_mask
 from nsa_sel.call import Call, check_call, device_info
@@ -19,6 +21,7 @@ from nsa_sel.config import settings_for
 from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
 from nsa_sel.selection import Selection
 from tests.cases import assert_within_twice_baseline, edge_selections, make_blocks, make_grads, make_qkv, make_spans, plain_torch
+from tests.parity import check_both, check_poison
 
 EDGES = list(edge_selections(1, 16, 1, 16))
 
@@ -32,9 +35,11 @@ def make_call(
     scale: float | None = None,
     q_pos: Tensor | None = None,
     workspace_bytes: int | None = None,
+    path: str = "auto",
 ) -> Call:
     q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
     settings = settings_for(device_info(q.device))
+    settings = msgspec.structs.replace(settings, triton_force_path=path)
     if workspace_bytes is not None:
         settings = msgspec.structs.replace(settings, workspace_bytes=workspace_bytes)
     return Call(q, k, v, selection, q_pos, scale, settings)
@@ -358,6 +363,101 @@ class TestPath:
         check(call)
 
 
+class TestPathOfAGpu:
+    """The dense path by static facts, as a GPU takes it, run on a CPU."""
+
+    @pytest.fixture(autouse=True)
+    def unread(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sdpa_packed, "_may_read", lambda call: False)
+        monkeypatch.setattr(sdpa_packed, "_DENSE_TILE_GPU", 16)  # several, the last one short
+
+    def call(self, start: int | Tensor, length: int | Tensor, *, S: int = 40, S_kv: int = 256, **how: Any) -> Call:
+        begin = torch.as_tensor(start).expand(S)
+        ranges = torch.stack((begin, begin + length), -1).int()[None, :, None, None].expand(2, -1, 1, 1, 2)
+        max_length = how.pop("max_length", None)
+        return make_call(*make_qkv(2, S, 1, 2, 16, S_kv=S_kv), Selection(ranges, None, max_length), **how)
+
+    @pytest.mark.parametrize("Dv", [16, 8])
+    @pytest.mark.parametrize("edge", ["one_contiguous", "one_key", "own_key", "future_only"])
+    def test_edges(self, edge: str, Dv: int) -> None:
+        for positions in (None, torch.randint(0, 40, (2, 30))):
+            call = make_call(*make_qkv(2, 30, 2, 3, 16, Dv, S_kv=40), edge_selections(2, 30, 2, 40)[edge], q_pos=positions)
+            assert sdpa_packed.path(call) == "dense"
+            check(call)
+
+    def test_ranges_outside_of_the_keys(self) -> None:
+        for start, length in ((-5, 3), (-5, 30), (250, 100), (300, 9), (9, -4)):
+            call = self.call(start, length)
+            assert sdpa_packed.path(call) == "dense"
+            check(call)
+
+    def test_static_facts_say_where_rows_select_too_little(self) -> None:
+        """Slices are all that rows may see: dense up to so many times what they may select."""
+        waste = int(sdpa_packed._DENSE_WASTE_GPU)
+        assert sdpa_packed.path(self.call(0, 256 // waste, max_length=256 // waste + 1)) == "dense"
+        assert sdpa_packed.path(self.call(0, 256 // waste // 2, max_length=256 // waste // 2)) == "varlen"
+
+    def test_what_was_measured_counts(self) -> None:
+        call = self.call(0, 4)
+        assert sdpa_packed.path(call) == "dense"  # for all that is known, each row selects all keys
+        call.selection.measure(S_kv=256)
+        assert sdpa_packed.path(call) == "varlen"
+
+    def test_the_flag_decides(self) -> None:
+        assert sdpa_packed.path(self.call(torch.arange(40) * 5, 7, max_length=7, path="dense")) == "dense"
+        check(self.call(torch.arange(40) * 5, 7, max_length=7, path="dense"))
+        assert sdpa_packed.path(self.call(0, 256, path="varlen")) == "varlen"
+        two = make_call(*make_qkv(1, 8, 1, 2, 16), make_spans("many", 1, 8, 1, 8, 8), path="dense")
+        assert sdpa_packed.path(two) == "varlen"  # the fallback runs everything
+
+    def test_copies_and_masks_stay_within_the_workspace(self) -> None:
+        copies = 2 * 2 * 256 * 16 * 4
+        assert sdpa_packed.path(self.call(0, 256, workspace_bytes=copies)) == "varlen"
+        assert sdpa_packed.path(self.call(0, 256, workspace_bytes=copies + 2 * 256 * 8)) == "dense"
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+    def test_what_is_not_finite_stays_with_its_rows(self, bad: float) -> None:
+        clean = self.call(torch.arange(40), 100)
+        poisoned = dataclasses.replace(clean, k=clean.k.clone(), v=clean.v.clone())
+        poisoned.k[:, :, 20], poisoned.v[:, :, 110] = bad, bad
+        assert sdpa_packed.path(poisoned) == "dense"
+        met = (torch.arange(40) <= 20) | (torch.arange(40) + 100 > 110)
+        for x, y in zip(sdpa_packed.forward(poisoned), sdpa_packed.forward(clean), strict=True):
+            assert x[:, met].isnan().all()
+            assert torch.equal(x[:, ~met], y[:, ~met])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("path", ["auto", "dense"])
+def test_the_dense_path_on_a_gpu(dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd numbers of keys, which the kernel's bias must not be laid out by, rows in several tiles, positions, and NaN beside the ranges."""
+    monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
+    monkeypatch.setattr(sdpa_packed, "_DENSE_TILE_GPU", 64)
+    for S, h, Dv, start, end in ((1, 4, 64, 0, 250), (150, 4, 32, 0, 401), (150, 1, 64, 37, 301)):
+        q, k, v = (x.to("cuda", dtype) for x in make_qkv(2, S, 2, h, 64, Dv, S_kv=401))
+        ranges = torch.tensor([start, end], dtype=torch.int32, device="cuda").expand(2, S, 2, 1, 2)
+        selection = Selection.from_ranges(ranges)
+        positions = torch.randint(0, 401, (2, S), device="cuda")
+        assert sdpa_packed.path(make_call(q, k, v, selection, path=path)) == "dense"
+        for q_pos in (None, positions):
+            check_both("sdpa-packed", q, k, v, selection, q_pos=q_pos)
+        if end < 401:
+            check_poison("sdpa-packed", q, k, v, selection)
+
+
+def test_the_event_tells_the_path(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16)
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    with caplog.at_level("INFO", "nsa_sel"):
+        for path in ("dense", "varlen"):
+            monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
+            nsa_sel.selection_attention(q, k, v, edge_selections(1, 8, 1, 16)["one_contiguous"], backend="sdpa-packed")
+            (event,) = [record.nsa_sel for record in caplog.records if record.getMessage() == "sel.path"]
+            assert event == {"backend": "sdpa-packed", "path": path}
+            caplog.clear()
+
+
 def test_a_gpu_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without data raise wherever a value is asked for; no device but a CPU may be read."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no meta device
@@ -365,7 +465,7 @@ def test_a_gpu_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for selection in (make_blocks(2, 60, 2, 400, 4, 32), Selection.from_ranges(edge_selections(2, 60, 2, 400)["one_contiguous"])):
         call = make_call(q, k, v, selection)
         meta = dataclasses.replace(call, q=q.to("meta"), k=k.to("meta"), v=v.to("meta"), selection=selection.to("meta"))
-        assert sdpa_packed.path(meta) == "varlen"
+        assert sdpa_packed.path(meta) == ("dense" if selection.n == 1 else "varlen")
         assert [x.shape for x in run_meta(meta)] == [x.shape for x in run(call)]
         positions = dataclasses.replace(meta, q_pos=torch.zeros(2, 60, dtype=torch.int64, device="meta"))
         assert [x.shape for x in run_meta(positions)] == [x.shape for x in run(call)]

@@ -22,6 +22,30 @@ def test_edges(backend: str, edge: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("S", [1, 6])
+def test_one_range_a_row_takes_the_path_that_the_flag_names(
+    backend: str, S: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from nsa_sel.backends._triton import launch
+
+    q, k, v = make_qkv(B=1, S=S, G=2, h=2, Dk=8, Dv=16, S_kv=20)
+    one = Selection.from_ranges(edge_selections(1, S, 2, 20)["one_contiguous"])
+    walks, width = [], launch.walk_width
+    monkeypatch.setattr(launch, "walk_width", lambda call: walks.append(width(call)) or walks[-1])
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    caplog.set_level("INFO", "nsa_sel")
+    for flag, path, walk in (("dense", "dense", 1), ("auto", "dense", 1), ("varlen", "varlen", 2)):
+        monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", flag)
+        check_both(backend, q, k, v, one)
+        events = [record.nsa_sel for record in caplog.records if record.getMessage() == "sel.triton.kernel"]
+        assert {event["path"] for event in events if not event["kernel"].endswith("/dkdv")} == {path}
+        assert {event["path"] for event in events if event["kernel"].endswith("/dkdv")} == {"varlen"}
+        assert set(walks) == {walk}
+        caplog.clear()
+        walks.clear()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_fewer_keys_than_blocks(backend: str) -> None:
     q, k, v = make_qkv(S=5, G=1, h=2, Dk=16)
     check_both(backend, q, k, v, make_blocks(1, 5, 1, 5, 4, 16))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.inverse import Inverse, inverse, list_start
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
@@ -236,11 +236,11 @@ class Gradients:
         Dk = call.k.shape[3]
         parts = most_parts(plan.section * call.selection.n * plan.reach, plan.pairs, plan.tiles, plan.piece)
         self.by_entry = parts < plan.pieces + plan.pairs * plan.tiles
-        self.part_dk = unwritten(lse, parts, plan.width, Dk)
-        self.part_dv = unwritten(lse, parts, plan.width, Dv)
+        self.part_dk = temporary(call, lse, parts, plan.width, Dk)
+        self.part_dv = temporary(call, lse, parts, plan.width, Dv)
         several = plan.section < S
-        self.sum_dk = unwritten(lse, plan.pairs, S_kv, Dk) if several else None
-        self.sum_dv = unwritten(lse, plan.pairs, S_kv, Dv) if several else None
+        self.sum_dk = temporary(call, lse, plan.pairs, S_kv, Dk) if several else None
+        self.sum_dv = temporary(call, lse, plan.pairs, S_kv, Dv) if several else None
         self.dk = unwritten(call.k, B, G, S_kv, Dk)
         self.dv = unwritten(call.v, B, G, S_kv, Dv)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -124,10 +124,17 @@ def _bind_context(x: Tensor) -> None:
     _thread.bound.add(x.get_device())
 
 
+def path(call: Call, kernel: str) -> Literal["dense", "varlen"]:
+    """dense: a program of `kernel` walks the one range, or one block, of its row. varlen: any number of ranges, a union of rows' blocks, or
+    a list of rows; NSA_SEL_TRITON_FORCE_PATH=varlen takes the walk for any number for one, too."""
+    by_row = kernel.startswith(("triton-token/", "triton-group/")) and not kernel.endswith("/dkdv")
+    return "dense" if by_row and call.selection.n == 1 and call.settings.triton_force_path != "varlen" else "varlen"
+
+
 def walk_width(call: Call) -> int:
-    """How many ranges a program lays end to end at once."""
+    """How many ranges a program lays end to end at once: 1 on the dense path, where no key looks for its range."""
     long = (call.selection.block_size or 0) >= LONG_BLOCK
-    return min(WALK_BLOCKS if long else WALK, tile(call.selection.n, 1))
+    return min(WALK_BLOCKS if long else WALK, tile(call.selection.n, 2 if call.settings.triton_force_path == "varlen" else 1))
 
 
 class Heads(NamedTuple):
@@ -189,8 +196,7 @@ def kernel_config(call: Call, of: Heads, kernel: str, *, bulk_copies: bool | Non
         config = msgspec.structs.replace(config, loads="pointer")
     if settings.debug_triton:
         source = settings.sources.get(f"kernels.{name}", "base.yaml")
-        path = "dense" if call.selection.n == 1 else "varlen"
-        observe.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), source=source, path=path)
+        observe.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), source=source, path=path(call, kernel))
     return config
 
 

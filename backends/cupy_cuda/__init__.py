@@ -13,6 +13,6 @@ CuPy is imported when a kernel is first compiled or loaded.
 from __future__ import annotations
 
 from nsa_sel.backends.cupy_cuda.gradients import backward
-from nsa_sel.backends.cupy_cuda.rows import forward
+from nsa_sel.backends.cupy_cuda.rows import forward, loaded_keys
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "loaded_keys"]

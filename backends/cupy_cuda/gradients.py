@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends.cupy_cuda import launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.lists import Lists, lists_of, most_parts, piece_within
@@ -80,7 +80,7 @@ def query_gradient(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tenso
     """dq [B,S,G,h,Dk] by rows, and delta [B,S,G,h] for dk and dv."""
     q, device = call.q, call.q.get_device()
     B, S, G, h, Dk = q.shape
-    dq, delta = unwritten(q, B, S, G, h, Dk), unwritten(lse, B, S, G, h)
+    dq, delta = unwritten(q, B, S, G, h, Dk), temporary(call, lse, B, S, G, h)
     longest = call.selection.length_bound(call.k.shape[2])
     shape = shape_of(h, Dk, call.v.shape[-1], longest, call.device.shared_memory, True)
     head_tiles = shape.head_tiles(h)
@@ -102,8 +102,8 @@ def key_value_gradients(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, del
     piece = piece_within(call, shape.width, reach)
     lists: Lists = lists_of(call, ranges, shape.width, reach, piece)
     parts = most_parts(lists.capacity, piece)
-    part_dk = unwritten(k, parts, shape.width, Dk, dtype=torch.float32)
-    part_dv = unwritten(k, parts, shape.width, Dv, dtype=torch.float32)
+    part_dk = temporary(call, k, parts, shape.width, Dk, dtype=torch.float32)
+    part_dv = temporary(call, k, parts, shape.width, Dv, dtype=torch.float32)
     dk, dv = unwritten(k, B, G, S_kv, Dk), unwritten(v, B, G, S_kv, Dv)
     facts = launch.type_facts(call, do)
     rest = (

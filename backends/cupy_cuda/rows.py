@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends.cupy_cuda import blocks, launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.call import Call
@@ -106,6 +106,14 @@ def plan_of(
     return RowPlan(macros, shape, head_tiles, parts, split)
 
 
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: by tiles of tokens the union of their rows, else each row's, once for up to 64 heads; not counted, at
+    most that."""
+    if count and tiles.takes(call):
+        return tiles.loaded_keys(call)
+    return selected * -(-call.q.shape[3] // 64)
+
+
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]; where the GPU and the call allow, by tiles of tokens or by bulk copies of blocks."""
     if call.scale < 0:
@@ -128,8 +136,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     part_o, part_lse = o, lse
     if split:
-        part_o = unwritten(q, rows * h * parts * Dv, dtype=torch.float32)
-        part_lse = unwritten(q, rows * h * parts, dtype=torch.float32)
+        part_o = temporary(call, q, rows * h * parts * Dv, dtype=torch.float32)
+        part_lse = temporary(call, q, rows * h * parts, dtype=torch.float32)
     launch.start(
         "forward_rows.cu", macros, device, rows * head_tiles * parts, shape.threads, shape.shared, ROWS,
         *problem, part_o.data_ptr(), part_lse.data_ptr(), parts, head_tiles,

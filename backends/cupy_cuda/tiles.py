@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
@@ -94,10 +95,17 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
+def loaded_keys(call: Call) -> int:
+    """Keys that the forward loads: the union of each tile's rows. Counted, which waits for the device."""
+    h, Dk = call.q.shape[3:]
+    shape = shape_of(hopper_groups(h, Dk), h, Dk, call.v.shape[-1], Dk, call.device.shared_memory)
+    return union_keys(call, shape.tokens)
+
+
 def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
     q = call.q
-    dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
     ranges = call.selection.disjoint_ranges()
     h, Dk, Dv = *q.shape[3:], call.v.shape[-1]
     shape = shape_of(DQ_GROUPS, h, Dk, Dv, Dk + Dv, call.device.shared_memory)
@@ -131,7 +139,7 @@ def _taken(call: Call, union: Union) -> Tensor | None:
     """Where blocks of threads count the tiles that they take beyond one each, zero; None where there are none."""
     if union.counts.shape[0] <= call.device.sm_count:
         return None
-    taken = unwritten(call.q, 1, dtype=torch.int32)
+    taken = temporary(call, call.q, 1, dtype=torch.int32)
     launch.clear(taken.data_ptr(), 4, call.q.get_device())
     return taken
 
