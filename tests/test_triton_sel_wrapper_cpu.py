@@ -530,14 +530,14 @@ def test_debug_flags_leave_it_to_who_listens_already(
     nsa_sel.selection_attention(*arguments)
     monkeypatch.delenv("NSA_DEBUG_TRITON")
     nsa_sel.selection_attention(*arguments)
-    assert [line["event"] for line in lines_of(log)] == ["sel.reads", "sel.decision", "sel.decision"]
+    assert [line["event"] for line in lines_of(log)] == ["sel.path", "sel.reads", "sel.decision", "sel.decision"]
     nsa_sel.log_to(None)
     assert not attention.observe.listening()  # as before
     caplog.clear()
     caplog.set_level("INFO", logger="nsa_sel")
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     nsa_sel.selection_attention(*arguments)
-    assert [record.getMessage() for record in caplog.records] == ["sel.reads", "sel.decision"]
+    assert [record.getMessage() for record in caplog.records] == ["sel.path", "sel.reads", "sel.decision"]
     assert capsys.readouterr().err == ""
 
 
