@@ -45,6 +45,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     use_triton_sel: bool | msgspec.UnsetType = msgspec.UNSET
     sel_triton_min_L: int | dict[Way, int] | msgspec.UnsetType = msgspec.UNSET  # of the ways that a mapping leaves out, what held before
+    dense_min_L: int | msgspec.UnsetType | None = msgspec.UNSET
     workspace_bytes: int | msgspec.UnsetType = msgspec.UNSET
     prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
     prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -149,6 +150,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None = None
     use_triton_sel: bool
     sel_triton_min_L: int | dict[Way, int]  # all ways, where they differ
+    dense_min_L: int | None = None  # one range a row goes densely from so many keys on; None: no rows show that it should
     triton_force: bool = False
     triton_group: bool = True
     triton_allow_grad: bool = True
@@ -298,9 +300,9 @@ def parse_config(text: bytes, source: str) -> ConfigFile:
     except (msgspec.ValidationError, yaml.YAMLError) as error:
         remedy = "mend the field; configs/base.yaml shows every field"
         raise ConfigError(source, str(error), "the fields of nsa_sel.config.ConfigFile", remedy) from error
-    for field in ("sel_triton_min_L", "workspace_bytes"):
+    for field in ("sel_triton_min_L", "dense_min_L", "workspace_bytes"):
         number = getattr(config.runtime, field)
-        if number is not msgspec.UNSET and any(each < 0 for each in (number.values() if isinstance(number, dict) else (number,))):
+        if number not in (msgspec.UNSET, None) and any(each < 0 for each in (number.values() if isinstance(number, dict) else (number,))):
             raise ConfigError(f"{source}: runtime.{field}", number, "a whole number >= 0", "write what is allowed")
     for field in ("block_l", "block_d", "block_dv"):
         tile = getattr(config.runtime, field)
