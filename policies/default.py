@@ -25,6 +25,7 @@ POLICY = Policy(
         rules.pack_flag,
         rules.no_triton_on_cpu,
         rules.min_length,
+        rules.dense_path,
     ),
     preference=preference,
     predict=cost.predict,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.bench import bench_selection, cases, measure, session, summary
+from nsa_sel.bench import bench_dense, bench_selection, cases, measure, records, session, summary
 from nsa_sel.bench.bench_selection import QUICK, SUITES, Suite, jobs, suites_of
 from nsa_sel.bench.cases import Case, layers_of, make_selection, random_selection
 from nsa_sel.bench.contenders import DENSE, PACKED, dense, named, ours
@@ -330,3 +331,12 @@ def test_tables_need_no_rows_and_later_rows_count(name: str) -> None:
     assert table([*new, *gone]) == table(new)
     if name != "workspace_table":
         assert table([*old, *new]) == table(new)
+
+
+def test_the_ways_through_one_range_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench_dense.main(tmp_path / "dense.jsonl", "cpu", quick=True)
+    rows = records.read(tmp_path / "dense.jsonl")
+    assert [row["backend"] for row in rows] == ["packed-dense", "packed-varlen", "dense-cudnn"] * 2
+    assert all(row["mae"] is None or row["mae"] < 1e-3 for row in rows)
+    assert rows[-1]["mae"] is not None, "the whole prefix is what dense attention computes"
+    assert "prefix-N64-h4-L256" in capsys.readouterr().out
