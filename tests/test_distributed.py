@@ -65,6 +65,7 @@ def run(command: list[str], log: Path, **more: str) -> str:
     return log.read_text()[-6000:]
 
 
+@pytest.mark.slow
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
     assert_passed(tmp_path, 2, output)

@@ -9,6 +9,7 @@ from nsa_sel.selection import Selection
 from tests.cases import edge_selections, make_blocks, make_qkv
 from tests.parity import attend, check_both, check_deterministic, check_poison
 
+pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-group", "triton-token")
 
 

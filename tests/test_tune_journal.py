@@ -215,6 +215,7 @@ print(json.dumps({"killed_with": killed_with, "files": files, "measured": [len(f
 """
 
 
+@pytest.mark.slow
 def test_killing_it_at_random_points_loses_no_finished_row_and_corrupts_no_file() -> None:
     done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
