@@ -435,6 +435,22 @@ class TestDecisions:
         assert "line 1" in ask("decisions", log, exit_code=2)["error"]
 
 
+def test_no_text_of_files_or_variables_commands_the_terminal(save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, shown = "\x1b]0;owned\x07\u202e", "\\u001b]0;owned\\u0007\\u202e"
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "own.yaml"
+    rows.write_text(json.dumps({"case": bad, "error": bad}) + "\n" + json.dumps({"case": "x", "backend": bad, "error": bad}) + "\n")
+    config.write_text(json.dumps({"provenance": bad, "runtime": {"prefer_forward": ["numba"]}}))
+    outputs = [invoke("run", save({**tensors(), bad: torch.zeros(1)})).output, invoke("threshold", rows).output]
+    outputs.append(invoke("report", rows, "--out", tmp_path / "report").output)
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(config))
+    outputs += [invoke("doctor").output, invoke("doctor", "--json").output]
+    monkeypatch.setenv("NSA_SEL_BACKEND", bad)
+    outputs += [invoke("doctor").output, invoke("explain").output]
+    assert not any(set(output) & set("\x1b\x07\u202e") for output in outputs)
+    assert shown in outputs[0]
+    assert all("owned" in output for output in outputs[-2:])
+
+
 def leaves(value: Any, *path: Any) -> list[tuple[Any, ...]]:
     """The paths of all values below one; of a list, those of its first entry."""
     below = list(value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ())
