@@ -1,4 +1,5 @@
 # make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed; make venv is that alone
+# make test-one-thread       the fast half of the tests once more, with OMP_NUM_THREADS=1
 # make report                docs/report/ and the README's picture, from the committed rows
 # make lane-sm80 | lane-sm89 | lane-sm90    how calls are routed on such GPUs, which are injected: no GPU is needed
 # make package               the sdist, and the wheel made from it, in dist/
@@ -14,7 +15,7 @@ STAMP := .venv/.installed
 TRACE := build/trace-venv
 export PIP_NO_INPUT := 1
 
-.PHONY: demo report test lint venv lane-sm80 lane-sm89 lane-sm90 package gpu-test sanitize gpu-lane trace clean
+.PHONY: demo report test test-one-thread lint venv lane-sm80 lane-sm89 lane-sm90 package need-gpu gpu-test sanitize gpu-lane trace clean
 
 demo: $(STAMP)
 	$(BIN)/nsa-sel demo
@@ -24,6 +25,9 @@ report: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-one-thread: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not slow'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -38,15 +42,20 @@ lane-sm80 lane-sm89 lane-sm90: lane-%: $(STAMP)
 package: $(STAMP)
 	$(BIN)/python -m build
 
-gpu-lane:
+gpu-lane: need-gpu
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu tests/test_lanes.py
 
-gpu-test:
+gpu-test: need-gpu
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and not slow' \
 	$(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
 
-sanitize:
+sanitize: need-gpu
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and slow' tests/test_cupy_cuda_gpu.py
+
+need-gpu:
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	echo 'torch sees no CUDA device with PYTHON "$(PYTHON)": the GPU tests would all be skipped. Remedy: run this on a machine with a GPU,' \
+	'with a Python whose torch uses it' >&2; exit 1; }
 
 trace: $(TRACE)/.installed
 	$(TRACE)/bin/python bench/capture_trace.py

@@ -73,7 +73,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous, in the dtypes of q, k, v; p is recomputed from lse. Bit-equal from run to run on every device.
+    """dq, dk, dv, contiguous, in the dtypes of q, k, v; p is recomputed from lse. Bit-equal from run to run on every
+    device, on a CPU at the same number of threads: torch's matrix products may add in another order with another number.
 
     With p = exp(scale q.k - lse) and delta = rowsum(do * o) - dlse: ds = p (do.v - delta), dq = scale ds k, dk = scale ds^T q,
     dv = p^T do. On a CPU, tiles of keys meet the rows that selected any of their keys. On a GPU such lists would have to be

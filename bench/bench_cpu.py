@@ -23,6 +23,7 @@ from nsa_sel.bench.contenders import PACKED, Contender, Ready, as_it_is, ours
 from nsa_sel.bench.parity import Problem, make_problem, parity, sample
 from nsa_sel.bench.program import program
 from nsa_sel.bench.records import Row
+from nsa_sel.output import output_file
 
 DIRECTIONS = ("fwd", "fwd+bwd")
 TARGET = Case("target", "random", 1, 2048, 2048, 2, 4, 64, 64, 8, 64, "float32")
@@ -102,6 +103,7 @@ def main(
     / "bench/results/cpu/numba_vs_sdpa.jsonl",
 ) -> None:
     """Time numba, packed SDPA, masked SDPA and dense causal SDPA in turns; print a table and write the rows."""
+    output_file("--out", out, make_folder=True)
     if threads is not None:
         torch.set_num_threads(threads)
     rows = measured(QUICK if quick else TARGET, repeats, seed)

@@ -24,6 +24,7 @@ is made anew.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from nsa_sel import attention, observe, ops, registry
 from nsa_sel.bench import measure, records
 from nsa_sel.call import Call, check_call, device_info, request_of
 from nsa_sel.errors import BackendError
+from nsa_sel.output import output_file
 from nsa_sel.selection import Selection
 
 SHAPE = {"B": 1, "S": 4, "S_kv": 64, "G": 1, "h": 2, "Dk": 16, "Dv": 16, "n": 2, "block": 16}
@@ -317,6 +319,7 @@ def main(
     S: Annotated[int, typer.Option("--S", min=1, help="Rows of a call.")] = SHAPE["S"],
 ) -> None:
     """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
+    output_file("--out", out, make_folder=True)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
     facts = {**measure.environment(device), "threads": 1}
@@ -328,8 +331,7 @@ def main(
             except BackendError as error:
                 typer.echo(str(error))
                 break
-    out.unlink(missing_ok=True)
-    records.append(out, rows)
+    records.write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
     typer.echo(table(rows))
 
 

@@ -26,7 +26,7 @@ from torch import distributed as dist
 from nsa_sel import decisions, selection_attention
 from nsa_sel.bench import measure, records
 from nsa_sel.bench.cases import Case, make_inputs, make_selection
-from nsa_sel.bench.program import program
+from nsa_sel.bench.program import echo, program
 from nsa_sel.bench.records import Row
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -185,7 +185,7 @@ def main(
         raise ArgumentError("--ranks", ranks, allowed, "leave out what is too many, or pass --device cpu")
     for number in numbers:
         subprocess.run(launch(number, sys.argv[1:]), check=True)
-    typer.echo(table(records.read(out)))
+    echo(table(records.read(out)))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ from nsa_sel.bench.bench_selection import device_of
 from nsa_sel.bench.cases import MANY, SPANS, length_of
 from nsa_sel.bench.contenders import DENSE, PACKED, named
 from nsa_sel.bench.measure import Timing
-from nsa_sel.bench.program import program, stderr_console
+from nsa_sel.bench.program import echo, program, stderr_console
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.session import Job, able, run
 from nsa_sel.errors import ArgumentError
+from nsa_sel.output import output_file
 
 RESULTS = Path("bench/results/sel_triton")
 TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
@@ -236,10 +237,12 @@ def main(
 ) -> None:
     """Measure Triton against packed SDPA over L; what runs out of memory, refuses or fails is reported and passed over."""
     where, console, folder = device_of(device), stderr_console(), out or default_folder()
+    if csv is not None:
+        output_file("--csv", csv, make_folder=True)
     timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
     rows = measure_matrix(where, folder, console, decode=bool(decode), quick=quick, timing=timing, backends=backends, **sizes)
-    print(report(rows) if rows else "nothing was measured")
+    echo(report(rows) if rows else "nothing was measured")
     written = write(folder, rows, csv)
     console.print(f"written: {', '.join(map(str, written))}")
 

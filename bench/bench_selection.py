@@ -20,13 +20,14 @@ from nsa_sel.bench import cases
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.contenders import DENSE, PACKED, PREFILL_ONLY, Contender, named
 from nsa_sel.bench.measure import Timing
-from nsa_sel.bench.program import program, stderr_console
+from nsa_sel.bench.program import echo, program, stderr_console
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.session import Job, able, run
 from nsa_sel.errors import ArgumentError
 
 BACKENDS = (*PREFILL_ONLY, "triton-group", "cupy-cuda", PACKED, DENSE)
 CPU_BACKENDS = ("numba", PACKED)
+SOME = 5  # names that an error shows
 SHOWN = ("case", "direction", "backend", "ms_median", "ms_p20", "ms_p80", "mae", "workspace_bytes", "error")
 
 
@@ -86,6 +87,9 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
                 case = case if device == "cuda" else case._replace(dtype="float32")  # what CPUs compute in
                 more = {"quick": True} if name == "quick" else {}
                 found.setdefault(case.case, Job(case, chosen, directions, suite.rows, Timing(suite.rep), more))
+    names = sorted({case.case for suite in suites.values() for case in suite.cases()})
+    if not any(only in name for name in names):
+        raise ArgumentError("--only", repr(only), f"a part of a case's name, such as {', '.join(names[:SOME])}", "mend it")
     return list(found.values())
 
 
@@ -112,7 +116,7 @@ def main(
     where, console = device_of(device), stderr_console()
     asked = named(backends or ",".join(BACKENDS if where == "cuda" else CPU_BACKENDS))
     chosen = jobs(suites_of(suite, quick, where), able(asked, where, console.print), only, where)
-    print(table(run(chosen, out, where, console)))
+    echo(table(run(chosen, out, where, console)))
 
 
 if __name__ == "__main__":

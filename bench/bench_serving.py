@@ -23,7 +23,7 @@ from nsa_sel.bench.cases import Case, decode_cases
 from nsa_sel.bench.contenders import Contender, Ready, as_it_is, ours
 from nsa_sel.bench.measure import Timing
 from nsa_sel.bench.parity import Problem
-from nsa_sel.bench.program import program, stderr_console
+from nsa_sel.bench.program import echo, program, stderr_console
 from nsa_sel.bench.records import Row, measured
 from nsa_sel.bench.session import Job, able, run
 from nsa_sel.selection import Selection
@@ -110,7 +110,7 @@ def main(
     contenders = able((plain, *caches), where, console.print)
     chosen = [case for case in ([QUICK] if quick else serving_cases()) if only in case.case]
     jobs = [Job(case, contenders, ("decode",), 64, Timing(50), {"quick": True} if quick else {}) for case in chosen]
-    typer.echo(table(run(jobs, out, where, console)))
+    echo(table(run(jobs, out, where, console)))
 
 
 if __name__ == "__main__":

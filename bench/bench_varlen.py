@@ -27,7 +27,7 @@ from nsa_sel.bench.cases import Case, packed_bounds
 from nsa_sel.bench.contenders import PREFILL_ONLY, Contender, Ready, ours
 from nsa_sel.bench.measure import Timing
 from nsa_sel.bench.parity import Problem
-from nsa_sel.bench.program import program, stderr_console
+from nsa_sel.bench.program import echo, program, stderr_console
 from nsa_sel.bench.session import Job, able, run
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -127,7 +127,7 @@ def main(
         jobs.append(
             Job(case, chosen, ("fwd", "fwd+bwd"), 16 if quick else 64, Timing(10 if quick else 50), {"quick": True} if quick else {})
         )
-    print(table(run(jobs, out, where, console)))
+    echo(table(run(jobs, out, where, console)))
 
 
 if __name__ == "__main__":

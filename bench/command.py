@@ -13,12 +13,13 @@ from nsa_sel.bench.bench_selection import BACKENDS, CPU_BACKENDS, SUITES, device
 from nsa_sel.bench.contenders import DENSE, named
 from nsa_sel.bench.measure import Timing
 from nsa_sel.bench.peers import peers as every_peer
-from nsa_sel.bench.program import stderr_console
+from nsa_sel.bench.program import echo, stderr_console
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.sel_threshold_from_csv import report
 from nsa_sel.bench.session import able, run
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
 from nsa_sel.errors import ArgumentError
+from nsa_sel.output import output_file
 
 PEERS_SHOWN = ("case", "direction", "backend", "computes", "ms_median", "ms_p20", "ms_p80", "mae", "causal", "prepare_ms", "error", "wrong")
 
@@ -58,6 +59,11 @@ def bench(
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
     of_matrix = {**sizes, "iters": iters, "decode": decode, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
     if not suite and not peers:
+        if only:
+            allowed = "only with --suite or --peers, whose cases have names"
+            raise ArgumentError("--only", repr(only), allowed, "add --suite all; the matrix is measured whole without it")
+        if csv is not None:
+            output_file("--csv", csv, make_folder=True)
         both = (False, True) if decode is None and not any(sizes.values()) else (bool(decode),)
         timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
         rows = []
@@ -66,7 +72,7 @@ def bench(
                 where, folder, console, decode=way, quick=quick, timing=timing, backends=backends, **sizes
             )
         written = bench_sel_triton.write(folder, rows, csv)
-        typer.echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
+        echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
         return
     unused = [f"--{name}" for name, value in of_matrix.items() if value not in ("", None, 0)]
     if unused:
@@ -76,8 +82,9 @@ def bench(
         ours = [contender for contender in ours if contender.name != DENSE]
     contenders = (*able(ours, where, console.print), *(able(every_peer(), where, console.print) if peers else ()))
     suites = bench_selection.suites_of(suite or "performance,decode", quick, where)
-    rows = run(bench_selection.jobs(suites, contenders, only, where), folder / f"{'peers' if peers else 'suites'}.jsonl", where, console)
-    typer.echo(peers_table(rows) if peers else bench_selection.table(rows))
+    chosen = bench_selection.jobs(suites, contenders, only, where)
+    rows = run(chosen, folder / f"{'peers' if peers else 'suites'}.jsonl", where, console)
+    echo(peers_table(rows) if peers else bench_selection.table(rows))
 
 
 def peers_table(rows: list[Row]) -> str:
@@ -94,6 +101,9 @@ def threshold(
     config: Annotated[Path | None, typer.Option(help="YAML file with the thresholds, for NSA_SEL_CONFIG.")] = None,
 ) -> None:
     """From which L on Triton pays on this GPU, by evidence: sel_triton_min_L for each direction, or undecided."""
+    for option, path in (("--out", out), ("--config", config)):
+        if path is not None:
+            output_file(option, path, make_folder=True)
     read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else records.read(file))]
     found = decided(read, margin, backend)
     parts = {
@@ -105,5 +115,5 @@ def threshold(
     if config is not None:
         records.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
     for each in found:
-        typer.echo(sentence(each))
-    typer.echo(f"written: {', '.join(map(str, (out, config) if config else (out,)))}")
+        echo(sentence(each))
+    echo(f"written: {', '.join(map(str, (out, config) if config else (out,)))}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from nsa_sel.bench.cases import Case
 from nsa_sel.errors import ArgumentError
+from nsa_sel.output import regular
 
 Row = dict[str, Any]
 
@@ -84,7 +85,9 @@ def of_last_environment(rows: Iterable[Row]) -> list[Row]:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Replace a file at once: a reader, or a kill, meets the old text or the new one. What fails leaves no part behind."""
+    """Replace a file at once: a reader, or a kill, meets the old text or the new one, and what fails leaves no part behind. Raises
+    ArgumentError for a device or a FIFO."""
+    file = regular("the output", file)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -24,6 +24,7 @@ from nsa_sel.bench.report_policy import decision_map, device_of, regrets, thresh
 from nsa_sel.bench.roofline import PEAKS, Peaks
 from nsa_sel.bench.summary import DENSE, OURS, PACKED, indexed, ours_in, speed_up
 from nsa_sel.errors import ArgumentError
+from nsa_sel.output import output_file, output_folder, regular
 
 REPORT = "docs/report"  # of the committed rows
 PAGE, DOCUMENT = "report.html", "selection_report.md"
@@ -185,20 +186,20 @@ def write(files: Sequence[Path], out: Path, copy_tbs: float | None = None, matmu
         given = "--copy-tbs" if matmul_tflops is None else "--matmul-tflops"
         raise ArgumentError(given, copy_tbs or matmul_tflops, "both peaks or none", "pass the other peak of the device too")
     peaks = Peaks(copy_tbs, matmul_tflops, "given with the command") if copy_tbs and matmul_tflops else None
+    names = [PAGE, DOCUMENT]
+    page, document = (output_file("--out", output_folder("--out", out) / name) for name in names)
     found = read(files)
     made = report(found, peaks)
-    names = [PAGE, DOCUMENT]
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / PAGE).write_text(made.page())
-        (out / DOCUMENT).write_text(made.document())
+        page.write_text(made.page())
+        document.write_text(made.document())
         for section in made.sections:
             for panel in section.panels:
                 if panel.figure:
                     name = report_page.image_name(made.sections, section, panel)
                     for ending, theme in (("", LIGHT), ("-dark", DARK)):
                         names.append(f"{name}{ending}.png")
-                        png(panel.figure, theme, out / names[-1], title=f"{panel.title} ({section.device})")
+                        png(panel.figure, theme, regular("--out", out / names[-1]), title=f"{panel.title} ({section.device})")
     except OSError as error:
         raise ArgumentError("--out", f"{out} ({error.strerror})", "a folder that can be written", "choose another") from error
     missing = {panel.name: panel.missing for section in made.sections for panel in section.panels if panel.missing}

@@ -18,7 +18,7 @@ from tabulate import tabulate
 from nsa_sel.bench import records
 from nsa_sel.bench.bench_sel_triton import from_csv
 from nsa_sel.bench.contenders import PACKED
-from nsa_sel.bench.program import program
+from nsa_sel.bench.program import echo, program
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.threshold_optimizer import MARGIN, REGRESSION, TRITON, Pair, Threshold, decided, sentence, thresholds
 
@@ -57,8 +57,8 @@ def main(
     text = report(parts, margin, backend)
     records.write_whole(out, text)
     for threshold in decided([row for rows in parts.values() for row in rows], margin, backend):
-        print(sentence(threshold))
-    print(f"{out} written")
+        echo(sentence(threshold))
+    echo(f"{out} written")
 
 
 def _verdicts(found: Sequence[Threshold]) -> str:

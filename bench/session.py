@@ -21,6 +21,7 @@ from nsa_sel.bench.contenders import Contender, Ready
 from nsa_sel.bench.measure import Timing
 from nsa_sel.bench.parity import Problem, Sample, WrongResult, is_causal, make_problem, parity, sample
 from nsa_sel.bench.records import OUT_OF_MEMORY, Row
+from nsa_sel.output import output_file
 
 Tell = Callable[[str], None]
 
@@ -64,8 +65,10 @@ def able(contenders: Iterable[Contender], device: str, tell: Tell) -> tuple[Cont
 def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[Row]:
     """Measure what `out` does not hold yet, each row appended as soon as it is known; all rows of the jobs, old and new.
 
-    What refuses a case, fails or gives wrong results is told in one line and passed over; the next run tries it again.
+    What refuses a case, fails or gives wrong results is told in one line and passed over; the next run tries it again. Raises
+    ArgumentError where `out` can't be written, before anything is measured.
     """
+    out = output_file("--out", out, make_folder=True)
     facts = measure.environment(device)
     records.mend(out, console.print)
     known = {records.key(row): row for row in records.read(out)} if out.exists() else {}
@@ -73,16 +76,20 @@ def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[R
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("rows", total=sum(len(wanted(job)) for job in jobs))
-        for job in jobs:
-            progress.update(task, description=job.case.case)
-            rows = {records.key({**facts, **row}): row for row in wanted(job)}
-            missing = [row for key, row in rows.items() if key not in known]
-            reused += len(rows) - len(missing)
-            for row in measured_rows(job, missing, facts, device, console.print) if missing else ():
-                records.append(out, [row])
-                known[records.key(row)] = row
-            found += [known[key] for key in rows if key in known]
-            progress.advance(task, len(rows))
+        try:
+            for job in jobs:
+                progress.update(task, description=job.case.case)
+                rows = {records.key({**facts, **row}): row for row in wanted(job)}
+                missing = [row for key, row in rows.items() if key not in known]
+                reused += len(rows) - len(missing)
+                for row in measured_rows(job, missing, facts, device, console.print) if missing else ():
+                    records.append(out, [row])
+                    known[records.key(row)] = row
+                found += [known[key] for key in rows if key in known]
+                progress.advance(task, len(rows))
+        except KeyboardInterrupt:
+            console.print(f"interrupted; what was measured stands in {out}: the same command, writing there, goes on where it stopped")
+            raise
     if reused:
         console.print(f"{reused} of {len(found)} rows stood in {out.name} from an earlier run in this environment at this commit")
     return found

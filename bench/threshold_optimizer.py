@@ -20,7 +20,7 @@ from nsa_sel.bench import records
 from nsa_sel.bench.cases import SPANS, length_of
 from nsa_sel.bench.contenders import PACKED
 from nsa_sel.bench.cost_fit import WAYS
-from nsa_sel.bench.program import program
+from nsa_sel.bench.program import echo, program
 from nsa_sel.bench.records import Row
 from nsa_sel.errors import ArgumentError
 from nsa_sel.registry import backends
@@ -175,10 +175,10 @@ def main(
     every = [row for file in rows for row in records.read(file)]
     found = decided(every, margin, backend)
     for threshold in found:
-        print(sentence(threshold))
+        echo(sentence(threshold))
     if out is not None:
         records.write_whole(out, as_yaml(profile(every, found, ", ".join(file.name for file in rows))))
-        print(f"{out} written")
+        echo(f"{out} written")
 
 
 def _first_length(pairs: Sequence[Pair], holds: Callable[[Pair], bool]) -> int | None:

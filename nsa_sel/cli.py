@@ -21,11 +21,13 @@ from nsa_sel import doctor as examination
 from nsa_sel import log_summary, observe
 from nsa_sel.attention import explain_request, selection_attention
 from nsa_sel.bench import command
+from nsa_sel.bench.program import INTERRUPTED
 from nsa_sel.call import device_info
 from nsa_sel.config import Way
 from nsa_sel.devices import GPUS, SHARED_MEMORY
 from nsa_sel.dispatch import refusal
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
+from nsa_sel.output import output_file, output_folder, printable
 from nsa_sel.request import DeviceInfo, Request, example_request
 from nsa_sel.show import describe
 from nsa_sel.tensor_file import read_problem, write_result
@@ -144,7 +146,8 @@ def run(
     [B,S,G,n] (any integer dtype, -1 is padding); optionally q_pos [S] or [B,S], the key positions of the rows.
     """
     with _errors(as_json):
-        if out is not None and out.exists() and out.samefile(file):
+        target = out and output_file("--out", out)
+        if target is not None and target.exists() and target.samefile(file):
             raise ArgumentError("--out", out, "another file than FILE, which is being read", "choose another name")
         problem = read_problem(file, block_size).to(_device(device), getattr(torch, dtype.value) if dtype else None)
         with torch.no_grad():
@@ -152,8 +155,8 @@ def run(
                 problem.q, problem.k, problem.v, problem.selection, scale=scale, q_pos=problem.q_pos, return_lse=True, backend=backend
             )
         decision = observe.decisions()[-1]
-        if out is not None:
-            write_result(out, o, lse, decision)
+        if target is not None:
+            write_result(target, o, lse, decision)
         empty = int((lse == float("-inf")).all(-1).sum())
         if as_json:
             made = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("o", o), ("lse", lse))}
@@ -170,20 +173,22 @@ def replay(
 ) -> None:
     """Take recorded decisions again with today's policy, without tensors or GPU. Exit code 1 when any field differs."""
     with _errors(as_json):
-        recorded = [(line.number, line.decision) for line in log_summary.read_log(log) if line.decision is not None]
+        read = log_summary.read_log(log)
+        recorded = [(line.number, line.decision) for line in read.lines if line.decision is not None]
         if not recorded:
             allowed = "JSON lines of Decision.to_json or NSA_DEBUG_LOG"
             raise ArgumentError("LOG", f"{log}, which holds no decision", allowed, "mend the path")
-        differing = [(line, decision, changes) for line, decision in recorded if (changes := decision.replay())]
+        replayed = [(line, decision, log_summary.replayed(log, line, decision)) for line, decision in recorded]
+        differing = [(line, decision, changes) for line, decision, changes in replayed if changes]
         if as_json:
             found = [{"line": line, "changes": changes} for line, _, changes in differing]
-            _print(_pretty({"log": str(log), "decisions": len(recorded), "differing": found}))
+            _print(_pretty({"log": str(log), "decisions": len(recorded), "torn_lines": read.torn, "differing": found}))
         else:
             for line, decision, changes in differing:
                 _print(f"line {line}: {decision.forward} on {decision.device.name}")
                 for change in changes:
                     _print(f"  {change.field}: recorded {change.recorded!r}, replayed {change.replayed!r}")
-            _print(f"{len(recorded)} decisions, {len(differing)} differ")
+            _print(f"{len(recorded)} decisions, {len(differing)} differ{log_summary.torn_words(read.torn)}")
         if differing:
             raise typer.Exit(1)
 
@@ -211,14 +216,15 @@ def demo(
     from nsa_sel.demo_picture import draw
 
     with _errors(as_json):
+        output_folder("--out-dir", out_dir)
+        picture, figures = (output_file("--out-dir", out_dir / name) for name in ("demo.png", "demo.json"))
         setting = demonstration.prepare(trace)
         if not as_json:
             _print(demonstration.introduction(setting))
         with _progress(as_json) as advance:
             result = demonstration.run(setting, advance)
-        document, picture, figures = _pretty(result), out_dir / "demo.png", out_dir / "demo.json"
+        document = _pretty(result)
         try:
-            out_dir.mkdir(parents=True, exist_ok=True)
             figures.write_text(document + "\n")
             draw(setting.problem, result, picture)
         except OSError as error:
@@ -283,9 +289,11 @@ def tune(
 
 @contextlib.contextmanager
 def _errors(as_json: bool) -> Iterator[None]:
-    """The errors that nsa-sel raises on purpose, in their own words instead of a traceback; exit code 2."""
+    """The errors that nsa-sel raises on purpose, in their own words instead of a traceback: exit code 2; 130 after Ctrl-C."""
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        raise typer.Exit(INTERRUPTED) from interrupt
     except NsaSelError as error:
         if as_json:
             decision = error.decision if isinstance(error, BackendError) else None
@@ -342,8 +350,8 @@ def _pretty(document: Any) -> str:
 
 
 def _print(text: str) -> None:
-    typer.echo(text)
+    typer.echo(printable(text))
 
 
 def _say_error(message: str) -> None:
-    typer.echo(f"error: {message}", err=True)
+    typer.echo(printable(f"error: {message}"), err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -38,14 +38,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a backend can run, as data: one guard interprets it, tests and benches generate their cases from it."""
 
     dtypes: Mapping[str, tuple[str, ...]]  # place ("cpu", "cuda", "interpreter") -> dtype names
-    head_dim_multiple: int = 1
+    head_dim_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1
     head_dim_max: int = 1 << 30
     min_sm: int = 0
     backward: bool = True
     deterministic: bool = True
     block_aligned_only: bool = False
     ranges_max: int = 1 << 30  # ranges a row
-    block_multiple: int = 1  # of the block size, where the selection is of whole blocks
+    block_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1  # of the block size, where the selection is of whole blocks
 
 
 class Requirement(msgspec.Struct, frozen=True):

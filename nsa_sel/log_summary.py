@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,22 +12,23 @@ from typing import Any, NamedTuple
 import msgspec
 from tabulate import tabulate
 
-from nsa_sel.decision import Decision
+from nsa_sel.decision import Decision, FieldChange
 from nsa_sel.errors import ArgumentError, NsaSelError
 
-EVENT_FIELDS = {  # event -> what every such line must hold for the summary
-    "sel.backend.failed": ("backend", "direction", "error"),
-    "sel.timing": ("backend", "direction", "ms"),
-    "sel.timing.bucket": ("backend", "direction", "length", "rows", "ms"),
-    "sel.triton.kernel": ("kernel", "config", "path"),
-    "sel.triton.reads": ("backend", "tokens", "bytes", "rows", "source"),
-    "sel.reads": ("backend", "tokens", "bytes", "rows", "source"),
-    "sel.triton.bwd": ("backend", "flops", "bytes", "source"),
-    "sel.bwd": ("backend", "flops", "bytes", "source"),
-    "sel.compare": ("backend", "direction", "reference", "mae"),
+EVENT_FIELDS: dict[str, dict[str, type]] = {  # event -> what every such line must hold for the summary
+    "sel.backend.failed": {"backend": str, "direction": str, "error": str},
+    "sel.timing": {"backend": str, "direction": str, "ms": float},
+    "sel.timing.bucket": {"backend": str, "direction": str, "length": int, "rows": int, "ms": float},
+    "sel.triton.kernel": {"kernel": str, "config": str, "path": str},
+    "sel.triton.reads": {"backend": str, "tokens": int, "bytes": int, "rows": int, "source": str},
+    "sel.reads": {"backend": str, "tokens": int, "bytes": int, "rows": int, "source": str},
+    "sel.triton.bwd": {"backend": str, "flops": int, "bytes": int, "source": str},
+    "sel.bwd": {"backend": str, "flops": int, "bytes": int, "source": str},
+    "sel.compare": {"backend": str, "direction": str, "reference": str, "mae": float},
 }
+OPTIONAL_FIELDS: dict[str, type] = {"length": int, "rows": int, "tflops": float, "gbps": float}  # of the same events
 
-
+TORN_SHOWN = 5  # numbers of torn lines
 _PREDICTIONS = re.compile(r"(?<=least predicted time): .*?(?= \((?!no prediction))")
 
 
@@ -38,6 +39,13 @@ class Line(NamedTuple):
     event: str
     fields: dict[str, Any]
     decision: Decision | None = None
+
+
+class Log(NamedTuple):
+    """What a log holds: its lines, and the numbers of those that a crash or a full disk cut short, which are passed over."""
+
+    lines: tuple[Line, ...]
+    torn: tuple[int, ...]
 
 
 class Won(msgspec.Struct, frozen=True):
@@ -108,6 +116,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     log: str
     lines: int
+    torn_lines: tuple[int, ...]  # their numbers; passed over
     events: dict[str, int]
     decisions: int
     won: tuple[Won, ...]
@@ -121,44 +130,82 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     worst_mae: dict[str, float]  # backend and direction -> against packed SDPA
 
 
-def read_log(log: Path) -> Iterator[Line]:
-    """The lines of a log of events (NSA_DEBUG_LOG, `log_to`) or of bare decisions (Decision.to_json), which count as `sel.decision`.
+def read_log(log: Path) -> Log:
+    """What a log of events (NSA_DEBUG_LOG, `log_to`) or of bare decisions (Decision.to_json) holds; the latter count as `sel.decision`.
 
-    Raises ArgumentError for a file that can't be read, and naming the line that is neither.
+    A line that is no whole JSON was torn by a crash while it was written: it is passed over, as long as another one is readable.
+    Raises ArgumentError for a file that can't be read, and naming the line that is neither an event nor a decision.
     """
     try:
-        lines = log.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError("LOG", f"{log} ({error})", "a readable file of JSON lines", "mend the path") from error
-    remedy = "pass a log that NSA_DEBUG_LOG wrote, or lines of Decision.to_json"
+        lines = log.read_bytes().split(b"\n")  # no other character ends a line: texts of events may hold U+2028
+    except OSError as error:
+        raise ArgumentError("LOG", f"{log} ({error.strerror})", "a readable file of JSON lines", "mend the path") from error
+    found: list[Line] = []
+    torn: dict[int, Exception] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             record = msgspec.json.decode(line)
-            event = record.get("event", "sel.decision") if isinstance(record, dict) else "sel.decision"
-            if event == "sel.decision":
-                bare = record.get("decision") if isinstance(record, dict) and "event" in record else record
-                yield Line(number, event, {}, Decision.from_json(msgspec.json.encode(bare)))
-            else:
-                yield Line(number, event, record)
-        except (msgspec.DecodeError, NsaSelError) as error:
-            allowed = "a decision as Decision.to_json writes it, or an event"
-            raise ArgumentError(f"line {number} of {log}", f"no decision ({error.__cause__ or error})", allowed, remedy) from error
-        remedy = "drop the line"  # what stands before it is of a log
+        except msgspec.DecodeError as error:
+            torn[number] = error
+            continue
+        except RecursionError as error:
+            raise _not_a_line(log, number, "nested too deeply", bool(found)) from error
+        try:
+            found.append(_line(number, record))
+        except (NsaSelError, RecursionError) as error:
+            raise _not_a_line(log, number, f"no decision ({error.__cause__ or error})", bool(found)) from error
+    if torn and not found:
+        number, fault = next(iter(torn.items()))
+        raise _not_a_line(log, number, f"no decision ({fault})", False) from fault
+    return Log(tuple(found), tuple(torn))
+
+
+def _line(number: int, record: Any) -> Line:
+    event = record.get("event", "sel.decision") if isinstance(record, dict) else "sel.decision"
+    if not isinstance(event, str):
+        raise NsaSelError(f"its event is {event!r:.40}, no name")
+    if event != "sel.decision":
+        return Line(number, event, record)
+    bare = record.get("decision") if isinstance(record, dict) and "event" in record else record
+    return Line(number, event, {}, Decision.from_json(msgspec.json.encode(bare)))
+
+
+def _not_a_line(log: Path, number: int, what: str, later: bool) -> ArgumentError:
+    """The error about a line; `later`: what stands before it is of a log."""
+    remedy = "drop the line" if later else "pass a log that NSA_DEBUG_LOG wrote, or lines of Decision.to_json"
+    return ArgumentError(f"line {number} of {log}", what, "a decision as Decision.to_json writes it, or an event", remedy)
+
+
+def replayed(log: Path, number: int, decision: Decision) -> tuple[FieldChange, ...]:
+    """`decision.replay()` of a line of a log. Raises ArgumentError naming the line where its values make no sense to the policy."""
+    try:
+        return decision.replay()
+    except Exception as error:  # no check of single fields finds all that a policy could stumble over
+        what = f"a decision that can't be taken again ({type(error).__name__}: {error})"
+        raise ArgumentError(f"line {number} of {log}", what, "a decision as Decision.to_json writes it", "drop the line") from error
+
+
+def torn_words(torn: tuple[int, ...]) -> str:
+    """What is said of torn lines behind a total; nothing where there are none."""
+    if not torn:
+        return ""
+    shown = ", ".join(map(str, torn[:TORN_SHOWN])) + (", ..." if len(torn) > TORN_SHOWN else "")
+    return f"; passed over as torn: line{'s' if len(torn) > 1 else ''} {shown} ({len(torn)} in all)"
 
 
 def summarise(log: Path, top: int = 10) -> Summary:
     """The summary of a log, with the `top` slowest buckets. Raises ArgumentError as `read_log` does, and for an empty log."""
-    lines = list(read_log(log))
+    lines, torn = read_log(log)
     if not lines:
         raise ArgumentError("LOG", f"{log}, which is empty", "JSON lines of NSA_DEBUG_LOG or Decision.to_json", "mend the path")
     by_event: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for line in lines:
-        lacking = [field for field in EVENT_FIELDS.get(line.event, ()) if field not in line.fields]
-        if lacking:
-            allowed = ", ".join(EVENT_FIELDS[line.event])
-            raise ArgumentError(f"line {line.number} of {log}", f"{line.event} without {', '.join(lacking)}", allowed, "drop the line")
+        fault = _fault(line)
+        if fault:
+            allowed = ", ".join(f"{field} ({kind.__name__})" for field, kind in EVENT_FIELDS[line.event].items())
+            raise ArgumentError(f"line {line.number} of {log}", f"{line.event} {fault}", allowed, "drop the line")
         by_event[line.event].append(line.fields)
     decisions = [line.decision for line in lines if line.decision is not None]
     kernels = collections.Counter(f"{fields['config']} ({fields['path']})" for fields in by_event["sel.triton.kernel"])
@@ -167,12 +214,27 @@ def summarise(log: Path, top: int = 10) -> Summary:
         compared = f"{fields['backend']} {fields['direction']}"
         worst[compared] = max(worst.get(compared, 0.0), fields["mae"])
     return Summary(
-        log=str(log), lines=len(lines), events=dict(collections.Counter(line.event for line in lines).most_common()),
+        log=str(log), lines=len(lines), torn_lines=torn, events=dict(collections.Counter(line.event for line in lines).most_common()),
         decisions=len(decisions), won=_won(decisions), refusals=_refusals(decisions), failures=_failures(by_event["sel.backend.failed"]),
         buckets=_times(by_event["sel.timing.bucket"])[:top], passes=_times(by_event["sel.timing"]), kernels=dict(kernels.most_common()),
         reads=_reads([*by_event["sel.triton.reads"], *by_event["sel.reads"]]),
         backward=_backward([*by_event["sel.triton.bwd"], *by_event["sel.bwd"]]), worst_mae=worst,
     )  # fmt: skip
+
+
+def _fault(line: Line) -> str | None:
+    """What the summary would stumble over in an event."""
+    needed = EVENT_FIELDS.get(line.event, {})
+    lacking = [field for field in needed if field not in line.fields]
+    if lacking:
+        return f"without {', '.join(lacking)}"
+    kinds = {**{field: kind for field, kind in OPTIONAL_FIELDS.items() if line.fields.get(field) is not None}, **needed} if needed else {}
+    for field, kind in kinds.items():
+        try:
+            msgspec.convert(line.fields[field], kind)
+        except msgspec.ValidationError as error:
+            return f"whose {field} does not fit ({error})"
+    return None
 
 
 def _won(decisions: Iterable[Decision]) -> tuple[Won, ...]:
@@ -232,7 +294,8 @@ def _backward(events: Iterable[dict[str, Any]]) -> tuple[Backward, ...]:
 
 def text(summary: Summary) -> str:
     """The summary for a terminal; tables without rows are left out."""
-    parts = [f"{summary.log}: {summary.lines} lines, " + ", ".join(f"{n} {event}" for event, n in summary.events.items())]
+    events = ", ".join(f"{n} {event}" for event, n in summary.events.items())
+    parts = [f"{summary.log}: {summary.lines} lines, {events}{torn_words(summary.torn_lines)}"]
     tables: dict[str, Iterable[msgspec.Struct]] = {
         "who won, and by which rule": summary.won, "turned away": summary.refusals, "failed": summary.failures,
         "slowest buckets of packed SDPA": summary.buckets, "passes": summary.passes, "read": summary.reads,

@@ -1,9 +1,10 @@
 """Compile what the Triton launchers would launch, for GPUs that are not here, and print a JSON line a kernel.
 
-    python tests/aot.py 90 [SHAPE...]
+    python tests/aot.py 90 [SHAPE...]         # or several targets: 86,89
 
 The launchers run for real, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
 target. Needs a process without TRITON_INTERPRET. Shared memory is in the kernel's metadata; registers and spills come from cuobjdump.
+Decoding is compiled forward alone: nothing trains on it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from nsa_sel.selection import Selection
 
 # Bytes of shared memory that one block may use (CUDA C++ programming guide, compute capabilities) and multiprocessors of a usual chip.
 TARGETS = {80: (163, 108), 86: (99, 84), 89: (99, 128), 90: (227, 132), 100: (227, 148), 120: (99, 170)}
+PTX_OF = {89: 86}  # Triton makes the same PTX for both, but for the line that names the target: it is assembled for each
 SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h16": (1, 4096, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "h4-fp16": (1, 4096, 4096, 4, 4, 64, 64, 16, 64, torch.float16),
@@ -95,7 +97,7 @@ def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
     """Every kernel that forward and backward of `name` launch for `shape` on a GPU of compute capability sm/10."""
     compiled: list[Any] = []
     call = (paged_call if shape in PAGED else target_call)(shape, sm)
-    triton.runtime.driver.set_active(TargetDriver(sm))
+    triton.runtime.driver.set_active(TargetDriver(PTX_OF.get(sm, sm)))
     launch = triton.runtime.jit.KernelInterface.__getitem__
     triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
         lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
@@ -103,20 +105,24 @@ def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
     try:
         module = registry.load(name)
         o, lse = module.forward(call)
-        if shape not in PAGED:
+        if shape not in PAGED and call.q.shape[1] > 1:
             module.backward(call, o, lse, torch.empty_like(o), None)
     finally:
         triton.runtime.jit.KernelInterface.__getitem__ = launch
-    return [{"backend": name, "shape": shape, "sm": sm, "limit": call.device.shared_memory, **resources(kernel)} for kernel in compiled]
+    return [{"backend": name, "shape": shape, "sm": sm, "limit": call.device.shared_memory, **resources(kernel, sm)} for kernel in compiled]
 
 
-def resources(kernel: Any) -> dict[str, Any]:
+def resources(kernel: Any, sm: int) -> dict[str, Any]:
     """Shared memory, registers and spilled bytes (stack frame, local memory) of a compiled kernel."""
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "ptx"), Path(folder, "cubin")
+        if sm in PTX_OF:
+            ptx.write_text(kernel.asm["ptx"])
+            subprocess.run([tools / "ptxas", "-lineinfo", f"--gpu-name=sm_{sm}", ptx, "-o", cubin], check=True)
+        else:
+            cubin.write_bytes(kernel.asm["cubin"])
+        text = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     return {
         "kernel": kernel.metadata.name, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages,
@@ -126,12 +132,13 @@ def resources(kernel: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    target, *shapes = sys.argv[1:]
+    targets, *shapes = sys.argv[1:]
     for backend in (spec for spec in SPECS if spec.framework == "triton"):
         for shape_name in shapes or (*SHAPES, *PAGED):
             reads_pages = shape_name in PAGED and getattr(registry.load(backend.name), "READS_CACHES", False)
             takes = reads_pages if shape_name in PAGED else SHAPES[shape_name][8] is not None or not backend.limits.block_aligned_only
             if not takes:
                 continue
-            for line in compile_backend(backend.name, shape_name, int(target)):
-                print(json.dumps(line), flush=True)
+            for target in map(int, targets.split(",")):
+                for line in compile_backend(backend.name, shape_name, target):
+                    print(json.dumps(line), flush=True)

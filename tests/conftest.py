@@ -19,17 +19,24 @@ hypothesis.settings.load_profile("nsa_sel")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One torch thread; NSA_TEST_TRITON_SEL=1 lifts the default deselection of GPU tests; another -m expression stays as it is.
-
-    Without GPU tests, Triton interprets its kernels.
-    """
+    """One torch thread, and what runs: see `mode`."""
     # Tests work on small tensors and share their cores: waking threads takes longer than the work.
     torch.set_num_threads(1)
-    if gpu_tests_wanted() and config.option.markexpr == "not gpu":
-        config.option.markexpr = ""
+    config.option.markexpr, interpreted = mode(config.option.markexpr, gpu_tests_wanted(), torch.cuda.is_available())
     # Triton reads this once, when a test file first imports it: its kernels then run on CPU tensors.
-    if not gpu_tests_wanted() and config.option.markexpr != "gpu":
+    if interpreted:
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def mode(markers: str, wanted: bool, gpu: bool) -> tuple[str, bool]:
+    """The -m expression, and whether Triton interprets its kernels.
+
+    On a GPU NSA_TEST_TRITON_SEL=1 means the GPU tests and no others, as -m gpu does: one process can't run kernels there and interpret
+    them too. Without a GPU it adds the GPU tests to the others, each skipped for that reason. Any other -m expression stays as it is.
+    """
+    if wanted and markers == "not gpu":
+        markers = "gpu" if gpu else ""
+    return markers, not (gpu and (wanted or markers == "gpu"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from nsa_sel.bench import bench_cpu, bench_sel_triton, bench_selection, cases, command, measure, records, sel_threshold_from_csv
+from nsa_sel.bench import bench_cpu, bench_sel_triton, bench_selection, cases, command, measure, records, sel_threshold_from_csv, session
 from nsa_sel.bench.bench_sel_triton import SEED, SEED_DECODE, from_csv
 from nsa_sel.bench.cases import Case, length_of, make_selection, span_case
 from nsa_sel.bench.contenders import named, ours
@@ -239,6 +240,54 @@ def test_the_playbooks_commands_fit_together(tmp_path: Path, monkeypatch: pytest
     assert [[(row["direction"], row["L"], row["cases"]) for row in part] for part in shown[1:]] == [
         [(way, L, cases) for L in ("16", "64")] for cases in "12" for way in ("fwd", "bwd")
     ]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_nsa_sel_bench_refuses_before_the_first_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "measured_rows", None)  # nothing is measured
+    (tmp_path / "file").touch()
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "rows.jsonl")
+    for arguments, words in (
+        (("--quick", "--out", tmp_path / "file"), "--out is "),
+        (("--quick", "--out", "/proc/nobody/writes/here"), "(No such file or directory); allowed: a file that can be written"),
+        (("--quick", "--out", tmp_path / "fifo"), "rows.jsonl, a FIFO; allowed: a regular file, or a name that is free"),
+        (("--quick", "--only", "tiny"), "--only is 'tiny'; allowed: only with --suite or --peers"),
+        (("--quick", "--suite", "performance", "--only", "tnyi"), "--only is 'tnyi'; allowed: a part of a case's name, such as one, tiny"),
+    ):
+        refused = bench(tmp_path, *arguments)
+        assert refused.exit_code == 2, refused.output
+        assert isinstance(refused.exception, SystemExit)
+        assert words in " ".join(refused.output.split())
+        assert refused.output.count("Remedy: ") == 1
+    assert script(monkeypatch, "--quick", "--csv", "/dev/null", "--out", tmp_path / "rows") == 2
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.usefixtures("quickly", "tiny")
+@pytest.mark.parametrize("after", [0, 3])
+def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    append, written = records.append, []
+
+    def interrupted(file: Path, rows: list[records.Row]) -> None:
+        if len(written) == after:
+            raise KeyboardInterrupt
+        written.extend(rows)
+        append(file, rows)
+
+    monkeypatch.setattr(records, "append", interrupted)
+    result = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
+    assert result.exit_code == 130
+    assert isinstance(result.exception, SystemExit)
+    assert f"stands in {tmp_path / 'rows.jsonl'}: the same command, writing there, goes on where it stopped" in result.output
+    monkeypatch.setattr(records, "append", append)
+    again = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
+    assert again.exit_code == 0
+    assert len(records.read(tmp_path / "rows.jsonl")) == 2 * 3  # forward and backward of one case, decoding of another
+    assert (f"{after} of 4 rows stood in rows.jsonl" in again.output) == bool(after)
+    monkeypatch.setattr(records, "append", interrupted)
+    del written[after:]
+    assert script(monkeypatch, "--quick", "--out", tmp_path / "other") == 130
 
 
 @pytest.mark.usefixtures("quickly", "tiny")

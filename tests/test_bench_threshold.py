@@ -177,6 +177,10 @@ def test_command_line_gives_the_same(folder: Path) -> None:
         assert "fwd: 256" in report.read_text()
         assert yaml.safe_load(config.read_text())["runtime"] == {"sel_triton_min_L": {"forward": 256}}
     assert "from L = 64, the least measured" in ask(folder / "rows.jsonl", "--margin", 1.05, "--out", report).output
+    for option in ("--out", "--config"):
+        refused = ask(folder / "rows.jsonl", "--out", report, option, "/dev/null")
+        assert refused.exit_code == 2
+        assert f"{option} is /dev/null, a device; allowed: a regular file" in refused.output
     for bad, words in ((folder / "none.jsonl", "No such file"), (ROOT / derive.CPU_ROWS, "measure on a GPU")):
         result = ask(bad, "--out", report)
         assert result.exit_code == 2

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +22,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import nsa_sel
-from nsa_sel import observe
+from nsa_sel import cli, observe
 from nsa_sel.attention import explain_request, selection_attention
 from nsa_sel.cli import app
 from nsa_sel.config import CACHE_FLAG
 from nsa_sel.decision import Decision
+from nsa_sel.errors import ArgumentError
+from nsa_sel.log_summary import read_log, replayed, summarise
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.registry import backends
 from nsa_sel.request import DeviceInfo, example_request
@@ -264,6 +270,33 @@ class TestRun:
         assert "its folder must exist" in refused("run", file, "--out", tmp_path / "absent" / "out.safetensors")
         assert "FILE" in ask("run", text, exit_code=2)["error"]
 
+    def test_out_replaces_nothing_but_files_and_is_looked_at_first(
+        self, save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Renaming a new file over a FIFO or a device would destroy it: for the whole machine, where it is /dev/null and the user root."""
+        file = save(tensors(), block_size="8")
+        os.mkfifo(tmp_path / "fifo")
+        (tmp_path / "link").symlink_to(tmp_path / "fifo")
+        with socket.socket(socket.AF_UNIX) as server:
+            monkeypatch.chdir(tmp_path)  # the name of a socket is short
+            server.bind("socket")
+        for name, kind in (("fifo", "a FIFO"), ("link", "a FIFO"), ("socket", "a socket"), (".", "a folder"), ("/dev/null", "a device")):
+            monkeypatch.setattr(cli, "read_problem", None)  # nothing is read or computed before
+            assert f"--out is {Path(name)}, {kind}; allowed: a regular file" in " ".join(refused("run", file, "--out", name).split())
+        assert stat.S_ISFIFO(os.stat("fifo").st_mode)
+        assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+    def test_out_follows_a_link(self, save: Any, tmp_path: Path) -> None:
+        file, link, target = save(tensors(), block_size="8"), tmp_path / "link.safetensors", tmp_path / "target.safetensors"
+        link.symlink_to(target)  # to a name that is free, then to a file
+        for _ in range(2):
+            ask("run", file, "--out", link, "--device", "cpu")
+            assert link.is_symlink()
+            assert set(safetensors.torch.load_file(target)) == {"o", "lse"}
+        link.unlink()
+        link.symlink_to(file)
+        assert "another file than FILE" in refused("run", file, "--out", link)
+
     def test_forced_refusal_carries_the_decision(self, save: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NSA_USE_SEL_PACK", "0")
         file = save(tensors(), block_size="8")
@@ -287,7 +320,7 @@ class TestReplay:
             file.write(f"\n{explain_request(example_request(), SM89).to_json()}\n")
         result = invoke("replay", log)
         assert (result.exit_code, result.output) == (0, "2 decisions, 0 differ\n")
-        assert ask("replay", log) == {"log": str(log), "decisions": 2, "differing": []}
+        assert ask("replay", log) == {"log": str(log), "decisions": 2, "torn_lines": [], "differing": []}
 
     def test_names_the_fields_that_differ(self, tmp_path: Path) -> None:
         log = tmp_path / "decisions.jsonl"
@@ -316,8 +349,70 @@ class TestReplay:
             log.write_text(f"\n{line}\n")
             assert f"line 2 of {log} is no decision" in refused("replay", log)
 
+    def test_torn_lines_are_passed_over_and_named(self, tmp_path: Path) -> None:
+        log, whole = tmp_path / "log.jsonl", explain_request(example_request(), SM89).to_json()
+        log.write_text(f'{whole}\n{whole[:200]}{whole}\n\n{whole}\n{{"event": "sel.timing", "backend": "num')
+        result = invoke("replay", log)
+        assert (result.exit_code, result.output) == (0, "2 decisions, 0 differ; passed over as torn: lines 2, 5 (2 in all)\n")
+        assert ask("replay", log)["torn_lines"] == [2, 5]
+        told = ask("decisions", log)
+        assert (told["lines"], told["torn_lines"]) == (2, [2, 5])
+        assert "2 lines, 2 sel.decision; passed over as torn: lines 2, 5" in invoke("decisions", log).output
+
+    def test_a_line_ends_at_a_newline_alone(self, tmp_path: Path) -> None:
+        log = tmp_path / "log.jsonl"
+        event = {"event": "sel.backend.failed", "backend": "numba", "direction": "forward", "error": "a\u2028b\u0085c"}
+        log.write_text(f"{json.dumps(event, ensure_ascii=False)}\n")
+        assert ask("decisions", log)["lines"] == 1
+
+    def test_any_value_in_the_place_of_any_other_is_a_clear_error(self, tmp_path: Path) -> None:
+        """Fields of a decision in turn, with values of other types, too large, negative, empty."""
+        log, recorded = tmp_path / "log.jsonl", json.loads(explain_request(example_request(needs_grad=True), SM89).to_json())
+        recorded["settings"]["kernels"], recorded["offers"] = {}, recorded["offers"][:2]
+        values = (None, 0, -1, 10**30, "", [], {"forward": 1}, 0.5)
+        refused = []
+        for path, value in ((path, value) for number, path in enumerate(leaves(recorded)) for value in values[number % 2 :: 2]):
+            changed = copy.deepcopy(recorded)
+            holder = functools.reduce(lambda found, key: found[key], path[:-1], changed)
+            holder[path[-1]] = value
+            log.write_text(json.dumps(changed))
+            try:
+                summarise(log)
+                for line in read_log(log).lines:
+                    replayed(log, line.number, line.decision)
+            except ArgumentError as error:
+                refused.append(str(error))
+        assert len(refused) > 200
+        assert all(message.startswith(f"line 1 of {log} is ") for message in refused)
+
 
 class TestDecisions:
+    def test_no_text_of_a_log_commands_the_terminal(self, tmp_path: Path) -> None:
+        """Of C0 and C1 controls, and marks that reorder what is read: in words and in JSON, where they are the same text as before."""
+        log, bad = tmp_path / "log.jsonl", "x\x1b]0;owned\x07\x9b2J\u202e\u2066\x7f\U000e0001\ufeff"
+        event = {"event": "sel.backend.failed", "backend": bad, "direction": bad, "error": bad}
+        log.write_text(f"{json.dumps(event)}\n{json.dumps({'event': bad})}\n")
+        for options in ((), ("--json",)):
+            output = invoke("decisions", log, *options).output
+            assert not set(output) & set(bad.removeprefix("x")) - set("]0;owned2J")
+            assert "x\\u001b]0;owned\\u0007\\u009b2J\\u202e\\u2066\\u007f\\udb40\\udc01\\ufeff" in "".join(output.split())
+        assert ask("decisions", log)["failures"][0]["backend"] == bad
+
+    def test_fields_of_a_wrong_type(self, tmp_path: Path) -> None:
+        log = tmp_path / "log.jsonl"
+        good = {"backend": "x", "direction": "y", "ms": 1.0, "mae": 0.0, "reference": "z", "source": "s", "flops": 1, "bytes": 2}
+        for event, change in (
+            ("sel.timing", {"ms": "fast"}), ("sel.timing", {"ms": None}), ("sel.timing", {"rows": []}), ("sel.timing", {"backend": {}}),
+            ("sel.compare", {"mae": "a"}), ("sel.bwd", {"flops": 0.5}), ("sel.bwd", {"tflops": "many"}), ("sel.bwd", {"source": []}),
+        ):  # fmt: skip
+            log.write_text(json.dumps({"event": event, **good, **change}))
+            message = " ".join(refused("decisions", log).split())
+            assert f"line 1 of {log} is {event} whose {next(iter(change))} does not fit" in message
+        for line, words in (('{"event": []}', "its event is []"), ("[" * 100_000, "nested too deeply"), ('{"a":' * 100_000, "nested")):
+            log.write_text(line)
+            for command in ("decisions", "replay"):
+                assert words in refused(command, log)
+
     def test_sample_log(self) -> None:
         log = Path(__file__).parent / "data" / "sample_log.jsonl"
         result = invoke("decisions", log)
@@ -346,6 +441,28 @@ class TestDecisions:
         assert f"line 2 of {log} is sel.timing without direction" in refused("decisions", log)
         log.write_text("nonsense\n")
         assert "line 1" in ask("decisions", log, exit_code=2)["error"]
+
+
+def test_no_text_of_files_or_variables_commands_the_terminal(save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, shown = "\x1b]0;owned\x07\u202e", "\\u001b]0;owned\\u0007\\u202e"
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "own.yaml"
+    rows.write_text(json.dumps({"case": bad, "error": bad}) + "\n" + json.dumps({"case": "x", "backend": bad, "error": bad}) + "\n")
+    config.write_text(json.dumps({"provenance": bad, "runtime": {"prefer_forward": ["numba"]}}))
+    outputs = [invoke("run", save({**tensors(), bad: torch.zeros(1)})).output, invoke("threshold", rows).output]
+    outputs.append(invoke("report", rows, "--out", tmp_path / "report").output)
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(config))
+    outputs += [invoke("doctor").output, invoke("doctor", "--json").output]
+    monkeypatch.setenv("NSA_SEL_BACKEND", bad)
+    outputs += [invoke("doctor").output, invoke("explain").output]
+    assert not any(set(output) & set("\x1b\x07\u202e") for output in outputs)
+    assert shown in outputs[0]
+    assert all("owned" in output for output in outputs[-2:])
+
+
+def leaves(value: Any, *path: Any) -> list[tuple[Any, ...]]:
+    """The paths of all values below one; of a list, those of its first entry."""
+    below = list(value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ())
+    return [(*path, key) for key, _ in below] + [found for key, entry in below for found in leaves(entry, *path, key)]
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:

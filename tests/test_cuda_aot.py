@@ -27,6 +27,8 @@ from nsa_sel.errors import BackendError
 from tests.aot import OF_CUDA, TARGETS, target_call
 from tests.cases import make_blocks, make_qkv
 
+pytestmark = pytest.mark.slow  # in all: a compiler at work
+
 
 def reason_to_skip() -> str | None:
     """Why nothing can be compiled here, with the remedy."""

@@ -253,6 +253,6 @@ def test_the_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
     # racecheck and synccheck do not know bulk copies; to initcheck what they stored was never written.
     blocks = ("32", "64") if tool == "memcheck" else ("32",)
     command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, "tests/sanitize.py", "cupy-cuda", *blocks]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=540)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
     assert f"{12 * (len(blocks) + 1)} calls" in run.stdout

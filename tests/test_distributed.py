@@ -32,7 +32,7 @@ from tests.cases import make_blocks, make_qkv
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = "tests.distributed_checks"
-SECONDS = 1200.0  # a guard against hanging, not a bound on work
+SECONDS = 1800.0  # for all of it, on a busy machine: against a hang alone
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -68,6 +68,7 @@ def run(command: list[str], log: Path, **more: str) -> str:
     return log.read_text()[-6000:]
 
 
+@pytest.mark.slow
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
     assert_passed(tmp_path, 2, output)

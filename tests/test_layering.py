@@ -67,7 +67,7 @@ def loaded_by(code: str, **environment: str) -> set[str]:
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
     script = f"{code}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))

@@ -273,7 +273,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    subprocess.run([sys.executable, "-c", FORK], cwd=Path(__file__).parents[1], timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", FORK], cwd=Path(__file__).parents[1], timeout=1200, check=True)
 
 
 def test_without_a_gradient_of_lse() -> None:

@@ -16,17 +16,17 @@ LOG = Path(__file__).parent / "data" / "sample_log.jsonl"
 
 
 def test_it_holds_events_of_every_kind() -> None:
-    assert {line.event for line in read_log(LOG)} == {bare(row["event"]) for row in table("event", "when")}
+    assert {line.event for line in read_log(LOG).lines} == {bare(row["event"]) for row in table("event", "when")}
     assert LOG.stat().st_size < 200_000
 
 
 def test_its_events_say_what_the_summary_asks_for() -> None:
-    for line in read_log(LOG):
+    for line in read_log(LOG).lines:
         assert set(EVENT_FIELDS.get(line.event, ())) <= set(line.fields) or line.decision is not None, line
 
 
 def test_its_decisions_replay() -> None:
-    decisions = [line.decision for line in read_log(LOG) if line.decision is not None]
+    decisions = [line.decision for line in read_log(LOG).lines if line.decision is not None]
     assert {"numba", "sdpa-packed", "triton-group"} <= {decision.forward for decision in decisions}
     assert [changes for decision in decisions if (changes := decision.replay())] == []
 

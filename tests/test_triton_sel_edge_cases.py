@@ -10,6 +10,7 @@ from tests.cases import edge_selections, make_blocks, make_qkv
 from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
 from tests.poison import POISONS, check_empty_rows, check_one_row, selected, through
 
+pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-group", "triton-token")
 ALL_BACKENDS = ("sdpa-packed", "numba", *BACKENDS, "triton-tile", "triton-block")
 

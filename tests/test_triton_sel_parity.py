@@ -9,6 +9,7 @@ from nsa_sel.selection import Selection
 from tests.cases import make_blocks, make_qkv, make_spans
 from tests.parity import attend, check_both, check_forward
 
+pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-group", "triton-token")
 
 

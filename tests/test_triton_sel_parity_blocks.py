@@ -21,6 +21,7 @@ from nsa_sel.selection import Selection
 from tests.cases import edge_block_lists, make_blocks, make_qkv, make_spans
 from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
 
+pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-tile", "triton-block")
 both = pytest.mark.parametrize("backend", BACKENDS)
 

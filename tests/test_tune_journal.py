@@ -185,14 +185,28 @@ known = {tune_rows.key(row): priced(row) for row in asked}
 tune_costs.wanted = lambda device, ways: [row for row in asked]
 tune_rows.DEATHS = 1000  # they have a test of their own
 
-def slowly(found):
-    time.sleep(0.002)
+def moment():
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def before(call):
+    def after_a_moment(*args):
+        moment()
+        return call(*args)
+    return after_a_moment
+
+def measured(found):
+    moment()
     return found
 
+os.fsync, os.replace, left = before(os.fsync), before(os.replace), 0  # 0: never
+
 parts = [
-    lambda: tune_thresholds.run(stamp, lambda case, way, side: slowly((1.0, 0.9, 1.1) if "triton" in side else (2.0, 1.9, 2.1)), WAYS),
-    lambda: tune.run(jobs, stamp, lambda job, problem, config: slowly(times(job, problem, config))),
-    lambda: tune_costs.run(stamp, H200, lambda row: slowly(known[tune_rows.key(row)]), WAYS),
+    lambda: tune_thresholds.run(stamp, lambda case, way, side: measured((1.0, 0.9, 1.1) if "triton" in side else (2.0, 1.9, 2.1)), WAYS),
+    lambda: tune.run(jobs, stamp, lambda job, problem, config: measured(times(job, problem, config))),
+    lambda: tune_costs.run(stamp, H200, lambda row: measured(known[tune_rows.key(row)]), WAYS),
 ]
 
 def finished(file):
@@ -200,8 +214,9 @@ def finished(file):
     return [line for line in map(json.loads, lines) if line.get("state", "measured") == "measured"]
 
 random.seed(0)
-before, files = {file: [] for file in (journal, *rows)}, 0
+kept, files = {file: [] for file in (journal, *rows)}, 0
 for kill in range(21):
+    left = random.randrange(5, 60)
     child = os.fork()
     if child == 0:
         try:
@@ -209,18 +224,17 @@ for kill in range(21):
                 parts[(part + kill) % 3]()
         finally:
             os._exit(0)
-    time.sleep(random.uniform(0.005, 0.06))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    for file in before:
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it finished before the last kill"
+    left = 0
+    for file in kept:
         now = finished(file)
-        assert now[: len(before[file])] == before[file], "a finished measurement is gone"
-        before[file] = now
+        assert now[: len(kept[file])] == kept[file], "a finished measurement is gone"
+        kept[file] = now
     if path.exists():
         files += 1
         file, _ = tuned.parse(path.read_bytes(), path.name)
         assert {(r.kernel, r.key) for r in file.results} <= {(j.kernel, j.key) for j in jobs}
-killed_with = [len(found) for found in before.values()]
+killed_with = [len(found) for found in kept.values()]
 thresholds, report, costs = (part() for part in parts)
 assert Journal(journal).unreadable == 0
 seen = [json.dumps([line[f] for f in ("key", "kernel", "problem", "rival", "config")]) for line in finished(journal)]
@@ -231,11 +245,12 @@ for file in rows:
 assert report.left == 0 and not report.skipped
 assert set(thresholds) == set(WAYS)
 assert tune.written(stamp).costs == costs and tune.written(stamp).thresholds == thresholds
-print(json.dumps({"killed_with": killed_with, "files": files, "measured": [len(finished(file)) for file in before],
+print(json.dumps({"killed_with": killed_with, "files": files, "measured": [len(finished(file)) for file in kept],
                   "costs": len(asked), "results": len({(r.key, r.kernel) for r in report.results}), "jobs": len(jobs)}))
 """
 
 
+@pytest.mark.slow
 def test_killing_it_at_random_points_loses_no_finished_row_and_corrupts_no_file() -> None:
     done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -240,7 +240,7 @@ def test_all_ranks_use_what_rank_0_tuned(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    outputs = [rank.communicate(timeout=1200) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     zero, one = (json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs)
     committed = zero["built-in"]

@@ -76,6 +76,13 @@ def test_pull_requests_never_reach_our_own_machines(file: str, name: str) -> Non
         assert job["runs-on"].startswith("ubuntu-")
 
 
+def test_a_submission_runs_lint_the_tests_and_their_fast_half_on_one_thread() -> None:
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in script if line.startswith("make ")] == ["make lint", "make test", "make test-one-thread"]
+    (command,) = re.findall(r"^test-one-thread:.*\n\t(.*)$", MAKEFILE, flags=re.MULTILINE)
+    assert command == "OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not slow'"
+
+
 def test_torch_is_pinned_for_every_lane() -> None:
     """constraints.txt pins it, the target that all others stand on installs with it, and no hosted job reuses a cache of other pins."""
     (pin,) = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
@@ -83,7 +90,10 @@ def test_torch_is_pinned_for_every_lane() -> None:
     installs = re.findall(r"^\t.*pip install.*$", MAKEFILE, flags=re.MULTILINE)
     assert installs
     assert all("-c constraints.txt" in line for line in installs)
-    assert all(re.search(rf"^{target}:.*\$\(STAMP\)", MAKEFILE, flags=re.MULTILINE) for target in ("test", "lint", "package", "venv"))
+    assert all(
+        re.search(rf"^{target}:.*\$\(STAMP\)", MAKEFILE, flags=re.MULTILINE)
+        for target in ("test", "test-one-thread", "lint", "package", "venv")
+    )
     for file, name in JOBS:
         for step in WORKFLOWS[file]["jobs"][name]["steps"]:
             if step.get("uses", "").startswith("actions/setup-python"):
@@ -97,11 +107,12 @@ def test_ci_covers_the_oldest_python() -> None:
     assert versions == sorted(versions, key=lambda version: int(version.split(".")[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lane", LANES)
 def test_a_lane_selects_tests_and_passes(lane: str) -> None:
     """As `make lane-...` runs it, with this Python in the place of `.venv`."""
     here = [f"BIN={Path(sys.executable).parent}", "--old-file=.venv/.installed"]
-    done = subprocess.run(["make", f"lane-{lane}", *here], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(["make", f"lane-{lane}", *here], cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed
