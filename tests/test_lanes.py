@@ -53,7 +53,7 @@ def test_long_rows(device: DeviceInfo) -> None:
 
 @lanes
 def test_rows_below_the_gate(device: DeviceInfo) -> None:
-    gate = settings_for(device).sel_triton_min_L
+    gate = settings_for(device).min_length("forward")
     decision = routed(device, replace(LONG, max_length=gate - 1))
     assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
     assert all("min-length" in codes(decision, backend) for backend in KERNELS)

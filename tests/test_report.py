@@ -32,7 +32,7 @@ PANELS = ("verdict", *FIGURES[:5], "times", *FIGURES[5:])
 @cache
 def committed() -> report.Report:
     """The report of the committed rows: made once."""
-    return report.report(report.read([ROOT / H200_ROWS]))
+    return report.report(report.read(report.committed_rows()))
 
 
 @cache
