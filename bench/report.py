@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from nsa_sel.bench import report_page
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.derive import H200_ROWS, ROOT, length_rows
-from nsa_sel.bench.records import Row
+from nsa_sel.bench.records import MARK_NOTE, Row
 from nsa_sel.bench.report_figures import DARK, LIGHT, png
 from nsa_sel.bench.report_page import Panel, Section, Table
 from nsa_sel.bench.report_panels import breakeven, roof, speedup_by_L, speedup_by_S, times, verdict
@@ -136,6 +136,7 @@ def report(found: Rows, peaks: Peaks | None = None) -> Report:
         f" packed ({PACKED}) computes the same as ours with PyTorch alone."
         " A factor below 1x means that the other one is faster.",
         *(f"On {device}: {_overall(rows)}" for device, rows in devices.items()),
+        MARK_NOTE,
         f"{len(found.rows)} rows from {', '.join(dict.fromkeys(row['file'] for row in found.rows))}; {left_out}",
     ]
     return Report(f"Selection attention measured on {' and '.join(devices)}", introduction, sections, _facts(found))

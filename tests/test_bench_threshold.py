@@ -144,7 +144,7 @@ def folder(tmp_path: Path) -> Path:
     dense = rows_of({64: (1, 1.1), 256: (1, 3)})
     varlen = [*rows_of({64: (1, 2), 256: (1, 4)}, dist="mixed"), *rows_of({64: (1, 2)}, dist="many")]
     records.append(tmp_path / "rows.jsonl", [*dense, *varlen])
-    bench_sel_triton.write(tmp_path)
+    bench_sel_triton.write(tmp_path, tmp_path)
     return tmp_path
 
 

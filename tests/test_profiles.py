@@ -9,6 +9,7 @@ import pytest
 
 from nsa_sel.attention import explain_request
 from nsa_sel.bench.derive import PROFILES, ROOT, evidence, length_rows, read_rows, render, threshold, words
+from nsa_sel.bench.derived import folders, matrix
 from nsa_sel.bench.records import Row
 from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
 from nsa_sel.config import WAYS, Way, profile_for, settings_for, shipped_configs
@@ -183,3 +184,18 @@ def test_tables_of_the_documents_are_derived_from_their_rows() -> None:
         assert with_tables(text) == text, "run python -m nsa_sel.bench.tables"
     assert all(any(f"<!-- table: {name} -->" in text for text in texts) for name in TABLES)
     assert [name for name, table in TABLES.items() if len(table().splitlines()) < 3] == []  # a heading, a rule, and rows
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
+def test_tables_of_a_matrix_are_derived_from_its_rows(folder: Path, tmp_path: Path) -> None:
+    matrix(folder, tmp_path)
+    for file in tmp_path.iterdir():
+        assert (folder / file.name).read_text() == file.read_text(), "run make derived"
+
+
+def test_rows_of_trials_say_what_was_measured() -> None:
+    """Those up to trial 11 do not, which docs/kernels.md says."""
+    rows = read_rows("bench/results/h200/profiles/trials.jsonl")
+    later = [row for row in rows if int(row["trial"].split()[0]) > 11]
+    fields = ("commit", "command", "driver", "torch", "triton", "device", "ms_p20", "ms_p80")
+    assert [row["variant"] for row in later if not all(row.get(field) for field in fields)] == []
