@@ -1,6 +1,7 @@
 # make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed; make venv is that alone
 # make test-one-thread       the fast half of the tests once more, with OMP_NUM_THREADS=1
 # make report                docs/report/ and the README's picture, from the committed rows
+# make derived               all that follows from the committed rows: matrix tables, profiles, documents' tables, docs/report/
 # make lane-sm80 | lane-sm89 | lane-sm90    how calls are routed on such GPUs, which are injected: no GPU is needed
 # make package               the sdist, and the wheel made from it, in dist/
 # make gpu-test              the GPU tests, with PYTHON as it is: nothing is installed
@@ -15,13 +16,16 @@ STAMP := .venv/.installed
 TRACE := build/trace-venv
 export PIP_NO_INPUT := 1
 
-.PHONY: demo report test test-one-thread lint venv lane-sm80 lane-sm89 lane-sm90 package need-gpu gpu-test sanitize gpu-lane trace clean
+.PHONY: demo report derived test test-one-thread lint venv lane-sm80 lane-sm89 lane-sm90 package need-gpu gpu-test sanitize gpu-lane trace clean
 
 demo: $(STAMP)
 	$(BIN)/nsa-sel demo
 
 report: $(STAMP)
 	$(BIN)/python -m nsa_sel.bench.report
+
+derived: $(STAMP)
+	$(BIN)/python -m nsa_sel.bench.derived
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)

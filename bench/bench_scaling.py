@@ -141,7 +141,7 @@ def table(rows: list[Row]) -> str:
         efficiency = f"{one / row['ms_median']:.2f}" if one else "-"
         lines.append(
             [
-                row["case"], row["ranks"], row["direction"], f"{row['ms_median']:.3g}", spread, f"{row['ms_at_hand']:.3g}", efficiency,
+                row["case"], row["ranks"], row["direction"], records.ms(row), spread, f"{row['ms_at_hand']:.3g}", efficiency,
                 row["way"] or "-", f"{moved:.1f}",
             ]
         )  # fmt: skip

@@ -138,7 +138,7 @@ def report(rows: Sequence[Row]) -> str:
         ms = row.get("ms_median")
         lines.append(
             (
-                row["case"], row["direction"], row["backend"], f"{ms:.4g}" if ms else row["error"],
+                row["case"], row["direction"], row["backend"], records.ms(row, 4) if ms else row["error"],
                 f"{row['ms_ci_low']:.4g} to {row['ms_ci_high']:.4g}" if ms else "-",
                 f"{row['ms_p20']:.4g} to {row['ms_p80']:.4g}" if ms else "-", row.get("calls", "-"), f"{row['bytes'] / 1e6:.3g}",
                 f"{row['gb_s']:.3g}" if ms else "-", f"{row['speedup']:.2f}x" if row["speedup"] else "-",
@@ -150,16 +150,17 @@ def report(rows: Sequence[Row]) -> str:
     return (
         f"# Selection attention over L\n\n{facts['device']}, {versions}, commit {facts['commit']}, {commands}\n\n"
         "Whole calls in ms: the median, its 95% confidence interval by bootstrap, percentiles. MB: K and V that the rows select, once a\n"
-        f"row, and the rows' own tensors. `{PACKED}` is the reference.\n\n{table}\n"
+        f"row, and the rows' own tensors. `{PACKED}` is the reference.\n\n{records.with_note(table)}\n"
     )
 
 
-def write(out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) -> list[Path]:
-    """CSV and Markdown beside the rows.jsonl of a folder: dense.csv (one range a row), varlen.csv (several), decode.csv, report.md.
+def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) -> list[Path]:
+    """CSV and Markdown of the rows.jsonl of a folder, into `out`: dense.csv (one range a row), varlen.csv (several), decode.csv, report.md.
 
     Of several environments or commits that the file holds, the last one's rows. `own`: the rows of one command, for a CSV of their own.
     """
-    rows = records.of_last_environment(records.read(out / "rows.jsonl")) if (out / "rows.jsonl").exists() else []
+    file = folder / "rows.jsonl"
+    rows = records.of_last_environment(records.read(file)) if file.exists() else []
     parts = {
         "dense.csv": [row for row in rows if row["S"] > 1 and row["n"] == 1],
         "varlen.csv": [row for row in rows if row["S"] > 1 and row["n"] > 1],
@@ -170,8 +171,8 @@ def write(out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) ->
         texts[out / "report.md"] = report(rows)
     if own and csv_of_own is not None:
         texts[csv_of_own] = to_csv(own)
-    for file, text in texts.items():
-        records.write_whole(file, text)
+    for target, text in texts.items():
+        records.write_whole(target, text)
     return list(texts)
 
 
@@ -243,7 +244,7 @@ def main(
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
     rows = measure_matrix(where, folder, console, decode=bool(decode), quick=quick, timing=timing, backends=backends, **sizes)
     echo(report(rows) if rows else "nothing was measured")
-    written = write(folder, rows, csv)
+    written = write(folder, folder, rows, csv)
     console.print(f"written: {', '.join(map(str, written))}")
 
 

@@ -24,7 +24,7 @@ from nsa_sel.bench.contenders import Contender, Ready, as_it_is, ours
 from nsa_sel.bench.measure import Timing
 from nsa_sel.bench.parity import Problem
 from nsa_sel.bench.program import echo, program, stderr_console
-from nsa_sel.bench.records import Row, measured
+from nsa_sel.bench.records import MARK, Row, measured, scatters
 from nsa_sel.bench.session import Job, able, run
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
@@ -82,16 +82,17 @@ def in_pages(x: Tensor, order: Tensor, page_size: int) -> Tensor:
 
 def table(rows: Sequence[Row]) -> str:
     """Microseconds over a cache in one piece, and over pages with how many times as long that takes."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in measured(rows):
         backend, *how = row["backend"].split(", ")
         if how:
-            found.setdefault((row["case"], backend, how[1]), {})[how[0]] = row["ms_median"] * 1e3
+            found.setdefault((row["case"], backend, how[1]), {})[how[0]] = row
     lines = []
     for (case, backend, layout), times in found.items():
-        whole = times[IN_ONE_PIECE]
-        paged = [f"{times[name]:.2f} ({times[name] / whole:.3f})" for name in times if name != IN_ONE_PIECE]
-        lines.append((case, backend, layout, f"{whole:.2f}", *paged))
+        us = {name: f"{row['ms_median'] * 1e3:.2f}{MARK * scatters(row)}" for name, row in times.items()}
+        whole = times[IN_ONE_PIECE]["ms_median"]
+        paged = [f"{us[name]} ({row['ms_median'] / whole:.3f})" for name, row in times.items() if name != IN_ONE_PIECE]
+        lines.append((case, backend, layout, us[IN_ONE_PIECE], *paged))
     headers = ("case", "backend", "layout", IN_ONE_PIECE, *(name for name in next(iter(found.values()), {}) if name != IN_ONE_PIECE))
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 

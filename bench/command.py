@@ -71,7 +71,7 @@ def bench(
             rows += bench_sel_triton.measure_matrix(
                 where, folder, console, decode=way, quick=quick, timing=timing, backends=backends, **sizes
             )
-        written = bench_sel_triton.write(folder, rows, csv)
+        written = bench_sel_triton.write(folder, folder, rows, csv)
         echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
         return
     unused = [f"--{name}" for name, value in of_matrix.items() if value not in ("", None, 0)]

@@ -25,6 +25,11 @@ ROOT = Path(__file__).resolve().parents[1]
 H200_RESULTS = "bench/results/h200"
 H200_TUNED = f"{H200_RESULTS}/tuned.json"  # as `nsa-sel tune` wrote it
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
+H200 = "NVIDIA H200"
+LENGTH_ROWS = (
+    f"{H200_RESULTS}/*.jsonl",
+    "bench/results/sel_triton/*/rows.jsonl",
+)  # by L; of two of one case the later counts
 CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
 LAUNCH_MARGIN = 1.05  # a launch must be this much faster to be committed: what it is tuned on is one problem of many
 DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
@@ -44,25 +49,38 @@ def threshold(found: optimizer.Threshold) -> Threshold:
     )  # fmt: skip
 
 
-def evidence(name: str, rows: list[Row]) -> Evidence:
-    """The `evidence:` part of a profile: the thresholds by way, and the rows that they come from."""
-    row = rows[0]
-    by_direction = {found.direction: threshold(found) for found in optimizer.thresholds(rows)}
-    return Evidence(
-        source=Source(
-            file=name, sha256=digest(name), rows=len(rows), device=row["device"],
-            versions={key: row[key] for key in ("torch", "triton", "driver") if row.get(key)}, commit=row["commit"], command=row["command"],
-        ),
-        sel_triton_min_L={way: by_direction[direction] for way, direction in DIRECTIONS.items() if direction in by_direction},
+def length_rows(device: str = H200) -> dict[str, list[Row]]:
+    """By file, all committed rows of a device that say from which L on Triton pays: those of the threshold suite and of the matrix."""
+    files = [file.relative_to(ROOT).as_posix() for pattern in LENGTH_ROWS for file in sorted(ROOT.glob(pattern))]
+    found = {name: [row for row in read_rows(name) if row["device"] == device and optimizer.is_about_length(row)] for name in files}
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def evidence(files: dict[str, list[Row]]) -> Evidence:
+    """The `evidence:` part of a profile: the thresholds by way over all rows, and the files that they come from."""
+    by_direction = {found.direction: threshold(found) for found in optimizer.thresholds(row for rows in files.values() for row in rows)}
+    sources = tuple(
+        Source(
+            file=name, sha256=digest(name), rows=len(rows), device=rows[0]["device"],
+            versions={key: rows[0][key] for key in ("torch", "triton", "driver") if rows[0].get(key)}, commit=rows[0]["commit"],
+            command=rows[0]["command"],
+        )
+        for name, rows in files.items()
     )  # fmt: skip
+    return Evidence(
+        sources=sources,
+        sel_triton_min_L={way: by_direction[direction] for way, direction in DIRECTIONS.items() if direction in by_direction},
+    )
 
 
-def provenance(name: str, rows: list[Row], finding: str) -> str:
-    """Where a profile's values come from: finding, rows file and hash, count, device, versions, commit, command."""
-    row = rows[0]
-    versions = ", ".join(f"{key} {row[key]}" for key in ("torch", "triton", "numba", "driver") if row.get(key))
-    commits = ", ".join(f"{commit} ({count} rows)" for commit, count in Counter(row["commit"] for row in rows).items())
-    return f"{finding}; {source(name, rows)}, {row['device']}, {versions}, commit {commits}, first `{row['command']}`"
+def provenance(files: dict[str, list[Row]], finding: str) -> str:
+    """Where a profile's values come from: finding, and of each file of rows its hash, count, device, versions, commits, first command."""
+    parts = [finding]
+    for name, rows in files.items():
+        versions = ", ".join(f"{key} {rows[0][key]}" for key in ("torch", "triton", "numba", "driver") if rows[0].get(key))
+        commits = ", ".join(f"{commit} ({count} rows)" for commit, count in Counter(row["commit"] for row in rows).items())
+        parts.append(f"{source(name, rows)}, {rows[0]['device']}, {versions}, commit {commits}, first `{rows[0]['command']}`")
+    return "; ".join(parts)
 
 
 def source(name: str, rows: list[Row]) -> str:
@@ -101,13 +119,13 @@ def costs(files: dict[str, list[Row]]) -> dict[str, Any]:
 
 def h200_profile() -> dict[str, Any]:
     """The profile of the NVIDIA H200: from which L on Triton is used, each way, and what each backend's work costs."""
-    rows = read_rows(H200_ROWS)
-    found = evidence(H200_ROWS, rows)
+    files = length_rows()
+    found = evidence(files)
     decided = {way: known.value for way, known in found.sel_triton_min_L.items() if known.value is not None}
     finding = "; ".join(f"{way}: {words(known)}" for way, known in found.sel_triton_min_L.items())
     return {
-        "match": {"kind": "cuda", "sm": 90, "name": "NVIDIA H200"},
-        "provenance": provenance(H200_ROWS, rows, finding),
+        "match": {"kind": "cuda", "sm": 90, "name": H200},
+        "provenance": provenance(files, finding),
         "runtime": {"use_triton_sel": True, **({"sel_triton_min_L": decided} if decided else {})},
         "evidence": msgspec.to_builtins(found),
         "costs": costs(cost_rows()),
@@ -143,7 +161,7 @@ def cpu_profile() -> dict[str, Any]:
         findings.append(
             f"{direction}: numba {numba['ms_median']} ms, sdpa-packed {packed['ms_median']} ms" + ("" if ahead else ", undecided")
         )
-    return {"match": {"kind": "cpu"}, "provenance": provenance(CPU_ROWS, rows, "; ".join(findings)), "runtime": runtime}
+    return {"match": {"kind": "cpu"}, "provenance": provenance({CPU_ROWS: rows}, "; ".join(findings)), "runtime": runtime}
 
 
 def render(profile: dict[str, Any]) -> str:

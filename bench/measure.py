@@ -236,8 +236,10 @@ def command() -> str:
         option, equals, value = argument.rpartition("=")
         return f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}"
 
-    program = Path(sys.argv[0]).stem
-    called = "nsa-sel" if program in ("nsa-sel", "__main__") else f"python -m nsa_sel.bench.{program}"
+    program = Path(sys.argv[0])
+    of_bench = (Path(__file__).parent / program.name).exists()
+    called = f"python -m nsa_sel.bench.{program.stem}" if of_bench else f"python {program.parent.name}/{program.name}"
+    called = "nsa-sel" if program.stem in ("nsa-sel", "__main__") else called
     return " ".join((called, *(shlex.quote(bare(argument)) for argument in sys.argv[1:])))
 
 

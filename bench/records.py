@@ -18,6 +18,9 @@ Row = dict[str, Any]
 ENVIRONMENT = ("device", "driver", "torch", "triton", "numba", "threads", "commit")
 IDENTITY = (*Case._fields, "direction", "backend", "streams", "iters", "warmup", "quick")
 OUT_OF_MEMORY = "out of memory"
+SCATTERED = 0.2  # of the median, by which the 20th and 80th percentiles of a row that is quoted without a mark may differ
+MARK = "†"
+MARK_NOTE = f"{MARK} a time that scatters: its 20th and 80th percentiles differ by more than {SCATTERED:.0%} of the median."
 
 
 def append(file: Path, rows: Iterable[Row]) -> None:
@@ -70,6 +73,21 @@ def mend(file: Path, tell: Callable[[str], None]) -> None:
 def measured(rows: Iterable[Row]) -> list[Row]:
     """The rows that hold a time: cases that ran out of memory have rows without one."""
     return [row for row in rows if row.get("ms_median") is not None]
+
+
+def scatters(row: Row) -> bool:
+    """Whether a measured row's percentiles lie so far apart that its median is quoted with a mark. Some rows hold no percentiles."""
+    return "ms_p20" in row and row["ms_p80"] - row["ms_p20"] > SCATTERED * row["ms_median"]
+
+
+def ms(row: Row, digits: int = 3) -> str:
+    """A row's median as tables show it, marked where it scatters."""
+    return f"{row['ms_median']:.{digits}g}{MARK * scatters(row)}"
+
+
+def with_note(table: str) -> str:
+    """A table, and below it what the mark means where it has one."""
+    return f"{table}\n\n{MARK_NOTE}" if MARK in table else table
 
 
 def key(row: Row) -> tuple[Any, ...]:

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 from nsa_sel.bench import report_page
 from nsa_sel.bench.cases import Case
-from nsa_sel.bench.derive import H200_ROWS, ROOT
-from nsa_sel.bench.records import Row
+from nsa_sel.bench.derive import H200_ROWS, ROOT, length_rows
+from nsa_sel.bench.records import MARK_NOTE, Row
 from nsa_sel.bench.report_figures import DARK, LIGHT, png
 from nsa_sel.bench.report_page import Panel, Section, Table
 from nsa_sel.bench.report_panels import breakeven, roof, speedup_by_L, speedup_by_S, times, verdict
 from nsa_sel.bench.report_policy import decision_map, device_of, regrets, thresholds
 from nsa_sel.bench.roofline import PEAKS, Peaks
 from nsa_sel.bench.summary import DENSE, OURS, PACKED, indexed, ours_in, speed_up
+from nsa_sel.bench.threshold_optimizer import of_matrix
 from nsa_sel.errors import ArgumentError
 from nsa_sel.output import output_file, output_folder, regular
 
@@ -63,12 +64,17 @@ def read(files: Sequence[Path]) -> Rows:
                 if row is None:
                     left_out.append(LeftOut(file.name, number, reason, words))
                 else:
-                    rows.append({**row, "file": file.name})
+                    rows.append({**row, "file": _name(file)})
     if not rows:
         why = f", {_lines(left_out)} left out: {_counted(left.reason for left in left_out)}" if left_out else ""
         remedy = "measure some: python -m nsa_sel.bench.bench_selection --out rows.jsonl"
         raise ArgumentError("ROWS", f"{', '.join(map(str, files))} (no measured row{why})", "files with measured rows", remedy)
     return Rows(rows, left_out)
+
+
+def _name(file: Path) -> str:
+    """Committed files of rows may share a name."""
+    return file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name
 
 
 def _row(line: str) -> tuple[Row | None, str, str]:
@@ -131,16 +137,18 @@ def report(found: Rows, peaks: Peaks | None = None) -> Report:
         f" packed ({PACKED}) computes the same as ours with PyTorch alone."
         " A factor below 1x means that the other one is faster.",
         *(f"On {device}: {_overall(rows)}" for device, rows in devices.items()),
+        MARK_NOTE,
         f"{len(found.rows)} rows from {', '.join(dict.fromkeys(row['file'] for row in found.rows))}; {left_out}",
     ]
     return Report(f"Selection attention measured on {' and '.join(devices)}", introduction, sections, _facts(found))
 
 
 def panels(name: str, rows: list[Row], peaks: Peaks | None) -> tuple[Panel, ...]:
-    """All panels of one device, in the order of the page."""
-    device = device_of(name)
-    speed = verdict(rows), *(speedup_by_S(rows, over) for over in (DENSE, PACKED)), speedup_by_L(rows), breakeven(rows)
-    return (*speed, roof(rows, peaks), times(rows), decision_map(name, device), regrets(name, device, rows), thresholds(device, rows))
+    """All panels of one device, in the order of the page. The matrix of bench_sel_triton speaks for the thresholds; alone, for all."""
+    device, suites = device_of(name), [row for row in rows if not of_matrix(row)] or rows
+    speed = verdict(suites), *(speedup_by_S(suites, over) for over in (DENSE, PACKED)), speedup_by_L(suites), breakeven(suites)
+    policy = decision_map(name, device), regrets(name, device, suites), thresholds(device, rows)
+    return (*speed, roof(suites, peaks), times(suites), *policy)
 
 
 def _overall(rows: list[Row]) -> str:
@@ -207,6 +215,11 @@ def write(files: Sequence[Path], out: Path, copy_tbs: float | None = None, matmu
     return {"out": str(out), "files": names, "rows": len(found.rows), "left_out": left_out, "missing": missing}
 
 
+def committed_rows() -> list[Path]:
+    """The files of docs/report/: the suites of the H200, and all others that its thresholds come from."""
+    return [ROOT / name for name in dict.fromkeys((H200_ROWS, *length_rows()))]
+
+
 def text(written: dict[str, Any]) -> str:
     """What `write` did, in words."""
     lines = [f"{written['rows']} rows read, {_lines(written['left_out'])} left out"]
@@ -218,4 +231,4 @@ def text(written: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(text(write([ROOT / H200_ROWS], ROOT / REPORT)))
+    print(text(write(committed_rows(), ROOT / REPORT)))

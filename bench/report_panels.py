@@ -8,7 +8,7 @@ from statistics import median
 
 from nsa_sel.bench import cases, report_figures, roofline, summary
 from nsa_sel.bench.cases import Case
-from nsa_sel.bench.records import Row
+from nsa_sel.bench.records import MARK, Row
 from nsa_sel.bench.report_figures import Facet, Figure, Interval, Line, Mark, Slope, role_of, short
 from nsa_sel.bench.report_page import Panel, Table, of_markdown
 from nsa_sel.bench.roofline import Peaks, Point
@@ -100,9 +100,9 @@ def speedup_by_S(rows: Sequence[Row], over: str) -> Panel:
         draw = report_figures.gains(TITLES[direction], "tokens S", label, lines, 1, f"{WORDS[over]} is faster", thousands)
         facets.append(Facet(way_name(direction), f"{TITLES[direction]}, {label}: {'; '.join(map(_ends, some))}.", draw))
     cells = [
-        (curve.direction, KINDS[curve.kind], curve.h, thousands(S), gain_of(gain), backend)
+        (curve.direction, KINDS[curve.kind], curve.h, thousands(S), f"{gain_of(gain)}{MARK * mark}", backend)
         for curve in found
-        for S, gain, backend in zip(curve.lengths, curve.gains, curve.backends, strict=True)
+        for S, gain, backend, mark in zip(curve.lengths, curve.gains, curve.backends, curve.scattered, strict=True)
     ]
     return panel._replace(
         text="Text: the first S rows of what SmolLM2-135M selects in 8k tokens; random selections share few blocks. 4 groups of h heads,"

@@ -14,8 +14,8 @@ from nsa_sel.bench.records import Row
 from nsa_sel.bench.report_figures import Facet, Figure, Line, Share, role_of, short
 from nsa_sel.bench.report_page import Panel, Table, of_markdown
 from nsa_sel.bench.report_panels import TITLES, plain, thousands, way_name
-from nsa_sel.bench.summary import PACKED, gain_of, indexed
-from nsa_sel.bench.threshold_optimizer import MARGIN, faster_by, length_pairs, sure_length
+from nsa_sel.bench.summary import PACKED, gain_of
+from nsa_sel.bench.threshold_optimizer import MARGIN, Pair, length_pairs, sure_length
 from nsa_sel.call import device_info
 from nsa_sel.config import Settings, settings_for
 from nsa_sel.decision import Offer
@@ -161,28 +161,24 @@ def _in_force(device: DeviceInfo) -> Settings:
 
 
 class Evidence(NamedTuple):
-    """One threshold case: both rows, and the speed-up that their spreads leave for sure."""
+    """Of the cases of one direction, head dim and L, the closest: both rows, and the speed-up that their spreads leave for sure."""
 
     direction: str
-    case: str
     D: int
     L: int
-    gated: Row
-    packed: Row
-    surely: float
+    cases: int
+    closest: Pair
 
 
 def evidence(rows: Sequence[Row]) -> list[Evidence]:
-    """All pairs of rows on the threshold cases."""
-    table = indexed(rows)
-    found = []
-    for direction in TITLES:
-        for case in cases.threshold_cases():
-            of_case = table.get((case.case, direction), {})
-            if GATED in of_case and PACKED in of_case:
-                pair = of_case[GATED], of_case[PACKED]
-                found.append(Evidence(direction, case.case, case.Dk, case.n * case.block, *pair, faster_by(*pair)))
-    return found
+    """The pairs of rows by L: those of the threshold suite and of bench_sel_triton's matrix."""
+    groups: dict[tuple[int, int, int], list[Pair]] = {}
+    for pair in length_pairs(rows, GATED):
+        groups.setdefault((list(TITLES).index(pair.triton["direction"]), pair.triton["Dk"], pair.length), []).append(pair)
+    return [
+        Evidence(list(TITLES)[way], D, L, len(pairs), min(pairs, key=lambda pair: pair.sure_gain))
+        for (way, D, L), pairs in sorted(groups.items())
+    ]
 
 
 def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
@@ -199,10 +195,11 @@ def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
         lines = []
         for D in dict.fromkeys(pair.D for pair in some):
             of_D = [pair for pair in some if pair.D == D]
-            lines.append(Line([p.L for p in of_D], [p.surely for p in of_D], [GATED] * len(of_D), f"D {D}", GATED, dashed=D == 64))
+            gains = [pair.closest.sure_gain for pair in of_D]
+            lines.append(Line([pair.L for pair in of_D], gains, [GATED] * len(of_D), f"D {D}", GATED, dashed=D == 64))
         title = f"{TITLES[direction]}: {found}"
         draw = report_figures.gains(title, "selected keys a row, L", "surely times faster", lines, MARGIN, "below the margin", plain)
-        alt = "; ".join(f"D {pair.D}, L {pair.L}: {gain_of(pair.surely)}" for pair in some)
+        alt = "; ".join(f"D {pair.D}, L {pair.L}: {gain_of(pair.closest.sure_gain)}" for pair in some)
         facets.append(Facet(way_name(direction), f"{title}. Surely times faster than packed SDPA: {alt}.", draw))
     text = (
         f"The smallest L from which {GATED} is surely {MARGIN:g}x faster than packed SDPA in every case: packed SDPA's 20th percentile over"
@@ -210,13 +207,17 @@ def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
     )
     if device:
         settings = _in_force(device)
-        text += f" In force: L = {settings.sel_triton_min_L} ({settings.sources.get('sel_triton_min_L', 'built-in')})."
-    cells = [(p.direction, p.case, p.L, _spread(p.gated), _spread(p.packed), gain_of(p.surely)) for p in pairs]
-    headers = ["direction", "case", "L", f"{GATED}, ms", f"{PACKED}, ms", "surely faster by"]
+        least = settings.sel_triton_min_L
+        values = str(least) if isinstance(least, int) else ", ".join(f"{length} {way}" for way, length in least.items())
+        text += f" In force: L = {values} ({settings.sources.get('sel_triton_min_L', 'built-in')})."
+    cells = [
+        (p.direction, p.D, p.L, p.cases, p.closest.triton["case"], *map(_spread, p.closest), gain_of(p.closest.sure_gain)) for p in pairs
+    ]
+    headers = ["direction", "D", "L", "cases", "closest case", f"{GATED}, ms", f"{PACKED}, ms", "surely faster by"]
     return panel._replace(
         text=text,
         figure=Figure(panel.name, tuple(facets), dashes=("D 128", "D 64")),
-        tables=(Table("The pairs: medians, 20th to 80th percentile", headers, cells, 2, folded=True),),
+        tables=(Table("The closest case by L: medians, 20th to 80th percentile", headers, cells, 5, folded=True),),
     )
 
 

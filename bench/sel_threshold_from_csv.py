@@ -42,7 +42,7 @@ def report(parts: Mapping[str, Sequence[Row]], margin: float = MARGIN, triton: s
         alone = thresholds(rows, margin, triton)
         lines.append(f"## {name}")
         lines += [_by_length(threshold) for threshold in alone] if alone else [f"No case with both {triton} and {PACKED}."]
-    return "\n\n".join(lines) + "\n"
+    return records.with_note("\n\n".join(lines)) + "\n"
 
 
 def main(
@@ -92,7 +92,7 @@ def _by_length(threshold: Threshold) -> str:
 
 
 def _times(row: Row) -> str:
-    return f"{row['ms_median']:.4g} ({row['ms_p20']:.4g} to {row['ms_p80']:.4g})"
+    return f"{records.ms(row, 4)} ({row['ms_p20']:.4g} to {row['ms_p80']:.4g})"
 
 
 def _markdown(headers: Sequence[str], lines: Sequence[Sequence[object]]) -> str:

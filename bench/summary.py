@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tabulate import tabulate
 
-from nsa_sel.bench import cases
+from nsa_sel.bench import cases, records
 from nsa_sel.bench.cases import Case
 from nsa_sel.bench.records import Row as Row
 from nsa_sel.bench.records import measured
@@ -29,32 +29,30 @@ WORKSPACE = 1 << 30  # bytes, the default bound
 
 
 class Target(NamedTuple):
-    """One cell of the targets' table: whole calls on an H200, plans included, in ms. `peer`: the best correct public kernel's."""
+    """One cell of the targets' table: what a whole call on an H200, plans included, was to take, in ms."""
 
     case: str
     direction: str
-    peer: float
     target: float
 
 
-# Of the project's performance notes, 2026-11-21; peers are named there.
 TARGETS = (
-    Target("real-8k-h16", "fwd", 2.25, 0.65),
-    Target("real-8k-h4", "fwd", 2.21, 0.22),
-    Target("real-8k-h1", "fwd", 2.21, 0.12),
-    Target("random-32k-h16", "fwd", 9.62, 5.0),
-    Target("random-32k-h4", "fwd", 9.19, 1.6),
-    Target("random-32k-h1", "fwd", 5.77, 0.5),
-    Target("random-32k-h16-192", "fwd", 15.0, 7.0),
-    Target("real-8k-h16", "bwd", 4.5, 1.7),
-    Target("real-8k-h4", "bwd", 3.22, 0.58),
-    Target("real-8k-h1", "bwd", 3.08, 0.25),
-    Target("random-32k-h16", "bwd", 18.5, 9.0),
-    Target("random-32k-h4", "bwd", 11.5, 2.8),
-    Target("random-32k-h1", "bwd", 4.67, 0.8),
-    Target("decode-B1-64k-h16", "decode", 0.0265, 0.009),
-    Target("decode-B64-32k-h16", "decode", 0.0508, 0.036),
-    Target("decode-B256-16k-h16", "decode", 0.142, 0.132),
+    Target("real-8k-h16", "fwd", 0.65),
+    Target("real-8k-h4", "fwd", 0.22),
+    Target("real-8k-h1", "fwd", 0.12),
+    Target("random-32k-h16", "fwd", 5.0),
+    Target("random-32k-h4", "fwd", 1.6),
+    Target("random-32k-h1", "fwd", 0.5),
+    Target("random-32k-h16-192", "fwd", 7.0),
+    Target("real-8k-h16", "bwd", 1.7),
+    Target("real-8k-h4", "bwd", 0.58),
+    Target("real-8k-h1", "bwd", 0.25),
+    Target("random-32k-h16", "bwd", 9.0),
+    Target("random-32k-h4", "bwd", 2.8),
+    Target("random-32k-h1", "bwd", 0.8),
+    Target("decode-B1-64k-h16", "decode", 0.009),
+    Target("decode-B64-32k-h16", "decode", 0.036),
+    Target("decode-B256-16k-h16", "decode", 0.132),
 )
 
 
@@ -75,6 +73,7 @@ class Curve(NamedTuple):
     lengths: tuple[int, ...]
     gains: tuple[float, ...]
     backends: tuple[str, ...]
+    scattered: tuple[bool, ...]  # whether a time of either scatters
 
 
 def indexed(rows: Iterable[Row]) -> Table:
@@ -143,11 +142,17 @@ def performance_table(rows: Iterable[Row]) -> str:
     return markdown(["case", "direction", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], lines, left=2)
 
 
-def targets_table(rows: Iterable[Row]) -> str:
-    """Every target whose case has rows: the best public kernel, dense attention, ours, and whether it is met."""
-    table = indexed(rows)
+def best_peer(of_case: dict[str, Row]) -> Row | None:
+    """Of others' backends that compute the selection and were right, the fastest; None where none was measured."""
+    right = (row for row in of_case.values() if row.get("computes") == "selection" and "wrong" not in row and row["causal"] is not False)
+    return min(right, key=lambda row: row["ms_median"], default=None)
+
+
+def targets_table(rows: Iterable[Row], of_peers: Iterable[Row] = ()) -> str:
+    """Every target whose case has rows: the best measured peer, dense attention, ours, and whether it is met."""
+    table, peers = indexed(rows), indexed(of_peers)
     lines = []
-    for case, direction, peer, target in TARGETS:
+    for case, direction, target in TARGETS:
         found = table.get((case, direction), {})
         best = ours(found)
         if best is not None:
@@ -156,7 +161,7 @@ def targets_table(rows: Iterable[Row]) -> str:
                 (
                     case,
                     direction,
-                    f"{peer:.3g}",
+                    ms(best_peer(peers.get((case, direction), {}))),
                     ms(found.get(DENSE)),
                     f"{target:.3g}",
                     ms(best),
@@ -164,8 +169,22 @@ def targets_table(rows: Iterable[Row]) -> str:
                     met,
                 )
             )
-    headers = ["case", "direction", "best peer", "dense cuDNN", "target", "ours", "which", "outcome"]
+    headers = ["case", "direction", "best measured peer", "dense cuDNN", "target", "ours", "which", "outcome"]
     return markdown(headers, lines, left=2)
+
+
+def close_case(files: dict[str, Iterable[Row]], case: str, direction: str) -> str:
+    """One case in several files of rows: each of ours against dense attention of the same file, with spreads and whether they overlap."""
+    lines = []
+    for name, rows in files.items():
+        found = indexed(rows).get((case, direction), {})
+        dense = found[DENSE]
+        for row in (found[backend] for backend in OURS if backend in found):
+            ahead = row["ms_p80"] < dense["ms_p20"], dense["ms_p80"] < row["ms_p20"]
+            verdict = "faster" if ahead[0] else "slower" if ahead[1] else "undecided, spreads overlap"
+            spread = f"{row['ms_p20']:.3g} to {row['ms_p80']:.3g}"
+            lines.append((name, row["backend"], ms(row), spread, ms(dense), gain_of(dense["ms_median"] / row["ms_median"]), verdict))
+    return markdown(["rows", "backend", "ms", "20th to 80th", "dense cuDNN", "against dense", "verdict"], lines, left=2)
 
 
 def workspace_table(rows: Iterable[Row]) -> str:
@@ -237,7 +256,7 @@ def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:
             some = sorted((case for case in every if case.distribution == kind), key=lambda case: case.S)
             for h, points in by_heads(table, some, direction):
                 measured = [
-                    (case.S, gain, best["backend"])
+                    (case.S, gain, best["backend"], records.scatters(best) or records.scatters(of_case[over]))
                     for case, of_case in points
                     if (gain := speed_up(of_case, over)) is not None and (best := ours(of_case)) is not None
                 ]
@@ -249,8 +268,8 @@ def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:
 def breakeven_table(rows: Iterable[Row]) -> str:
     """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at each length."""
     lines = []
-    for direction, kind, h, lengths, gains, _ in curves(rows):
-        at = ", ".join(f"{S // 1024}k {gain:.2f}x" for S, gain in zip(lengths, gains, strict=True))
+    for direction, kind, h, lengths, gains, _, scattered in curves(rows):
+        at = ", ".join(f"{S // 1024}k {gain:.2f}x{records.MARK * mark}" for S, gain, mark in zip(lengths, gains, scattered, strict=True))
         lines.append((direction, kind, h, from_length(break_even(lengths, gains), lengths), at))
     return markdown(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
 
@@ -266,7 +285,7 @@ def by_heads(table: Table, some: Iterable[Case], direction: str) -> Iterable[tup
 
 
 def ms(row: Row | None) -> str:
-    return "-" if row is None else f"{row['ms_median']:.3g}"
+    return "-" if row is None else records.ms(row)
 
 
 def gain_of(factor: float | None, digits: int = 2) -> str:

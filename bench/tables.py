@@ -23,6 +23,7 @@ from nsa_sel.show import describe
 H200_OVERHEAD = "bench/results/h200/overhead.jsonl"
 H200_SERVING, H200_VARLEN = "bench/results/h200/serving.jsonl", "bench/results/h200/varlen.jsonl"
 H200_SCALING, H200_TRAINING = "bench/results/h200/scaling.jsonl", "bench/results/h200/training"
+CLOSE = "real-8k-h1", "fwd+bwd"  # the case of the table in README's claim that is closest to dense attention
 WINDOW = 20  # steps of a training run that losses are averaged over
 H200_COUNTERS = "bench/results/h200/profiles/counters.jsonl"
 H200_TRIALS = "bench/results/h200/profiles/trials.jsonl"
@@ -35,7 +36,7 @@ def cpu_table() -> str:
     rows = read_rows(CPU_ROWS)
     numba = {row["direction"]: row["ms_median"] for row in rows if row["backend"] == "numba"}
     lines = [
-        (row["direction"], row["backend"], f"{row['ms_median']:.3g}", f"{row['ms_p20']:.3g} to {row['ms_p80']:.3g}",
+        (row["direction"], row["backend"], records.ms(row), f"{row['ms_p20']:.3g} to {row['ms_p80']:.3g}",
          f"{row['ms_median'] / numba[row['direction']]:.2f}x")
         for row in rows
     ]  # fmt: skip
@@ -100,23 +101,24 @@ def cupy_cuda(rows: list[Row]) -> str:
             times = _cuda_and_triton(table.get((case.case, direction), {}))
             if times is not None:
                 cuda, triton = times
-                lines.append((case.case, direction, f"{cuda:.3g}", f"{triton:.3g}", f"{triton / cuda:.2f}x"))
+                gain = triton["ms_median"] / cuda["ms_median"]
+                lines.append((case.case, direction, records.ms(cuda), records.ms(triton), f"{gain:.2f}x"))
     for B, h in ((B, h) for B in (1, 4) for h in (16, 4)):
         for direction in ("fwd", "bwd"):
             found = [_cuda_and_triton(table.get((c.case, direction), {})) for c in cases.layer_cases() if (c.B, c.h) == (B, h)]
             known = [times for times in found if times is not None]
             if known:
-                middle = [f"{statistics.median(times[i] for times in known):.3g}" for i in (0, 1)]
-                gains = [triton / cuda for cuda, triton in known]
+                middle = [f"{statistics.median(times[i]['ms_median'] for times in known):.3g}" for i in (0, 1)]
+                gains = [triton["ms_median"] / cuda["ms_median"] for cuda, triton in known]
                 lines.append((f"{len(known)} layers, B {B}, h {h}", direction, *middle, f"{min(gains):.2f}x to {max(gains):.2f}x"))
     headers = ["case", "direction", "cupy-cuda", "fastest of Triton's", "Triton's time over it"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def _cuda_and_triton(of_case: dict[str, Row]) -> tuple[float, float] | None:
-    """Medians of cupy-cuda and of the fastest Triton backend; None where one is missing."""
-    triton = [row["ms_median"] for backend, row in of_case.items() if backend.startswith("triton-")]
-    return (of_case["cupy-cuda"]["ms_median"], min(triton)) if triton and "cupy-cuda" in of_case else None
+def _cuda_and_triton(of_case: dict[str, Row]) -> tuple[Row, Row] | None:
+    """The rows of cupy-cuda and of the fastest Triton backend; None where one is missing."""
+    triton = [row for backend, row in of_case.items() if backend.startswith("triton-")]
+    return (of_case["cupy-cuda"], min(triton, key=lambda row: row["ms_median"])) if triton and "cupy-cuda" in of_case else None
 
 
 def peers() -> str:
@@ -126,7 +128,7 @@ def peers() -> str:
     lines = []
     for (case, direction), found in table.items():
         if set(names) <= set(found):
-            lines.append((case, direction, *(f"{found[name]['ms_median']:.3g}" for name in names)))
+            lines.append((case, direction, *(records.ms(found[name]) for name in names)))
     return tabulate(lines, headers=["case", "direction", *names], tablefmt="github", disable_numparse=True)
 
 
@@ -161,12 +163,12 @@ def compiled() -> str:
 
 def varlen() -> str:
     """Packed batches in the ways of bench/bench_varlen.py: milliseconds, medians."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    found: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in records.measured(records.read(ROOT / H200_VARLEN)):
         backend = "-".join(row["backend"].split("-")[:2])
         way = row["backend"].removeprefix(backend).removeprefix("-")
-        found.setdefault((row["case"], row["direction"], backend), {})[way] = row["ms_median"]
-    lines = [(*key, *(f"{times[way]:.3g}" if way in times else "-" for way in ("", "copied", "each"))) for key, times in found.items()]
+        found.setdefault((row["case"], row["direction"], backend), {})[way] = records.ms(row)
+    lines = [(*key, *(times.get(way, "-") for way in ("", "copied", "each"))) for key, times in found.items()]
     headers = ["case", "direction", "backend", "one call", "one call, k and v copied", "a call for each sequence"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
@@ -195,7 +197,8 @@ PLACES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/distributed.md": {"weak": lambda: bench_scaling.table(records.read(ROOT / H200_SCALING))},
     "docs/training.md": {"training": training},
     "docs/kernels.md": {
-        "targets": of_h200(summary.targets_table),
+        "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),
+        "close": lambda: summary.close_case({name: read_rows(name) for name in (H200_ROWS, H200_PEERS)}, *CLOSE),
         "workspace": of_h200(summary.workspace_table),
         "layers": of_h200(summary.layers_table),
         "scaling": of_h200(summary.scaling_table),
@@ -215,7 +218,7 @@ def with_tables(text: str) -> str:
     """The document with every `<!-- table: NAME -->` ... `<!-- end -->` filled anew."""
 
     def fill(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{TABLES[found[2]]()}\n\n<!-- end -->"
+        return f"{found[1]}\n{records.with_note(TABLES[found[2]]())}\n\n<!-- end -->"
 
     return re.sub(r"(<!-- table: (\w+) -->\n).*?<!-- end -->", fill, text, flags=re.DOTALL)
 

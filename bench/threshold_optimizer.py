@@ -9,6 +9,7 @@ margin. Below the threshold packed SDPA runs, so that nothing there can be slowe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,7 +18,7 @@ import typer
 import yaml
 
 from nsa_sel.bench import records
-from nsa_sel.bench.cases import SPANS, length_of
+from nsa_sel.bench.cases import length_of
 from nsa_sel.bench.contenders import PACKED
 from nsa_sel.bench.cost_fit import WAYS
 from nsa_sel.bench.program import echo, program
@@ -93,7 +94,7 @@ def length_pairs(rows: Iterable[Row], triton: str = TRITON) -> list[Pair]:
     """
     sides: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in records.measured(rows):
-        if _is_about_length(row) and row["backend"] in (triton, PACKED):
+        if is_about_length(row) and row["backend"] in (triton, PACKED):
             sides.setdefault((row["direction"], row["case"], row.get("dtype")), {})[row["backend"]] = row
     return [Pair(both[triton], both[PACKED]) for both in sides.values() if len(both) == 2]
 
@@ -187,9 +188,14 @@ def _first_length(pairs: Sequence[Pair], holds: Callable[[Pair], bool]) -> int |
     return next((length for length in lengths if all(holds(pair) for pair in pairs if pair.length >= length)), None)
 
 
-def _is_about_length(row: Row) -> bool:
-    asked = str(row["case"]).startswith(("threshold", "decode-N")) or str(row.get("distribution")) in SPANS
-    return asked and row.get("streams", 1) in (1, None)
+def of_matrix(row: Row) -> bool:
+    """Whether a row is of the matrix of bench_sel_triton, decoding or not."""
+    return re.match(r"[a-z]+-N\d+-H\d+-D\d+-Dv\d+-", str(row["case"])) is not None
+
+
+def is_about_length(row: Row) -> bool:
+    """Whether a row is of the threshold suite, or of the matrix on a single stream."""
+    return (of_matrix(row) or str(row["case"]).startswith("threshold")) and row.get("streams", 1) in (1, None)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
 from nsa_sel import NSASelection, block_scores
+from nsa_sel.bench.measure import environment
 from nsa_sel.errors import ArgumentError, NsaSelError
 
 matplotlib.use("Agg")
@@ -348,6 +349,7 @@ def train(
         training.load(checkpoint)
     rows = [row for row in read_rows(log) if row["step"] < training.step]  # those after the checkpoint are made again
     write_whole(log, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    facts = environment(device.type)  # device, versions, commit, command
     started, tokens = time.perf_counter(), sizes.batch * sizes.context
     trained = sum(row["ms"] for row in rows) / 1e3
     with log.open("a") as opened:
@@ -358,7 +360,7 @@ def train(
             trained += ms / 1e3
             row: dict[str, Any] = {
                 "step": step, "loss": loss, "ms": round(ms, 3), "tokens_per_second": round(tokens / ms * 1e3),
-                "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), "device": device_name(device),
+                "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), **facts,
             }  # fmt: skip
             if training.step % every == 0:
                 row["held_out_loss"] = training.held_out_loss()
@@ -381,10 +383,6 @@ def chosen(sizes: Sizes) -> str | None:
         return None
     last = nsa_sel.decisions()[-1]
     return str(last.forward) if last.backward in (None, last.forward) else f"{last.forward} / {last.backward}"
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

@@ -113,7 +113,7 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The committed rows that values come from, and what they were measured with."""
+    """One file of committed rows that values come from, and what its first row was measured with."""
 
     file: str
     sha256: str
@@ -127,7 +127,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `evidence:` part of a profile."""
 
-    source: Source
+    sources: tuple[Source, ...]
     sel_triton_min_L: dict[Way, Threshold]
 
 

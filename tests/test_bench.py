@@ -309,7 +309,16 @@ def test_tables_of_synthetic_rows() -> None:
 def test_targets_say_what_is_met() -> None:
     met, missed = summary.TARGETS[0], summary.TARGETS[1]
     rows = [row(met.case, "fwd", "triton-tile", met.target), row(missed.case, "fwd", "triton-tile", missed.target * 1.5, 3 << 30)]
-    assert [line["outcome"] for line in lines(summary.targets_table(rows))] == ["met", "missed by 50.0%"]
+    others = [
+        row(met.case, "fwd", name, ms) | {"computes": computes, "causal": causal, **wrong}
+        for name, ms, computes, causal, wrong in (
+            ("right", 3.0, "selection", True, {}), ("slower", 4.0, "selection", True, {}), ("dense", 1.0, "every key", True, {}),
+            ("sees the future", 1.0, "selection", False, {}), ("wrong", 1.0, "selection", True, {"wrong": "o is off"}),
+        )
+    ]  # fmt: skip
+    table = lines(summary.targets_table(rows, others))
+    assert [line["outcome"] for line in table] == ["met", "missed by 50.0%"]
+    assert [line["best measured peer"] for line in table] == ["3", "-"]  # a figure has a row, or there is none
     (space,) = lines(summary.workspace_table(rows))
     assert (space["most, MiB"], space["1 GiB"]) == ("3072", "over by 200%")
     measured_cases = {case.case for case in (*cases.performance_cases(), *cases.decode_cases())}

@@ -31,6 +31,21 @@ TINY = Case("tiny", "random", 1, 32, 32, 2, 2, 16, 8, 3, 16, "float32")
 QUIET = Console(quiet=True)
 
 
+def test_times_that_scatter_are_marked_where_they_are_quoted() -> None:
+    def row(p20: float, p80: float) -> dict[str, Any]:
+        return {"case": "real-8k-h1", "direction": "fwd", "backend": "triton-tile", "ms_median": 1.0, "ms_p20": p20, "ms_p80": p80}
+
+    near, far = row(0.91, 1.1), row(0.91, 1.12)
+    assert (records.ms(near), records.ms(far)) == ("1", "1†")
+    assert records.with_note(summary.performance_table([near])).count("†") == 0
+    assert records.with_note(summary.performance_table([far])).endswith("† a time that scatters: " + records.MARK_NOTE.partition(": ")[2])
+    of_curve = [far | {"direction": "bwd"}, near | {"direction": "bwd", "backend": "dense-cudnn", "ms_median": 2.0}]
+    assert "8k 2.00x†" in summary.breakeven_table(of_curve)
+    assert "8k 2.00x |" in summary.breakeven_table([near | {"direction": "bwd"}, of_curve[1]])
+    del far["ms_p20"]
+    assert records.ms(far) == "1"
+
+
 # Times
 
 

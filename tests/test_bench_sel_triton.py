@@ -130,7 +130,7 @@ def test_every_flag_on_a_cpu(quickly: list[Timing], tmp_path: Path, monkeypatch:
     assert "triton-group is left out: needs a GPU" in said.err
     shown = lines(said.out.split("\n\n")[3].strip())
     assert [shown[-1][x] for x in ("case", "direction", "backend", "ms", "95% CI", "20th to 80th", "calls", "against packed")] == [
-        *("mixed-N8-H2-D16-Dv16-L40", "bwd", "numba", "2", "1.5 to 2.5", "1 to 3", "7", "1.00x")
+        *("mixed-N8-H2-D16-Dv16-L40", "bwd", "numba", "2†", "1.5 to 2.5", "1 to 3", "7", "1.00x")
     ]
     rows = records.read(tmp_path / "out" / "rows.jsonl")
     assert len(rows) == 2 * 2 * 2 * 2 * 2  # Dv, L, dist, direction, backend

@@ -88,8 +88,8 @@ def test_directions_are_apart_and_only_comparable_rows_count() -> None:
 
 
 def test_derive_uses_the_same_rule() -> None:
-    found = derive.evidence(derive.H200_ROWS, derive.read_rows(derive.H200_ROWS)).sel_triton_min_L
-    rows = derive.read_rows(derive.H200_ROWS)
+    files = derive.length_rows()
+    found, rows = derive.evidence(files).sel_triton_min_L, [row for of_file in files.values() for row in of_file]
     assert {derive.DIRECTIONS[way]: known.value for way, known in found.items()} == {one.direction: one.length for one in thresholds(rows)}
     noisy = [*rows_of({64: (1, 1.3)}, spread=0.2), *rows_of({256: (1, 1.3)})]
     known = derive.threshold(only(noisy))
@@ -144,7 +144,7 @@ def folder(tmp_path: Path) -> Path:
     dense = rows_of({64: (1, 1.1), 256: (1, 3)})
     varlen = [*rows_of({64: (1, 2), 256: (1, 4)}, dist="mixed"), *rows_of({64: (1, 2)}, dist="many")]
     records.append(tmp_path / "rows.jsonl", [*dense, *varlen])
-    bench_sel_triton.write(tmp_path)
+    bench_sel_triton.write(tmp_path, tmp_path)
     return tmp_path
 
 

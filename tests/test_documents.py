@@ -242,9 +242,14 @@ def test_usage_matrix_is_what_the_policy_picks() -> None:
     for name, device in USAGE.items():
         row, settings = rows[name], settings_for(device)
         assert row["SM"] == str(device.sm or "-")
-        assert (bare(row["profile"]), row["min-L"]) == (settings.profile, str(settings.sel_triton_min_L))
-        assert pick(device, settings.sel_triton_min_L - 1) == bare(row["L below it"]), name
-        assert pick(device, settings.sel_triton_min_L) == bare(row["L from it on"]), name
+        least, decoding = settings.min_length("forward"), settings.min_length("decode")
+        assert settings.min_length("backward") == least
+        assert (bare(row["profile"]), row["min-L"]) == (
+            settings.profile,
+            f"{least}, decoding {decoding}" if decoding != least else str(least),
+        )
+        assert pick(device, least - 1) == bare(row["L below it"]), name
+        assert pick(device, least) == bare(row["L from it on"]), name
 
 
 def pick(device: DeviceInfo, length: int) -> str | None:

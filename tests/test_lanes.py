@@ -92,7 +92,7 @@ def test_kernels_load_as_the_chip_can(device: DeviceInfo, loads: str) -> None:
 
 @lanes
 def test_rows_below_the_gate(device: DeviceInfo) -> None:
-    gate = settings_for(device).sel_triton_min_L
+    gate = settings_for(device).min_length("forward")
     decision = routed(device, replace(LONG, max_length=gate - 1))
     assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
     assert all("min-length" in codes(decision, backend) for backend in KERNELS)

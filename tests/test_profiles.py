@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ import pytest
 
 from nsa_sel import attention, config, devices, registry
 from nsa_sel.attention import explain_request
-from nsa_sel.bench.derive import PROFILES, ROOT, read_rows, render, threshold, words
+from nsa_sel.bench.derive import PROFILES, ROOT, evidence, length_rows, read_rows, render, threshold, words
+from nsa_sel.bench.derived import folders, matrix
+from nsa_sel.bench.records import Row
 from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
 from nsa_sel.config import WAYS, Way, profile_for, settings_for, shipped_configs
 from nsa_sel.dispatch import counterfactuals
@@ -61,7 +64,8 @@ def test_every_profile_is_derived() -> None:
 def test_a_gpu_finds_its_profile_by_name() -> None:
     for name in ("NVIDIA H200", "NVIDIA H200 NVL"):
         found = settings_for(replace(H200, name=name))
-        assert (found.profile, found.assumed, found.sel_triton_min_L) == ("sm90_h200.yaml", None, 64)
+        assert (found.profile, found.assumed) == ("sm90_h200.yaml", None)
+        assert found.sel_triton_min_L == {way: settings_for(H200).min_length(way) for way in WAYS}
         assert found.sources["costs"] == "sm90_h200.yaml"
 
 
@@ -201,8 +205,8 @@ def test_values_of_a_users_file_are_not_assumed(monkeypatch: pytest.MonkeyPatch,
     file = tmp_path / "own.yaml"
     file.write_text("provenance: own rows\nruntime: {sel_triton_min_L: {backward: 512}}\n")
     monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
-    found = settings_for(H100)
-    assert found.sel_triton_min_L == {"forward": 64, "backward": 512, "decode": 64}
+    found, measured = settings_for(H100), settings_for(H200)
+    assert found.sel_triton_min_L == {"forward": measured.min_length("forward"), "backward": 512, "decode": measured.min_length("decode")}
     assert found.sources["sel_triton_min_L"] == found.profile == str(file)
     assert found.provenance == "own rows"
 
@@ -235,13 +239,42 @@ def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_the_h200_says_what_each_threshold_comes_from() -> None:
     found = shipped_configs()["sm90_h200.yaml"].evidence
     assert found is not None
-    assert found.source.file == "bench/results/h200/selection.jsonl"
-    assert {field for field in ("torch", "triton", "driver") if found.source.versions[field]}
+    names = [source.file for source in found.sources]
+    assert names[0] == "bench/results/h200/selection.jsonl"
+    assert set(names[1:]) == {file.relative_to(ROOT).as_posix() for file in ROOT.glob("bench/results/sel_triton/*/rows.jsonl")} != set()
+    for source in found.sources:
+        assert {field for field in ("torch", "triton", "driver") if source.versions[field]}
+        assert source.sha256 == hashlib.sha256((ROOT / source.file).read_bytes()).hexdigest()[:16]
+        assert source.commit
+        assert source.command
     for way in WAYS:
         known = found.sel_triton_min_L[way]
         assert known.verdict == "measured"
         assert known.value == settings_for(H200).min_length(way)
         assert known.packed.ms_p20 >= known.margin * known.triton.ms_p80
+
+
+def test_every_committed_row_by_length_decides_the_thresholds_of_the_h200() -> None:
+    """One case of any file that loses forbids its L: the suite alone begins at 64, the matrix at 16 for prefill and at 512 for decoding."""
+    files = length_rows()
+    of_suite, matrix = files["bench/results/h200/selection.jsonl"], next(rows for name, rows in files.items() if "sel_triton" in name)
+    assert {row["case"].split("-")[0] for row in of_suite} == {"threshold"}
+    assert {row["direction"] for row in matrix} == {"fwd", "bwd", "decode"}
+    every = [row for rows in files.values() for row in rows]
+    first = [{found.direction: found.lengths[0] for found in thresholds(rows)} for rows in (of_suite, matrix, every)]
+    assert first == [{"fwd": 64, "bwd": 64, "decode": 64}, {"fwd": 16, "bwd": 16, "decode": 512}, {"fwd": 16, "bwd": 16, "decode": 64}]
+    forward = evidence(files).sel_triton_min_L["forward"]
+    assert forward.value == settings_for(H200).min_length("forward") == thresholds(every)[0].length
+    slow = [
+        row | {"ms_median": 9, "ms_p20": 9, "ms_p80": 9} for row in matrix if row["case"].endswith("-L16") and row["direction"] == "fwd"
+    ]
+    worse = [row for row in slow if row["backend"] == "triton-group"][:1]
+    assert evidence(files | {files_of(matrix, files): [*matrix, *worse]}).sel_triton_min_L["forward"].value == 32
+
+
+def files_of(rows: list[Row], files: dict[str, list[Row]]) -> str:
+    """The name of the file that holds these rows."""
+    return next(name for name, found in files.items() if found is rows)
 
 
 def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
@@ -269,3 +302,18 @@ def test_tables_of_the_documents_are_derived_from_their_rows() -> None:
         assert with_tables(text) == text, "run python -m nsa_sel.bench.tables"
     assert all(any(f"<!-- table: {name} -->" in text for text in texts) for name in TABLES)
     assert [name for name, table in TABLES.items() if len(table().splitlines()) < 3] == []  # a heading, a rule, and rows
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
+def test_tables_of_a_matrix_are_derived_from_its_rows(folder: Path, tmp_path: Path) -> None:
+    matrix(folder, tmp_path)
+    for file in tmp_path.iterdir():
+        assert (folder / file.name).read_text() == file.read_text(), "run make derived"
+
+
+def test_rows_of_trials_say_what_was_measured() -> None:
+    """Those up to trial 11 do not, which docs/kernels.md says."""
+    rows = read_rows("bench/results/h200/profiles/trials.jsonl")
+    later = [row for row in rows if int(row["trial"].split()[0]) > 11]
+    fields = ("commit", "command", "driver", "torch", "triton", "device", "ms_p20", "ms_p80")
+    assert [row["variant"] for row in later if not all(row.get(field) for field in fields)] == []
