@@ -43,7 +43,7 @@ BOUNDS = {
 CHECKED_ROWS = 1024  # of all, at most: the oracle is written to be read, and takes milliseconds a row
 COPIES_ON_GPU = 16  # of the shipped text, as a batch: of a single one a GPU would mostly wait for the host
 ROUNDS = {"cpu": 9, "cuda": 51}
-TIMING_SECONDS = {"cpu": 12.0, "cuda": 25.0}  # of all timings together: each kind of work has its share, and one call at least
+TIMING_SECONDS = {"cpu": 12.0, "cuda": 25.0}  # of all timings, in equal shares; each kind of work has one turn, unless twice that is up
 
 Advance = Callable[[str, float], None]
 
@@ -237,6 +237,9 @@ def text(result: Result) -> str:
     shaky = [row.name for row in result.rows if any(_shaky(spread) for spread in (row.forward, row.forward_backward))]
     if shaky:
         lines.append(f"Times of {', '.join(shaky)} are few (slow calls are) or scatter widely: read the ratios with care.")
+    untimed = [row.name for row in result.rows if row.passed is not False and row.forward_backward is None]
+    if untimed:
+        lines.append(f"Not timed, or not with backward: {', '.join(untimed)}; it has no backward, or the time was up.")
     lines += [_fastest(result.rows, "forward", "forward"), _fastest(result.rows, "forward_backward", "forward + backward")]
     lines.append(f"{DENSE} computes something else: every row attends to all keys up to its position. It is what selection saves.")
     lines.append(
@@ -276,6 +279,7 @@ def _candidates(setting: Setting) -> tuple[list[Candidate], dict[str, str]]:
     one = chosen[0] if len(set(chosen)) == 1 else None
     own = one or f"{chosen[0]}, training {chosen[1]} + {chosen[2]}"
     candidates, refused = [Candidate(own, _selected(problem, None), chosen, policy_choice=True)], {}
+    candidates.append(Candidate(DENSE, lambda q, k, v: (dense_causal_sdpa(q, k, v, kernel="any"), None), checked=False))
     for name in (verdict.backend for verdict in decision.verdicts if verdict.backend != one):
         training, inference = (explain_request(_request(problem, grad), decision.device, name) for grad in (True, False))
         if refusal(inference) is not None:
@@ -287,7 +291,6 @@ def _candidates(setting: Setting) -> tuple[list[Candidate], dict[str, str]]:
         candidates.append(Candidate(name, _selected(problem, name), names, gradients=gradients))
     mask = token_mask(problem.selection, problem.k.shape[2], problem.q_pos)  # once: it takes longer than the attention
     candidates.append(Candidate(MASKED, lambda q, k, v: (masked_sdpa(q, k, v, mask), None)))
-    candidates.append(Candidate(DENSE, lambda q, k, v: (dense_causal_sdpa(q, k, v, kernel="any"), None), checked=False))
     return candidates, refused
 
 
@@ -355,7 +358,7 @@ def _difference(got: Tensor, exact: Tensor) -> tuple[float, float]:
 def _time(candidates: list[Candidate], problem: Problem, do: Tensor, advance: Advance) -> dict[tuple[str, str], Spread]:
     """Times by candidate and kind of work, "forward" or "forward_backward"; one call of each in turns, so that all see the same noise.
 
-    What has used up its share of the time takes no further turns.
+    What has used up its share of the time takes no further turns; on a machine so busy that twice the time is up, nothing does.
     """
     inputs = tuple(tensor.detach().requires_grad_() for tensor in problem[:3])
     work: dict[tuple[str, str], Callable[[], object]] = {}
@@ -365,13 +368,13 @@ def _time(candidates: list[Candidate], problem: Problem, do: Tensor, advance: Ad
             work[candidate.name, "forward_backward"] = functools.partial(_forward_backward, candidate, inputs, do)
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in work}
     device = problem.q.device.type
-    share = TIMING_SECONDS[device] / max(1, len(work)) * 1e3
+    share, began = TIMING_SECONDS[device] / max(1, len(work)) * 1e3, time.perf_counter()
     for done in range(ROUNDS[device]):
         advance("timing", 0.4 + 0.6 * done / ROUNDS[device])
         for key, call in work.items():
-            if sum(samples[key]) < share:
+            if sum(samples[key]) < share and time.perf_counter() - began < 2 * TIMING_SECONDS[device]:
                 samples[key].append(_time_once(call, device))
-    return {key: _spread(values) for key, values in samples.items()}
+    return {key: _spread(values) for key, values in samples.items() if values}
 
 
 @torch.no_grad()

@@ -103,9 +103,10 @@ def _draw_selection(axes: Any, problem: Problem, head: int) -> None:
 
 
 def _draw_times(axes: Any, result: Result) -> None:
-    # The policy's choice and dense attention on top; slower ones run out of the picture, so that these two can be told apart.
-    rows = sorted((row for row in result.rows if row.forward is not None), key=lambda row: (not row.policy_choice, row.name != DENSE))
-    shown = [spread.p80 for row in rows[:2] for spread in (row.forward, row.forward_backward) if spread]
+    rows = [row for row in result.rows if row.forward is not None]
+    # What is slower than the policy's choice and dense attention runs out of the picture, so that these two can be told apart.
+    ends = [row for row in rows if row.policy_choice or row.name == DENSE]
+    shown = [spread.p80 for row in ends for spread in (row.forward, row.forward_backward) if spread]
     longest = 1.3 * max(shown, default=1.0)
     for i, row in enumerate(rows):
         for spread, offset, color in ((row.forward, -0.19, _FORWARD), (row.forward_backward, 0.19, _FORWARD_BACKWARD)):

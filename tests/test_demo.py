@@ -256,6 +256,9 @@ def test_what_takes_long_is_timed_once_and_the_rest_goes_on(monkeypatch: pytest.
     monkeypatch.setattr(demo, "_time_once", lambda call, device: 5000.0 if call.args[0].name == "slow" else 1.0)
     times = demo._time(candidates, problem, problem.q, lambda what, done: None)
     assert {name: spread.repeats for (name, _), spread in times.items()} == {"slow": 1, "fast": 5}
+    clock = iter(range(0, 10**6, 17))  # 17 seconds pass from one look at the clock to the next: on a busy machine
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(clock))
+    assert demo._time(candidates, problem, problem.q, lambda what, done: None) == {}
 
 
 def test_wrong_traces_and_folders_are_clear_errors(trace: Path) -> None:
