@@ -19,7 +19,7 @@ export PIP_NO_INPUT := 1
 .PHONY: demo report derived test test-one-thread lint venv lane-sm80 lane-sm89 lane-sm90 package need-gpu gpu-test sanitize gpu-lane trace clean
 
 demo: $(STAMP)
-	$(BIN)/nsa-sel demo
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # threads of torch and Numba take turns: those that wait must not spin
 
 report: $(STAMP)
 	$(BIN)/python -m nsa_sel.bench.report

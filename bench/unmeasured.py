@@ -42,8 +42,8 @@ def a100_profile() -> dict[str, Any]:
     return {
         "match": {"kind": "cuda", "sm": 80, "name": "NVIDIA A100"},
         "provenance": "not measured on this GPU, nor on any of SM 8.0. Assumed: the thresholds and costs of the H200, the nearest GPU that"
-        " was measured. Launches are those of base.yaml: tests/aot.py compiles them for SM 8.0, and they have run on none. Predicted times"
-        f" are the H200's. To measure: {MEASURE}",
+        " was measured. Launches are those of base.yaml: tests/aot.py compiles them for SM 8.0, and they have run on none."
+        f" Predicted times are the H200's. To measure: {MEASURE}",
         "assumes": NEAREST,
     }
 

@@ -40,8 +40,10 @@ BOUNDS = {
     ("cuda", "float16"): 1e-3,
     ("cuda", "bfloat16"): 1e-3,
 }
-ROUNDS = {"cpu": 11, "cuda": 51}
-TIMING_SECONDS = 25.0  # no new round of timings after this; one round is always finished
+CHECKED_ROWS = 1024  # of all, at most: the oracle is written to be read, and takes milliseconds a row
+COPIES_ON_GPU = 16  # of the shipped text, as a batch: of a single one a GPU would mostly wait for the host
+ROUNDS = {"cpu": 9, "cuda": 51}
+TIMING_SECONDS = {"cpu": 12.0, "cuda": 25.0}  # of all timings, in equal shares; each kind of work has one turn, unless twice that is up
 
 Advance = Callable[[str, float], None]
 
@@ -84,6 +86,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     bound: float  # of the mean absolute error of o and lse
+    checked_rows: int  # of each sequence, against the oracle
     torch: str
     threads: int
     decision: Decision
@@ -98,6 +101,7 @@ class Setting(NamedTuple):
     problem: Problem
     decision: Decision
     inference: Decision
+    rows: Tensor  # [rows] the query rows of each sequence that the oracle checks, ascending, on the CPU
 
 
 class Candidate(NamedTuple):
@@ -118,61 +122,93 @@ class _Outcome(NamedTuple):
 
 
 def prepare(trace: Path | None = None) -> Setting:
-    """Read the trace (by default the shipped one) onto the first CUDA device in its own dtype, or the CPU in float32.
+    """Read the trace (by default the shipped one) onto the first CUDA device in its own dtype, bfloat16 for 8-bit numbers, or onto the
+    CPU in float32. On a GPU the shipped text stands `COPIES_ON_GPU` times in a batch.
 
     Raises ArgumentError for a file that does not hold a problem, BackendError when no backend may run it.
     """
     cuda = torch.cuda.is_available()
-    device, dtype = (torch.device("cuda", 0), None) if cuda else (torch.device("cpu"), torch.float32)
-    if trace is None:
-        with resources.as_file(resources.files("nsa_sel") / "bench" / "data" / "smollm2_trace.safetensors") as path:
-            problem = read_problem(path)
-    else:
-        problem = read_problem(trace)
-    problem = problem.to(device, dtype)
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    with resources.as_file(resources.files("nsa_sel") / "bench" / "data" / "smollm2_trace.safetensors") as shipped:
+        problem = read_problem(shipped if trace is None else trace)
+    if trace is None and cuda:
+        problem = _copied(problem, COPIES_ON_GPU)
+    if problem.q.dtype.itemsize == 1:
+        problem.facts["rounded to"] = _name(problem.q.dtype)
+    problem = problem.to(device, _dtype(problem.q) if cuda else torch.float32)
     q, k, v, selection, _, q_pos = check_call(*problem[:4], None, problem.q_pos)
     problem = Problem(q, k, v, selection, q_pos, problem.facts)
     if (device.type, _name(q.dtype)) not in BOUNDS:
         raise ArgumentError("q", f"of dtype {q.dtype}", "float16, bfloat16 or float32", "save the trace in one of these")
     training, inference = (decide(_request(problem, grad), device_info(device)) for grad in (True, False))
-    return Setting(problem, training, inference)
+    return Setting(problem, training, inference, _sample(q.shape[1], max(1, CHECKED_ROWS // q.shape[0])))
+
+
+def _dtype(q: Tensor) -> torch.dtype:
+    """What a GPU computes the trace in."""
+    return torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+
+
+def _copied(problem: Problem, copies: int) -> Problem:
+    """The same sequences several times, as one batch."""
+    q, k, v, old = (problem.q, problem.k, problem.v, problem.selection)
+    ranges = old.ranges.repeat(copies, 1, 1, 1, 1)
+    q, k, v = (tensor.repeat(copies, *[1] * (tensor.dim() - 1)) for tensor in (q, k, v))
+    return Problem(q, k, v, Selection(ranges, old.block_size, old.max_length), problem.q_pos, {**problem.facts, "copies": copies})
+
+
+def _sample(S: int, count: int) -> Tensor:
+    """Rows for the oracle: `count` of S, the first and the last among them, the same ones in every run."""
+    if count >= S:
+        return torch.arange(S)
+    between = 1 + torch.randperm(S - 2, generator=torch.Generator().manual_seed(0))[: max(0, count - 2)]
+    return torch.cat([torch.tensor([0, S - 1]), between]).sort().values
 
 
 def introduction(setting: Setting) -> str:
     """What is going to be computed, from which model and text, and the policy's decision with its reasons."""
     q, k, v, selection, _, facts = setting.problem
     S_kv, ranges = k.shape[2], f"blocks of {selection.block_size}" if selection.block_size else "ranges"
+    (B, S, G, h), heads = q.shape[:4], "KV head" if q.shape[2] == 1 else "KV heads"
     lines = [
-        f"NSA's selection branch: {q.shape[1]} query rows x {q.shape[2]} KV heads of {q.shape[3]} query heads each;"
+        f"NSA's selection branch: {S} query rows x {G} {heads} of {h} query heads each;"
         f" a row attends to at most {selection.n} {ranges} of the {S_kv} keys."
     ]
     if "model" in facts:
-        lines.append(f"Model: {facts['model']}, layer {facts.get('layer', '?')}, q and k after RoPE.")
+        head = f", KV head {facts['head']}" if "head" in facts else ""
+        rounded = f", rounded to {facts['rounded to']} in the file" if "rounded to" in facts else ""
+        lines.append(f"Model: {facts['model']}, layer {facts.get('layer', '?')}{head}, q and k after RoPE{rounded}.")
+    if "copies" in facts:
+        lines.append(f"The text stands {B} times in one batch: a single copy would take a GPU less time than the host takes to call it.")
     if "text" in facts:
         lines.append(f"Text: {facts['text']} (its first {S_kv} tokens).")
     if "first" in facts and "local" in facts:
         top = selection.n - int(facts["first"]) - int(facts["local"])
         lines.append(f"Blocks of a row: {facts['first']} first, {facts['local']} local, {top} by score (NSA Eq. 7-12).")
     where = f"{_device_name(setting.decision.device)} in {_name(q.dtype)}"
-    lines.append(f"Computed on {where}, forward and backward; every result is compared with a float64 oracle.")
+    lines.append(f"Computed on {where}, forward and backward; every result is compared with a float64 oracle on {_of_rows(setting)}.")
     return "\n".join([*lines, "", "The policy's choice:", describe(setting.decision), ""])
+
+
+def _of_rows(setting: Setting) -> str:
+    rows, S = len(setting.rows), setting.problem.q.shape[1]
+    return "all rows" if rows == S else f"{rows} of {S} rows" + (" of each copy" if "copies" in setting.problem.facts else "")
 
 
 def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
     """Check every candidate against the oracle, then time all of them in turns. `advance(what, share done)` follows the work."""
     problem = setting.problem
-    q, k, v, selection, q_pos, facts = problem
+    q, v, facts = problem.q, problem.v, problem.facts
     generator = torch.Generator().manual_seed(0)
     do = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator).to(q)
     candidates, refused = _candidates(setting)
 
     advance("float64 oracle", 0.0)
-    o, lse = oracle_forward(q, k, v, selection.ranges, None, q_pos)
-    exact = {"o": o, "lse": lse, **dict(zip(GRADIENTS, oracle_backward(q, k, v, selection.ranges, do, None, None, q_pos), strict=True))}
+    exact = _exact(setting, do)
     outcomes = {}
     for i, candidate in enumerate(candidates):
         advance(f"checking {candidate.name}", 0.1 + 0.3 * i / len(candidates))
-        outcomes[candidate.name] = _check(candidate, problem, do, exact)
+        outcomes[candidate.name] = _check(candidate, setting, do, exact)
     sound = [candidate for candidate in candidates if not outcomes[candidate.name].failure]
     times = _time(sound, problem, do, advance)
 
@@ -180,32 +216,38 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
     rows = tuple(_row(candidate, outcomes[candidate.name], times, bound, outcomes[MASKED]) for candidate in candidates)
     return Result(
         facts=facts, device=_device_name(setting.decision.device), dtype=_name(q.dtype), bound=bound,
-        torch=str(torch.__version__), threads=torch.get_num_threads(), decision=setting.decision, rows=rows, refused=refused,
+        checked_rows=len(setting.rows), torch=str(torch.__version__), threads=torch.get_num_threads(), decision=setting.decision,
+        rows=rows, refused=refused,
         passed=all(row.passed is not False for row in rows),
     )  # fmt: skip
 
 
 def text(result: Result) -> str:
     """The table of results, who refused and why, and who is fastest."""
-    packed = next((row for row in result.rows if row.name == PACKED), None)
     table = []
     for row in result.rows:
-        ratios = [_ratio(getattr(packed, field, None), getattr(row, field)) for field in ("forward", "forward_backward")]
+        ratios = [times_of_dense(result.rows, row, field) for field in ("forward", "forward_backward")]
         errors = [f"{row.errors[name].max:.1e}" if name in row.errors else "-" for name in FIGURES]
         name = row.name + (" (policy)" if row.policy_choice else "")
         table.append([name, milliseconds(row.forward), milliseconds(row.forward_backward), " / ".join(ratios), *errors, row.verdict])
-    headers = ["backend", "fwd ms", "fwd+bwd ms", "speed vs packed", "max err o", *FIGURES[1:], "verdict"]
+    headers = ["backend", "fwd ms", "fwd+bwd ms", "speed vs dense", "max err o", *FIGURES[1:], "verdict"]
     align = ["left", *["right"] * (len(headers) - 2), "left"]
     lines = [tabulate(table, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True), ""]
     lines += [f"{name} does not run here: {why}" for name, why in result.refused.items()]
     shaky = [row.name for row in result.rows if any(_shaky(spread) for spread in (row.forward, row.forward_backward))]
     if shaky:
-        lines.append(f"Times of {', '.join(shaky)} are few or scatter widely, as on a busy machine: read the ratios with care.")
+        lines.append(f"Times of {', '.join(shaky)} are few (slow calls are) or scatter widely: read the ratios with care.")
+    untimed = [row.name for row in result.rows if row.passed is not False and row.forward_backward is None]
+    if untimed:
+        lines.append(f"Not timed, or not with backward: {', '.join(untimed)}; it has no backward, or the time was up.")
     lines += [_fastest(result.rows, "forward", "forward"), _fastest(result.rows, "forward_backward", "forward + backward")]
-    lines.append(f"{DENSE} computes something else: every row attends to all keys up to its position. It is here for scale alone.")
-    lines.append("Times are medians of calls that take turns and start from a new selection, so plans and masks are built in the time.")
+    lines.append(f"{DENSE} computes something else: every row attends to all keys up to its position. It is what selection saves.")
+    lines.append(
+        "Times are medians of calls that take turns. Each starts from a new selection, so plans are built in the time; masks are not."
+    )
     if result.decision.device.kind == "cuda":
-        lines.append("They are of whole calls, from the host's side on: at sizes as small as this, launching kernels is a large part.")
+        lines.append("They are of whole calls, from the host's side on.")
+    lines.append(f"Compared with the oracle: {result.checked_rows} rows of each sequence, and dk and dv of a loss over these.")
     lines.append(f"Bounds of the mean error: {result.bound:g} for o and lse; for gradients that, or twice the error of {MASKED}.")
     wrong = [row.name for row in result.rows if row.passed is False]
     lines.append(f"WRONG: {', '.join(wrong)}." if wrong else "Every result agrees with the oracle.")
@@ -219,6 +261,13 @@ def milliseconds(spread: Spread | None) -> str:
     return f"{spread.median:.3g}" if spread.median < 999.5 else f"{spread.median:.0f}"
 
 
+def times_of_dense(rows: tuple[Row, ...], row: Row, field: str) -> str:
+    """The speed of a row as a multiple of dense attention's, "forward" or "forward_backward"; a dash where one of them was not timed."""
+    dense = next((getattr(other, field) for other in rows if other.name == DENSE), None)
+    spread = getattr(row, field)
+    return f"{dense.median / spread.median:.3g}x" if dense and spread else "-"
+
+
 def _request(problem: Problem, needs_grad: bool) -> Request:
     return request_of(problem.q, problem.k, problem.v, problem.selection, needs_grad)
 
@@ -230,6 +279,7 @@ def _candidates(setting: Setting) -> tuple[list[Candidate], dict[str, str]]:
     one = chosen[0] if len(set(chosen)) == 1 else None
     own = one or f"{chosen[0]}, training {chosen[1]} + {chosen[2]}"
     candidates, refused = [Candidate(own, _selected(problem, None), chosen, policy_choice=True)], {}
+    candidates.append(Candidate(DENSE, lambda q, k, v: (dense_causal_sdpa(q, k, v, kernel="any"), None), checked=False))
     for name in (verdict.backend for verdict in decision.verdicts if verdict.backend != one):
         training, inference = (explain_request(_request(problem, grad), decision.device, name) for grad in (True, False))
         if refusal(inference) is not None:
@@ -239,9 +289,8 @@ def _candidates(setting: Setting) -> tuple[list[Candidate], dict[str, str]]:
         gradients = refusal(training) is None
         names = (name, name, name) if gradients else (name, None, None)
         candidates.append(Candidate(name, _selected(problem, name), names, gradients=gradients))
-    S_kv, selection, q_pos = problem.k.shape[2], problem.selection, problem.q_pos
-    candidates.append(Candidate(MASKED, lambda q, k, v: (masked_sdpa(q, k, v, token_mask(selection, S_kv, q_pos)), None)))
-    candidates.append(Candidate(DENSE, lambda q, k, v: (dense_causal_sdpa(q, k, v, kernel="any"), None), checked=False))
+    mask = token_mask(problem.selection, problem.k.shape[2], problem.q_pos)  # once: it takes longer than the attention
+    candidates.append(Candidate(MASKED, lambda q, k, v: (masked_sdpa(q, k, v, mask), None)))
     return candidates, refused
 
 
@@ -258,20 +307,35 @@ def _selected(problem: Problem, backend: str | None) -> Callable[[Tensor, Tensor
     return run
 
 
-def _check(candidate: Candidate, problem: Problem, do: Tensor, exact: dict[str, Tensor]) -> _Outcome:
-    """One inference and one training call: the decisions name the right backends, and how far the results are from the oracle."""
-    inputs = tuple(tensor.detach().requires_grad_(candidate.gradients) for tensor in problem[:3])
+def _exact(setting: Setting, do: Tensor) -> dict[str, Tensor]:
+    """What the oracle says of the setting's rows: o, lse and dq of these, dk and dv as if the others had no part in the loss."""
+    q, k, v, selection, q_pos, _ = setting.problem
+    rows, S_kv = setting.rows, k.shape[2]
+    position = torch.arange(S_kv - q.shape[1], S_kv).expand(q.shape[:2]) if q_pos is None else q_pos.cpu()
+    few_q, few_do, ranges, position = (x.cpu()[:, rows] for x in (q, do, selection.ranges, position))
+    forward = oracle_forward(few_q, k, v, ranges, None, position)
+    gradients = oracle_backward(few_q, k, v, ranges, few_do, None, None, position)
+    return dict(zip(FIGURES, (*forward, *gradients), strict=True))
+
+
+def _check(candidate: Candidate, setting: Setting, do: Tensor, exact: dict[str, Tensor]) -> _Outcome:
+    """One inference and one training call on all rows: the decisions name the right backends, and how far the results are from the
+    oracle's rows. Gradients are of a loss in which these rows alone count; without them there is but the inference."""
+    inputs = tuple(tensor.detach().requires_grad_(candidate.gradients) for tensor in setting.problem[:3])
+    rows = setting.rows.to(do.device)
+    of_rows = torch.zeros_like(do).index_copy_(1, rows, do[:, rows])
     decision = None
     try:
         with torch.no_grad():
             o, lse = candidate.run(*inputs)
         if candidate.names is not None:
             _expect(candidate.names[0], observe.decisions()[-1].forward)
-        got = {"o": o} if lse is None else {"o": o, "lse": lse}
+        got = {"o": o[:, rows]} if lse is None else {"o": o[:, rows], "lse": lse[:, rows]}
         if candidate.gradients:
             o, lse = candidate.run(*inputs)
-            got |= {"o": o} if lse is None else {"o": o, "lse": lse}
-            got |= zip(GRADIENTS, torch.autograd.grad(o, inputs, do), strict=True)
+            got |= {"o": o[:, rows]} if lse is None else {"o": o[:, rows], "lse": lse[:, rows]}
+            dq, dk, dv = torch.autograd.grad(o, inputs, of_rows)
+            got |= {"dq": dq[:, rows], "dk": dk, "dv": dv}
         if candidate.names is not None:
             decision = observe.decisions()[-1]
             if candidate.gradients:
@@ -294,7 +358,10 @@ def _difference(got: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def _time(candidates: list[Candidate], problem: Problem, do: Tensor, advance: Advance) -> dict[tuple[str, str], Spread]:
-    """Times by candidate and kind of work, "forward" or "forward_backward"; one call of each in turns, so that all see the same noise."""
+    """Times by candidate and kind of work, "forward" or "forward_backward"; one call of each in turns, so that all see the same noise.
+
+    What has used up its share of the time takes no further turns; on a machine so busy that twice the time is up, nothing does.
+    """
     inputs = tuple(tensor.detach().requires_grad_() for tensor in problem[:3])
     work: dict[tuple[str, str], Callable[[], object]] = {}
     for candidate in candidates:
@@ -303,15 +370,13 @@ def _time(candidates: list[Candidate], problem: Problem, do: Tensor, advance: Ad
             work[candidate.name, "forward_backward"] = functools.partial(_forward_backward, candidate, inputs, do)
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in work}
     device = problem.q.device.type
-    began = time.perf_counter()
+    share, began = TIMING_SECONDS[device] / max(1, len(work)) * 1e3, time.perf_counter()
     for done in range(ROUNDS[device]):
-        spent = (time.perf_counter() - began) / TIMING_SECONDS
-        if spent > 1:
-            break
-        advance("timing", 0.4 + 0.6 * max(done / ROUNDS[device], spent))
+        advance("timing", 0.4 + 0.6 * done / ROUNDS[device])
         for key, call in work.items():
-            samples[key].append(_time_once(call, device))
-    return {key: _spread(values) for key, values in samples.items()}
+            if sum(samples[key]) < share and time.perf_counter() - began < 2 * TIMING_SECONDS[device]:
+                samples[key].append(_time_once(call, device))
+    return {key: _spread(values) for key, values in samples.items() if values}
 
 
 @torch.no_grad()
@@ -363,24 +428,19 @@ def _row(candidate: Candidate, outcome: _Outcome, times: dict[tuple[str, str], S
 
 
 def _fastest(rows: tuple[Row, ...], field: str, what: str) -> str:
-    timed = [(spread, row.name) for row in rows if row.passed and (spread := getattr(row, field))]
-    timed.sort(key=lambda pair: pair[0].median)
+    timed = sorted(((getattr(row, field), row) for row in rows if row.passed and getattr(row, field)), key=lambda pair: pair[0].median)
     if not timed:
         return f"Fastest {what}: nothing to compare."
-    (best, name), others = timed[0], timed[1:]
-    ties = [other for spread, other in others if spread.p20 <= best.p80]
+    (best, row), others = timed[0], timed[1:]
+    ties = [other.name for spread, other in others if spread.p20 <= best.p80]
     tie = f", no clear lead over {' and '.join(ties)}" if ties else ""
-    packed = next((spread for spread, other in timed if other == PACKED), None)
-    speed = f", {_ratio(packed, best)} the speed of {PACKED}" if packed and name != PACKED else ""
-    return f"Fastest {what}: {name}, {milliseconds(best)} ms{speed}{tie}."
+    dense = next((getattr(other, field) for other in rows if other.name == DENSE), None)
+    speed = f", {times_of_dense(rows, row, field)} the speed of {DENSE} ({milliseconds(dense)} ms)" if dense else ""
+    return f"Fastest {what}: {row.name}, {milliseconds(best)} ms{speed}{tie}."
 
 
 def _shaky(spread: Spread | None) -> bool:
     return spread is not None and (spread.repeats < 3 or spread.p80 > 1.5 * spread.p20)
-
-
-def _ratio(packed: Spread | None, spread: Spread | None) -> str:
-    return f"{packed.median / spread.median:.3g}x" if packed and spread else "-"
 
 
 def _name(dtype: torch.dtype) -> str:
