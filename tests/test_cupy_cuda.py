@@ -19,6 +19,7 @@ from nsa_sel.request import DeviceInfo
 from nsa_sel.selection import Selection
 from tests.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 from tests.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.poison import check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
 from tests.varlen_cases import check_sequences, pack
 
 pytestmark = needs_compiler
@@ -161,6 +162,23 @@ def test_unselected_keys_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None
         results.append((o, lse, *cupy_cuda.backward(call, o, lse, make_grads(q, v)[0], None)))
     for clean, poisoned in zip(*results, strict=True):
         assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("h", [3, 16])
+def test_poison_matrix(monkeypatch: pytest.MonkeyPatch, h: int) -> None:
+    emulated(monkeypatch)
+    q, k, v = rows(h=h)
+    selection, row = rows_with_holes(2, 8, 2, 70, 16, 2)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+        call = call_of(q, k, v, Selection(selection.ranges, 16))
+        with new_memory_is_nan():
+            o, lse = cupy_cuda.forward(call)
+            return o, lse, *cupy_cuda.backward(call, o, lse, do, dlse)
+
+    mask = selected(selection, q, k)
+    check_empty_rows(run, q, k, v, mask, float("nan"))
+    check_one_row(run, q, k, v, mask, row, float("nan"), reach=16)
 
 
 def test_a_list_of_rows_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from nsa_sel.config import CACHE_FLAG
 from nsa_sel.selection import Selection
 from tests.cases import assert_forward, make_blocks, make_grads, make_qkv
 from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
+from tests.poison import POISONS, check_empty_rows, check_one_row, rows_with_holes, selected, through
 
 ROOT = Path(__file__).resolve().parents[1]
 LACKING = registry.missing("cupy-cuda")
@@ -150,6 +151,46 @@ def test_what_follows_a_row_in_its_own_block(started: list[str], h: int, every: 
     blocks = torch.stack((rows % 2, own), -1)[None, :, None].expand(1, S, 2, 2).int().cuda()
     check_poison("cupy-cuda", q, k, v, Selection.from_blocks(blocks, 64))
     assert_ran(started, "forward_tiles.cu")
+
+
+@pytest.mark.parametrize(
+    ("h", "Dk", "Dv", "block", "dtype"),
+    [
+        (2, 64, 64, 64, torch.bfloat16),
+        (12, 128, 64, 128, torch.float16),
+        (16, 192, 128, 64, torch.bfloat16),
+        (64, 64, 128, 64, torch.float16),
+        (16, 128, 128, 64, torch.bfloat16),
+        (4, 64, 64, 32, torch.float16),  # by rows, on every GPU
+    ],
+)
+def test_poison_matrix_of_hopper(started: list[str], h: int, Dk: int, Dv: int, block: int, dtype: torch.dtype) -> None:
+    """Rows that select nothing, whole tiles of padding among them, whatever they hold; a row that selects something spoils no other."""
+    S, S_kv = 301, 1500
+    q, k, v = make_qkv(B=2, S=S, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=dtype, device="cuda")
+    selection, row = rows_with_holes(2, S, 2, S_kv, block, 3, device="cuda")
+    run, mask = through("cupy-cuda", selection), selected(selection, q, k)
+    check_empty_rows(run, q, k, v, mask, POISONS["nan"])
+    for poison in ("inf", "negative", "huge"):
+        check_empty_rows(run, q, k, v, mask, POISONS[poison], ("all",))
+    for poison in ("nan", "inf", "huge"):
+        check_one_row(run, q, k, v, mask, row, POISONS[poison])
+    ran = ("forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu" if Dk <= 128 else "dkdv_tiles.cu")
+    for kernel in ran if block != 32 else ():
+        assert_ran(started, kernel)
+
+
+def test_poison_matrix_of_a_batch_that_decodes(started: list[str]) -> None:
+    B, S_kv = 150, 1100
+    q, k, v = make_qkv(B=B, S=1, G=3, h=16, Dk=128, Dv=128, S_kv=S_kv, dtype=torch.bfloat16, device="cuda")
+    lengths = torch.randint(300, S_kv, (B, 1), generator=torch.Generator().manual_seed(2))
+    lengths[::3] = 0
+    q_pos = lengths.cuda() - 1
+    selection = make_blocks(B, 1, 3, S_kv, 5, 64, device="cuda")
+    run, mask = through("cupy-cuda", selection, q_pos=q_pos), selected(selection, q, k, q_pos.cpu())
+    for poison in ("nan", "inf", "huge"):
+        check_empty_rows(run, q, k, v, mask, POISONS[poison], ("all",))
+    assert_ran(started, "forward_blocks.cu")
 
 
 def test_every_block_is_chosen() -> None:

@@ -27,6 +27,26 @@ def test_gradcheck(backend: str, blocks: bool) -> None:
     assert torch.autograd.gradcheck(lambda *inputs: attend(backend, *inputs, selection), (q, k, v), fast_mode=True)
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton-tile", "triton-block"])
+def test_gradcheck_of_each_derivative(backend: str) -> None:
+    """Without fast_mode: two rows share a block, of which one sees another up to itself; one row selects nothing. Of each head one column,
+    and of the keys those at the blocks' ends, since the interpreter takes a tenth of a second for every call."""
+    q, k, v = make_qkv(S=3, G=1, h=3, Dk=8, Dv=16, S_kv=18, dtype=torch.float64)
+    selection = Selection.from_blocks(torch.tensor([[0, -1], [-1, -1], [0, 1]]).int()[None, :, None], 16)
+    keys = torch.tensor([0, 15, 16, 17])
+
+    def outputs(q_part: torch.Tensor, k_part: torch.Tensor, v_part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = q.clone(), k.clone(), v.clone()
+        inputs[0][..., :1] = q_part
+        inputs[1][:, :, keys, :1] = k_part
+        inputs[2][:, :, keys, :1] = v_part
+        o, lse = attend(backend, *inputs, selection)
+        return o[..., :1], lse[:, ::2]  # of the row that selects nothing it is -inf, a constant
+
+    parts = q[..., :1], k[:, :, keys, :1], v[:, :, keys, :1]
+    assert torch.autograd.gradcheck(outputs, tuple(part.clone().requires_grad_() for part in parts))
+
+
 @pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
 def test_amp_training_stays_with_float32(backend: str) -> None:
     losses = {}

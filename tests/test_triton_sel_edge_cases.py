@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import nsa_sel
+from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
-from tests.cases import edge_selections, make_blocks, make_qkv
+from tests.cases import assert_forward, edge_selections, make_blocks, make_grads, make_qkv
 from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
-from tests.poison import POISONS, check_empty_rows, check_one_row, selected, through
+from tests.poison import POISONS, check_empty_rows, check_one_row, new_memory_is_nan, put, rows_with_holes, selected, through
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-group", "triton-token")
@@ -136,25 +138,60 @@ def test_a_block_of_hugely_negative_logits_counts_for_nothing(backend: str) -> N
     check_forward(backend, q, k, v, selection)
 
 
-def poison_case() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Selection]:
-    """Rows at 81 to 89 of 90 keys in blocks of 16: the first, one in between and the last, as padding, select nothing, and nobody selects
-    blocks 2 and 3. Row 4 alone selects the block that the causal clamp cuts; it sees keys 80 to 85 of it."""
-    blocks = torch.tensor([[-1, -1], [0, 1], [4, 0], [-1, -1], [5, -1], [1, 4], [0, 4], [1, -1], [-1, -1]])
-    q, k, v = make_qkv(S=9, G=1, h=2, Dk=16, Dv=24, S_kv=90)
-    return q, k, v, Selection.from_blocks(blocks[None, :, None].int(), 16)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter, for what NaN and infinity give
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize(("poison", "places"), [("nan", ("q", "do", "dlse", "keys")), ("inf", ("all",)), ("huge", ("all",))])
 def test_poison_matrix_rows_without_selection(backend: str, poison: str, places: tuple[str, ...]) -> None:
-    q, k, v, selection = poison_case()
+    q, k, v = make_qkv(S=9, G=1, h=2, Dk=16, Dv=24, S_kv=150)
+    selection, _ = rows_with_holes(1, 9, 1, 150, 16, 2)
     check_empty_rows(through(backend, selection), q, k, v, selected(selection, q, k), POISONS[poison], places)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("poison", ["nan", "huge"])
 def test_poison_matrix_one_row_spoils_no_other(backend: str, poison: str) -> None:
-    q, k, v, selection = poison_case()
-    check_one_row(through(backend, selection), q, k, v, selected(selection, q, k), 4, POISONS[poison])
+    q, k, v = make_qkv(S=9, G=1, h=2, Dk=16, Dv=24, S_kv=150)
+    selection, row = rows_with_holes(1, 9, 1, 150, 16, 2)
+    check_one_row(through(backend, selection), q, k, v, selected(selection, q, k), row, POISONS[poison])
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_poison_matrix_padding_of_packed_sequences(backend: str) -> None:
+    """Rows behind the last sequence, in the tile of its last rows: uninitialised memory."""
+    q, k, v = (x[0].transpose(0, 1) if i else x[0] for i, x in enumerate(make_qkv(S=9, G=1, h=2, Dk=16)))
+    do, _ = make_grads(q, v)
+    do[7:] = float("nan")
+    results = []
+    for padding in (0.0, float("nan")):
+        inputs = [torch.cat((x[:7], torch.full_like(x[7:], padding))).requires_grad_() for x in (q, k, v)]
+        selection = Selection.from_blocks(torch.tensor([0, -1]).int().expand(9, 1, 2), 16)
+        with new_memory_is_nan():
+            o = nsa_sel.selection_attention_varlen(*inputs, selection, [0, 3, 7], backend=backend)
+            results.append((o.detach(), *torch.autograd.grad(o, inputs, do)))
+        assert nsa_sel.decisions()[-1].forward == nsa_sel.decisions()[-1].backward == backend
+        assert all(int(torch.count_nonzero(x[7:])) == 0 for x in results[-1])
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e4, 1e9])
+def test_poison_matrix_rows_that_see_nothing_of_the_first_block(backend: str, scale: float) -> None:
+    """Rows of one tile: of the first block that some of them select, others see nothing, and one sees nothing at all."""
+    q, k, v = make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40)
+    selection = Selection.from_blocks(torch.tensor([[0, 1], [1, -1], [2, -1], [2, 0]]).int()[None, :, None], 16)
+    q_pos = torch.tensor([3, 20, 39, 33])
+    mask = selected(selection, q, k, q_pos)
+    q[:, 2] = float("nan")
+    q_pos[2] = 15
+    mask[:, 2] = False
+    o, lse = attend(backend, q, k, v, selection, q_pos=q_pos, scale=scale)
+    clean = put(q, ~mask.any(-1), 0.0)
+    assert_forward((o, lse), clean, k, v, selection.ranges, scale, q_pos)
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_products_above_the_largest_float16(backend: str) -> None:
+    q, k, v = make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40, dtype=torch.float16)
+    selection = make_blocks(1, 4, 1, 40, 2, 16)
+    o, _ = attend(backend, 500 * q, 500 * k, v, selection)
+    assert torch.allclose(o.double(), oracle_forward(500 * q, 500 * k, v, selection.ranges)[0], rtol=1e-2, atol=1e-2)

@@ -15,6 +15,7 @@ from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from tests.cases import edge_block_lists, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
+from tests.poison import POISONS, check_empty_rows, check_one_row, rows_with_holes, selected, through
 
 pytestmark = pytest.mark.gpu
 
@@ -129,6 +130,37 @@ def test_unselected_keys_are_never_used(backend: str, dtype: str) -> None:
         spans = torch.tensor([[1, 3], [40, 59]], device="cuda").int().expand(1, 6, 1, 2, 2)
         check_poison(backend, q[:, -6:], k, v, Selection.from_ranges(spans))
         check_poison(backend, q[:, -1:], k, v, Selection.from_ranges(spans[:, :1]))
+
+
+POISONED = [(name, dtype) for name, dtype in CASES if dtype == "bfloat16" or name == "triton-tile"]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), unless_missing(POISONED))
+@pytest.mark.parametrize("h", [3, 16])
+def test_poison_matrix(backend: str, dtype: str, h: int) -> None:
+    """Rows that select nothing, whole tiles of padding among them, whatever they hold; a row that selects something spoils no other."""
+    q, k, v = gpu_qkv(dtype, B=2, S=150, G=2, h=h, Dk=64, Dv=128, S_kv=700)
+    selection, row = rows_with_holes(2, 150, 2, 700, 64, 3, device="cuda")
+    run, mask = through(backend, selection), selected(selection, q, k)
+    check_empty_rows(run, q, k, v, mask, POISONS["nan"])
+    for poison in ("inf", "negative", "huge"):
+        check_empty_rows(run, q, k, v, mask, POISONS[poison], ("all",))
+    for poison in ("nan", "inf", "huge"):
+        check_one_row(run, q, k, v, mask, row, POISONS[poison])
+
+
+@pytest.mark.parametrize(("backend", "dtype"), unless_missing([case for case in POISONED if case[1] != "float32"]))
+def test_poison_matrix_of_padding_that_decodes(backend: str, dtype: str) -> None:
+    """Sequences of length 0 in a batch of one token each, and rows that are split among programs."""
+    for B in (1, 2, 150):
+        q, k, v = gpu_qkv(dtype, B=B, S=1, G=2, h=4, Dk=64, Dv=128, S_kv=1000)
+        selection = make_blocks(B, 1, 2, 1000, 4, 64, device="cuda")
+        lengths = torch.randint(300, 1000, (B, 1), generator=torch.Generator().manual_seed(1))
+        lengths[::2] = 0
+        q_pos = lengths.cuda() - 1
+        run, mask = through(backend, selection, q_pos=q_pos), selected(selection, q, k, q_pos.cpu())
+        for poison in ("nan", "huge"):
+            check_empty_rows(run, q, k, v, mask, POISONS[poison], ("all",))
 
 
 @on_gpu
