@@ -139,6 +139,6 @@ def _draw_times(axes: Any, result: Result) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(
         handles=[Patch(color=_FORWARD, label="forward"), Patch(color=_FORWARD_BACKWARD, label="forward + backward")],
-        loc="lower right",
+        loc="upper right",
         framealpha=1.0,
     )
