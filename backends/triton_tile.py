@@ -7,7 +7,8 @@ takes no part in its step (steps.chosen_step), at no cost per element.
     cut blocks    the causal clamp, or the end of the cache, cuts them for some row: pointers, and a mask for every element
 Backward: dQ by the same walk; dK and dV over the exact rows that chose each block (_triton/dkdv.py), which costs no union.
 
-Within a tile, 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach the other rows of its tile.
+Within a tile, 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach the other rows of its tile, but none
+that selects nothing. What a row's own q and do hold stays with that row.
 """
 
 from __future__ import annotations

@@ -92,6 +92,9 @@ def check_empty_rows(run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, va
         for name, before, after in zip(RESULTS, clean, found, strict=True):
             assert not bool(before.isnan().any()), (place, name)
             assert torch.equal(after, before), (place, name)
+    o, lse, dq, _, _ = run(q, k * float("nan"), v * float("nan"), do, dlse)  # of keys that others select
+    assert int(torch.count_nonzero(o[empty])) == int(torch.count_nonzero(dq[empty])) == 0
+    assert bool((lse[empty] == float("-inf")).all())
 
 
 def check_one_row(
