@@ -35,7 +35,7 @@ def test_the_ledger_holds_10000_cases_and_no_failure() -> None:
     kinds, ran = (sum((Counter(row[name]) for row in rows), Counter()) for name in ("kinds", "ran"))
     assert kinds.total() == 10_000
     assert min(kinds[kind] for kind in KINDS) >= 100
-    assert min(ran[f"{name} {way}"] for name in ON_CPU for way in ("forward", "backward")) >= 100
+    assert min(ran[f"{name} {way}"] for name in ON_CPU for way in ("forward", "backward")) >= 50
     assert min(ran["accepted"], ran["refused"]) >= 100
     assert {row["device"] for row in rows} == {"cpu"}
     assert len({row["commit"] for row in rows}) == 1
