@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_sel.config import Settings
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.request import DeviceInfo, Request
-from nsa_sel.selection import Selection
+from nsa_sel.selection import Selection, check_dense
 from nsa_sel.workspace import Workspace
 
 CPU = DeviceInfo(kind="cpu")
@@ -97,7 +97,8 @@ def check_call(
     # for once, and what names the culprit only runs once there is one.
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         check_tensors(q, k, v)
-    check_dense(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, x)
     decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
@@ -150,16 +151,6 @@ def check_tensors(q: object, k: object, v: object) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, Tensor):
             raise ArgumentError(name, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
-
-
-def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ArgumentError for the first that is nested or sparse, of which not even the shape may be asked."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.is_nested or x.layout is not torch.strided:
-            value, remedy = f"of layout {x.layout}", f"call {name}.to_dense()"
-            if x.is_nested:
-                value, remedy = "a nested tensor", "pass its values() and offsets() to selection_attention_varlen"
-            raise ArgumentError(name, value, "a dense (strided) tensor", remedy)
 
 
 def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | None = None) -> Selection:
@@ -220,6 +211,7 @@ def _check_positions(q_pos: Tensor, q: Tensor, S_kv: int, fake: bool) -> Tensor:
     B, S = q.shape[:2]
     if not isinstance(q_pos, Tensor):
         raise ArgumentError("q_pos", f"a {type(q_pos).__name__}", "a torch.Tensor [S] or [B,S]", "wrap it in torch.as_tensor")
+    check_dense("q_pos", q_pos)
     if q_pos.dtype not in (torch.int32, torch.int64):
         raise ArgumentError("q_pos", f"of dtype {q_pos.dtype}", "torch.int32 or torch.int64", "call .int() on it")
     if q_pos.shape not in ((S,), (B, S)):

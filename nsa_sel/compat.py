@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 from nsa_sel.varlen import Bounds, selection_attention_varlen
 
@@ -63,7 +63,7 @@ def parallel_nsa(
             "add g_swa.unsqueeze(-1) times the output of flash_attn_func(q, k, v, causal=True, window_size=(window_size - 1, 0))",
         )  # fmt: skip
     if not isinstance(block_counts, Tensor | int):
-        raise ArgumentError("block_counts", repr(block_counts), "a tensor [B,TQ,H], or a number", "leave it out: all entries count")
+        raise ArgumentError("block_counts", shown(block_counts), "a tensor [B,TQ,H], or a number", "leave it out: all entries count")
     grouped = _by_group(q, k, 4, "[B,TQ,HQ,K]", "[B,T,H,K]")
     selection = Selection.from_blocks(block_indices, block_size, block_counts if isinstance(block_counts, Tensor) else None)
     o: Tensor

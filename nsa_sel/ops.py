@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from nsa_sel import attention, known
-from nsa_sel.call import Call, as_selection, check_call, check_dense, check_tensors
+from nsa_sel.call import Call, as_selection, check_call, check_tensors
 from nsa_sel.decision import Decision
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.request import Request
-from nsa_sel.selection import Selection
+from nsa_sel.selection import Selection, check_dense
 
 # What both ops take: tensors as in `selection_attention` (q [B,S,G,h,Dk], ranges [B,S,G,n,2]), and the static facts of the selection.
 _COMMON = "Tensor ranges, Tensor? q_pos, int? block_size, int? max_length, bool disjoint, float? scale, str? backend"
@@ -47,7 +47,8 @@ def traced(
     """`selection_attention` in terms of the op."""
     attention.check_transforms(q, k, v)
     check_tensors(q, k, v)
-    check_dense(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, x)
     selection = as_selection(selection)
     if not (scale is None or isinstance(scale, int | float)):
         raise ArgumentError("scale", repr(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")

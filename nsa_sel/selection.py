@@ -453,6 +453,8 @@ class Selection:
 
     def to(self, device: torch.device | str) -> Selection:
         """The same selection on another device, without its plans."""
+        if not isinstance(device, torch.device | str | int):
+            raise ArgumentError("device", shown(device), "a torch.device or its name", "pass q.device; ranges keep their dtype")
         moved = Selection(self.ranges.to(device), self.block_size, self.max_length, disjoint=self.disjoint)
         moved.measured = self.measured
         if self._exact is not None and self._is_current():
@@ -536,7 +538,17 @@ def _sharing(blocks: Tensor) -> tuple[float, ...]:
 def _tensor(argument: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise ArgumentError(argument, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
+    check_dense(argument, value)
     return value
+
+
+def check_dense(argument: str, value: Tensor) -> None:
+    """ArgumentError for a nested or sparse tensor, of which not even the shape may be asked."""
+    if value.is_nested or value.layout is not torch.strided:
+        kind, remedy = f"of layout {value.layout}", f"call {argument}.to_dense()"
+        if value.is_nested:
+            kind, remedy = "a nested tensor", "pass its values() and offsets() to selection_attention_varlen"
+        raise ArgumentError(argument, kind, "a dense (strided) tensor", remedy)
 
 
 def _as_rows(value: Tensor, argument: str, shapes: str, dims: int) -> Tensor:

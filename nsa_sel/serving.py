@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nsa_sel.attention import check_traced, finish, prepare, run_forward, selection_attention
-from nsa_sel.call import check_call, check_dense
+from nsa_sel.call import check_call
 from nsa_sel.errors import ArgumentError
-from nsa_sel.selection import Selection
+from nsa_sel.selection import Selection, check_dense
 
 
 def selection_attention_with_kvcache(
@@ -90,7 +90,8 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
     for name, x in given.items():
         if not isinstance(x, Tensor) and (x is not None or name != "block_table"):
             raise ArgumentError(name, f"a {type(x).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
-    check_dense(q, k_cache, v_cache)
+        if x is not None:
+            check_dense(name, x)
     if q.dim() != 5:
         value, allowed = f"of shape {tuple(q.shape)}", "[B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token"
         raise ArgumentError("q", value, allowed, "split the heads into G groups of h")

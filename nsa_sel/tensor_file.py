@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.decision import Decision
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 
 REQUIRED = ("q", "k", "v")
@@ -108,12 +108,13 @@ def _check_names(tensors: dict[str, Tensor]) -> None:
 def _facts(metadata: dict[str, str]) -> dict[str, Any]:
     try:
         provenance = json.loads(metadata.get("provenance", "{}"))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         provenance = {}  # somebody else's free text
     return {**metadata, **(provenance if isinstance(provenance, dict) else {})}
 
 
 def _whole_number(what: str, value: object) -> int:
-    if not str(value).isdecimal() or int(str(value)) < 1:
-        raise ArgumentError(what, repr(value), "a whole number >= 1", "write the size of the blocks, or pass --block-size")
-    return int(str(value))
+    text = value if isinstance(value, str) else shown(value)
+    if not text.isdecimal() or len(text) > 10 or int(text) < 1:
+        raise ArgumentError(what, shown(value), "a whole number >= 1 and < 2^31", "write the size of the blocks, or pass --block-size")
+    return int(text)

@@ -11,10 +11,10 @@ from torch import Tensor
 from nsa_sel import registry
 from nsa_sel.attention import decide, in_autocast_dtype, select, selection_attention, transformed
 from nsa_sel.backends.specs import on_hopper_tiles
-from nsa_sel.call import check_call, check_dense, device_info, request_of
-from nsa_sel.errors import ArgumentError
+from nsa_sel.call import check_call, device_info, request_of
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.request import DeviceInfo, Request
-from nsa_sel.selection import Selection
+from nsa_sel.selection import Selection, check_dense
 
 Bounds = Tensor | list[int] | tuple[int, ...]  # cu_seqlens as callers give them
 _DTYPES = (torch.int32, torch.int64)
@@ -131,6 +131,7 @@ class _Bounds(NamedTuple):
     def of(cls, name: str, bounds: Bounds, total: int | None, like: Tensor) -> _Bounds:
         """Of the argument `name` over `total` rows or keys (None: as many as it says), for tensors on like's device."""
         if isinstance(bounds, Tensor):
+            check_dense(name, bounds)
             if bounds.dtype not in _DTYPES or bounds.dim() != 1:
                 value = f"{bounds.dtype} of shape {tuple(bounds.shape)}"
                 raise ArgumentError(name, value, "torch.int32 or torch.int64 [N+1]", "pass cumulative lengths, from 0 on")
@@ -144,7 +145,7 @@ class _Bounds(NamedTuple):
         elif isinstance(bounds, list | tuple) and len(bounds) > 1 and all(type(bound) is int for bound in bounds):
             numbers = tuple(bounds)
         else:
-            value = repr(bounds) if isinstance(bounds, list | tuple) else f"a {type(bounds).__name__}"
+            value = shown(bounds) if isinstance(bounds, list | tuple) else f"a {type(bounds).__name__}"
             raise ArgumentError(name, value, "a tensor [N+1], or a list of N + 1 ints, N >= 1", "pass cumulative lengths, from 0 on")
         falls = [i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]]
         if numbers[0] != 0 or falls:
@@ -261,7 +262,7 @@ def _starts_with_blocks(bounds: _Bounds, block_size: int | None, promised: bool)
 
 def _check_align(align: object, block_size: int | None) -> None:
     if align is not None and not isinstance(align, bool):
-        raise ArgumentError("align", repr(align), "True, False or None", "leave it out: k and v are copied where it pays")
+        raise ArgumentError("align", shown(align), "True, False or None", "leave it out: k and v are copied where it pays")
     if align and block_size is None:
         remedy = "build it with Selection.from_blocks, or leave align out: ranges are served where they lie"
         raise ArgumentError("align", "True, but the selection has no block_size", "a selection of whole blocks", remedy)
@@ -271,7 +272,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ArgumentError(name, f"a {type(x).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
-    check_dense(q, k, v)
+        check_dense(name, x)
     if q.dim() != 4:
         raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[T,G,h,Dk]", "a q [T,heads,Dk] is passed as q.unflatten(1, (G, h))")
     for name, x in (("k", k), ("v", v)):

@@ -16,7 +16,7 @@ from nsa_sel.call import Call, as_selection, check_call, device_info, request_of
 from nsa_sel.config import settings_for
 from nsa_sel.distributed import cost, gathered, travelling, visiting
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
-from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.errors import ArgumentError, BackendError, shown
 from nsa_sel.request import Request
 from nsa_sel.selection import Selection
 
@@ -69,7 +69,7 @@ def context_parallel_attention(
     group = group_of(group, "context_parallel_attention")
     begin_call(group)
     if exchange not in get_args(cost.Choice):
-        raise ArgumentError("exchange", repr(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
+        raise ArgumentError("exchange", shown(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = attention.in_autocast_dtype(q, k, v)
