@@ -46,7 +46,6 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     use_triton_sel: bool | msgspec.UnsetType = msgspec.UNSET
     sel_triton_min_L: int | dict[Way, int] | msgspec.UnsetType = msgspec.UNSET  # of the ways that a mapping leaves out, what held before
-    dense_min_L: int | msgspec.UnsetType | None = msgspec.UNSET
     workspace_bytes: int | msgspec.UnsetType = msgspec.UNSET
     prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
     prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -151,7 +150,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None = None
     use_triton_sel: bool
     sel_triton_min_L: int | dict[Way, int]  # all ways, where they differ
-    dense_min_L: int | None = None  # one range a row goes densely from so many keys on; None: no rows show that it should
     triton_force: bool = False
     triton_group: bool = True
     triton_allow_grad: bool = True
@@ -304,9 +302,9 @@ def parse_flag(flag: Flag, text: str) -> Any:
 def parse_config(text: bytes, source: str) -> ConfigFile:
     """A configuration file from YAML, strictly: unknown fields and wrong types are refused with the field's path."""
     config = _from_yaml(text, source)
-    for field, bits in (("sel_triton_min_L", 31), ("dense_min_L", 31), ("workspace_bytes", 63)):
+    for field, bits in (("sel_triton_min_L", 31), ("workspace_bytes", 63)):
         number = getattr(config.runtime, field)
-        numbers = number.values() if isinstance(number, dict) else () if number in (msgspec.UNSET, None) else (number,)
+        numbers = number.values() if isinstance(number, dict) else () if number is msgspec.UNSET else (number,)
         if not all(0 <= each < 1 << bits for each in numbers):
             raise ConfigError(f"{source}: runtime.{field}", number, f"a whole number >= 0 and below 2^{bits}", "write what is allowed")
     for field in ("block_l", "block_d", "block_dv"):

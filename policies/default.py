@@ -25,7 +25,6 @@ POLICY = Policy(
         rules.pack_flag,
         rules.no_triton_on_cpu,
         rules.min_length,
-        rules.dense_path,
     ),
     preference=preference,
     predict=cost.predict,

@@ -56,19 +56,6 @@ def no_triton_on_cpu(case: Case, offer: Offer) -> tuple[Reason, ...]:
     return (Reason("triton-on-cpu", "slower", "device.kind", "cpu", "cuda", "force it by name to run the interpreter"),)
 
 
-def dense_path(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """Rows of one range each, of whose slice most is selected: packed SDPA takes them densely on a GPU, where rows show it ahead."""
-    least, request, settings = case.settings.dense_min_L, case.request, case.settings
-    if least is None or offer.backend.framework not in ("triton", "cupy") or (case.device.kind, case.direction) != ("cuda", "forward"):
-        return ()
-    dense = request.n == 1 and request.page_size is None and request.dtype in ("float16", "bfloat16") and settings.use_sel_pack
-    # As wide as sdpa-packed allows a slice, all that a row may see, to be.
-    if not dense or settings.triton_force_path != "auto" or request.S_kv > 8 * request.max_length or request.max_length < least:
-        return ()
-    remedy = "raise runtime.dense_min_L, or set it to null, when a measurement on this GPU shows a gain"
-    return (Reason("dense-path", "slower", "request.max_length", request.max_length, f"< {least} for n = 1", remedy),)
-
-
 def min_length(case: Case, offer: Offer) -> tuple[Reason, ...]:
     """The min-L gate, of Triton's kernels and of CUDA's: only where a row may select at least `sel_triton_min_L` keys, on a GPU."""
     gate, length = case.settings.min_length(case.way), case.request.max_length

@@ -147,26 +147,6 @@ def test_the_dense_path_is_of_one_range_a_row_and_of_no_joined_rows() -> None:
 # Rules: should it?
 
 
-def test_one_long_range_goes_densely_where_rows_say_so() -> None:
-    one = replace(LONG, n=1, block_size=None, max_length=LONG.S_kv)
-    assert decide(one, H100).forward == "triton-group"  # no rows
-    decision = decide(replace(one, needs_grad=True), H100, dense_min_L=one.max_length)
-    assert (decision.forward, decision.backward) == ("sdpa-packed", "triton-group")
-    assert codes(decision, "triton-group") == codes(decision, "triton-token") == ["dense-path"]
-    assert decide(one, H100, backend="triton-group", dense_min_L=0).forward == "triton-group"
-    for changes, request in (
-        ({"dense_min_L": one.max_length + 1}, one),
-        ({"triton_force_path": "dense"}, one),
-        ({"triton_force_path": "varlen"}, one),
-        ({"use_sel_pack": False}, one),
-        ({}, replace(one, n=2)),
-        ({}, replace(one, dtype="float32")),
-        ({}, replace(one, S_kv=one.max_length * 16)),
-        ({}, replace(one, page_size=64)),
-    ):
-        assert "dense-path" not in codes(decide(request, H100, **{"dense_min_L": 0, **changes}), "triton-group")
-
-
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_sm89_lane_keeps_triton_off(needs_grad: bool) -> None:
     """With the shipped profile: ADR-2025-08-M4-02."""

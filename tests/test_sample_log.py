@@ -58,11 +58,14 @@ def test_its_summary() -> None:
 
 def write() -> None:
     """Make the calls that the log is of. TRITON_INTERPRET is set: Triton's kernels run on CPU tensors."""
+    import warnings
+
     import torch
 
     import nsa_sel
-    from nsa_sel import attention, registry
+    from nsa_sel import attention, devices, registry
     from nsa_sel.backends import numba_cpu
+    from nsa_sel.request import example_request
     from tests.cases import make_blocks, make_qkv, make_spans
 
     torch.set_num_threads(1)
@@ -86,6 +89,8 @@ def write() -> None:
     registry.forget_broken()
     attention.forget_decisions()
     tuning_events()
+    with warnings.catch_warnings(action="ignore"):
+        devices.warn_if_assumed(nsa_sel.explain_request(example_request(), devices.GPUS["a100"]))
     nsa_sel.log_to(None)
 
 

@@ -14,11 +14,21 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from nsa_sel.config import COMMIT_FLAG
 from tests.fuzz import checks
 from tests.fuzz.generators import case
 
 STEP = 100  # seeds of one row of the ledger
 PACKAGES = ("torch", "triton", "numba", "numpy", "msgspec", "PyYAML", "safetensors", "typer")
+
+
+def commit() -> str:
+    """What NSA_SEL_COMMIT says, for a copy of the files, else git."""
+    told = os.environ.get(COMMIT_FLAG)
+    if told:
+        return told
+    git = ("git", "describe", "--always", "--dirty")
+    return subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> int:
@@ -32,9 +42,8 @@ def main() -> int:
     options = parser.parse_args()
     last = options.first + options.count
     parts = [(first, min(STEP, last - first), options.device) for first in range(options.first, last, STEP)]
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    made = {"commit": git.stdout.strip(), "python": platform.python_version(), "versions": versions}
+    made = {"commit": commit(), "python": platform.python_version(), "versions": versions}
     # What the workers find, as tests do: no flags, nothing tuned, and on a CPU Triton's interpreter.
     for name in [name for name in os.environ if name.startswith("NSA_")]:
         del os.environ[name]
