@@ -2,7 +2,7 @@
 # make test-one-thread       the fast half of the tests once more, with OMP_NUM_THREADS=1
 # make report                docs/report/ and the README's picture, from the committed rows
 # make derived               all that follows from the committed rows: matrix tables, profiles, documents' tables, docs/report/
-# make lane-sm80 | lane-sm89 | lane-sm90    how calls are routed on such GPUs, which are injected: no GPU is needed
+# make lane-sm80 ... lane-sm120    how calls are routed on such GPUs, which are injected: no GPU is needed
 # make package               the sdist, and the wheel made from it, in dist/
 # make gpu-test              the GPU tests, with PYTHON as it is: nothing is installed
 # make sanitize              compute-sanitizer on cupy-cuda's kernels, a few minutes a tool
@@ -16,7 +16,7 @@ STAMP := .venv/.installed
 TRACE := build/trace-venv
 export PIP_NO_INPUT := 1
 
-.PHONY: demo report derived test test-one-thread lint venv lane-sm80 lane-sm89 lane-sm90 package need-gpu gpu-test sanitize gpu-lane trace clean
+.PHONY: demo report derived test test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test sanitize gpu-lane trace clean
 
 demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # threads of torch and Numba take turns: those that wait must not spin
@@ -40,7 +40,7 @@ lint: $(STAMP)
 
 venv: $(STAMP)
 
-lane-sm80 lane-sm89 lane-sm90: lane-%: $(STAMP)
+lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120: lane-%: $(STAMP)
 	$(BIN)/python -m pytest tests/test_lanes.py -k $*
 
 package: $(STAMP)

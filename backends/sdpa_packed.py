@@ -288,6 +288,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) 
         if keep is not None:
             room = -(-L // 16) * 16  # the GPU's kernel reads a bias by 16 numbers, from multiples of 16 on
             bias = torch.zeros(*keep.shape[:3], room, dtype=q.dtype, device=q.device)[..., :L].masked_fill_(~keep, float("-inf"))
+        if q.is_cuda:
+            q, k, v = map(_aligned, (q, k, v))
         k, v = k.expand(-1, H, -1, -1), v.expand(-1, H, -1, -1)
         if q.device.type == "cpu":
             o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
@@ -302,6 +304,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) 
     lse = torch.logsumexp(scores, -1)
     p = scores.sub_(lse.unsqueeze(-1)).exp_()
     return (p.view(N, 1, H * M, L) @ v.to(dtype)).view(N, H, M, Dv).to(q.dtype), lse
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, copied unless all of its rows begin at multiples of 16 bytes, which torch's fused kernel on a GPU wants."""
+    bits = x.data_ptr()
+    for stride in x.stride()[:-1]:
+        bits |= stride * x.element_size()
+    return x if bits % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 class _Rows(NamedTuple):

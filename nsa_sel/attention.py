@@ -19,10 +19,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from nsa_sel import devices, dispatch, known, observe, pages, registry, tuned, watch
-from nsa_sel.call import Call, check_call, check_tensors, device_info, request_of
+from nsa_sel.call import Call, check_call, check_flag, check_tensors, device_info, request_of
 from nsa_sel.config import Settings, environment, forget_settings, settings_for
 from nsa_sel.decision import Decision, Override
-from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.errors import ArgumentError, BackendError, shown
 from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 from nsa_sel.workspace import Workspace
@@ -84,7 +84,9 @@ def selection_attention(
         _refuse_workspace(workspace, "a call that torch.compile or a dispatch mode traces")
         return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     check_transforms(q, k, v)
+    check_flag("return_lse", return_lse)
     decode = isinstance(q, Tensor) and q.dim() == 4
+    q, k, v = map(materialized, (q, k, v))
     q, k, v = in_autocast_dtype(q, k, v)  # first: what it casts need not be of one dtype
     call, decision, request = begin(q, k, v, selection, scale, q_pos, backend)
     if workspace is not None:
@@ -315,7 +317,7 @@ def refuse_second_derivative() -> NoReturn:
 
 def _check_name(argument: str, name: object) -> None:
     if not isinstance(name, str):
-        raise ArgumentError(argument, repr(name), "a name of a backend, as text", "see nsa_sel.registry.backends()")
+        raise ArgumentError(argument, shown(name), "a name of a backend, as text", "see nsa_sel.registry.backends()")
 
 
 def _override(backend: str | None, settings: Settings) -> Override | None:
@@ -360,7 +362,8 @@ def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor
         refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)")
     if _nothing_to_do(call):
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
-    do = torch.zeros_like(o) if do is None else do
+    do = torch.zeros_like(o) if do is None else do.resolve_neg()
+    dlse = None if dlse is None else dlse.resolve_neg()
     # Kernels read rows of a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
     do = do if do.stride(-1) == 1 else do.contiguous()
     (dq, dk, dv), decision = _run(call, decision, "backward", lambda module: module.backward(call, o, lse, do, dlse))
@@ -445,6 +448,11 @@ def _fall_back(decision: Decision, failed: str) -> Decision:
     if message is not None:
         raise BackendError(f"{failed} failed, and the fallback refuses. {message}", again)
     return again
+
+
+def materialized(x: Any) -> Any:
+    """x without PyTorch's lazy negation, of which a kernel that reads memory knows nothing; x itself where there is none."""
+    return x.resolve_neg() if isinstance(x, Tensor) else x
 
 
 def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:

@@ -146,6 +146,12 @@ def check_call(
     return q, k, v, selection, float(scale), None
 
 
+def check_flag(name: str, value: object) -> None:
+    """ArgumentError for what is no bool."""
+    if not isinstance(value, bool):
+        raise ArgumentError(name, shown(value), "True or False", "pass a bool")
+
+
 def check_tensors(q: object, k: object, v: object) -> None:
     """ArgumentError for the first that is no tensor."""
     for name, value in (("q", q), ("k", k), ("v", v)):

@@ -139,6 +139,8 @@ class Selection:
         _positive("block_size", block_size)
         if block_counts is not None:
             counts = _tensor("block_counts", block_counts)
+            if counts.is_floating_point() or counts.is_complex():
+                raise ArgumentError("block_counts", f"of dtype {counts.dtype}", "an integer dtype", "call .int() on it")
             counts = counts.unsqueeze(1) if counts.dim() == 2 else counts
             if counts.shape != indices.shape[:-1] or counts.device != indices.device:
                 shape = f"of shape {tuple(counts.shape)} on {counts.device}"
@@ -196,7 +198,7 @@ class Selection:
         B, S, _, blocks = scores.shape
         if q_pos is None:
             S_kv = S if S_kv is None else S_kv
-            if not isinstance(S_kv, int) or S_kv < S:
+            if not isinstance(S_kv, int) or not S <= S_kv < 1 << 62:
                 raise ArgumentError("S_kv", shown(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
             if -(-S_kv // block_size) != blocks:
                 raise ArgumentError(
@@ -426,7 +428,7 @@ class Selection:
         how alike neighbours choose; writing the ranges in place makes both forget, and ranges made under
         torch.inference_mode() are never trusted to be unwritten.
         """
-        if S_kv is not None and (not isinstance(S_kv, int) or isinstance(S_kv, bool) or S_kv < 0):
+        if S_kv is not None and (not isinstance(S_kv, int) or isinstance(S_kv, bool) or not 0 <= S_kv < 1 << 62):
             raise ArgumentError("S_kv", shown(S_kv), "a whole number >= 0, or None", "pass the number of keys, k.shape[2]")
         start, end = self.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)

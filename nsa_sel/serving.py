@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from nsa_sel.attention import check_traced, finish, prepare, run_forward, selection_attention
-from nsa_sel.call import check_call
+from nsa_sel.attention import check_traced, finish, materialized, prepare, run_forward, selection_attention
+from nsa_sel.call import check_call, check_flag
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection, check_dense
 
@@ -43,6 +43,8 @@ def selection_attention_with_kvcache(
     """
     if not is_compiling():
         check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
+    check_flag("return_lse", return_lse)
+    q, k_cache, v_cache = map(materialized, (q, k_cache, v_cache))
     decode = isinstance(q, Tensor) and q.dim() == 4
     if decode:
         q = q.unsqueeze(1)

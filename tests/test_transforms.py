@@ -123,6 +123,26 @@ def test_tensors_that_are_not_dense_are_refused(name: str) -> None:
         assert str(caught.value).startswith(f"{name} is ")
 
 
+@pytest.mark.parametrize("backend", CPU)
+def test_lazy_negation_is_carried_out(backend: str) -> None:
+    """x.imag of a conjugate is a view whose memory holds the negated numbers."""
+    q, k, v, selection = problem()
+    plain = [x.detach() for x in (q, k, v)]
+    lazy = [torch._neg_view(-x) for x in plain]
+    assert all(x.is_neg() for x in lazy)
+    wanted = results(q, k, v, selection, backend)
+    assert all(map(torch.equal, results(*(x.requires_grad_() for x in lazy), selection, backend), wanted))
+    caches = [x.transpose(1, 2) for x in lazy[1:]]
+    with torch.no_grad():
+        o = selection_attention_with_kvcache(lazy[0], *caches, selection, torch.tensor([32]), backend=backend)
+    torch.testing.assert_close(o, wanted[0])
+    o = selection_attention(q, k, v, selection, backend=backend)
+    do = torch.randn_like(o)
+    assert all(
+        map(torch.equal, torch.autograd.grad(o, (q, k, v), torch._neg_view(-do), retain_graph=True), torch.autograd.grad(o, (q, k, v), do))
+    )
+
+
 @pytest.mark.parametrize("rows", [4, 64])
 @pytest.mark.parametrize("backend", CPU)
 def test_another_default_device_changes_nothing(backend: str, rows: int) -> None:

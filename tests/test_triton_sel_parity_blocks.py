@@ -276,4 +276,4 @@ def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backe
     o = nsa_sel.selection_attention(q, k, v, selection, q_pos=positions, backend=backend)
     assert torch.equal(o, nsa_sel.selection_attention(q, k, v, selection, q_pos=positions.clone(), backend=backend))
     positions = positions.clone()
-    assert run() == first
+    assert run() == 0  # the same positions, which a CPU tells by their values

@@ -192,9 +192,9 @@ def moment():
         os.kill(os.getpid(), signal.SIGKILL)
 
 def before(call):
-    def after_a_moment(*args):
+    def after_a_moment(*args, **more):
         moment()
-        return call(*args)
+        return call(*args, **more)
     return after_a_moment
 
 def measured(found):

@@ -38,14 +38,14 @@ def sides(case: cases.Case, way: Way, side: str) -> Times:
 def test_the_rule_is_that_of_the_profiles_and_decisions_follow_it() -> None:
     request = replace(LONG, max_length=128, needs_grad=True)
     before = explain_request(request, UNKNOWN)
-    assert (before.forward, before.settings.sel_triton_min_L) == ("triton-tile", 64)  # assumed
+    assert (before.forward, before.settings.min_length("backward")) == ("triton-tile", 16)  # assumed
     found = tune_thresholds.run(STAMP, sides, WAYS)
     assert {way: (known.verdict, known.value) for way, known in found.items()} == {
         "forward": ("measured", 256), "backward": ("undecided", None), "decode": ("measured", 256),
     }  # fmt: skip
     tuned.forget()
     after = explain_request(request, UNKNOWN)
-    assert (after.settings.min_length("forward"), after.settings.min_length("backward")) == (256, 64)
+    assert (after.settings.min_length("forward"), after.settings.min_length("backward")) == (256, 16)
     assert after.settings.sources["sel_triton_min_L"] == after.settings.tuned
     assert after.settings.fingerprint != before.settings.fingerprint
     assert ("triton-group: min-length" in before.steps, "triton-group: min-length" in after.steps) == (False, True)

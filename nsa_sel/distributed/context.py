@@ -66,6 +66,8 @@ def context_parallel_attention(
             "context_parallel_attention is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a"
             " function under torch.compiler.disable, and compile the rest."
         )
+    attention.check_traced("context_parallel_attention", q, k, v)
+    q, k, v = map(attention.materialized, (q, k, v))
     group = group_of(group, "context_parallel_attention")
     begin_call(group)
     if exchange not in get_args(cost.Choice):
