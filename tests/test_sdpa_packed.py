@@ -391,6 +391,17 @@ class TestPathOfAGpu:
             assert sdpa_packed.path(call) == "dense"
             check(call)
 
+    def test_a_measured_selection_in_which_no_row_selects_anything(self) -> None:
+        """The decoding step of sequences that are done; finding that out left packed SDPA with buckets of no keys."""
+        for n in (1, 3):
+            call = make_call(*make_qkv(2, 30, 2, 3, 16, S_kv=40), Selection.from_blocks(torch.full((2, 30, 2, n), -1), 16))
+            call.selection.measure(40)
+            o, lse = sdpa_packed.forward(call)
+            assert bool((o == 0).all())
+            assert bool((lse == float("-inf")).all())
+            for gradient in sdpa_packed._backward_by_row(call, lse, torch.randn_like(o), torch.zeros_like(lse)):
+                assert bool((gradient == 0).all())
+
     def test_static_facts_say_where_rows_select_too_little(self) -> None:
         """Slices are all that rows may see: dense up to so many times what they may select."""
         waste = int(sdpa_packed._DENSE_WASTE_GPU)
