@@ -61,12 +61,7 @@ def context_parallel_attention(
         NsaSelError: ranks differ in sizes, flags, versions, devices or in the order of calls (it names rank and field), a rank does not
             come, or there is no distributed job.
     """
-    if is_compiling():
-        raise BackendError(
-            "context_parallel_attention is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a"
-            " function under torch.compiler.disable, and compile the rest."
-        )
-    attention.check_traced("context_parallel_attention", q, k, v)
+    _check_eager(q, k, v)
     q, k, v = map(attention.materialized, (q, k, v))
     group = group_of(group, "context_parallel_attention")
     begin_call(group)
@@ -132,6 +127,16 @@ def _request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, of: cost.Siz
     both = k.new_empty(1, of.B, of.G, of.Dk + of.Dv).expand(of.ranks * of.keys, -1, -1, -1).permute(1, 2, 0, 3)
     alike = Selection(selection.ranges, selection.block_size, selection.max_length)
     return request_of(q, both[..., : of.Dk], both[..., of.Dk :], alike, of.needs_grad)
+
+
+def _check_eager(*tensors: Tensor) -> None:
+    """BackendError where something traces the call: it is no op, and its collectives would be missed."""
+    if is_compiling():
+        raise BackendError(
+            "context_parallel_attention is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a"
+            " function under torch.compiler.disable, and compile the rest."
+        )
+    attention.check_traced("context_parallel_attention", *tensors)
 
 
 def _planned(

@@ -61,6 +61,7 @@ def run(first: int, count: int, device: str) -> dict[str, Any]:
     """A row of the ledger: the cases of these seeds, checked."""
     begun, kinds, ran, failed = time.perf_counter(), Counter[str](), Counter[str](), []
     cases = [case(seed, device) for seed in range(first, first + count)]
+    of_cases = digest(cases)  # before they are checked, which may write into one
     for one in cases:
         kinds[one.kind] += 1
         try:
@@ -70,7 +71,7 @@ def run(first: int, count: int, device: str) -> dict[str, Any]:
             failed.append([one.seed, one.kind, f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {str(error)[:300]}"])
     seconds = round(time.perf_counter() - begun, 1)
     return {
-        "first": first, "count": count, "device": device, "digest": digest(cases), "failed": failed, "kinds": dict(sorted(kinds.items())),
+        "first": first, "count": count, "device": device, "digest": of_cases, "failed": failed, "kinds": dict(sorted(kinds.items())),
         "ran": dict(sorted(ran.items())), "seconds": seconds,
     }  # fmt: skip
 
