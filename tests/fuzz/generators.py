@@ -5,6 +5,7 @@ Floating-point values are not part of a case: checks.py draws them from the seed
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 from collections.abc import Iterable
@@ -40,7 +41,8 @@ def case(seed: int, device: str = "cpu") -> Case:
     rng = random.Random(f"{device} {seed}")
     weights = KINDS if device == "cpu" else GPU_KINDS
     kind = rng.choices(list(weights), list(weights.values()))[0]
-    return Case(seed, device, kind, MAKERS[kind](rng, _cpu_sizes(rng) if device == "cpu" else _gpu_sizes(rng, seed)))
+    facts = MAKERS[kind](rng, _cpu_sizes(rng) if device == "cpu" else _gpu_sizes(rng, seed))
+    return Case(seed, device, kind, copy.deepcopy(facts))  # a check may write into them, and they share what was to choose from
 
 
 def digest(cases: Iterable[Case]) -> str:
