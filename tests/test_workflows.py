@@ -80,7 +80,7 @@ def test_a_submission_runs_lint_the_tests_and_their_fast_half_on_one_thread() ->
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [line for line in script if line.startswith("make ")] == ["make lint", "make test", "make test-one-thread"]
     (command,) = re.findall(r"^test-one-thread:.*\n\t(.*)$", MAKEFILE, flags=re.MULTILINE)
-    assert command == "OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not slow'"
+    assert command == "OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not slow' -k 'not triton'"
 
 
 def test_torch_is_pinned_for_every_lane() -> None:
