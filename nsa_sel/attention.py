@@ -74,7 +74,7 @@ def selection_attention(
     input and BackendError, with every reason, when the forced backend or all backends refuse; both before any kernel runs.
     """
     if type(q) is not Tensor and not is_compiling() and _is_sharded(q):
-        from nsa_sel.distributed import sharding  # stands above
+        from nsa_sel.distributed import sharding  # here, because it imports this module
 
         _refuse_workspace(workspace, "a call of DTensors")
         return sharding.sharded(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
