@@ -22,10 +22,10 @@ demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # threads of torch and Numba take turns: those that wait must not spin
 
 report: $(STAMP)
-	$(BIN)/python -m nsa_sel.bench.report
+	$(BIN)/python -m nsa_sel.bench.report.report
 
 derived: $(STAMP)
-	$(BIN)/python -m nsa_sel.bench.derived
+	$(BIN)/python -m nsa_sel.bench.report.derived
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -41,20 +41,20 @@ lint: $(STAMP)
 venv: $(STAMP)
 
 lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120: lane-%: $(STAMP)
-	$(BIN)/python -m pytest tests/test_lanes.py -k $*
+	$(BIN)/python -m pytest tests/policies/test_lanes.py -k $*
 
 package: $(STAMP)
 	$(BIN)/python -m build
 
 gpu-lane: need-gpu
-	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu tests/test_lanes.py
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu tests/policies/test_lanes.py
 
 gpu-test: need-gpu
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and not slow' \
 	$(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
 
 sanitize: need-gpu
-	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and slow' tests/test_cupy_cuda_gpu.py
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and slow' tests/backends/test_cupy_cuda_gpu.py
 
 need-gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
@@ -62,7 +62,7 @@ need-gpu:
 	'with a Python whose torch uses it' >&2; exit 1; }
 
 trace: $(TRACE)/.installed
-	$(TRACE)/bin/python bench/capture_trace.py
+	$(TRACE)/bin/python bench/questions/capture_trace.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .*_cache .hypothesis demo-output report-output

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
-    from nsa_sel.call import Call
+    from nsa_sel.core.call import Call
 
 
 def temporary(call: Call, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:

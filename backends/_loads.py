@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nsa_sel.call import Call
+    from nsa_sel.core.call import Call
 
 
 class Lists(NamedTuple):

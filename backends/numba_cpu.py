@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_sel import forks
 from nsa_sel.backends._numba.vectors import (
     add,
     broadcast,
@@ -38,7 +37,8 @@ from nsa_sel.backends._numba.vectors import (
     subtract,
     total,
 )
-from nsa_sel.call import Call
+from nsa_sel.core import forks
+from nsa_sel.core.call import Call
 
 # Of NumPy's type: Numba compiles a function again for every Python number that it is called with by its value.
 _ZERO, _ONE = np.int64(0), np.int64(1)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nsa_sel import observe
-from nsa_sel.watch import keys_read
+from nsa_sel.telemetry import events
+from nsa_sel.telemetry.passes import keys_read
 
 if TYPE_CHECKING:
-    from nsa_sel.call import Call
+    from nsa_sel.core.call import Call
 
 # A step's keys should stay in a CPU's caches, but not be so few that Python shows: 2, 4, 8, 16, 32, 64 MiB gave a gathering
 # forward pass of 328, 244, 237, 208, 282, 332 ms (one thread of a busy EPYC 7003; S 2048, G 2, h 4, D 64, 8 blocks of 64).
@@ -63,7 +63,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         start, end = call.clamped_ranges()
         tiles = _dense_tiles(call, start, end)
         if call.settings.debug_triton:
-            observe.emit("sel.path", backend="sdpa-packed", path="varlen" if tiles is None else "dense")
+            events.emit("sel.path", backend="sdpa-packed", path="varlen" if tiles is None else "dense")
         if tiles is not None:
             _forward_dense(call, tiles, start, end, o, lse)
         elif _pays_by_key(call, start, end):
@@ -355,7 +355,7 @@ def _packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str
     most = max((step * L for _, L, step in buckets), default=0)
     buffers = [_buffer(call, table, most) for table in (k_table, v_table)]
     for ids_of_bucket, L, step in buckets:
-        started = observe.now(device) if timed else 0.0
+        started = events.now(device) if timed else 0.0
         for chunk in _slices(len(ids_of_bucket), max(step, half // (L * _INDEX_BYTES))):
             ids = ids_of_bucket[chunk]
             position, keep, filled = _positions(start[ids], end[ids], L)
@@ -364,8 +364,8 @@ def _packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str
             places = [place[k_strides], place[v_strides]]
             yield _Rows(ids, keep, filled, position, [k_table, v_table], places, buffers), _slices(len(ids), step)
         if timed:
-            ms = (observe.now(device) - started) * 1e3
-            observe.emit("sel.timing.bucket", backend="sdpa-packed", direction=direction, length=L, rows=len(ids_of_bucket), ms=ms)
+            ms = (events.now(device) - started) * 1e3
+            events.emit("sel.timing.bucket", backend="sdpa-packed", direction=direction, length=L, rows=len(ids_of_bucket), ms=ms)
 
 
 def _buffer(call: Call, table: Tensor, rows: int) -> Tensor:

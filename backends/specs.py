@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nsa_sel.decision import Backend, Library, Limits, Requirement
+from nsa_sel.core.decision import Backend, Library, Limits, Requirement
 
 WIDE, WIDEST = 256, 320  # columns of a key and its value beyond which a Triton kernel has another launch
 

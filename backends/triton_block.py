@@ -46,8 +46,8 @@ from nsa_sel.backends._triton.steps import (
     split_products,
     store_columns,
 )
-from nsa_sel.call import Call
-from nsa_sel.config import KernelConfig
+from nsa_sel.core.call import Call
+from nsa_sel.settings.config import KernelConfig
 
 REDUCED = 4  # (row, head) pairs that a program of the second kernels joins
 

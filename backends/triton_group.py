@@ -43,8 +43,8 @@ from nsa_sel.backends._triton.steps import (
     walk_ranges,
     whole_block,
 )
-from nsa_sel.call import Call
-from nsa_sel.config import KernelConfig
+from nsa_sel.core.call import Call
+from nsa_sel.settings.config import KernelConfig
 
 READS_CACHES = True  # lengths and block tables, in the forward kernels
 FULL = 8  # warps of a program that has a multiprocessor for itself

@@ -18,8 +18,8 @@ from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import LN_2, LOG2_E, LOWEST, positions_of, reciprocal, row_limit, walk_ranges
-from nsa_sel.call import Call
-from nsa_sel.config import KernelConfig
+from nsa_sel.core.call import Call
+from nsa_sel.settings.config import KernelConfig
 
 SPLIT_KEYS = 32  # the fewest keys worth a program of their own
 

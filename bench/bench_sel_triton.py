@@ -22,16 +22,16 @@ import typer
 from rich.console import Console
 from tabulate import tabulate
 
-from nsa_sel.bench import cases, records
-from nsa_sel.bench.bench_selection import device_of
-from nsa_sel.bench.cases import MANY, SPANS, length_of
-from nsa_sel.bench.contenders import DENSE, PACKED, named
-from nsa_sel.bench.measure import Timing
-from nsa_sel.bench.program import echo, program, stderr_console
-from nsa_sel.bench.records import Row
-from nsa_sel.bench.session import Job, able, run
+from nsa_sel.bench.core import cases, records
+from nsa_sel.bench.core.cases import MANY, SPANS, length_of
+from nsa_sel.bench.core.contenders import DENSE, PACKED, named
+from nsa_sel.bench.core.measure import Timing
+from nsa_sel.bench.core.program import echo, program, stderr_console
+from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.session import Job, able, run
+from nsa_sel.bench.questions.bench_selection import device_of
+from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
-from nsa_sel.output import output_file
 
 RESULTS = Path("bench/results/sel_triton")
 TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")

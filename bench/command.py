@@ -8,18 +8,20 @@ from typing import Annotated
 import typer
 from tabulate import tabulate
 
-from nsa_sel.bench import bench_sel_triton, bench_selection, records
-from nsa_sel.bench.bench_selection import BACKENDS, CPU_BACKENDS, SUITES, device_of
-from nsa_sel.bench.contenders import DENSE, named
-from nsa_sel.bench.measure import Timing
-from nsa_sel.bench.peers import peers as every_peer
-from nsa_sel.bench.program import echo, stderr_console
-from nsa_sel.bench.records import Row
+from nsa_sel.bench import bench_sel_triton
+from nsa_sel.bench.core import records
+from nsa_sel.bench.core.contenders import DENSE, named
+from nsa_sel.bench.core.measure import Timing
+from nsa_sel.bench.core.peers import peers as every_peer
+from nsa_sel.bench.core.program import echo, stderr_console
+from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.session import able, run
+from nsa_sel.bench.questions import bench_selection
+from nsa_sel.bench.questions.bench_selection import BACKENDS, CPU_BACKENDS, SUITES, device_of
 from nsa_sel.bench.sel_threshold_from_csv import report
-from nsa_sel.bench.session import able, run
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
+from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
-from nsa_sel.output import output_file
 
 PEERS_SHOWN = ("case", "direction", "backend", "computes", "ms_median", "ms_p20", "ms_p80", "mae", "causal", "prepare_ms", "error", "wrong")
 

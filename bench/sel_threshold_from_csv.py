@@ -15,11 +15,11 @@ from typing import Annotated
 import typer
 from tabulate import tabulate
 
-from nsa_sel.bench import records
 from nsa_sel.bench.bench_sel_triton import from_csv
-from nsa_sel.bench.contenders import PACKED
-from nsa_sel.bench.program import echo, program
-from nsa_sel.bench.records import Row
+from nsa_sel.bench.core import records
+from nsa_sel.bench.core.contenders import PACKED
+from nsa_sel.bench.core.program import echo, program
+from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.threshold_optimizer import MARGIN, REGRESSION, TRITON, Pair, Threshold, decided, sentence, thresholds
 
 

@@ -17,14 +17,14 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import yaml
 
-from nsa_sel.bench import records
-from nsa_sel.bench.cases import length_of
-from nsa_sel.bench.contenders import PACKED
-from nsa_sel.bench.cost_fit import WAYS
-from nsa_sel.bench.program import echo, program
-from nsa_sel.bench.records import Row
+from nsa_sel.bench.core import records
+from nsa_sel.bench.core.cases import length_of
+from nsa_sel.bench.core.contenders import PACKED
+from nsa_sel.bench.core.program import echo, program
+from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.tune.cost_fit import WAYS
+from nsa_sel.core.registry import backends
 from nsa_sel.errors import ArgumentError
-from nsa_sel.registry import backends
 
 MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the threshold on (REQUIREMENTS 9)
 REGRESSION = 0.10  # by which no case from the threshold on may be slower than packed SDPA, whatever the margin

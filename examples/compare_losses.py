@@ -17,8 +17,8 @@ import matplotlib
 import typer
 from tabulate import tabulate
 
-from nsa_sel.bench import records
-from nsa_sel.bench.losses import averages, furthest, speed
+from nsa_sel.bench.core import records
+from nsa_sel.bench.report.losses import averages, furthest, speed
 from nsa_sel.errors import ArgumentError, NsaSelError
 
 matplotlib.use("Agg")

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
 from nsa_sel import NSASelection, block_scores
-from nsa_sel.bench.measure import environment
+from nsa_sel.bench.core.measure import environment
 from nsa_sel.errors import ArgumentError, NsaSelError
 
 matplotlib.use("Agg")

@@ -1,6 +1,6 @@
 """Selection attention of Native Sparse Attention (arXiv 2502.11089): one call, several backends, and a decision anyone can read.
 
-Names are loaded when first used: `import nsa_sel.dispatch` needs no torch.
+Names are loaded when first used: `import nsa_sel.core.dispatch` needs no torch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsa_sel.attention import explain, explain_request, forget_decisions, selection_attention, use_backend
-    from nsa_sel.decision import Decision
-    from nsa_sel.module import NSASelection, block_scores
-    from nsa_sel.observe import counters, decisions, log_to
+    from nsa_sel.core.decision import Decision
+    from nsa_sel.layer import NSASelection, block_scores
     from nsa_sel.selection import Selection
     from nsa_sel.serving import selection_attention_with_kvcache
-    from nsa_sel.show import describe
-    from nsa_sel.syncing import sync_tuning
+    from nsa_sel.settings.syncing import sync_tuning
+    from nsa_sel.settings.warmup import warmup
+    from nsa_sel.telemetry.describe import describe
+    from nsa_sel.telemetry.events import counters, decisions, log_to
     from nsa_sel.varlen import selection_attention_varlen, varlen_positions
-    from nsa_sel.warming import warmup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,24 +42,24 @@ __all__ = [
     "warmup",
 ]
 _HOMES = {
-    "Decision": "decision",
-    "NSASelection": "module",
+    "Decision": "core.decision",
+    "NSASelection": "layer",
     "Selection": "selection",
-    "block_scores": "module",
-    "counters": "observe",
-    "decisions": "observe",
-    "describe": "show",
+    "block_scores": "layer",
+    "counters": "telemetry.events",
+    "decisions": "telemetry.events",
+    "describe": "telemetry.describe",
     "explain": "attention",
     "explain_request": "attention",
     "forget_decisions": "attention",
-    "log_to": "observe",
+    "log_to": "telemetry.events",
     "selection_attention": "attention",
     "selection_attention_varlen": "varlen",
     "selection_attention_with_kvcache": "serving",
-    "sync_tuning": "syncing",
+    "sync_tuning": "settings.syncing",
     "use_backend": "attention",
     "varlen_positions": "varlen",
-    "warmup": "warming",
+    "warmup": "settings.warmup",
 }
 
 

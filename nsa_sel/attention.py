@@ -18,14 +18,16 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from nsa_sel import devices, dispatch, known, observe, pages, registry, tuned, watch
-from nsa_sel.call import Call, check_call, check_flag, check_tensors, device_info, request_of
-from nsa_sel.config import Settings, environment, forget_settings, settings_for
-from nsa_sel.decision import Decision, Override
+from nsa_sel.core import dispatch, known, pages, registry
+from nsa_sel.core.call import Call, check_call, check_flag, check_tensors, device_info, request_of
+from nsa_sel.core.decision import Decision, Override
+from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.workspace import Workspace
 from nsa_sel.errors import ArgumentError, BackendError, shown
-from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
-from nsa_sel.workspace import Workspace
+from nsa_sel.settings import devices, tuned
+from nsa_sel.settings.config import Settings, environment, forget_settings, settings_for
+from nsa_sel.telemetry import events, passes
 
 T = TypeVar("T")
 FALLBACK = "sdpa-packed"
@@ -79,7 +81,7 @@ def selection_attention(
         _refuse_workspace(workspace, "a call of DTensors")
         return sharding.sharded(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     if is_compiling() or _traces(q, k, v):
-        from nsa_sel import ops  # likewise
+        from nsa_sel.core import ops  # likewise
 
         _refuse_workspace(workspace, "a call that torch.compile or a dispatch mode traces")
         return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
@@ -143,7 +145,7 @@ def _ready(
     backend: str | None, lengths: Tensor | None = None, block_table: Tensor | None = None,
 ) -> tuple[Call, Decision, Request]:  # fmt: skip
     """What the flags ask for before a decided call runs, and the call."""
-    observe.follow(decision.settings)
+    events.follow(decision.settings)
     if decision.settings.autotune in ("warmup", "warmup-tune") and _warm_up(request, q.device):
         decision = decide(request, device_info(q.device), backend)
     call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table)
@@ -154,7 +156,7 @@ def _ready(
 
 def finish(call: Call, decision: Decision, request: Request, o: Tensor) -> None:
     """Record what ran forward, and compare it where that is asked for."""
-    observe.record(decision, request)
+    events.record(decision, request)
     if call.settings.debug_compare and not call.capturing():
         _compare(call, decision, "forward", (o,))
 
@@ -172,7 +174,7 @@ def _is_sharded(q: Any) -> bool:
 
 def _warm_up(request: Request, device: torch.device) -> bool:
     """Compile, and tune where asked, before the first call on a device; whether that was done now."""
-    from nsa_sel.warming import first_call  # stands above
+    from nsa_sel.settings.warmup import first_call  # stands above
 
     return first_call(request, device)
 
@@ -234,7 +236,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     decision = select(request, device, backend)
     message = dispatch.refusal(decision)
     if message is not None:
-        observe.count("unserved")
+        events.count("unserved")
         raise BackendError(message, decision)
     devices.warn_if_assumed(decision)
     return decision
@@ -264,7 +266,7 @@ def forced_here() -> str | None:
 
 def _traces(*tensors: Any) -> bool:
     """Whether something looks at each operation: a dispatch mode (make_fx, FakeTensorMode, a counter of FLOPs), or a tensor whose class
-    does. It sees the op of nsa_sel/ops.py then; what a backend does past the dispatcher it would miss."""
+    does. It sees the op of nsa_sel/core/ops.py then; what a backend does past the dispatcher it would miss."""
     if _len_modes():
         return True
     return any(type(x) not in _PLAIN and isinstance(x, Tensor) and type(x).__torch_dispatch__ is not _NO_DISPATCH for x in tensors)
@@ -317,7 +319,7 @@ def refuse_second_derivative() -> NoReturn:
 
 def _check_name(argument: str, name: object) -> None:
     if not isinstance(name, str):
-        raise ArgumentError(argument, shown(name), "a name of a backend, as text", "see nsa_sel.registry.backends()")
+        raise ArgumentError(argument, shown(name), "a name of a backend, as text", "see nsa_sel.core.registry.backends()")
 
 
 def _override(backend: str | None, settings: Settings) -> Override | None:
@@ -367,7 +369,7 @@ def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor
     # Kernels read rows of a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
     do = do if do.stride(-1) == 1 else do.contiguous()
     (dq, dk, dv), decision = _run(call, decision, "backward", lambda module: module.backward(call, o, lse, do, dlse))
-    observe.count("backward", str(decision.backward))
+    events.count("backward", str(decision.backward))
     if call.settings.debug_compare and not call.capturing():
         _compare(call, decision, "backward", (dq, dk, dv), o, lse, do, dlse)
     return dq, dk, dv
@@ -401,15 +403,15 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
     name = decision.forward if direction == "forward" else decision.backward
     assert name is not None, "decide() refuses before any kernel"
     if decision.override is None and registry.is_broken(name, decision.request):  # since this graph was recorded
-        observe.count("fallbacks", name, "failed-before")
+        events.count("fallbacks", name, "failed-before")
         decision, name = _fall_back(decision, name), FALLBACK
     try:
         return _on_device(call, name, direction, work), decision
     except (torch.OutOfMemoryError, ArgumentError):  # the second: a workspace that is too small
         raise
     except Exception as error:
-        observe.count("failed", name)
-        observe.emit("sel.backend.failed", logging.ERROR, backend=name, direction=direction, error=repr(error), request=decision.request)
+        events.count("failed", name)
+        events.emit("sel.backend.failed", logging.ERROR, backend=name, direction=direction, error=repr(error), request=decision.request)
         if decision.override is not None or name == FALLBACK or any(text in str(error) for text in STICKY):
             raise
         # Seen without any logging set up, and once a class of calls: it is not tried again.
@@ -417,7 +419,7 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[registr
         registry.mark_broken(name, decision.request, error)
         forget_decisions()
         decision = _fall_back(decision, name)
-        observe.count("fallbacks", name, type(error).__name__)
+        events.count("fallbacks", name, type(error).__name__)
         return _on_device(call, FALLBACK, direction, work), decision
 
 
@@ -430,7 +432,7 @@ def _on_device(call: Call, name: str, direction: str, work: Callable[[registry.B
     if workspace is not None:
         workspace.begin()
     if settings.debug_triton or settings.debug_timing or settings.debug_nvtx:
-        result = watch.watched(call, name, direction, module, lambda: work(module))
+        result = passes.watched(call, name, direction, module, lambda: work(module))
     else:
         result = work(module)
     if workspace is not None:
@@ -476,4 +478,4 @@ def _compare(call: Call, decision: Decision, direction: str, got: tuple[Tensor, 
         wanted = _forward_of(reference, silent) if direction == "forward" else getattr(reference, direction)(silent, *given)
         mae = max(float((mine.detach().double() - other.double()).abs().mean()) for mine, other in zip(got, wanted, strict=False))
     backend = decision.forward if direction == "forward" else decision.backward
-    observe.emit("sel.compare", backend=backend, direction=direction, reference=FALLBACK, mae=mae)
+    events.emit("sel.compare", backend=backend, direction=direction, reference=FALLBACK, mae=mae)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nsa_sel.decision import Decision
+    from nsa_sel.core.decision import Decision
 
 _MOST_SHOWN = 500  # characters of a bad value
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.config import debugging
+from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.errors import ArgumentError, shown
-from nsa_sel.request import SHARING_TOKENS
+from nsa_sel.settings.config import debugging
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _MEANING = {

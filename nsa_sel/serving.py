@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nsa_sel.attention import check_traced, finish, materialized, prepare, run_forward, selection_attention
-from nsa_sel.call import check_call, check_flag
+from nsa_sel.core.call import check_call, check_flag
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection, check_dense
 

@@ -8,12 +8,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel import registry
 from nsa_sel.attention import decide, in_autocast_dtype, select, selection_attention, transformed
 from nsa_sel.backends.specs import on_hopper_tiles
-from nsa_sel.call import check_call, device_info, request_of
+from nsa_sel.core import registry
+from nsa_sel.core.call import check_call, device_info, request_of
+from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ArgumentError, shown
-from nsa_sel.request import DeviceInfo, Request
 from nsa_sel.selection import Selection, check_dense
 
 Bounds = Tensor | list[int] | tuple[int, ...]  # cu_seqlens as callers give them

@@ -13,8 +13,8 @@ import math
 from typing import NamedTuple
 
 from nsa_sel.backends.specs import launch_class, on_hopper_tiles, tile_columns
-from nsa_sel.dispatch import Case
-from nsa_sel.request import SHARING_TOKENS, Request
+from nsa_sel.core.dispatch import Case
+from nsa_sel.core.request import SHARING_TOKENS, Request
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads that a tile, or a step of a block's rows, holds
@@ -62,7 +62,7 @@ def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> fl
 
 
 def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[str, float]:
-    """The amount of every kind of work in `nsa_sel.config.COST_TERMS`, in its unit, for selections of whole blocks."""
+    """The amount of every kind of work in `nsa_sel.settings.config.COST_TERMS`, in its unit, for selections of whole blocks."""
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
     block = request.block_size or 1
     pairs = blocks_of(request).chosen

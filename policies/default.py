@@ -5,7 +5,7 @@ Where the device's profile has no costs, or they do not speak for the request, t
 
 from __future__ import annotations
 
-from nsa_sel.dispatch import Case, Policy
+from nsa_sel.core.dispatch import Case, Policy
 from nsa_sel.policies import cost, guards, rules
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nsa_sel.decision import Offer, Reason
-from nsa_sel.dispatch import Case
+from nsa_sel.core.decision import Offer, Reason
+from nsa_sel.core.dispatch import Case
 
 
 def available(case: Case, offer: Offer) -> tuple[Reason, ...]:

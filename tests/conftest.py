@@ -11,7 +11,10 @@ import hypothesis
 import pytest
 import torch
 
-from nsa_sel import attention, config, observe, registry, tuned, warming
+from nsa_sel import attention
+from nsa_sel.core import registry
+from nsa_sel.settings import config, tuned, warmup
+from nsa_sel.telemetry import events
 
 # The same examples in every run, and no folder of past ones.
 hypothesis.settings.register_profile("nsa_sel", derandomize=True, database=None, deadline=None)
@@ -127,8 +130,8 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     forget()
     yield
-    observe.log_to(None)
-    observe._followed = None
+    events.log_to(None)
+    events._followed = None
     forget()
 
 
@@ -138,5 +141,5 @@ def forget() -> None:
     config._variables[0] = -1
     registry.forget_broken()
     tuned.forget()
-    warming.forget_warmups()
+    warmup.forget_warmups()
     attention.forget_decisions()

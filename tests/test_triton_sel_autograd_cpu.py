@@ -7,8 +7,8 @@ import torch
 
 import nsa_sel
 from nsa_sel.selection import Selection
-from tests.cases import make_blocks, make_qkv, make_spans
-from tests.parity import attend
+from tests.helpers.cases import make_blocks, make_qkv, make_spans
+from tests.helpers.parity import attend
 
 BACKENDS = ("sdpa-packed", "numba", "triton-group", "triton-token")
 

@@ -8,9 +8,9 @@ import torch
 import nsa_sel
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
-from tests.cases import assert_forward, edge_selections, make_blocks, make_grads, make_qkv
-from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
-from tests.poison import POISONS, check_empty_rows, check_one_row, new_memory_is_nan, put, rows_with_holes, selected, through
+from tests.helpers.cases import assert_forward, edge_selections, make_blocks, make_grads, make_qkv
+from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
+from tests.helpers.poison import POISONS, check_empty_rows, check_one_row, new_memory_is_nan, put, rows_with_holes, selected, through
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-group", "triton-token")
@@ -100,8 +100,8 @@ def test_one_range_of_one_row_of_many_pairs(backend: str) -> None:
 
 
 def test_blocks_that_straddle_kv_tiles_take_little_room() -> None:
-    from nsa_sel.call import Call, check_call, device_info
-    from nsa_sel.config import settings_for
+    from nsa_sel.core.call import Call, check_call, device_info
+    from nsa_sel.settings.config import settings_for
 
     q, k, v = make_qkv(S=4, G=1, h=1, Dk=16, S_kv=3000)
     checked, device = check_call(q, k, v, make_blocks(1, 4, 1, 3000, 64, 24), None, None), device_info(q.device)
@@ -119,7 +119,8 @@ def test_sums_of_split_blocks_do_not_depend_on_the_workspace(monkeypatch: pytest
     """dK and dV one (batch, group) pair at a time: the partials are many, the sums the same."""
     import msgspec
 
-    from nsa_sel import attention, config
+    from nsa_sel import attention
+    from nsa_sel.settings import config
 
     q, k, v = make_qkv(B=2, S=8, G=2, h=2, Dk=16, S_kv=48)
     selection = make_blocks(2, 8, 2, 48, 3, 16)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nsa_sel.selection import Selection
-from tests.cases import make_blocks, make_qkv, make_spans
-from tests.parity import attend, check_both, check_forward
+from tests.helpers.cases import make_blocks, make_qkv, make_spans
+from tests.helpers.parity import attend, check_both, check_forward
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-group", "triton-token")

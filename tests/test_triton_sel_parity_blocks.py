@@ -9,17 +9,18 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import attention, config
+from nsa_sel import attention
 from nsa_sel.backends._triton import inverse as inverse_module
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton import union as union_module
 from nsa_sel.backends._triton.inverse import inverse
 from nsa_sel.backends._triton.union import union
-from nsa_sel.call import Call, check_call, device_info
+from nsa_sel.core.call import Call, check_call, device_info
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
-from tests.cases import edge_block_lists, make_blocks, make_qkv, make_spans
-from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
+from nsa_sel.settings import config
+from tests.helpers.cases import edge_block_lists, make_blocks, make_qkv, make_spans
+from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-tile", "triton-block")

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import attention, registry
+from nsa_sel import attention
+from nsa_sel.core import registry
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
-from tests.cases import edge_block_lists, edge_selections, make_blocks, make_grads, make_qkv, make_spans
-from tests.parity import attend, check_both, check_deterministic, check_forward, check_poison
-from tests.poison import POISONS, check_empty_rows, check_one_row, rows_with_holes, selected, through
+from tests.helpers.cases import edge_block_lists, edge_selections, make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
+from tests.helpers.poison import POISONS, check_empty_rows, check_one_row, rows_with_holes, selected, through
 
 pytestmark = pytest.mark.gpu
 
@@ -241,7 +242,7 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
     """Shared memory that no GPU has: the automatic choice steps down to packed SDPA, a forced one raises."""
     import msgspec
 
-    from nsa_sel import config
+    from nsa_sel.settings import config
 
     settings_for = config.settings_for
 

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel import Selection, attention, registry
+from nsa_sel import Selection, attention
 from nsa_sel.backends import sdpa_packed
-from nsa_sel.decision import Backend, Decision, Limits
+from nsa_sel.core import registry
+from nsa_sel.core.decision import Backend, Decision, Limits
+from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_forward, oracle_mask
-from nsa_sel.request import DeviceInfo, example_request
-from tests.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 
 PINNED = """
 provenance: "the order of the tests, whatever the CPU profile says"

@@ -24,7 +24,7 @@ from torch import Tensor
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
-from nsa_sel.call import Call
+from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
 SORTED = 256  # entries that a program sorts at once; eight bits of its keys

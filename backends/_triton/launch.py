@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel import observe
 from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends._triton.combine import combine_kernel
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends.specs import launch_class, tile_columns
-from nsa_sel.call import Call
-from nsa_sel.config import KernelConfig
+from nsa_sel.core.call import Call
+from nsa_sel.settings.config import KernelConfig
+from nsa_sel.telemetry import events
 
 SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many programs
 MIN_TILE = 16  # the smallest side of a matrix-unit operand
@@ -196,7 +196,7 @@ def kernel_config(call: Call, of: Heads, kernel: str, *, bulk_copies: bool | Non
         config = msgspec.structs.replace(config, loads="pointer")
     if settings.debug_triton:
         source = settings.sources.get(f"kernels.{name}", "base.yaml")
-        observe.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), source=source, path=path(call, kernel))
+        events.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), source=source, path=path(call, kernel))
     return config
 
 

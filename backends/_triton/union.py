@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
-from nsa_sel.call import Call
+from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
 MOST_ROWS = 64  # of a tile: one bit each, and six bits of the sorted keys

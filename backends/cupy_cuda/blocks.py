@@ -14,7 +14,7 @@ from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
 from nsa_sel.backends.cupy_cuda.tiles import HOPPER, KEYS, MAP, PANEL
-from nsa_sel.call import Call
+from nsa_sel.core.call import Call
 
 WARPS = 4  # that compute; one more copies
 RESERVED = 2048  # bytes of shared memory a block: the system's, and `__shared__` variables to the next multiple of 1024

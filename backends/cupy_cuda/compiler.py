@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
-from nsa_sel import private
 from nsa_sel.errors import BackendError
-from nsa_sel.tuned import cache_folder
+from nsa_sel.settings import private
+from nsa_sel.settings.tuned import cache_folder
 
 Constants = tuple[tuple[str, int], ...]  # macros, in the order of their names
 OPTIONS = ("-std=c++17", "-lineinfo")

@@ -12,7 +12,7 @@ from nsa_sel.backends.cupy_cuda import launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.lists import Lists, lists_of, most_parts, piece_within
 from nsa_sel.backends.cupy_cuda.rows import pitches, shape_of
-from nsa_sel.call import Call
+from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
 NARROW = 272  # numbers of a key's and a value's row together up to which one warp holds 16 keys' dk and dv in registers

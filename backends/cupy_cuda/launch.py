@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda.compiler import Constants, architecture, cubin
-from nsa_sel.call import Call
+from nsa_sel.core.call import Call
 
 PROBLEM = "24q2d"  # struct Problem of common.cuh
 MOST_BYTES = 4096  # of a kernel's arguments

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
-from nsa_sel.call import Call
+from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
 SHORTEST = 32  # entries a piece: a few steps, else reading the tile and writing its part is most of the work

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends.cupy_cuda import blocks, launch, tiles
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.call import Call
+from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
 TILE, STAGES = 16, 2  # keys at once, and buffers of a team: walk.cuh

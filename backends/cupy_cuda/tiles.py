@@ -15,7 +15,7 @@ from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.specs import DQ_GROUPS, hopper_groups, on_hopper_tiles
-from nsa_sel.call import Call
+from nsa_sel.core.call import Call
 
 HOPPER = 90  # wgmma is this chip's alone
 ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a group of warps, keys of a step, bytes of 64 rows of 64 columns

@@ -17,13 +17,15 @@ import msgspec
 import torch
 from torch import distributed as dist
 
-from nsa_sel import attention, dispatch, tuned
-from nsa_sel.call import device_info
-from nsa_sel.config import Settings, settings_for
-from nsa_sel.decision import REFUSING_KINDS, Decision
+from nsa_sel import attention
+from nsa_sel.core import dispatch
+from nsa_sel.core.call import device_info
+from nsa_sel.core.decision import REFUSING_KINDS, Decision
+from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.distributed.gathered import all_gather
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
-from nsa_sel.request import DeviceInfo, Request
+from nsa_sel.settings import tuned
+from nsa_sel.settings.config import Settings, settings_for
 
 SECONDS = 300.0  # that a rank waits for the others: a first call may compile for minutes
 MAY_DIFFER = ("debug_log", "fingerprint", "sources")  # of the settings: a log for each rank, and what only says where values are from

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.compiler import is_compiling
 
-from nsa_sel import attention, observe
-from nsa_sel.call import Call, as_selection, check_call, device_info, request_of
-from nsa_sel.config import settings_for
+from nsa_sel import attention
+from nsa_sel.core.call import Call, as_selection, check_call, device_info, request_of
+from nsa_sel.core.request import Request
 from nsa_sel.distributed import cost, gathered, travelling, visiting
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
 from nsa_sel.errors import ArgumentError, BackendError, shown
-from nsa_sel.request import Request
 from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from nsa_sel.telemetry import events
 
 
 def context_parallel_attention(
@@ -85,7 +86,7 @@ def context_parallel_attention(
         return agree(request, device, group, backend, q.device, **alike, **more)
 
     done, route, chosen = _planned(q, k, v, selection, q_pos, of, exchange, count_blocks, agreed, group)
-    observe.follow(settings_for(device))
+    events.follow(settings_for(device))
     if done.way == "rows":
         k, v = visiting.aligned(k), visiting.aligned(v)
         request = visiting.request(q, k, v, selection, ranks, needs_grad)

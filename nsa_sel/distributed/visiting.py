@@ -17,14 +17,14 @@ from torch import Tensor
 from torch import distributed as dist
 
 from nsa_sel import attention
-from nsa_sel.call import Call, device_info, request_of
-from nsa_sel.config import settings_for
-from nsa_sel.decision import Decision
+from nsa_sel.core.call import Call, device_info, request_of
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.request import Request
 from nsa_sel.distributed.agreement import Agreed
 from nsa_sel.distributed.cost import ALIGNED, padded
 from nsa_sel.distributed.gathered import all_gather
-from nsa_sel.request import Request
 from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
 
 
 def aligned(x: Tensor) -> Tensor:

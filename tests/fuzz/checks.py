@@ -29,22 +29,23 @@ from torch.nn.functional import pad
 from typer.testing import CliRunner
 
 import nsa_sel
-from nsa_sel import config, registry
-from nsa_sel.cli import app
-from nsa_sel.devices import GPUS
+from nsa_sel.cli.app import app
+from nsa_sel.core import registry
+from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import BackendError, ConfigError, NsaSelError
 from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
-from nsa_sel.request import DeviceInfo, example_request
 from nsa_sel.selection import Selection
+from nsa_sel.settings import config
+from nsa_sel.settings.devices import GPUS
 from tests import conftest
-from tests.cases import assert_within_twice_baseline, make_qkv, plain_torch
+from tests.api.test_serving import gathered, make_cache, positions
 from tests.fuzz.generators import ODD_TENSORS, Case, Facts, case, digest
-from tests.test_serving import gathered, make_cache, positions
-from tests.varlen_cases import Packed, bounds, seen_keys
+from tests.helpers.cases import assert_within_twice_baseline, make_qkv, plain_torch
+from tests.helpers.paths import DATA, ROOT
+from tests.helpers.varlen_cases import Packed, bounds, seen_keys
 
 CPU_SECONDS = 120  # of processor time, which does not grow under load, that one case may take; compiling is the most of it
 FAR = 2**40  # beyond every key and every int32
-DATA = Path(__file__).parents[1] / "data"
 Ran = Counter[str]
 Results = dict[str, Tensor]
 
@@ -520,7 +521,7 @@ def check_config(case: Case, f: Facts) -> Ran:
     ran = Counter[str]()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if not flags:
-            shipped = sorted((Path(config.__file__).parent / "configs").rglob("*.yaml"))
+            shipped = sorted((ROOT / "configs").rglob("*.yaml"))
             tree = edit_tree(yaml.safe_load(shipped[int(f["file"] * len(shipped))].read_text()), f["tree"])
             text = edit_text(yaml.safe_dump(tree, sort_keys=False), f["text"]).encode("utf-8", "surrogatepass")
             flags = {config.CONFIG_FLAG: f"{folder}/fuzz.yaml"}

@@ -1,0 +1,267 @@
+"""The cases that the benches measure: sizes, and selections that are random or a language model's own."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsa_sel.selection import Selection
+
+LAYERS = 30  # of the committed maps
+SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
+SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
+MANY, MIXED = 8, (2, 4, 8)  # spans of a row that is cut into many; into as many as is drawn for it
+LEAST_BLOCK = 16  # keys: the smallest block that every backend takes
+SPAN_KEYS = 8192  # that a row of a span case may select
+DECODE_KEYS = 4096  # of each sequence in the decode matrix
+SHARES = (24, 16, 8, 4, 4, 2, 2, 1, 1, 1, 0.5, 0.5)  # of 64 parts: the sequences of a packed batch
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Case(NamedTuple):
+    """Sizes of one case; `distribution`: random (scores from a normal distribution), real (SmolLM2's selections), packed (random in each
+    of the sequences of `packed_bounds`), or one of `SPANS`.
+
+    `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
+    real case takes, and how many keys a row of spans selects, stands in its name alone (`layers_of`, `length_of`).
+    """
+
+    case: str
+    distribution: str
+    B: int
+    S: int
+    S_kv: int
+    G: int
+    h: int
+    Dk: int
+    Dv: int
+    n: int
+    block: int
+    dtype: str
+
+
+def prefill(kind: str, S: int, h: int, Dk: int = 128) -> Case:
+    """S rows over S keys, 4 groups of h heads, 16 blocks of 64 keys a row, bf16; named by distribution, thousands of rows and h."""
+    other_dims = "" if Dk == 128 else f"-{Dk}"
+    return Case(f"{kind}-{S // 1024}k-h{h}{other_dims}", kind, 1, S, S, 4, h, Dk, 128, 16, 64, "bfloat16")
+
+
+def performance_cases() -> list[Case]:
+    """The prefill cases of the performance table: real 8k, random 8k and 32k, h 16, 4, 1, and the paper's 192/128 head dims."""
+    sizes = [(kind, S, h) for kind, S in (("real", 8192), ("random", 8192), ("random", 32768)) for h in (16, 4, 1)]
+    return [*(prefill(*size) for size in sizes), prefill("random", 32768, 16, Dk=192)]
+
+
+def decode_cases() -> list[Case]:
+    """One query a sequence over a long cache: one stream, a batch, a large batch, and small groups."""
+    sizes = ((1, 65536, 4, 16), (64, 32768, 4, 16), (256, 16384, 4, 16), (64, 32768, 8, 4))
+    return [Case(f"decode-B{B}-{S // 1024}k-h{h}", "random", B, 1, S, G, h, 128, 128, 16, 64, "bfloat16") for B, S, G, h in sizes]
+
+
+def threshold_cases() -> list[Case]:
+    """Rows that select L keys, for the L from which Triton pays: 1024 rows of a prefill, and 64 decoded sequences."""
+    sizes = [
+        (kind, B, S, D, L) for kind, B, S in (("prefill", 1, 1024), ("decode", 64, 1)) for D in (64, 128) for L in (64, 256, 1024, 4096)
+    ]
+    return [Case(f"threshold-{kind}-D{D}-L{L}", "random", B, S, 8192, 2, 4, D, D, L // 64, 64, "bfloat16") for kind, B, S, D, L in sizes]
+
+
+def layer_cases() -> list[Case]:
+    """Every layer of the committed maps with all its 3 KV heads, 8k rows: alone, and four different ones as a batch; h 16, 4, 1.
+
+    The last of the 8 batches wraps to the first layers.
+    """
+    alone = [(layer,) for layer in range(LAYERS)]
+    batches = [tuple(layer % LAYERS for layer in range(first, first + 4)) for first in range(0, LAYERS, 4)]
+    return [
+        Case(f"real-8k-{layer_name(layers)}-h{h}", "real", len(layers), 8192, 8192, 3, h, 128, 128, 16, 64, "bfloat16")
+        for layers in (*alone, *batches)
+        for h in (16, 4, 1)
+    ]
+
+
+def scaling_cases() -> list[Case]:
+    """Random selections from 8k to 128k rows, h 16, 4, 1: does the time grow linearly?"""
+    return [prefill("random", S * 1024, h) for S in (8, 32, 64, 128) for h in (16, 4, 1)]
+
+
+def breakeven_cases() -> list[Case]:
+    """From where on selection beats dense attention: the first 1k to 8k rows of real selections, 16k to 64k random ones, h 16, 4, 1."""
+    lengths = [("real", S) for S in (1, 2, 4, 8)] + [("random", S) for S in (16, 32, 64)]
+    return [prefill(kind, S * 1024, h) for kind, S in lengths for h in (16, 4, 1)]
+
+
+def cost_cases() -> list[Case]:
+    """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/tune_costs.py).
+
+    Small calls for the host's share, real and random selections for what neighbours share, 64 to 4096 keys a row, h 16, 4 and 1,
+    head dims 64, 128 and 192 with 128, and decoding of one stream and of batches. Of the committed rows of the H200, those of these
+    sizes alone choose as well as all of them (a test says so).
+    """
+    found = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
+    wide = [prefill("real", 1024, 4, Dk=192), prefill("real", 8192, 16, Dk=192), prefill("random", 32768, 16, Dk=192)]
+    narrow = prefill("real", 8192, 4, Dk=64)._replace(Dv=64)
+    by_length = [case._replace(case=case.case.replace("threshold", "cost")) for case in threshold_cases()]
+    one, batch = decode_cases()[:2]
+    return [*found, narrow, *wide, *by_length, one, batch, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192)]
+
+
+def quick_cases() -> list[Case]:
+    """Small ones of each kind, for a look at a machine: a real and a random prefill, and decoding."""
+    return [
+        *(Case(f"quick-{kind}-1k-h4", kind, 1, 1024, 1024, 2, 4, 64, 64, 16, 64, "bfloat16") for kind in ("real", "random")),
+        Case("quick-decode-B4-4k-h4", "random", 4, 1, 4096, 2, 4, 64, 64, 16, 64, "bfloat16"),
+    ]
+
+
+def packed_cases() -> list[Case]:
+    """32k rows in 12 sequences of 256 to 12k, h 16 and 4: all beginning with a block of 64, or at odd places."""
+    return [
+        Case(f"packed-{kind}-32k-h{h}", "packed", 1, 32768, 32768, 4, h, 128, 128, 16, 64, "bfloat16")
+        for kind in ("whole", "odd")
+        for h in (16, 4)
+    ]
+
+
+def packed_bounds(case: Case) -> list[int]:
+    """cu_seqlens of a packed case."""
+    bounds = [0]
+    for share in SHARES:
+        bounds.append(bounds[-1] + int(case.S * share / 64))
+    return [0, *(bound - 5 for bound in bounds[1:-1]), case.S] if "-odd-" in case.case else bounds
+
+
+def span_case(distribution: str, N: int, H: int, D: int, Dv: int, L: int, dtype: str = "bfloat16") -> Case:
+    """N rows of one prefill over the `SPAN_KEYS` keys before them, in one group of H heads, each selecting L keys in spans.
+
+    Many equal spans are blocks where backends take blocks of their length; else block is 0, and `length_of` knows L.
+    """
+    n = {"few": 1, "many": MANY, "mixed": max(MIXED)}[distribution]
+    block = L // MANY if distribution == "many" and L % (MANY * LEAST_BLOCK) == 0 else 0
+    name = f"{distribution}-N{N}-H{H}-D{D}-Dv{Dv}-L{L}"
+    return Case(name, distribution, 1, N, SPAN_KEYS + N, 1, H, D, Dv, n, block, dtype)
+
+
+def block_decode_case(N: int, H: int, D: int, Dv: int, l_sel: int, n_sel: int, dtype: str = "bfloat16") -> Case:
+    """One query of each of N sequences over `DECODE_KEYS` keys, in one group of H heads: n_sel random blocks of l_sel keys."""
+    name = f"decode-N{N}-H{H}-D{D}-Dv{Dv}-l{l_sel}-n{n_sel}"
+    return Case(name, "random", N, 1, DECODE_KEYS, 1, H, D, Dv, n_sel, l_sel, dtype)
+
+
+def length_of(case: str, n: int, block: int) -> int:
+    """The keys that a row of a threshold case selects: the L of its name, or n whole blocks."""
+    found = re.search(r"-L(\d+)$", case)
+    return int(found[1]) if found else n * block
+
+
+def span_lengths(distribution: str, L: int, rows: int, generator: torch.Generator) -> Tensor:
+    """How each row's L keys are cut, [rows, n]. few: one span. many: 8 equal ones. mixed: 2, 4 or 8 random ones, then spans of 0 keys."""
+    if distribution == "few":
+        return torch.full((rows, 1), L)
+    if distribution == "many":
+        return torch.full((rows, MANY), L // MANY)
+    spans = torch.tensor(MIXED)[torch.randint(len(MIXED), (rows, 1), generator=generator)]
+    cuts = 1 + torch.rand(rows, L - 1, generator=generator).argsort(-1)[:, : max(MIXED) - 1]
+    cuts = torch.where(torch.arange(1, max(MIXED)) < spans, cuts, L).sort(-1).values
+    return cuts.diff(prepend=cuts.new_zeros(rows, 1), append=cuts.new_full((rows, 1), L))
+
+
+def layer_name(layers: tuple[int, ...]) -> str:
+    """layer07, or layers04-05-06-07."""
+    return f"layer{'s' * (len(layers) > 1)}" + "-".join(f"{layer:02}" for layer in layers)
+
+
+def layers_of(case: str) -> list[int]:
+    """The layers that `layer_name` wrote into a case's name; none when it has no such part."""
+    found = re.search(r"-layers?(\d\d(?:-\d\d)*)-", case)
+    return [int(layer) for layer in found[1].split("-")] if found else []
+
+
+@cache
+def _maps() -> np.ndarray:
+    """[layers, 8192, KV heads, 16] int8, -1 is padding: the blocks of 64 keys that SmolLM2-135M's queries and keys choose."""
+    file = resources.files("nsa_sel") / "bench" / "data" / "smollm2_selections.npz"
+    with file.open("rb") as opened, np.load(opened) as arrays:
+        blocks: np.ndarray = arrays["block_indices"].view(np.int8)
+    return blocks
+
+
+def real_selection(G: int, device: torch.device | str, S: int = 8192) -> Selection:
+    """The first S of 8192 rows, 16 blocks of 64 keys: G of the 90 (layer, KV head) maps, evenly spread.
+
+    Blocks are chosen causally, so that the first S rows are what the model selects in a text of S tokens.
+    """
+    maps = _maps().transpose(0, 2, 1, 3)[:, :, :S]
+    maps = maps.reshape(-1, *maps.shape[2:])
+    chosen = [len(maps) * (2 * g + 1) // (2 * G) for g in range(G)]
+    indices = torch.from_numpy(np.stack([maps[c] for c in chosen], axis=1)[None])
+    return Selection.from_blocks(indices.to(device), 64)
+
+
+def layer_selection(layers: list[int], device: torch.device | str) -> Selection:
+    """8192 rows of whole layers, one a batch entry, with their 3 KV heads as groups."""
+    return Selection.from_blocks(torch.from_numpy(_maps()[layers]).to(device), 64)
+
+
+def random_selection(case: Case, device: torch.device | str, seed: int, at_once: int = SCORES_AT_ONCE) -> Selection:
+    """The best blocks by normally distributed scores, drawn for as many rows at a time as `at_once` scores allow.
+
+    The first, the previous and the current block are always among the n. The draws depend on the device and on `at_once`.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    blocks = -(-case.S_kv // case.block)
+    first, local = int(case.n > 1), min(2, max(1, case.n - 1))
+    rows = max(1, at_once // (case.B * case.G * blocks))
+    ranges = []
+    for start in range(case.S_kv - case.S, case.S_kv, rows):
+        position = torch.arange(start, min(start + rows, case.S_kv), device=device)
+        scores = torch.randn(case.B, len(position), case.G, blocks, device=device, generator=generator)
+        ranges.append(Selection.from_scores(scores, case.n, case.block, first, local, q_pos=position).ranges)
+    return Selection(torch.cat(ranges, 1), case.block, disjoint=True)
+
+
+def span_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
+    """few: the keys from 0 to L. Else disjoint spans in random places among the first `SPAN_KEYS` keys; blocks where case.block says so."""
+    L, generator = length_of(case.case, case.n, case.block), torch.Generator().manual_seed(seed)
+    lengths, unit = span_lengths(case.distribution, L, case.S, generator), case.block or 1
+    free = (SPAN_KEYS - L) // unit if case.distribution != "few" else 0  # keys, or blocks, that spans may lie apart
+    gaps = torch.randint(0, free + 1, lengths.shape, generator=generator).sort(-1).values * unit
+    start = gaps + lengths.cumsum(-1) - lengths
+    ranges = torch.stack((start, start + lengths), -1)[None, :, None]
+    return Selection(ranges.int().to(device), case.block or None, L, disjoint=True)
+
+
+def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
+    """A random selection in each sequence of a packed case, over all its keys: whole blocks where the sequences begin with blocks."""
+    bounds, ranges = packed_bounds(case), []
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        chosen = random_selection(case._replace(S=end - start, S_kv=end - start), device, seed + i).ranges
+        ranges.append(torch.where(chosen.diff(dim=-1) > 0, chosen + start, 0))
+    whole = all(start % case.block == 0 for start in bounds[:-1])
+    return Selection(torch.cat(ranges, 1), case.block if whole else None, case.n * case.block, disjoint=True)
+
+
+def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:
+    """The selection of a case. A real one is the same for every seed."""
+    if case.distribution in SPANS:
+        return span_selection(case, device, seed)
+    if case.distribution in ("random", "packed"):
+        return (random_selection if case.distribution == "random" else packed_selection)(case, device, seed)
+    layers = layers_of(case.case)
+    return layer_selection(layers, device) if layers else real_selection(case.G, device, case.S)
+
+
+def make_inputs(case: Case, device: torch.device | str, seed: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Standard normal q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] and the gradient do of o, in the case's dtype."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    B, S, S_kv, G, h, Dk, Dv = case[2:9]
+    sizes = (B, S, G, h, Dk), (B, G, S_kv, Dk), (B, G, S_kv, Dv), (B, S, G, h, Dv)
+    q, k, v, do = (torch.randn(size, device=device, generator=generator, dtype=DTYPES[case.dtype]) for size in sizes)
+    return q, k, v, do

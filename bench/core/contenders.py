@@ -1,0 +1,107 @@
+"""What a bench compares: our backends and others', each made ready for a problem and then called as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+import nsa_sel
+from nsa_sel.backends.specs import SPECS
+from nsa_sel.bench.core.baselines import dense_causal_sdpa
+from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.parity import Attend, Problem
+from nsa_sel.core.registry import backends as registered
+from nsa_sel.errors import ArgumentError
+from nsa_sel.selection import Selection
+
+DENSE = "dense-cudnn"
+PACKED = "sdpa-packed"
+PREFILL_ONLY = ("triton-tile", "triton-block")  # they share loads between rows, and decoding has one row a sequence
+
+
+class Ready(NamedTuple):
+    """A contender in front of one problem.
+
+    `call` is the whole forward, plans included. `trained` is the same for the backward pass alone, of which `forget` drops the plans
+    before each call, so that building them is timed. `layout` gives k and v, [B,G,S_kv,D] each, the strides that it wants.
+    """
+
+    call: Attend
+    trained: Attend
+    forget: Callable[[], None] = lambda: None
+    layout: Callable[[Tensor], Tensor] = lambda x: x
+
+
+def as_it_is(call: Attend) -> Ready:
+    """One that plans nothing in a call."""
+    return Ready(call, call)
+
+
+class Contender(NamedTuple):
+    """One column of a comparison.
+
+    `prepare` makes it ready, outside the times. `lacks` is one line that says why it can't run on a device ("cpu", "cuda"), `refuses`
+    why not a case; None: it does. `every_key`: it computes dense causal attention.
+    """
+
+    name: str
+    prepare: Callable[[Problem], Ready]
+    lacks: Callable[[str], str | None] = lambda device: None
+    refuses: Callable[[Case], str | None] = lambda case: None
+    every_key: bool = False
+    checked: bool = True  # against the oracle
+    peer: bool = False  # another project's, or torch's: a wrong result is a row too
+    forward_only: tuple[str, ...] = ()  # devices on which it has no backward pass
+    directions: tuple[str, ...] = ("fwd", "bwd", "fwd+bwd", "decode")
+
+
+def ours(backend: str) -> Contender:
+    """A backend of the registry, with plans built anew in every call."""
+
+    def prepare(problem: Problem) -> Ready:
+        old = problem.selection
+        planned = Selection(old.ranges, old.block_size, old.max_length, disjoint=True)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Tensor:
+            o: Tensor = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
+            return o
+
+        return Ready(
+            call=lambda q, k, v: attend(q, k, v, Selection(old.ranges, old.block_size, old.max_length, disjoint=True)),
+            trained=lambda q, k, v: attend(q, k, v, planned),
+            forget=planned.forget_plans,
+        )
+
+    framework = next((spec.framework for spec in SPECS if spec.name == backend), "")
+    needs = {"triton": "cuda", "cupy": "cuda", "numba": "cpu"}.get(framework)
+
+    def lacks(device: str) -> str | None:
+        return None if needs in (None, device) else f"needs a {'GPU' if needs == 'cuda' else 'CPU'}"
+
+    def refuses(case: Case) -> str | None:
+        if backend not in PREFILL_ONLY:
+            return None
+        if case.S == 1:
+            return "decodes nothing: it shares loads between rows"
+        return None if case.block else "takes whole blocks alone"
+
+    return Contender(backend, prepare, lacks, refuses)
+
+
+def dense(checked: bool = False) -> Contender:
+    """Full causal attention through cuDNN: what a user has without selection."""
+
+    def prepare(problem: Problem) -> Ready:
+        return as_it_is(dense_causal_sdpa)
+
+    return Contender(DENSE, prepare, lambda device: None if device == "cuda" else "needs a GPU", every_key=True, checked=checked)
+
+
+def named(backends: str) -> list[Contender]:
+    """Contenders by comma-separated names. Raises ArgumentError for a name that no backend has."""
+    unknown = [name for name in backends.split(",") if name not in (*registered(), DENSE)]
+    if unknown:
+        raise ArgumentError("--backends", ", ".join(unknown), f"{', '.join(registered())}, {DENSE}, comma-separated", "pass some of these")
+    return [dense() if name == DENSE else ours(name) for name in backends.split(",")]

@@ -1,0 +1,138 @@
+"""Others' kernels on our inputs: FlexAttention, masked and dense SDPA of torch, and flash-linear-attention's NSA where it is installed.
+
+Each takes the library's layout and gives o [B,S,G,h,Dv]. What is made once for a selection (masks, layouts) is made outside the times,
+which is more than fair: ours build their plans within them. `prepare_ms` of a row says how long that took.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from importlib import util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_sel.bench.core.baselines import DenseKernel, dense_causal_sdpa, masked_sdpa, token_mask
+from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.contenders import DENSE, Contender, Ready, as_it_is
+from nsa_sel.bench.core.parity import Problem
+
+FLA = "fla.ops.nsa"
+FLA_ARGUMENTS = ("q", "k", "v", "g_slc", "block_indices", "block_counts", "block_size")
+INSTALL_FLA = "pip install flash-linear-attention"
+
+
+def peers() -> tuple[Contender, ...]:
+    """All of them; each says for itself where it can't run."""
+    return (
+        Contender("flex-attention", _flex, _flex_lacks, peer=True, forward_only=("cpu",)),
+        Contender("masked-sdpa", _masked, peer=True),
+        _dense(DENSE, "cudnn", "cuda"),
+        _dense("dense-flash", "flash", "cuda"),
+        _dense("dense-sdpa", "any", "cpu"),
+        Contender("fla-nsa", _fla, _fla_lacks, _fla_refuses, peer=True),
+    )
+
+
+def _dense(name: str, kernel: DenseKernel, device: str) -> Contender:
+    """Full causal attention by one of torch's kernels."""
+
+    def lacks(here: str) -> str | None:
+        return None if here == device else f"needs a {'GPU' if device == 'cuda' else 'CPU: a GPU has kernels to choose from'}"
+
+    def refuses(case: Case) -> str | None:
+        return None if case.S in (1, case.S_kv) or device == "cpu" else "rows that begin behind the first key need a mask, not this kernel"
+
+    return Contender(name, lambda problem: as_it_is(partial(dense_causal_sdpa, kernel=kernel)), lacks, refuses, every_key=True, peer=True)
+
+
+def _masked(problem: Problem) -> Ready:
+    """Dense SDPA under a mask of tokens, which is additive in the inputs' dtype."""
+    mask = token_mask(problem.selection, problem.k.shape[2], dtype=problem.q.dtype)
+    return as_it_is(lambda q, k, v: masked_sdpa(q, k, v, mask))
+
+
+def _flex_lacks(device: str) -> str | None:
+    missing = util.find_spec("torch.nn.attention.flex_attention") is None
+    return "this torch has no FlexAttention: install torch 2.6 or newer" if missing else None
+
+
+def _flex(problem: Problem) -> Ready:
+    """FlexAttention, compiled on a GPU, with a block mask over what every row selects; groups are batches, so that heads share it."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # after eight other shapes it would not compile this one, but run it uncompiled
+    selection, S_kv = problem.selection, problem.k.shape[2]
+    on_gpu = problem.q.device.type == "cuda"
+    B, S, G, h, _ = problem.q.shape
+    chosen, unit = _chosen(problem), selection.block_size or 1
+
+    def sees(b: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return chosen[b, row, key // unit] & (key <= row + S_kv - S)
+
+    mask = create_block_mask(sees, B * G, None, S, S_kv, device=problem.q.device, _compile=on_gpu)
+    attend: Callable[..., Any] = flex_attention
+    if on_gpu:
+        attend = torch.compile(attend, dynamic=False)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = q.permute(0, 2, 3, 1, 4).flatten(0, 1)  # [B*G,h,S,Dk]
+        o: Tensor = attend(heads, k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1), block_mask=mask, enable_gqa=h > 1)
+        return o.view(B, G, h, S, -1).permute(0, 3, 1, 2, 4)
+
+    return as_it_is(call)
+
+
+def _chosen(problem: Problem) -> Tensor:
+    """[B*G,S,units] bool: which blocks, or keys where ranges are no blocks, every row selects."""
+    selection, S_kv = problem.selection, problem.k.shape[2]
+    B, S, G = selection.ranges.shape[:3]
+    unit = selection.block_size or 1
+    place = torch.arange(-(-S_kv // unit), device=problem.q.device) * unit
+    chosen = torch.zeros(B, S, G, len(place), dtype=torch.bool, device=problem.q.device)
+    for start, end in zip(*(x.unsqueeze(-1).unbind(-2) for x in selection.ranges.unbind(-1)), strict=True):
+        chosen |= (place >= start) & (place < end)
+    return chosen.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _fla_lacks(device: str) -> str | None:
+    """Why `parallel_nsa` can't be called as it is here."""
+    if util.find_spec("fla") is None:
+        return f"flash-linear-attention is not installed: {INSTALL_FLA}"
+    if device != "cuda":
+        return "needs a GPU"
+    try:
+        arguments = inspect.signature(importlib.import_module(FLA).parallel_nsa).parameters
+    except Exception as error:  # a package's import may fail in any way
+        return f"{FLA}.parallel_nsa can't be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): {INSTALL_FLA} -U"
+    lacking = [name for name in FLA_ARGUMENTS if name not in arguments]
+    return f"{FLA}.parallel_nsa has no argument {', '.join(lacking)}: {INSTALL_FLA} -U" if lacking else None
+
+
+def _fla_refuses(case: Case) -> str | None:
+    if not case.block:
+        return "takes whole blocks alone"
+    return None if case.h >= 16 and not case.h & (case.h - 1) else "takes 16, 32 ... heads a group alone"
+
+
+def _fla(problem: Problem) -> Ready:
+    """`parallel_nsa` of flash-linear-attention with the selection's blocks, and neither compression nor window.
+
+    It keeps keys as [B,S_kv,G,D]: they lie so in memory before the call, which copies nothing. It averages keys and values over blocks
+    in every call, for a compression that is not asked for: that is in its times.
+    """
+    parallel_nsa = importlib.import_module(FLA).parallel_nsa
+    block_size, indices = problem.selection.block_size, problem.selection.block_indices.long().contiguous()
+    B, S, G, h, _ = problem.q.shape
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
+        options = {"block_indices": indices, "block_counts": indices.shape[-1], "block_size": block_size}
+        o: Tensor = parallel_nsa(q.flatten(2, 3).contiguous(), k, v, **options)
+        return o.view(B, S, G, h, -1)
+
+    return Ready(call, call, layout=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))

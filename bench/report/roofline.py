@@ -1,0 +1,114 @@
+"""Operations and bytes of a measured case, counted from its sizes: how near a kernel comes to what the device could do.
+
+Operations are those that the result needs: whole blocks that rows chose, two for a product and a sum; what kernels pad or compute
+again does not count. Bytes are counted twice: the least, each tensor travelling once; and what a kernel's programs load and store
+themselves, most of which the L2 cache serves, so that it may pass what memory gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from nsa_sel.backends.specs import DQ_GROUPS, hopper_groups, on_hopper_tiles
+from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.tune.cost_fit import case_of, request_of, sharing_of
+from nsa_sel.policies.cost import BYTES, TILE_ROWS, blocks_of, tile_blocks, work
+
+DIRECTIONS = ("fwd", "bwd", "decode")
+COUNTED = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")  # the kernels whose work is counted
+
+
+class Peaks(NamedTuple):
+    """What a device was measured to reach, and where that stands."""
+
+    copy_tbs: float  # TB/s of a copy in device memory, reads and writes counted
+    matmul_tflops: float  # of a large bf16 matrix product
+    source: str
+
+
+# Measured in the runs behind the project's performance notes, 2026-11-21, torch 2.11, as the peers and targets of summary.py.
+PEAKS = {"NVIDIA H200": Peaks(4.28, 785, "the project's performance notes, 2026-11-21")}
+
+
+class Work(NamedTuple):
+    """What one call of a kernel does."""
+
+    operations: float
+    least_bytes: float  # each tensor once
+    moved_bytes: float  # loaded and stored by the kernel's programs
+
+
+class Point(NamedTuple):
+    """One row on the roofline."""
+
+    case: str
+    direction: str
+    backend: str
+    h: int
+    ms: float
+    work: Work
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte that the kernel moves."""
+        return self.work.operations / self.work.moved_bytes
+
+    @property
+    def tflops(self) -> float:
+        return self.work.operations / self.ms / 1e9
+
+    @property
+    def moved_tbs(self) -> float:
+        """TB/s that the kernel moves."""
+        return self.work.moved_bytes / self.ms / 1e9
+
+    def least_ms(self, peaks: Peaks) -> float:
+        """The time that the operations, or the least bytes, take at the device's peaks: whichever is longer."""
+        return max(self.work.operations / peaks.matmul_tflops, self.work.least_bytes / peaks.copy_tbs) / 1e9
+
+
+def counted(case: Case, backend: str, backward: bool) -> Work:
+    """The work of one forward (or decoding) or backward call of a backend of `COUNTED`.
+
+    Plans, log-sum-exps and float32 parts of dk and dv are left out: they are small beside the rest.
+    """
+    request, sharing = request_of(case, None, backward), sharing_of(case)
+    pairs = blocks_of(request).chosen
+    keys, width, h = pairs * case.block, case.Dk + case.Dv, case.h
+    terms = {name.removesuffix("-wide"): amount for name, amount in work(request, backward, sharing).items()}
+    # Forward: logits and o. Backward: logits again, dp, dv, dq and dk.
+    operations = 2 * keys * h * (3 * case.Dk + 2 * case.Dv if backward else width)
+    rows = terms["rows"] * 1e9  # q and o; backward do and dq too
+    a_key = width * BYTES[case.dtype]
+    once = min(keys, case.B * case.G * case.S_kv) * a_key
+    if backend == "triton-tile":
+        moved = tile_blocks(request, sharing, max(1, TILE_ROWS // h)) * case.block * a_key * -(-h // TILE_ROWS)
+    elif backend == "cupy-cuda" and on_hopper_tiles(
+        case.S, case.S_kv, h, case.Dk, case.Dv, case.block
+    ):  # groups of warps share a tile's keys
+        moved = (
+            tile_blocks(request, sharing, (DQ_GROUPS if backward else hopper_groups(h, case.Dk)) * (TILE_ROWS // h)) * case.block * a_key
+        )
+    elif backend in ("triton-group", "cupy-cuda"):
+        moved = terms["read"] * 1e9
+    else:
+        moved = once + terms["partials"] * 1e9
+    if backward and backend != "triton-block":  # dk and dv: each block once, with q and do of every row that chose it
+        moved += once + pairs * h * a_key
+    return Work(operations, rows + once * (1 + backward), rows + moved + backward * once)
+
+
+def points(rows: Iterable[Row], names: Iterable[str]) -> list[Point]:
+    """The counted kernels' rows of the named cases, each as a point; of several rows of a case, direction and backend the last."""
+    wanted = set(names)
+    found = {
+        (row["case"], row["direction"], row["backend"]): row
+        for row in rows
+        if row["case"] in wanted and row["direction"] in DIRECTIONS and row["backend"] in COUNTED
+    }
+    return [
+        Point(*key, row["h"], row["ms_median"], counted(case_of(row), row["backend"], row["direction"] == "bwd"))
+        for key, row in found.items()
+    ]

@@ -1,0 +1,312 @@
+"""What the rows of `bench_selection` say: times against dense attention, targets, layers, scaling, break-even. Tables in Markdown.
+
+Every function takes rows (one object a measurement; of two of the same case, direction and backend the later one counts) and
+shows what exists: cases and backends without rows are left out. "Ours" is the fastest of `OURS` in each case and direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from tabulate import tabulate
+
+from nsa_sel.bench.core import cases, records
+from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.records import Row as Row
+from nsa_sel.bench.core.records import measured
+
+Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
+
+OURS = ("triton-tile", "triton-block", "triton-group", "triton-token", "cupy-cuda", "numba")  # all but the reference path, packed SDPA
+DENSE = "dense-cudnn"
+PACKED = "sdpa-packed"
+WORKSPACE = 1 << 30  # bytes, the default bound
+
+
+class Target(NamedTuple):
+    """One cell of the targets' table: what a whole call on an H200, plans included, was to take, in ms."""
+
+    case: str
+    direction: str
+    target: float
+
+
+TARGETS = (
+    Target("real-8k-h16", "fwd", 0.65),
+    Target("real-8k-h4", "fwd", 0.22),
+    Target("real-8k-h1", "fwd", 0.12),
+    Target("random-32k-h16", "fwd", 5.0),
+    Target("random-32k-h4", "fwd", 1.6),
+    Target("random-32k-h1", "fwd", 0.5),
+    Target("random-32k-h16-192", "fwd", 7.0),
+    Target("real-8k-h16", "bwd", 1.7),
+    Target("real-8k-h4", "bwd", 0.58),
+    Target("real-8k-h1", "bwd", 0.25),
+    Target("random-32k-h16", "bwd", 9.0),
+    Target("random-32k-h4", "bwd", 2.8),
+    Target("random-32k-h1", "bwd", 0.8),
+    Target("decode-B1-64k-h16", "decode", 0.009),
+    Target("decode-B64-32k-h16", "decode", 0.036),
+    Target("decode-B256-16k-h16", "decode", 0.132),
+)
+
+
+class Fit(NamedTuple):
+    """ms = slope * S + intercept by least squares, and the share of the variance that it explains."""
+
+    slope: float
+    intercept: float
+    r2: float
+
+
+class Curve(NamedTuple):
+    """How many times faster than another backend ours is, over the lengths S that were measured; at each, which backend of ours."""
+
+    direction: str
+    kind: str  # of selections: real, random
+    h: int
+    lengths: tuple[int, ...]
+    gains: tuple[float, ...]
+    backends: tuple[str, ...]
+    scattered: tuple[bool, ...]  # whether a time of either scatters
+
+
+def indexed(rows: Iterable[Row]) -> Table:
+    """Rows with a time by case and direction, then by backend."""
+    table: Table = {}
+    for row in measured(rows):
+        table.setdefault((row["case"], row["direction"]), {})[row["backend"]] = row
+    return table
+
+
+def ours(of_case: dict[str, Row]) -> Row | None:
+    """The fastest row of our backends; None when there is none."""
+    return min((of_case[backend] for backend in OURS if backend in of_case), key=lambda row: row["ms_median"], default=None)
+
+
+def ours_in(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Which of our backends have rows."""
+    found = {row["backend"] for row in rows}
+    return tuple(backend for backend in OURS if backend in found)
+
+
+def speed_up(of_case: dict[str, Row], over: str = DENSE) -> float | None:
+    """How many times faster ours is than another backend; None when one of the rows is missing."""
+    best, other = ours(of_case), of_case.get(over)
+    return None if best is None or other is None else float(other["ms_median"] / best["ms_median"])
+
+
+def fit(lengths: Sequence[float], times: Sequence[float]) -> Fit:
+    """The straight line through times over lengths; at least two different lengths."""
+    slope, intercept = np.polyfit(lengths, times, 1)
+    rest = np.square(np.subtract(times, slope * np.asarray(lengths) + intercept)).sum()
+    spread = np.square(np.subtract(times, np.mean(times))).sum()
+    return Fit(float(slope), float(intercept), 1.0 if spread == 0 else float(1 - rest / spread))
+
+
+def break_even(lengths: Sequence[int], gains: Sequence[float]) -> float:
+    """The length from which on every gain (dense time over ours) is 1 or more; 0 below the first length, inf beyond the last.
+
+    Between the last length that loses and the next one, log(gain) is taken as linear in log(length): exact for powers of it.
+    """
+    losing = [i for i, gain in enumerate(gains) if gain < 1]
+    if not losing:
+        return 0.0
+    last = losing[-1]
+    if last == len(gains) - 1:
+        return math.inf
+    low, high = math.log(gains[last]), math.log(gains[last + 1])
+    return float(lengths[last] * (lengths[last + 1] / lengths[last]) ** (low / (low - high)))
+
+
+def performance_table(rows: Iterable[Row]) -> str:
+    """Milliseconds of every backend with rows, in the prefill and decode cases, and ours against dense attention and packed SDPA."""
+    names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases())}
+    chosen = {key: found for key, found in indexed(rows).items() if key[0] in names and key[1] != "fwd+bwd"}
+    mine = ours_in(row for found in chosen.values() for row in found.values())
+    lines = [
+        (
+            *key,
+            *(ms(found.get(backend)) for backend in (*mine, DENSE, PACKED)),
+            gain_of(speed_up(found)),
+            gain_of(speed_up(found, PACKED), digits=0),
+        )
+        for key, found in chosen.items()
+        if ours(found) is not None
+    ]
+    return markdown(["case", "direction", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], lines, left=2)
+
+
+def best_peer(of_case: dict[str, Row]) -> Row | None:
+    """Of others' backends that compute the selection and were right, the fastest; None where none was measured."""
+    right = (row for row in of_case.values() if row.get("computes") == "selection" and "wrong" not in row and row["causal"] is not False)
+    return min(right, key=lambda row: row["ms_median"], default=None)
+
+
+def targets_table(rows: Iterable[Row], of_peers: Iterable[Row] = ()) -> str:
+    """Every target whose case has rows: the best measured peer, dense attention, ours, and whether it is met."""
+    table, peers = indexed(rows), indexed(of_peers)
+    lines = []
+    for case, direction, target in TARGETS:
+        found = table.get((case, direction), {})
+        best = ours(found)
+        if best is not None:
+            met = "met" if best["ms_median"] <= target else f"missed by {best['ms_median'] / target - 1:.1%}"
+            lines.append(
+                (
+                    case,
+                    direction,
+                    ms(best_peer(peers.get((case, direction), {}))),
+                    ms(found.get(DENSE)),
+                    f"{target:.3g}",
+                    ms(best),
+                    best["backend"].removeprefix("triton-"),
+                    met,
+                )
+            )
+    headers = ["case", "direction", "best measured peer", "dense cuDNN", "target", "ours", "which", "outcome"]
+    return markdown(headers, lines, left=2)
+
+
+def close_case(files: dict[str, Iterable[Row]], case: str, direction: str) -> str:
+    """One case in several files of rows: each of ours against dense attention of the same file, with spreads and whether they overlap."""
+    lines = []
+    for name, rows in files.items():
+        found = indexed(rows).get((case, direction), {})
+        dense = found[DENSE]
+        for row in (found[backend] for backend in OURS if backend in found):
+            ahead = row["ms_p80"] < dense["ms_p20"], dense["ms_p80"] < row["ms_p20"]
+            verdict = "faster" if ahead[0] else "slower" if ahead[1] else "undecided, spreads overlap"
+            spread = f"{row['ms_p20']:.3g} to {row['ms_p80']:.3g}"
+            lines.append((name, row["backend"], ms(row), spread, ms(dense), gain_of(dense["ms_median"] / row["ms_median"]), verdict))
+    return markdown(["rows", "backend", "ms", "20th to 80th", "dense cuDNN", "against dense", "verdict"], lines, left=2)
+
+
+def workspace_table(rows: Iterable[Row]) -> str:
+    """The most memory that each of our backends takes beyond inputs and outputs, and in which case."""
+    lines = []
+    for backend in (*OURS, PACKED):
+        most = max((row for row in measured(rows) if row["backend"] == backend), key=lambda row: row["workspace_bytes"], default=None)
+        if most is not None:
+            share = most["workspace_bytes"] / WORKSPACE
+            lines.append(
+                (backend, most["case"], most["direction"], f"{share * 1024:.0f}", "met" if share <= 1 else f"over by {share - 1:.0%}")
+            )
+    return markdown(["backend", "case", "direction", "most, MiB", "1 GiB"], lines, left=3)
+
+
+def layers_table(rows: Iterable[Row]) -> str:
+    """Over the layers of the committed maps, each with all its KV heads: ours, dense attention, how often ours is faster, which it is."""
+    named = {case.case: case for case in cases.layer_cases()}
+    groups: dict[tuple[int, int, str], list[dict[str, Row]]] = {}
+    for (case, direction), found in indexed(rows).items():
+        if case in named and ours(found) is not None and DENSE in found:
+            groups.setdefault((named[case].B, named[case].h, direction), []).append(found)
+    lines = []
+    for (B, h, direction), members in groups.items():
+        mine = [row for row in map(ours, members) if row is not None]
+        gains = [gain for gain in map(speed_up, members) if gain is not None]
+        low, high = (pick(mine, key=lambda row: row["ms_median"]) for pick in (min, max))
+        lines.append(
+            (
+                B, h, direction, len(members), ms(low), f"{median(row['ms_median'] for row in mine):.3g}", ms(high),
+                "-".join(map(str, cases.layers_of(high["case"]))), f"{median(found[DENSE]['ms_median'] for found in members):.3g}",
+                f"{min(gains):.2f}x to {max(gains):.2f}x", sum(gain > 1 for gain in gains), most_used(mine),
+            )
+        )  # fmt: skip
+    headers = ["B", "h", "direction", "cases", "min", "median", "max", "slowest layer", "dense", "against dense", "faster", "which"]
+    return markdown(headers, lines, left=3)
+
+
+def scaling_table(rows: Iterable[Row]) -> str:
+    """ms against S of random selections, by direction and h: least squares, and how the time of 1024 rows changes from end to end."""
+    table = indexed(rows)
+    lines = []
+    for direction in ("fwd", "bwd"):
+        for h, points in by_heads(table, cases.scaling_cases(), direction):
+            if len(points) < 2:
+                continue
+            lengths, mine = [case.S / 1024 for case, _ in points], [row for _, found in points if (row := ours(found)) is not None]
+            slope, intercept, r2 = fit(lengths, [row["ms_median"] for row in mine])
+            first, last = (mine[i]["ms_median"] / lengths[i] for i in (0, -1))
+            dense = [found[DENSE]["ms_median"] / (case.S / 1024) for case, found in points if DENSE in found]
+            lines.append(
+                (
+                    direction, h, most_used(mine), ", ".join(f"{S:.0f}k {ms(row)}" for S, row in zip(lengths, mine, strict=True)),
+                    f"{slope:.3g}", f"{intercept:.2g}", f"{r2:.5f}", f"{first:.3g}", f"{last:.3g}", f"{last / first:.2f}",
+                    f"{dense[-1] / dense[0]:.2f}" if len(dense) == len(points) else "-",
+                )
+            )  # fmt: skip
+    per_row = ["ms a 1024 rows, first", "last", "last / first", "dense: last / first"]
+    return markdown(["direction", "h", "which", "S: ms", "slope, ms a 1024 rows", "intercept, ms", "r^2", *per_row], lines, left=4)
+
+
+def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:
+    """Ours against another backend over S, from the first rows of a text to 128k rows, by direction, kind of selection and h (falling)."""
+    table = indexed(rows)
+    every = list({case.case: case for case in (*cases.breakeven_cases(), *cases.scaling_cases())}.values())
+    found = []
+    for direction in ("fwd", "bwd", "fwd+bwd"):
+        for kind in ("real", "random"):
+            some = sorted((case for case in every if case.distribution == kind), key=lambda case: case.S)
+            for h, points in by_heads(table, some, direction):
+                measured = [
+                    (case.S, gain, best["backend"], records.scatters(best) or records.scatters(of_case[over]))
+                    for case, of_case in points
+                    if (gain := speed_up(of_case, over)) is not None and (best := ours(of_case)) is not None
+                ]
+                if measured:
+                    found.append(Curve(direction, kind, h, *zip(*measured, strict=True)))
+    return found
+
+
+def breakeven_table(rows: Iterable[Row]) -> str:
+    """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at each length."""
+    lines = []
+    for direction, kind, h, lengths, gains, _, scattered in curves(rows):
+        at = ", ".join(f"{S // 1024}k {gain:.2f}x{records.MARK * mark}" for S, gain, mark in zip(lengths, gains, scattered, strict=True))
+        lines.append((direction, kind, h, from_length(break_even(lengths, gains), lengths), at))
+    return markdown(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
+
+
+def by_heads(table: Table, some: Iterable[Case], direction: str) -> Iterable[tuple[int, list[tuple[Case, dict[str, Row]]]]]:
+    """By h, falling: the cases in which ours was measured, in their order."""
+    groups: dict[int, list[tuple[Case, dict[str, Row]]]] = {}
+    for case in some:
+        found = table.get((case.case, direction), {})
+        if ours(found) is not None:
+            groups.setdefault(case.h, []).append((case, found))
+    return sorted(groups.items(), reverse=True)
+
+
+def ms(row: Row | None) -> str:
+    return "-" if row is None else records.ms(row)
+
+
+def gain_of(factor: float | None, digits: int = 2) -> str:
+    return "-" if factor is None else f"{factor:.{digits}f}x"
+
+
+def from_length(S: float, measured: Sequence[int]) -> str:
+    """A break-even length, or on which side of the measured ones it lies."""
+    if S == 0:
+        return f"below {measured[0] // 1024}k"
+    return f"above {measured[-1] // 1024}k" if S == math.inf else f"{S / 1024:.2g}k"
+
+
+def most_used(rows: Iterable[Row]) -> str:
+    """Backends by how often they were the fastest."""
+    counts = Counter(row["backend"].removeprefix("triton-") for row in rows)
+    return counts.most_common(1)[0][0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in counts.most_common())
+
+
+def markdown(headers: Sequence[str], lines: Iterable[Sequence[Any]], left: int) -> str:
+    """A table whose first `left` columns are flush left."""
+    lines = [[str(cell) for cell in line] for line in lines]
+    align = ("left",) * left + ("right",) * (len(headers) - left)
+    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True, colalign=align if lines else None)

@@ -1,0 +1,224 @@
+"""Cost models from measured rows: `python -m nsa_sel.bench.tune.cost_fit` prints how well they fit, and the sharing prior.
+
+policies/cost.py counts the work; here each kind of work gets its price, by least squares of the relative error. Prices are never
+negative, so that more work is never predicted to be cheaper. derive.py writes the models into the device's profile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+from tabulate import tabulate
+
+from nsa_sel.bench.core.cases import LAYERS, Case, layer_selection, make_selection
+from nsa_sel.bench.core.records import Row
+from nsa_sel.core.request import SHARING_TOKENS, Request
+from nsa_sel.policies.cost import modelled, work
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import CostModel, Costs
+
+DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that they speak for: same bytes, same matrix units
+MORE_THAN_A_CALL = ("bench_serving", "bench_varlen", "bench_scaling")  # caches, packed batches and ranks: other work under a backend's name
+WAYS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # direction of a row -> way of a cost model
+SCATTER = 0.1  # of a row's percentiles, relative to its median, at which it has half a vote
+HOST_SPREAD = 2.0  # calls that the host bounds take at most so many times as long as the fastest call
+GROUP = ("launch", "read", "distinct", "rows", "read-wide")
+PACKED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
+# What each backend's kernels spend their time on; see COST_TERMS of nsa_sel/settings/config.py. One wide term a model: few rows are wide.
+TERMS = {
+    "triton-group/forward": GROUP,
+    "triton-group/decode": ("launch", "walk", "split-walk", "read", "read-wide"),
+    "triton-group/backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
+    "triton-tile/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
+    "triton-tile/backward": ("launch", "union", "pairs", "tile", "exact", "rows", "exact-wide"),
+    "triton-block/forward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
+    "triton-block/backward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
+    "triton-token/forward": ("launch", "reread", "scores", "reread-wide"),
+    "triton-token/decode": ("launch", "walk", "split-walk", "reread", "scores", "reread-wide"),
+    "triton-token/backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
+    "cupy-cuda/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
+    "cupy-cuda/decode": ("launch", "walk", "read", "read-wide"),
+    "cupy-cuda/backward": ("launch", "pairs", "tile", "exact"),
+    "sdpa-packed/forward": PACKED,
+    "sdpa-packed/decode": PACKED,
+    "sdpa-packed/backward": PACKED,
+}
+
+
+def is_time(row: Row) -> bool:
+    """Whether the row is the time of a backend of TERMS, of selections of whole blocks: what the policy's choices are held against."""
+    if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1:
+        return False
+    if any(program in str(row.get("command")) for program in MORE_THAN_A_CALL):
+        return False
+    if not all(field in row for field in Case._fields):
+        return False
+    return f"{row.get('backend')}/{WAYS.get(str(row.get('direction')))}" in TERMS
+
+
+def is_cost_row(row: Row) -> bool:
+    """Whether the row is a time that a model of TERMS is to explain."""
+    backward = row.get("direction") == "bwd"
+    return is_time(row) and modelled(row["backend"], request_of(case_of(row), None, backward), backward)
+
+
+def case_of(row: Row) -> Case:
+    """The case that a row measured."""
+    return Case(*(row[field] for field in Case._fields))
+
+
+def sharing_of(case: Case) -> tuple[float, ...]:
+    """The sharing of a case's selection, to two digits: measured on the committed maps, or expected of a random one."""
+    if case.distribution == "random":
+        exact = _random_sharing(case.S, case.S_kv, case.n, case.block)
+    else:  # whatever h: the heads of a group share their selection
+        exact = _real_sharing(case._replace(case=case.case.replace(f"-h{case.h}", "-h1"), h=1))
+    return tuple(round(ratio, 2) for ratio in exact)
+
+
+@cache
+def _real_sharing(case: Case) -> tuple[float, ...]:
+    sharing = make_selection(case, "cpu").measure(case.S_kv).sharing
+    assert sharing is not None, "real selections are of whole blocks"
+    return sharing
+
+
+@cache
+def _random_sharing(S: int, S_kv: int, n: int, block: int) -> tuple[float, ...]:
+    """What `Selection.measure` finds in the mean over all draws of `bench.cases.random_selection`.
+
+    Of the v blocks that a row sees, f are forced and each of the others is chosen with probability (n - f) / (v - f), by every row for
+    itself: t rows leave one out with the t-th power of the rest. Rows of a tile see the same blocks but where it straddles one.
+    """
+    first, local = int(n > 1), min(2, max(1, n - 1))
+    current = np.arange(S_kv - S, S_kv) // block
+    seen = current + 1.0
+    forced = np.minimum(seen, first + local)
+    left_out = 1 - (np.minimum(seen, n) - forced) / np.maximum(1, seen - forced)
+    means = []
+    for tokens in SHARING_TOKENS:
+        starts = slice(None, None, tokens)
+        chosen = forced[starts] + (seen - forced)[starts] * (1 - left_out[starts] ** min(tokens, S))
+        means.append(float(chosen.mean()))
+    return tuple(mean / means[0] for mean in means)
+
+
+def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool) -> Request:
+    """What the policy is told of a case."""
+    exact = Request(
+        B=case.B, S=case.S, S_kv=case.S_kv, G=case.G, h=case.h, Dk=case.Dk, Dv=case.Dv, n=case.n, block_size=case.block,
+        max_length=min(case.n * case.block, case.S_kv), dtype=case.dtype, needs_grad=needs_grad, sharing=sharing if case.S > 1 else None,
+    )  # fmt: skip
+    return exact.request_class()
+
+
+def models(rows: Sequence[Row]) -> dict[str, CostModel]:
+    """The cost model of every backend and way that the rows hold, all of which pass `is_cost_row`."""
+    by_model: dict[str, list[Row]] = {}
+    for row in rows:
+        by_model.setdefault(f"{row['backend']}/{WAYS[row['direction']]}", []).append(row)
+    return {name: fit(name, by_model[name]) for name in TERMS if name in by_model}
+
+
+def costs(rows: Sequence[Row], sources: Sequence[str]) -> Costs:
+    """The `costs:` part of a profile, from rows that all pass `is_cost_row`; `sources` says in words where these come from."""
+    found = models(rows)
+    errors = sorted(model.median_error for model in found.values())
+    finding = (
+        f"ms = max(host, sum of price x work), non-negative least squares of the relative error over {len(rows)} rows of {len(found)}"
+        f" models; median errors {errors[0]:.1%} to {errors[-1]:.1%}, worst {max(model.worst_error for model in found.values()):.1%}"
+    )
+    dtypes = sorted({dtype for row in rows for dtype in DTYPES.get(row["dtype"], (row["dtype"],))})
+    return Costs(provenance="; ".join((finding, *sources)), dtypes=tuple(dtypes), models=found)
+
+
+def fit(name: str, rows: Sequence[Row]) -> CostModel:
+    """The model with the least sum of squared relative errors over the rows of one backend and way.
+
+    Rows of the same sizes share one vote: thirty layers do not outweigh the other lengths. A time that scatters says less, and
+    has a smaller one. Which calls the host bounds is not in
+    the rows: for every k, the k fastest are taken for it, and the best k stays.
+    """
+    rows = sorted(rows, key=lambda row: float(row["ms_median"]))
+    cases = [case_of(row) for row in rows]
+    ms = np.array([row["ms_median"] for row in rows])
+    amounts = np.array([_amounts(case, name) for case in cases])
+    sizes = Counter(case[1:] for case in cases)
+    scatter = np.array([(row["ms_p80"] - row["ms_p20"]) / row["ms_median"] for row in rows])
+    votes = np.array([1 / sizes[case[1:]] for case in cases]) / (1 + (scatter / SCATTER) ** 2)
+    used = [i for i in range(amounts.shape[1]) if amounts[:, i].any()]
+    most = max(0, min(len(rows) - len(used), int((ms <= HOST_SPREAD * ms[0]).sum())))
+    candidates = []
+    for k in range(most + 1):
+        host = float(np.exp(np.average(np.log(ms[:k]), weights=votes[:k]))) if k else 0.0
+        prices = least_squares(amounts[k:, used] / ms[k:, None], votes[k:])
+        loss = float(votes @ (np.maximum(host, amounts[:, used] @ prices) / ms - 1) ** 2)
+        candidates.append((loss, k, host, prices))
+    _, _, host, prices = min(candidates, key=lambda found: found[:2])
+    host, terms = _digits(host), {TERMS[name][i]: _digits(price) for i, price in zip(used, prices, strict=True)}
+    errors = np.abs(np.maximum(host, amounts[:, used] @ np.array(list(terms.values()))) / ms - 1)
+    return CostModel(
+        host=host, terms=terms, rows=len(rows), median_error=round(float(np.median(errors)), 3), worst_error=round(float(errors.max()), 3)
+    )
+
+
+def least_squares(factors: np.ndarray, votes: np.ndarray) -> np.ndarray:
+    """The x >= 0 [terms] with the least sum of votes * (factors @ x - 1)^2, exactly: with so few terms every subset can be tried."""
+    scale = np.abs(factors).max(axis=0, initial=0)
+    scale = np.where(scale > 0, scale, 1)
+    root = np.sqrt(votes)[:, None]
+    # Same distances in a few rows: R of the QR decomposition.
+    small = np.linalg.qr(np.hstack((factors / scale * root, root)))[1]
+    count = factors.shape[1]
+    best, found = np.inf, np.zeros(count)
+    for size in range(1, count + 1):
+        for subset in map(list, combinations(range(count), size)):
+            prices = np.linalg.lstsq(small[:, subset], small[:, -1], rcond=None)[0]
+            loss = float(((small[:, subset] @ prices - small[:, -1]) ** 2).sum())
+            if (prices >= 0).all() and loss < best - 1e-9:
+                best, found = loss, np.zeros(count)
+                found[subset] = prices / scale[subset]
+    return found
+
+
+def prior() -> tuple[float, ...]:
+    """`runtime.sharing_prior` of configs/base.yaml: the mean over all (layer, KV head) maps, to two digits."""
+    layers = [layer_selection([layer], "cpu") for layer in range(LAYERS)]
+    alone = [
+        Selection(layer.ranges[:, :, g : g + 1], layer.block_size, disjoint=True) for layer in layers for g in range(layer.ranges.shape[2])
+    ]
+    found = [selection.measure(selection.ranges.shape[1]).sharing for selection in alone]
+    return tuple(round(float(ratio), 2) for ratio in np.mean(np.array(found), axis=0))
+
+
+def _amounts(case: Case, name: str) -> list[float]:
+    backward = name.endswith("/backward")
+    sharing = sharing_of(case)
+    counted = work(request_of(case, sharing, backward), backward, sharing)
+    return [counted.get(term, 0.0) for term in TERMS[name]]
+
+
+def _digits(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def main() -> None:
+    """Fit the rows of derive.py again: every model with its errors, and the prior."""
+    from nsa_sel.bench.tune.derive import cost_rows
+
+    fitted = models([row for rows in cost_rows().values() for row in rows])
+    lines = [
+        (name, model.rows, f"{model.median_error:.1%}", f"{model.worst_error:.1%}", f"{model.host:.3g}",
+         ", ".join(f"{term} {price:.3g}" for term, price in model.terms.items()))
+        for name, model in fitted.items()
+    ]  # fmt: skip
+    print(tabulate(lines, headers=["model", "rows", "median error", "worst", "host, ms", "ms a unit"], tablefmt="github"))
+    print(f"sharing_prior: {list(prior())}")
+
+
+if __name__ == "__main__":
+    main()

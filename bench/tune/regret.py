@@ -1,0 +1,123 @@
+"""What the policy's choice costs against the best measured backend: `python -m nsa_sel.bench.tune.regret`.
+
+Over all committed rows of the H200, each case and direction that two or more of our backends were measured on. Told how far the
+selection shares blocks (as after `Selection.measure()`), told nothing (the prior of configs/base.yaml stands in), and by models
+that were fitted without any row of those sizes: what it would do on sizes that nobody measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import typer
+from tabulate import tabulate
+
+from nsa_sel.backends.specs import SPECS
+from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.tune.cost_fit import case_of, is_cost_row, is_time, models, request_of, sharing_of
+from nsa_sel.bench.tune.derive import H200_RESULTS, cost_rows
+from nsa_sel.core.decision import Offer
+from nsa_sel.core.dispatch import load_policy, select
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.settings.config import Costs, Settings, settings_for
+from nsa_sel.settings.devices import GPUS
+
+H200 = GPUS["h200"]
+CLOSE = 0.10  # within which a choice counts as right
+
+
+class Choice(NamedTuple):
+    """One case and direction: what was picked, and what it costs beside the best."""
+
+    case: str
+    direction: str
+    picked: str
+    ms: float
+    best: str
+    best_ms: float
+
+    @property
+    def regret(self) -> float:
+        """The part of the best time that the choice takes longer."""
+        return self.ms / self.best_ms - 1
+
+
+def measured_times(rows: Sequence[Row]) -> dict[tuple[Case, str], dict[str, float]]:
+    """Medians by case and direction, then by backend, where two or more of our backends were measured."""
+    times: dict[tuple[Case, str], dict[str, float]] = {}
+    for row in rows:
+        times.setdefault((case_of(row), row["direction"]), {})[row["backend"]] = row["ms_median"]
+    return {key: found for key, found in times.items() if len(found) > 1}
+
+
+def choose(
+    case: Case, direction: str, times: Mapping[str, float], settings: Settings, known: bool, device: DeviceInfo = H200
+) -> Choice | None:
+    """The default policy's pick among the backends that were measured, None where it turns all of them away.
+
+    `known`: whether it is told the selection's sharing.
+    """
+    backward = direction == "bwd"
+    request = request_of(case, sharing_of(case) if known else None, backward)
+    offers = [Offer(spec) for spec in SPECS if spec.name in times]
+    decision = select(request, device, load_policy("default"), settings, offers)
+    picked = decision.backward if backward else decision.forward
+    if picked is None:
+        return None
+    best = min(times, key=lambda name: times[name])
+    return Choice(case.case, direction, picked, times[picked], best, times[best])
+
+
+def choices(rows: Sequence[Row], settings: Settings, known: bool, device: DeviceInfo = H200) -> list[Choice]:
+    """The policy's choice in every measured case."""
+    found = [choose(case, direction, times, settings, known, device) for (case, direction), times in measured_times(rows).items()]
+    return [choice for choice in found if choice is not None]
+
+
+def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
+    """As `choices`, told the sharing, each by models that were fitted to the rows of all other sizes."""
+
+    @cache
+    def without(sizes: tuple[Any, ...], direction: str) -> Settings:
+        others = [row for row in filter(is_cost_row, rows) if row["direction"] == direction and case_of(row)[1:] != sizes]
+        costs = Costs(provenance=f"without {sizes}", dtypes=settings.costs.dtypes if settings.costs else (), models=models(others))
+        return msgspec.structs.replace(settings, costs=costs)
+
+    found = [choose(case, way, times, without(case[1:], way), known=True) for (case, way), times in measured_times(rows).items()]
+    return [choice for choice in found if choice is not None]
+
+
+def summary(found: Sequence[Choice]) -> str:
+    """How many choices are close to the best, and the worst."""
+    regrets = np.array([choice.regret for choice in found])
+    close = float((regrets <= CLOSE).mean())
+    return f"{close:.1%} of {len(found)} within {CLOSE:.0%} of the best, mean {regrets.mean():.1%}, worst {regrets.max():.1%}"
+
+
+def misses(found: Sequence[Choice]) -> str:
+    """A table of the choices that are not the best one, worst first."""
+    missed = sorted((choice for choice in found if choice.picked != choice.best), key=lambda choice: -choice.regret)
+    lines = [(c.case, c.direction, c.picked, f"{c.ms:.3g}", c.best, f"{c.best_ms:.3g}", f"{c.regret:.1%}") for c in missed]
+    return tabulate(lines, headers=["case", "direction", "picked", "ms", "best", "ms", "regret"], tablefmt="github")
+
+
+def main(folder: Annotated[str, typer.Option(help="folder of rows, relative to the repository")] = H200_RESULTS) -> None:
+    """Print the three summaries, and every choice that is not the best."""
+    settings = settings_for(H200)
+    rows = [row for found in cost_rows(folder, is_time).values() for row in found]
+    told = choices(rows, settings, known=True)
+    for name, found in (
+        ("sharing known", told),
+        ("sharing not known", choices(rows, settings, known=False)),
+        ("sharing known, rows of these sizes left out of the fit", choices_left_out(rows, settings)),
+    ):
+        print(f"{name}: {summary(found)}\n\n{misses(found)}\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,357 @@
+"""The command line `nsa-sel`: looking, running, replaying, the demo. With --json, stdout holds one JSON document and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nsa_sel.attention import explain_request, selection_attention
+from nsa_sel.bench import command
+from nsa_sel.bench.core.program import INTERRUPTED
+from nsa_sel.cli import doctor as examination
+from nsa_sel.cli.output import output_file, output_folder, printable
+from nsa_sel.cli.tensor_file import read_problem, write_result
+from nsa_sel.core.call import device_info
+from nsa_sel.core.dispatch import refusal
+from nsa_sel.core.request import DeviceInfo, Request, example_request
+from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
+from nsa_sel.settings.config import Way
+from nsa_sel.settings.devices import GPUS, SHARED_MEMORY
+from nsa_sel.telemetry import events, summary
+from nsa_sel.telemetry.describe import describe
+
+app = typer.Typer(
+    help="Selection attention of Native Sparse Attention: what runs here, why, and how fast.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+_EXAMPLE = example_request()
+
+
+class Dtype(enum.StrEnum):
+    """The dtypes that q, k, v may have."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+class Direction(enum.StrEnum):
+    """The ways whose launches are tuned; decode is the forward of one query a sequence."""
+
+    forward = "forward"
+    backward = "backward"
+    decode = "decode"
+
+    @property
+    def way(self) -> Way:
+        """As configurations name it."""
+        return self.value
+
+
+class Where(enum.StrEnum):
+    """The device that a command runs on."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Backend = Annotated[str | None, typer.Option(help="Force this backend; an error with all reasons when it refuses.")]
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Show what is here: versions, devices, settings and their sources, each backend or what it lacks, odd variables."""
+    report = examination.examine()
+    _print(_pretty(report) if as_json else examination.text(report))
+
+
+@app.command()
+def explain(
+    B: Annotated[int, typer.Option("--B", min=1, help="Batch size.")] = _EXAMPLE.B,
+    S: Annotated[int, typer.Option("--S", min=1, help="Query rows a sequence; 1 is decode.")] = _EXAMPLE.S,
+    S_kv: Annotated[int | None, typer.Option("--S-kv", min=1, help=f"Keys; by default S, at least {_EXAMPLE.S_kv}.")] = None,
+    G: Annotated[int, typer.Option("--G", min=1, help="KV groups.")] = _EXAMPLE.G,
+    h: Annotated[int, typer.Option("--h", min=1, help="Query heads a group.")] = _EXAMPLE.h,
+    Dk: Annotated[int, typer.Option("--Dk", min=1, help="Head dimension of q and k.")] = _EXAMPLE.Dk,
+    Dv: Annotated[int, typer.Option("--Dv", min=1, help="Head dimension of v.")] = _EXAMPLE.Dv,
+    n: Annotated[int, typer.Option("--n", min=1, help="Ranges a row.")] = _EXAMPLE.n,
+    block_size: Annotated[int, typer.Option(min=0, help="Keys a block; 0: ranges that are not blocks.")] = _EXAMPLE.block_size or 0,
+    max_length: Annotated[
+        int | None, typer.Option("--max-length", "--L", min=1, help="Most keys a row selects (L); by default n blocks, at most S_kv.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of q, k, v.")] = Dtype.bfloat16,
+    needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="Whether gradients are needed.")] = _EXAMPLE.needs_grad,
+    page_size: Annotated[int | None, typer.Option(min=1, help="Keys a page, of a paged KV cache.")] = None,
+    device: Annotated[
+        str, typer.Option(help=f"auto, cpu, cuda (those of this machine), {', '.join(GPUS)}, or a compute capability like sm89.")
+    ] = "auto",
+    backend: Backend = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which backend would run a call of this shape, and why the others would not; runs nothing.
+
+    Packages are looked for on this machine, whatever --device says. Exit code 2 when nothing may run the call.
+    """
+    with _errors(as_json):
+        S_kv = max(S, _EXAMPLE.S_kv) if S_kv is None else S_kv
+        if S > S_kv:
+            raise ArgumentError("--S", S, f"at most S_kv = {S_kv}", "raise --S-kv")
+        if max_length is None:
+            max_length = min(S_kv, n * block_size if block_size else S_kv)
+        request = Request(
+            B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=n, block_size=block_size or None, max_length=max_length,
+            dtype=dtype.value, needs_grad=needs_grad, page_size=page_size,
+        )  # fmt: skip
+        decision = explain_request(request, _device_facts(device), backend)
+        _print(decision.to_json() if as_json else describe(decision))
+        message = refusal(decision)
+        if message is not None:
+            if not as_json:
+                _say_error(message)
+            raise typer.Exit(2)
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file with q, k, v and ranges or block_indices.")],
+    out: Annotated[Path | None, typer.Option(help="Write o, lse and the decision to this .safetensors file.")] = None,
+    backend: Backend = None,
+    device: Annotated[Where, typer.Option(help="auto: the first CUDA device, else the CPU.")] = Where.auto,
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast q, k, v; by default as in the file.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Of the logits; by default 1/sqrt(Dk).")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Keys a block; by default what the file's metadata says.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute selection attention of the tensors in FILE.
+
+    q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], and the selection: ranges [B,S,G,n,2] (int32, int64), or block_indices
+    [B,S,G,n] (any integer dtype, -1 is padding); optionally q_pos [S] or [B,S], the key positions of the rows.
+    """
+    with _errors(as_json):
+        target = out and output_file("--out", out)
+        if target is not None and target.exists() and target.samefile(file):
+            raise ArgumentError("--out", out, "another file than FILE, which is being read", "choose another name")
+        problem = read_problem(file, block_size).to(_device(device), getattr(torch, dtype.value) if dtype else None)
+        with torch.no_grad():
+            o, lse = selection_attention(
+                problem.q, problem.k, problem.v, problem.selection, scale=scale, q_pos=problem.q_pos, return_lse=True, backend=backend
+            )
+        decision = events.decisions()[-1]
+        if target is not None:
+            write_result(target, o, lse, decision)
+        empty = int((lse == float("-inf")).all(-1).sum())
+        if as_json:
+            made = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("o", o), ("lse", lse))}
+            _print(_pretty({"decision": decision, **made, "empty_rows": empty, "out": out and str(out)}))
+            return
+        shapes = f"o {list(o.shape)} {str(o.dtype).removeprefix('torch.')}, lse {list(lse.shape)}, {empty} rows with nothing selected"
+        _print(f"{describe(decision)}\n\n{shapes}; {f'written to {out}' if out else 'not written: no --out'}")
+
+
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="JSON lines: decisions, or events that NSA_DEBUG_LOG wrote.")],
+    as_json: AsJson = False,
+) -> None:
+    """Take recorded decisions again with today's policy, without tensors or GPU. Exit code 1 when any field differs."""
+    with _errors(as_json):
+        read = summary.read_log(log)
+        recorded = [(line.number, line.decision) for line in read.lines if line.decision is not None]
+        if not recorded:
+            allowed = "JSON lines of Decision.to_json or NSA_DEBUG_LOG"
+            raise ArgumentError("LOG", f"{log}, which holds no decision", allowed, "mend the path")
+        replayed = [(line, decision, summary.replayed(log, line, decision)) for line, decision in recorded]
+        differing = [(line, decision, changes) for line, decision, changes in replayed if changes]
+        if as_json:
+            found = [{"line": line, "changes": changes} for line, _, changes in differing]
+            _print(_pretty({"log": str(log), "decisions": len(recorded), "torn_lines": read.torn, "differing": found}))
+        else:
+            for line, decision, changes in differing:
+                _print(f"line {line}: {decision.forward} on {decision.device.name}")
+                for change in changes:
+                    _print(f"  {change.field}: recorded {change.recorded!r}, replayed {change.replayed!r}")
+            _print(f"{len(recorded)} decisions, {len(differing)} differ{summary.torn_words(read.torn)}")
+        if differing:
+            raise typer.Exit(1)
+
+
+@app.command()
+def decisions(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="JSON lines: events that NSA_DEBUG_LOG wrote, or decisions.")],
+    top: Annotated[int, typer.Option(min=1, help="How many of the slowest buckets.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Summarise a log: who won and by which rule, how often each check turned a backend away, failures, the slowest buckets."""
+    with _errors(as_json):
+        found = summary.summarise(log, top)
+        _print(_pretty(found) if as_json else summary.text(found))
+
+
+@app.command()
+def demo(
+    trace: Annotated[Path | None, typer.Option(help="A file as for `run`; by default the shipped trace of SmolLM2-135M.")] = None,
+    out_dir: Annotated[Path, typer.Option(help="Folder of demo.png and demo.json.")] = Path("demo-output"),
+    as_json: AsJson = False,
+) -> None:
+    """Attention of a real language model on every backend that runs here: checked, timed, and drawn. Exit code 1 when one is wrong."""
+    from nsa_sel.cli import demo as demonstration  # they load matplotlib, which no other command needs
+    from nsa_sel.cli.demo_picture import draw
+
+    with _errors(as_json):
+        output_folder("--out-dir", out_dir)
+        picture, figures = (output_file("--out-dir", out_dir / name) for name in ("demo.png", "demo.json"))
+        setting = demonstration.prepare(trace)
+        if not as_json:
+            _print(demonstration.introduction(setting))
+        with _progress(as_json) as advance:
+            result = demonstration.run(setting, advance)
+        document = _pretty(result)
+        try:
+            figures.write_text(document + "\n")
+            draw(setting.problem, result, picture)
+        except OSError as error:
+            raise ArgumentError("--out-dir", f"{out_dir} ({error.strerror})", "a folder that can be written", "choose another") from error
+        _print(document if as_json else f"{demonstration.text(result)}\n\nwritten: {picture}, {figures}")
+        if not result.passed:
+            raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    rows: Annotated[list[Path], typer.Argument(metavar="ROWS...", help="JSON-lines files of measured rows, of any devices.")],
+    out: Annotated[Path, typer.Option(help="Folder of report.html, selection_report.md and a PNG of each figure.")] = Path("report-output"),
+    copy_tbs: Annotated[float | None, typer.Option(min=0.001, help="TB/s of a copy in the device's memory, for the roofline.")] = None,
+    matmul_tflops: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s of a bf16 matrix product, likewise.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write what measured rows say: one HTML page that loads nothing, Markdown, and the figures as PNG.
+
+    A panel whose cases have no rows says so in place of its figure. Lines without a measurement are counted.
+    """
+    from nsa_sel.bench.report import report as reporting  # loads matplotlib, as the demo does
+
+    with _errors(as_json):
+        written = reporting.write(rows, out, copy_tbs, matmul_tflops)
+        _print(_pretty(written) if as_json else reporting.text(written))
+
+
+@app.command()
+def tune(
+    quick: Annotated[bool, typer.Option("--quick", help="Few launches of one case, next to the committed ones: minutes.")] = False,
+    backend: Annotated[str | None, typer.Option(help="This Triton backend alone.")] = None,
+    direction: Annotated[Direction | None, typer.Option(help="This direction alone.")] = None,
+    L: Annotated[list[int] | None, typer.Option("--L", min=1, help="Selected keys a row; may be given several times.")] = None,
+    h: Annotated[int | None, typer.Option("--h", min=1, help="Query heads a group.")] = None,
+    Dk: Annotated[int | None, typer.Option("--Dk", min=1, help="Head dimension of q and k.")] = None,
+    Dv: Annotated[int | None, typer.Option("--Dv", min=1, help="Head dimension of v.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of q, k, v.")] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; the next run goes on.")] = 60,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be measured; needs no GPU.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure on this GPU from which L on Triton pays, the launches of its kernels, and what each backend costs; your calls use it.
+
+    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the cases of tune_space.py, the costs (not with --quick), and
+    a report of them. Every measurement is kept: a run that was ended goes on where it stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
+    """
+    from nsa_sel.bench.tune import tune_command  # it knows the kernels, which no other command needs
+
+    with _errors(as_json):
+        sizes = tune_command.Sizes(L, h, Dk, Dv, dtype and dtype.value)
+        chosen = tune_command.plan(backend, direction.way if direction else None, sizes, quick=quick, dry_run=dry_run)
+        if dry_run:
+            _print(_pretty(chosen.document()) if as_json else chosen.text())
+            return
+        if chosen.note and not as_json:
+            _print(f"note: {chosen.note}")
+        with _progress(as_json) as advance:
+            found = tune_command.measure(chosen, minutes, quick, advance)
+        _print(_pretty(found.document()) if as_json else tune_command.text(found))
+
+
+@contextlib.contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """The errors that nsa-sel raises on purpose, in their own words instead of a traceback: exit code 2; 130 after Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise typer.Exit(INTERRUPTED) from interrupt
+    except NsaSelError as error:
+        if as_json:
+            decision = error.decision if isinstance(error, BackendError) else None
+            _print(_pretty({"error": str(error), "decision": decision}))
+        else:
+            _say_error(str(error))
+        raise typer.Exit(2) from error
+
+
+@contextlib.contextmanager
+def _progress(as_json: bool) -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr that is told what is going on and which share of it is done; nothing is drawn without a terminal."""
+    columns = (TextColumn("{task.description:<42}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda what, done: progress.update(task, description=what, completed=done)
+
+
+def _in_words(body: Callable[..., None]) -> Callable[..., None]:
+    """A command whose body lives elsewhere, with its errors as those of the others."""
+
+    @functools.wraps(body)
+    def call(**options: Any) -> None:
+        with _errors(as_json=False):
+            body(**options)
+
+    return call
+
+
+app.command()(_in_words(command.bench))
+app.command()(_in_words(command.threshold))
+
+
+def _device(where: Where) -> torch.device:
+    if where is Where.cuda and not torch.cuda.is_available():
+        raise ArgumentError("--device", "cuda", "cpu: no CUDA device is usable here", "leave --device out, or see `nsa-sel doctor`")
+    return torch.device("cuda", 0) if where is not Where.cpu and torch.cuda.is_available() else torch.device("cpu")
+
+
+def _device_facts(name: str) -> DeviceInfo:
+    if name in GPUS:
+        return GPUS[name]
+    capability = re.fullmatch(r"sm_?(\d{2,3})", name)
+    if capability and (sm := int(capability[1])) in SHARED_MEMORY:
+        return DeviceInfo(kind="cuda", name="any GPU", sm=sm, shared_memory=SHARED_MEMORY[sm])
+    if name not in list(Where):
+        allowed = ", ".join([*Where, *GPUS, *(f"sm{sm}" for sm in SHARED_MEMORY)])
+        raise ArgumentError("--device", repr(name), allowed, "pass one of these")
+    return device_info(_device(Where(name)))
+
+
+def _pretty(document: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(document)).decode()
+
+
+def _print(text: str) -> None:
+    typer.echo(printable(text))
+
+
+def _say_error(message: str) -> None:
+    typer.echo(printable(f"error: {message}"), err=True)

@@ -1,0 +1,150 @@
+"""What this machine has for nsa-sel and what it lacks: packages, devices, settings with their sources, backends, flags."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+import msgspec
+import torch
+from tabulate import tabulate
+
+import nsa_sel
+from nsa_sel.attention import explain_request
+from nsa_sel.core import registry
+from nsa_sel.core.call import device_info
+from nsa_sel.core.decision import REFUSING_KINDS, Reason
+from nsa_sel.core.request import DeviceInfo, example_request
+from nsa_sel.errors import NsaSelError
+from nsa_sel.settings import config
+from nsa_sel.settings.config import Settings
+
+PACKAGES = ("torch", "triton", "numba", "cupy", "numpy")
+_SHOWN_APART = ("profile", "provenance", "assumed", "fingerprint", "sources", "kernels", "triton_off", "costs")
+
+
+class BackendHere(msgspec.Struct, frozen=True):
+    """A backend on one device: what stands against it whatever the call looks like; nothing means that it can run."""
+
+    name: str
+    summary: str
+    lacks: tuple[Reason, ...]
+
+
+class DeviceHere(msgspec.Struct, frozen=True):
+    """One device: the settings in force there, or the error that keeps them from being read, and the backends."""
+
+    device: DeviceInfo
+    settings: Settings | None
+    error: str | None
+    backends: tuple[BackendHere, ...]
+
+
+class UnknownVariable(msgspec.Struct, frozen=True):
+    """A variable of the environment that looks like a flag and is none."""
+
+    name: str
+    did_you_mean: str | None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All that `nsa-sel doctor` shows."""
+
+    nsa_sel: str
+    python: str
+    platform: str
+    packages: dict[str, str | None]  # import name -> version, None where it is not installed
+    devices: tuple[DeviceHere, ...]
+    flags: dict[str, str]  # the flags that the environment sets
+    unknown_variables: tuple[UnknownVariable, ...]
+
+
+def examine() -> Report:
+    """Look at this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata."""
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    unknown = config.unknown_variables()
+    flags = sorted(name for name in os.environ if name.startswith("NSA_") and name not in unknown)
+    return Report(
+        nsa_sel=nsa_sel.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: _version(name) for name in PACKAGES},
+        devices=tuple(_examine_device(device_info(device)) for device in devices),
+        flags={name: _utf8(os.environ[name]) for name in flags},
+        unknown_variables=tuple(UnknownVariable(_utf8(name), meant) for name, meant in unknown.items()),
+    )
+
+
+def text(report: Report) -> str:
+    """The report for a terminal."""
+    packages = [f"{name} {version or 'not installed'}" for name, version in report.packages.items()]
+    lines = [f"nsa-sel {report.nsa_sel}, Python {report.python}, {report.platform}", ", ".join(packages)]
+    for here in report.devices:
+        lines += ["", *_device_lines(here)]
+    lines += ["", "flags set: " + (", ".join(f"{name}={value}" for name, value in report.flags.items()) or "none")]
+    for unknown in report.unknown_variables:
+        hint = f"; did you mean {unknown.did_you_mean}?" if unknown.did_you_mean else ""
+        lines.append(f"unknown variable {unknown.name} has no effect{hint}")
+    return "\n".join(lines)
+
+
+def _utf8(text: str) -> str:
+    """Text of the environment, bytes that are no UTF-8 as escapes: neither JSON nor a terminal takes them."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _version(package: str) -> str | None:
+    # The distribution may be called otherwise: cupy comes as cupy-cuda13x.
+    for distribution in importlib.metadata.packages_distributions().get(package, ()):
+        return importlib.metadata.version(distribution)
+    return None
+
+
+def _examine_device(device: DeviceInfo) -> DeviceHere:
+    try:
+        decision = explain_request(example_request(needs_grad=True), device)
+    except NsaSelError as error:
+        return DeviceHere(device, None, str(error), ())
+    summaries = {name: backend.summary for name, backend in registry.backends().items()}
+    found = []
+    for verdict in decision.verdicts:
+        # Reasons about the example request say nothing about the machine.
+        reasons = dict.fromkeys((*verdict.forward, *verdict.backward))
+        lacks = tuple(r for r in reasons if r.kind in REFUSING_KINDS and not r.field.startswith("request."))
+        found.append(BackendHere(verdict.backend, summaries[verdict.backend], lacks))
+    return DeviceHere(device, decision.settings, None, tuple(found))
+
+
+def _device_lines(here: DeviceHere) -> list[str]:
+    device, settings = here.device, here.settings
+    facts = f", SM {device.sm // 10}.{device.sm % 10}, {device.sm_count} SMs, {device.shared_memory} bytes shared" if device.sm else ""
+    lines = [f"device {device.name}{facts}"]
+    if settings is None:
+        return [*lines, f"error: {here.error}"]
+    lines += [f"profile {settings.profile}, fingerprint {settings.fingerprint}: {settings.provenance}"]
+    lines += [f"assumed, not measured here: the values of {settings.assumed}"] if settings.assumed else []
+    if settings.triton_off:
+        lines += [f"rule {settings.triton_off.rule}: {settings.triton_off.evidence}; to re-open: {settings.triton_off.reopen}"]
+    rows = []
+    for field in Settings.__struct_fields__:
+        if field not in _SHOWN_APART:
+            rows.append((field, _shown(getattr(settings, field)), settings.sources.get(field, "built-in")))
+    if settings.costs:
+        rows.append(("costs", f"{len(settings.costs.models)} models, see --json: {settings.costs.provenance}", settings.sources["costs"]))
+    rows.append(("kernels", f"{len(settings.kernels)} launch configurations, see --json", settings.tuned or "base.yaml and profile"))
+    lines += ["", tabulate(rows, headers=["setting", "value", "source"], tablefmt="simple", disable_numparse=True)]
+    standing = [(b.name, "\n".join(_lack(r) for r in b.lacks) or "available", b.summary) for b in here.backends]
+    return [*lines, "", tabulate(standing, headers=["backend", "here", "what it is"], tablefmt="simple", maxcolwidths=[None, 70, 60])]
+
+
+def _lack(reason: Reason) -> str:
+    return f"{reason.kind}: {reason.field} is {reason.actual}, required {reason.required}; {reason.remedy}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {part}" for key, part in value.items())
+    if isinstance(value, tuple):
+        return ", ".join(str(part) for part in value)
+    return "-" if value is None else str(value)

@@ -1,0 +1,120 @@
+"""One problem in a .safetensors file: q, k, v and a selection in, o and lse out. Every fault of a file is a clear error."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from nsa_sel.core.decision import Decision
+from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.selection import Selection
+
+REQUIRED = ("q", "k", "v")
+SELECTIONS = ("ranges", "block_indices")
+ALLOWED = (*REQUIRED, *SELECTIONS, "q_pos")
+_LAYOUT = (
+    "q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], one of ranges [B,S,G,n,2] and block_indices [B,S,G,n], optionally q_pos [S] or [B,S]"
+)
+
+
+class Problem(NamedTuple):
+    """What a file asks for: q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], the selection of q's rows and their positions
+    (None: S_kv - S + s), and the facts that the file's metadata states about itself."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selection: Selection
+    q_pos: Tensor | None
+    facts: dict[str, Any]
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Problem:
+        """The same problem on `device`, with q, k, v in `dtype` (None: as they are)."""
+        q, k, v = (tensor.to(device, dtype) for tensor in (self.q, self.k, self.v))
+        q_pos = self.q_pos if self.q_pos is None else self.q_pos.to(device)
+        return Problem(q, k, v, self.selection.to(device), q_pos, self.facts)
+
+
+def read_problem(path: Path, block_size: int | None = None) -> Problem:
+    """The problem in `path`, on the CPU. Raises ArgumentError naming the tensor at fault and what the file holds.
+
+    Tensors: q, k, v; `ranges` [B,S,G,n,2] int32/int64 or `block_indices` [B,S,G,n] of any integer dtype (-1 is padding; 255 of
+    uint8 is a block); optionally `q_pos`. The block size comes from the argument, else from the metadata (its entry
+    `block_size`, or that field of a JSON entry `provenance`). Ranges that are not blocks are merged, so a key that two ranges
+    of a row name counts once; blocks must be whole, and a row may name each of them once.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ArgumentError(
+            "FILE", f"{path} ({error})", "a readable .safetensors file", "mend the path, or write it with save_file"
+        ) from error
+    _check_names(tensors)
+    facts = _facts(metadata)
+    if block_size is None and "block_size" in facts:
+        block_size = _whole_number("block_size in the file's metadata", facts["block_size"])
+    if "block_indices" in tensors:
+        if block_size is None:
+            remedy = "pass --block-size, or write the metadata entry block_size"
+            raise ArgumentError("block_size", None, "the number of keys in a block", remedy)
+        selection = Selection.from_blocks(tensors["block_indices"], block_size).validate()
+    elif block_size is not None:
+        selection = Selection.from_ranges(tensors["ranges"], block_size).validate()
+    else:
+        selection = Selection.from_ranges(tensors["ranges"]).merge()
+    return Problem(tensors["q"], tensors["k"], tensors["v"], selection, tensors.get("q_pos"), facts)
+
+
+def write_result(path: Path, o: Tensor, lse: Tensor, decision: Decision) -> None:
+    """Write o and lse to `path`, and the decision that made them as the metadata entry `decision`. Raises ArgumentError."""
+    tensors = {"o": o.detach().cpu().contiguous(), "lse": lse.detach().cpu().contiguous()}
+    try:
+        safetensors.torch.save_file(tensors, path, {"decision": decision.to_json()})
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ArgumentError("--out", f"{path} ({error})", "a file that can be written", "mend the path; its folder must exist") from error
+
+
+def _check_names(tensors: dict[str, Tensor]) -> None:
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    holds = ", ".join(f"{name} {list(tensor.shape)} {dtypes[name]}" for name, tensor in tensors.items())
+    holds = f"the file holds {holds or 'no tensors'}"
+    unknown = [name for name in tensors if name not in ALLOWED]
+    for name in REQUIRED:
+        if name not in tensors:
+            close = [other for other in unknown if other.lower().startswith(name)]
+            remedy = f"rename {close[0]!r} to {name!r}" if close else f"add {name!r}"
+            raise ArgumentError(f"tensor {name!r}", f"missing; {holds}", _LAYOUT, remedy)
+    # A misspelt q_pos that is passed over would give other numbers without a word.
+    for name in unknown:
+        meant = difflib.get_close_matches(name.lower(), ALLOWED, n=1)
+        remedy = f"rename it to {meant[0]!r}, or leave it out" if meant else "rename it, or leave it out"
+        raise ArgumentError(f"tensor {name!r}", f"unknown; {holds}", _LAYOUT, remedy)
+    given = [name for name in SELECTIONS if name in tensors]
+    if len(given) != 1:
+        what = f"given twice, as {' and '.join(given)}" if given else "missing"
+        remedy = "leave one of them out" if given else "add the tensor 'ranges', or 'block_indices' and a block size"
+        raise ArgumentError("the selection", f"{what}; {holds}", _LAYOUT, remedy)
+
+
+def _facts(metadata: dict[str, str]) -> dict[str, Any]:
+    try:
+        provenance = json.loads(metadata.get("provenance", "{}"))
+    except (ValueError, RecursionError):
+        provenance = {}  # somebody else's free text
+    return {**metadata, **(provenance if isinstance(provenance, dict) else {})}
+
+
+def _whole_number(what: str, value: object) -> int:
+    text = value if isinstance(value, str) else shown(value)
+    if not text.isdecimal() or len(text) > 10 or int(text) < 1:
+        raise ArgumentError(what, shown(value), "a whole number >= 1 and < 2^31", "write the size of the blocks, or pass --block-size")
+    return int(text)

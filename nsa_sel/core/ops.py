@@ -1,0 +1,194 @@
+"""`nsa_sel::selection_forward` and `selection_backward`: the call as torch.library ops, which torch.compile and torch.export see.
+
+`selection_attention` becomes `traced` while one of these traces it; eager calls stay without the ops, whose dispatch costs more. Both
+ways run the same functions of `nsa_sel.attention`. Each op decides when it runs, from the sizes that it is given then: nothing of a
+decision is in the graph. Neither are a selection's plans. They can't go from one op to another: the memory of a graph's tensors
+is written without a new version, and a plan kept for such a tensor could be of ranges that are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_sel import attention
+from nsa_sel.core import known
+from nsa_sel.core.call import Call, as_selection, check_call, check_tensors
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.request import Request
+from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.selection import Selection, check_dense
+
+# What both ops take: tensors as in `selection_attention` (q [B,S,G,h,Dk], ranges [B,S,G,n,2]), and the static facts of the selection.
+_COMMON = "Tensor ranges, Tensor? q_pos, int? block_size, int? max_length, bool disjoint, float? scale, str? backend"
+_LIBRARY: Any = torch.library.Library("nsa_sel", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"selection_forward(Tensor q, Tensor k, Tensor v, {_COMMON}, bool needs_grad) -> (Tensor o, Tensor lse)")
+_LIBRARY.define(
+    "selection_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
+    f" {_COMMON}) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection | Tensor,
+    *,
+    scale: float | None,
+    q_pos: Tensor | None,
+    return_lse: bool,
+    backend: str | None,
+) -> Any:
+    """`selection_attention` in terms of the op."""
+    attention.check_transforms(q, k, v)
+    check_tensors(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, x)
+    selection = as_selection(selection)
+    if not (scale is None or isinstance(scale, int | float)):
+        raise ArgumentError("scale", repr(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
+    decode = q.dim() == 4
+    if decode:
+        q = q.unsqueeze(1)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    o, lse = torch.ops.nsa_sel.selection_forward(
+        q, k, v, selection.ranges, q_pos, selection.block_size, selection.max_length, selection.disjoint, scale, backend, needs_grad
+    )
+    if decode:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    return (o, lse) if return_lse else o
+
+
+def _begin(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
+    disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
+) -> tuple[Call, Decision, Request]:  # fmt: skip
+    """`attention.begin` for what an op is given."""
+    key = None
+    if q_pos is None:
+        facts = "unread", block_size, max_length  # an eager call's Selection may be made past the checks of `unread`
+        key, found = known.recall(q, k, v, ranges, facts, scale, needs_grad, backend, attention.forced_here())
+        if found is not None:
+            return attention.repeat(found, q, k, v, Selection(ranges, block_size, max_length, disjoint=disjoint), backend)
+    selection = Selection.unread(ranges, block_size, max_length, disjoint)
+    call, decision, request = attention.prepare(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
+    if selection.ranges is ranges:  # not those of one query a sequence, which were given an axis
+        known.remember(key, (call.scale, request, decision))
+    return call, decision, request
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
+    disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if needs_grad and backend is None and (forced := attention.forced_here()) is not None:
+        raise BackendError(
+            f"use_backend({forced!r}) stands around a compiled call, or one of DTensors, that needs gradients, whose backward pass may run"
+            " outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set NSA_SEL_BACKEND."
+        )
+    call, decision, request = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, needs_grad)
+    o, lse, decision = attention.run_forward(call, decision)
+    attention.finish(call, decision, request, o)
+    return o.contiguous(), lse.contiguous()  # as `_fake_forward` says: a backend of another package may think otherwise
+
+
+def _backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, ranges: Tensor,
+    q_pos: Tensor | None, block_size: int | None, max_length: int | None, disjoint: bool, scale: float | None, backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with contextlib.nullcontext() if attention.forced_here() is None else attention.use_no_backend():  # the forward pass was in none
+        call, decision, _ = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, True)
+    dq, dk, dv = attention.gradients(call, decision, o, lse, do, dlse)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
+    disjoint: bool, scale: float | None, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_call(q, k, v, Selection.unread(ranges, block_size, max_length, disjoint), scale, q_pos, fake=True)
+    rows = q.shape[:-1]
+    return q.new_empty(*rows, v.shape[-1]), q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _fake_backward(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            o, lse = torch.ops.nsa_sel.selection_forward(*inputs)
+        q, k, v, ranges, q_pos, *facts, _ = inputs
+        ctx.save_for_backward(q, k, v, o, lse, ranges, q_pos)
+        ctx.facts = facts
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if do is None and dlse is None:
+            return (None,) * 11
+        return *torch.ops.nsa_sel.selection_backward(do, dlse, *ctx.saved_tensors, *ctx.facts), *(None,) * 8
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.nsa_sel.selection_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        attention.refuse_second_derivative()
+
+
+def _differentiable(op: Any, function: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+    """The op's kernel of autograd. What torch.library.register_autograd makes takes 20 us of a call, with or without gradients."""
+
+    def kernel(keys: Any, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            attention.check_transforms(*inputs)
+            return function.apply(*inputs)
+        if _ends_in_a_backend(keys.raw_repr()):
+            return real(*inputs)
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+    return kernel
+
+
+@functools.cache
+def _ends_in_a_backend(keys: int) -> bool:
+    """Whether a call with this set of dispatch keys meets nobody after autograd who traces it, fakes it or records it."""
+    rest = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    return rest.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
+    q, k, v = attention.in_autocast_dtype(q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        return torch.ops.nsa_sel.selection_forward(q, k, v, *others)
+
+
+def _vmap(*_: Any) -> None:
+    attention.refuse_transforms("vmap")
+
+
+for op, real, fake, function in (
+    (torch.ops.nsa_sel.selection_forward, _forward, _fake_forward, _Forward),
+    (torch.ops.nsa_sel.selection_backward, _backward, _fake_backward, _Backward),
+):
+    name = op.__name__
+    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nsa_sel::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, _differentiable(op.default, function, real), "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"nsa_sel::{name}", _vmap, lib=_LIBRARY)
+for key in ("AutocastCPU", "AutocastCUDA"):
+    _LIBRARY.impl("selection_forward", _autocast, key)

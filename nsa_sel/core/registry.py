@@ -1,0 +1,163 @@
+"""Name -> backend: the built-in ones, those of installed packages (entry points), what is missing here, what broke."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, Protocol, cast
+
+import msgspec
+
+from nsa_sel.backends.specs import SPECS
+from nsa_sel.core.decision import Backend, Library, Offer, Reason
+from nsa_sel.core.request import Request
+from nsa_sel.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nsa_sel.core.call import Call
+
+ENTRY_POINT_GROUP = "nsa_sel.backends"
+Direction = Literal["forward", "backward"]
+
+
+class BackendModule(Protocol):
+    """What a backend's module offers. Both functions get a checked call, whose tensors are on the current device, and may rely on the
+    contract. A module with READS_CACHES = True is given `Call.lengths` and `Call.block_table` as they are; for others nsa_sel/core/pages.py
+    makes positions and ranges of them. A module may have `loaded_keys(call, selected, count)`: for events, how many keys its forward
+    loads of as many as the rows select; with count by a look at the device, else by static facts."""
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs)."""
+        ...
+
+    def backward(self, call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv, shaped and typed as q, k, v, contiguous; dlse is None when nobody uses lse."""
+        ...
+
+
+@functools.cache
+def backends() -> dict[str, Backend]:
+    """All known backends by name. An entry point of the group `nsa_sel.backends` names a `Backend` object."""
+    found = {spec.name: spec for spec in SPECS}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        spec = entry.load()
+        if not isinstance(spec, Backend):
+            raise BackendError(
+                f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} gives a {type(spec).__name__}; allowed: an"
+                " nsa_sel.core.decision.Backend. Remedy: mend or uninstall the package that declares it."
+            )
+        if spec.name in found:
+            raise BackendError(
+                f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} takes the name {spec.name!r}, which is already a"
+                " backend. Remedy: give it another name."
+            )
+        found[spec.name] = spec
+    return found
+
+
+def load(name: str) -> BackendModule:
+    """The module of a backend; this is where a kernel framework is first imported."""
+    return _module(backends()[name].path)
+
+
+@functools.cache  # import_module takes longer, every time
+def _module(path: str) -> BackendModule:
+    return cast(BackendModule, importlib.import_module(path))
+
+
+@functools.cache
+def missing(name: str) -> tuple[Reason, ...]:
+    """What `name` lacks on this machine, found without importing anything."""
+    reasons = []
+    for need in backends()[name].requires:
+        version = _version(need.package)
+        if version is None:
+            reasons.append(Reason("package-missing", "unavailable", f"package {need.package}", None, f">= {need.version}", need.remedy))
+        elif _numbers(version) < _numbers(need.version):
+            reasons.append(Reason("package-old", "unavailable", f"package {need.package}", version, f">= {need.version}", need.remedy))
+    for library in backends()[name].libraries:
+        if not _found(library):
+            required = f"{' or '.join(library.files)}"
+            reasons.append(Reason("library-missing", "unavailable", f"library {library.name}", None, required, library.remedy))
+    return tuple(reasons)
+
+
+def _found(library: Library) -> bool:
+    """Whether a distribution brings the library, or the loader knows it."""
+    for distribution in library.distributions:
+        try:
+            importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return True
+    for file in library.files:
+        try:
+            ctypes.CDLL(file)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _version(package: str) -> str | None:
+    """The version of an installed import package, whose distribution may have another name (cupy: cupy-cuda13x)."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    distributions = _distributions().get(package, [package])
+    try:
+        return importlib.metadata.version(distributions[0])
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+
+
+# Failures of automatically chosen kernels: (backend, request class) is not tried again in this process. Each use is one step of a
+# dict's own, so that no lock is needed.
+_broken: dict[tuple[str, Request], Reason] = {}
+
+
+def _kind(request: Request) -> Request:
+    """The class of calls that compile and launch alike: what a selection was measured to share changes no kernel."""
+    return msgspec.structs.replace(request.request_class(), sharing=None)
+
+
+def mark_broken(name: str, request: Request, error: BaseException) -> None:
+    """Remember that `name` failed to compile or launch for this class of requests."""
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = Reason(
+        "failed-before", "unavailable", "kernel", f"{type(error).__name__}: {first_line}", "a kernel that compiles and launches",
+        "see the error event sel.backend.failed; restart the process to try again",
+    )  # fmt: skip
+    _broken[name, _kind(request)] = reason
+
+
+def is_broken(name: str, request: Request) -> bool:
+    """Whether `name` has failed for this class of requests in this process."""
+    return bool(_broken) and (name, _kind(request)) in _broken
+
+
+def forget_broken() -> None:
+    """Try every backend again."""
+    _broken.clear()
+
+
+def offers(request: Request) -> tuple[Offer, ...]:
+    """Every known backend with what is missing or broken here for this class of requests."""
+    key = _kind(request)
+    return tuple(
+        Offer(spec, missing(name) + ((reason,) if (reason := _broken.get((name, key))) else ())) for name, spec in backends().items()
+    )

@@ -1,0 +1,96 @@
+"""What the NSA_DEBUG_* flags tell about one pass of a backend: how long it took, what it read and computed, a range for profilers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from nsa_sel.core.call import Call
+from nsa_sel.telemetry import events
+
+T = TypeVar("T")
+Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_DEBUG_TRITON, by Selection.measure(), from static facts
+
+
+def watched(call: Call, backend: str, direction: str, module: object, work: Callable[[], T]) -> T:
+    """What `work`, one pass of `backend`, returns; with the events, counters and the NVTX range that the call's settings ask for: called
+    when any of debug_triton, debug_timing and debug_nvtx is set. module: the backend's, of which `loaded_keys` is asked."""
+    timed, device = call.timed(), call.q.device.type
+    nvtx = call.settings.debug_nvtx and call.q.is_cuda
+    started = events.now(device) if timed else 0.0
+    with torch.cuda.nvtx.range(f"nsa_sel {backend} {direction}") if nvtx else contextlib.nullcontext():
+        result = work()
+    seconds = events.now(device) - started if timed else None
+    if seconds is not None:
+        events.emit("sel.timing", backend=backend, direction=direction, ms=seconds * 1e3)
+    if call.settings.debug_triton or timed:
+        (_tell_forward if direction == "forward" else _tell_backward)(call, backend, module, seconds)
+    return result
+
+
+def keys_read(call: Call, count: bool) -> tuple[int, Source]:
+    """The keys that all rows of the call select after the causal clamp, summed over rows [B,S,G], and where the number is from.
+
+    counted: exact, from a look at the ranges, which waits for the device (kept with the selection); measured: exact, as
+    `Selection.measure(S_kv)` found; bound: from static facts, as if every row selected as many keys as it may.
+    """
+    selection, S_kv = call.selection, call.S_kv
+    elsewhere = call.q_pos is not None or call.lengths is not None  # not at the default positions
+    B, S, G = call.q.shape[:3]
+    if count and not call.capturing():
+
+        def total() -> int:
+            start, end = call.clamped_ranges()
+            return int((end - start).sum())
+
+        return selection.plan(("keys read", S_kv), total, call.q_pos, call.lengths), "counted"
+    measured = None if elsewhere else selection.total_length(S_kv)
+    if measured is not None:
+        return measured, "measured"
+    most = selection.length_bound(S_kv)
+    if elsewhere:
+        return B * S * G * most, "bound"
+    short = max(0, min(S, most - (S_kv - S)))  # rows that see fewer keys than `most`: S_kv - S + 1, S_kv - S + 2 ...
+    return B * G * (short * (S_kv - S) + short * (short + 1) // 2 + (S - short) * most), "bound"
+
+
+def _tell_forward(call: Call, backend: str, module: object, seconds: float | None) -> None:
+    """Event and counters of a forward pass: what its rows select, and what this backend loads of it.
+
+    Counted are two products for each (row, head, key), K and V as loaded, and q and o once.
+    """
+    tokens, source = keys_read(call, call.settings.debug_triton)
+    (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
+    as_it_is = call.lengths is None or getattr(module, "READS_CACHES", False)  # others are given a call that is made of this one
+    loads = getattr(module, "loaded_keys", None) if as_it_is else None
+    loaded = tokens if loads is None else loads(call, tokens, source == "counted")
+    row_bytes = (Dk + Dv) * call.k.element_size()
+    name = "sel.triton.reads" if backend.startswith("triton") else "sel.reads"
+    events.emit(
+        name, backend=backend, tokens=tokens, bytes=tokens * row_bytes, loaded_tokens=loaded, loaded_bytes=loaded * row_bytes,
+        rows=B * S * G, source=source,
+    )  # fmt: skip
+    events.count("bytes", backend, "forward", by=(loaded + B * S * G * h) * row_bytes)
+    events.count("flops", backend, "forward", by=2 * tokens * h * (Dk + Dv))
+
+
+def _tell_backward(call: Call, backend: str, module: object, seconds: float | None) -> None:
+    """An estimate of the work that any backward pass has, not a count of what this backend does.
+
+    FLOPs: five products for each (row, head, key): logits, do.v, and the shares of dq, dk, dv. Bytes: selected K and V once a row
+    and group; q, o, do and dq once; dk and dv once.
+    """
+    keys, source = keys_read(call, call.settings.debug_triton)
+    h, Dk = call.q.shape[3:]
+    Dv = call.v.shape[3]
+    flops = 2 * keys * h * (3 * Dk + 2 * Dv)
+    rows = call.q.numel() // Dk
+    size = (keys * (Dk + Dv) + 2 * rows * (Dk + Dv) + call.k.numel() + call.v.numel()) * call.q.element_size()
+    rates: dict[str, Any] = {} if seconds is None else {"ms": seconds * 1e3, "tflops": flops / seconds / 1e12, "gbps": size / seconds / 1e9}
+    name = "sel.triton.bwd" if backend.startswith("triton") else "sel.bwd"
+    events.emit(name, backend=backend, flops=flops, bytes=size, source=source, **rates)
+    events.count("bytes", backend, "backward", by=size)
+    events.count("flops", backend, "backward", by=flops)

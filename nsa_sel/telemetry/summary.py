@@ -1,0 +1,323 @@
+"""What a log of events says: who won and why, who was turned away how often, what failed, what was slow. Behind `nsa-sel decisions`."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+from tabulate import tabulate
+
+from nsa_sel.core.decision import Decision, FieldChange
+from nsa_sel.errors import ArgumentError, NsaSelError
+
+EVENT_FIELDS: dict[str, dict[str, type]] = {  # event -> what every such line must hold for the summary
+    "sel.backend.failed": {"backend": str, "direction": str, "error": str},
+    "sel.timing": {"backend": str, "direction": str, "ms": float},
+    "sel.timing.bucket": {"backend": str, "direction": str, "length": int, "rows": int, "ms": float},
+    "sel.triton.kernel": {"kernel": str, "config": str, "path": str},
+    "sel.triton.reads": {"backend": str, "tokens": int, "bytes": int, "rows": int, "source": str},
+    "sel.reads": {"backend": str, "tokens": int, "bytes": int, "rows": int, "source": str},
+    "sel.triton.bwd": {"backend": str, "flops": int, "bytes": int, "source": str},
+    "sel.bwd": {"backend": str, "flops": int, "bytes": int, "source": str},
+    "sel.compare": {"backend": str, "direction": str, "reference": str, "mae": float},
+}
+OPTIONAL_FIELDS: dict[str, type] = {"length": int, "rows": int, "tflops": float, "gbps": float}  # of the same events
+
+TORN_SHOWN = 5  # numbers of torn lines
+_PREDICTIONS = re.compile(r"(?<=least predicted time): .*?(?= \((?!no prediction))")
+
+
+class Line(NamedTuple):
+    """One line of a log: its number from 1 on, the event's name, its fields, and the decision of `sel.decision`."""
+
+    number: int
+    event: str
+    fields: dict[str, Any]
+    decision: Decision | None = None
+
+
+class Log(NamedTuple):
+    """What a log holds: its lines, and the numbers of those that a crash or a full disk cut short, which are passed over."""
+
+    lines: tuple[Line, ...]
+    torn: tuple[int, ...]
+
+
+class Won(msgspec.Struct, frozen=True):
+    """Calls that one device decided alike."""
+
+    device: str
+    forward: str | None
+    backward: str | None
+    rule: str
+    override: str | None  # who asked for the backend by name
+    calls: int
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """How often a check turned a backend away, and in how many of these calls the backend is preferred to the one that ran."""
+
+    backend: str
+    code: str
+    kind: str
+    calls: int
+    stepped_over: int
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Exceptions in a backend."""
+
+    backend: str
+    direction: str
+    error: str
+    times: int
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Passes of a backend, whole (`length` and `rows` are None) or of packed SDPA's bucket of rows of one length."""
+
+    backend: str
+    direction: str
+    length: int | None
+    rows: int | None
+    passes: int
+    median_ms: float
+    worst_ms: float
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """Keys that the rows of a backend's calls select, and their bytes of K and V."""
+
+    backend: str
+    calls: int
+    tokens: int
+    bytes: int
+    source: str  # where the numbers are from: counted, measured, bound
+
+
+class Backward(msgspec.Struct, frozen=True):
+    """Estimated work of a backend's backward passes; medians of what was achieved where it was timed."""
+
+    backend: str
+    passes: int
+    flops: int
+    bytes: int
+    tflops: float | None
+    gbps: float | None
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """All that `nsa-sel decisions` shows."""
+
+    log: str
+    lines: int
+    torn_lines: tuple[int, ...]  # their numbers; passed over
+    events: dict[str, int]
+    decisions: int
+    won: tuple[Won, ...]
+    refusals: tuple[Refusal, ...]
+    failures: tuple[Failure, ...]
+    buckets: tuple[Times, ...]  # the slowest first
+    passes: tuple[Times, ...]
+    kernels: dict[str, int]  # launch configuration -> launches
+    reads: tuple[Traffic, ...]
+    backward: tuple[Backward, ...]
+    worst_mae: dict[str, float]  # backend and direction -> against packed SDPA
+
+
+def read_log(log: Path) -> Log:
+    """What a log of events (NSA_DEBUG_LOG, `log_to`) or of bare decisions (Decision.to_json) holds; the latter count as `sel.decision`.
+
+    A line that is no whole JSON was torn by a crash while it was written: it is passed over, as long as another one is readable.
+    Raises ArgumentError for a file that can't be read, and naming the line that is neither an event nor a decision.
+    """
+    try:
+        lines = log.read_bytes().split(b"\n")  # no other character ends a line: texts of events may hold U+2028
+    except OSError as error:
+        raise ArgumentError("LOG", f"{log} ({error.strerror})", "a readable file of JSON lines", "mend the path") from error
+    found: list[Line] = []
+    torn: dict[int, Exception] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = msgspec.json.decode(line)
+        except msgspec.DecodeError as error:
+            torn[number] = error
+            continue
+        except RecursionError as error:
+            raise _not_a_line(log, number, "nested too deeply", bool(found)) from error
+        try:
+            found.append(_line(number, record))
+        except (NsaSelError, RecursionError) as error:
+            raise _not_a_line(log, number, f"no decision ({error.__cause__ or error})", bool(found)) from error
+    if torn and not found:
+        number, fault = next(iter(torn.items()))
+        raise _not_a_line(log, number, f"no decision ({fault})", False) from fault
+    return Log(tuple(found), tuple(torn))
+
+
+def _line(number: int, record: Any) -> Line:
+    event = record.get("event", "sel.decision") if isinstance(record, dict) else "sel.decision"
+    if not isinstance(event, str):
+        raise NsaSelError(f"its event is {event!r:.40}, no name")
+    if event != "sel.decision":
+        return Line(number, event, record)
+    bare = record.get("decision") if isinstance(record, dict) and "event" in record else record
+    return Line(number, event, {}, Decision.from_json(msgspec.json.encode(bare)))
+
+
+def _not_a_line(log: Path, number: int, what: str, later: bool) -> ArgumentError:
+    """The error about a line; `later`: what stands before it is of a log."""
+    remedy = "drop the line" if later else "pass a log that NSA_DEBUG_LOG wrote, or lines of Decision.to_json"
+    return ArgumentError(f"line {number} of {log}", what, "a decision as Decision.to_json writes it, or an event", remedy)
+
+
+def replayed(log: Path, number: int, decision: Decision) -> tuple[FieldChange, ...]:
+    """`decision.replay()` of a line of a log. Raises ArgumentError naming the line where its values make no sense to the policy."""
+    try:
+        return decision.replay()
+    except Exception as error:  # no check of single fields finds all that a policy could stumble over
+        what = f"a decision that can't be taken again ({type(error).__name__}: {error})"
+        raise ArgumentError(f"line {number} of {log}", what, "a decision as Decision.to_json writes it", "drop the line") from error
+
+
+def torn_words(torn: tuple[int, ...]) -> str:
+    """What is said of torn lines behind a total; nothing where there are none."""
+    if not torn:
+        return ""
+    shown = ", ".join(map(str, torn[:TORN_SHOWN])) + (", ..." if len(torn) > TORN_SHOWN else "")
+    return f"; passed over as torn: line{'s' if len(torn) > 1 else ''} {shown} ({len(torn)} in all)"
+
+
+def summarise(log: Path, top: int = 10) -> Summary:
+    """The summary of a log, with the `top` slowest buckets. Raises ArgumentError as `read_log` does, and for an empty log."""
+    lines, torn = read_log(log)
+    if not lines:
+        raise ArgumentError("LOG", f"{log}, which is empty", "JSON lines of NSA_DEBUG_LOG or Decision.to_json", "mend the path")
+    by_event: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    for line in lines:
+        fault = _fault(line)
+        if fault:
+            allowed = ", ".join(f"{field} ({kind.__name__})" for field, kind in EVENT_FIELDS[line.event].items())
+            raise ArgumentError(f"line {line.number} of {log}", f"{line.event} {fault}", allowed, "drop the line")
+        by_event[line.event].append(line.fields)
+    decisions = [line.decision for line in lines if line.decision is not None]
+    kernels = collections.Counter(f"{fields['config']} ({fields['path']})" for fields in by_event["sel.triton.kernel"])
+    worst: dict[str, float] = {}
+    for fields in by_event["sel.compare"]:
+        compared = f"{fields['backend']} {fields['direction']}"
+        worst[compared] = max(worst.get(compared, 0.0), fields["mae"])
+    return Summary(
+        log=str(log), lines=len(lines), torn_lines=torn, events=dict(collections.Counter(line.event for line in lines).most_common()),
+        decisions=len(decisions), won=_won(decisions), refusals=_refusals(decisions), failures=_failures(by_event["sel.backend.failed"]),
+        buckets=_times(by_event["sel.timing.bucket"])[:top], passes=_times(by_event["sel.timing"]), kernels=dict(kernels.most_common()),
+        reads=_reads([*by_event["sel.triton.reads"], *by_event["sel.reads"]]),
+        backward=_backward([*by_event["sel.triton.bwd"], *by_event["sel.bwd"]]), worst_mae=worst,
+    )  # fmt: skip
+
+
+def _fault(line: Line) -> str | None:
+    """What the summary would stumble over in an event."""
+    needed = EVENT_FIELDS.get(line.event, {})
+    lacking = [field for field in needed if field not in line.fields]
+    if lacking:
+        return f"without {', '.join(lacking)}"
+    kinds = {**{field: kind for field, kind in OPTIONAL_FIELDS.items() if line.fields.get(field) is not None}, **needed} if needed else {}
+    for field, kind in kinds.items():
+        try:
+            msgspec.convert(line.fields[field], kind)
+        except msgspec.ValidationError as error:
+            return f"whose {field} does not fit ({error})"
+    return None
+
+
+def _won(decisions: Iterable[Decision]) -> tuple[Won, ...]:
+    # The predicted times in a rule differ from shape to shape: without them it is one rule.
+    found = collections.Counter(
+        (d.device.name, d.forward, d.backward, _PREDICTIONS.sub("", d.rule), d.override.source if d.override else None) for d in decisions
+    )
+    return tuple(Won(*key, calls) for key, calls in found.most_common())
+
+
+def _refusals(decisions: Iterable[Decision]) -> tuple[Refusal, ...]:
+    calls: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    stepped_over: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for decision in decisions:
+        ahead = {step.partition(": ")[0] for step in decision.steps}
+        for verdict in decision.verdicts:
+            for code, kind in dict.fromkeys((reason.code, reason.kind) for reason in (*verdict.forward, *verdict.backward)):
+                calls[verdict.backend, code, kind] += 1
+                stepped_over[verdict.backend, code, kind] += verdict.backend in ahead
+    return tuple(Refusal(*key, number, stepped_over[key]) for key, number in calls.most_common())
+
+
+def _failures(events: Iterable[dict[str, Any]]) -> tuple[Failure, ...]:
+    found = collections.Counter((e["backend"], e["direction"], (str(e["error"]).splitlines() or [""])[0]) for e in events)
+    return tuple(Failure(*key, times) for key, times in found.most_common())
+
+
+def _times(events: Iterable[dict[str, Any]]) -> tuple[Times, ...]:
+    taken: dict[tuple[str, str, int | None, int | None], list[float]] = collections.defaultdict(list)
+    for fields in events:
+        taken[fields["backend"], fields["direction"], fields.get("length"), fields.get("rows")].append(fields["ms"])
+    found = [Times(*key, len(ms), median(ms), max(ms)) for key, ms in taken.items()]
+    return tuple(sorted(found, key=lambda times: -times.median_ms))
+
+
+def _reads(events: Iterable[dict[str, Any]]) -> tuple[Traffic, ...]:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
+    for fields in events:
+        groups[fields["backend"], fields["source"]].append(fields)
+    return tuple(
+        Traffic(backend, len(group), sum(e["tokens"] for e in group), sum(e["bytes"] for e in group), source)
+        for (backend, source), group in groups.items()
+    )
+
+
+def _backward(events: Iterable[dict[str, Any]]) -> tuple[Backward, ...]:
+    groups: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    for fields in events:
+        groups[fields["backend"]].append(fields)
+    found = []
+    for backend, group in groups.items():
+        rates = [[e[name] for e in group if name in e] for name in ("tflops", "gbps")]
+        tflops, gbps = (median(rate) if rate else None for rate in rates)
+        found.append(Backward(backend, len(group), sum(e["flops"] for e in group), sum(e["bytes"] for e in group), tflops, gbps))
+    return tuple(found)
+
+
+def text(summary: Summary) -> str:
+    """The summary for a terminal; tables without rows are left out."""
+    events = ", ".join(f"{n} {event}" for event, n in summary.events.items())
+    parts = [f"{summary.log}: {summary.lines} lines, {events}{torn_words(summary.torn_lines)}"]
+    tables: dict[str, Iterable[msgspec.Struct]] = {
+        "who won, and by which rule": summary.won, "turned away": summary.refusals, "failed": summary.failures,
+        "slowest buckets of packed SDPA": summary.buckets, "passes": summary.passes, "read": summary.reads,
+        "backward, estimated work": summary.backward,
+    }  # fmt: skip
+    for title, rows in tables.items():
+        if rows:
+            parts.append(f"{title}\n{_table(rows)}")
+    if summary.kernels:
+        parts.append("launches\n" + tabulate(summary.kernels.items(), headers=["configuration", "launches"], tablefmt="simple"))
+    if summary.worst_mae:
+        parts.append(
+            "compared with packed SDPA\n" + tabulate(summary.worst_mae.items(), headers=["backend", "worst MAE"], tablefmt="simple")
+        )
+    return "\n\n".join(parts)
+
+
+def _table(rows: Iterable[msgspec.Struct]) -> str:
+    cells = [[_shown(getattr(row, field)) for field in row.__struct_fields__] for row in rows]
+    headers = [field.replace("_", " ") for field in next(iter(rows)).__struct_fields__]
+    return tabulate(cells, headers=headers, tablefmt="simple", disable_numparse=True, maxcolwidths=72)
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,482 @@
+"""Selections: how they are made, merged, checked and measured, and which plans they remember."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nsa_sel.errors import ArgumentError
+from nsa_sel.selection import _MOST_PLANS, Measured, Selection
+from tests.helpers.cases import make_blocks, make_spans
+
+FAR = torch.iinfo(torch.int32).max
+
+
+def row(*ranges: tuple[int, int]) -> Tensor:
+    """Ranges [1,1,1,n,2] of one row."""
+    return torch.tensor(ranges, dtype=torch.int32).reshape(1, 1, 1, -1, 2)
+
+
+def keys_of(ranges: Tensor) -> set[int]:
+    return {key for start, end in ranges.reshape(-1, 2).tolist() for key in range(max(start, 0), end)}
+
+
+# from_ranges
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_from_ranges_keeps_what_it_is_given(dtype: torch.dtype) -> None:
+    ranges = make_spans("few", 2, 3, 2, 32, L=8).to(dtype)
+    selection = Selection.from_ranges(ranges, max_length=8)
+    assert selection.ranges is ranges
+    assert selection.n == ranges.shape[-2]
+    assert (selection.block_size, selection.max_length, selection.measured) == (None, 8, None)
+
+
+def test_from_ranges_takes_the_decode_form() -> None:
+    assert Selection.from_ranges(torch.zeros(2, 3, 4, 2, dtype=torch.int32)).ranges.shape == (2, 1, 3, 4, 2)
+
+
+def test_debugging_checks_ranges_at_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlapping = row((0, 5), (3, 8))
+    Selection.from_ranges(overlapping)
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    with pytest.raises(ArgumentError, match=r"merge\(\)"):
+        Selection.from_ranges(overlapping)
+    Selection.from_ranges(row((0, 5), (5, 8)))
+
+
+# from_blocks
+
+
+def test_from_blocks_turns_indices_into_ranges() -> None:
+    selection = Selection.from_blocks(torch.tensor([3, -1, 0], dtype=torch.int32).reshape(1, 1, 1, 3), 16)
+    assert selection.ranges.reshape(-1, 2).tolist() == [[48, 64], [0, 0], [0, 16]]
+    assert selection.block_indices.flatten().tolist() == [3, -1, 0]
+    assert selection.ranges.dtype == torch.int32
+
+
+def test_from_blocks_heeds_counts() -> None:
+    indices = torch.arange(12, dtype=torch.int64).reshape(1, 4, 1, 3)
+    counts = torch.tensor([0, 1, 3, 9]).reshape(1, 4, 1)
+    got = Selection.from_blocks(indices, 8, counts).block_indices.reshape(4, 3).tolist()
+    assert got == [[-1, -1, -1], [3, -1, -1], [6, 7, 8], [9, 10, 11]]
+    decode = Selection.from_blocks(indices[:, 1], 8, counts[:, 1])
+    assert decode.block_indices.tolist() == [[[[3, -1, -1]]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_from_blocks_takes_small_integers(dtype: torch.dtype) -> None:
+    biggest = torch.iinfo(dtype).max
+    selection = Selection.from_blocks(torch.tensor([biggest, 1], dtype=dtype).reshape(1, 1, 1, 2), 64)
+    assert selection.block_indices.flatten().tolist() == [biggest, 1]
+    assert selection.ranges.dtype == torch.int32
+
+
+def test_from_blocks_does_not_wrap_around() -> None:
+    selection = Selection.from_blocks(torch.tensor([FAR, 2**26, 2], dtype=torch.int32).reshape(1, 1, 1, 3), 64)
+    start, end = selection.ranges[0, 0, 0].unbind(-1)
+    assert start.tolist() == [FAR + 1 - 128, FAR + 1 - 128, 128]
+    assert (end - start).tolist() == [64, 64, 64]
+
+
+@pytest.mark.parametrize("block_size", [1 << 20, 1 << 30, FAR])
+def test_from_blocks_of_huge_blocks_keep_their_keys(block_size: int) -> None:
+    selection = Selection.from_blocks(torch.tensor([0, 1, 2], dtype=torch.int32).reshape(1, 1, 1, 3), block_size)
+    assert selection.ranges.reshape(-1, 2).tolist() == [[j * block_size, (j + 1) * block_size] for j in range(3)]
+
+
+def test_block_indices_need_blocks() -> None:
+    with pytest.raises(ArgumentError, match="block_size"):
+        _ = Selection.from_ranges(row((0, 3))).block_indices
+
+
+def test_debugging_refuses_a_block_named_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    with pytest.raises(ArgumentError, match="names a block twice"):
+        Selection.from_blocks(torch.tensor([2, 0, 2]).reshape(1, 1, 1, 3), 16)
+    Selection.from_blocks(torch.tensor([-1, 0, -1]).reshape(1, 1, 1, 3), 16)
+
+
+# from_scores
+
+
+def reference_blocks(scores: list[float], t: int, n: int, block_size: int, first: int, local: int) -> list[int]:
+    """NSA Eq. 7-12 for one row at position t in plain Python: ascending blocks."""
+    current = t // block_size
+    visible = [block for block in range(len(scores)) if block <= current]
+    forced = [block for block in visible if block < first or block > current - local]
+    scored = [block for block in visible if block not in forced and scores[block] > -math.inf]
+    scored.sort(key=lambda block: (-scores[block], block))
+    return sorted(forced + scored[: n - len(forced)])
+
+
+# Few distinct values make ties likely.
+score = st.sampled_from([0.0, 0.25, -0.25, 1.0, -1.0, 3.0, -math.inf, math.inf, math.nan, 1e-30, 1.0 + 1e-7])
+
+
+@st.composite
+def scored_rows(draw: st.DrawFn) -> dict[str, Any]:
+    block_size = draw(st.integers(1, 5))
+    S_kv = draw(st.integers(1, 24))
+    blocks = -(-S_kv // block_size)
+    n = draw(st.integers(1, 8))
+    first = draw(st.integers(0, n))
+    rows = draw(st.integers(1, 3))
+    return {
+        "scores": draw(st.lists(st.lists(score, min_size=blocks, max_size=blocks), min_size=rows, max_size=rows)),
+        "q_pos": draw(st.lists(st.integers(0, S_kv - 1), min_size=rows, max_size=rows)),
+        "n": n,
+        "block_size": block_size,
+        "first": first,
+        "local": draw(st.integers(0, n - first)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=150)
+@given(case=scored_rows())
+def test_from_scores_equals_plain_python(dtype: torch.dtype, case: dict[str, Any]) -> None:
+    scores = torch.tensor(case["scores"], dtype=dtype)
+    q_pos = torch.tensor(case["q_pos"])
+    selection = Selection.from_scores(scores[None, :, None], case["n"], case["block_size"], case["first"], case["local"], q_pos=q_pos)
+    selection.validate()
+    assert selection.n == case["n"]
+    for got, of_row, t in zip(selection.block_indices[0, :, 0].tolist(), scores.tolist(), case["q_pos"], strict=True):
+        expected = reference_blocks(of_row, t, case["n"], case["block_size"], case["first"], case["local"])
+        assert got == expected + [-1] * (case["n"] - len(expected))
+        assert all(block * case["block_size"] <= t for block in got)
+
+
+def test_from_scores_by_hand() -> None:
+    scores = torch.tensor([[0.1, 0.9, 0.5, 0.9, 0.2, 7.0]]).expand(1, 48, 2, 6)
+    got = Selection.from_scores(scores, n=4, block_size=8).block_indices
+    assert got.shape == (1, 48, 2, 4)
+    assert got[0, 0, 1].tolist() == [0, -1, -1, -1]  # fewer visible blocks than n
+    assert got[0, 23, 0].tolist() == [0, 1, 2, -1]
+    assert got[0, 39, 0].tolist() == [0, 1, 3, 4]  # the tie of 1 and 3 is settled by the forced 3
+    assert Selection.from_scores(scores, 2, 8, first=0, local=0).block_indices[0, 39, 0].tolist() == [1, 3]
+
+
+def test_infinite_scores_do_not_displace_forced_blocks() -> None:
+    scores = torch.full((1, 64, 1, 8), math.inf)
+    assert Selection.from_scores(scores, 4, 8).block_indices[0, 63, 0].tolist() == [0, 1, 6, 7]
+
+
+def test_float64_scores_keep_their_order() -> None:
+    scores = torch.zeros(1, 64, 1, 8, dtype=torch.float64)
+    scores[..., 2], scores[..., 3] = 1.0, 1.0 + 1e-12
+    assert Selection.from_scores(scores, 4, 8).block_indices[0, 63, 0].tolist() == [0, 3, 6, 7]
+
+
+def test_from_scores_takes_keys_before_the_queries_and_positions() -> None:
+    scores = torch.rand(2, 3, 2, 7)
+    default = Selection.from_scores(scores, 4, 8, S_kv=50)
+    for q_pos in (torch.tensor([47, 48, 49]), torch.tensor([[47, 48, 49]] * 2, dtype=torch.int32)):
+        assert torch.equal(Selection.from_scores(scores, 4, 8, q_pos=q_pos).ranges, default.ranges)
+
+
+# merge
+
+
+@st.composite
+def wild_rows(draw: st.DrawFn) -> Tensor:
+    """Ranges [1,S,1,n,2] that overlap, touch, are inverted, negative or unsorted."""
+    n = draw(st.integers(1, 7))
+    pair = st.tuples(st.integers(-6, 24), st.integers(-6, 24))
+    rows = draw(st.lists(st.lists(pair, min_size=n, max_size=n), min_size=1, max_size=3))
+    return torch.tensor(rows, dtype=draw(st.sampled_from([torch.int32, torch.int64]))).unsqueeze(0).unsqueeze(2)
+
+
+@settings(max_examples=300)
+@given(ranges=wild_rows())
+def test_merge_gives_sorted_disjoint_ranges_of_the_same_keys(ranges: Tensor) -> None:
+    merged = Selection.from_ranges(ranges).merge()
+    assert merged.ranges.shape == ranges.shape
+    assert merged.ranges.dtype == ranges.dtype
+    merged.validate()
+    for before, after in zip(ranges[0, :, 0], merged.ranges[0, :, 0], strict=True):
+        assert keys_of(after) == keys_of(before)
+        filled = [(start, end) for start, end in after.tolist() if end > start]
+        assert all(a_end < b_start for (_, a_end), (b_start, _) in itertools.pairwise(filled))
+        assert after.tolist() == [*map(list, filled)] + [[0, 0]] * (len(after) - len(filled))
+    assert torch.equal(merged.merge().ranges, merged.ranges)
+
+
+def test_merge_of_blocks_keeps_the_bound() -> None:
+    blocks = Selection.from_blocks(torch.tensor([3, 2, -1]).reshape(1, 1, 1, 3), 4)
+    merged = blocks.merge()
+    assert merged.ranges.reshape(-1, 2).tolist() == [[8, 16], [0, 0], [0, 0]]
+    assert (merged.block_size, merged.max_length) == (None, 12)
+
+
+def test_merge_at_the_edge_of_int32() -> None:
+    merged = Selection.from_ranges(row((FAR - 1, FAR), (-FAR - 1, 2), (1, FAR - 1))).merge()
+    assert merged.ranges.reshape(-1, 2).tolist() == [[0, FAR], [0, 0], [0, 0]]
+    assert merged.max_length is None
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 0, 2), (1, 0, 1, 3, 2), (0, 2, 1, 3, 2)])
+def test_selections_of_nothing(shape: tuple[int, ...]) -> None:
+    selection = Selection.from_ranges(torch.zeros(shape, dtype=torch.int32)).merge().validate()
+    assert selection.ranges.shape == shape
+    assert selection.measure().total_length == 0
+
+
+# validate
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        row((0, 3), (3, 5), (7, 9)),
+        row((0, 3), (9, 2), (3, 5)),
+        row((0, 0), (5, 5), (0, 3)),
+        row((-4, 2), (2, 3)),
+        row((0, 3), (-5, -2), (3, 4)),
+        row((2, 8), (0, 0), (8, FAR)),
+    ],
+)
+def test_validate_accepts_disjoint_sorted_ranges(ranges: Tensor) -> None:
+    Selection.from_ranges(ranges).validate()
+
+
+@pytest.mark.parametrize(
+    ("selection", "fragment"),
+    [
+        (Selection.from_ranges(row((0, 3), (2, 5))), "overlapping or unsorted"),
+        (Selection.from_ranges(row((4, 6), (0, 2))), "overlapping or unsorted"),
+        (Selection.from_ranges(row((0, 9), (3, 3), (5, 6))), "overlapping or unsorted"),
+        (Selection.from_ranges(row((-4, 3), (-1, 2))), "overlapping or unsorted"),
+        (Selection.from_ranges(row((0, 16), (16, 31)), block_size=16), "not one block of 16"),
+        (Selection.from_ranges(row((8, 24),), block_size=16), "not one block of 16"),
+        (Selection.from_ranges(row((16, 32), (0, 16), (16, 32)), block_size=16), "names a block twice"),
+        (Selection.from_ranges(row((0, 4), (6, 9)), max_length=6), "more than max_length = 6"),
+    ],
+)  # fmt: skip
+def test_validate_names_the_row_and_the_remedy(selection: Selection, fragment: str) -> None:
+    with pytest.raises(ArgumentError, match=fragment) as caught:
+        selection.validate()
+    assert str(caught.value).startswith("selection row (b=0, s=0, g=0) is [[")
+    assert "Remedy: " in str(caught.value)
+
+
+def test_validate_finds_the_first_bad_row() -> None:
+    ranges = make_spans("few", 2, 5, 3, 32, L=8)
+    ranges[1, 2, 0] = torch.tensor([[0, 5], [4, 6]])
+    with pytest.raises(ArgumentError, match=r"selection row \(b=1, s=2, g=0\)"):
+        Selection.from_ranges(ranges).validate()
+
+
+def test_made_selections_are_valid() -> None:
+    make_blocks(2, 40, 2, 40, n=5, block_size=4).validate()
+    for kind in ("few", "many", "mixed"):
+        selection = Selection.from_ranges(make_spans(kind, 2, 9, 2, 64, L=30), max_length=30).validate()
+        assert selection.measure().max_length == selection.measure().mean_length == 30
+
+
+# bounds and measure
+
+
+def test_bounds_are_static_facts() -> None:
+    blocks = make_blocks(1, 64, 1, 64, n=3, block_size=8)
+    assert [blocks.length_bound(S_kv) for S_kv in (64, 20)] == [24, 20]
+    assert Selection.from_ranges(row((0, 4), (6, 9))).length_bound(100) == 100
+    assert Selection.from_ranges(row((0, 4), (6, 9)), max_length=7).length_bound(100) == 7
+
+
+def test_measure_counts_exactly() -> None:
+    ranges = torch.tensor([[[0, 4], [6, 9]], [[2, 2], [5, 1]], [[-3, 2], [9, 30]]], dtype=torch.int32).reshape(1, 3, 1, 2, 2)
+    selection = Selection.from_ranges(ranges)
+    assert selection.measure() == Measured(rows=3, empty_rows=1, max_length=23, mean_length=10.0, total_length=30)
+    assert selection.measure(S_kv=12) == Measured(3, 1, 7, 4.0, 12)  # rows at 9, 10, 11
+    assert selection.measure(S_kv=12, q_pos=torch.tensor([6, 0, 1])) == Measured(3, 1, 5, 7 / 3, 7)
+    assert selection.measured == selection.measure(S_kv=12, q_pos=torch.tensor([[6, 0, 1]]))
+
+
+def test_measure_does_not_overflow() -> None:
+    selection = Selection.from_ranges(row((5, -FAR - 1), (-FAR - 1, FAR), (7, FAR)))
+    assert selection.measure().total_length == FAR  # the second range holds the third
+    rows = Selection.from_ranges(torch.cat((row((0, FAR)), row((7, FAR))), dim=1))
+    assert rows.measure().total_length == 2 * FAR - 7
+
+
+def test_measured_bound_holds_at_other_positions() -> None:
+    selection = Selection.from_ranges(row((0, 4), (6, 9)))
+    assert selection.measure(S_kv=12, q_pos=torch.tensor([2])).max_length == 3
+    assert selection.length_bound(12) == 7
+
+
+def test_measured_bound_is_forgotten_when_ranges_are_written() -> None:
+    selection = Selection.from_ranges(row((0, 4), (6, 9)))
+    selection.measure()
+    assert selection.length_bound(100) == 7
+    selection.ranges[..., 1] += 5
+    assert selection.length_bound(100) == 100
+
+
+def test_to_keeps_facts_and_drops_plans() -> None:
+    selection = Selection.from_ranges(row((0, 4), (6, 9)), max_length=9)
+    selection.measure()
+    selection.plan(("a",), lambda: 1)
+    moved = selection.to("cpu")
+    assert (moved.max_length, moved.measured, moved.length_bound(100)) == (9, selection.measured, 7)
+    assert moved.plan(("a",), lambda: 2) == 2
+
+
+def test_repr_shows_the_facts() -> None:
+    text = repr(Selection.from_ranges(row((0, 4)), max_length=9))
+    assert "ranges=(1, 1, 1, 1, 2) torch.int32 on cpu" in text
+    assert "max_length=9" in text
+
+
+# plans
+
+
+def test_plans_are_built_once_until_the_ranges_are_written() -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    built: list[str] = []
+
+    def build(name: str) -> str:
+        built.append(name)
+        return f"{name}{len(built)}"
+
+    assert [selection.plan((key,), lambda key=key: build(key)) for key in "aabab"] == ["a1", "a1", "b2", "a1", "b2"]
+    selection.ranges[..., 1] = 3
+    assert selection.plan(("a",), lambda: build("a")) == "a3"
+    assert selection.plan(("a",), lambda: build("a")) == "a3"
+
+
+def test_plans_are_built_anew_when_what_else_they_are_made_from_differs() -> None:
+    selection, made_from, built = Selection.from_ranges(row((0, 4))), torch.tensor([3, 5]), []
+
+    def plan(*others: object) -> int:
+        return selection.plan(("a",), lambda: built.append(1) or len(built), *others)  # type: ignore[no-any-return]
+
+    assert [plan(made_from), plan(made_from), plan(made_from.expand(1, 2)), plan(made_from.expand(1, 2))] == [1, 1, 2, 2]
+    made_from[0] = 4
+    assert [plan(made_from.expand(1, 2)), plan(made_from.expand(1, 2))] == [3, 3]  # another view of the same memory tells too
+    assert [plan(made_from.clone().expand(1, 2)), plan(None), plan(None), plan(7), plan(8), plan(8)] == [3, 4, 4, 5, 6, 6]
+    positions = np.array([1])
+    assert [plan(torch.from_numpy(positions)), plan(torch.from_numpy(positions))] == [7, 7]
+    positions[0] = 2  # PyTorch does not see this write
+    assert plan(torch.from_numpy(positions)) == 8
+
+
+def test_plans_are_built_anew_after_a_write_that_pytorch_does_not_see() -> None:
+    buffer = np.array([[[[[0, 4]]]]])
+    selection = Selection.from_ranges(torch.from_numpy(buffer))
+    selection.measure()
+    assert (selection.plan(("a",), lambda: 1), selection.length_bound(100)) == (1, 4)
+    buffer[..., 1] = 9
+    assert (selection.plan(("a",), lambda: 2), selection.length_bound(100)) == (2, 100)
+
+
+def test_debugging_finds_a_write_on_a_gpu_that_nothing_else_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a CPU tensor stands for one on a GPU, whose contents are compared under NSA_DEBUG_TRITON alone."""
+    buffer = np.array([[[[[0, 4]]]]])
+    selection = Selection.from_ranges(torch.from_numpy(buffer))
+    monkeypatch.setattr(Selection, "_on_gpu", property(lambda self: True))
+    selection.plan(("a",), lambda: 1)
+    buffer[..., 1] = 9
+    assert selection.plan(("a",), lambda: 2) == 1  # nobody looked
+    selection.invalidate()
+    assert selection.plan(("a",), lambda: 2) == 2
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    selection.invalidate()
+    selection.plan(("a",), lambda: 1)
+    buffer[..., 1] = 7
+    with pytest.raises(ArgumentError, match=r"invalidate\(\)"):
+        selection.plan(("a",), lambda: 2)
+
+
+@pytest.mark.parametrize("fact", ["ranges", "n", "block_size", "max_length", "disjoint"])
+def test_facts_are_not_replaced(fact: str) -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    with pytest.raises(ArgumentError, match=f"selection.{fact} is replaced"):
+        setattr(selection, fact, getattr(selection, fact))
+
+
+def saved_and_loaded(selection: Selection) -> Selection:
+    file = io.BytesIO()
+    torch.save(selection, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), saved_and_loaded])
+def test_copies_keep_facts_and_drop_plans(clone: Callable[[Selection], Selection]) -> None:
+    ranges = row((0, 4), (6, 9))
+    ranges.copy_(ranges.clone())  # it is at version 1 now, its copies begin at 0
+    selection = Selection.from_ranges(ranges, max_length=50, disjoint=True)
+    selection.measure()
+    selection.plan(("a",), lambda: 1)
+    found = clone(selection)
+    assert torch.equal(found.ranges, ranges)
+    assert (found.max_length, found.disjoint, found.measured, found.length_bound(100)) == (50, True, selection.measured, 7)
+    assert found.plan(("a",), lambda: 2) == 2
+    found.ranges.copy_(row((0, 4), (6, 30)))
+    assert (found.length_bound(100), found.plan(("a",), lambda: 3)) == (50, 3)
+
+
+def test_a_copy_of_what_was_written_forgets_the_measure() -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    selection.measure()
+    selection.ranges[..., 1] = 9
+    assert copy.deepcopy(selection).length_bound(100) == 100
+
+
+def test_plans_do_not_pile_up() -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    for keys in range(100):
+        assert selection.plan(("a", keys), lambda keys=keys: keys) == keys
+    assert len(selection._plans) == _MOST_PLANS
+
+
+# disjoint_ranges
+
+
+@settings(max_examples=300)
+@given(ranges=wild_rows())
+def test_disjoint_ranges_name_each_key_of_the_union_once(ranges: Tensor) -> None:
+    selection = Selection.from_ranges(ranges)
+    found = selection.disjoint_ranges()
+    assert (found.shape, found.dtype, found.is_contiguous()) == (ranges.shape, ranges.dtype, True)
+    assert selection.n < 2 or selection.disjoint_ranges() is found
+    for before, after in zip(ranges[0, :, 0], found[0, :, 0], strict=True):
+        named = [key for start, end in after.tolist() for key in range(max(start, 0), end)]
+        assert sorted(named) == sorted(keys_of(before))
+
+
+def test_disjoint_blocks_stay_whole() -> None:
+    selection = Selection.from_blocks(torch.tensor([3, 1, 3, -1, 1]).reshape(1, 1, 1, 5), 4)
+    assert sorted(selection.disjoint_ranges().reshape(-1, 2).tolist()) == [[0, 0]] * 3 + [[4, 8], [12, 16]]
+    selection.measure()
+    assert selection.measured is not None
+    assert (selection.measured.max_length, selection.length_bound(100)) == (8, 8)
+
+
+def test_a_promise_to_be_disjoint_costs_nothing() -> None:
+    ranges = row((6, 9), (0, 4))
+    assert Selection.from_ranges(ranges, disjoint=True).disjoint_ranges() is ranges
+    assert Selection.from_scores(torch.randn(1, 64, 1, 8), 4, 8).disjoint
+
+
+def test_inference_mode_has_no_versions_to_trust() -> None:
+    with torch.inference_mode():
+        selection = Selection.from_ranges(row((0, 4)))
+        assert [selection.plan(("a",), lambda number=number: number) for number in (1, 2)] == [1, 2]
+        selection.measure()
+        assert selection.length_bound(100) == 100

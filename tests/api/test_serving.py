@@ -1,0 +1,350 @@
+"""Decoding over contiguous and paged KV caches, against the oracle on the gathered keys; Triton's kernels are interpreted."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa_sel
+from nsa_sel.bench.core.program import stderr_console
+from nsa_sel.bench.core.session import Job, run
+from nsa_sel.bench.questions import bench_serving
+from nsa_sel.bench.questions.bench_serving import GROUPS_FIRST, KEYS_FIRST, cached
+from nsa_sel.core import registry
+from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.oracle import oracle_forward
+from nsa_sel.selection import Selection
+from nsa_sel.serving import selection_attention_with_kvcache
+from tests.helpers.cases import assert_forward, assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
+
+LENGTHS = (0, 1, 9, 150)  # shorter than a block among them
+PAGES = (16, 32, 64, 128, 256)
+ON_CPU = ("sdpa-packed", "numba", "triton-group", "triton-token")
+
+
+class Cache(NamedTuple):
+    """q [B,S_q,G,h,Dk], k_cache, v_cache [B,S_max,G,D] or [pages,page_size,G,D], lengths, table, a selection in logical positions."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    selection: Selection
+    cache_seqlens: Tensor
+    block_table: Tensor | None
+
+
+def make_cache(
+    lengths: tuple[int, ...] = LENGTHS,
+    page_size: int | None = 16,
+    *,
+    S_q: int = 1,
+    G: int = 2,
+    h: int = 2,
+    Dk: int = 16,
+    Dv: int = 8,
+    n: int = 3,
+    block: int | None = 16,
+    room: int = 192,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Cache:
+    """Sequences with random pages of one pool. NaN stands wherever no sequence has a key, -1 in the table past its last page.
+
+    Blocks (or, with block None, ranges of 5 to 40 keys anywhere) are any of the first `room` keys, future ones among them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    B = len(lengths)
+    q = torch.randn(B, S_q, G, h, Dk, generator=generator)
+    whole = [torch.randn(B, room, G, D, generator=generator) for D in (Dk, Dv)]
+    for b, length in enumerate(lengths):
+        for x in whole:
+            x[b, length:] = math.nan
+    if block is None:
+        length = torch.randint(5, 41, (B, S_q, G, n), generator=generator)
+        start = torch.randint(0, room // n - 40, (B, S_q, G, n), generator=generator) + torch.arange(n) * (room // n)
+        selection = Selection(torch.stack((start, start + length), -1), None, 40 * n)
+    else:
+        order = torch.rand(B, S_q, G, room // block, generator=generator).argsort(-1)[..., :n]
+        order[..., 0] = torch.where((order == 0).any(-1), order[..., 0], 0)  # every sequence has a key of the first block
+        selection = Selection.from_blocks(order.int(), block)
+    table, caches = None, whole
+    if page_size is not None:
+        each = -(-room // page_size)
+        used = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(used) + 3, generator=generator).int()
+        table = torch.full((B, each), -1, dtype=torch.int32)
+        caches = [torch.full((len(order), page_size, *x.shape[2:]), math.nan) for x in whole]
+        taken = 0
+        for b in range(B):
+            for i in range(used[b]):
+                table[b, i] = order[taken]
+                for cache, x in zip(caches, whole, strict=True):
+                    part = x[b, i * page_size : (i + 1) * page_size]
+                    cache[order[taken], : len(part)] = part
+                taken += 1
+    tensors = [x.to(dtype).to(device) for x in (q, *caches)]
+    return Cache(
+        *tensors, selection.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), None if table is None else table.to(device)
+    )
+
+
+def gathered(cache: Cache) -> tuple[Tensor, Tensor]:
+    """k, v [B,G,S_kv,D] of every sequence, 0 where it has no key: what the baseline multiplies by 0."""
+    k, v = cache.k_cache, cache.v_cache
+    if cache.block_table is not None:
+        k, v = (x[cache.block_table.long().clamp(min=0)].flatten(1, 2) for x in (k, v))
+    there = torch.arange(k.shape[1], device=k.device) < cache.cache_seqlens.unsqueeze(1)
+    k, v = (torch.where(there[:, :, None, None], x, 0).transpose(1, 2) for x in (k, v))
+    return k, v
+
+
+def positions(cache: Cache) -> Tensor:
+    S_q = cache.q.shape[1]
+    return cache.cache_seqlens.long().unsqueeze(1) + torch.arange(-S_q, 0, device=cache.q.device)
+
+
+def check(cache: Cache, backend: str | None) -> tuple[Tensor, Tensor]:
+    """o and lse, within twice the baseline's error of the oracle; the recorded decision names the backend and the pages."""
+    with torch.no_grad():
+        o, lse = selection_attention_with_kvcache(*cache, return_lse=True, backend=backend)
+    decision = nsa_sel.decisions()[-1]
+    assert backend is None or decision.forward == backend
+    assert decision.request.page_size == (None if cache.block_table is None else cache.k_cache.shape[1])
+    assert decision.request.S == cache.q.shape[1]
+    assert_forward((o, lse), cache.q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
+    nothing = (positions(cache) < 0)[:, :, None, None]
+    assert bool((o.masked_select(nothing.unsqueeze(-1)) == 0).all())
+    assert bool((lse.masked_select(nothing) == -math.inf).all())
+    return o, lse
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("S_q", [1, 4])
+def test_contiguous(backend: str, S_q: int) -> None:
+    check(make_cache(page_size=None, S_q=S_q, G=1), backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "page_size"), [*((name, size) for name in ON_CPU if name != "triton-token" for size in PAGES), ("triton-token", 32)]
+)
+def test_pages(backend: str, page_size: int) -> None:
+    few = backend.startswith("triton")  # programs: each takes 20 ms
+    for S_q, block in ((1, 16), (2, 64)) if few else ((1, 16), (2, 32), (8, 64)):
+        check(make_cache(page_size=page_size, S_q=S_q, block=block, G=1 if few else 2), backend)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_ranges_that_cross_pages(backend: str) -> None:
+    cache = make_cache((64, 150), page_size=16, block=None, S_q=2, G=1)
+    check(cache, backend)
+    longest = torch.tensor([15, 49]).expand(2, 2, 1, 1, 2)  # 34 keys on four pages, as many as 34 keys can touch
+    check(cache._replace(selection=Selection(longest, None, 34)), backend)
+
+
+@pytest.mark.parametrize("page_size", [16, 24, 64])
+def test_blocks_of_pages(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows, so that no row is split: blocks come by bulk copies where pages hold whole steps, else, and the cut one, by pointers."""
+    from nsa_sel.backends import triton_group
+
+    loads: list[str] = []
+    real = triton_group._blocks_launch
+    monkeypatch.setattr(triton_group, "_blocks_launch", lambda *given: (loads.append(given[-1].loads), real(*given))[1])
+    check(make_cache(page_size=page_size, S_q=2, block=32), "triton-group")
+    assert loads == ["tma" if page_size == 64 else "pointer"]
+
+
+def test_small_pages_never_come_by_bulk_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a file says: a copy of 32 keys would run past a page of 16."""
+    file = tmp_path / "bulk.yaml"
+    launches = "".join(
+        f"  triton-group/decode-pages{of}: {{loads: tma, block_l: 32, num_warps: 1, num_stages: 1}}\n" for of in ("", "-widest")
+    )
+    file.write_text(f"provenance: a test\nkernels:\n{launches}")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    check(make_cache(page_size=16, S_q=2, block=32), "triton-group")
+
+
+def test_pages_are_compared_with_the_steps_of_these_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that another class of heads takes may fit a page where these do not."""
+    file = tmp_path / "narrow.yaml"
+    file.write_text("provenance: a test\nkernels:\n  triton-group/decode-blocks: {loads: tma, block_l: 16, num_warps: 1, num_stages: 1}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    check(make_cache(page_size=16, S_q=2, block=32), "triton-group")  # float32: steps of 32 keys
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_layouts_of_pages(backend: str) -> None:
+    """The pages of K between those of V, heads before keys, and one page alone: views, without copies, give the very same."""
+    cache = make_cache((40, 61), page_size=32, n=2, Dv=16)
+    wanted = check(cache, backend)
+    both = torch.stack((cache.k_cache, cache.v_cache), 1)
+    by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k_cache, cache.v_cache)]
+    for k_cache, v_cache in (both.unbind(1), by_heads):
+        assert not k_cache.is_contiguous()
+        got = check(cache._replace(k_cache=k_cache, v_cache=v_cache), backend)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    check(make_cache((1,), page_size=256, n=2), backend)
+
+
+@pytest.mark.parametrize("backend", ["sdpa-packed", "triton-group"])
+def test_one_token_without_its_axis(backend: str) -> None:
+    cache = make_cache((0, 20))
+    o, lse = check(cache, backend)
+    one = cache._replace(q=cache.q[:, 0])
+    got = selection_attention_with_kvcache(*one, return_lse=True, backend=backend)
+    assert torch.equal(got[0], o[:, 0])
+    assert torch.equal(got[1], lse[:, 0])
+    assert torch.equal(selection_attention_with_kvcache(*one, backend=backend), o[:, 0])
+
+
+@pytest.mark.parametrize(("lengths", "sizes"), [((9, 150), (16, 64)), (LENGTHS, (32, 64))], ids=["split", "bulk copies"])
+def test_pages_give_what_one_piece_gives(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Bit by bit, with triton-group: rows are split alike, and steps of bulk copies are as long where a page holds one."""
+    G = 1 if len(lengths) == 2 else 2
+    whole = check(make_cache(lengths, None, block=32, G=G), "triton-group")
+    for page_size in sizes:
+        paged = check(make_cache(lengths, page_size, block=32, G=G), "triton-group")
+        assert all(torch.equal(a, b) for a, b in zip(paged, whole, strict=True))
+
+
+def test_half_precision_and_64_bit_lengths() -> None:
+    cache = make_cache((1, 70), dtype=torch.float16, G=1)
+    for backend in ON_CPU:
+        check(cache._replace(cache_seqlens=cache.cache_seqlens.long()), backend)
+
+
+def test_gradients_over_a_contiguous_cache() -> None:
+    cache = make_cache((0, 2, 9, 130), page_size=None, S_q=4)
+    q, k_cache, v_cache = (x.nan_to_num().requires_grad_() for x in cache[:3])
+    cache = cache._replace(q=q, k_cache=k_cache, v_cache=v_cache)
+    o, lse = selection_attention_with_kvcache(*cache, return_lse=True, backend="sdpa-packed")
+    do, dlse = make_grads(q, v_cache)
+    dlse = torch.where(lse.detach() == -math.inf, 0.0, dlse)
+    got = torch.autograd.grad((o, lse), (q, k_cache, v_cache), (do, dlse))
+    wanted = oracle_forward(*(x.detach() for x in (q, *gathered(cache))), cache.selection.ranges, q_pos=positions(cache))
+    baseline = plain_torch(q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
+    assert_within_twice_baseline(o, wanted[0], baseline[0], "o")
+    k, v = (x.detach().transpose(1, 2) for x in (k_cache, v_cache))
+    got = (got[0], got[1].transpose(1, 2), got[2].transpose(1, 2))
+    assert_gradients(got, q.detach(), k, v, cache.selection.ranges, do, dlse, q_pos=positions(cache))
+
+
+def test_pages_take_no_gradients() -> None:
+    cache = make_cache()
+    for name in ("q", "k_cache", "v_cache"):
+        wanted = cache._replace(**{name: getattr(cache, name).clone().requires_grad_()})
+        with pytest.raises(ArgumentError, match=rf"^{name} is .* requires gradients.*no_grad"):
+            selection_attention_with_kvcache(*wanted)
+        with torch.no_grad():
+            selection_attention_with_kvcache(*wanted)
+
+
+def test_backends_of_whole_blocks_refuse_pages() -> None:
+    for backend in ("triton-tile", "triton-block"):
+        with pytest.raises(BackendError, match=r"request\.page_size"):
+            selection_attention_with_kvcache(*make_cache(), backend=backend)
+        check(make_cache((9, 70), page_size=None, S_q=4, G=1), backend)
+
+
+def test_the_same_class_of_requests_with_and_without_pages() -> None:
+    """So that a policy chooses alike: only page_size tells them apart."""
+    import msgspec
+
+    requests = []
+    for page_size in (None, 64):
+        check(make_cache(page_size=page_size), "triton-group")
+        requests.append(nsa_sel.decisions()[-1].request)
+    assert requests[0] == msgspec.structs.replace(requests[1], page_size=None)
+    assert "pages of 64 keys" in nsa_sel.describe(nsa_sel.decisions()[-1])
+
+
+def test_events_and_comparison(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens are counted in logical positions, and packed SDPA is given the same pages to compare with."""
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")
+    cache = make_cache(n=12, block=16)  # everything
+    with caplog.at_level("INFO", logger="nsa_sel"):
+        check(cache, "triton-group")
+    events = {record.getMessage(): record.nsa_sel for record in caplog.records}  # type: ignore[attr-defined]
+    assert events["sel.triton.reads"]["tokens"] == sum(LENGTHS) * 2
+    assert events["sel.compare"]["mae"] < 1e-6
+
+
+def test_the_fallback_takes_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache()
+
+    def broken(call: Any) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(registry.load("numba"), "forward", broken)
+    with pytest.warns(RuntimeWarning, match="packed SDPA takes over"):
+        o = selection_attention_with_kvcache(*cache)
+    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+    assert torch.equal(o, check(cache, "sdpa-packed")[0])
+
+
+def test_nothing_to_do() -> None:
+    cache = make_cache((0, 0))
+    check(cache, None)
+    empty = cache._replace(block_table=cache.block_table[:, :0], q=cache.q[:, :0], selection=Selection(cache.selection.ranges[:, :0]))
+    assert selection_attention_with_kvcache(*empty).shape == (2, 0, 2, 2, 8)
+    nobody = Cache(cache.q[:0], *cache[1:3], Selection(cache.selection.ranges[:0]), cache.cache_seqlens[:0], cache.block_table[:0])
+    assert selection_attention_with_kvcache(*nobody).shape == (0, 1, 2, 2, 8)
+
+
+def test_a_warm_up_over_pages() -> None:
+    (warmed,) = nsa_sel.warmup("cpu", [{"S": 1, "S_kv": 100, "page_size": 16, "dtype": "float32", "needs_grad": False}])
+    assert warmed.forward == "numba"
+    assert (nsa_sel.decisions()[-1].request.page_size, nsa_sel.decisions()[-1].request.S) == (16, 1)
+
+
+def test_the_bench_compares_pages_with_one_piece(tmp_path: Path) -> None:
+    """Its parity check is part of it; four tokens a sequence and pages of other sizes are told apart."""
+    ways = tuple(cached("sdpa-packed", size, layout) for layout in (KEYS_FIRST, GROUPS_FIRST) for size in (None, 64))
+    jobs = [Job(bench_serving.QUICK._replace(S=S, case=f"S{S}"), ways, ("decode",), 8) for S in (1, 4)]
+    rows = run(jobs, tmp_path / "rows.jsonl", "cpu", stderr_console())
+    assert [(row["case"], row["backend"]) for row in rows] == [
+        (case, f"sdpa-packed, {name}, {layout}")
+        for case in ("S1", "S4")
+        for layout in (KEYS_FIRST, GROUPS_FIRST)
+        for name in ("in one piece", "pages of 64")
+    ]
+    assert all(row["mae"] < 1e-6 for row in rows)
+    *_, last = bench_serving.table(rows).splitlines()
+    assert [part.strip() for part in last.split("|")][1:4] == ["S4", "sdpa-packed", GROUPS_FIRST]
+    whole, paged = (row["ms_median"] for row in rows[-2:])
+    assert f"({paged / whole:.3f})" in last
+    assert {(case.B, case.S_kv, case.S) for case in bench_serving.serving_cases()} == {
+        (B, S_kv, S) for B, S_kv in ((1, 65536), (64, 32768), (256, 16384)) for S in (1, 4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": 3}, r"^q is a int; allowed: a torch.Tensor"),
+        ({"q": torch.zeros(2, 4)}, r"^q is of shape \(2, 4\); allowed: \[B,S_q,G,h,Dk\]"),
+        ({"k_cache": torch.zeros(9, 2, 16, 16)}, r"^k_cache is of shape .* allowed: \[pages, page_size, G=2, D\]"),
+        ({"v_cache": torch.zeros(9, 32, 2, 8)}, r"^v_cache is of shape"),
+        ({"k_cache": torch.zeros(15, 16, 2, 16, dtype=torch.float64)}, r"^k_cache is of dtype .*call k_cache\.to\(q\.dtype\)"),
+        ({"cache_seqlens": 5}, r"^cache_seqlens is a int"),
+        ({"cache_seqlens": torch.zeros(4)}, r"^cache_seqlens is torch.float32 of shape \(4,\)"),
+        ({"cache_seqlens": torch.tensor([0, 1, 2, 193])}, r"^cache_seqlens is from 0 to 193; allowed: lengths in \[0, 192\]"),
+        ({"cache_seqlens": torch.tensor([0, 1, 2, -1])}, r"^cache_seqlens is from -1 to 2"),
+        ({"cache_seqlens": torch.tensor([0, 1, 9, 161])}, r"^block_table\[3, 10\] is -1; allowed: pages in \[0, 15\) for all keys"),
+        ({"block_table": torch.zeros(4, 12)}, r"^block_table is torch.float32"),
+        ({"block_table": torch.zeros(4, dtype=torch.int32)}, r"^block_table is torch.int32 of shape \(4,\)"),
+        ({"block_table": torch.zeros(12, 4, dtype=torch.int32).t()}, r"^block_table is of strides"),
+        ({"block_table": torch.zeros(4, 0, dtype=torch.int32)}, r"^q is of S_q = 1 tokens; allowed: at most the 0"),
+        ({"selection": torch.zeros(4, 2, 2, 1, 2, dtype=torch.int32)}, r"^selection is over rows"),
+    ],
+)
+def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        selection_attention_with_kvcache(*make_cache()._replace(**changes))

@@ -1,0 +1,118 @@
+"""KV caches on a GPU: every backend that takes them, CUDA graphs over caches that change in place, and nothing that waits."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from nsa_sel.core import registry
+from nsa_sel.oracle import oracle_forward
+from nsa_sel.serving import selection_attention_with_kvcache
+from tests.api.test_serving import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions
+from tests.helpers.cases import assert_within_twice_baseline, plain_torch
+
+pytestmark = pytest.mark.gpu
+
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.skip(reason="; ".join(map(str, registry.missing(name))))] if registry.missing(name) else [])
+    for name, backend in registry.backends().items()
+    if "bfloat16" in backend.limits.dtypes.get("cuda", ()) and not backend.limits.block_aligned_only
+]
+
+
+def gpu_cache(page_size: int | None, **sizes: object) -> Cache:
+    return make_cache(page_size=page_size, **{"dtype": torch.bfloat16, "device": "cuda", "Dk": 64, "Dv": 128, **sizes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("page_size", [None, *PAGES])
+@pytest.mark.parametrize("backend", NAMES)
+def test_caches(backend: str, page_size: int | None) -> None:
+    for S_q, block, h in ((1, 16, 16), (1, 64, 4), (2, 32, 1), (8, 64, 16)):
+        check(gpu_cache(page_size, S_q=S_q, block=block, h=h), backend)
+    check(gpu_cache(page_size, S_q=2, block=None), backend)
+
+
+@pytest.mark.parametrize("page_size", [16, 24, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_many_rows(page_size: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows enough to fill the GPU are not split: from Hopper on their blocks come by bulk copies where pages hold whole steps."""
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    with caplog.at_level(logging.INFO, logger="nsa_sel"):
+        check(gpu_cache(page_size, lengths=LENGTHS * 64, S_q=2, dtype=dtype), "triton-group")
+    configs = [record.nsa_sel["config"] for record in caplog.records if record.getMessage() == "sel.triton.kernel"]  # type: ignore[attr-defined]
+    bulk = torch.cuda.get_device_capability() >= (9, 0) and page_size % 16 == 0
+    assert [config.split(":")[0].split("-wide")[0] for config in configs] == [f"triton-group/decode-{'blocks' if bulk else 'pages'}"]
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("backend", NAMES)
+def test_graph_replay_follows_what_was_written(backend: str, page_size: int | None) -> None:
+    """Other lengths, tables, selections, queries and pages in the captured tensors; o held NaN. The call of an eager step is the same."""
+    first, other = (gpu_cache(page_size, lengths=lengths, seed=seed) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = selection_attention_with_kvcache(*first, return_lse=True, backend=backend)
+        return o, lse
+
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o, lse = call()
+    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
+        if getattr(first, name) is not None:
+            getattr(first, name).copy_(getattr(other, name))
+    first.selection.ranges.copy_(other.selection.ranges)
+    o.fill_(float("nan"))
+    lse.fill_(float("nan"))
+    graph.replay()
+    eager = check(other, backend)
+    assert torch.equal(o, eager[0])
+    assert torch.equal(lse, eager[1])
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_nothing_waits_for_the_device(page_size: int | None) -> None:
+    cache = gpu_cache(page_size)
+    for backend in ("triton-group", "sdpa-packed", None):
+        selection_attention_with_kvcache(*cache, backend=backend)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            selection_attention_with_kvcache(*cache, backend=backend)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_lengths_past_the_end_are_cut() -> None:
+    """Nothing past a row of the table is read, whatever a length says."""
+    cache = gpu_cache(16, lengths=(192, 192))
+    wanted = check(cache, "triton-group")
+    got = selection_attention_with_kvcache(
+        *cache._replace(cache_seqlens=cache.cache_seqlens + 1000), return_lse=True, backend="triton-group"
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_pools_past_two_to_the_31_elements() -> None:
+    """The last pages of a pool that 32-bit offsets can't reach."""
+    D, page_size = 128, 64
+    pages = 2**31 // (D * page_size) + 8
+    pool = torch.empty(pages, page_size, 1, D, dtype=torch.bfloat16, device="cuda")
+    small = make_cache((150,), page_size, G=1, Dk=D, Dv=D, dtype=torch.bfloat16, device="cuda")
+    assert small.block_table is not None
+    pool[-6:] = small.k_cache
+    far = small._replace(
+        k_cache=pool, v_cache=pool, block_table=torch.where(small.block_table < 0, -1, small.block_table + pages - 6).int()
+    )
+    near = small._replace(v_cache=small.k_cache)
+    k, v = gathered(near)
+    exact, baseline = (of(near.q, k, v, near.selection.ranges, q_pos=positions(near)) for of in (oracle_forward, plain_torch))
+    for backend in ("triton-group", "sdpa-packed"):
+        o = selection_attention_with_kvcache(*far, backend=backend)
+        assert_within_twice_baseline(o, exact[0], baseline[0], backend)

@@ -1,0 +1,77 @@
+"""A row attends to the union of its ranges, by every backend, forward and backward; NSA_DEBUG_TRITON=1 refuses what overlaps."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from nsa_sel import Selection, selection_attention, selection_attention_varlen, selection_attention_with_kvcache
+from nsa_sel.core.registry import backends
+from nsa_sel.errors import ArgumentError
+from tests.helpers.cases import assert_forward, make_qkv
+from tests.helpers.parity import attend, check_both
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PLACES = [("cpu", name) for name in ("sdpa-packed", "numba")]
+PLACES += [("cpu", name) for name in backends() if name.startswith("triton") and INTERPRETED]
+GPU = [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in backends() if name != "numba"]
+S, S_KV, BLOCK = 6, 64, 16
+
+RANGES = {
+    "twice": [[0, 16], [0, 16]],
+    "overlap": [[3, 20], [10, 30], [12, 14]],
+    "unsorted": [[40, 50], [0, 9], [5, 45]],
+    "touching and empty": [[8, 16], [9, 9], [16, 20], [0, 8]],
+    "past the end": [[60, 99], [50, 63], [-5, 3]],
+}
+BLOCKS = {"twice": [1, 1], "thrice, apart": [2, 0, 2, -1, 2], "all the same": [3, 3, 3, 3], "own block": [3, 0, 3]}
+
+
+def tensors(device: str, backend: str) -> tuple[torch.Tensor, ...]:
+    wide = 64 if backend == "cupy-cuda" else 16
+    return make_qkv(1, S, 2, 3, wide, S_kv=S_KV, dtype=torch.float16 if backend == "cupy-cuda" else torch.float32, device=device)
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize(("device", "backend"), [*PLACES, *GPU])
+def test_ranges_that_overlap_are_their_union(device: str, backend: str, name: str) -> None:
+    if backend in ("triton-tile", "triton-block"):
+        return  # they take whole blocks alone, and refuse ranges: tests/test_triton_sel_wrapper_cpu.py
+    ranges = torch.tensor(RANGES[name], device=device).expand(1, S, 2, -1, 2).clone()
+    check_both(backend, *tensors(device, backend), Selection.from_ranges(ranges))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("device", "backend"), [*PLACES, *GPU])
+def test_blocks_named_twice_count_once(device: str, backend: str, name: str) -> None:
+    indices = torch.tensor(BLOCKS[name], device=device).expand(1, S, 2, -1).clone()
+    check_both(backend, *tensors(device, backend), Selection.from_blocks(indices, BLOCK))
+
+
+@pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
+def test_the_other_ways_to_call_take_the_union_too(backend: str) -> None:
+    q, k, v = tensors("cpu", backend)
+    selection = Selection.from_blocks(torch.tensor([3, 1, 3]).expand(1, S, 2, 3), BLOCK)
+    o, lse = attend(backend, q, k, v, selection)
+    assert_forward((o, lse), q, k, v, selection.ranges)
+    packed = selection_attention_varlen(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), selection, [0, S], [0, S_KV], backend=backend)
+    torch.testing.assert_close(packed, o[0])
+    caches = [x.transpose(1, 2) for x in (k, v)]
+    cached = selection_attention_with_kvcache(q, *caches, selection, torch.tensor([S_KV]), backend=backend)
+    torch.testing.assert_close(cached, o)
+    table = torch.arange(2, dtype=torch.int32).view(1, 2)
+    pages = [x.reshape(2, 32, 2, -1) for x in caches]
+    paged = selection_attention_with_kvcache(q, *pages, selection, torch.tensor([S_KV]), table, backend=backend)
+    torch.testing.assert_close(paged, o)
+    compiled = torch.compile(lambda q, k, v, s: selection_attention(q, k, v, s, backend=backend), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, selection), o)
+
+
+def test_debugging_refuses_what_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors("cpu", "numba")
+    selection = Selection.from_blocks(torch.tensor([3, 3]).expand(1, S, 2, 2), BLOCK)
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    with pytest.raises(ArgumentError, match="names a block twice"):
+        selection_attention(q, k, v, selection)

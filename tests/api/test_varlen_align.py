@@ -1,0 +1,281 @@
+"""Packed batches whose keys are copied to where each sequence begins with a block: when that is done, and that nobody can tell after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa_sel
+from nsa_sel import varlen
+from nsa_sel.bench.core.cases import packed_cases
+from nsa_sel.core.request import Request
+from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.selection import Selection
+from nsa_sel.varlen import selection_attention_varlen
+from tests.helpers.policy_cases import A100, H200, INTERPRETER
+from tests.helpers.policy_cases import CPU as PLAIN_CPU
+from tests.helpers.varlen_cases import Packed, assert_unseen_keys_do_not_matter, attend_varlen, check_varlen, pack
+
+CPU = ("sdpa-packed", "numba")
+ON_BLOCKS = ("triton-tile", "triton-block")
+MIXED = (5, 0, 1, 18, 16, 2)  # shorter than a block of 16, empty, one, and one that begins with a block after odd ones
+
+
+def last_request() -> Request:
+    return nsa_sel.decisions()[-1].request
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds lie where the host must not look, as on a GPU."""
+    monkeypatch.setattr(varlen, "_is_free_to_read", lambda bounds: False)
+
+
+def tensors(packed: Packed) -> dict[str, Any]:
+    cu_q, cu_k = torch.tensor(packed.cu_q), torch.tensor(packed.cu_k, dtype=torch.int32)
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": None if packed.cu_q == packed.cu_k else cu_k}
+
+
+# Results
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_sequences_of_any_length(backend: str) -> None:
+    for lengths_k in (MIXED, (1, 3, 17, 20, 0, 33)):
+        packed = pack(MIXED, lengths_k, G=2, h=3, spare=3)
+        check_varlen(backend, packed, align=True)
+        assert last_request().block_size == 16
+
+
+@pytest.mark.parametrize("backend", ON_BLOCKS)
+def test_backends_of_whole_blocks_serve_any_bounds_when_forced(backend: str) -> None:
+    check_varlen(backend, pack((5, 0, 1, 18), n=2, spare=3))
+    assert last_request().block_size == 16
+    packed = pack((1, 2, 0), (20, 1, 17), n=2, G=2, h=3, dtype=torch.float16)  # as many rows as keys, less, and none
+    with nsa_sel.use_backend(backend):
+        selection_attention_varlen(*packed[:4], packed.cu_q, packed.cu_k)
+    assert nsa_sel.decisions()[-1].forward == backend
+    check_varlen(backend, packed._replace(selection=Selection(packed.selection.ranges.long(), 16)))
+
+
+@pytest.mark.usefixtures("unseen")
+def test_bounds_that_the_host_does_not_see() -> None:
+    for packed in (pack(MIXED, n=2, spare=1), pack((1, 18, 0, 2), (33, 16, 5, 1), n=2)):
+        check_varlen("numba", packed, align=True, **tensors(packed))
+        assert last_request().block_size == 16
+    check_varlen("triton-tile", pack((3, 0, 2), n=2, spare=1), **tensors(pack((3, 0, 2), spare=1)))
+
+
+@pytest.mark.parametrize("backend", ["numba", *ON_BLOCKS])
+def test_keys_that_no_row_of_their_sequence_sees_do_not_matter(backend: str) -> None:
+    """Not even NaN among them, before, behind and between those that are seen, nor in the padding."""
+    packed = pack((2, 1, 1), (43, 15, 38), n=2, spare=4)
+    assert_unseen_keys_do_not_matter(backend, packed, first=43, align=True)
+
+
+@pytest.mark.parametrize("backend", ON_BLOCKS)
+def test_a_seen_nan_goes_as_far_as_in_sequences_that_begin_with_blocks(backend: str) -> None:
+    """Bit for bit what the plain call gives for the same keys in blocks, laid there by hand."""
+    everything = torch.tensor([[0, 16], [16, 32]]).int().expand(1, 4, 1, 2, 2)
+    packed = pack((2, 1, 1), (21, 7, 18), n=2)._replace(selection=Selection(everything, 16))
+    packed.k[20], packed.v[22] = float("nan"), float("nan")  # the last of a sequence, and the second of the next
+    first, position = torch.tensor([[0, 0, 32, 48]]), torch.tensor([[19, 20, 6, 17]])  # blocks 0-1, 2 and 3-4
+    k, v = (torch.cat([x[:21], x.new_zeros(11, *x.shape[1:]), x[21:28], x.new_zeros(9, *x.shape[1:]), x[28:]]) for x in packed[1:3])
+    moved = packed.selection.shifted(first, position + 1, len(k), whole_blocks=True, max_length=32)
+    k, v = (x.transpose(0, 1)[None] for x in (k, v))
+    wanted = nsa_sel.selection_attention(packed.q[None], k, v, moved, q_pos=first + position, return_lse=True, backend=backend)
+    got = attend_varlen(backend, packed, align=True)
+    assert bool(got[0].isnan().any())
+    for mine, other in zip(got, wanted, strict=True):
+        assert torch.equal(mine.nan_to_num(7.0), other[0].nan_to_num(7.0))
+
+
+def test_what_lies_between_sequences_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, given = pack((5, 0, 18), n=2, G=2, spare=2), []
+    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
+    selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
+    for x, copy in zip(packed[1:3], given, strict=True):
+        wanted = x.new_zeros(1, 2, 80, x.shape[-1])  # 25 keys and 3 * 15, in whole blocks
+        for place, keys in ((0, slice(0, 5)), (16, slice(5, 23)), (48, slice(23, 25))):
+            wanted[0, :, place : place + keys.stop - keys.start] = x[keys].transpose(0, 1)
+        assert torch.equal(copy, wanted)
+
+
+def test_bounds_that_are_none_read_and_write_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU checks what a GPU would not: an index outside a tensor is an error."""
+    monkeypatch.setattr(varlen, "_is_free_to_read", lambda bounds: False)
+    packed = pack((5, 9, 2), n=2)
+    for wrong in ([0, 12, 3, 16], [-40, -7, 5, 90], [7, 7, 7, 7], [0, 1000, 2000, 3000], [9, 4, 2, -80]):
+        o = selection_attention_varlen(*packed[:4], torch.tensor(wrong), align=True, backend="numba")
+        assert o.shape == (16, 1, 2, 24)
+
+
+def test_autocast_copies_what_it_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, given = pack((5, 9), n=2), []
+    call = varlen.selection_attention
+    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: given.extend(args[:3]) or call(*args, **options))
+    with torch.autocast("cpu", torch.bfloat16):
+        o = selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
+    assert {x.dtype for x in (o, *given)} == {torch.bfloat16}
+    assert last_request().dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("lengths", [(20,), (5, 9), (16, 5)], ids=str)
+def test_blocks_longer_than_their_sequence_are_no_error_when_debugging(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    check_varlen("numba", pack(lengths, n=2), align=True)
+    assert last_request().block_size == 16
+
+
+# When
+
+
+def test_a_cpu_copies_only_what_it_is_told_to() -> None:
+    packed = pack((5, 9), n=2)
+    for options, block_size in (({}, None), ({"align": False}, None), ({"align": True}, 16)):
+        selection_attention_varlen(*packed[:4], packed.cu_q, **options)
+        assert last_request().block_size == block_size
+    for backend, found in (("numba", None), ("triton-group", None), ("triton-tile", 16)):
+        attend_varlen(backend, packed)
+        assert last_request().block_size == found
+
+
+def test_the_environment_forces_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_SEL_BACKEND", "triton-block")
+    packed = pack((5, 2), n=2)
+    selection_attention_varlen(*packed[:4], packed.cu_q)
+    assert (nsa_sel.decisions()[-1].forward, last_request().block_size) == ("triton-block", 16)
+    with pytest.raises(BackendError, match=r"triton-block.*\n.*block-aligned .*whole blocks"):
+        selection_attention_varlen(*packed[:4], packed.cu_q, align=False)
+
+
+def test_sequences_that_begin_with_blocks_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Tensor] = []
+    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
+    packed = pack((16, 0, 32, 7))
+    selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
+    monkeypatch.setattr(varlen, "_is_free_to_read", lambda bounds: False)
+    selection_attention_varlen(*packed[:4], **tensors(packed), align=True, block_aligned=True)
+    assert [x.data_ptr() for x in given] == [x.data_ptr() for x in packed[1:3]] * 2
+
+
+def packed_request(**changes: Any) -> Request:
+    """32k rows in 12 sequences, after the copy."""
+    case = packed_cases()[-2]
+    assert case.case == "packed-odd-32k-h16"
+    facts = {name: getattr(case, name) for name in ("B", "S", "G", "h", "Dk", "Dv", "n", "dtype")}
+    room = -(-(case.S + 12 * 63) // 64) * 64
+    return Request(**{**facts, "block_size": 64, "S_kv": room, "max_length": 1024, **changes})
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "and backward"])
+def test_a_gpu_copies_where_a_backend_of_blocks_would_run(needs_grad: bool) -> None:
+    request = packed_request(needs_grad=needs_grad)
+    decision = nsa_sel.explain_request(request, H200)
+    assert {decision.forward, decision.backward} & set(ON_BLOCKS)
+    assert varlen._pays(request, H200, None)
+    assert varlen._pays(packed_request(h=4, needs_grad=needs_grad), H200, None)
+    assert not varlen._pays(request, H200, "triton-group")
+    assert not varlen._pays(request, H200, "sdpa-packed")
+    assert not varlen._pays(request, H200, "a misspelt one")
+    with nsa_sel.use_backend("triton-group"):
+        assert not varlen._pays(request, H200, None)
+        assert varlen._pays(request, H200, "triton-tile")
+    assert not varlen._pays(packed_request(block_size=8, n=128), H200, None)  # which no backend of blocks takes
+    for device in (PLAIN_CPU, INTERPRETER):
+        assert not varlen._pays(request, device, None)
+        assert varlen._pays(request, device, "triton-tile")
+
+
+def test_a_few_rows_over_many_keys_copy_nothing() -> None:
+    """Twelve rows may select 12k keys; copying a million moves more than any backend would read."""
+    few = packed_request(S=12, S_kv=1 << 20)
+    assert not varlen._pays(few, H200, None)
+    assert varlen._pays(few, H200, "triton-tile")
+    assert not varlen._pays(packed_request(S=3 * 1024 - 1, S_kv=1 << 20), H200, None)
+
+
+def test_cupy_cuda_is_for_blocks_where_its_hopper_kernels_run() -> None:
+    request = packed_request()
+    assert varlen._pays(request, H200, "cupy-cuda")
+    assert not varlen._pays(request, A100, "cupy-cuda")
+    for changes in ({"block_size": 32}, {"Dk": 80}, {"aligned": False}, {"S": 4}, {"S_kv": 64 * 16384 + 1}):
+        assert not varlen._pays(packed_request(**changes), H200, "cupy-cuda")
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one entry of T rows", "T entries of one"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_decision_that_is_foreseen_is_the_one_that_is_taken(monkeypatch: pytest.MonkeyPatch, apart: bool, grad: bool) -> None:
+    foreseen: list[Request] = []
+    pays = varlen._pays
+    monkeypatch.setattr(varlen, "_pays", lambda request, *rest: foreseen.append(request) or pays(request, *rest))
+    packed = pack(MIXED, n=3)  # 48 keys, and sequences of 32 at most
+    if apart:
+        packed = packed._replace(selection=Selection(packed.selection.ranges.transpose(0, 1), 16))
+    packed.selection.measure()
+    q = packed.q.requires_grad_(grad)
+    for cu in (packed.cu_q, torch.tensor(packed.cu_q)):
+        selection_attention_varlen(q, *packed[1:4], cu, backend="triton-tile")
+        assert foreseen[-1].request_class() == last_request()
+        assert (last_request().sharing is None) == apart
+        assert last_request().needs_grad == grad
+
+
+def test_what_is_made_of_a_selection_is_kept_and_the_copy_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, made = pack((3, 5), (33, 18)), []
+    places = varlen._begin_with_blocks
+    monkeypatch.setattr(varlen, "_begin_with_blocks", lambda *args: made.append(1) or places(*args))
+    call = lambda **options: selection_attention_varlen(*packed[:4], packed.cu_q, packed.cu_k, **options)  # noqa: E731
+    first = call(align=True)
+    call(align=False)
+    packed.v.mul_(2)
+    torch.testing.assert_close(call(align=True), 2 * first)
+    assert len(made) == 1
+    packed.selection.ranges.mul_(1)
+    call(align=True)
+    assert len(made) == 2
+
+
+def work(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, cu: Tensor, backend: str | None, align: bool | None) -> Tensor:
+    return selection_attention_varlen(q, k, v, Selection(ranges, 16), cu, backend=backend, align=align)
+
+
+def test_a_compiled_call_copies_too() -> None:
+    packed = pack(MIXED, n=2)
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    inputs = [x.detach().requires_grad_() for x in packed[:3]]
+    for backend, align, block_size in (("numba", True, 16), ("triton-tile", None, 16), ("numba", None, None)):
+        o = compiled(*inputs, packed.selection.ranges, torch.tensor(packed.cu_q), backend, align)
+        assert last_request().block_size == block_size
+        eager = work(*inputs, packed.selection.ranges, torch.tensor(packed.cu_q), backend, align)
+        found, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, eager))
+        for mine, other in zip((o, *found), (eager, *wanted), strict=True):
+            assert torch.equal(mine, other)
+
+
+# Errors
+
+
+def test_what_cannot_be_aligned_is_refused() -> None:
+    packed = pack((5, 9), block_size=None)
+    with pytest.raises(ArgumentError, match=r"align is True, but the selection has no block_size; allowed: .*whole blocks.*from_blocks"):
+        selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
+    for align in (None, False):
+        selection_attention_varlen(*packed[:4], packed.cu_q, align=align)
+    with pytest.raises(ArgumentError, match="align is 'yes'; allowed: True, False or None"):
+        selection_attention_varlen(*packed[:4], packed.cu_q, align="yes")  # type: ignore[arg-type]
+
+
+def test_refusals_come_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "_begin_with_blocks", lambda *args: pytest.fail("something was made"))
+    packed = pack((5, 9), n=2)
+    with pytest.raises(ArgumentError, match=r"v is of dtype torch\.float64; allowed: q's dtype"):
+        selection_attention_varlen(*packed[:2], packed.v.double(), packed.selection, packed.cu_q, align=True)
+    with pytest.raises(ArgumentError, match="k is of head dimension 8; allowed: q's head dimension 16"):
+        selection_attention_varlen(packed.q, packed.k[..., :8], *packed[2:4], packed.cu_q, align=True)
+    small = pack((5, 9), n=2, block_size=8)
+    with pytest.raises(BackendError, match=r"triton-tile.*\n.*block-multiple"):
+        selection_attention_varlen(*small[:4], small.cu_q, backend="triton-tile")

@@ -1,0 +1,150 @@
+"""Buffers made past PyTorch's dispatcher are what `new_empty` would have made; a caller's workspace holds temporaries alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa_sel
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.core import registry
+from nsa_sel.errors import ArgumentError
+from nsa_sel.selection import Selection
+from tests.helpers.cases import make_blocks, make_grads, make_qkv
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+BACKENDS = ("sdpa-packed", "triton-token", "triton-group", "triton-tile", "triton-block")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 3, 1, 5), (7,), (2, 0, 3), (0,)])
+def test_a_buffer_is_a_new_plain_tensor(device: str, inference: bool, sizes: tuple[int, ...]) -> None:
+    like = torch.zeros(1, dtype=torch.bfloat16, device=device)
+    with torch.inference_mode(inference):
+        for dtype in (None, torch.float32):
+            made, expected = unwritten(like, *sizes, dtype=dtype), like.new_empty(sizes, dtype=dtype)
+            for fact in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf"):
+                assert getattr(made, fact) == getattr(expected, fact)
+            assert (type(made), made.stride(), made.is_inference()) == (torch.Tensor, expected.stride(), inference)
+            assert inference or made._version == 0
+    if made.numel() and not inference:
+        weight = torch.ones(sizes, dtype=made.dtype, device=device, requires_grad=True)
+        (weight * made.fill_(3)).sum().backward()
+        assert torch.equal(weight.grad, made)  # autograd may save it, and take it for a result
+        assert made._version == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_deterministic_algorithms_fill_it_with_nan(device: str) -> None:
+    """Benches and tuning see by that what a kernel left unwritten."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = unwritten(torch.zeros(1, device=device), 3, 5, dtype=torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made.isnan().all()
+
+
+# The caller's workspace
+
+
+def problem(device: str = "cpu", S: int = 2) -> tuple[Tensor, Tensor, Tensor, Selection]:
+    """Few rows, which the Triton backends split, and whose keys packed SDPA gathers."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (x.to(device, dtype).requires_grad_() for x in make_qkv(1, S, 1, 2, 16, S_kv=160))
+    return q, k, v, make_blocks(1, S, 1, 160, 5, 16, device=device)
+
+
+def results(backend: str, arguments: tuple[Any, ...], workspace: Tensor | None) -> tuple[Tensor, ...]:
+    q, k, v, selection = arguments
+    o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend=backend, workspace=workspace)
+    return o, lse, *torch.autograd.grad((o, lse), (q, k, v), make_grads(q, v))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_workspace_changes_no_result_and_holds_none(backend: str, device: str) -> None:
+    arguments = problem(device)
+    workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN to whoever reads what it did not write
+    expected = results(backend, arguments, None)
+    for buffer in (workspace, workspace[3:], workspace.view(-1, 256)):
+        got = results(backend, arguments, buffer)
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert (workspace != 0xFF).any(), "nothing was taken from it"
+    kept = [x.clone() for x in got]
+    workspace.fill_(0xFF)
+    assert all(torch.equal(x, y) for x, y in zip(got, kept, strict=True))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("cupy-cuda", marks=pytest.mark.gpu)])
+def test_a_pass_takes_its_temporaries_from_the_workspace(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that kernels are given beside it is that of results."""
+    from nsa_sel.backends import _buffers
+
+    device = "cuda" if backend == "cupy-cuda" else "cpu"
+    q, k, v, selection = problem(device)
+    made: list[Tensor] = []
+    real = _buffers.unwritten
+    monkeypatch.setattr(_buffers, "unwritten", lambda *how, **more: made.append(real(*how, **more)) or made[-1])
+    results(backend, (q, k, v, selection), torch.empty(1 << 20, dtype=torch.uint8, device=device))
+    assert made == []
+    if backend != "sdpa-packed":  # whose buffers are new_empty's
+        results(backend, (q, k, v, selection), None)
+        assert made != []
+
+
+def refusal(backend: str, arguments: tuple[Any, ...], size: int) -> str | None:
+    """What is said of a workspace of so many bytes; None where it is enough."""
+    padded = torch.empty(size + 256, dtype=torch.uint8)  # sizes are told for a buffer that begins where this one does
+    try:
+        results(backend, arguments, padded[-padded.data_ptr() % 256 :][:size])
+    except ArgumentError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_too_small_a_workspace_says_how_large_it_should_be(backend: str) -> None:
+    arguments, size, passes = problem(), 0, []
+    while (message := refusal(backend, arguments, size)) is not None:
+        found = re.search(rf"workspace.*of {size} bytes.*at least (\d+) bytes for the (\w+) pass of {backend}", message)
+        assert found, message
+        assert int(found[1]) > size
+        size = int(found[1])
+        passes.append(found[2])
+    assert passes in (["forward"], ["backward"], ["forward", "backward"])
+    assert not registry.is_broken(backend, nsa_sel.decisions()[-1].request)
+
+
+@pytest.mark.parametrize(
+    ("workspace", "value"),
+    [
+        (1 << 20, "a int"),
+        (torch.empty(64), "of dtype torch.float32"),
+        (torch.empty(64, 2, dtype=torch.uint8)[:, 0], "strides (2,)"),
+        (torch.empty(64, dtype=torch.uint8, device="meta"), "on meta"),
+    ],
+)
+def test_what_is_no_workspace_is_refused(workspace: Any, value: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"workspace.*{re.escape(value)}"):
+        nsa_sel.selection_attention(*problem(), workspace=workspace)
+
+
+def test_a_workspace_is_refused_where_temporaries_are_not_ours() -> None:
+    q, k, v, selection = problem()
+    with torch.inference_mode():
+        inner = torch.empty(64, dtype=torch.uint8)
+    with pytest.raises(ArgumentError, match=r"workspace.*inference_mode"):
+        nsa_sel.selection_attention(q, k, v, selection, workspace=inner)
+
+    def call(workspace: Tensor) -> Tensor:
+        o: Tensor = nsa_sel.selection_attention(q, k, v, selection, workspace=workspace)
+        return o
+
+    with pytest.raises(Exception, match=r"workspace.*torch.compile"):
+        torch.compile(call, backend="eager", fullgraph=True)(torch.empty(64, dtype=torch.uint8))

@@ -1,0 +1,287 @@
+"""What cupy-cuda would launch, compiled by NVRTC for GPUs that are not here: registers and shared memory fit, nothing spills.
+
+The backend's forward and backward run for real, on CPU tensors and with injected device facts; only the launch is replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import re
+import resource
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nsa_sel
+from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends.cupy_cuda import blocks, compiler, launch, rows, tensor_map, tiles
+from nsa_sel.core import registry
+from nsa_sel.errors import BackendError
+from nsa_sel.settings.config import CACHE_FLAG
+from tests.helpers.aot import OF_CUDA, TARGETS, target_call
+from tests.helpers.cases import make_blocks, make_qkv
+
+pytestmark = pytest.mark.slow  # in all: a compiler at work
+
+
+def reason_to_skip() -> str | None:
+    """Why nothing can be compiled here, with the remedy."""
+    remedy = "pip install cupy-cuda13x nvidia-cuda-nvrtc"
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        return f"no NVRTC through CuPy: {error}; remedy: {remedy}"
+    return None
+
+
+WHY = reason_to_skip()
+needs_nvrtc = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
+HOPPERS = {"forward_blocks.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "union_of.cu"}
+ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent).glob("*.cu")}
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[str, Any]]:
+    """Every kernel that forward and backward launch for `shape` on a GPU of compute capability sm/10."""
+    found: dict[object, dict[str, Any]] = {}
+
+    def start(source: str, macros: compiler.Constants, *rest: Any, own: bool = False) -> None:
+        _, blocks, threads, shared, fields, *values = rest
+        assert len(launch.layout(fields).pack(*values)) <= launch.MOST_BYTES
+        assert 0 < blocks < 2**31
+        if (source, macros) not in found:
+            _, log = compiler.compile_source(source, macros, compiler.architecture(sm, own), ("--ptxas-options=-v",))
+            numbers = {name: re.search(rf"(\d+) bytes {name}", log) for name in ("spill stores", "stack frame", "smem")}
+            spilled, stack, static = (int(match[1]) if match else 0 for match in numbers.values())
+            registers = re.search(r"Used (\d+) registers", log)
+            assert registers is not None, log
+            found[source, macros] = {
+                "kernel": source, "macros": dict(macros), "threads": threads, "registers": int(registers[1]),
+                "shared": shared + static, "spilled": spilled + stack,
+            }  # fmt: skip
+
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "clear", lambda *_: None)
+    for module, name in ((tiles, "tensor_map"), (tiles, "row_map"), (blocks, "tensor_map")):  # the driver makes them
+        monkeypatch.setattr(module, name, lambda *_, **__: bytes(tensor_map.BYTES))
+    call = target_call(shape, sm)
+    o, lse = cupy_cuda.forward(call)
+    if call.q.shape[1] > 1:
+        cupy_cuda.backward(call, o, lse, torch.empty_like(o), None)
+    return list(found.values())
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("sm", "shape"),
+    [
+        *((sm, "h16") for sm in TARGETS),
+        (86, "h3-256"),
+        (86, "h64-192-128"),
+        (90, "h64-192-128"),
+        (90, "h3-256"),
+        (86, "decode-h16"),
+        (90, "decode-h16"),
+        (100, "decode-h16"),
+        (86, "decode-B64-h16"),
+        *((90, shape) for shape in OF_CUDA),
+    ],
+)
+def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> None:
+    kernels = compiled(monkeypatch, sm, shape)
+    for kernel in kernels:
+        assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
+        assert kernel["spilled"] <= 2 * SPILLS.get((sm, kernel["kernel"]), 0), kernel
+    names = {kernel["kernel"] for kernel in kernels}
+    if shape.startswith("decode-B64"):
+        assert names == {"forward_blocks.cu" if sm == tiles.HOPPER else "forward_rows.cu"}
+    elif shape.startswith("decode"):
+        assert names == {"forward_rows.cu"} if sm in rows.WITH_CLUSTERS else {"forward_rows.cu", "combine.cu"}
+    elif sm == tiles.HOPPER and shape != "h3-256":
+        assert names == ALL_KERNELS - {
+            "combine.cu",
+            "forward_rows.cu",
+            "forward_blocks.cu",
+            "dq_rows.cu",
+            "dkdv_groups.cu" if shape == "h64-192-128" else "dkdv_tiles.cu",
+        }
+    else:
+        assert names == ALL_KERNELS - {"combine.cu", *HOPPERS}
+
+
+@needs_nvrtc
+def test_a_compile_error_shows_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = dict(compiler.sources("combine.cu"))
+    files["common.cuh"] = files["common.cuh"].replace("DEVICE float infinity()", "DEVICE flaot infinity()")
+    monkeypatch.setattr(compiler, "sources", lambda source: files)
+    line = 1 + files["common.cuh"].splitlines().index(next(line for line in files["common.cuh"].splitlines() if "flaot" in line))
+    with pytest.raises(BackendError, match=rf"combine\.cu for sm_80.*common\.cuh, line {line}: .*`DEVICE flaot infinity.*Remedy"):
+        compiler.compile_source("combine.cu", COMBINE, "sm_80")
+    with pytest.raises(BackendError, match=r"sm_30.*Remedy"):
+        compiler.compile_source("combine.cu", COMBINE, "sm_30")
+
+
+COMBINE = rows.combining(bf16=True, Dv=64)
+
+
+@needs_nvrtc
+def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CACHE_FLAG, str(tmp_path))
+    code = compiler.cubin("combine.cu", COMBINE, "sm_80")
+    assert code[:4] == b"\x7fELF"
+    (kept,) = (tmp_path / "cubins").iterdir()
+    compile_source = compiler.compile_source
+    times: list[str] = []
+
+    def counted(source: str, macros: compiler.Constants, arch: str) -> tuple[bytes, str]:
+        times.append(source)
+        return compile_source(source, macros, arch)
+
+    monkeypatch.setattr(compiler, "compile_source", counted)
+    assert compiler.cubin("combine.cu", COMBINE, "sm_80") == code
+    assert times == []
+    for broken in (kept.read_bytes()[:-1], b"", kept.read_bytes()[:32], b"\0" * 100):  # as a crash or a full disk leave it
+        kept.write_bytes(broken)
+        assert compiler.cubin("combine.cu", COMBINE, "sm_80")[:4] == b"\x7fELF"
+        assert len(kept.read_bytes()) > 1000
+    assert len(times) == 4
+    # Another source, of whichever file, is another key.
+    files = dict(compiler.sources("combine.cu"))
+    files["hardware.cuh"] += "\n// changed\n"
+    monkeypatch.setattr(compiler, "sources", lambda source: files)
+    compiler.cubin("combine.cu", COMBINE, "sm_80")
+    assert len(times) == 5
+    assert len(list((tmp_path / "cubins").iterdir())) == 2
+
+
+@needs_nvrtc
+def test_a_folder_that_cannot_be_written_costs_compiling_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(CACHE_FLAG, str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match="can't be written, every process compiles"):
+        code = compiler.cubin("combine.cu", COMBINE, "sm_80")
+    assert code[:4] == b"\x7fELF"
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that holds machine code, in a folder of its own."""
+    monkeypatch.setattr(compiler, "_warned", set())
+    file = tmp_path / "nsa-sel" / "cubins" / "k.cubin"
+    before = os.umask(0)
+    try:
+        compiler._write(file, b"honest code")
+    finally:
+        os.umask(before)
+    return file
+
+
+def test_kept_code_is_the_users_alone(kept: Path) -> None:
+    assert compiler._read(kept) == b"honest code"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (kept.parent.parent, kept.parent, kept)] == [0o700, 0o700, 0o600]
+
+
+def gone_to_another_user(file: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root may give a file away")
+    os.chown(file, 12345, -1)
+
+
+def as_a_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def as_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "mended"),
+    [
+        (lambda file: file.chmod(0o660), r"k.cubin may be written by other users \(-rw-rw----\): remove it, or `chmod go-w` it", True),
+        (lambda file: file.parent.chmod(0o777), r"cubins may be written by other users \(drwxrwxrwx\): remove it, or `chmod go-w`", False),
+        (gone_to_another_user, r"k.cubin belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE", True),
+        (lambda file: gone_to_another_user(file.parent), r"cubins belongs to another user \(uid 12345\): remove it", False),
+        (lambda file: file.symlink_to(file.rename(file.with_name("elsewhere"))), "k.cubin is a symbolic link: remove it", True),
+        (as_a_fifo, "k.cubin is a FIFO, not a regular file: remove it", True),
+        (as_a_folder, "k.cubin is a directory, not a regular file: remove it", False),
+    ],
+)
+def test_code_that_others_may_have_written_is_not_loaded(kept: Path, damage: Any, words: str, mended: bool) -> None:
+    damage(kept)
+
+    def look_compile_and_keep() -> None:  # as `cubin` does
+        if compiler._read(kept) is None:
+            compiler._write(kept, b"compiled anew")
+
+    with pytest.warns(RuntimeWarning, match=f"not used, but compiled anew: .*{words}") as told:
+        look_compile_and_keep()
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        look_compile_and_keep()
+    assert (compiler._read(kept) == b"compiled anew") == mended
+
+
+def test_what_fails_leaves_no_part_of_a_file(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk: a part is written
+    try:
+        with pytest.warns(RuntimeWarning, match="can't be written, every process compiles its CUDA kernels again: File too large"):
+            compiler._write(kept, b"x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(kept.parent.iterdir()) == [kept]
+    assert compiler._read(kept) == b"honest code"
+
+    def interrupted(*names: object, **folders: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compiler._write(kept, b"new")
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+@needs_nvrtc
+def test_without_a_home_every_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it warns of, and once, tests/settings/test_tuned.py shows."""
+    monkeypatch.setattr(compiler, "cache_folder", lambda: None)
+    monkeypatch.setattr(compiler, "compile_source", lambda *arguments: (b"code", ""))
+    assert compiler.cubin("combine.cu", COMBINE, "sm_80") == b"code"
+
+
+def test_what_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CuPy, no NVRTC, no driver: three reasons with their remedies, and no ImportError."""
+
+    def absent(*arguments: object) -> None:
+        raise OSError("cannot open shared object file")
+
+    def not_installed(distribution: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    registry.missing.cache_clear()
+    try:
+        found = registry.missing("cupy-cuda")
+        assert [(reason.code, reason.field) for reason in found] == [
+            ("package-missing", "package cupy"), ("library-missing", "library NVRTC"), ("library-missing", "library NVIDIA driver"),
+        ]  # fmt: skip
+        assert all("nsa-sel[cuda13]" in reason.remedy for reason in found[:2])
+        q, k, v = make_qkv(S=8, dtype=torch.float16)
+        with pytest.raises(BackendError, match=r"(?s)package cupy.*library NVRTC.*library NVIDIA driver"):
+            nsa_sel.selection_attention(q, k, v, make_blocks(1, 8, 1, 8, 1, 8), backend="cupy-cuda")
+    finally:
+        registry.missing.cache_clear()

@@ -1,0 +1,259 @@
+"""cupy-cuda without a GPU: its kernels emulated on the CPU, forward and backward, against the oracle."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel import varlen
+from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends.cupy_cuda import launch, lists, tiles
+from nsa_sel.backends.cupy_cuda.rows import plan_of
+from nsa_sel.core.call import Call, check_call
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.errors import BackendError
+from nsa_sel.oracle import oracle_mask
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.helpers.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.poison import check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
+from tests.helpers.varlen_cases import check_sequences, pack
+
+pytestmark = needs_compiler
+
+
+def call_of(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None, gpu: DeviceInfo = GPU
+) -> Call:
+    q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
+    return Call(q, k, v, selection, q_pos, scale, settings_for(gpu), gpu)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None, scale: float | None = None) -> list[Tensor]:
+    """Forward and backward are as close to the oracle as everywhere; returns o, lse, dq, dk, dv."""
+    call = call_of(q, k, v, selection, q_pos, scale)
+    o, lse = cupy_cuda.forward(call)
+    assert_forward((o, lse), q, k, v, selection.ranges, scale, q_pos)
+    do, dlse = make_grads(q, v)
+    dlse = torch.where(lse == float("-inf"), 0.0, dlse)
+    gradients = cupy_cuda.backward(call, o, lse, do, dlse)
+    assert_gradients(gradients, q, k, v, selection.ranges, do, dlse, scale, q_pos)
+    return [o, lse, *gradients]
+
+
+def rows(dtype: torch.dtype = torch.float16, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Small tensors, of sizes that most tests share: every other size is compiled anew."""
+    return make_qkv(**{"B": 2, "S": 8, "G": 2, "h": 3, "Dk": 16, "Dv": 24, "S_kv": 70, **sizes}, dtype=dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("edge", sorted(edge_selections(1, 2, 1, 16)))
+def test_edges(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
+    emulated(monkeypatch)
+    check(*rows(S_kv=40), Selection.from_ranges(edge_selections(2, 8, 2, 40)[edge]))
+
+
+@pytest.mark.parametrize("kind", ["few", "many", "mixed"])
+def test_ranges(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Up to 36 ranges a row: more than a warp walks at once."""
+    emulated(monkeypatch)
+    check(*rows(B=1, S=4, S_kv=190), Selection.from_ranges(make_spans(kind, 1, 4, 2, 190, 143)))
+
+
+def test_positions_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    selection = Selection.from_ranges(make_spans("few", 2, 8, 2, 70, 30))
+    for scale in (None, -0.3, 0.0):
+        check(*rows(), selection, scale=scale)
+    check(*rows(), selection, q_pos=torch.tensor([3, 69, 0, 17, 17, 30, 2, 5]))
+    check(*rows(), selection, q_pos=torch.randint(0, 70, (2, 8), dtype=torch.int32))
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS, EAGER, BACKWARDS | EAGER])
+def test_lists_in_pieces_whatever_runs_first(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    """Every row chose block 0: its list has several pieces of several steps. The same bits in every order of threads and copies."""
+    monkeypatch.setattr(lists, "SHORTEST", 16)
+    q, k, v = rows(B=1, S=36, G=1, h=9)
+    selection = make_blocks(1, 36, 1, 70, 3, 32)
+    emulated(monkeypatch)
+    expected = check(q, k, v, selection)
+    emulated(monkeypatch, mode)
+    for one, other in zip(expected, check(q, k, v, Selection(selection.ranges, 32)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_every_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    for h in (1, 16, 70):
+        q, k, v = rows(B=1, S=6, G=1, h=h)
+        check(q, k, v, make_blocks(1, 6, 1, 70, 3, 16))
+
+
+def test_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands read from shared memory, and two warps for 16 keys; bfloat16."""
+    emulated(monkeypatch)
+    q, k, v = rows(torch.bfloat16, B=1, S=3, G=1, Dk=192, Dv=136)
+    check(q, k, v, make_blocks(1, 3, 1, 70, 2, 16))
+
+
+def test_rows_that_no_wide_copy_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(x: Tensor) -> Tensor:
+        y = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+        return y.copy_(x)
+
+    emulated(monkeypatch)
+    q, k, v = rows()
+    selection = make_blocks(2, 8, 2, 70, 3, 16)
+    expected = check(q, k, v, selection)
+    cached = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    for others in (tuple(map(shifted, (q, k, v))), (q, *cached)):
+        for one, other in zip(expected, check(*others, selection), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("strides", "first", "expected"),
+    [
+        ((64, 64, 16, 1), 0, True),
+        ((64, 3, 16, 1), 0, True),  # a step along a dimension of one element is never taken
+        ((64, 3, 20, 1), 0, False),
+        ((68, 64, 16, 1), 0, False),
+        ((64, 64, 16, 1), 4, False),
+    ],
+)
+def test_rows_begin_at_multiples_of_16_bytes(strides: tuple[int, ...], first: int, expected: bool) -> None:
+    whole, x = torch.zeros(2, 4, 2, 4, 16, dtype=torch.float16), torch.zeros(160, dtype=torch.float16)
+    x = x.as_strided((2, 1, 4, 16), strides, first)
+    assert launch.aligned(whole, x) == launch.aligned(x, whole) == expected
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS])
+@pytest.mark.parametrize(("sm", "kernels"), [(86, ["forward_rows.cu", "combine.cu"]), (90, ["forward_rows.cu"])])
+def test_decode_in_parts(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: list[str], mode: int) -> None:
+    """Where there are clusters their blocks join a row's parts, elsewhere a second kernel does."""
+    gpu = msgspec.structs.replace(GPU, sm=sm)
+    q, k, v = rows(B=1, S=1, G=1, S_kv=400)
+    emulated(monkeypatch, mode)
+    started, start = [], launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (started.append(source), start(source, *rest, **own)))
+    assert plan_of(1, 3, 16, 24, 192, False, True, sm, gpu.sm_count, gpu.shared_memory).parts > 1
+    lone = Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400)  # most parts see nothing
+    nothing = Selection.from_ranges(torch.zeros(1, 1, 1, 2, 2, dtype=torch.long), max_length=400)
+    for selection in (make_blocks(1, 1, 1, 400, 12, 16), lone, nothing):
+        started.clear()
+        results = cupy_cuda.forward(call_of(q, k, v, selection, gpu=gpu))
+        assert started == kernels
+        assert_forward(results, q, k, v, selection.ranges)
+
+
+def test_unselected_keys_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    q, k, v = rows(B=1)
+    lone = torch.tensor([[0, -1], [3, 0], [0, -1], [0, 1], [1, -1], [0, -1], [-1, -1], [3, 1]])
+    selection = Selection.from_blocks(lone[None, :, None].expand(1, 8, 2, 2), 16)  # rows 1 and 7 stand within block 3
+    unused = ~oracle_mask(selection.ranges, 70, 8, None).any(1)
+    poison = torch.where(unused.unsqueeze(-1), float("nan"), 0.0).half()
+    results = []
+    for extra in (torch.zeros_like(poison), poison):
+        call = call_of(q, k + extra, v + extra, selection)
+        o, lse = cupy_cuda.forward(call)
+        results.append((o, lse, *cupy_cuda.backward(call, o, lse, make_grads(q, v)[0], None)))
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("h", [3, 16])
+def test_poison_matrix(monkeypatch: pytest.MonkeyPatch, h: int) -> None:
+    emulated(monkeypatch)
+    q, k, v = rows(h=h)
+    selection, row = rows_with_holes(2, 8, 2, 70, 16, 2)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+        call = call_of(q, k, v, Selection(selection.ranges, 16))
+        with new_memory_is_nan():
+            o, lse = cupy_cuda.forward(call)
+            return o, lse, *cupy_cuda.backward(call, o, lse, do, dlse)
+
+    mask = selected(selection, q, k)
+    check_empty_rows(run, q, k, v, mask, float("nan"))
+    check_one_row(run, q, k, v, mask, row, float("nan"), reach=16)
+
+
+def test_a_list_of_rows_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    q, k, v = rows()
+    call = call_of(q, k, v, Selection.from_ranges(make_spans("few", 2, 8, 2, 70, 30)))
+    monkeypatch.setattr(lists, "BYTES", 1 << 30)
+    with pytest.raises(BackendError, match=r"needs \d+ bytes.*allowed: \d+ .*Remedy"):
+        cupy_cuda.backward(call, torch.zeros(2, 8, 2, 3, 24).half(), torch.zeros(2, 8, 2, 3), torch.zeros(2, 8, 2, 3, 24).half(), None)
+
+
+@pytest.mark.parametrize(("tokens", "n", "block"), [(12, 5, 16), (48, 16, 16), (64, 3, 32)])
+@pytest.mark.parametrize("with_positions", [False, True])
+def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: int, block: int, with_positions: bool) -> None:
+    """Every block that a row of the tile may see once, those that all rows see whole first, with a bit for each row that chose it."""
+    emulated(monkeypatch, BACKWARDS)
+    B, S, G, S_kv = 2, 70, 2, 300
+    q, k, v = make_qkv(B, S, G, 2, 16, 16, S_kv=S_kv, dtype=torch.float16)
+    q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if with_positions else None
+    selection = make_blocks(B, S, G, S_kv, n, block)
+    call = call_of(q, k, v, selection, q_pos)
+    plan = tiles.union_of(call, selection.ranges, tokens)
+    start, end = (x.tolist() for x in call.clamped_ranges())
+    limits = (call.positions() + 1).clamp(max=S_kv).tolist()
+    assert plan.tiles == -(-S // tokens)
+    for number in range(B * G * plan.tiles):
+        b, g, first = number // plan.tiles // G, number // plan.tiles % G, number % plan.tiles * tokens
+        members: dict[int, int] = {}
+        for s in range(first, min(first + tokens, S)):
+            for i in range(n):
+                if end[b][s][g][i] > start[b][s][g][i]:
+                    members[start[b][s][g][i] // block] = members.get(start[b][s][g][i] // block, 0) | 1 << s - first
+        lowest = min(limits[b][first : first + tokens])
+        whole, count = plan.counts[number].tolist()
+        found = slice(number * plan.capacity, number * plan.capacity + count)
+        assert plan.blocks[found].tolist() == sorted(members)
+        assert [bits % 2**64 for bits in plan.members[found].tolist()] == [members[key] for key in sorted(members)]
+        assert whole == sum((key + 1) * block <= lowest for key in members)
+
+
+def test_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences end to end: as one call of absolute ranges, with positions of its own and without."""
+    emulated(monkeypatch)
+    calls: list[Call] = []
+
+    def selection_attention(
+        q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None, **options: object
+    ) -> tuple[Tensor, Tensor]:
+        calls.append(call_of(q, k, v, selection, q_pos))
+        return cupy_cuda.forward(calls[-1])
+
+    monkeypatch.setattr(varlen, "selection_attention", selection_attention)
+    sizes = {"G": 2, "h": 3, "spare": 1, "dtype": torch.float16}
+    for packed in (pack((3, 0, 1, 5), block_size=None, **sizes), pack((2, 1, 0, 3), (21, 16, 9, 2), n=2, **sizes)):  # type: ignore[arg-type]
+        cu_k = None if packed.cu_q == packed.cu_k else packed.cu_k
+        o, lse = varlen.selection_attention_varlen(*packed[:4], packed.cu_q, cu_k, return_lse=True)
+        assert (calls[-1].q_pos is None) == (cu_k is None)
+        do, dlse = (x[0] for x in make_grads(calls[-1].q, calls[-1].v))
+        dlse = torch.where(lse == float("-inf"), 0.0, dlse)
+        dq, dk, dv = cupy_cuda.backward(calls[-1], o[None], lse[None], do[None], dlse[None])
+        check_sequences(packed, (o, lse), (dq[0], dk[0].transpose(0, 1), dv[0].transpose(0, 1)), do, dlse)
+
+
+def test_lists_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    q, k, v = rows(B=1)
+    selection, positions = make_blocks(1, 8, 2, 70, 3, 16), torch.tensor([3, 69, 0, 17, 17, 30, 2, 5])
+    call = call_of(q, k, v, selection, positions)
+
+    def kept() -> lists.Lists:
+        return lists.lists_of(call, selection.ranges, 16, 1, 32)
+
+    first = kept()
+    assert kept() is first
+    positions[0] = 69
+    assert kept() is not first
+    call = call_of(q, k, v, selection)
+    assert int(kept().begins[-1]) > int(first.begins[-1])  # rows that stand later see more

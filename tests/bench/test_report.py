@@ -1,0 +1,343 @@
+"""The report: a page that loads nothing and is well formed, figures or reasons, and the numbers of the rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from nsa_sel.bench.core import cases
+from nsa_sel.bench.report import report, report_page
+from nsa_sel.bench.report.report_figures import DARK, LIGHT, ROLES
+from nsa_sel.bench.report.report_policy import MAPS, picks
+from nsa_sel.bench.report.summary import DENSE, PACKED, Row, gain_of, indexed, performance_table, speed_up
+from nsa_sel.bench.report.tables import H200_PEERS
+from nsa_sel.bench.tune import regret
+from nsa_sel.bench.tune.derive import H200_ROWS, ROOT, read_rows
+from nsa_sel.cli.app import app
+from nsa_sel.core import registry
+from nsa_sel.errors import ArgumentError
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.devices import GPUS
+
+FOLDER = ROOT / report.REPORT
+VOID = ("meta", "img", "source", "br")
+FIGURES = ("speedup", "speedup-packed", "speedup-by-L", "break-even", "roofline", "decision-map", "regret", "thresholds")
+PANELS = ("verdict", *FIGURES[:5], "times", *FIGURES[5:])
+
+
+@cache
+def committed() -> report.Report:
+    """The report of the committed rows: made once."""
+    return report.report(report.read(report.committed_rows()))
+
+
+@cache
+def committed_page() -> str:
+    return (FOLDER / report.PAGE).read_text()
+
+
+class Page(HTMLParser):
+    """What a page holds: elements with their attributes, ids, the cells of every table; unbalanced tags fail."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.tables: list[list[list[str]]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attributes}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.open[-1:] != ["style"] else ""
+        if self.open[-1:] in (["td"], ["th"]):
+            self.tables[-1][-1][-1] += data
+
+    def of(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+# The committed report
+
+
+def check_page(text: str) -> Page:
+    """Balanced, with names of its own for everything, and links within itself alone; no style but its own."""
+    page = Page(text)
+    loading = [a for _, attributes in page.elements for a in attributes.items() if a[0] in ("src", "srcset", "href", "xlink:href", "data")]
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert loading
+    assert all(value.startswith("#") and value[1:] in ids for _, value in loading)
+    assert set(re.findall(r"url\((.*?)\)", text)) <= {f"#{name}" for name in ids}
+    assert not any(page.of(tag) for tag in ("script", "link", "iframe", "object"))
+    assert len(page.of("style")) == 1
+    assert "@import" not in text
+    assert "http" not in text
+    return page
+
+
+def test_the_page_loads_nothing_and_is_well_formed() -> None:
+    check_page(committed_page())
+    assert len(committed_page().encode()) < 1.5e6
+
+
+def test_the_page_serves_dark_grounds_narrow_screens_and_screen_readers() -> None:
+    page, text = Page(committed_page()), committed_page()
+    assert page.of("html") == [{"lang": "en"}]
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.of("meta")
+    assert "@media (prefers-color-scheme: dark)" in text
+    style, drawings = text.split("</style>")
+    for role in ROLES:  # both grounds define every colour, and no drawing keeps one of its own
+        assert style.count(f"--{role}:") == 2
+        assert LIGHT[role] not in drawings
+        assert DARK[role] not in drawings
+    assert all(drawing.get("role") == "img" and len(drawing.get("aria-label", "")) > 20 for drawing in page.of("svg"))
+    assert all(head.get("scope") == "col" for head in page.of("th"))
+    scrolling = [division for division in page.of("div") if division.get("class") == "scroll"]
+    assert len(scrolling) == len(page.tables)
+    assert all(division["aria-label"] and division["tabindex"] == "0" for division in scrolling)
+
+
+def test_every_panel_has_its_figure_or_its_table() -> None:
+    (section,) = committed().sections
+    assert section.device == "NVIDIA H200"
+    assert tuple(panel.name for panel in section.panels) == PANELS
+    for panel in section.panels:
+        assert not panel.missing
+        assert (panel.figure is not None) == (panel.name in FIGURES)
+        assert panel.tables
+        assert committed_page().count(f"<section id='{panel.name}'>") == 1
+    drawings = sum(len(panel.figure.facets) for panel in section.panels if panel.figure)
+    assert len(Page(committed_page()).of("svg")) == drawings
+
+
+def test_the_committed_report_is_derived_from_the_rows() -> None:
+    """Markdown whole; the page but for its drawings, which differ with the version of matplotlib; every PNG is there."""
+    remedy = "run make report"
+    assert (FOLDER / report.DOCUMENT).read_text() == committed().document(), remedy
+    bare = committed()._replace(
+        sections=[s._replace(panels=tuple(p._replace(figure=None) for p in s.panels)) for s in committed().sections]
+    )
+    drawings = r"(<ul class='key'.*?</ul>\n)?<figure class='facets'>.*?</figure>\n"
+    assert re.sub(drawings, "", committed_page(), flags=re.DOTALL) == bare.page(), remedy
+    images = {f"{name}{ending}.png" for name in FIGURES for ending in ("", "-dark")}
+    assert {file.name for file in FOLDER.glob("*.png")} == images
+    assert set(re.findall(r'(?:src|srcset)="(.*?)"', (FOLDER / report.DOCUMENT).read_text())) == images
+
+
+def test_numbers_are_those_of_the_rows() -> None:
+    page, rows = Page(committed_page()), read_rows(H200_ROWS)
+    lines = [tuple(cells) for table in page.tables for cells in table]
+    table = indexed(rows)
+    for (case, direction), found in table.items():
+        gain = speed_up(found, PACKED)
+        if gain is not None and case.startswith("threshold"):
+            D, L = (int(re.findall(rf"-{letter}(\d+)", case)[0]) for letter in "DL")
+            assert (direction, "packed SDPA", str(D), str(L), gain_of(gain)) in lines
+    both = table["real-8k-h1", "fwd+bwd"]
+    best = min((name for name in both if name.startswith("triton")), key=lambda name: float(both[name]["ms_median"]))
+    assert ("fwd+bwd", "text", "1", "8k", gain_of(speed_up(both)), best) in lines
+    alone = [speed_up(found) or 0 for (case, way), found in table.items() if re.fullmatch(r"real-8k-layer\d\d-h1", case) and way == "bwd"]
+    (verdict,) = [line for line in lines if line[:3] == ("every layer of the model", "bwd", "1")]
+    assert verdict[3:6] == ("30", str(sum(gain > 1 for gain in alone)), gain_of(min(alone)))
+    documents = [[cell.strip() for cell in line.strip("|").split("|")] for line in performance_table(rows).splitlines()[2:]]
+    assert all(tuple(line) in lines for line in documents)
+    settings = settings_for(GPUS["h200"])
+    cost_rows = [row for row in rows if row["backend"] != DENSE and row["direction"] != "fwd+bwd"]
+    assert regret.summary(regret.choices(cost_rows, settings, known=True)) in page.text
+    assert "L = 64" in page.text
+
+
+def test_the_map_is_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the RTX 4090 the ADR leaves packed SDPA alone; on the H200 the drawing says what `nsa-sel explain` says where all is installed."""
+    monkeypatch.setattr(registry, "missing", lambda name: ())
+    assert {name for chart in MAPS for line in picks(GPUS["rtx4090"], chart) for name in line} == {"sdpa-packed"}
+    answer = CliRunner().invoke(app, ["explain", "--device", "h200", "--S", "8192", "--h", "16", "--needs-grad", "--json"])
+    decision = json.loads(answer.stdout)
+    for chart, direction in zip(MAPS[:2], ("forward", "backward"), strict=True):
+        assert picks(GPUS["h200"], chart)[4][3] == decision[direction]
+
+
+def test_the_readme_claims_what_the_rows_say() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    gains = {key: gain for key, found in indexed(read_rows(H200_ROWS)).items() if (gain := speed_up(found)) is not None}
+
+    def some(pattern: str, direction: str) -> list[float]:
+        return [gain for (case, way), gain in gains.items() if re.fullmatch(pattern, case) and way == direction]
+
+    alone = some(r"real-8k-layer\d\d-h1", "bwd")
+    caches, few, half = (
+        some(rf"{name}.*", "decode") for name in ("decode", r"threshold-decode-D\d+-L(?!4096)", r"threshold-decode-D\d+-L4096")
+    )
+    rows = some("threshold-prefill.*", "bwd")
+    text = some(r"real-8k-h\d+", "fwd") + some(r"real-8k-h\d+", "bwd") + some(r"real-8k-h\d+", "fwd+bwd")
+    close = [indexed(read_rows(name))["real-8k-h1", "fwd+bwd"] for name in (H200_ROWS, H200_PEERS)]
+    both = [{name: of_case[DENSE]["ms_median"] / row["ms_median"] for name, row in of_case.items()} for of_case in close]
+    assert all(found["triton-tile"]["ms_p20"] < found[DENSE]["ms_p20"] < found["triton-tile"]["ms_p80"] for found in close)
+    settings = settings_for(GPUS["h200"])
+    for words in (
+        f"from {min(text):.1f} to {max(text):.1f} times as fast at 8k tokens of text",
+        f"{min(alone):.2f}x to {max(alone):.2f}x, in {sum(gain < 1 for gain in alone)} of {len(alone)} slower",
+        f"is at {both[0]['triton-tile']:.2f}x of dense attention in one run and at {both[1]['triton-tile']:.2f}x in another",
+        f"`triton-block` is at {both[0]['triton-block']:.2f}x in the first and at {both[1]['triton-block']:.2f}x in the second",
+        f"is {settings.min_length('forward')} for prefill, forward and backward, and {settings.min_length('decode')} for decoding",
+        f"{min(rows):.2f}x to {max(rows):.2f}x for 1024 rows",
+        f"{min(caches):.1f}x to {max(caches):.1f}x faster",
+        f"{min(few):.1f}x to {max(few):.1f}x up to 1024",
+        f"{half[0]:.2f}x and {half[1]:.2f}x at head dims 64 and 128",
+    ):
+        assert words in readme
+    assert all(gain > 1 for h in (16, 4) for way in ("fwd", "bwd", "fwd+bwd") for gain in some(f"real-8k-h{h}", way))
+    assert gains["real-8k-h1", "fwd"] > 1
+    assert gains["real-8k-h1", "bwd"] > 1
+    assert all((ROOT / name).exists() for name in re.findall(r'(?:src|srcset)="(.*?)"', readme))
+
+
+# Rows of others
+
+
+def row(case: cases.Case, direction: str, backend: str, ms: float, **more: Any) -> Row:
+    times = {"ms_median": ms, "ms_p20": ms * 0.99, "ms_p80": ms * 1.01}
+    return {**case._asdict(), "direction": direction, "backend": backend, **times, "device": "a new GPU", "torch": "2.11", **more}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "rows.jsonl"
+
+
+def write(file: Path, *lines: Row | str) -> Path:
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return file
+
+
+def test_lines_without_a_measurement_are_counted_and_named(file: Path) -> None:
+    case = cases.prefill("random", 8192, 16)
+    good = row(case, "fwd", "triton-tile", 1.0)
+    bad = [
+        {**good, "error": "OutOfMemoryError: <b>no</b> memory"}, {**good, "ms_median": None}, {**good, "ms_median": -1.0},
+        {"case": "other", "ms_median": 1.0}, "{not JSON", "[1, 2]",
+    ]  # fmt: skip
+    found = report.read([write(file, good, "", *bad)])
+    assert [entry["ms_median"] for entry in found.rows] == [1.0]
+    reasons = ["an error", "no ms_median", "no ms_median", "not of this schema", "not JSON", "not an object"]
+    assert [(left.line, left.reason) for left in found.left_out] == list(zip(range(3, 9), reasons, strict=True))
+    page = Page(report.report(found).page())
+    assert "1 with an error, 2 no ms_median, 1 not of this schema, 1 not JSON, 1 not an object" in page.text
+    assert ["rows.jsonl", "3", "an error", "random-8k-h16 fwd triton-tile: OutOfMemoryError: <b>no</b> memory"] in page.tables[-1]
+
+
+def test_a_panel_without_partners_says_so(file: Path) -> None:
+    """Rows of one backend: nothing to compare with, and a device that nobody knows; every panel but two gives its reason."""
+    some = [row(case, "fwd", "triton-tile", 1.0) for case in (cases.prefill("random", 8192, 16), cases.threshold_cases()[0])]
+    (section,) = report.report(report.read([write(file, *some)])).sections
+    assert [panel.name for panel in section.panels if not panel.missing] == ["roofline", "times"]
+    assert all(panel.missing.count(".") >= 1 and panel.figure is None for panel in section.panels if panel.missing)
+    roof = section.panels[PANELS.index("roofline")]
+    assert "left out" in roof.text
+    assert "of the roof" not in roof.tables[0].headers
+
+
+def test_peaks_come_with_the_command_and_files_add_up(file: Path, tmp_path: Path) -> None:
+    case, out = cases.prefill("random", 8192, 16), tmp_path / "out"
+    first = write(file, row(case, "fwd", "triton-tile", 1.0), row(case, "fwd", DENSE, 3.0))
+    second = write(
+        tmp_path / "more.jsonl", row(case, "fwd", PACKED, 40.0), row(case, "bwd", "triton-tile", 2.0, device="another", error="x")
+    )
+    answer = CliRunner().invoke(
+        app, ["report", str(first), str(second), "--out", str(out), "--copy-tbs", "2", "--matmul-tflops", "300", "--json"]
+    )
+    written = json.loads(answer.stdout)
+    assert (written["rows"], [left["file"] for left in written["left_out"]]) == (3, ["more.jsonl"])
+    assert {name for name in written["files"] if name.endswith(".png")} == {
+        f"{name}{ending}.png" for name in ("speedup", "speedup-packed", "break-even", "roofline") for ending in ("", "-dark")
+    }
+    assert all((out / name).stat().st_size for name in written["files"])
+    page = Page((out / "report.html").read_text())
+    assert "2 TB/s of a copy, 300 TFLOP/s of a bf16 product (given with the command)" in page.text
+    assert "faster than dense attention in 1 of 1, than packed SDPA in 1 of 1 measured pairs" in page.text
+    assert ["fwd", "random", "16", "8k", "3.00x", "triton-tile"] in [line for table in page.tables for line in table]
+
+
+def test_rows_of_a_cpu(file: Path, tmp_path: Path) -> None:
+    """numba is ours too; what has no partner is said in a sentence of its own, and that there is no figure."""
+    case = cases.span_case("few", 64, 4, 64, 64, 64, "float32")
+    write(
+        file, row(case, "fwd", "numba", 1.0), row(case, "fwd", PACKED, 4.0), row(case, "bwd", "numba", 3.0), row(case, "bwd", PACKED, 2.0)
+    )
+    answer = CliRunner().invoke(app, ["report", str(file), "--out", str(tmp_path / "out")])
+    assert answer.exit_code == 0, answer.output
+    assert "no figure, and so no PNG" in answer.output
+    text = " ".join((tmp_path / "out" / report.DOCUMENT).read_text().split())
+    assert "“Ours” is the fastest of numba in each case and direction" in text
+    words = "On a new GPU: ours is faster than packed SDPA in 1 of 2 measured pairs of case and direction."
+    assert f"{words} No case has rows of ours and of dense attention." in text
+    write(file, row(case, "fwd", PACKED, 4.0))
+    alone = report.report(report.read([file])).introduction
+    assert alone[1] == "On a new GPU: no case has rows of ours and of dense attention or packed SDPA to compare."
+
+
+def test_two_devices_have_their_own_panels(file: Path) -> None:
+    case = cases.prefill("random", 8192, 16)
+    lines = [row(case, "fwd", backend, ms * factor, device=device) for device, factor in (("one", 1.0), ("two", 2.0))
+             for backend, ms in (("triton-tile", 1.0), (DENSE, 4.0 / factor))]  # fmt: skip
+    made = report.report(report.read([write(file, *lines)]))
+    assert [section.device for section in made.sections] == ["one", "two"]
+    page = check_page(made.page())
+    assert len(page.of("svg")) == 6
+    cells = [line for table in page.tables for line in table]
+    assert ["fwd", "random", "16", "8k", "4.00x", "triton-tile"] in cells
+    assert ["fwd", "random", "16", "8k", "2.00x", "triton-tile"] in cells
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "words"),
+    [
+        (["{"], (), "no measured row, 1 line left out: 1 not JSON"),
+        ([], (), "Remedy: measure some"),
+        (None, (), "No such file"),
+        ([row(cases.prefill("random", 8192, 1), "fwd", DENSE, 1.0)], ("--copy-tbs", "2"), "--copy-tbs is 2.0; allowed: both peaks or none"),
+    ],
+)
+def test_mistakes_are_explained(file: Path, lines: list[Row | str] | None, arguments: tuple[str, ...], words: str) -> None:
+    if lines is not None:
+        write(file, *lines)
+    result = CliRunner().invoke(app, ["report", str(file), "--out", str(file.parent / "out"), *arguments])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+    with pytest.raises(ArgumentError):
+        report.write([file], file.parent / "out", *([2.0] if arguments else []))
+
+
+def test_text_of_rows_cannot_become_markup() -> None:
+    table = report_page.Table("a <caption>", ["<th>"], [["<script>alert(1)</script>"]], 1)
+    page = report_page.page("a & b", ["<i>"], [], [table])
+    assert not Page(page).of("script")
+    assert "&lt;script&gt;" in page
+    document = report_page.document("a", [], [], [table._replace(lines=[["a | b\nc <br>"]])])
+    assert document.splitlines()[-1] == "| a \\| b c &lt;br&gt; |"

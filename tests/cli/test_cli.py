@@ -1,0 +1,471 @@
+"""The command line: what it prints, its JSON, its exit codes; a user's mistake is a clear message, never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import nsa_sel
+from nsa_sel.attention import explain_request, selection_attention
+from nsa_sel.cli.app import app
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.registry import backends
+from nsa_sel.core.request import DeviceInfo, example_request
+from nsa_sel.errors import ArgumentError
+from nsa_sel.oracle import oracle_forward
+from nsa_sel.settings.config import CACHE_FLAG
+from nsa_sel.telemetry import events
+from nsa_sel.telemetry.summary import read_log, replayed, summarise
+from tests.helpers.paths import DATA
+
+S, G, D, S_KV, BLOCK = 5, 2, 16, 32, 8
+SM89 = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89)
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def ask(*arguments: object, exit_code: int = 0) -> Any:
+    """The JSON document that a command prints; anything else on stdout fails to parse."""
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments: object) -> str:
+    """The message of a command that ends with exit code 2 and no traceback."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    return result.output
+
+
+def tensors() -> dict[str, Tensor]:
+    q, k, v = torch.randn(1, S, G, 3, D), torch.randn(1, G, S_KV, D), torch.randn(1, G, S_KV, D)
+    return {"q": q, "k": k, "v": v, "block_indices": torch.tensor([0, 3, -1], dtype=torch.int8).expand(1, S, G, 3).contiguous()}
+
+
+def ranges_of(blocks: Tensor) -> Tensor:
+    start = blocks.int().clamp(min=0) * BLOCK
+    return torch.stack((start, torch.where(blocks < 0, start, start + BLOCK)), -1)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Any:
+    """Writes in.safetensors from tensors and metadata, and gives its path."""
+
+    def write(held: dict[str, Tensor], **metadata: str) -> Path:
+        path = tmp_path / "in.safetensors"
+        safetensors.torch.save_file(held, path, metadata)
+        return path
+
+    return write
+
+
+class TestDoctor:
+    def test_shows_versions_devices_settings_and_every_backend(self) -> None:
+        result = invoke("doctor")
+        assert result.exit_code == 0
+        for word in (
+            f"nsa-sel {nsa_sel.__version__}",
+            f"torch {torch.__version__.split('+')[0]}",
+            "device cpu",
+            "cpu.yaml",
+            "sel_triton_min_L",
+            *backends(),
+        ):
+            assert word in result.output
+
+    def test_says_what_a_backend_lacks_and_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_USE_SEL_PACK", "0")
+        report = ask("doctor")
+        here = {backend["name"]: backend for backend in report["devices"][0]["backends"]}
+        assert here["numba"]["lacks"] == []
+        assert [reason["remedy"] for reason in here["sdpa-packed"]["lacks"]] == ["unset NSA_USE_SEL_PACK"]
+        assert report["flags"] == {"NSA_USE_SEL_PACK": "0", CACHE_FLAG: os.environ[CACHE_FLAG]}
+        assert report["devices"][0]["settings"]["sources"]["use_sel_pack"] == "NSA_USE_SEL_PACK"
+
+    @pytest.mark.filterwarnings("ignore:nsa-sel. the environment variable:RuntimeWarning")
+    def test_names_unknown_variables_and_the_flag_that_was_meant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_SEL_BAKEND", "numba")
+        assert ask("doctor")["unknown_variables"] == [{"name": "NSA_SEL_BAKEND", "did_you_mean": "NSA_SEL_BACKEND"}]
+        assert "NSA_SEL_BAKEND has no effect; did you mean NSA_SEL_BACKEND?" in invoke("doctor").output
+
+    def test_reports_a_bad_flag_instead_of_failing_on_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "many")
+        result = invoke("doctor")
+        assert result.exit_code == 0
+        assert "NSA_SEL_TRITON_MIN_L is 'many'; allowed: a whole number >= 0" in result.output
+
+    @pytest.mark.parametrize("name", ["NSA_SEL_BACKEND", "NSA_SEL_CACHE", "NSA_SEL_X\udcff"])
+    @pytest.mark.filterwarnings("ignore:nsa-sel. the environment variable:RuntimeWarning")
+    def test_shows_variables_that_are_no_utf8(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setenv(name, "x\udcff")
+        shown = invoke("doctor").output.encode().decode()
+        assert r"NSA_SEL_X\udcff has no effect" in shown or rf"{name} is 'x\udcff'; allowed: text in UTF-8" in " ".join(shown.split())
+        ask("doctor")
+
+    def test_imports_no_kernel_framework(self) -> None:
+        code = (
+            "import sys; from nsa_sel.cli.app import app; app(['doctor'], standalone_mode=False);"
+            " print(sorted({'numba', 'cupy', 'matplotlib', 'nsa_sel.backends.triton_group'} & set(sys.modules)))"
+        )
+        assert run_python("-c", code).stdout.splitlines()[-1] == "[]"
+
+
+class TestExplain:
+    def test_example_request_by_default(self) -> None:
+        decision = Decision.from_json(json.dumps(ask("explain", "--device", "cpu")))
+        assert decision.request == example_request().request_class()
+        assert decision.forward == "numba"
+
+    def test_sm89_lane_takes_packed_sdpa_and_names_the_adr(self) -> None:
+        for device in ("sm89", "rtx4090"):
+            decision = Decision.from_json(json.dumps(ask("explain", "--device", device, "--n", 64, "--needs-grad")))
+            assert (decision.device.sm, decision.forward, decision.backward) == (89, "sdpa-packed", "sdpa-packed")
+            reasons = {v.backend: {r.code: r.required for r in v.forward} for v in decision.verdicts}
+            assert reasons["triton-group"]["device-rule"] == "another: ADR-2025-08-M4-02"
+        assert "ADR-2025-08-M4-02" in invoke("explain", "--device", "sm89").output
+
+    def test_flag_lifts_the_adr(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
+        assert ask("explain", "--device", "sm89", "--n", 64)["forward"].startswith("triton")
+
+    def test_long_selection_on_an_a100_takes_triton(self) -> None:
+        assert ask("explain", "--device", "a100", "--n", 64)["forward"].startswith("triton")
+        assert "forward   triton" in invoke("explain", "--device", "a100", "--n", 64).output
+
+    def test_shape_options_reach_the_request(self) -> None:
+        shape = ("--B", 2, "--S", 1, "--S-kv", 500, "--G", 3, "--h", 5, "--Dk", 24, "--Dv", 40, "--n", 7)
+        request = ask("explain", *shape, "--block-size", 0, "--max-length", 99, "--dtype", "float32", "--needs-grad", "--page-size", 16)[
+            "request"
+        ]
+        expected = {"B": 2, "S": 1, "S_kv": 512, "G": 3, "h": 5, "Dk": 24, "Dv": 40, "n": 7, "block_size": None}
+        expected |= {"max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True, "sharing": None, "page_size": 16}
+        assert request == expected
+        assert "at most 99 keys a row (L)" in invoke("explain", "--L", 99).output
+
+    def test_max_length_follows_from_the_shape(self) -> None:
+        assert ask("explain", "--n", 4, "--block-size", 32)["request"]["max_length"] == 128
+        assert ask("explain", "--S", 16, "--S-kv", 100)["request"]["max_length"] == 128  # the class of S_kv = 100
+        assert ask("explain", "--S", 16, "--S-kv", 100, "--block-size", 0)["request"]["max_length"] == 128
+
+    def test_forced_refusal_prints_every_reason(self) -> None:
+        message = refused("explain", "--device", "sm89", "--Dk", 12, "--backend", "triton-group")
+        for word in ("forced by argument, refuses", "head-dim-multiple", "a multiple of 8", "device-rule", "NSA_TRITON_SEL_FORCE=1"):
+            assert word in message
+        assert ask("explain", "--device", "sm89", "--backend", "triton-group", exit_code=2)["forward"] is None
+
+    def test_forcing_overrides_what_is_merely_slower(self) -> None:
+        assert ask("explain", "--device", "h100", "--backend", "triton-token")["forward"] == "triton-token"
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("--backend", "tritn-group"), ("unknown", "did you mean 'triton-group'?", "sdpa-packed")),
+            (("--device", "sm12"), ("--device is 'sm12'", "h100", "sm89")),
+            (("--S", 64, "--S-kv", 8), ("--S is 64", "at most S_kv = 8")),
+        ],
+    )
+    def test_mistakes_are_named(self, arguments: tuple[object, ...], words: tuple[str, ...]) -> None:
+        message = refused("explain", *arguments)
+        assert all(word in message for word in words), message
+
+    def test_bad_flag_is_an_error_in_words_and_in_json(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_USE_TRITON_SEL", "perhaps")
+        assert "NSA_USE_TRITON_SEL is 'perhaps'; allowed: 0 or 1" in refused("explain")
+        assert "NSA_USE_TRITON_SEL" in ask("explain", exit_code=2)["error"]
+
+    def test_as_a_process(self) -> None:
+        process = run_python("-c", "from nsa_sel.cli.app import app; app()", "explain", "--json", "--device", "cpu")
+        assert (process.returncode, process.stderr) == (0, "")
+        assert json.loads(process.stdout)["forward"] == "numba"
+
+
+class TestRun:
+    @pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
+    def test_blocks_round_trip_against_the_oracle(self, save: Any, tmp_path: Path, backend: str) -> None:
+        held, out = tensors(), tmp_path / "out.safetensors"
+        document = ask("run", save(held, block_size="8"), "--out", out, "--backend", backend, "--device", "cpu")
+        assert document["decision"]["forward"] == backend
+        assert document["o"] == {"shape": [1, S, G, 3, D], "dtype": "float32"}
+        with safetensors.safe_open(out, "pt") as file:
+            o, lse = file.get_tensor("o"), file.get_tensor("lse")
+            assert Decision.from_json(file.metadata()["decision"]).forward == backend
+        expected_o, expected_lse = oracle_forward(held["q"], held["k"], held["v"], ranges_of(held["block_indices"]))
+        torch.testing.assert_close(o.double(), expected_o, atol=2e-6, rtol=0)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-6, rtol=0)
+
+    def test_ranges_positions_scale_and_dtype(self, save: Any, tmp_path: Path) -> None:
+        held, out = tensors(), tmp_path / "out.safetensors"
+        del held["block_indices"]
+        # Unsorted and overlapping: the row attends to the union.
+        held["ranges"] = torch.tensor([[9, 14], [2, 4], [12, 20], [0, 0]], dtype=torch.int32).expand(1, S, G, 4, 2).contiguous()
+        held["q_pos"] = torch.tensor([0, 3, 13, 31, 18])
+        document = ask("run", save(held), "--out", out, "--dtype", "float64", "--scale", 0.5, "--device", "cpu")
+        assert document["empty_rows"] == G
+        result = safetensors.torch.load_file(out)
+        q, k, v = (held[name].double() for name in "qkv")
+        o, lse = oracle_forward(q, k, v, held["ranges"], 0.5, held["q_pos"])
+        torch.testing.assert_close(result["o"], o, atol=1e-12, rtol=0)
+        torch.testing.assert_close(result["lse"], lse, atol=1e-12, rtol=0)
+
+    def test_block_size_from_the_option_or_a_provenance_entry(self, save: Any) -> None:
+        held = tensors()
+        assert ask("run", save(held), "--block-size", BLOCK)["decision"]["request"]["block_size"] == BLOCK
+        assert ask("run", save(held, provenance=json.dumps({"block_size": BLOCK})))["decision"]["request"]["block_size"] == BLOCK
+        assert ask("run", save(held, block_size="4"), "--block-size", BLOCK)["decision"]["request"]["block_size"] == BLOCK
+
+    def test_prints_the_decision(self, save: Any) -> None:
+        output = invoke("run", save(tensors(), block_size="8"), "--backend", "numba", "--device", "cpu").output
+        for word in ("forward   numba", "forced by argument", "o [1, 5, 2, 3, 16] float32", "not written"):
+            assert word in output
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"q": None}, ("tensor 'q' is missing", "the file holds block_indices [1, 5, 2, 3] int8, k [1, 2, 32, 16] float32", "add 'q'")),
+            ({"q": None, "query": torch.zeros(1)}, ("tensor 'q' is missing", "rename 'query' to 'q'")),
+            ({"qpos": torch.arange(S)}, ("tensor 'qpos' is unknown", "rename it to 'q_pos'")),
+            ({"block_indices": None}, ("the selection is missing", "ranges [B,S,G,n,2]", "block_indices [B,S,G,n]")),
+            ({"ranges": torch.zeros(1, S, G, 1, 2, dtype=torch.int32)}, ("given twice", "leave one of them out")),
+            ({"k": torch.zeros(1, S_KV, G, D)}, ("k is of shape (1, 32, 2, 16)", "k.transpose(1, 2)")),
+            ({"block_indices": torch.zeros(1, S, G, 2, dtype=torch.int32)}, ("names a block twice",)),
+            ({"block_indices": torch.zeros(1, S, G, 2)}, ("block_indices is of dtype torch.float32", "an integer dtype")),
+            ({"v": torch.zeros(1, G, S_KV, D).half()}, ("v is of dtype torch.float16", "q's dtype torch.float32")),
+        ],
+    )
+    def test_wrong_tensors_are_named(self, save: Any, change: dict[str, Tensor | None], words: tuple[str, ...]) -> None:
+        held = {name: tensor for name, tensor in {**tensors(), **change}.items() if tensor is not None}
+        message = refused("run", save(held, block_size="8"))
+        assert all(word in message for word in words), message
+
+    def test_block_size_must_be_known_and_a_number(self, save: Any) -> None:
+        assert "pass --block-size, or write the metadata entry" in refused("run", save(tensors()))
+        assert "block_size in the file's metadata is 'eight'" in refused("run", save(tensors(), block_size="eight"))
+
+    def test_wrong_files(self, save: Any, tmp_path: Path) -> None:
+        text = tmp_path / "text.safetensors"
+        text.write_text("no tensors in here")
+        for path in (text, tmp_path / "absent.safetensors", tmp_path):
+            assert "allowed: a readable .safetensors file" in refused("run", path)
+        file = save(tensors(), block_size="8")
+        assert "another file than FILE" in refused("run", file, "--out", file)
+        assert "its folder must exist" in refused("run", file, "--out", tmp_path / "absent" / "out.safetensors")
+        assert "FILE" in ask("run", text, exit_code=2)["error"]
+
+    def test_out_replaces_nothing_but_files_and_is_looked_at_first(
+        self, save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Renaming a new file over a FIFO or a device would destroy it: for the whole machine, where it is /dev/null and the user root."""
+        file = save(tensors(), block_size="8")
+        os.mkfifo(tmp_path / "fifo")
+        (tmp_path / "link").symlink_to(tmp_path / "fifo")
+        with socket.socket(socket.AF_UNIX) as server:
+            monkeypatch.chdir(tmp_path)  # the name of a socket is short
+            server.bind("socket")
+        for name, kind in (("fifo", "a FIFO"), ("link", "a FIFO"), ("socket", "a socket"), (".", "a folder"), ("/dev/null", "a device")):
+            monkeypatch.setattr(nsa_sel.cli.app, "read_problem", None)  # nothing is read or computed before
+            assert f"--out is {Path(name)}, {kind}; allowed: a regular file" in " ".join(refused("run", file, "--out", name).split())
+        assert stat.S_ISFIFO(os.stat("fifo").st_mode)
+        assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+    def test_out_follows_a_link(self, save: Any, tmp_path: Path) -> None:
+        file, link, target = save(tensors(), block_size="8"), tmp_path / "link.safetensors", tmp_path / "target.safetensors"
+        link.symlink_to(target)  # to a name that is free, then to a file
+        for _ in range(2):
+            ask("run", file, "--out", link, "--device", "cpu")
+            assert link.is_symlink()
+            assert set(safetensors.torch.load_file(target)) == {"o", "lse"}
+        link.unlink()
+        link.symlink_to(file)
+        assert "another file than FILE" in refused("run", file, "--out", link)
+
+    def test_forced_refusal_carries_the_decision(self, save: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("NSA_USE_SEL_PACK", "0")
+        file = save(tensors(), block_size="8")
+        assert "pack-off" in refused("run", file, "--backend", "sdpa-packed")
+        assert ask("run", file, "--backend", "sdpa-packed", exit_code=2)["decision"]["forward"] is None
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+    def test_cuda_must_be_here(self, save: Any) -> None:
+        assert "no CUDA device" in refused("run", save(tensors(), block_size="8"), "--device", "cuda")
+
+
+class TestReplay:
+    def test_unchanged_decisions_and_events(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = tmp_path / "decisions.jsonl"
+        monkeypatch.setenv("NSA_DEBUG_LOG", str(log))
+        held = tensors()
+        selection_attention(held["q"], held["k"], held["v"], ranges_of(held["block_indices"]))
+        events.emit("sel.timing", ms=1.0)
+        events.log_to(None)
+        with log.open("a") as file:
+            file.write(f"\n{explain_request(example_request(), SM89).to_json()}\n")
+        result = invoke("replay", log)
+        assert (result.exit_code, result.output) == (0, "2 decisions, 0 differ\n")
+        assert ask("replay", log) == {"log": str(log), "decisions": 2, "torn_lines": [], "differing": []}
+
+    def test_names_the_fields_that_differ(self, tmp_path: Path) -> None:
+        log = tmp_path / "decisions.jsonl"
+        record = json.loads(explain_request(example_request(), SM89).to_json())
+        record["forward"] = "triton-group"
+        log.write_text(f"{explain_request(example_request(), SM89).to_json()}\n{json.dumps(record)}\n")
+        result = invoke("replay", log)
+        assert result.exit_code == 1
+        assert "line 2: triton-group on NVIDIA GeForce RTX 4090" in result.output
+        assert "forward: recorded 'triton-group', replayed 'sdpa-packed'" in result.output
+        change = {"field": "forward", "recorded": "triton-group", "replayed": "sdpa-packed"}
+        assert ask("replay", log, exit_code=1)["differing"] == [{"line": 2, "changes": [change]}]
+
+    def test_wrong_logs(self, tmp_path: Path) -> None:
+        log = tmp_path / "log.jsonl"
+        assert "LOG" in refused("replay", log)
+        log.write_text('\n{"event": "sel.timing", "ms": 1}\n')
+        assert "holds no decision" in refused("replay", log)
+        recorded = explain_request(example_request(), SM89).to_json()
+        for kept, remedy in (("", "pass a log that NSA_DEBUG_LOG wrote"), (recorded, "drop the line")):
+            log.write_text(f'{kept}\n{{"case": "target", "backend": "numba"}}\n')
+            message = " ".join(refused("replay", log).split())
+            assert f"line 2 of {log} is no decision (Object missing required field `request`)" in message
+            assert f"Remedy: {remedy}" in message
+        for line in ("not json", '{"forward": "numba"}', '{"event": "sel.decision"}', "[]"):
+            log.write_text(f"\n{line}\n")
+            assert f"line 2 of {log} is no decision" in refused("replay", log)
+
+    def test_torn_lines_are_passed_over_and_named(self, tmp_path: Path) -> None:
+        log, whole = tmp_path / "log.jsonl", explain_request(example_request(), SM89).to_json()
+        log.write_text(f'{whole}\n{whole[:200]}{whole}\n\n{whole}\n{{"event": "sel.timing", "backend": "num')
+        result = invoke("replay", log)
+        assert (result.exit_code, result.output) == (0, "2 decisions, 0 differ; passed over as torn: lines 2, 5 (2 in all)\n")
+        assert ask("replay", log)["torn_lines"] == [2, 5]
+        told = ask("decisions", log)
+        assert (told["lines"], told["torn_lines"]) == (2, [2, 5])
+        assert "2 lines, 2 sel.decision; passed over as torn: lines 2, 5" in invoke("decisions", log).output
+
+    def test_a_line_ends_at_a_newline_alone(self, tmp_path: Path) -> None:
+        log = tmp_path / "log.jsonl"
+        event = {"event": "sel.backend.failed", "backend": "numba", "direction": "forward", "error": "a\u2028b\u0085c"}
+        log.write_text(f"{json.dumps(event, ensure_ascii=False)}\n")
+        assert ask("decisions", log)["lines"] == 1
+
+    def test_any_value_in_the_place_of_any_other_is_a_clear_error(self, tmp_path: Path) -> None:
+        """Fields of a decision in turn, with values of other types, too large, negative, empty."""
+        log, recorded = tmp_path / "log.jsonl", json.loads(explain_request(example_request(needs_grad=True), SM89).to_json())
+        recorded["settings"]["kernels"], recorded["offers"] = {}, recorded["offers"][:2]
+        values = (None, 0, -1, 10**30, "", [], {"forward": 1}, 0.5)
+        refused = []
+        for path, value in ((path, value) for number, path in enumerate(leaves(recorded)) for value in values[number % 2 :: 2]):
+            changed = copy.deepcopy(recorded)
+            holder = functools.reduce(lambda found, key: found[key], path[:-1], changed)
+            holder[path[-1]] = value
+            log.write_text(json.dumps(changed))
+            try:
+                summarise(log)
+                for line in read_log(log).lines:
+                    replayed(log, line.number, line.decision)
+            except ArgumentError as error:
+                refused.append(str(error))
+        assert len(refused) > 200
+        assert all(message.startswith(f"line 1 of {log} is ") for message in refused)
+
+
+class TestDecisions:
+    def test_no_text_of_a_log_commands_the_terminal(self, tmp_path: Path) -> None:
+        """Of C0 and C1 controls, and marks that reorder what is read: in words and in JSON, where they are the same text as before."""
+        log, bad = tmp_path / "log.jsonl", "x\x1b]0;owned\x07\x9b2J\u202e\u2066\x7f\U000e0001\ufeff"
+        event = {"event": "sel.backend.failed", "backend": bad, "direction": bad, "error": bad}
+        log.write_text(f"{json.dumps(event)}\n{json.dumps({'event': bad})}\n")
+        for options in ((), ("--json",)):
+            output = invoke("decisions", log, *options).output
+            assert not set(output) & set(bad.removeprefix("x")) - set("]0;owned2J")
+            assert "x\\u001b]0;owned\\u0007\\u009b2J\\u202e\\u2066\\u007f\\udb40\\udc01\\ufeff" in "".join(output.split())
+        assert ask("decisions", log)["failures"][0]["backend"] == bad
+
+    def test_fields_of_a_wrong_type(self, tmp_path: Path) -> None:
+        log = tmp_path / "log.jsonl"
+        good = {"backend": "x", "direction": "y", "ms": 1.0, "mae": 0.0, "reference": "z", "source": "s", "flops": 1, "bytes": 2}
+        for event, change in (
+            ("sel.timing", {"ms": "fast"}), ("sel.timing", {"ms": None}), ("sel.timing", {"rows": []}), ("sel.timing", {"backend": {}}),
+            ("sel.compare", {"mae": "a"}), ("sel.bwd", {"flops": 0.5}), ("sel.bwd", {"tflops": "many"}), ("sel.bwd", {"source": []}),
+        ):  # fmt: skip
+            log.write_text(json.dumps({"event": event, **good, **change}))
+            message = " ".join(refused("decisions", log).split())
+            assert f"line 1 of {log} is {event} whose {next(iter(change))} does not fit" in message
+        for line, words in (('{"event": []}', "its event is []"), ("[" * 100_000, "nested too deeply"), ('{"a":' * 100_000, "nested")):
+            log.write_text(line)
+            for command in ("decisions", "replay"):
+                assert words in refused(command, log)
+
+    def test_sample_log(self) -> None:
+        log = DATA / "sample_log.jsonl"
+        result = invoke("decisions", log)
+        assert result.exit_code == 0
+        for text in ("failure of numba", "failed-before", "triton-group/dkdv", "slowest buckets", "worst MAE", "counted"):
+            assert text in result.output
+        told = ask("decisions", log, "--top", "1")
+        assert (told["decisions"], len(told["buckets"])) == (6, 1)
+        assert sum(told["events"].values()) == told["lines"]
+
+    def test_predicted_times_are_one_rule(self, tmp_path: Path) -> None:
+        log, h200 = tmp_path / "log.jsonl", DeviceInfo(kind="cuda", name="NVIDIA H200", sm=90, sm_count=132, shared_memory=232448)
+        requests = [msgspec.structs.replace(example_request(needs_grad=True), B=B) for B in (1, 2)]
+        log.write_text("".join(explain_request(request, h200).to_json() + "\n" for request in requests))
+        (won,) = ask("decisions", log)["won"]
+        assert won["calls"] == 2
+        assert "ms" not in won["rule"]
+        assert "(sm90_h200.yaml)" in won["rule"]
+
+    def test_wrong_logs(self, tmp_path: Path) -> None:
+        log = tmp_path / "log.jsonl"
+        assert "LOG" in refused("decisions", log)
+        log.write_text("\n")
+        assert "is empty" in refused("decisions", log)
+        log.write_text('\n{"event": "sel.timing", "backend": "numba", "ms": 1}\n')
+        assert f"line 2 of {log} is sel.timing without direction" in refused("decisions", log)
+        log.write_text("nonsense\n")
+        assert "line 1" in ask("decisions", log, exit_code=2)["error"]
+
+
+def test_no_text_of_files_or_variables_commands_the_terminal(save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, shown = "\x1b]0;owned\x07\u202e", "\\u001b]0;owned\\u0007\\u202e"
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "own.yaml"
+    rows.write_text(json.dumps({"case": bad, "error": bad}) + "\n" + json.dumps({"case": "x", "backend": bad, "error": bad}) + "\n")
+    config.write_text(json.dumps({"provenance": bad, "runtime": {"prefer_forward": ["numba"]}}))
+    outputs = [invoke("run", save({**tensors(), bad: torch.zeros(1)})).output, invoke("threshold", rows).output]
+    outputs.append(invoke("report", rows, "--out", tmp_path / "report").output)
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(config))
+    outputs += [invoke("doctor").output, invoke("doctor", "--json").output]
+    monkeypatch.setenv("NSA_SEL_BACKEND", bad)
+    outputs += [invoke("doctor").output, invoke("explain").output]
+    assert not any(set(output) & set("\x1b\x07\u202e") for output in outputs)
+    assert shown in outputs[0]
+    assert all("owned" in output for output in outputs[-2:])
+
+
+def leaves(value: Any, *path: Any) -> list[tuple[Any, ...]]:
+    """The paths of all values below one; of a list, those of its first entry."""
+    below = list(value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ())
+    return [(*path, key) for key, _ in below] + [found for key, entry in below for found in leaves(entry, *path, key)]
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(nsa_sel.__file__).parents[1])
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": root})

@@ -1,0 +1,417 @@
+"""The call as torch.library ops: compiled calls equal eager ones bit by bit, one graph serves all lengths, and what is refused says so.
+
+Also what eager calls owe PyTorch: checkpointing, deterministic algorithms, autocast, gradient scaling, torch.func.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+import nsa_sel.core.ops
+from nsa_sel import Selection, decisions, selection_attention, use_backend
+from nsa_sel.backends import numba_cpu
+from nsa_sel.core import ops
+from nsa_sel.errors import ArgumentError, BackendError
+from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, plain_torch
+
+OPS = torch.ops.nsa_sel
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+CPU = ("numba", "sdpa-packed")
+TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_graphs() -> Iterator[None]:
+    """Tests that compile the same function for the same kind of arguments share its graph; PyTorch gives up at 8 graphs a function."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend that compiles nothing: which one serves a call is told where it matters."""
+    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, selection: Any, **options: Any) -> Any:
+    return selection_attention(q, k, v, selection, **options)
+
+
+def from_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, **options: Any) -> Any:
+    return selection_attention(q, k, v, Selection.from_blocks(blocks, BLOCK), **options)
+
+
+def compiled(work: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
+    return torch.compile(work, fullgraph=True, dynamic=True, backend=backend)
+
+
+def problem(
+    S: int, G: int = 2, h: int = 3, *, B: int = 2, S_kv: int | None = None, Dv: int = 16, n: int = 3
+) -> tuple[Tensor, Tensor, Tensor, Selection]:
+    """q, k, v that want gradients, and n blocks a row."""
+    q, k, v = make_qkv(B, S, G, h, 16, Dv, S_kv=S_kv, seed=S, requires_grad=True)
+    return q, k, v, make_blocks(B, S, G, k.shape[2], n, BLOCK, seed=S)
+
+
+def results(work: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
+    """o, lse, dq, dk, dv with random gradients of both o and lse."""
+    o, lse = work(q, k, v, *others, return_lse=True, **options)
+    filled = lse > float("-inf")
+    grads = make_grads(q, v)
+    return o, lse, *torch.autograd.grad((o, lse), (q, k, v), (grads[0], grads[1] * filled))
+
+
+def assert_equal(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    """Bit for bit, and laid out alike."""
+    for mine, other in zip(got, wanted, strict=True):
+        assert mine.dtype == other.dtype
+        assert mine.stride() == other.stride()
+        assert torch.equal(mine, other)
+
+
+# Compiled calls
+
+
+def counting() -> tuple[Any, Counter[str]]:
+    """A backend of torch.compile that runs graphs as they are, and the number of graphs that it was given."""
+    graphs: Counter[str] = Counter()
+
+    def taken(direction: str) -> Callable[..., Any]:
+        def compiler(graph: Any, _: Any) -> Any:
+            graphs[direction] += 1
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    return aot_autograd(fw_compiler=taken("forward"), bw_compiler=taken("backward")), graphs
+
+
+def test_one_graph_serves_every_length() -> None:
+    counter, graphs = counting()
+    fast = compiled(from_blocks, counter)
+    for S in (64, 128, 96):
+        q, k, v, selection = problem(S, n=2)
+        got = results(fast, q, k, v, selection.block_indices, backend="numba")
+        decision = decisions()[-1]
+        assert (decision.forward, decision.backward, decision.request.S) == ("numba", "numba", S)
+        assert_equal(got, results(attend, q, k, v, selection, backend="numba"))
+        assert_forward(got[:2], q.detach(), k.detach(), v.detach(), selection.ranges)
+    assert graphs == {"forward": 1, "backward": 1}
+
+
+def test_inductor() -> None:
+    def work(q: Tensor, k: Tensor, v: Tensor, selection: Selection, **options: Any) -> Any:
+        return selection_attention(q * 2, k, v, selection, **options)
+
+    fast = compiled(work, "inductor")
+    for S in (64, 96):
+        q, k, v, selection = problem(S, Dv=24)
+        assert_equal(results(fast, q, k, v, selection), results(work, q, k, v, selection))
+
+
+def test_every_form_of_the_call() -> None:
+    """Positions and scale, bare ranges, scores, decode, o alone: in one graph, as eager."""
+    q, k, v, selection = problem(64)
+    q_pos, scores = torch.arange(64) // 2, torch.randn(2, 64, 2, 4)
+
+    def work(q: Tensor, k: Tensor, v: Tensor, selection: Selection, row: Tensor, of_row: Tensor) -> list[Tensor]:
+        return [
+            *selection_attention(q, k, v, selection, scale=0.3, q_pos=q_pos, return_lse=True),
+            *selection_attention(q, k, v, selection.ranges, return_lse=True),
+            *selection_attention(q, k, v, Selection.from_scores(scores, 3, BLOCK), return_lse=True),
+            *selection_attention(row, k, v, Selection.from_ranges(of_row), return_lse=True),
+            selection_attention(q, k, v, selection),
+        ]
+
+    inputs = (q, k, v, selection, q[:, -1].detach().requires_grad_(), selection.ranges[:, -1])
+    wanted, got = work(*inputs), compiled(work)(*inputs)
+    assert_equal(tuple(got), tuple(wanted))
+
+    def gradients(outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        loss = torch.stack([x[x.isfinite()].square().sum() for x in outputs]).sum()
+        return torch.autograd.grad(loss, (q, k, v, inputs[4]))
+
+    assert_equal(gradients(got), gradients(wanted))
+
+
+def test_flags_count_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, graphs = counting()
+    work = compiled(attend, counter)
+    q, k, v, selection = problem(64)
+    for name in CPU:
+        monkeypatch.setenv("NSA_SEL_BACKEND", name)
+        assert_equal(results(work, q, k, v, selection), results(attend, q, k, v, selection))
+        assert decisions()[-2].forward == decisions()[-1].forward == name
+    assert graphs == {"forward": 1, "backward": 1}
+
+
+def test_eager_calls_do_without_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "traced", None)
+    results(attend, *problem(64), backend="sdpa-packed")
+    assert decisions()[-1].forward == "sdpa-packed"
+
+
+def test_a_failure_is_taken_over_as_in_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.delenv("NSA_SEL_BACKEND")
+    q, k, v, selection = problem(64)
+    wanted = results(attend, q, k, v, selection, backend="sdpa-packed")
+    monkeypatch.setattr(numba_cpu, "forward", broken)
+    monkeypatch.setattr(numba_cpu, "backward", broken)
+    with pytest.warns(RuntimeWarning, match="packed SDPA takes over"):
+        got = results(compiled(attend), q, k, v, selection)
+    assert_equal(got, wanted)
+
+
+def test_export() -> None:
+    class Model(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Any:
+            return from_blocks(q, k, v, blocks)
+
+    q, k, v, selection = problem(64)
+    arguments = (q.detach(), k.detach(), v.detach(), selection.block_indices)
+    program = torch.export.export(Model(), arguments)
+    assert program.graph.find_nodes(op="call_function", target=OPS.selection_forward.default)
+    assert torch.equal(program.module()(*arguments), from_blocks(*arguments))
+
+
+# The ops themselves
+
+
+def check_ops(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, checks: Sequence[str], with_lse: bool = True) -> None:
+    """torch.library.opcheck of both ops; q, k, v want gradients."""
+    facts = (selection.ranges, None, BLOCK, None, selection.disjoint, 0.25, backend)
+    torch.library.opcheck(OPS.selection_forward.default, (q, k, v, *facts, True), test_utils=checks)
+    q, k, v = (x.detach() for x in (q, k, v))
+    o, lse = OPS.selection_forward(q, k, v, *facts, False)
+    do, dlse = make_grads(q, v)
+    torch.library.opcheck(OPS.selection_backward.default, (do, dlse if with_lse else None, q, k, v, o, lse, *facts), test_utils=checks)
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_opcheck(backend: str) -> None:
+    q, k, v, selection = problem(2, 1, 1, B=1, S_kv=32, n=1)
+    check_ops(backend, *(x.detach().half().requires_grad_() for x in (q, k, v)), selection, ALL_CHECKS)
+
+
+@pytest.mark.parametrize("backend", TRITON)
+def test_opcheck_of_interpreted_kernels(backend: str) -> None:
+    """What a backend can break: aliases, writes, shapes, dtypes, strides. The other checks are of the ops, and slow when interpreted."""
+    check_ops(backend, *problem(2, 1, 1, B=1, S_kv=32, n=1), ("test_schema", "test_faketensor"), with_lse=False)
+
+
+def test_the_ops_are_right_when_called_by_name() -> None:
+    """opcheck does not see wrong gradients. Those of o alone, of lse alone, and of both."""
+    q, k, v, selection = problem(64)
+    do, dlse = make_grads(q, v)
+    for wanted in ((do, None), (torch.zeros_like(do), dlse), (do, dlse)):
+        o, lse = OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)
+        outputs = [(x, grad) for x, grad in zip((o, lse), wanted, strict=True) if grad is not None and bool(grad.any())]
+        got = torch.autograd.grad([x for x, _ in outputs], (q, k, v), [grad for _, grad in outputs])
+        assert_gradients(got, q.detach(), k.detach(), v.detach(), selection.ranges, *wanted)
+
+
+# Refusals
+
+
+def traced_refusal(match: str, *arguments: Any, **options: Any) -> None:
+    """With fullgraph=True the error is PyTorch's, about a call that it can't trace; ours is told in it."""
+    with pytest.raises(RuntimeError, match=match):
+        compiled(attend)(*arguments, **options)
+
+
+def test_bad_input_is_refused_while_tracing() -> None:
+    q, k, v, selection = problem(64)
+    other = Selection.from_ranges(selection.ranges[:, :32], BLOCK)
+    traced_refusal("selection is over rows.*Remedy: one set of ranges a query row and group", q, k, v, other)
+    traced_refusal("k is of head dimension.*Remedy: project q and k to the same size", q, k[..., :8], v, selection)
+    traced_refusal("k is of strides.*Remedy: call k.contiguous", q, k.transpose(2, 3).contiguous().transpose(2, 3), v, selection)
+    traced_refusal("k is of dtype torch.float64.*Remedy", q, k.double(), v, selection)
+    traced_refusal("selection.*a int.*make one with Selection.from_ranges", q, k, v, 3)
+    traced_refusal("q.*a int.*wrap it in torch.as_tensor", 3, k, v, selection)
+    traced_refusal("scale.*'x'.*pass a Python float", q, k, v, selection, scale="x")
+
+
+def test_bad_input_is_refused_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes the values, or this machine's backends, raises our own errors; nothing of it is decided while tracing."""
+    q, k, v, selection = problem(64)
+    with pytest.raises(ArgumentError, match="q_pos is from 9 to 72; allowed"):
+        compiled(attend, "eager")(q, k, v, selection, q_pos=torch.arange(64) + 9)
+    with pytest.raises(BackendError, match="did you mean 'numba'"):
+        compiled(attend, "eager")(q, k, v, selection, backend="nmba")
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    with pytest.raises(ArgumentError, match="names a block twice"):
+        compiled(from_blocks, "eager")(q, k, v, torch.ones(2, 64, 2, 2, dtype=torch.int32))
+
+
+def test_where_use_backend_may_stand() -> None:
+    q, k, v, selection = problem(64)
+
+    def inside(q: Tensor) -> Any:
+        with use_backend("numba"):
+            return selection_attention(q, k, v, selection)
+
+    with pytest.raises(RuntimeError, match="Remedy: pass backend="):
+        compiled(inside)(q)
+    work = compiled(attend)
+    with use_backend("sdpa-packed"):
+        with pytest.raises(BackendError, match="Remedy: pass backend=, or set NSA_SEL_BACKEND"):
+            work(q, k, v, selection)
+        with torch.no_grad():
+            assert torch.equal(work(q, k, v, selection), attend(q, k, v, selection))
+        for decision in decisions()[-2:]:
+            assert (decision.forward, decision.request.needs_grad) == ("sdpa-packed", False)
+        work(q, k, v, selection, backend="numba")
+    assert decisions()[-1].forward == "numba"
+    o = work(q, k, v, selection)
+    ran = nsa_sel.counters().get("backward.sdpa-packed", 0)
+    with use_backend("numba"):  # comes too late for this call
+        o.sum().backward()
+    assert nsa_sel.counters()["backward.sdpa-packed"] == ran + 1
+
+
+def test_no_second_derivative() -> None:
+    q, k, v, selection = problem(64)
+    with pytest.raises(BackendError, match=r"no second derivative.*Remedy"):
+        torch.autograd.grad(attend(q, k, v, selection).sum(), q, create_graph=True)
+    o, _ = OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(BackendError, match=r"no second derivative.*Remedy"):
+        dq.sum().backward()
+
+
+def test_torch_func_is_refused() -> None:
+    q, k, v, selection = problem(64)
+    q, k, v = (x.detach() for x in (q, k, v))
+
+    def total(q: Tensor) -> Tensor:
+        return selection_attention(q, k, v, selection).sum()
+
+    def mapped(q: Tensor) -> Tensor:
+        return torch.func.vmap(total)(q[None])
+
+    for work in (mapped, torch.func.grad(total), torch.func.jacrev(total), lambda q: torch.func.jvp(total, (q,), (q,))):
+        with pytest.raises(BackendError, match="put its dimension into the batch"):
+            work(q)
+    with pytest.raises(RuntimeError, match="put its dimension into the batch"):
+        compiled(mapped)(q)
+
+    def by_name(q: Tensor) -> Tensor:
+        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, False)[0].sum()
+
+    for work in (torch.func.grad(by_name), lambda q: torch.func.vmap(by_name)(q[None])):
+        with pytest.raises(BackendError, match="put its dimension into the batch"):
+            work(q)
+
+
+# At home in PyTorch
+
+
+def test_checkpointing() -> None:
+    def work(q: Tensor, k: Tensor, v: Tensor, selection: Selection, **options: Any) -> Any:
+        return checkpoint(attend, q, k, v, selection, use_reentrant=False, **options)
+
+    q, k, v, selection = problem(64)
+    wanted = results(attend, q, k, v, selection)
+    assert_equal(results(work, q, k, v, selection), wanted)
+    assert_equal(results(compiled(work), q, k, v, selection), wanted)
+    checkpoint(attend, q, k, v, selection, use_reentrant=True).square().sum().backward()
+    got = (q.grad, k.grad, v.grad)
+    assert_equal(got, torch.autograd.grad(attend(q, k, v, selection).square().sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("backend", CPU)
+def test_deterministic_algorithms(backend: str) -> None:
+    q, k, v, selection = problem(64)
+    wanted = results(attend, q, k, v, selection, backend=backend)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_equal(results(attend, q, k, v, selection, backend=backend), wanted)
+        if backend == "numba":  # one compiled call shows it
+            assert_equal(results(compiled(attend), q, k, v, selection, backend=backend), wanted)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """Inputs are cast, gradients come back in float32; the op called by name has the same rule. float64 stays."""
+    q, k, v, selection = problem(64)
+    k_wide, do = k.detach().to(torch.bfloat16).requires_grad_(), make_grads(q, v)[0].to(dtype)
+    cast = [x.detach().to(dtype).requires_grad_() for x in (q, k_wide, v)]
+    plain = attend(*cast, selection)
+    wanted = plain, *(x.to(y.dtype) for x, y in zip(torch.autograd.grad(plain, cast, do), (q, k_wide, v), strict=True))
+
+    def by_name(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Any:
+        return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, True)[0]
+
+    works = (attend, by_name, compiled(attend)) if dtype == torch.bfloat16 else (attend, by_name)  # the dtype is all that differs
+    for work in works:
+        with torch.autocast("cpu", dtype=dtype):
+            o = work(q, k_wide, v, selection)
+        assert_equal((o, *torch.autograd.grad(o, (q, k_wide, v), do)), wanted)
+    with torch.autocast("cpu", dtype=dtype):
+        assert attend(q.double(), k.double(), v.double(), selection).dtype == torch.float64
+
+
+class TinyModel(nn.Module):
+    """A projection to q, k, v, selection attention, and a projection back: enough to have something to learn."""
+
+    def __init__(self, width: int = 16, h: int = 2) -> None:
+        super().__init__()
+        self.h, self.width = h, width
+        self.qkv = nn.Linear(width, (h + 2) * width)
+        self.out = nn.Linear(h * width, width)
+
+    def forward(self, x: Tensor, selection: Selection, backend: str | None) -> Tensor:
+        B, S, _ = x.shape
+        q, k, v = self.qkv(x).split((self.h * self.width, self.width, self.width), -1)
+        q, k, v = q.view(B, S, 1, self.h, self.width), k.unsqueeze(1), v.unsqueeze(1)
+        o = selection_attention(q, k, v, selection, backend=backend) if backend else plain_torch(q, k, v, selection.ranges)[0]
+        return self.out(o.reshape(B, S, -1))  # type: ignore[no-any-return]
+
+
+def losses(backend: str | None, dtype: torch.dtype | None, compile_it: bool = False) -> list[float]:
+    """The losses of 12 steps of the same training: to give back the token before. `backend` None: plain PyTorch; `dtype` None: float32."""
+    torch.manual_seed(0)
+    model, x = TinyModel(), torch.randn(2, 64, 16)
+    selection = make_blocks(2, 64, 1, 64, 3, BLOCK)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=2.0**10)
+    run = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager") if compile_it else model
+    taken = []
+    for _ in range(12):
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            y = run(x, selection, backend)
+        loss = (y[:, 1:].float() - x[:, :-1]).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        taken.append(loss.item())
+    assert scaler.get_scale() == (2.0**10 if dtype == torch.float16 else 1.0)  # no step was skipped
+    return taken
+
+
+def test_training_under_amp_follows_float32() -> None:
+    wanted = losses(None, None)
+    assert wanted[-1] < 0.95 * wanted[0]  # it learns
+    for backend in CPU:
+        for dtype, band in ((None, 1e-4), (torch.bfloat16, 0.02), (torch.float16, 0.005)):
+            got = losses(backend, dtype)
+            assert got == pytest.approx(wanted, rel=band), (backend, dtype)
+    assert losses("numba", torch.float16, compile_it=True) == losses("numba", torch.float16)

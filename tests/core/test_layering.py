@@ -1,0 +1,206 @@
+"""Which module may know which: seen in sys.modules of fresh processes, and read from the import statements of every file."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+LINKED = ("backends", "policies", "configs", "bench")
+KERNEL_FRAMEWORKS = ("torch", "triton", "numba", "cupy")
+
+# From the ground up: a module imports, when it is loaded, only what stands on lower floors. Modules that are not listed stand on top.
+FLOORS = (
+    ("errors", "core.request", "oracle", "core.forks", "settings.private"),
+    ("settings.config",),
+    ("core.decision", "selection", "core.workspace"),
+    ("core.dispatch", "core.call", "telemetry.events", "backends.specs"),
+    ("policies", "core.registry", "telemetry.describe", "settings.devices", "settings.tuned", "telemetry.passes", "core.pages"),
+    ("backends", "core.known"),
+    ("attention",),
+)
+TOP = len(FLOORS)
+
+CPU_CALLS = """
+import torch, nsa_sel
+q, k, v = (torch.randn(1, *shape, requires_grad=True) for shape in ((8, 2, 4, 16), (2, 64, 16), (2, 64, 16)))
+selection = nsa_sel.Selection.from_blocks(torch.tensor([0, 1, 3]).expand(1, 8, 2, 3), 16)
+nsa_sel.selection_attention(q, k, v, selection).sum().backward()
+with torch.no_grad():
+    nsa_sel.selection_attention(q[:, 0], k, v, selection.ranges[:, 0])
+    nsa_sel.describe(nsa_sel.explain(q, k, v, selection))
+"""
+OTHER_CPU_CALLS = """
+import torch.distributed as dist
+from nsa_sel.compat import parallel_nsa, topk_sparse_attention
+from nsa_sel.distributed import context_parallel_attention
+flat = q[0], k[0].transpose(0, 1), v[0].transpose(0, 1)
+blocks = torch.tensor([0, 1]).expand(1, 64, 2, 2)
+rows = torch.randn(64, 2, 4, 16, requires_grad=True)
+nsa_sel.selection_attention_varlen(rows, *flat[1:], nsa_sel.Selection.from_blocks(blocks, 16), [0, 24, 64]).sum().backward()
+nsa_sel.varlen_positions([0, 24, 64], T=64)
+parallel_nsa(rows.flatten(1, 2)[None], k.transpose(1, 2), v.transpose(1, 2), block_indices=blocks, block_size=16).sum().backward()
+topk_sparse_attention(rows.flatten(1, 2), *flat[1:], blocks[0].transpose(0, 1), 16, [0, 64])
+with torch.no_grad():
+    caches = k.transpose(1, 2), v.transpose(1, 2)
+    nsa_sel.selection_attention_with_kvcache(q, *caches, selection, torch.tensor([40], dtype=torch.int32))
+    pages = [cache.reshape(4, 16, 2, 16) for cache in caches]
+    table = torch.arange(4, dtype=torch.int32)[None]
+    nsa_sel.selection_attention_with_kvcache(q, *pages, selection, torch.tensor([40], dtype=torch.int32), table)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+context_parallel_attention(q, k, v, selection).sum().backward()
+dist.destroy_process_group()
+"""
+# What a user imports by name: the modules that README and docs/ show.
+PUBLIC = ("attention", "varlen", "serving", "compat", "layer", "selection", "distributed", "oracle", "settings.warmup", "errors")
+
+
+def loaded_by(code: str, **environment: str) -> set[str]:
+    """The top-level names in sys.modules after `code`, in a fresh process without NSA_* flags and Triton's interpreter."""
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
+    script = f"{code}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True, timeout=1200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import nsa_sel",
+        "import nsa_sel.core.dispatch, nsa_sel.policies.default",
+        "import nsa_sel.core.registry\nfor name in nsa_sel.core.registry.backends(): nsa_sel.core.registry.missing(name)",
+        "from nsa_sel.settings.config import settings_for\n"
+        "from nsa_sel.core.request import DeviceInfo\nsettings_for(DeviceInfo(kind='cuda', sm=90))",
+        "from nsa_sel.core.decision import Decision\nfor line in open('tests/data/decisions.jsonl'): Decision.from_json(line).replay()",
+    ],
+    ids=["package", "policies", "registry", "settings", "replay"],
+)
+def test_decisions_need_no_kernel_framework(code: str) -> None:
+    loaded = loaded_by(code)
+    assert "nsa_sel" in loaded
+    assert not loaded.intersection((*KERNEL_FRAMEWORKS, *LINKED))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", "NSA_SEL_TRITON_MIN_L": "0"},
+        {"NSA_DEBUG_TRITON": "1", "NSA_DEBUG_TIMING": "1", "NSA_DEBUG_COMPARE": "1"},
+    ],
+    ids=["plain", "triton wanted", "debugging"],
+)
+def test_cpu_calls_never_import_triton(flags: dict[str, str]) -> None:
+    loaded = loaded_by(CPU_CALLS + OTHER_CPU_CALLS + "nsa_sel.core.registry.load('numba')", **flags)
+    assert "torch" in loaded
+    assert not loaded.intersection(("triton", "cupy", "torch._dynamo", *LINKED))
+    assert not any(name.startswith(("nsa_sel.backends.triton", "nsa_sel.backends._triton", "nsa_sel.backends.cupy")) for name in loaded)
+
+
+def test_importing_what_users_import_loads_no_compiler() -> None:
+    """torch._dynamo takes two seconds to import, and brings Triton along."""
+    loaded = loaded_by(f"import {', '.join(f'nsa_sel.{name}' for name in PUBLIC)}\nfor name in nsa_sel.__all__: getattr(nsa_sel, name)")
+    assert {f"nsa_sel.{name}" for name in PUBLIC} <= loaded
+    assert not loaded.intersection(("torch._dynamo", "triton", "numba", "cupy", *LINKED))
+
+
+# Import statements
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Name below nsa_sel ("backends.specs", "" for the package itself) and file of every module of the package."""
+    for folder in (ROOT / "nsa_sel", *(ROOT / name for name in LINKED)):
+        for file in sorted(folder.rglob("*.py")):
+            if file.is_relative_to(folder) and not any(part in LINKED for part in file.relative_to(folder).parts):
+                parts = file.relative_to(folder).with_suffix("").parts
+                below = (*((folder.name,) if folder.name in LINKED else ()), *(part for part in parts if part != "__init__"))
+                yield ".".join(below), file
+
+
+def every_file() -> list[Path]:
+    folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith((".", "build", "dist"))]
+    own = [file for folder in folders if folder.name != "shared" for file in folder.rglob("*.py")]
+    return sorted({file.resolve() for file in [*ROOT.glob("*.py"), *own]})
+
+
+def imports(nodes: Iterable[ast.AST], lazy: bool) -> Iterator[str]:
+    """The dotted names that statements import; `lazy` includes those inside functions and for type checkers."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports hide the floor"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not lazy:
+            continue
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not lazy:
+            yield from imports(node.orelse, lazy)
+        else:
+            yield from imports(ast.iter_child_nodes(node), lazy)
+
+
+def floor_of(module: str) -> int:
+    """The floor of "decision", "backends._triton.launch", also of "decision.Reason"; the longest listed prefix counts."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        for floor, names in enumerate(FLOORS):
+            if ".".join(parts[:length]) in names:
+                return floor
+    return TOP
+
+
+def test_every_module_is_found() -> None:
+    names = [name for name, _ in modules()]
+    assert len(names) == len(set(names))
+    assert {"", "errors", "attention", "backends.specs", "policies.default"} <= set(names)
+    assert {name for floor in FLOORS for name in floor} <= set(names)
+
+
+@pytest.mark.parametrize(("name", "file"), [pytest.param(name, file, id=name or "nsa_sel") for name, file in modules()])
+def test_no_module_imports_upward(name: str, file: Path) -> None:
+    own = floor_of(name) if name else 0
+    for target in imports(ast.parse(file.read_text()).body, lazy=False):
+        if not target.startswith("nsa_sel."):
+            continue
+        below = target.removeprefix("nsa_sel.")
+        same_folder = "." in name and below.startswith(name.split(".")[0] + ".")
+        assert floor_of(below) < own or same_folder or own == TOP, f"{name} (floor {own}) imports {target} (floor {floor_of(below)})"
+
+
+@pytest.mark.parametrize(("name", "file"), [pytest.param(name, file, id=name) for name, file in modules() if name.startswith("backends.")])
+def test_backends_know_the_contract_and_nothing_of_policies(name: str, file: Path) -> None:
+    forbidden = ("policies", "core.dispatch", "core.registry", "attention")
+    for target in imports(ast.parse(file.read_text()).body, lazy=True):
+        assert not target.startswith(tuple(f"nsa_sel.{module}" for module in forbidden)), f"{name} imports {target}"
+
+
+def test_the_oracle_shares_no_code() -> None:
+    targets = set(imports(ast.parse((ROOT / "nsa_sel" / "oracle.py").read_text()).body, lazy=True))
+    assert not any(target.startswith("nsa_sel") for target in targets)
+
+
+def test_one_import_name() -> None:
+    """`import backends` would make a second module object beside nsa_sel.backends."""
+    files = every_file()
+    assert Path(__file__).resolve() in files
+    for file in files:
+        for target in imports(ast.parse(file.read_text()).body, lazy=True):
+            assert target.split(".")[0] not in LINKED, f"{file.relative_to(ROOT)} imports {target}; write nsa_sel.{target}"
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_are_relative(name: str) -> None:
+    link = ROOT / "nsa_sel" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"

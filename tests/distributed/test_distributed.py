@@ -1,0 +1,299 @@
+"""Several ranks: two processes on the CPU through gloo, two GPUs through NCCL; and what needs no second rank.
+
+The checks that ranks make together are in tests/helpers/distributed_checks.py. All run in one start of the processes, for importing torch
+takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from nsa_sel import explain
+from nsa_sel.bench.questions import bench_scaling
+from nsa_sel.distributed import Exchange, agreement, check_ranks, context_parallel_attention, exchanged_bytes, rows_bytes
+from nsa_sel.distributed.agreement import _Said, _used
+from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
+from nsa_sel.distributed.travelling import chosen
+from nsa_sel.distributed.visiting import aligned, joined, packed, unpacked
+from nsa_sel.errors import BackendError, NsaSelError
+from nsa_sel.selection import Selection
+from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.paths import ROOT
+
+PROGRAM = "tests.helpers.distributed_checks"
+SECONDS = 1800.0  # for all of it, on a busy machine: against a hang alone
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without flags, and without Triton's interpreter, which the test process may have set."""
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_INTERPRET"))}
+    path = os.pathsep.join((str(ROOT), clean.get("PYTHONPATH", "")))
+    return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+
+
+def assert_passed(folder: Path, ranks: int, output: str, end: bool = False) -> None:
+    """Every rank wrote that it passed all checks."""
+    from tests.helpers.distributed_checks import CHECKS, ENDS
+
+    checks = (ENDS["cpu"],) if end else CHECKS
+    written = {file.name: json.loads(file.read_text()) for file in folder.glob("rank*.json")}
+    failed = [f"{name}, {check}:\n{text}" for name, found in sorted(written.items()) for check, text in found.items() if text != "passed"]
+    assert not failed, "\n".join(failed)
+    assert len(written) == ranks, f"only {sorted(written)} came to an end:\n{output}"
+    assert all(list(found) == [check.__name__ for check in checks] for found in written.values())
+
+
+def run(command: list[str], log: Path, **more: str) -> str:
+    """The end of what the command and the processes that it started wrote; none of them stays behind."""
+    with log.open("wb") as opened:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=opened, stderr=opened, start_new_session=True)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return log.read_text()[-6000:]
+
+
+@pytest.mark.slow
+def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
+    assert_passed(tmp_path, 2, output)
+
+
+def test_a_rank_that_waits_for_a_dead_one_raises(tmp_path: Path) -> None:
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "end"], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
+    assert_passed(tmp_path, 2, output, end=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_two_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
+    """What a rank writes at its end may be lost, for PyTorch's watchdog ends a process whose CUDA context is gone."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
+    run([*torchrun, "cuda", str(tmp_path), "end"], tmp_path / "log")
+    output = (tmp_path / "log").read_text()
+    assert "nsa-sel: ranks make different calls of context_parallel_attention" in output
+    assert "no error" not in output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_two_gpus(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
+    assert_passed(tmp_path, 2, run([*torchrun, "cuda", str(tmp_path)], tmp_path / "log"))
+
+
+# One process
+
+
+def test_outside_a_job_it_is_refused() -> None:
+    q, k, v = make_qkv()
+    with pytest.raises(NsaSelError, match="context_parallel_attention is called outside a distributed job"):
+        context_parallel_attention(q, k, v, make_blocks(1, 16, 1, 16, 1, 16))
+    with pytest.raises(NsaSelError, match="check_ranks is called outside a distributed job"):
+        check_ranks()
+
+
+def test_a_host_does_not_wait_for_a_gpu_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meta tensor has no numbers to read."""
+    monkeypatch.setattr(agreement, "dist", SimpleNamespace(get_world_size=lambda group: 2, get_rank=lambda group: 1))
+    monkeypatch.setattr(agreement, "all_gather", lambda every, mine, group: None)
+    asked = []
+    monkeypatch.setattr(torch, "_assert_async", lambda alike, words: asked.append((tuple(alike.shape), words)))
+    for told in (agreement._MEETS, 5):
+        assert agreement._same(object(), told, torch.device("meta"), "call 3, backward")  # type: ignore[arg-type]
+    assert asked == [((), agreement._trapped(1, "call 3, backward"))], "a rank that goes to a meeting is told there"
+    assert len(agreement._trapped(99_999, f"call {2**40}, backward")) < 255, "more is an error of torch"
+
+
+def test_a_group_forgets_classes_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice that grows by a key a step makes a class of each step."""
+    monkeypatch.setattr(agreement, "_CLASSES", 2)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for S in (16, 17, 18, 19):
+            context_parallel_attention(*make_qkv(S=S, S_kv=S), make_blocks(1, S, 1, S, 1, 16))
+        assert len(agreement._groups[dist.group.WORLD].known) == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_inside_of_what_is_compiled_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsa_sel.distributed.context.is_compiling", lambda: True)
+    with pytest.raises(BackendError, match=r"Remedy: call it in a function under torch\.compiler\.disable"):
+        context_parallel_attention(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16))
+
+
+def test_a_choice_that_another_rank_refuses() -> None:
+    decision = explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend="numba")
+    lacking = _Said({}, {"numba": "package-missing (unavailable)"}, None, 1)
+    assert _used([_Said({}, {}, decision, 1), _Said({}, {"sdpa-packed": "not asked"}, None, 1)]) == decision
+    with pytest.raises(NsaSelError, match=r"backend numba is rank 0's choice, and rank 1 refuses it: package-missing"):
+        _used([_Said({}, {}, decision, 1), lacking])
+    nowhere = explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend="nothing-such")
+    with pytest.raises(BackendError, match="'nothing-such'"):
+        _used([_Said({}, {}, nowhere, 1), lacking])
+
+
+def test_bytes_by_hand() -> None:
+    """Three ranks of 4 blocks of 8 keys each, one batch entry, 2 groups, 16 + 8 numbers of 2 bytes a key: 96 bytes a key of all groups."""
+    slots = [[0, 0, 0], [2, 0, 0], [3, 1, 0]]
+    sizes = {"B": 1, "G": 2, "keys": 32, "Dk": 16, "Dv": 8, "element_size": 2, "block_size": 8}
+    gather, blocks = exchanged_bytes(slots, **sizes, needs_grad=True)
+    assert gather == (2 * 32 * 96, 2 * 32 * 96)
+    assert blocks == (5 * 8 * 96 + 5 * 2 * 4, 5 * 8 * 96)  # rank 0 sends 5 blocks, and is asked for each by 4 bytes a group
+    assert exchanged_bytes(slots, **sizes, needs_grad=False)[1] == (5 * 8 * 96 + 40, 0)
+    assert cheapest(gather, blocks, gather)[0] == "blocks"
+    assert cheapest(gather, None, gather) == ("gather", "gathering is no more bytes: 12288 gathered, 12288 by rows")
+    assert cheapest(gather, blocks, Bytes(1, 2)) == ("rows", "rows are no more bytes: 12288 gathered, 7720 in blocks, 3 by rows")
+    assert str(Exchange("blocks", 3, gather, blocks, Bytes(3, 4), 5, True, "why")) == (
+        "blocks, 3 ranks: gathering 0.01229 MB, blocks 0.00772 MB (counted: 5 a batch entry and group), rows 7e-06 MB,"
+        " to or from the busiest rank; why"
+    )
+
+
+def test_bytes_of_rows_by_hand() -> None:
+    """Three ranks of 2 rows, 2 groups of 3 heads, 16-bit numbers: q of 384 bytes, o of 192, lse of 48, ranges of 80 (as int64 160)."""
+    sizes = {"B": 2, "S": 2, "G": 2, "h": 3, "Dk": 16, "Dv": 8, "n": 5, "element_size": 2}
+    ranges, others = 2 * 2 * 5 * 2 * 4, 2 * 2  # batch entries by ranks
+    forward = 384 + ranges + 192 + 48
+    assert rows_bytes(3, **sizes, index_size=4, has_pos=False, needs_grad=False) == (others * forward, 0)
+    backward = others * (2 * 192 + 2 * 48 + 384)
+    assert rows_bytes(3, **sizes, index_size=8, has_pos=True, needs_grad=True) == (others * (forward + ranges + 16), backward)
+    odd = {**sizes, "S": 1, "G": 1, "h": 1, "Dk": 3, "n": 1}  # 6, 8, 16 and 4 bytes, each filled up to 16
+    assert rows_bytes(2, **odd, index_size=4, has_pos=False, needs_grad=False) == (2 * 4 * 16, 0)
+
+
+def test_packets_hold_parts_of_any_dtype() -> None:
+    parts = [torch.randn(2, 3, 5, dtype=torch.bfloat16), torch.arange(12, dtype=torch.int64).view(2, 3, 2), torch.randn(2, 3, 1)]
+    packets = packed([part.transpose(0, 1) for part in parts])
+    assert packets.shape == (3, 2, 3 * 16)
+    found = unpacked(packets, [(torch.bfloat16, (5,)), (torch.int64, (1, 2)), (torch.float32, (1,))])
+    assert all(torch.equal(x.reshape(part.transpose(0, 1).shape), part.transpose(0, 1)) for x, part in zip(found, parts, strict=True))
+    assert all(x.data_ptr() % 16 == 0 for x in found)
+
+
+def test_parts_are_joined_by_their_lse() -> None:
+    """Softmax over 6 keys is that over 4 and 2, and what nobody saw stays empty."""
+    logits, v = torch.randn(3, 6), torch.randn(6, 2)
+    halves = [(logits[:, keys].softmax(-1) @ v[keys], logits[:, keys].logsumexp(-1)) for keys in (slice(4), slice(4, None))]
+    o, lse = (torch.stack(parts) for parts in zip(*halves, strict=True))
+    o[0, 1], lse[0, 1] = 0, float("-inf")
+    o[:, 2], lse[:, 2] = 0, float("-inf")
+    found, found_lse = joined(o, lse)
+    torch.testing.assert_close(found, torch.stack((logits[0].softmax(-1) @ v, o[1, 1], torch.zeros(2))))
+    torch.testing.assert_close(found_lse, torch.stack((logits[0].logsumexp(-1), lse[1, 1], torch.tensor(float("-inf")))))
+
+
+def test_many_parts_lose_no_more_than_one() -> None:
+    """64 parts, joined, have an lse as close to float64 as that of one softmax."""
+    logits = torch.randn(1000, 64, 8, generator=torch.Generator().manual_seed(1))
+    exact = logits.double().flatten(1).logsumexp(-1)
+    parts = logits.logsumexp(-1).T.contiguous()
+    _, lse = joined(torch.zeros(64, 1000, 1), parts)
+    whole = logits.flatten(1).logsumexp(-1)
+    assert (lse - exact).abs().mean() <= 2 * (whole - exact).abs().mean()
+
+
+def test_slices_at_odd_places_are_copied() -> None:
+    """Ranks decide by one alignment; rows that no copy would align stay where they are."""
+    x = torch.randn(2, 3, 5, 12)
+    assert aligned(x) is x
+    for odd in (torch.randn(361)[1:].view(2, 3, 5, 12), torch.randn(2, 3, 5, 13)[..., :12]):
+        assert torch.equal(aligned(odd), odd)
+        assert aligned(odd).is_contiguous()
+        assert aligned(odd).data_ptr() % 16 == 0
+        assert aligned(odd[..., :3]).data_ptr() == odd.data_ptr()
+
+
+def test_a_plan_from_static_facts() -> None:
+    """Few rows travel, rows of a prefill don't, nor do blocks that lie across slices."""
+    few = Sizes(2, 1, 1, 2, 4, 4096, 64, 64, 16, 64, 2, 4, False, True)
+    done, slots = planned(few, "auto")
+    assert (done.way, done.counted, slots) == ("rows", False, [[0, 16], [16, 0]])
+    assert planned(few, "auto") is planned(few, "auto"), "decided once a class"
+    assert planned(few, "blocks")[0].why == "asked for by exchange="
+    prefill = few._replace(S=4096)
+    assert prefill.within
+    assert (prefill.first(1), few.first(1)) == (4096, 8191)
+    assert planned(prefill, "auto") == (planned(prefill, "gather")[0]._replace(why=planned(prefill, "auto")[0].why), [[0, 0], [64, 0]])
+    across, slots = planned(few._replace(keys=4100), "auto")
+    assert (across.way, across.blocks, slots) == ("rows", None, None)
+    assert across.why.endswith("; a rank's 4100 keys are no multiple of the block size 64")
+    assert obstacle(few._replace(block_size=None)) == "the selection is not of whole blocks"
+
+
+def test_room_without_a_look() -> None:
+    assert static_slots(3, 4, rows=100, chosen=2, past_only=True) == [[0, 0, 0], [4, 0, 0], [4, 4, 0]]
+    assert static_slots(2, 64, rows=2, chosen=3, past_only=False) == [[0, 6], [6, 0]]
+    assert Bytes(1, 2).total == 3
+
+
+def test_blocks_that_rows_may_read_by_hand() -> None:
+    """Rows at 5, 12 and 30 of blocks of 8: what lies beyond a row, or beyond the end, is not needed, nor what is empty."""
+    blocks = torch.tensor([[0, 1, -1], [1, 2, 0], [9, 2, -1]], dtype=torch.int32).view(1, 3, 1, 3)
+    found = chosen(Selection.from_blocks(blocks, 8).ranges, torch.tensor([[5, 12, 30]]), 8, 4)
+    assert found.of_ranges.tolist() == [[[[0, 4, 4]], [[1, 4, 0]], [[4, 2, 4]]]]
+    assert found.wanted.tolist() == [[[True, True, True, False]]]
+    first = chosen(Selection.from_blocks(blocks[:, :2], 8).ranges, torch.tensor([[5, 12]]), 8, 4)
+    assert first.wanted.tolist() == [[[True, True, False, False]]]
+
+
+def test_the_bench_starts_torchrun_for_each_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows of 1, 2 and 4 ranks lie in one file; what torchrun starts joins a job instead."""
+    started = []
+    monkeypatch.setattr(bench_scaling.subprocess, "run", lambda command, check: started.append(command))
+    monkeypatch.setattr(bench_scaling.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(sys, "argv", ["bench_scaling.py", "--device", "cpu", "--quick"])
+    monkeypatch.delenv("RANK", raising=False)
+    out = tmp_path / "rows.jsonl"
+    out.touch()
+    bench_scaling.main(out, device="cpu", quick=True)
+    assert [command[3:5] for command in started] == [["--standalone", f"--nproc-per-node={ranks}"] for ranks in (1, 2, 4)]
+    assert all(command[-5:] == ["-m", "nsa_sel.bench.questions.bench_scaling", "--device", "cpu", "--quick"] for command in started)
+    with pytest.raises(NsaSelError, match=r"--ranks is 8; .* at most the 4 cpu devices here"):
+        bench_scaling.main(out, ranks="8", device="cpu")
+
+
+def test_weak_scaling_keeps_rows_a_rank() -> None:
+    for quick in (False, True):
+        of = {ranks: bench_scaling.cases(ranks, quick) for ranks in (1, 2, 4)}
+        for ranks, cases in of.items():
+            assert [(case.S, case.S_kv) for case in cases] == [(case.S, case.S_kv * ranks) for case in of[1]]
+
+
+def test_the_table_tells_efficiency() -> None:
+    common = {"direction": "fwd", "ms_p20": 1.0, "ms_p80": 3.0, "ms_at_hand": 1.5, "bytes_forward": 2_000_000, "bytes_backward": 5_000_000}
+    rows = [
+        {**common, "case": "weak-R1-8k-h4", "ranks": 1, "ms_median": 2.0, "way": None},
+        {**common, "case": "weak-R2-8k-h4", "ranks": 2, "ms_median": 2.5, "way": "gather"},
+    ]
+    last = bench_scaling.table(rows).splitlines()[-1]
+    assert last.replace("|", " ").split() == [
+        "weak-R2-8k-h4",
+        "2",
+        "fwd",
+        "2.5†",  # its percentiles are far apart
+        "1",
+        "-",
+        "3",
+        "1.5",
+        "0.80",
+        "gather",
+        "2.0",
+    ]

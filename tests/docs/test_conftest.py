@@ -1,0 +1,58 @@
+"""Which tests run where, by NSA_TEST_TRITON_SEL, -m and what the machine has."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import mode
+from tests.helpers.paths import ROOT
+
+
+@pytest.mark.parametrize(
+    ("markers", "wanted", "gpu", "expected"),
+    [
+        ("not gpu", False, False, ("not gpu", True)),  # make test
+        ("not gpu", False, True, ("not gpu", True)),
+        ("not gpu", True, True, ("gpu", False)),  # the flag alone
+        ("not gpu", True, False, ("", True)),
+        ("gpu and not slow", True, True, ("gpu and not slow", False)),  # make gpu-test
+        ("gpu", False, True, ("gpu", False)),
+        ("gpu", False, False, ("gpu", True)),
+        ("not gpu and not slow", False, True, ("not gpu and not slow", True)),  # make test-one-thread
+    ],
+)
+def test_what_runs_and_whether_it_is_interpreted(markers: str, wanted: bool, gpu: bool, expected: tuple[str, bool]) -> None:
+    assert mode(markers, wanted, gpu) == expected
+
+
+def without_a_gpu(*command: str, **flags: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_", "PYTEST_"))}
+    environment = {**clean, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **flags}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_parity_command_passes_without_a_gpu() -> None:
+    """As it is asked for, on some tests of each kind: those of the interpreter run, those of a GPU are skipped and say why."""
+    files = [f"tests/test_triton_sel_parity{name}.py" for name in ("", "_blocks", "_gpu")]
+    chosen = ("-k", "triton_sel_parity and (half_precision or reruns)", "-rs", "-p", "no:cacheprovider")
+    flags = {"NSA_USE_TRITON_SEL": "1", "NSA_TEST_TRITON_SEL": "1"}
+    done = without_a_gpu(sys.executable, "-m", "pytest", "-q", *chosen, *files, **flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed, skipped = (re.search(rf"(\d+) {word}", done.stdout) for word in ("passed", "skipped"))
+    assert passed
+    assert skipped
+    assert "needs a CUDA device" in done.stdout
+
+
+@pytest.mark.parametrize("target", ["gpu-test", "gpu-lane", "sanitize"])
+def test_targets_for_a_gpu_fail_without_one(target: str) -> None:
+    """Instead of skipping every test, which would look like success."""
+    done = without_a_gpu("make", target, f"PYTHON={sys.executable}")
+    assert done.returncode != 0
+    assert "torch sees no CUDA device" in done.stderr
+    assert " skipped" not in done.stdout

@@ -1,0 +1,144 @@
+"""Compile what the Triton launchers would launch, for GPUs that are not here, and print a JSON line a kernel.
+
+    python tests/helpers/aot.py 90 [SHAPE...]         # or several targets: 86,89
+
+The launchers run for real, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
+target. Needs a process without TRITON_INTERPRET. Shared memory is in the kernel's metadata; registers and spills come from cuobjdump.
+Decoding is compiled forward alone: nothing trains on it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from nsa_sel.backends.specs import SPECS
+from nsa_sel.core import registry
+from nsa_sel.core.call import Call, check_call
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+
+# Bytes of shared memory that one block may use (CUDA C++ programming guide, compute capabilities) and multiprocessors of a usual chip.
+TARGETS = {80: (163, 108), 86: (99, 84), 89: (99, 128), 90: (227, 132), 100: (227, 148), 120: (99, 170)}
+PTX_OF = {89: 86}  # Triton makes the same PTX for both, but for the line that names the target: it is assembled for each
+SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
+    "h16": (1, 4096, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
+    "h4-fp16": (1, 4096, 4096, 4, 4, 64, 64, 16, 64, torch.float16),
+    "h64-192-128": (1, 2048, 2048, 1, 64, 192, 128, 16, 64, torch.bfloat16),
+    "h3-256": (1, 2048, 2048, 4, 3, 256, 256, 8, 32, torch.bfloat16),
+    "h1-fp32": (1, 4096, 4096, 2, 1, 64, 64, 8, None, torch.float32),
+    "decode-h16": (1, 1, 65536, 4, 16, 128, 128, 16, 64, torch.bfloat16),
+    "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
+}
+OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of their own
+    "h12": (1, 2048, 2048, 2, 12, 128, 128, 16, 64, torch.bfloat16),
+    "decode-B64-h16": (64, 1, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
+    "decode-B64-h64-64-128": (64, 1, 4096, 4, 64, 64, 128, 16, 64, torch.bfloat16),
+    "decode-B64-h4-64": (64, 1, 4096, 4, 4, 64, 64, 16, 128, torch.float16),
+}
+PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size): forward alone, in bfloat16
+    "paged-16-split": (1, 1, 4096, 16, 4, 16, 128, 16, 64),
+    "paged-16": (256, 1, 1024, 16, 4, 16, 128, 16, 64),
+    "paged-16-widest": (64, 4, 1024, 16, 1, 16, 256, 16, 64),
+    "paged-256": (64, 4, 128, 256, 4, 16, 128, 16, 64),
+}
+
+
+class TargetDriver:
+    """As much of a Triton driver as compiling needs."""
+
+    def __init__(self, sm: int) -> None:
+        self.target = GPUTarget("cuda", sm, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def target_call(shape: str, sm: int) -> Call:
+    """A call of `shape` on a GPU of compute capability sm/10 that is not here: CPU tensors and injected device facts."""
+    kilobytes, sms = TARGETS[sm]
+    device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
+    B, S, S_kv, G, h, Dk, Dv, n, block, dtype = (SHAPES | OF_CUDA)[shape]
+    q, k, v = torch.empty(B, S, G, h, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dk, dtype=dtype), torch.empty(B, G, S_kv, Dv, dtype=dtype)
+    selection = Selection.from_ranges(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block_size=block)
+    q_pos = torch.zeros(B, S, dtype=torch.int64) if shape.startswith("positions") else None
+    checked = check_call(q, k, v, selection, None, q_pos)
+    return Call(q, k, v, checked[3], q_pos, checked[4], settings_for(device), device)
+
+
+def paged_call(shape: str, sm: int) -> Call:
+    """A call over a pool of pages, likewise."""
+    B, S, each, page_size, G, h, D, n, block = PAGED[shape]
+    kilobytes, sms = TARGETS[sm]
+    device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
+    q, pages = torch.empty(B, S, G, h, D, dtype=torch.bfloat16), torch.empty(1, page_size, G, D, dtype=torch.bfloat16).transpose(1, 2)
+    selection = Selection(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block)
+    lengths, table = torch.ones(B, dtype=torch.int32), torch.zeros(B, each, dtype=torch.int32)
+    return Call(q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table)
+
+
+def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
+    """Every kernel that forward and backward of `name` launch for `shape` on a GPU of compute capability sm/10."""
+    compiled: list[Any] = []
+    call = (paged_call if shape in PAGED else target_call)(shape, sm)
+    triton.runtime.driver.set_active(TargetDriver(PTX_OF.get(sm, sm)))
+    launch = triton.runtime.jit.KernelInterface.__getitem__
+    triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
+        lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
+    )
+    try:
+        module = registry.load(name)
+        o, lse = module.forward(call)
+        if shape not in PAGED and call.q.shape[1] > 1:
+            module.backward(call, o, lse, torch.empty_like(o), None)
+    finally:
+        triton.runtime.jit.KernelInterface.__getitem__ = launch
+    return [{"backend": name, "shape": shape, "sm": sm, "limit": call.device.shared_memory, **resources(kernel, sm)} for kernel in compiled]
+
+
+def resources(kernel: Any, sm: int) -> dict[str, Any]:
+    """Shared memory, registers and spilled bytes (stack frame, local memory) of a compiled kernel."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "ptx"), Path(folder, "cubin")
+        if sm in PTX_OF:
+            ptx.write_text(kernel.asm["ptx"])
+            subprocess.run([tools / "ptxas", "-lineinfo", f"--gpu-name=sm_{sm}", ptx, "-o", cubin], check=True)
+        else:
+            cubin.write_bytes(kernel.asm["cubin"])
+        text = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    return {
+        "kernel": kernel.metadata.name, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages,
+        "shared": kernel.metadata.shared, "registers": int(usage["REG"]), "spilled": int(usage["STACK"]) + int(usage["LOCAL"]),
+        "wgmma": "wgmma" in kernel.asm["ptx"], "bulk_copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    targets, *shapes = sys.argv[1:]
+    for backend in (spec for spec in SPECS if spec.framework == "triton"):
+        for shape_name in shapes or (*SHAPES, *PAGED):
+            reads_pages = shape_name in PAGED and getattr(registry.load(backend.name), "READS_CACHES", False)
+            takes = reads_pages if shape_name in PAGED else SHAPES[shape_name][8] is not None or not backend.limits.block_aligned_only
+            if not takes:
+                continue
+            for target in map(int, targets.split(",")):
+                for line in compile_backend(backend.name, shape_name, target):
+                    print(json.dumps(line), flush=True)

@@ -1,0 +1,180 @@
+"""What several ranks check together of DTensors and of models; tests/helpers/distributed_checks.py runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import nsa_sel
+from nsa_sel import Selection, selection_attention
+from nsa_sel.distributed import context_parallel_attention
+from nsa_sel.errors import ArgumentError, BackendError
+from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads
+from tests.helpers.ranks import BACKENDS, BLOCK, DEVICE, EQUAL, ROWS, mine, my_turn, problem, ranks
+
+# DTensors
+
+
+CUTS = {"batch": (0, 0, 0), "groups": (2, 1, 2), "rows": (1, None, 1), "heads": (3, None, None)}  # q; k and v; ranges
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh(DEVICE, (ranks(),))
+
+
+def placed(x: Tensor, dim: int | None, on: DeviceMesh) -> DTensor:
+    return distribute_tensor(x.detach(), on, [Replicate() if dim is None else Shard(dim)]).requires_grad_(x.requires_grad)
+
+
+def dtensors_need_no_communication() -> None:
+    q, k, v, selection = problem()
+    do = make_grads(q, v)[0]
+    on = mesh()
+    for backend in BACKENDS:
+        o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=backend)
+        wanted = o, *torch.autograd.grad(o, (q, k, v), do)
+        for name, (rows, keys, index) in CUTS.items():
+            parts = placed(q, rows, on), placed(k, keys, on), placed(v, keys, on)
+            cut = Selection.from_ranges(placed(selection.ranges, index, on), BLOCK)
+            do_cut = placed(do, rows, on)
+            with CommDebugMode() as traffic:
+                got = selection_attention(*parts, cut, backend=backend)
+                grads = torch.autograd.grad(got, parts, do_cut)
+            assert traffic.get_total_counts() == 0, f"{name}: {traffic.get_comm_counts()}"
+            assert nsa_sel.decisions()[-1].forward == backend
+            assert got.placements == (Shard(rows),), name
+            assert grads[1].placements == ((Partial() if keys is None else Shard(keys)),), name
+            full = [x.full_tensor() for x in (got, *grads)]
+            if keys is not None and EQUAL[backend]:  # nothing is summed over ranks; how a GPU cuts the sums of dk, dv is not compared
+                assert all(map(torch.equal, full[: 1 if DEVICE == "cuda" else 4], wanted)), name
+            if my_turn():
+                assert_forward((full[0], lse), q, k, v, selection.ranges)
+                assert_gradients(tuple(full[1:]), q, k, v, selection.ranges, do)
+
+
+def dtensors_of_uneven_parts_and_of_two_dimensions() -> None:
+    """Three groups on two ranks, an odd number of rows, a mesh of batch entries by groups, and autocast."""
+    q, k, v, selection = problem(ROWS - 1, ROWS, G=3)
+    flat, deep = mesh(), init_device_mesh(DEVICE, (1, ranks()))
+    for on, rows, keys in (
+        (flat, [Shard(2)], [Shard(1)]),
+        (flat, [Shard(1)], [Replicate()]),
+        (deep, [Shard(0), Shard(2)], [Shard(0), Shard(1)]),
+    ):
+        parts = (distribute_tensor(x.detach(), on, how) for x, how in ((q, rows), (k, keys), (v, keys)))
+        cut = Selection.from_ranges(distribute_tensor(selection.ranges, on, rows), BLOCK)
+        got, got_lse = selection_attention(*parts, cut, return_lse=True)
+        assert got.placements == got_lse.placements == tuple(rows)
+        assert_forward((got.full_tensor(), got_lse.full_tensor()), q, k, v, selection.ranges)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        half = selection_attention(*(placed(x, dim, flat) for x, dim in ((q, 2), (k, 1), (v, 1))), placed(selection.ranges, 2, flat))
+    assert (half.dtype, half.placements) == (torch.float16, (Shard(2),))
+
+
+def dtensors_are_brought_together() -> None:
+    """Keys that are cut along the sequence are gathered, and a selection that is whole is cut: by DTensor itself."""
+    q, k, v, selection = problem()
+    on = mesh()
+    o = selection_attention(placed(q, 1, on), placed(k, 2, on), placed(v, 2, on), placed(selection.ranges, None, on))
+    assert_forward((o.full_tensor(), selection_attention(q, k, v, selection, return_lse=True)[1]), q, k, v, selection.ranges)
+    with pytest.raises(ArgumentError, match=r"selection is a Tensor; allowed: a DTensor on the mesh of q"):
+        selection_attention(placed(q, 1, on), placed(k, 2, on), placed(v, 2, on), selection)
+    with (
+        nsa_sel.use_backend("sdpa-packed"),
+        pytest.raises(BackendError, match="or one of DTensors, that needs gradients"),
+    ):
+        selection_attention(placed(q, 0, on), placed(k, 0, on), placed(v, 0, on), placed(selection.ranges, 0, on))
+
+
+# Models
+
+
+class Layer(nn.Module):
+    """Selection attention between linear maps; `attend` is what runs it."""
+
+    def __init__(self, G: int = 2, h: int = 2, D: int = 16, width: int = 32) -> None:
+        super().__init__()
+        self.G, self.h, self.D = G, h, D
+        self.q, self.k, self.v = nn.Linear(width, G * h * D), nn.Linear(width, G * D), nn.Linear(width, G * D)
+        self.o = nn.Linear(G * h * D, width)
+        self.attend: Callable[..., Any] = selection_attention
+
+    def forward(self, x: Tensor, selection: Selection) -> Tensor:
+        B, S, _ = x.shape
+        q = self.q(x).view(B, S, -1, self.h, self.D)  # of all groups, or of this rank's
+        k, v = (y.view(B, S, -1, self.D).transpose(1, 2) for y in (self.k(x), self.v(x)))
+        return x + self.o(self.attend(q, k, v, selection).flatten(2))
+
+
+def trained(model: nn.Module, x: Tensor, selection: Selection, steps: int = 3) -> list[float]:
+    """Losses of a few steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(steps):
+        loss = (model(x, selection) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def model_and_input() -> tuple[Layer, Tensor, Selection, list[float]]:
+    """A layer, its input [2,64,32], and the losses that one rank alone trains to."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 32).to(DEVICE)
+    selection = make_blocks(2, 64, 2, 64, 3, BLOCK, device=DEVICE)
+    alone = Layer().to(DEVICE)
+    state = {name: value.clone() for name, value in alone.state_dict().items()}
+    wanted = trained(alone, x, selection)
+    assert wanted[-1] < 0.9 * wanted[0]
+    model = Layer().to(DEVICE)
+    model.load_state_dict(state)
+    return model, x, selection, wanted
+
+
+def mean_over_ranks(losses: list[float]) -> list[float]:
+    every: list[Any] = [None] * ranks()
+    dist.all_gather_object(every, losses)
+    return [sum(step) / ranks() for step in zip(*every, strict=True)]
+
+
+def close(got: list[float], wanted: list[float]) -> None:
+    assert got == pytest.approx(wanted, rel=1e-4)
+
+
+def fsdp_trains_alike() -> None:
+    """Parameters sharded, batch entries split."""
+    model, x, selection, wanted = model_and_input()
+    fully_shard(model, mesh=mesh())
+    close(mean_over_ranks(trained(model, mine(x, 0), Selection(mine(selection.ranges, 0), BLOCK))), wanted)
+
+
+def fsdp_over_slices_of_the_sequence_trains_alike() -> None:
+    """Parameters sharded over the ranks that also hold slices of one sequence."""
+    for exchange in ("gather", "blocks", "rows"):
+        model, x, selection, wanted = model_and_input()
+        model.attend = lambda *tensors, exchange=exchange: context_parallel_attention(*tensors, exchange=exchange, group=mesh())
+        fully_shard(model, mesh=mesh())
+        close(mean_over_ranks(trained(model, mine(x, 1), Selection(mine(selection.ranges, 1), BLOCK))), wanted)
+
+
+def tensor_parallel_trains_alike() -> None:
+    """KV groups split by parallelize_module: what reaches the call is plain tensors, or DTensors."""
+    for local in (True, False):
+        model, x, selection, wanted = model_and_input()
+        on = mesh()
+        by_columns = {name: ColwiseParallel(use_local_output=local) for name in "qkv"}
+        parallelize_module(model, on, {**by_columns, "o": RowwiseParallel()})
+        ranges = mine(selection.ranges, 2) if local else placed(selection.ranges, 2, on)
+        close(trained(model, x, Selection.from_ranges(ranges, BLOCK)), wanted)

@@ -1,0 +1,61 @@
+"""cupy-cuda's kernels on a CPU: the CUDA C++ files, compiled by g++ with tests/helpers/emulation/hardware.cuh in place of hardware.cuh.
+
+`emulated(monkeypatch)` lets the backend's launcher run them on CPU tensors, so that its forward and backward can be called as on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_sel.backends.cupy_cuda import compiler, launch
+from nsa_sel.core.request import DeviceInfo
+
+HARDWARE = Path(__file__).parent / "emulation" / "hardware.cuh"
+GPU = DeviceInfo(kind="cuda", name="emulated", sm=90, sm_count=2, shared_memory=227 << 10)
+BACKWARDS, EAGER = 1, 2  # the last threads first; copies at once
+EXTERN = "extern __shared__ __align__(16) u16 memory[];"
+MAIN = """
+static const Arguments *arguments;
+extern "C" void run(unsigned blocks, unsigned threads, unsigned shared, int mode, const void *bytes) {{
+    arguments = static_cast<const Arguments *>(bytes);
+    launch(blocks, threads, shared, mode, [] {{ {kernel}(*arguments); }});
+}}
+"""
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for the CPU")
+
+
+def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
+    """From here to the end of the test, launches run on the CPU; `mode`: in which order (`BACKWARDS`), and when copies happen (`EAGER`)."""
+
+    def start(source: str, macros: compiler.Constants, *rest: Any, own: bool = False) -> None:
+        _, blocks, threads, shared, fields, *values = rest
+        arguments = ctypes.create_string_buffer(launch.layout(fields).pack(*values))
+        _library(source, macros).run(blocks, threads, shared, mode, arguments)
+
+    monkeypatch.setattr(launch, "start", start)
+
+
+@functools.cache
+def _library(source: str, macros: compiler.Constants) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, text in compiler.sources(source).items():
+            (folder / file).write_text(text.replace(EXTERN, "u16 *memory = dynamic_memory;"))
+        (folder / "hardware.cuh").write_text(HARDWARE.read_text())
+        main = folder / "main.cpp"
+        main.write_text(f'#include "{source}"\n' + MAIN.format(kernel=source.removesuffix(".cu")))
+        options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-D_FORTIFY_SOURCE=0"]
+        defines = [f"-D{macro}={value}" for macro, value in macros]
+        command = ["g++", *options, "-U_FORTIFY_SOURCE", *defines, "-o", folder / "kernel.so", main]
+        built = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+        assert built.returncode == 0, built.stderr[:3000]
+        return ctypes.CDLL(str(folder / "kernel.so"))

@@ -1,0 +1,121 @@
+"""What one row holds must not reach another. Checks compare a clean call with poisoned ones, in memory that is NaN before.
+
+A `Run` takes q, k, v, do, dlse and gives o, lse, dq, dk, dv. Rows are [B,S,G], keys [B,G,S_kv].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nsa_sel.oracle import oracle_mask
+from nsa_sel.selection import Selection
+from tests.helpers.cases import make_grads
+from tests.helpers.parity import attend
+
+Run = Callable[..., tuple[Tensor, ...]]
+POISONS = {"nan": float("nan"), "inf": float("inf"), "negative": float("-inf"), "huge": 1e38}  # huge: products overflow
+EMPTY_PLACES = ("q", "do", "dlse", "keys", "all")
+RESULTS = ("o", "lse", "dq", "dk", "dv")
+
+
+@contextlib.contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """PyTorch fills new tensors with NaN, those of integers with their largest: results that no kernel wrote show."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what has no deterministic implementation, and NumPy on NaN in Triton's interpreter
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def through(backend: str, selection: Selection, *, q_pos: Tensor | None = None, scale: float | None = None) -> Run:
+    """A run of `backend`, forced, with the recorded decision asserted, and plans of its own."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        with new_memory_is_nan():
+            o, lse = attend(backend, *inputs, Selection(selection.ranges, selection.block_size), q_pos=q_pos, scale=scale)
+            return o.detach(), lse.detach(), *torch.autograd.grad((o, lse), inputs, (do, dlse))
+
+    return run
+
+
+def rows_with_holes(B: int, S: int, G: int, S_kv: int, block: int, n: int, device: str = "cpu") -> tuple[Selection, int]:
+    """Blocks, and the number of a row that alone selects the last one and shares the one before. The first two rows, every fourth and the
+    last quarter but that row, as padding, select nothing; one block in the midst belongs to nobody. Wants n + 3 blocks, and S >= 8."""
+    blocks, rows = -(-S_kv // block), torch.arange(S)
+    scores = torch.rand(B, S, G, blocks, generator=torch.Generator().manual_seed(3))
+    scores[..., [blocks // 2, -2, -1]] = -1
+    chosen = scores.topk(n, -1).indices.int()
+    chosen[:, 2:4, :, 0] = blocks - 2
+    chosen[:, (rows < 2) | (rows % 4 == 0) | (rows >= S - S // 4)] = -1
+    chosen[:, S - 2, :, :2] = torch.tensor([blocks - 1, blocks - 2]).int()
+    return Selection.from_blocks(chosen.to(device), block), S - 2
+
+
+def selected(selection: Selection, q: Tensor, k: Tensor, q_pos: Tensor | None = None) -> Tensor:
+    """[B,S,G,S_kv] bool on q's device: which keys every row selects."""
+    return oracle_mask(selection.ranges.cpu(), k.shape[2], q.shape[1], q_pos).to(q.device)
+
+
+def put(x: Tensor, where: Tensor, value: float) -> Tensor:
+    """x with `value`, or the largest number of its dtype below it, where the mask of its leading dimensions says."""
+    value = min(value, torch.finfo(x.dtype).max) if value < float("inf") else value
+    mask = where.reshape(*where.shape, *[1] * (x.dim() - where.dim()))
+    return torch.where(mask, torch.tensor(value, dtype=x.dtype, device=x.device), x)
+
+
+def check_empty_rows(run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, value: float, places: Sequence[str] = EMPTY_PLACES) -> None:
+    """Rows that select nothing give o = 0, lse = -inf, dq = 0, and leave all else bit-equal, whatever they and keys of nobody hold."""
+    empty, unused = ~mask.any(-1), ~mask.any(1)
+    assert bool(empty.any())
+    assert bool(unused.any())
+    do, dlse = make_grads(q, v)
+    dlse = put(dlse, empty, 0.0)
+    clean = run(q, k, v, do, dlse)
+    for place in places:
+        at = {"keys": ("k", "v"), "all": ("q", "k", "v", "do", "dlse")}.get(place, (place,))
+        inputs = {"q": (q, empty), "k": (k, unused), "v": (v, unused), "do": (do, empty), "dlse": (dlse, empty)}
+        found = run(*(put(x, where, value) if name in at else x for name, (x, where) in inputs.items()))
+        o, lse, dq, dk, dv = found
+        assert int(torch.count_nonzero(o[empty])) == 0, place
+        assert bool((lse[empty] == float("-inf")).all()), place
+        assert int(torch.count_nonzero(dq[empty])) == 0, place
+        assert all(int(torch.count_nonzero(x[unused])) == 0 for x in (dk, dv)), place
+        for name, before, after in zip(RESULTS, clean, found, strict=True):
+            assert not bool(before.isnan().any()), (place, name)
+            assert torch.equal(after, before), (place, name)
+    o, lse, dq, _, _ = run(q, k * float("nan"), v * float("nan"), do, dlse)  # of keys that others select
+    assert int(torch.count_nonzero(o[empty])) == int(torch.count_nonzero(dq[empty])) == 0
+    assert bool((lse[empty] == float("-inf")).all())
+
+
+def check_one_row(
+    run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, s: int, value: float, places: Sequence[str] = ("q", "do"), reach: int = 64
+) -> None:
+    """Row s, which selects something, may spoil its own o, lse and dq, and dk and dv of the tiles of `reach` keys in which it selects any:
+    nothing else. A NaN in its q shows in all of its results."""
+    do, dlse = make_grads(q, v)
+    dlse = put(dlse, ~mask.any(-1), 0.0)
+    row = torch.zeros_like(mask[..., 0])
+    row[:, s] = True
+    near = torch.nn.functional.max_pool1d(mask[:, s].float(), reach, ceil_mode=True).repeat_interleave(reach, -1)
+    far = near[..., : mask.shape[-1]] == 0
+    assert bool(mask[:, s].any(-1).all())
+    assert bool((far & mask.any(1)).any())
+    clean = run(q, k, v, do, dlse)
+    tolerance = max(4 * torch.finfo(q.dtype).eps, 1e-5)  # a maximum that other rows follow may have been the poisoned row's
+    for place in places:
+        found = run(put(q, row, value) if place == "q" else q, k, v, put(do, row, value) if place == "do" else do, dlse)
+        for name, before, after in zip(RESULTS, clean, found, strict=True):
+            others = far if name in ("dk", "dv") else ~row
+            assert torch.allclose(after[others], before[others], rtol=tolerance, atol=tolerance), (place, name)
+        if place == "q" and value != value:
+            assert all(bool(x[row].isnan().all()) for x in found[:3]), place

@@ -1,0 +1,59 @@
+"""What the checks of several ranks share: the device, its backends, a problem that all ranks draw alike, and slices of it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from nsa_sel import Selection
+from tests.helpers.cases import make_blocks, make_qkv
+
+BLOCK = 16
+DEVICE = sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] in ("cpu", "cuda") else "cpu"
+BACKENDS = ("sdpa-packed", "triton-group", "triton-tile", "triton-block") if DEVICE == "cuda" else ("sdpa-packed", "numba")
+ANY_RANGES = BACKENDS[:2]  # of these, who takes spans and blocks that are cut, too
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+# How many of o, lse, dq are bit-equal to one device's when keys and values are gathered: packed SDPA's backward pass on a CPU is a product
+# over all keys that are there, and on a GPU its rows share buckets.
+EQUAL = {"numba": 3, "sdpa-packed": 2 if DEVICE == "cpu" else 0, "triton-group": 3, "triton-tile": 2, "triton-block": 2}
+ROWS = 160 if DEVICE == "cuda" else 64  # with fewer a GPU's kernels split rows, or take a launch for few, where those of one rank are fewer
+D = 64 if DEVICE == "cuda" else 16
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def ranks() -> int:
+    return dist.get_world_size()
+
+
+def mine(x: Tensor, dim: int) -> Tensor:
+    """This rank's slice."""
+    return x.detach().chunk(ranks(), dim)[rank()].contiguous().requires_grad_(x.requires_grad)
+
+
+def all_of(x: Tensor, dim: int) -> Tensor:
+    """The slices of all ranks."""
+    every = [torch.empty_like(x) for _ in range(ranks())]
+    dist.all_gather(every, x.contiguous())
+    return torch.cat(every, dim)
+
+
+_turns = itertools.count()
+
+
+def my_turn() -> bool:
+    """Whether this rank is the one to compare with the oracle, which takes longer than what it checks: they take turns."""
+    return next(_turns) % ranks() == rank()
+
+
+def problem(
+    S: int = ROWS, S_kv: int | None = None, B: int = 2, G: int = 2, n: int = 3, dtype: torch.dtype = DTYPE
+) -> tuple[Tensor, Tensor, Tensor, Selection]:
+    q, k, v = make_qkv(B, S, G, 2, D, S_kv=S_kv, dtype=dtype, device=DEVICE, requires_grad=True)
+    return q, k, v, make_blocks(B, S, G, S_kv or S, n, BLOCK, device=DEVICE)

@@ -1,0 +1,78 @@
+"""What the tests of tuning share: a GPU that is not here, jobs, times that need no GPU, and files as `nsa-sel tune` writes them."""
+
+from __future__ import annotations
+
+import hashlib
+
+from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.tune import tune
+from nsa_sel.bench.tune.cost_fit import WAYS, case_of, request_of, sharing_of
+from nsa_sel.bench.tune.tune_space import Case, Job, jobs
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.policies.cost import work
+from nsa_sel.settings import tuned
+from nsa_sel.settings.config import KernelConfig, settings_for, shipped_configs
+from nsa_sel.settings.tuned import Key, Result, Timed, TunedFile
+from tests.helpers.policy_cases import H200
+
+CASE = Case(128, 128, 16, 1024)
+SLOW = (10.0, 9.9, 10.1)
+FORWARD = "triton-group/forward-blocks"
+OTHER = KernelConfig(32, 2, 3, loads="tma")
+
+
+def some_jobs(backend: str = "triton-group", quick: bool = True) -> list[Job]:
+    """Jobs for the H200, which is not here."""
+    return jobs(settings_for(H200), 90, (CASE,), backend, None, quick)
+
+
+def lone() -> Job:
+    """A kernel that one problem judges."""
+    job = some_jobs()[0]
+    return job._replace(problems=job.problems[:1])
+
+
+def times(job: Job, problem: str, config: KernelConfig) -> tune.Times:
+    """The same for a launch whenever it is asked for: 10 ms for the committed one, 5 to 15 for the others."""
+    if config == job.committed:
+        return SLOW
+    ms = 5 + int(hashlib.sha256(job.launch_id(config).encode()).hexdigest()[:4], 16) % 1000 / 100
+    return ms, 0.99 * ms, 1.01 * ms
+
+
+def key(way: str = "forward", **changes: object) -> Key:
+    fields: dict[str, object] = {"backend": "triton-group", "Dk": 128, "Dv": 128, "h": 16, "L": 1024, "dtype": "bfloat16", **changes}
+    return Key(way=way, **fields)  # type: ignore[arg-type]
+
+
+def result(kernel: str = FORWARD, winner: KernelConfig | None = OTHER, of: Key | None = None) -> Result:
+    """One that says that `winner` is twice as fast."""
+    committed = settings_for(H200).kernels[kernel]
+    top = (Timed(winner, 5.0, 4.9, 5.1),) if winner else ()
+    return Result(
+        key=of or key(), kernel=kernel, problem="blocks", committed=Timed(committed, *SLOW), winner=winner, verdict="of a test", top=top,
+        measured=2, failed=0,
+    )  # fmt: skip
+
+
+def write(*results: Result, device: DeviceInfo = H200, **stamped: object) -> None:
+    """The user's file for `device`; `stamped` changes what it says of its environment."""
+    import msgspec
+
+    stamp = tuned.stamp_of(device)
+    path = tuned.file_of(stamp if "kernels" not in stamped else msgspec.structs.replace(stamp, **stamped))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tune.write(path, TunedFile(stamp=msgspec.structs.replace(stamp, **stamped), commit=None, results=results))
+
+
+def priced(row: Row, factor: float = 1.0) -> Row:
+    """The times that the H200's models predict, `factor` times as long; of triton-token, which they leave out, twice triton-group's."""
+    backend, way = row["backend"], WAYS[row["direction"]]
+    stands_in = {"triton-token": "triton-group", "dense-cudnn": "triton-group"}.get(backend, backend)
+    costs, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
+    assert costs is not None
+    model, sharing = costs.models[f"{stands_in}/{way}"], sharing_of(case)
+    amounts = work(request_of(case, sharing, way == "backward"), way == "backward", sharing)
+    ms = max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items()))
+    ms *= factor * (1.0 if stands_in == backend else 2.0)
+    return {"ms_median": ms, "ms_p20": 0.99 * ms, "ms_p80": 1.01 * ms}

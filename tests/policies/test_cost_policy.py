@@ -1,0 +1,478 @@
+"""The cost policy: counted work, prices fitted to rows, choices by predicted time, and what they cost beside the best."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa_sel import attention
+from nsa_sel.bench.core.cases import Case, prefill, random_selection
+from nsa_sel.bench.tune import cost_fit, regret
+from nsa_sel.bench.tune.derive import cost_rows
+from nsa_sel.core.call import check_call, request_of
+from nsa_sel.core.decision import Backend, Decision, Limits, Offer, Override
+from nsa_sel.core.dispatch import Case as Asked
+from nsa_sel.core.dispatch import load_policy, select
+from nsa_sel.core.request import SHARING_TOKENS, Request
+from nsa_sel.errors import ConfigError
+from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import CONFIG_FLAG, COST_TERMS, CostModel, Costs, parse_config, settings_for
+from nsa_sel.telemetry.describe import describe
+from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings
+
+GROUP, TILE, BLOCK, TOKEN = "triton-group", "triton-tile", "triton-block", "triton-token"
+LIMITS = Limits(dtypes={"cuda": ("float16", "bfloat16", "float32")})
+BLOCKS = replace(LIMITS, block_aligned_only=True, block_multiple=16)
+OFFERS = tuple(
+    Offer(Backend(name=name, path=name, framework="triton", limits=limits))
+    for name, limits in ((TOKEN, LIMITS), (GROUP, LIMITS), (BLOCK, BLOCKS), (TILE, BLOCKS))
+)
+PREFERENCE = (GROUP, TOKEN)
+ALIKE = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
+APART = (1.0, 1.9, 3.5, 5.0, 6.0, 6.5, 7.0)
+
+
+def model(host: float = 0.0, **terms: float) -> CostModel:
+    priced = {term.replace("_", "-"): price for term, price in terms.items()}
+    return CostModel(host=host, terms=priced, rows=1, median_error=0.0, worst_error=0.0)
+
+
+MODELS = {
+    f"{GROUP}/forward": model(read=0.08, read_wide=0.15),
+    f"{TILE}/forward": model(tile=2.0),
+    f"{BLOCK}/forward": model(partials=0.4),
+    f"{GROUP}/backward": model(exact=10.0),
+    f"{TILE}/backward": model(tile=1.0, exact=3.0),
+    f"{BLOCK}/backward": model(exact=2.0),
+    f"{GROUP}/decode": model(host=0.01),
+}
+
+
+def ask(request: Request, models: dict[str, CostModel] = MODELS, override: Override | None = None, **changes: Any) -> Decision:
+    """The default policy's decision by `models`, on a GPU whose preference is group, token."""
+    costs = Costs(provenance="invented", dtypes=("bfloat16",), models=models)
+    pinned = {"sel_triton_min_L": 0, "prefer_forward": PREFERENCE, "prefer_backward": PREFERENCE, "sharing_prior": ALIKE, "costs": costs}
+    return select(request, UNKNOWN, load_policy("default"), settings(**{**pinned, **changes}), OFFERS, override)
+
+
+# Choosing
+
+
+def test_the_least_predicted_time_wins() -> None:
+    decision = ask(SHORT)
+    times = {p.backend: p.ms for p in decision.predictions}
+    assert list(times.values()) == sorted(times.values())
+    assert list(times) == [TILE, GROUP, BLOCK]
+    assert (decision.forward, decision.runner_up, decision.backward) == (TILE, GROUP, None)
+    assert [verdict.backend for verdict in decision.verdicts] == [TILE, GROUP, BLOCK, TOKEN]
+    assert decision.rule == f"least predicted time: {TILE} {times[TILE]:.3g} ms, runner-up {GROUP} {times[GROUP]:.3g} ms (built-in)"
+    assert decision.steps == ()
+
+
+def test_measured_sharing_changes_the_choice() -> None:
+    """Neighbours that choose apart make a tile walk many blocks; the other strategies do not care."""
+    alike, apart = ask(SHORT), ask(replace(SHORT, sharing=APART))
+    assert (alike.forward, apart.forward) == (TILE, GROUP)
+    before, after = ({p.backend: p.ms for p in decision.predictions} for decision in (alike, apart))
+    assert after[TILE] == pytest.approx(before[TILE] * APART[2] / ALIKE[2], rel=1e-3)  # 4 tokens x 16 heads are a tile
+    assert (after[GROUP], after[BLOCK]) == (before[GROUP], before[BLOCK])
+    assert ask(replace(SHORT, sharing=ALIKE)).predictions == alike.predictions
+
+
+def test_forward_and_backward_are_predicted_apart() -> None:
+    decision = ask(replace(SHORT, needs_grad=True))
+    assert (decision.forward, decision.backward) == (TILE, BLOCK)
+    assert (decision.runner_up, decision.runner_up_backward) == (GROUP, TILE)
+    assert [(p.direction, p.backend) for p in decision.predictions[3:]] == [("backward", name) for name in (BLOCK, TILE, GROUP)]
+    assert f"; backward: least predicted time: {BLOCK} " in decision.rule
+
+
+def test_decoding_has_models_of_its_own() -> None:
+    decision = ask(replace(SHORT, S=1, S_kv=65536))
+    assert [(p.backend, p.ms) for p in decision.predictions] == [(GROUP, 0.01)]
+    assert (decision.forward, decision.runner_up) == (GROUP, TOKEN)
+    assert f"runner-up {TOKEN} (no prediction)" in decision.rule
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "float32"}, {"block_size": None}, {"Dk": 192}, {"Dv": 256}], ids=["dtype", "ranges", "wide Dk", "wide Dv"]
+)
+def test_what_no_row_speaks_for_is_not_predicted(changes: dict[str, Any]) -> None:
+    decision = ask(replace(SHORT, **changes))
+    wide = "Dk" in changes or "Dv" in changes
+    assert [p.backend for p in decision.predictions] == ([GROUP] if wide else [])  # the one with a price for wide launches
+    assert (decision.forward, decision.runner_up) == (GROUP, TOKEN)
+    assert decision.rule.startswith("least predicted time" if wide else "first of the preference (")
+
+
+def test_ties_and_missing_predictions_keep_the_preference() -> None:
+    same = {f"{name}/forward": model(host=1.0) for name in (TILE, BLOCK, TOKEN)}
+    decision = ask(SHORT, same)
+    assert [verdict.backend for verdict in decision.verdicts] == [TOKEN, BLOCK, TILE, GROUP]
+    assert ask(SHORT, same, prefer_forward=(TILE,)).forward == TILE
+    assert ask(SHORT, {}).forward == GROUP
+
+
+def test_what_is_turned_away_is_not_predicted() -> None:
+    decision = ask(replace(SHORT, block_size=24, n=40), triton_group=False)
+    assert [p.backend for p in decision.predictions] == []
+    assert decision.forward == TOKEN
+    assert decision.steps == (f"{GROUP}: group-off",)
+    off = ask(SHORT, triton_group=False)
+    assert (off.forward, off.runner_up) == (TILE, BLOCK)
+    assert off.steps == (f"{GROUP}: group-off",)
+
+
+def test_a_forced_backend_has_no_runner_up() -> None:
+    decision = ask(SHORT, override=Override(BLOCK, "argument"))
+    assert (decision.forward, decision.runner_up, decision.rule) == (BLOCK, None, "forced by argument")
+    assert [p.backend for p in decision.predictions] == [TILE, GROUP, BLOCK]
+
+
+def test_a_file_of_ones_own_goes_before_predicted_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    by_time = select(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
+    assert by_time.predictions
+    assert by_time.rule.startswith("least predicted time")
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
+    monkeypatch.setenv(CONFIG_FLAG, str(file))
+    mine = select(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
+    assert mine.forward == TOKEN
+    assert mine.backward == by_time.backward  # of which the file says nothing
+    assert mine.rule.startswith(f"first of the preference ({file}), which goes before predicted times; backward: least predicted time")
+    assert mine.predictions == by_time.predictions
+
+
+def test_costs_of_ones_own_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    priced = "{host: 0.5, terms: {tile: 1.0}, rows: 9, median_error: 0.1, worst_error: 0.2}"
+    file.write_text(f"provenance: mine\ncosts: {{provenance: mine, dtypes: [bfloat16], models: {{{TILE}/forward: {priced}}}}}\n")
+    monkeypatch.setenv(CONFIG_FLAG, str(file))
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "0")
+    decision = select(SHORT, H100, load_policy("default"), settings_for(H100), OFFERS)
+    assert decision.forward == TILE
+    assert f"({file})" in decision.rule
+
+
+def test_profiles_without_costs_decide_as_before() -> None:
+    for device in (CPU, RTX4090, TOO_OLD):
+        assert settings_for(device).costs is None
+    decision = ask(SHORT, costs=None)
+    assert (decision.forward, decision.predictions, decision.rule) == (GROUP, (), "first of the preference (built-in)")
+
+
+def test_decisions_by_time_are_replayed() -> None:
+    decision = ask(replace(SHORT, needs_grad=True, sharing=APART))
+    again = Decision.from_json(decision.to_json())
+    assert again == decision
+    assert again.replay() == ()
+    (change,) = replace(decision, runner_up=TOKEN).replay()
+    assert (change.field, change.recorded) == ("runner_up", TOKEN)
+
+
+def test_describe_shows_the_times_and_what_they_assume() -> None:
+    text = describe(ask(replace(SHORT, needs_grad=True)))
+    assert "forward, ms" in text
+    assert "backward, ms" in text
+    assert "4: 1.2" in text
+    assert "(not measured: prior of base.yaml)" in text
+    assert "4: 3.5" in describe(ask(replace(SHORT, sharing=APART)))
+    assert "(measured)" in describe(ask(replace(SHORT, sharing=APART)))
+    assert "ms" not in describe(ask(SHORT, costs=None)).split("reasons")[0].split("config")[1]
+
+
+# Counting
+
+
+sizes = st.integers(1, 40)
+
+
+@given(S=sizes, more=st.integers(0, 60), n=st.integers(1, 6), block=st.sampled_from([1, 4, 16]))
+def test_blocks_are_counted_exactly(S: int, more: int, n: int, block: int) -> None:
+    request = replace(SHORT, B=2, G=3, S=S, S_kv=S + more, n=n, block_size=block, max_length=min(n * block, S + more))
+    visible = [t // block + 1 for t in range(more, S + more)]
+    assert blocks_of(request) == (6 * sum(min(n, blocks) for blocks in visible), 6 * sum(visible))
+
+
+def test_rows_at_positions_of_their_own_are_counted_in_the_mean() -> None:
+    assert blocks_of(replace(SHORT, S=30, S_kv=10, n=2, block_size=4, max_length=8)).chosen == 4 * 3 * (4 * 1 + 6 * 2)
+
+
+def test_every_term_is_counted() -> None:
+    counted = [work(replace(SHORT, Dk=Dk), backward, ALIKE) for Dk in (128, 192) for backward in (False, True)]
+    assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
+    assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
+    few = replace(SHORT, B=1, G=4, S=1)  # rows; 132 programs make 33 parts of each
+    assert work(few, False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 33)
+    assert work(replace(few, B=16), False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 2)
+    assert work(replace(few, B=33), False, ALIKE)["split-walk"] == work(few, False, ALIKE)["walk"]
+    assert work(replace(few, B=34), False, ALIKE)["split-walk"] == work(SHORT, False, ALIKE)["split-walk"] == 0
+    assert {term for terms in cost_fit.TERMS.values() for term in terms} <= set(COST_TERMS)
+
+
+def test_work_of_the_example() -> None:
+    """Worked by hand: 8192 rows of 4 groups, 16 blocks of 64 keys but for the first 15 blocks of rows, 256 bf16 numbers a key."""
+    pairs = 4 * 64 * (sum(range(1, 16)) + 113 * 16)
+    forward = work(SHORT, False, ALIKE)
+    assert forward["pairs"] == pytest.approx(pairs / 1e6)
+    assert forward["read"] == pytest.approx(pairs * 64 * 256 * 2 / 1e9)
+    assert forward["reread"] == pytest.approx(16 * forward["read"])
+    assert forward["exact"] == pytest.approx(pairs * 64 * 16 * 2 * 256 / 1e12)
+    assert forward["tile"] == pytest.approx(pairs * ALIKE[2] / 4 * 64 * 64 * 2 * 256 / 1e12)
+    assert forward["partials"] == pytest.approx(pairs * 16 * (128 + 2 * 128) * 2 / 1e9)
+    assert work(SHORT, True, ALIKE)["exact"] == pytest.approx(2 * forward["exact"])
+    odd = work(replace(SHORT, h=3), False, ALIKE)  # 21 tokens x 3 heads are 63 of 64 rows
+    assert odd["exact"] == pytest.approx(forward["exact"] * 3 / 16 * 64 / 63)
+
+
+def test_a_union_never_passes_what_may_be_seen() -> None:
+    request = replace(SHORT, S=1024, S_kv=1024)  # 16 blocks: every row chooses all that it sees
+    pairs = blocks_of(request).chosen
+    assert pairs == blocks_of(request).visible
+    assert work(request, False, APART)["tile"] == pytest.approx(pairs / 4 * 64 * 64 * 2 * 256 / 1e12)
+
+
+def test_sharing_between_known_sizes() -> None:
+    assert [sharing_at(APART, tokens) for tokens in SHARING_TOKENS] == list(APART)
+    assert sharing_at(APART, 1000) == APART[-1]
+    assert sharing_at(APART, 21) == pytest.approx(6.0 + 0.5 * math.log2(21 / 16))
+
+
+# Rows that are not split any more go to another kernel, which may be faster.
+EVERY = {f"{name}/{way}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", "split-walk")})
+         for name in (GROUP, TILE, BLOCK, TOKEN, "sdpa-packed") for way in ("forward", "backward")}  # fmt: skip
+
+
+@pytest.mark.parametrize("shipped", [False, True])
+@given(
+    B=st.integers(1, 4), G=st.integers(1, 4), h=st.integers(1, 128), n=st.integers(1, 32), tiles=st.integers(1, 64),
+    direction=st.booleans(), grown=st.sampled_from(["B", "G", "h", "n", "tiles"]), by=st.integers(1, 3), apart=st.booleans(),
+)  # fmt: skip
+def test_more_work_is_never_predicted_cheaper(
+    shipped: bool, B: int, G: int, h: int, n: int, tiles: int, direction: bool, grown: str, by: int, apart: bool
+) -> None:
+    costs = settings_for(H200).costs
+    assert costs is not None
+    costs = costs if shipped else replace(costs, models=EVERY)
+
+    def asked(B: int, G: int, h: int, n: int, tiles: int) -> Asked:
+        S = 64 * tiles
+        request = replace(SHORT, B=B, S=S, S_kv=S, G=G, h=h, n=n, max_length=min(n * 64, S), sharing=APART if apart else ALIKE)
+        return Asked(request, H200, settings(costs=costs), "backward" if direction else "forward")
+
+    facts = {"B": B, "G": G, "h": h, "n": n, "tiles": tiles}
+    less, more = asked(**facts), asked(**{**facts, grown: facts[grown] + by})
+    for name in {name.split("/")[0] for name in costs.models}:
+        before, after = predict(less, name), predict(more, name)
+        assert (before is None) == (after is None) or name == "cupy-cuda", "only its tiles, which shapes join and leave, are predicted"
+        assert before is None or after is None or before <= after * (1 + 1e-3), name
+
+
+def test_cupy_cuda_is_predicted_where_its_tiles_compute() -> None:
+    def asked(direction: str = "forward", **facts: object) -> float | None:
+        return predict(Asked(replace(SHORT, **facts), H200, settings_for(H200), direction), "cupy-cuda")
+
+    assert asked() is not None
+    assert asked("backward") is not None
+    assert asked(h=4) is not None
+    assert asked(S=1) is not None, "decoding, by rows"
+    for facts in ({"h": 1}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 64}, {"S": 8}):
+        assert asked(**facts) is None, facts
+    assert asked("backward", h=4) is not None
+    assert asked("backward", Dk=192) is None
+    assert asked(Dk=192) is not None
+
+
+# Sharing
+
+
+def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
+    """Distinct visible blocks of tiles over those of rows, with Python's sets."""
+    B, S, G, n = selection.ranges.shape[:4]
+    ranges = selection.ranges.tolist()
+
+    def chosen(b: int, s: int, g: int) -> set[int]:
+        return {start for start, end in ranges[b][s][g] if start < min(end, S_kv - S + s + 1)}
+
+    places = [(b, g) for b in range(B) for g in range(G)]
+    rows = [len(chosen(b, s, g)) for b, g in places for s in range(S)]
+    stretches = [range(first, min(first + tokens, S)) for first in range(0, S, tokens)]
+    tiles = [len(set().union(*(chosen(b, s, g) for s in stretch))) for b, g in places for stretch in stretches]
+    return (sum(tiles) / len(tiles)) / (sum(rows) / len(rows))
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 22])
+@pytest.mark.parametrize("S", [1, 37, 64, 150])
+def test_measured_sharing_is_exact(monkeypatch: pytest.MonkeyPatch, S: int, at_once: int) -> None:
+    monkeypatch.setattr("nsa_sel.selection._SORTED_AT_ONCE", at_once)
+    selection = make_blocks(2, S, 3, 160, n=5, block_size=8)
+    found = selection.measure(S_kv=160).sharing
+    assert found == pytest.approx([brute_force_sharing(selection, 160, tokens) for tokens in SHARING_TOKENS])
+    assert selection.sharing == pytest.approx(found, abs=0.0051)
+
+
+def test_sharing_needs_whole_blocks_and_a_block() -> None:
+    assert Selection.from_ranges(torch.tensor([[[[[0, 4]]]]])).measure(8).sharing is None
+    nothing = Selection.from_blocks(torch.full((1, 4, 1, 2), -1), 8)
+    assert nothing.measure(8).sharing == (1.0,) * 7
+
+
+def test_the_request_tells_what_was_measured() -> None:
+    q, k, v = make_qkv(1, 48, 2, 3, 16, 16, S_kv=48)
+    selection = make_blocks(1, 48, 2, 48, n=3, block_size=8)
+    told = lambda: request_of(*check_call(q, k, v, selection, None, None)[:4], False).sharing  # noqa: E731
+    assert told() is None
+    selection.measure(48)
+    assert told() == selection.sharing == selection.to("cpu").sharing
+    assert told() is not None
+    selection.ranges[..., 1] += 0
+    assert told() is None  # written since
+    one = make_blocks(1, 1, 2, 48, n=3, block_size=8)
+    one.measure(48)
+    assert request_of(*check_call(q[:, :1], k, v, one, None, None)[:4], False).sharing is None
+
+
+def test_alike_selections_share_a_decision() -> None:
+    attention.forget_decisions()
+    first = attention.select(replace(SHORT, sharing=APART), H200)
+    assert attention.select(replace(SHORT, sharing=tuple(APART[:])), H200) is first
+    assert attention.select(SHORT, H200) is not first
+
+
+def test_the_class_of_a_whole_prefill_keeps_its_length() -> None:
+    """Rounding S_kv up would tell the policy that early rows stand late and see more."""
+    whole = replace(SHORT, S=5000, S_kv=5000)
+    assert whole.request_class().S_kv == 5000
+    assert replace(whole, S=5).request_class().S_kv == 8192
+    for request in (whole, replace(whole, S=5), replace(SHORT, S=1, S_kv=1)):
+        assert request.request_class().request_class() == request.request_class()
+
+
+def test_the_prior_is_that_of_the_committed_maps() -> None:
+    assert cost_fit.prior() == settings_for(UNKNOWN).sharing_prior
+
+
+@pytest.mark.parametrize("n", [1, 2, 16])
+def test_expected_sharing_of_random_selections(n: int) -> None:
+    case = prefill("random", 2048, 16)._replace(n=n)
+    measured = random_selection(case, "cpu", seed=0).measure(case.S_kv).sharing
+    assert cost_fit.sharing_of(case) == pytest.approx(measured, rel=0.02)
+
+
+# Fitting
+
+
+def test_least_squares_finds_prices_that_are_not_negative() -> None:
+    random = np.random.default_rng(0)
+    factors = random.random((30, 4))
+    votes = np.ones(30)
+    planted = np.array([0.5, 0.0, 2.0, 0.25])
+    scaled = factors / (factors @ planted)[:, None]
+    assert cost_fit.least_squares(scaled, votes) == pytest.approx(planted, abs=1e-6)
+    against = np.hstack((scaled[:, :2], -scaled[:, 2:3], scaled[:, 3:]))  # whose best price would be -2
+    found = cost_fit.least_squares(against, votes)
+    assert (found >= 0).all()
+    assert found[2] == 0
+
+
+def planted_rows(host: float, terms: dict[str, float]) -> list[dict[str, Any]]:
+    cases = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
+    rows = []
+    for case in cases:
+        sharing = cost_fit.sharing_of(case)
+        amounts = work(cost_fit.request_of(case, sharing, False), False, sharing)
+        ms = max(host, sum(price * amounts[term] for term, price in terms.items()))
+        rows.append({**case._asdict(), "direction": "fwd", "backend": TILE, "ms_median": ms, "ms_p20": ms, "ms_p80": ms})
+    return rows
+
+
+def test_a_planted_model_is_found_again() -> None:
+    terms = {"launch": 0.02, "tile": 2.0, "rows": 0.3}
+    fitted = cost_fit.fit(f"{TILE}/forward", planted_rows(0.15, terms))
+    assert fitted.host == pytest.approx(0.15, rel=1e-3)
+    assert {term: price for term, price in fitted.terms.items() if price > 1e-3} == pytest.approx(terms, rel=1e-2)
+    assert fitted.worst_error < 0.01
+    assert "tile-wide" not in fitted.terms  # of which there is no row
+
+
+def test_rows_of_one_size_share_one_vote() -> None:
+    rows = planted_rows(0.0, {"tile": 2.0})
+    odd = [{**rows[0], "case": f"again {i}", "ms_median": rows[0]["ms_median"] * 3} for i in range(50)]
+    assert cost_fit.fit(f"{TILE}/forward", rows + odd).median_error > 0.5  # by far the most rows, and not followed
+    assert cost_fit.fit(f"{TILE}/forward", rows[1:] + odd[:1]).terms["tile"] == pytest.approx(2.0, rel=0.2)
+
+
+def test_times_that_scatter_count_less() -> None:
+    rows = planted_rows(0.0, {"tile": 2.0})
+    wrong = {**rows[0], "case": "again", "ms_median": rows[0]["ms_median"] * 3}
+    scattered = {**wrong, "ms_p20": wrong["ms_median"] / 3, "ms_p80": wrong["ms_median"] * 2}
+    surely, hardly = (
+        abs(cost_fit.fit(f"{TILE}/forward", [*rows[1:], row]).terms["tile"] - 2.0)
+        for row in ({**wrong, "ms_p20": wrong["ms_median"], "ms_p80": wrong["ms_median"]}, scattered)
+    )
+    assert hardly < surely / 10
+
+
+def test_rows_of_others_are_passed_over() -> None:
+    row = planted_rows(0.0, {"tile": 2.0})[0]
+    assert cost_fit.is_cost_row(row)
+    for field, value in (("backend", "dense-cudnn"), ("direction", "fwd+bwd")):
+        assert not cost_fit.is_cost_row({**row, field: value})
+    assert not cost_fit.is_cost_row({"kernel": "tile", "bytes": 1})
+
+
+# Configuration
+
+GOOD = "provenance: test\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("runtime: {sharing_prior: [1.0, 1.1]}", ("runtime.sharing_prior", "7 rising numbers")),
+        ("runtime: {sharing_prior: [1, 2, 3, 4, 5, 6, 5]}", ("runtime.sharing_prior", "7 rising numbers")),
+        ("runtime: {sharing_prior: [0.5, 2, 3, 4, 5, 6, 7]}", ("runtime.sharing_prior", "7 rising numbers")),
+        ("costs: {provenance: x, dtypes: [], models: {a/forward: {host: 0, terms: {toll: 1}, rows: 1, median_error: 0, worst_error: 0}}}",
+         ("costs.models.a/forward", "toll", "partials")),
+        ("costs: {provenance: x, dtypes: [], models: {a/forward: {host: 0, terms: {tile: -1}, rows: 1, median_error: 0, worst_error: 0}}}",
+         ("costs.models.a/forward", "numbers >= 0")),
+        ("costs: {provenance: x, dtypes: [], models: {a/forward: {host: .nan, terms: {}, rows: 1, median_error: 0, worst_error: 0}}}",
+         ("costs.models.a/forward", "numbers >= 0")),
+    ],
+)  # fmt: skip
+def test_bad_costs_are_refused(text: str, told: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config((GOOD + text).encode(), "mine.yaml")
+    for part in told:
+        assert part in str(caught.value)
+
+
+# Regret
+
+
+def test_choices_are_close_to_the_best_measured() -> None:
+    rows = [row for found in cost_rows(wanted=cost_fit.is_time).values() for row in found]
+    found = regret.choices(rows, settings_for(H200), known=True)
+    assert len(found) >= 48
+    regrets = [choice.regret for choice in found]
+    report = f"{regret.summary(found)}\n{regret.misses(found)}"
+    assert sum(each <= regret.CLOSE for each in regrets) >= 0.95 * len(regrets), report
+    assert max(regrets) <= 0.30, report
+
+
+def test_regret_compares_what_was_measured() -> None:
+    case = Case("a", "random", 1, 8192, 8192, 4, 16, 128, 128, 16, 64, "bfloat16")
+    times = {GROUP: 2.0, "sdpa-packed": 1.0}
+    choice = regret.choose(case, "fwd", times, settings_for(H200), known=True)
+    assert (choice.picked, choice.best, choice.regret) == (GROUP, "sdpa-packed", 1.0)
+    assert "100.0%" in regret.misses([choice])
+    assert regret.summary([choice]).startswith("0.0% of 1 within 10%")

@@ -1,0 +1,405 @@
+"""Policies without tensors: guards, rules, recorded decisions. Availability and numbers are injected, never this machine's.
+
+`python -m tests.policies.test_decisions` writes tests/data/decisions.jsonl anew: run it when a policy was changed on purpose, and
+read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nsa_sel.core.decision import Backend, Decision, Limits, Offer, Override, Reason
+from nsa_sel.core.dispatch import Case, counterfactuals, load_policy, refusal, select
+from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.errors import NsaSelError
+from nsa_sel.policies import guards, rules
+from nsa_sel.settings.config import TritonOff, settings_for
+from nsa_sel.telemetry.describe import describe
+from tests.helpers.paths import DATA
+from tests.helpers.policy_cases import (
+    A100,
+    CPU,
+    H100,
+    H200,
+    INTERPRETER,
+    LONG,
+    NAMES,
+    OFFERS,
+    RTX4090,
+    SHORT,
+    TOO_OLD,
+    UNKNOWN,
+    codes,
+    decide,
+    replace,
+    settings,
+    toy,
+)
+
+LOG = DATA / "decisions.jsonl"
+
+# Guards: can it run?
+
+GUARDED = [  # offer, changes of the request, device, code, field, actual
+    (toy(), {}, CPU, "device-kind", "device.kind", "cpu"),
+    (toy(dtypes={"cpu": ("float32",)}), {}, H100, "device-kind", "device.kind", "cuda"),
+    (toy(), {"dtype": "float32"}, H100, "dtype", "request.dtype", "float32"),
+    (toy(dtypes={"cuda": ("float16",), "interpreter": ("float32",)}), {}, INTERPRETER, "dtype", "request.dtype", "bfloat16"),
+    (toy(dtypes={"cuda": ("float16",), "interpreter": ("float32",)}), {"dtype": "float32"}, CPU, "device-kind", "device.kind", "cpu"),
+    (toy(min_sm=90), {}, A100, "compute-capability", "device.sm", 80),
+    (toy(head_dim_multiple=16), {"Dk": 72}, H100, "head-dim-multiple", "request.Dk", 72),
+    (toy(head_dim_multiple=8), {"Dv": 12}, H100, "head-dim-multiple", "request.Dv", 12),
+    (toy(head_dim_max=64), {"Dk": 192, "Dv": 64}, H100, "head-dim-max", "request.Dk", 192),
+    (toy(head_dim_max=128), {"Dv": 256}, H100, "head-dim-max", "request.Dv", 256),
+    (toy(block_aligned_only=True), {"block_size": None}, H100, "block-aligned", "request.block_size", None),
+    (toy(block_multiple=16), {"block_size": 24}, H100, "block-multiple", "request.block_size", 24),
+    (toy(block_aligned_only=True, block_multiple=16), {"block_size": None}, H100, "block-aligned", "request.block_size", None),
+    (toy(block_aligned_only=True, block_multiple=64), {"block_size": 32}, H100, "block-multiple", "request.block_size", 32),
+    (toy(backward=False), {"needs_grad": True}, H100, "no-backward", "request.needs_grad", True),
+]
+TRITON = next(offer for offer in OFFERS if offer.backend.framework == "triton")
+
+
+@pytest.mark.parametrize(("offer", "changes", "device", "code", "field", "actual"), GUARDED)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_limit_is_a_refusal_with_values(
+    offer: Offer, changes: dict[str, Any], device: DeviceInfo, code: str, field: str, actual: object, direction: Any
+) -> None:
+    (reason,) = guards.within_limits(Case(replace(SHORT, **changes), device, settings(), direction), offer)
+    assert (reason.code, reason.kind, reason.field, reason.actual) == (code, "unsupported", field, actual)
+    assert reason.remedy
+    assert reason.required != reason.actual
+    forced = decide(replace(SHORT, **changes), device, (offer,), "toy")
+    assert forced.forward is None
+    assert f"toy: {code} (unsupported): {field} is {actual}" in str(refusal(forced))
+
+
+@pytest.mark.parametrize(
+    ("offer", "changes", "device"),
+    [
+        (toy(block_multiple=16), {"block_size": None}, H100),
+        (toy(block_aligned_only=True, block_multiple=16), {"block_size": 48}, H100),
+        (toy(min_sm=80, head_dim_multiple=8, head_dim_max=128, block_aligned_only=True), {}, A100),
+        (toy(backward=False), {}, H100),
+        (toy(dtypes={"interpreter": ("float32",)}), {"dtype": "float32"}, INTERPRETER),
+        (toy(dtypes={"cpu": ("bfloat16",)}), {}, CPU),
+        (toy(dtypes={"cpu": ("bfloat16",)}), {}, INTERPRETER),
+    ],
+)
+def test_within_limits_is_silent(offer: Offer, changes: dict[str, Any], device: DeviceInfo) -> None:
+    case = Case(replace(SHORT, **changes), device, settings(), "forward")
+    assert guards.within_limits(case, offer) == ()
+    assert guards.tile_overrides(case, offer) == ()
+
+
+def test_all_reasons_are_kept() -> None:
+    offer = toy(min_sm=90, head_dim_multiple=16, head_dim_max=64)
+    request = replace(SHORT, Dk=72, Dv=200, dtype="float64")
+    found = guards.within_limits(Case(request, A100, settings(), "forward"), offer)
+    assert [reason.code for reason in found] == [
+        "dtype", "compute-capability", "head-dim-multiple", "head-dim-max", "head-dim-multiple", "head-dim-max",
+    ]  # fmt: skip
+
+
+def test_what_is_missing_here_refuses() -> None:
+    lacking = Reason("package-missing", "unavailable", "package triton", None, ">= 3.4", "pip install triton")
+    offers = tuple(replace(offer, missing=(lacking,)) if offer.backend.framework == "triton" else offer for offer in OFFERS)
+    decision = decide(LONG, H100, offers)
+    assert decision.forward == "sdpa-packed"
+    assert decision.steps == ("triton-group: package-missing", "triton-token: package-missing")
+    assert "pip install triton" in str(refusal(decide(LONG, H100, offers, "triton-group")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "request_changes", "code", "field"),
+    [
+        ({"block_d": 64}, {}, "tile-too-narrow", "settings.block_d"),
+        ({"block_dv": 16}, {"Dv": 24}, "tile-too-narrow", "settings.block_dv"),
+        ({"triton_force_path": "dense"}, {}, "path-dense", "request.n"),
+    ],
+)
+def test_overrides_that_a_kernel_cannot_follow(changes: dict[str, Any], request_changes: dict[str, Any], code: str, field: str) -> None:
+    request = replace(LONG, **request_changes)
+    decision = decide(request, H100, **changes)
+    assert codes(decision, "triton-group") == codes(decision, "triton-token") == [code]
+    assert decision.forward == "sdpa-packed"
+    (reason,) = guards.tile_overrides(Case(request, H100, settings(**changes), "forward"), TRITON)
+    assert (reason.kind, reason.field) == ("unsupported", field)
+
+
+def test_overrides_that_fit_change_nothing() -> None:
+    assert decide(LONG, H100, block_d=128, block_dv=256, triton_force_path="varlen").forward == "triton-group"
+    assert decide(replace(LONG, n=1, block_size=None), H100, triton_force_path="dense").forward == "triton-group"
+
+
+def test_the_dense_path_is_of_one_range_a_row_and_of_no_joined_rows() -> None:
+    limits = Limits(dtypes={"cuda": ("bfloat16",)}, block_aligned_only=True)
+    joining = Offer(Backend(name="joining", path="x", framework="triton", limits=limits))
+    one = replace(LONG, n=1, block_size=64, max_length=64)
+    for path, expected in (("dense", ["path-dense-blocks"]), ("varlen", []), ("auto", [])):
+        case = Case(one, H100, settings(triton_force_path=path), "forward")
+        assert [reason.code for reason in guards.tile_overrides(case, joining)] == expected
+        assert guards.tile_overrides(case, TRITON) == ()
+
+
+# Rules: should it?
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_sm89_lane_keeps_triton_off(needs_grad: bool) -> None:
+    """With the shipped profile: ADR-2025-08-M4-02."""
+    decision = select(replace(LONG, needs_grad=needs_grad), RTX4090, load_policy("default"), settings_for(RTX4090), OFFERS)
+    assert decision.forward == "sdpa-packed"
+    assert decision.backward == ("sdpa-packed" if needs_grad else None)
+    for backend in ("triton-group", "triton-token"):
+        assert "device-rule" in codes(decision, backend)
+    text = describe(decision)
+    assert "ADR-2025-08-M4-02" in text
+    assert "NSA_TRITON_SEL_FORCE=1" in text
+
+
+@pytest.mark.parametrize("source", ["argument", "use_backend", "NSA_SEL_BACKEND"])
+def test_sm89_lane_refuses_forced_triton(source: str) -> None:
+    decision = select(LONG, RTX4090, load_policy("default"), settings_for(RTX4090), OFFERS, Override("triton-group", source))
+    assert decision.forward is None
+    message = str(refusal(decision))
+    assert f"backend 'triton-group', forced by {source}, refuses this call:" in message
+    assert "device-rule (disabled): device.sm is 89" in message
+
+
+def test_only_the_force_flag_lifts_the_device_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flag in ("NSA_USE_TRITON_SEL", "NSA_SEL_TRITON_GROUP", "NSA_SEL_TRITON_ALLOW_GRAD"):
+        monkeypatch.setenv(flag, "1")
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "0")
+    policy = load_policy("default")
+    assert select(LONG, RTX4090, policy, settings_for(RTX4090), OFFERS).forward == "sdpa-packed"
+    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
+    lifted = select(LONG, RTX4090, policy, replace(settings_for(RTX4090), prefer_forward=NAMES), OFFERS)
+    assert codes(lifted, "triton-group") == codes(lifted, "triton-token") == []
+    assert lifted.forward == "triton-group"
+
+
+@pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a100_and_h100_lanes_take_triton_above_the_gate(device: DeviceInfo, needs_grad: bool) -> None:
+    decision = decide(replace(LONG, needs_grad=needs_grad), device)
+    assert decision.forward == "triton-group"
+    assert decision.backward == ("triton-group" if needs_grad else None)
+    assert (decision.runner_up, decision.runner_up_backward) == ("triton-token", "triton-token" if needs_grad else None)
+    assert (decision.steps, decision.predictions) == ((), ())
+    assert codes(decision, "numba") == ["device-kind"]
+    shipped = select(LONG, device, load_policy("default"), settings_for(device), OFFERS, Override("triton-group", "argument"))
+    assert shipped.forward == "triton-group"
+    assert "device-rule" not in codes(shipped, "triton-group")
+
+
+@pytest.mark.parametrize("device", [H100, UNKNOWN], ids=lambda device: device.name)
+@pytest.mark.parametrize(
+    ("length", "expected"), [(0, "sdpa-packed"), (4095, "sdpa-packed"), (4096, "triton-group"), (8192, "triton-group")]
+)
+def test_min_length_gate_on_both_sides(device: DeviceInfo, length: int, expected: str) -> None:
+    decision = decide(replace(LONG, max_length=length), device)
+    assert decision.forward == expected
+    assert codes(decision, "triton-group") == codes(decision, "triton-token") == ([] if length >= 4096 else ["min-length"])
+
+
+def test_min_length_gate_does_not_hold_a_forced_backend() -> None:
+    decision = decide(SHORT, H100, backend="triton-token")
+    assert decision.forward == "triton-token"
+    assert codes(decision, "triton-token") == ["min-length"]
+
+
+def test_counterfactual_names_the_length() -> None:
+    sentence = "triton-group would be picked from L >= 4096; here L = 1024"
+    decision = decide(SHORT, H100)
+    assert sentence in counterfactuals(decision)
+    assert f"-> {sentence}" in describe(decision)
+
+
+def test_counterfactuals_are_true_sentences() -> None:
+    """triton-token has a reason that a length would lift, yet triton-group would still be ahead of it: no sentence."""
+    assert counterfactuals(decide(SHORT, H100)) == ("triton-group would be picked from L >= 4096; here L = 1024",)
+    assert counterfactuals(decide(SHORT, H100, use_triton_sel=False)) == ()
+    assert counterfactuals(decide(LONG, H100)) == ()
+
+
+def test_a_gpu_that_no_kernel_takes_gets_the_conservative_defaults() -> None:
+    built_in = settings_for(TOO_OLD)
+    assert built_in.profile == "built-in"
+    assert built_in.sel_triton_min_L == 4096
+    assert built_in.triton_off is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("device", [CPU, INTERPRETER], ids=["cpu", "interpreter"])
+def test_triton_is_never_the_choice_on_a_cpu(dtype: str, device: DeviceInfo) -> None:
+    decision = select(replace(LONG, dtype=dtype, needs_grad=True), device, load_policy("default"), settings_for(device), OFFERS)
+    for winner in (decision.forward, decision.backward):
+        assert winner in ("sdpa-packed", "numba")
+    if device is CPU:
+        assert "device-kind" in codes(decision, "triton-group")
+        assert decide(LONG, CPU, backend="triton-group").forward is None
+
+
+def test_what_cannot_run_is_not_slower_besides() -> None:
+    """Its reasons say what is needed to make it run; advice on forcing it or on min-L would be of no use."""
+    for request in (SHORT, LONG):
+        assert codes(decide(request, CPU), "triton-group") == ["device-kind"]
+        assert codes(decide(replace(request, dtype="float32"), INTERPRETER), "triton-group") == ["triton-on-cpu"]
+    assert codes(decide(replace(SHORT, dtype="float64"), H100, use_triton_sel=False), "triton-group") == ["dtype", "triton-off"]
+    assert "NSA_SEL_TRITON_MIN_L" not in describe(decide(SHORT, CPU))
+
+
+def test_the_interpreter_runs_when_forced() -> None:
+    decision = decide(replace(LONG, dtype="float32"), INTERPRETER, backend="triton-group")
+    assert decision.forward == "triton-group"
+    assert codes(decision, "triton-group") == ["triton-on-cpu"]
+    assert "dtype" in codes(decide(LONG, INTERPRETER), "triton-group")  # bf16 dots are wrong there
+
+
+@pytest.mark.parametrize(("field", "width"), [("Dk", 100), ("Dv", 4)])
+def test_odd_head_dims_fall_back(field: str, width: int) -> None:
+    decision = decide(replace(LONG, **{field: width}), H100)
+    assert decision.forward == "sdpa-packed"
+    assert "head-dim-multiple" in codes(decision, "triton-group")
+
+
+def test_float64_falls_back_on_a_gpu() -> None:
+    decision = decide(replace(LONG, dtype="float64"), H100)
+    assert decision.forward == "sdpa-packed"
+    assert codes(decision, "triton-group") == ["dtype"]
+
+
+def test_gradients_pass_over_a_backend_without_backward() -> None:
+    first = Offer(Backend(name="first", path="x", framework="cupy", limits=Limits(dtypes={"cuda": ("bfloat16",)}, backward=False)))
+    offers = (first, *OFFERS)
+    prefer = ("first", *NAMES)
+    for needs_grad, winner in ((False, "first"), (True, "triton-group")):
+        decision = decide(replace(LONG, needs_grad=needs_grad), H100, offers, prefer_forward=prefer, prefer_backward=prefer)
+        assert decision.forward == winner
+        assert decision.backward == ("triton-group" if needs_grad else None)
+
+
+def test_forward_and_backward_are_chosen_apart() -> None:
+    decision = decide(replace(LONG, needs_grad=True), H100, prefer_backward=("sdpa-packed", *NAMES))
+    assert (decision.forward, decision.backward) == ("triton-group", "sdpa-packed")
+
+
+def test_backends_outside_the_preference_come_last() -> None:
+    decision = decide(LONG, H100, (toy(), *OFFERS), prefer_forward=("sdpa-packed",))
+    assert decision.forward == "sdpa-packed"
+    assert {verdict.backend for verdict in decision.verdicts} == {"toy", *(offer.backend.name for offer in OFFERS)}
+    assert decide(LONG, H100, (toy(), *OFFERS), prefer_forward=()).forward == "toy"
+
+
+def test_nothing_may_run_lists_every_backend() -> None:
+    decision = decide(LONG, CPU, use_sel_pack=False, offers=tuple(offer for offer in OFFERS if offer.backend.name != "numba"))
+    message = str(refusal(decision))
+    assert decision.forward is None
+    assert message.startswith("no backend may run this call:")
+    for text in ("triton-group: device-kind", "triton-token: device-kind", "sdpa-packed: pack-off", "NSA_USE_SEL_PACK"):
+        assert text in message
+
+
+def test_device_rules_are_data() -> None:
+    rule = TritonOff(rule="ADR-1", evidence="rows", reopen="measure --again")
+    (reason,) = rules.device_rule(Case(LONG, A100, settings(triton_off=rule), "forward"), TRITON)
+    assert (reason.kind, reason.required) == ("disabled", "another: ADR-1")
+    assert "measure --again" in reason.remedy
+    assert rules.device_rule(Case(LONG, A100, settings(triton_off=rule, triton_force=True), "forward"), TRITON) == ()
+    assert decide(LONG, A100, triton_off=rule).forward == "sdpa-packed"
+
+
+# Records and replay
+
+
+@pytest.mark.parametrize("device", [CPU, RTX4090, H100], ids=lambda device: device.name)
+@pytest.mark.parametrize("backend", [None, "triton-group", "no-such-backend"])
+def test_decisions_survive_json(device: DeviceInfo, backend: str | None) -> None:
+    decision = decide(replace(LONG, needs_grad=True), device, backend=backend)
+    line = decision.to_json()
+    assert "\n" not in line
+    again = Decision.from_json(line)
+    assert again == decision
+    assert again.to_json() == line
+    assert again.replay() == decision.replay() == ()
+
+
+def test_replay_names_a_doctored_winner() -> None:
+    decision = decide(replace(LONG, needs_grad=True), H100)
+    (change,) = replace(decision, forward="numba").replay()
+    assert (change.field, change.recorded, change.replayed) == ("forward", "numba", "triton-group")
+    fields = [change.field for change in replace(decision, backward=None, rule="whim").replay()]
+    assert fields == ["rule", "backward"]
+
+
+def test_replay_names_a_doctored_verdict() -> None:
+    decision = Decision.from_json(decide(SHORT, H100).to_json())
+    verdict = decision.verdicts[0]
+    doctored = replace(verdict, forward=(replace(verdict.forward[0], required=">= 1"), *verdict.forward[1:]))
+    (change,) = replace(decision, verdicts=(doctored, *decision.verdicts[1:])).replay()
+    assert change.field == "verdicts[0].forward[0].required"
+    assert (change.recorded, change.replayed) == (">= 1", ">= 4096")
+
+
+def test_replay_names_a_verdict_that_is_gone() -> None:
+    decision = decide(SHORT, H100)
+    doctored = replace(decision, verdicts=tuple(replace(verdict, forward=()) for verdict in decision.verdicts))
+    fields = [change.field for change in doctored.replay()]
+    assert fields
+    assert all(field.startswith("verdicts[") and field.endswith("].forward") for field in fields)
+
+
+@pytest.mark.parametrize("line", ["", "{}", "[1]", '{"request": 3}', "nonsense"])
+def test_lines_that_are_no_decision(line: str) -> None:
+    with pytest.raises(NsaSelError, match="not a decision record"):
+        Decision.from_json(line)
+
+
+def test_replay_of_an_unknown_policy() -> None:
+    with pytest.raises(NsaSelError, match=r"'whim'.*default"):
+        replace(decide(LONG, H100), policy="whim").replay()
+
+
+def sample() -> list[Decision]:
+    """Decisions under the shipped configuration that any change of policy should be seen in."""
+    policy = load_policy("default")
+    lacking = Reason("package-missing", "unavailable", "package triton", None, ">= 3.4", "pip install triton")
+    without_triton = tuple(replace(o, missing=(lacking,)) if o.backend.framework == "triton" else o for o in OFFERS)
+    cases: list[tuple[Request, DeviceInfo, tuple[Offer, ...], str | None]] = [
+        (replace(request, needs_grad=needs_grad), device, OFFERS, None)
+        for device in (CPU, RTX4090, A100, H100, H200, UNKNOWN)
+        for request in (SHORT, LONG)
+        for needs_grad in (False, True)
+    ]
+    cases += [
+        (replace(LONG, S=1, S_kv=65536), H100, OFFERS, None),
+        (replace(LONG, Dk=192, dtype="float16"), H100, OFFERS, None),
+        (replace(SHORT, needs_grad=True, sharing=(1.0, 1.7, 2.8, 3.7, 4.2, 4.4, 4.5)), H200, OFFERS, None),
+        (replace(SHORT, S=1, S_kv=65536), H200, OFFERS, None),
+        (replace(SHORT, block_size=None), H200, OFFERS, None),
+        (replace(LONG, Dk=100, dtype="float64"), H100, OFFERS, None),
+        (LONG, H100, without_triton, None),
+        (LONG, RTX4090, OFFERS, "triton-group"),
+        (SHORT, H100, OFFERS, "triton-token"),
+        (replace(SHORT, dtype="float32"), INTERPRETER, OFFERS, "triton-group"),
+        (SHORT, CPU, OFFERS, "no-such-backend"),
+    ]
+    return [
+        select(request, device, policy, settings_for(device), offers, None if backend is None else Override(backend, "argument"))
+        for request, device, offers, backend in cases
+    ]
+
+
+def test_the_committed_log_replays() -> None:
+    """A difference is a changed policy. If it was meant, see the head of this file."""
+    lines = LOG.read_text().splitlines()
+    assert len(lines) >= 20
+    differing = {number: changes for number, line in enumerate(lines, 1) if (changes := Decision.from_json(line).replay())}
+    assert differing == {}
+
+
+if __name__ == "__main__":
+    LOG.write_text("".join(decision.to_json() + "\n" for decision in sample()))

@@ -1,0 +1,344 @@
+"""From the environment to the decision: every flag, the precedence of overrides, what is remembered, what this machine offers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nsa_sel
+from nsa_sel import attention
+from nsa_sel.core import registry
+from nsa_sel.core.decision import Requirement
+from nsa_sel.core.dispatch import refusal
+from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.errors import BackendError, ConfigError
+from nsa_sel.settings.config import FLAGS, settings_for
+from tests.helpers.cases import make_qkv
+from tests.helpers.policy_cases import A100, CPU, H100, LONG, OFFERS, RTX4090, SHORT, UNKNOWN, codes, decide, replace, toy
+
+PINNED = """
+provenance: "numbers of the tests, whatever the profiles say"
+runtime:
+  use_triton_sel: true
+  sel_triton_min_L: 4096
+  prefer_forward: [triton-group, triton-token, sdpa-packed, numba]
+  prefer_backward: [triton-group, triton-token, sdpa-packed, numba]
+"""
+
+
+# Flags: each changes the decision or the settings.
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "pinned.yaml"
+    file.write_text(PINNED)
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    monkeypatch.setattr(registry, "offers", lambda request: OFFERS)
+
+
+DECIDING = [  # flag, text, request, device, forward without the flag, forward with it, a reason then
+    ("NSA_SEL_BACKEND", "triton-token", LONG, H100, "triton-group", "triton-token", None),
+    ("NSA_SEL_BACKEND", "sdpa-packed", LONG, H100, "triton-group", "sdpa-packed", None),
+    ("NSA_USE_TRITON_SEL", "0", LONG, H100, "triton-group", "sdpa-packed", "triton-off"),
+    ("NSA_SEL_TRITON_MIN_L", "1024", SHORT, H100, "sdpa-packed", "triton-group", None),
+    ("NSA_SEL_TRITON_MIN_L", "8193", LONG, H100, "triton-group", "sdpa-packed", "min-length"),
+    ("NSA_TRITON_SEL_FORCE", "1", LONG, RTX4090, "sdpa-packed", "triton-group", None),
+    ("NSA_TRITON_SEL_FORCE", "0", LONG, RTX4090, "sdpa-packed", "sdpa-packed", "device-rule"),
+    ("NSA_SEL_TRITON_GROUP", "0", LONG, H100, "triton-group", "triton-token", "group-off"),
+    ("NSA_SEL_TRITON_ALLOW_GRAD", "0", replace(LONG, needs_grad=True), H100, "triton-group", "sdpa-packed", "grad-off"),
+    ("NSA_SEL_TRITON_ALLOW_GRAD", "0", LONG, H100, "triton-group", "triton-group", None),
+    ("NSA_SEL_TRITON_REQUIRE_ALIGN", "1", replace(LONG, Dk=24), H100, "triton-group", "sdpa-packed", "align-dims"),
+    ("NSA_SEL_TRITON_REQUIRE_ALIGN", "1", replace(LONG, aligned=False), H100, "triton-group", "sdpa-packed", "align-pointers"),
+    ("NSA_SEL_TRITON_REQUIRE_ALIGN", "1", LONG, H100, "triton-group", "triton-group", None),
+    ("NSA_SEL_TRITON_FORCE_PATH", "dense", LONG, H100, "triton-group", "sdpa-packed", "path-dense"),
+    ("NSA_SEL_TRITON_FORCE_PATH", "varlen", LONG, H100, "triton-group", "triton-group", None),
+    ("NSA_SEL_TRITON_BLOCK_D", "64", LONG, H100, "triton-group", "sdpa-packed", "tile-too-narrow"),
+    ("NSA_SEL_TRITON_BLOCK_DV", "64", LONG, H100, "triton-group", "sdpa-packed", "tile-too-narrow"),
+    ("NSA_USE_SEL_PACK", "0", SHORT, CPU, "sdpa-packed", "numba", "pack-off"),
+    ("NSA_FORCE_PARITY", "1", LONG, H100, "triton-group", "sdpa-packed", None),
+]
+VALUES = {  # what any flag sets: text -> value
+    "NSA_SEL_BACKEND": ("numba", "numba"),
+    "NSA_USE_TRITON_SEL": ("off", False),
+    "NSA_SEL_TRITON_MIN_L": ("123", 123),
+    "NSA_TRITON_SEL_FORCE": ("1", True),
+    "NSA_SEL_TRITON_GROUP": ("no", False),
+    "NSA_SEL_TRITON_ALLOW_GRAD": ("false", False),
+    "NSA_SEL_TRITON_REQUIRE_ALIGN": ("True", True),
+    "NSA_SEL_TRITON_FORCE_PATH": ("dense", "dense"),
+    "NSA_SEL_TRITON_DB": ("1", True),
+    "NSA_SEL_TRITON_BLOCK_L": ("128", 128),
+    "NSA_SEL_TRITON_BLOCK_D": ("256", 256),
+    "NSA_SEL_TRITON_BLOCK_DV": ("64", 64),
+    "NSA_SEL_AUTOTUNE": ("no", "off"),
+    "NSA_USE_SEL_PACK": ("0", False),
+    "NSA_FORCE_PARITY": ("yes", True),
+    "NSA_DEBUG_TRITON": ("1", True),
+    "NSA_DEBUG_LOG": ("stderr", "stderr"),
+    "NSA_DEBUG_TIMING": ("on", True),
+    "NSA_DEBUG_COMPARE": ("1", True),
+    "NSA_DEBUG_NVTX": ("1", True),
+}
+
+
+@pytest.mark.usefixtures("pinned")
+@pytest.mark.parametrize(("flag", "text", "request_", "device", "before", "after", "code"), DECIDING)
+def test_flags_decide(
+    monkeypatch: pytest.MonkeyPatch, flag: str, text: str, request_: Request, device: DeviceInfo, before: str, after: str, code: str | None
+) -> None:
+    assert attention.explain_request(request_, device).forward == before
+    monkeypatch.setenv(flag, text)
+    decision = attention.explain_request(request_, device)
+    assert decision.forward == after
+    assert decision.backward == (after if request_.needs_grad else None)
+    field = next(known.field for known in FLAGS if known.name == flag)
+    assert decision.settings.sources[field] == flag
+    assert codes(decision, after) == []
+    assert code is None or code in [found for verdict in decision.verdicts for found in codes(decision, verdict.backend)]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_every_flag_sets_its_field(monkeypatch: pytest.MonkeyPatch, flag: Any) -> None:
+    before = settings_for(H100)
+    text, value = VALUES[flag.name]
+    monkeypatch.setenv(flag.name, text)
+    after = settings_for(H100)
+    assert getattr(before, flag.field) != value
+    assert getattr(after, flag.field) == value
+    assert after.sources[flag.field] == flag.name
+    assert after.fingerprint != before.fingerprint
+    monkeypatch.delenv(flag.name)
+    assert settings_for(H100) == before
+
+
+@pytest.mark.parametrize(("name", "hint"), [("NSA_SEL_BAKEND", "did you mean NSA_SEL_BACKEND"), ("NSA_SEL_XYZZY_PLUGH", "nsa-sel doctor")])
+def test_unknown_flags_are_named_once(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, name: str, hint: str) -> None:
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NSA_OF_SOMEBODY_ELSE", "1")
+    monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
+    settings_for(H100)
+    settings_for(UNKNOWN)
+    monkeypatch.setenv("NSA_SEL_BACKEND", "numba")
+    settings_for(H100)
+    (warning,) = recwarn.list
+    assert warning.category is RuntimeWarning
+    assert f"{name} is no flag and has no effect; " in str(warning.message)
+    assert hint in str(warning.message)
+
+
+def test_a_misspelt_flag_warns_in_a_call_after_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32)
+    selection = nsa_sel.Selection.from_blocks(torch.zeros(1, 4, 1, 1, dtype=torch.int32), 8)
+    nsa_sel.selection_attention(q, k, v, selection)
+    monkeypatch.setenv("NSA_SEL_BACKEN", "numba")
+    with pytest.warns(RuntimeWarning, match="NSA_SEL_BACKEN is no flag and has no effect; did you mean NSA_SEL_BACKEND") as told:
+        nsa_sel.selection_attention(q, k, v, selection)
+    assert len(told) == 1
+
+
+def test_known_flags_warn_of_nothing(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    for flag in FLAGS:
+        monkeypatch.setenv(flag.name, VALUES[flag.name][0])
+    settings_for(H100)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(("text", "target"), [("1", "stderr"), ("yes", "stderr"), ("0", None), ("off", None), ("./1", "./1")])
+def test_a_log_may_be_asked_for_as_any_other_flag(monkeypatch: pytest.MonkeyPatch, text: str, target: str | None) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    assert (settings_for(H100).debug_log, settings_for(H100).sources["debug_log"]) == ("stderr", "NSA_DEBUG_TRITON")
+    monkeypatch.setenv("NSA_DEBUG_LOG", text)
+    assert (settings_for(H100).debug_log, settings_for(H100).sources["debug_log"]) == (target, "NSA_DEBUG_LOG")
+
+
+def test_launch_flags_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    built_in = settings_for(UNKNOWN)
+    assert built_in.kernels
+    monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_L", "256")
+    monkeypatch.setenv("NSA_SEL_TRITON_DB", "1")
+    for name, config in built_in.kernels.items():
+        double = settings_for(UNKNOWN).kernel(name)
+        assert (double.block_l, double.num_stages, double.num_warps) == (256, max(2, config.num_stages), config.num_warps)
+    monkeypatch.setenv("NSA_SEL_TRITON_DB", "0")
+    assert {settings_for(UNKNOWN).kernel(name).num_stages for name in built_in.kernels} == {1}
+
+
+@pytest.mark.usefixtures("pinned")
+def test_environment_beats_the_file_and_the_file_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from_file = settings_for(RTX4090)
+    assert from_file.sources["sel_triton_min_L"] == from_file.profile == os.environ["NSA_SEL_CONFIG"]
+    assert from_file.triton_off is not None  # a file that says nothing about it does not lift the device rule
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "7")
+    assert settings_for(RTX4090).sel_triton_min_L == 7
+    assert settings_for(RTX4090).sources["sel_triton_min_L"] == "NSA_SEL_TRITON_MIN_L"
+
+
+# Overrides
+
+
+@pytest.mark.usefixtures("pinned")
+def test_override_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(backend: str | None = None) -> tuple[str | None, str | None]:
+        decision = attention.explain_request(LONG, H100, backend)
+        return decision.forward, decision.override and decision.override.source
+
+    assert chosen() == ("triton-group", None)
+    monkeypatch.setenv("NSA_SEL_BACKEND", "triton-group")
+    assert chosen() == ("triton-group", "NSA_SEL_BACKEND")
+    monkeypatch.setenv("NSA_FORCE_PARITY", "1")
+    assert chosen() == ("sdpa-packed", "NSA_FORCE_PARITY")
+    with attention.use_backend("triton-token"):
+        assert chosen() == ("triton-token", "use_backend")
+        with attention.use_backend("triton-group"):
+            assert chosen() == ("triton-group", "use_backend")
+            assert chosen("sdpa-packed") == ("sdpa-packed", "argument")
+        assert chosen() == ("triton-token", "use_backend")
+    assert chosen() == ("sdpa-packed", "NSA_FORCE_PARITY")
+    monkeypatch.setenv("NSA_FORCE_PARITY", "0")
+    assert chosen() == ("triton-group", "NSA_SEL_BACKEND")
+
+
+@pytest.mark.usefixtures("pinned")
+@pytest.mark.parametrize(
+    ("name", "hint"), [("sdpa-packd", "did you mean 'sdpa-packed'?"), ("triton_group", "did you mean 'triton-group'?"), ("xyz", "")]
+)
+def test_unknown_backends_are_named_with_a_suggestion(name: str, hint: str) -> None:
+    with pytest.raises(BackendError) as caught:
+        attention.decide(LONG, H100, name)
+    message = str(caught.value)
+    for text in (repr(name), "argument", hint, "Allowed: triton-group, triton-token, sdpa-packed, numba", "Remedy: "):
+        assert text in message
+    assert ("did you mean" in message) == bool(hint)
+    assert hint or "is unknown. Allowed" in message
+    assert caught.value.decision is not None
+    assert caught.value.decision.forward is None
+
+
+@pytest.mark.usefixtures("pinned")
+def test_a_bad_backend_of_the_environment_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_SEL_BACKEND", "trion-group")
+    with pytest.raises(BackendError, match=r"'trion-group' \(NSA_SEL_BACKEND\) is unknown; did you mean 'triton-group'\?"):
+        attention.decide(LONG, H100)
+
+
+def test_forced_backend_is_refused_when_only_its_backward_refuses() -> None:
+    decision = decide(replace(LONG, needs_grad=True), H100, backend="triton-group", triton_allow_grad=False)
+    assert "grad-off" in str(refusal(decision))
+
+
+# The memo
+
+
+@pytest.mark.usefixtures("pinned")
+def test_decisions_are_remembered_until_a_flag_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = attention.explain_request(LONG, H100)
+    assert attention.explain_request(LONG, H100) is first
+    assert attention.explain_request(LONG, A100) is not first
+    monkeypatch.setenv("NSA_USE_TRITON_SEL", "0")
+    assert attention.explain_request(LONG, H100).forward == "sdpa-packed"
+    monkeypatch.delenv("NSA_USE_TRITON_SEL")
+    assert attention.explain_request(LONG, H100) is first
+    attention.forget_decisions()
+    again = attention.explain_request(LONG, H100)
+    assert again is not first
+    assert again == first
+
+
+@pytest.mark.usefixtures("pinned")
+def test_an_edited_file_is_read_anew_once_decisions_are_forgotten() -> None:
+    file = Path(os.environ["NSA_SEL_CONFIG"])
+    assert settings_for(H100).sel_triton_min_L == 4096
+    file.write_text(PINNED.replace("4096", "8193"))
+    assert attention.explain_request(LONG, H100).forward == "triton-group"
+    nsa_sel.forget_decisions()
+    decision = attention.explain_request(LONG, H100)
+    assert (decision.forward, decision.settings.sel_triton_min_L) == ("sdpa-packed", 8193)
+
+
+@pytest.mark.usefixtures("pinned")
+def test_decode_steps_share_a_decision() -> None:
+    steps = [replace(LONG, S=1, S_kv=S_kv) for S_kv in (8193, 9000, 16384)]
+    assert len({id(attention.explain_request(step, H100)) for step in steps}) == 1
+    assert attention.explain_request(steps[0], H100).request.S_kv == 16384
+    assert attention.explain_request(replace(LONG, S=1, S_kv=16385), H100).request.S_kv == 32768
+
+
+# The registry: installed packages, entry points, failures
+
+
+@pytest.fixture
+def fresh_registry() -> Iterator[None]:
+    registry.backends.cache_clear()
+    registry.missing.cache_clear()
+    yield
+    registry.backends.cache_clear()
+    registry.missing.cache_clear()
+
+
+def entry_point(monkeypatch: pytest.MonkeyPatch, loaded: object) -> None:
+    entry = types.SimpleNamespace(name="mine", load=lambda: loaded)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry] if group == registry.ENTRY_POINT_GROUP else [])
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_packages_add_backends_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry_point(monkeypatch, toy().backend)
+    assert "toy" in registry.backends()
+    assert "toy" in [offer.backend.name for offer in registry.offers(LONG)]
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_file_may_prefer_what_a_package_adds_while_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("provenance: x\nruntime: {prefer_forward: [toy]}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "mine.yaml"))
+    with pytest.raises(ConfigError, match=r"mine.yaml: prefer_forward is 'toy'; allowed: .*numba.* or install the package that brings"):
+        attention.explain_request(LONG, H100)
+    entry_point(monkeypatch, toy().backend)
+    registry.backends.cache_clear()
+    assert attention.explain_request(LONG, H100).forward == "toy"
+
+
+@pytest.mark.usefixtures("fresh_registry")
+@pytest.mark.parametrize(
+    ("loaded", "text"), [(object(), "gives a object; allowed: an"), (OFFERS[0].backend, f"takes the name {OFFERS[0].backend.name!r}")]
+)
+def test_bad_entry_points_are_named(monkeypatch: pytest.MonkeyPatch, loaded: object, text: str) -> None:
+    entry_point(monkeypatch, loaded)
+    with pytest.raises(BackendError, match=text) as caught:
+        registry.backends()
+    assert "Remedy: " in str(caught.value)
+
+
+@pytest.mark.usefixtures("fresh_registry")
+@pytest.mark.parametrize(
+    ("package", "version", "code"),
+    [("no-such-package-of-nsa-sel", "1.0", "package-missing"), ("pytest", "9999.0", "package-old"), ("pytest", "1.0", None)],
+)
+def test_packages_are_looked_up_without_import(monkeypatch: pytest.MonkeyPatch, package: str, version: str, code: str | None) -> None:
+    needy = replace(toy().backend, requires=(Requirement(package, version, "pip install it"),))
+    entry_point(monkeypatch, needy)
+    found = registry.missing("toy")
+    assert [reason.code for reason in found] == ([code] if code else [])
+    assert all(reason.kind == "unavailable" and reason.remedy == "pip install it" for reason in found)
+
+
+def test_failures_are_remembered_for_their_class_alone() -> None:
+    registry.mark_broken("triton-group", LONG, RuntimeError("out of shared memory\nand more"))
+
+    def broken(request: Request) -> list[str]:
+        return [o.backend.name for o in registry.offers(request) if any(reason.code == "failed-before" for reason in o.missing)]
+
+    assert broken(LONG) == broken(replace(LONG, S_kv=LONG.S_kv - 1)) == ["triton-group"]
+    assert broken(SHORT) == []
+    (reason,) = [r for o in registry.offers(LONG) for r in o.missing if r.code == "failed-before"]
+    assert reason.actual == "RuntimeError: out of shared memory"
+    registry.forget_broken()
+    assert broken(LONG) == []

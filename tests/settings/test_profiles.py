@@ -1,0 +1,321 @@
+"""Committed profiles are what their rows say, and the policy follows them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_sel import attention
+from nsa_sel.attention import explain_request
+from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.report.derived import folders, matrix
+from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
+from nsa_sel.bench.tune.derive import PROFILES, ROOT, evidence, length_rows, read_rows, render, threshold, words
+from nsa_sel.core import registry
+from nsa_sel.core.dispatch import counterfactuals
+from nsa_sel.core.request import DeviceInfo, Request, example_request
+from nsa_sel.settings import config, devices
+from nsa_sel.settings.config import WAYS, Way, profile_for, settings_for, shipped_configs
+from nsa_sel.telemetry.describe import describe
+from tests.helpers.policy_cases import (
+    A100,
+    B200,
+    CPU,
+    H100,
+    H200,
+    L40S,
+    LONG,
+    OFFERS,
+    RTX3090,
+    RTX4090,
+    RTX5090,
+    SHORT,
+    TOO_OLD,
+    UNKNOWN,
+    decide,
+    replace,
+)
+
+
+@pytest.mark.parametrize("target", sorted(PROFILES))
+def test_a_profile_is_derived_from_its_rows(target: str) -> None:
+    assert (ROOT / target).read_text() == render(PROFILES[target]())
+    assert Path(target).name in shipped_configs()
+
+
+def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
+    decision = explain_request(example_request(needs_grad=True), H200)
+    assert (decision.forward, decision.backward) == ("triton-tile", "triton-tile")
+    assert decision.settings.profile == "sm90_h200.yaml"
+
+
+def test_every_profile_is_derived() -> None:
+    assert set(PROFILES) == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
+
+
+# Lookup: by name, by compute capability, none
+
+
+def test_a_gpu_finds_its_profile_by_name() -> None:
+    for name in ("NVIDIA H200", "NVIDIA H200 NVL"):
+        found = settings_for(replace(H200, name=name))
+        assert (found.profile, found.assumed) == ("sm90_h200.yaml", None)
+        assert found.sel_triton_min_L == {way: settings_for(H200).min_length(way) for way in WAYS}
+        assert found.sources["costs"] == "sm90_h200.yaml"
+
+
+def test_an_unmeasured_gpu_takes_over_what_its_profile_assumes_and_every_decision_says_so() -> None:
+    decision = explain_request(replace(LONG, needs_grad=True), H100)
+    assert (decision.settings.profile, decision.settings.assumed) == ("sm90_h100.yaml", "sm90_h200.yaml")
+    assert decision.settings.costs == settings_for(H200).costs
+    assert decision.settings.sources["sel_triton_min_L"] == decision.settings.sources["costs"] == "sm90_h200.yaml (assumed)"
+    assert decision.settings.provenance.startswith("not measured on this GPU.")
+    assert "(sm90_h200.yaml (assumed))" in decision.rule
+    assert "config    sm90_h100.yaml, assumes values of sm90_h200.yaml, measured on another device" in describe(decision)
+    assert decision.settings.fingerprint != settings_for(H200).fingerprint
+    assert (settings_for(A100).profile, settings_for(A100).assumed) == ("sm80_a100.yaml", "sm90_h200.yaml")
+    assert "assumes the built-in values" in describe(explain_request(SHORT, RTX4090))
+
+
+def test_a_gpu_without_a_profile_takes_over_a_measured_one_of_its_compute_capability() -> None:
+    decision = explain_request(LONG, replace(H200, name="NVIDIA H20"))
+    assert (decision.settings.profile, decision.settings.assumed) == ("sm90_h200.yaml", "sm90_h200.yaml")
+    assert decision.settings.provenance.startswith("assumed, no profile names this device; measured on another one: ")
+    assert decision.settings.sources["use_triton_sel"] == "sm90_h200.yaml (assumed)"
+    assert "measured on another device" in describe(decision)
+
+
+def test_a_rule_for_a_compute_capability_speaks_for_each_of_its_devices() -> None:
+    for name in (RTX4090.name, "NVIDIA L40S"):
+        found = settings_for(replace(RTX4090, name=name))
+        assert (found.profile, found.assumed) == ("sm89_rtx4090.yaml", "base.yaml")
+        assert found.triton_off is not None
+
+
+ELSEWHERE = (A100, replace(A100, name="NVIDIA A30"), RTX3090, B200, RTX5090, UNKNOWN)  # of no compute capability that was measured
+
+
+@pytest.mark.parametrize("device", ELSEWHERE, ids=lambda device: device.name)
+def test_a_gpu_of_another_compute_capability_takes_over_the_nearest_measured_profile(device: DeviceInfo) -> None:
+    found, measured = settings_for(device), settings_for(H200)
+    assert (found.assumed, found.sel_triton_min_L) == ("sm90_h200.yaml", measured.sel_triton_min_L)
+    assert found.sources["sel_triton_min_L"] == found.sources["costs"] == "sm90_h200.yaml (assumed)"
+    # Launches are compiled for every chip as base.yaml has them; cupy-cuda's model is of kernels that only Hopper has.
+    assert found.kernels == shipped_configs()["base.yaml"].kernels != measured.kernels
+    assert found.costs is not None
+    assert measured.costs is not None
+    left_out = set(measured.costs.models) - set(found.costs.models)
+    assert left_out == {name for name in measured.costs.models if name.startswith("cupy-cuda/")} != set()
+
+
+def test_the_nearest_is_by_compute_capability_and_of_two_the_newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = shipped_configs()["sm90_h200.yaml"]
+    at = {sm: replace(h200, match=replace(h200.match, sm=sm, name=f"measured {sm}")) for sm in (86, 120)}
+    shipped = {**shipped_configs(), "sm86.yaml": at[86], "sm120.yaml": at[120]}
+    monkeypatch.setattr(config, "shipped_configs", functools.cache(lambda: shipped))
+    found = {sm: config.nearest_measured(sm) for sm in (80, 86, 88, 90, 100, 105, 121)}
+    own = {86: "sm86.yaml", 90: "sm90_h200.yaml"}
+    assert found == {**own, 80: "sm86.yaml", 88: "sm90_h200.yaml", 100: "sm90_h200.yaml", 105: "sm120.yaml", 121: "sm120.yaml"}
+
+
+def test_a_gpu_that_no_kernel_takes_has_the_built_in_values() -> None:
+    found = settings_for(TOO_OLD)
+    assert (found.profile, found.assumed) == ("built-in", None)
+    assert found.sources == {}
+    assert profile_for(TOO_OLD) is None
+
+
+def test_the_rule_of_a_preference_says_what_the_gate_assumes() -> None:
+    rule = explain_request(replace(SHORT, block_size=None), A100).rule  # ranges: no prediction speaks
+    assert rule.endswith("(built-in; least L: sm90_h200.yaml (assumed))")
+
+
+# The warning
+
+
+def warned(request: Request, device: DeviceInfo, backend: str | None = None) -> list[str]:
+    """What a call decided so warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attention.decide(request, device, backend)
+    return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+
+
+@pytest.fixture
+def nobody_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process on a machine that has every package."""
+    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(registry, "offers", lambda request: OFFERS)
+    attention.forget_decisions()
+    yield
+    attention.forget_decisions()
+
+
+@pytest.fixture
+def events(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.INFO, logger="nsa_sel")
+    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]
+
+
+@pytest.mark.usefixtures("nobody_told")
+@pytest.mark.parametrize("device", [*ELSEWHERE, H100, replace(H200, name="NVIDIA H20")], ids=lambda device: device.name)
+def test_an_assumed_profile_is_told_once_with_the_command_that_measures(device: DeviceInfo, events: Any) -> None:
+    (words,) = warned(SHORT, device)
+    for part in (device.name, "nobody has measured", "values of sm90_h200.yaml", "Measure it with: nsa-sel tune"):
+        assert part in words
+    assert warned(replace(SHORT, S=1, S_kv=65536), device) == []
+    (event,) = events("sel.profile.assumed")
+    assert (event["device"], event["sm"], event["assumed"]) == (device.name, device.sm, "sm90_h200.yaml")
+    assert (event["rule"], event["command"]) == (None, "nsa-sel tune")
+    assert len(warned(SHORT, L40S)) == 1, "another device"
+
+
+@pytest.mark.usefixtures("nobody_told")
+@pytest.mark.parametrize("device", [RTX4090, L40S], ids=lambda device: device.name)
+def test_the_devices_of_the_adr_are_told_alike(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
+    (words,) = warned(SHORT, device)
+    off = settings_for(device).triton_off
+    assert off is not None
+    for part in (device.name, "8.9", "ADR-2025-08-M4-02 keeps Triton off", f"Measure it with: {off.reopen}"):
+        assert part in words
+    assert warned(SHORT, device) == []
+    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
+    monkeypatch.setattr(devices, "_told", set())
+    (words,) = warned(SHORT, device)
+    assert "built-in values. Measure it with: nsa-sel tune" in words
+
+
+@pytest.mark.usefixtures("nobody_told")
+def test_what_is_measured_forced_or_the_users_own_is_not_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert warned(SHORT, H200) == warned(SHORT, TOO_OLD) == warned(SHORT, CPU) == warned(SHORT, A100, "triton-group") == []
+    explain_request(SHORT, A100)
+    (tmp_path / "own.yaml").write_text("provenance: own rows\nruntime: {sel_triton_min_L: 128}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+    assert warned(SHORT, A100) == []
+    monkeypatch.delenv("NSA_SEL_CONFIG")
+    assert len(warned(SHORT, A100)) == 1
+
+
+def test_values_of_a_users_file_are_not_assumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("provenance: own rows\nruntime: {sel_triton_min_L: {backward: 512}}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    found, measured = settings_for(H100), settings_for(H200)
+    assert found.sel_triton_min_L == {"forward": measured.min_length("forward"), "backward": 512, "decode": measured.min_length("decode")}
+    assert found.sources["sel_triton_min_L"] == found.profile == str(file)
+    assert found.provenance == "own rows"
+
+
+# Thresholds by way
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gate_is_that_of_the_way(way: Way) -> None:
+    gates = {**dict.fromkeys(WAYS, 1), way: 2000}
+    request = replace(SHORT, needs_grad=True, S=1 if way == "decode" else SHORT.S)
+    decision = decide(request, H100, sel_triton_min_L=gates)
+    held = [bool(verdict.backward if way == "backward" else verdict.forward) for verdict in decision.verdicts if "group" in verdict.backend]
+    assert held == [True]
+    assert (decision.forward, decision.backward) == (
+        ("triton-group", "sdpa-packed") if way == "backward" else ("sdpa-packed", "triton-group")
+    )
+    assert counterfactuals(decision) == (() if way == "backward" else ("triton-group would be picked from L >= 2000; here L = 1024",))
+
+
+def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("provenance: own rows\nruntime: {sel_triton_min_L: {forward: 512}}\n")
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    assert settings_for(RTX4090).sel_triton_min_L == {"forward": 512, "backward": 4096, "decode": 4096}
+    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "32")
+    assert {settings_for(RTX4090).min_length(way) for way in WAYS} == {32}
+
+
+def test_the_h200_says_what_each_threshold_comes_from() -> None:
+    found = shipped_configs()["sm90_h200.yaml"].evidence
+    assert found is not None
+    names = [source.file for source in found.sources]
+    assert names[0] == "bench/results/h200/selection.jsonl"
+    assert set(names[1:]) == {file.relative_to(ROOT).as_posix() for file in ROOT.glob("bench/results/sel_triton/*/rows.jsonl")} != set()
+    for source in found.sources:
+        assert {field for field in ("torch", "triton", "driver") if source.versions[field]}
+        assert source.sha256 == hashlib.sha256((ROOT / source.file).read_bytes()).hexdigest()[:16]
+        assert source.commit
+        assert source.command
+    for way in WAYS:
+        known = found.sel_triton_min_L[way]
+        assert known.verdict == "measured"
+        assert known.value == settings_for(H200).min_length(way)
+        assert known.packed.ms_p20 >= known.margin * known.triton.ms_p80
+
+
+def test_every_committed_row_by_length_decides_the_thresholds_of_the_h200() -> None:
+    """One case of any file that loses forbids its L: the suite alone begins at 64, the matrix at 16 for prefill and at 512 for decoding."""
+    files = length_rows()
+    of_suite, matrix = files["bench/results/h200/selection.jsonl"], next(rows for name, rows in files.items() if "sel_triton" in name)
+    assert {row["case"].split("-")[0] for row in of_suite} == {"threshold"}
+    assert {row["direction"] for row in matrix} == {"fwd", "bwd", "decode"}
+    every = [row for rows in files.values() for row in rows]
+    first = [{found.direction: found.lengths[0] for found in thresholds(rows)} for rows in (of_suite, matrix, every)]
+    assert first == [{"fwd": 64, "bwd": 64, "decode": 64}, {"fwd": 16, "bwd": 16, "decode": 512}, {"fwd": 16, "bwd": 16, "decode": 64}]
+    forward = evidence(files).sel_triton_min_L["forward"]
+    assert forward.value == settings_for(H200).min_length("forward") == thresholds(every)[0].length
+    slow = [
+        row | {"ms_median": 9, "ms_p20": 9, "ms_p80": 9} for row in matrix if row["case"].endswith("-L16") and row["direction"] == "fwd"
+    ]
+    worse = [row for row in slow if row["backend"] == "triton-group"][:1]
+    assert evidence(files | {files_of(matrix, files): [*matrix, *worse]}).sel_triton_min_L["forward"].value == 32
+
+
+def files_of(rows: list[Row], files: dict[str, list[Row]]) -> str:
+    """The name of the file that holds these rows."""
+    return next(name for name, found in files.items() if found is rows)
+
+
+def test_a_threshold_needs_the_margin_at_every_longer_length() -> None:
+    def row(backend: str, length: int, ms: float) -> dict[str, object]:
+        case = {"case": f"threshold-prefill-D64-L{length}", "direction": "fwd", "n": length // 64, "block": 64}
+        return {**case, "backend": backend, "ms_median": ms, "ms_p20": ms * 0.99, "ms_p80": ms * 1.01}
+
+    times = {64: (1.0, 2.0), 256: (1.0, 1.1), 1024: (1.0, 1.3), 4096: (1.0, 9.0)}
+    rows = [row(b, L, t[i]) for L, t in times.items() for i, b in enumerate(("triton-group", "sdpa-packed"))]
+    assert thresholds([]) == []
+    known = threshold(thresholds(rows)[0])
+    assert (known.verdict, known.value, known.closest, known.cases) == ("measured", 1024, "threshold-prefill-D64-L1024", 4)
+    undecided = threshold(thresholds(rows[:4])[0])
+    assert (undecided.verdict, undecided.value, undecided.closest) == ("undecided", None, "threshold-prefill-D64-L256")
+    assert "undecided" in words(undecided)
+    assert faster_by(rows[0], rows[1]) == pytest.approx(2.0 * 0.99 / 1.01)
+    assert read_rows("bench/results/h200/selection.jsonl")
+
+
+def test_tables_of_the_documents_are_derived_from_their_rows() -> None:
+    from nsa_sel.bench.report.tables import DOCUMENTS, TABLES, with_tables
+
+    texts = [(ROOT / document).read_text() for document in DOCUMENTS]
+    for text in texts:
+        assert with_tables(text) == text, "run python -m nsa_sel.bench.report.tables"
+    assert all(any(f"<!-- table: {name} -->" in text for text in texts) for name in TABLES)
+    assert [name for name, table in TABLES.items() if len(table().splitlines()) < 3] == []  # a heading, a rule, and rows
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
+def test_tables_of_a_matrix_are_derived_from_its_rows(folder: Path, tmp_path: Path) -> None:
+    matrix(folder, tmp_path)
+    for file in tmp_path.iterdir():
+        assert (folder / file.name).read_text() == file.read_text(), "run make derived"
+
+
+def test_rows_of_trials_say_what_was_measured() -> None:
+    """Those up to trial 11 do not, which docs/kernels.md says."""
+    rows = read_rows("bench/results/h200/profiles/trials.jsonl")
+    later = [row for row in rows if int(row["trial"].split()[0]) > 11]
+    fields = ("commit", "command", "driver", "torch", "triton", "device", "ms_p20", "ms_p80")
+    assert [row["variant"] for row in later if not all(row.get(field) for field in fields)] == []

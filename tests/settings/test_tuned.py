@@ -1,0 +1,391 @@
+"""A user's own launches: when they hold, what of them reaches decisions and kernels, and what is told when they do not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import nsa_sel
+from nsa_sel.attention import explain_request
+from nsa_sel.bench.tune import tune
+from nsa_sel.core.call import device_info
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.errors import ConfigError
+from nsa_sel.settings import tuned
+from nsa_sel.settings.config import KernelConfig, forget_settings, settings_for
+from nsa_sel.settings.tuned import bucket_of_length, class_of_heads, stamp_of
+from nsa_sel.telemetry.describe import describe
+from tests.helpers.cases import make_qkv, make_spans
+from tests.helpers.paths import ROOT
+from tests.helpers.policy_cases import A100, CPU, H100, H200, SHORT, replace
+from tests.helpers.tune_cases import FORWARD, OTHER, key, lone, result, times, write
+
+COMMITTED = settings_for(H200).kernels[FORWARD]
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tuned"
+
+
+@pytest.fixture
+def events(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.INFO, logger="nsa_sel")
+    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]
+
+
+def launch(request: Any = SHORT, device: DeviceInfo = H200, kernel: str = FORWARD) -> KernelConfig:
+    return explain_request(request, device).settings.kernel(kernel)
+
+
+# What a decision takes
+
+
+def test_a_tuned_launch_is_used_and_the_decision_names_it() -> None:
+    before = explain_request(SHORT, H200)
+    write(result(), result("triton-group/dkdv", KernelConfig(32, 8, 1, 64), key("backward")), result("triton-tile/forward", None))
+    tuned.forget()
+    decision = explain_request(replace(SHORT, needs_grad=True), H200, "triton-group")
+    assert decision.settings.kernels[FORWARD] == OTHER
+    assert decision.settings.kernels["triton-group/dkdv"].num_warps == 8
+    unchanged = {name: config for name, config in before.settings.kernels.items() if name not in (FORWARD, "triton-group/dkdv")}
+    assert unchanged.items() <= decision.settings.kernels.items()
+    source = decision.settings.sources[f"kernels.{FORWARD}"]
+    assert source == decision.settings.tuned
+    assert source.startswith("tuned: NVIDIA-H200-sm90-")
+    assert decision.settings.fingerprint != before.settings.fingerprint
+    assert f"launch    {FORWARD}:tma-L32-R16-w2-s3 ({source})" in describe(decision)
+    assert "triton-tile" not in "".join(line for line in describe(decision).splitlines() if line.startswith("launch"))
+    assert nsa_sel.Decision.from_json(decision.to_json()).replay() == ()
+    assert str(Path.home()) not in decision.to_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({"h": 9}, True), ({"h": 8}, False), ({"h": 17}, False), ({"max_length": 513}, True), ({"max_length": 512}, False),
+        ({"Dk": 64}, False), ({"Dv": 64}, False), ({"dtype": "float16"}, False), ({"S": 1}, False), ({"B": 3, "G": 7, "n": 5}, True),
+    ],
+)  # fmt: skip
+def test_a_launch_holds_for_its_key_alone(changes: dict[str, Any], holds: bool) -> None:
+    write(result())
+    assert launch(replace(SHORT, **changes)) == (OTHER if holds else COMMITTED)
+
+
+def test_decoding_has_launches_of_its_own() -> None:
+    write(result(of=key("decode")))
+    assert launch(replace(SHORT, S=1)) == OTHER
+    assert launch() == COMMITTED
+
+
+def test_classes() -> None:
+    assert [class_of_heads(h) for h in (1, 2, 3, 4, 5, 16, 17, 200)] == [1, 2, 4, 4, 8, 16, 32, 64]
+    assert [bucket_of_length(L) for L in (0, 1, 64, 65, 1024, 1025, 4096, 99999)] == [64, 64, 64, 128, 1024, 2048, 4096, 4096]
+
+
+def test_another_gpu_gets_nothing() -> None:
+    write(result())
+    assert launch(device=H100) == launch(device=A100) == COMMITTED
+    assert explain_request(SHORT, CPU).settings.tuned is None
+
+
+@pytest.mark.parametrize("off", ["environment", "file"])
+def test_tuning_can_be_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, off: str) -> None:
+    write(result())
+    assert launch() == OTHER
+    if off == "environment":
+        monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
+    else:
+        (tmp_path / "own.yaml").write_text("provenance: mine\nruntime: {autotune: off}\n")
+        monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+    assert launch() == COMMITTED
+    assert explain_request(SHORT, H200).settings.tuned is None
+
+
+def test_environment_and_configuration_override_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write(result(), result("triton-group/dkdv", KernelConfig(32, 8, 1, 64), key("backward")))
+    (tmp_path / "own.yaml").write_text(
+        f"provenance: mine\nkernels:\n  {FORWARD}: {{loads: tma, block_l: 16, num_warps: 1, num_stages: 1}}\n"
+    )
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+    assert launch().block_l == 16
+    assert launch(kernel="triton-group/dkdv").num_warps == 8
+    monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_L", "128")
+    monkeypatch.setenv("NSA_SEL_TRITON_DB", "1")
+    assert (launch(kernel="triton-group/dkdv").block_l, launch(kernel="triton-group/dkdv").num_stages) == (128, 2)
+
+
+def test_the_file_is_read_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(result())
+    first = explain_request(SHORT, H200)
+    write(result(winner=KernelConfig(16, 1, 1, loads="tma")))
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read"))
+    assert explain_request(SHORT, H200) is first
+    assert launch(replace(SHORT, h=15)) == OTHER
+
+
+def test_what_was_remembered_is_forgotten_with_the_file(folder: Path) -> None:
+    write(result())
+    first = explain_request(SHORT, H200)
+    write(result(winner=KernelConfig(16, 1, 1, loads="tma")))
+    tuned.forget()
+    second = explain_request(SHORT, H200)
+    assert (first.settings.kernels[FORWARD].block_l, second.settings.kernels[FORWARD].block_l) == (32, 16)
+    assert len({first.settings.fingerprint, second.settings.fingerprint, settings_for(H200).fingerprint}) == 3
+    for file in folder.iterdir():
+        file.unlink()
+    tuned.forget()
+    assert explain_request(SHORT, H200).settings == settings_for(H200)
+
+
+def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, events: Any) -> None:
+    here = device_info(torch.device("cpu"))
+    assert here.triton_interpret
+    small = {"Dk": 16, "Dv": 16, "h": 2, "L": 64, "dtype": "float32"}
+    winner = KernelConfig(64, 4, 3)
+    write(result("triton-group/forward-widest", winner, key("forward", **small)), device=here)
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    q, k, v = make_qkv(S=9, h=2, S_kv=40)
+    nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
+    (used,) = events("sel.triton.kernel")
+    assert used["config"] == winner.config_id("triton-group/forward-widest")
+    assert used["source"] == nsa_sel.decisions()[-1].settings.tuned
+    (loaded,) = events("sel.tuned.loaded")
+    assert loaded["fingerprint"] in used["source"]
+    monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
+    nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
+    assert events("sel.triton.kernel")[1]["config"] == COMMITTED_SMALL
+    assert events("sel.triton.kernel")[1]["source"] == "base.yaml"
+
+
+COMMITTED_SMALL = settings_for(H200).kernels["triton-group/forward-widest"].config_id("triton-group/forward-widest")
+
+
+def test_it_costs_a_call_nothing_but_a_look_at_a_number() -> None:
+    assert tuned.token() == tuned.token()
+    explain_request(SHORT, H200)
+    assert not tuned.token()[1]
+
+
+# What does not hold
+
+
+def test_another_environment_is_explained_once(events: Any) -> None:
+    write(result(), kernels="0" * 16, torch="2.0", driver="1.0")
+    with pytest.warns(RuntimeWarning, match=r"torch was 2\.0, is .*; kernels was 0000000000000000, is \w{16}") as caught:
+        assert launch() == COMMITTED
+    assert "driver was 1.0, is None" in str(caught[0].message)
+    assert "Run `nsa-sel tune` here" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert launch(replace(SHORT, h=4)) == COMMITTED
+    (ignored,) = events("sel.tuned.ignored")
+    assert ignored["why"] == "environment"
+    assert "nsa_sel was" not in ignored["words"]
+
+
+def test_a_file_that_only_bears_the_right_name_is_refused(folder: Path) -> None:
+    write(result(), triton="2.0")
+    with pytest.warns(RuntimeWarning, match=r"triton was 2\.0"):
+        assert launch() == COMMITTED
+
+
+def test_environments_do_not_overwrite_each_other(folder: Path) -> None:
+    write(result(), kernels="0" * 16)
+    write(result())
+    assert len(list(folder.glob("*.json"))) == 2
+    assert launch() == OTHER
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "truncated"),
+        (lambda text: "", "truncated"),
+        (lambda text: "\0" * len(text), "malformed"),
+        (lambda text: text.replace('"num_warps": 2', '"num_warps": "two"'), "Expected `int`, got `str`"),
+        (lambda text: text.replace('"num_warps": 2', '"num_warps": 3'), "powers of two"),
+        (lambda text: text.replace('"verdict"', '"verdikt"'), "verdikt"),
+        (lambda text: text.replace(f'"kernel": "{FORWARD}"', '"kernel": "triton-group/sideways"'), "triton-group/sideways"),
+    ],
+)
+def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, events: Any, damage: Any, words: str) -> None:
+    write(result())
+    (file,) = folder.glob("*.json")
+    damaged = damage(file.read_text())
+    assert damaged != file.read_text()
+    file.write_text(damaged)
+    with pytest.warns(RuntimeWarning, match="is ignored, the committed launches run"):
+        assert launch() == COMMITTED
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forget_settings()
+        nsa_sel.forget_decisions()
+        assert launch() == COMMITTED
+    (ignored,) = events("sel.tuned.ignored")
+    assert (ignored["why"], words in ignored["words"]) == ("corrupt", True)
+    assert "remove the file and run `nsa-sel tune` again" in ignored["words"]
+
+
+def test_what_cannot_be_read_is_reported(folder: Path, events: Any) -> None:
+    write(result())
+    (file,) = folder.glob("*.json")
+    file.unlink()
+    file.mkdir()
+    with pytest.warns(RuntimeWarning, match="is a directory, not a regular file: remove it"):
+        assert launch() == COMMITTED
+    file.rmdir()
+    (folder / "NVIDIA-H200-sm90-000000000000.json").symlink_to("nowhere")
+    tuned.forget()
+    with pytest.warns(RuntimeWarning, match="is a symbolic link: remove it"):
+        assert launch() == COMMITTED
+    assert {event["why"] for event in events("sel.tuned.ignored")} == {"unreadable"}
+
+
+def as_a_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def as_a_link(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("elsewhere")))
+
+
+def as_another_users(file: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root may give a file away")
+    os.chown(file, 12345, -1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda file: file.chmod(0o666), r"may be written by other users \(-rw-rw-rw-\): remove it, or `chmod go-w` it"),
+        (lambda file: file.parent.chmod(0o770), r"tuned may be written by other users \(drwxrwx---\): remove it, or `chmod go-w` it"),
+        (as_another_users, r"belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
+        (lambda file: as_another_users(file.parent), r"tuned belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
+        (as_a_fifo, "is a FIFO, not a regular file: remove it"),
+        (as_a_link, "is a symbolic link: remove it"),
+    ],
+)
+def test_a_file_that_others_may_write_is_not_used(folder: Path, damage: Any, words: str) -> None:
+    write(result())
+    (file,) = folder.glob("*.json")
+    assert launch() == OTHER
+    damage(file)
+    tuned.forget()
+    nsa_sel.forget_decisions()
+    with pytest.warns(RuntimeWarning, match=f"is ignored, the committed launches run: .*{words}"):
+        assert launch() == COMMITTED
+
+
+@pytest.mark.parametrize("umask", [0, 0o22])
+def test_what_is_written_is_the_users_alone(folder: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        tune.run([lone()], stamp_of(H200), times)
+    finally:
+        os.umask(before)
+    modes = {path.name.split(".")[-1]: stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.iterdir())}
+    assert modes == {"cache": 0o700, "tuned": 0o700, "json": 0o600, "jsonl": 0o600, "lock": 0o600}
+
+
+# Where and for what
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No home, as for a user id that is on no list."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("NSA_SEL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_nothing_is_kept_and_that_is_said_once() -> None:
+    with pytest.warns(RuntimeWarning, match="nothing is kept on disk, for want of a folder .*: set NSA_SEL_CACHE") as told:
+        assert [launch(request, device) for request in (SHORT, replace(SHORT, S_kv=4096)) for device in (H200, H100)] == 4 * [COMMITTED]
+    assert len(told) == 1
+    with pytest.raises(ConfigError, match=r"the cache folder is None; allowed: a folder to keep tuning .* Remedy: set NSA_SEL_CACHE"):
+        tune.run([lone()], stamp_of(H200), times)
+
+
+def test_a_folder_that_no_path_can_name_fails_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_SEL_CACHE", "/tmp/" + "x" * 300)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert launch() == COMMITTED
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert tuned.cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("NSA_SEL_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert tuned.cache_folder() == tmp_path / "xdg" / "nsa-sel"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert tuned.cache_folder() == tmp_path / ".cache" / "nsa-sel"
+
+
+def test_the_stamp_has_every_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "_driver", lambda: "580.1")
+    stamp = stamp_of(H200)
+    assert msgspec.to_builtins(stamp) | {"kernels": "", "triton": ""} == {
+        "device": "NVIDIA H200", "sm": 90, "driver": "580.1", "torch": tuned._version("torch"), "nsa_sel": nsa_sel.__version__,
+        "triton": "", "kernels": "",
+    }  # fmt: skip
+    assert stamp_of(H100).digest() != stamp.digest()
+    monkeypatch.setattr(tuned, "_driver", lambda: "581.0")
+    assert stamp_of(H200).differences(stamp) == ["driver was 580.1, is 581.0"]
+
+
+def test_the_stamp_follows_the_kernels_and_the_committed_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tuned._kernels()
+    tuned._kernels.cache_clear()
+    assert tuned._kernels() == first
+    shipped = tuned.shipped_configs()
+    base = shipped["base.yaml"]
+    changed = {**shipped, "base.yaml": msgspec.structs.replace(base, kernels={**base.kernels, FORWARD: OTHER})}
+    monkeypatch.setattr(tuned, "shipped_configs", lambda: changed)
+    tuned._kernels.cache_clear()
+    assert tuned._kernels() != first
+    monkeypatch.undo()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + (b"#" if self.name == "steps.py" else b""))
+    tuned._kernels.cache_clear()
+    assert tuned._kernels() != first
+    tuned._kernels.cache_clear()
+
+
+def test_reading_needs_no_framework() -> None:
+    write(result())
+    code = (
+        "import sys; from nsa_sel.settings import tuned; from nsa_sel.core.request import DeviceInfo;"
+        " table = tuned.in_force(DeviceInfo(kind='cuda', name='NVIDIA H200', sm=90));"
+        " print(table is not None, sorted({'torch', 'triton', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "True ['yaml']\n", done.stderr
+
+
+def test_the_written_file_is_json_that_people_can_read(folder: Path) -> None:
+    write(result())
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text())["results"][0]["winner"]["block_l"] == 32
+    assert tune.TOP == 5
