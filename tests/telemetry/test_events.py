@@ -172,7 +172,7 @@ def test_no_lock_or_pool_is_made_that_a_fork_may_leave_taken() -> None:
     makes = re.compile(r"\b(?:R?Lock|Condition|Semaphore|Barrier|Queue|\w+PoolExecutor|register_at_fork|in_child)\(")
     sources = {name: file.read_text() for name, file in modules()}
     made = {name: makes.findall(source) for name, source in sources.items() if makes.search(source)}
-    assert made.pop("forks") == ["RLock(", "register_at_fork(", "in_child(", "register_at_fork("]
+    assert made.pop("core.forks") == ["RLock(", "register_at_fork(", "in_child(", "register_at_fork("]
     assert made == {"backends.numba_cpu": ["ThreadPoolExecutor(", "in_child("]}
 
 
@@ -445,7 +445,7 @@ def test_prometheus_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, work: 
 
 def test_every_kind_of_counter_has_a_metric() -> None:
     sources = [file.read_text() for folder in ("nsa_sel", "backends") for file in (ROOT / folder).rglob("*.py")]
-    kinds = {kind for source in sources for kind in re.findall(r'(?:observe\.count\(|\byield (?:from \(\()?)"([a-z]+)"', source)}
+    kinds = {kind for source in sources for kind in re.findall(r'(?:events\.count\(|\byield (?:from \(\()?)"([a-z]+)"', source)}
     assert kinds == set(prometheus.METRICS)
 
 
