@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from nsa_sel.core.decision import Backend, Library, Limits, Requirement
+from nsa_sel.core.backend import Backend, Library, Limits, Requirement, Switch, TileKernels
 
-WIDE, WIDEST = 256, 320  # columns of a key and its value beyond which a Triton kernel has another launch
+WIDE, WIDEST = 256, 320  # columns of a key and its value beyond which a Triton kernel has another config
 
 _TRITON = Requirement("triton", "3.4", "pip install 'triton>=3.4' (comes with torch's CUDA builds on Linux)")
 # The interpreter computes bf16 dots wrongly and fp64 exactly; GPUs run the 16-bit types and fp32 with IEEE dots.
@@ -16,9 +16,19 @@ _TRITON_LIMITS = Limits(
     head_dim_max=256,
     min_sm=80,
 )
-# Tiles of keys are powers of two that divide the block; the matrix unit takes 16 keys at least.
+# Tiles of keys are powers of two that divide the block; a tensor core takes at least 16 keys.
 _BLOCK_LIMITS = msgspec.structs.replace(_TRITON_LIMITS, block_aligned_only=True, block_multiple=16)
 _CUPY = "pip install 'nsa-sel[cuda13]' (nsa-sel[cuda12] for a driver of CUDA 12)"
+
+# What the kernels of each strategy spend their time on, as terms of settings/config.py's COST_TERMS; at most one "-wide" term a model,
+# because few measured rows are wide.
+_GATHERED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
+_TILES = ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide")
+_BLOCKS = ("launch", "pairs", "exact", "partials", "rows", "exact-wide")
+
+HOPPER_TILES = TileKernels(
+    sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=128
+)
 
 SPECS = (
     Backend(
@@ -27,6 +37,9 @@ SPECS = (
         framework="torch",
         limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
         summary="rows bucketed by length, gathered, scaled_dot_product_attention; the fallback that always runs",
+        switches=(Switch("use_sel_pack", "pack-off", "unset NSA_USE_SEL_PACK"),),
+        fallback=True,
+        cost_terms={"forward": _GATHERED, "decode": _GATHERED, "backward": _GATHERED},
     ),
     Backend(
         name="numba",
@@ -42,7 +55,12 @@ SPECS = (
         framework="triton",
         limits=_TRITON_LIMITS,
         requires=(_TRITON,),
-        summary="one program per query row and head; no matrix unit, any h",
+        summary="one program per query row and head; no tensor cores, any h",
+        cost_terms={
+            "forward": ("launch", "reread", "scores", "reread-wide"),
+            "decode": ("launch", "walk", "split-walk", "reread", "scores", "reread-wide"),
+            "backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
+        },
     ),
     Backend(
         name="triton-group",
@@ -51,6 +69,13 @@ SPECS = (
         limits=_TRITON_LIMITS,
         requires=(_TRITON,),
         summary="one program per query row and KV group: K/V loaded once for all h heads",
+        switches=(Switch("triton_group", "group-off", "unset NSA_SEL_TRITON_GROUP"),),
+        reads_caches=True,
+        cost_terms={
+            "forward": ("launch", "read", "distinct", "rows", "read-wide"),
+            "decode": ("launch", "walk", "split-walk", "read", "read-wide"),
+            "backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
+        },
     ),
     Backend(
         name="triton-tile",
@@ -59,6 +84,9 @@ SPECS = (
         limits=msgspec.structs.replace(_BLOCK_LIMITS, ranges_max=2048),  # its plan sorts a row's ranges in one program
         requires=(_TRITON,),
         summary="one program per tile of adjacent rows: K/V loaded once for all of them, over the union of their blocks",
+        decodes=False,
+        shares="tiles",
+        cost_terms={"forward": _TILES, "backward": ("launch", "union", "pairs", "tile", "exact", "rows", "exact-wide")},
     ),
     Backend(
         name="triton-block",
@@ -67,6 +95,9 @@ SPECS = (
         limits=_BLOCK_LIMITS,
         requires=(_TRITON,),
         summary="one visit per KV block with all rows that chose it; partial results joined in the order of the ranges",
+        decodes=False,
+        shares="blocks",
+        cost_terms={"forward": _BLOCKS, "backward": _BLOCKS},
     ),
     Backend(
         name="cupy-cuda",
@@ -79,28 +110,14 @@ SPECS = (
             Library("NVIDIA driver", ("libcuda.so.1",), (), "install the NVIDIA driver; a machine without a GPU has no use for it"),
         ),
         summary="hand-written CUDA: tiles of adjacent rows on Hopper, else one block per query row and KV group; dk and dv by KV tiles",
+        tiles=HOPPER_TILES,
+        cost_terms={
+            "forward": _TILES,
+            "decode": ("launch", "walk", "read", "read-wide"),
+            "backward": ("launch", "pairs", "tile", "exact"),
+        },
     ),
 )
-
-
-DQ_GROUPS = 2  # of warps that share a tile in its kernel of dq: logits and their gradients take the registers of a third
-
-
-MOST_UNION_BLOCKS = 16384  # KV blocks of a cache in the plan of cupy-cuda's tiles: 8 bytes of shared memory each
-
-
-def hopper_groups(h: int, Dk: int) -> int:
-    """Groups of warps, of 64 // h tokens each, that share a tile in cupy-cuda's forward kernel for Hopper: three, two where a tile would
-    have more than 64 tokens, or wide keys leave too little memory."""
-    return 3 if Dk <= 128 and 3 * (64 // h) <= 64 else 2
-
-
-def on_hopper_tiles(S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
-    """Whether cupy-cuda computes such calls by its kernels for Hopper, on that chip: blocks of a multiple of 64 keys, as few as its plan
-    has shared memory for, and enough tokens for a tile; dk and dv only up to Dk = 128."""
-    if block_size is None or block_size % 64 or not (2 <= h <= 64 and Dk in (64, 128, 192) and Dv in (64, 128)):
-        return False
-    return hopper_groups(h, Dk) * (64 // h) <= S and S_kv <= MOST_UNION_BLOCKS * block_size
 
 
 def tile_columns(Dk: int, Dv: int, size: int) -> tuple[int, int]:

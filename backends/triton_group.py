@@ -46,7 +46,6 @@ from nsa_sel.backends._triton.steps import (
 from nsa_sel.core.call import Call
 from nsa_sel.settings.config import KernelConfig
 
-READS_CACHES = True  # lengths and block tables, in the forward kernels
 FULL = 8  # warps of a program that has a multiprocessor for itself
 FEW_TOKENS = 8  # new tokens of a sequence, up to which a call is one step of decoding: its keys are of many sequences, and far apart
 

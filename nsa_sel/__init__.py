@@ -8,9 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from nsa_sel.version import __version__
+
 if TYPE_CHECKING:
-    from nsa_sel.attention import explain, explain_request, forget_decisions, selection_attention, use_backend
+    from nsa_sel.attention import explain, selection_attention
+    from nsa_sel.core.decide import explain_request, use_backend
     from nsa_sel.core.decision import Decision
+    from nsa_sel.core.reset import reset
     from nsa_sel.layer import NSASelection, block_scores
     from nsa_sel.selection import Selection
     from nsa_sel.serving import selection_attention_with_kvcache
@@ -20,19 +24,19 @@ if TYPE_CHECKING:
     from nsa_sel.telemetry.events import counters, decisions, log_to
     from nsa_sel.varlen import selection_attention_varlen, varlen_positions
 
-__version__ = "0.1.0"
 __all__ = [
     "Decision",
     "NSASelection",
     "Selection",
+    "__version__",
     "block_scores",
     "counters",
     "decisions",
     "describe",
     "explain",
     "explain_request",
-    "forget_decisions",
     "log_to",
+    "reset",
     "selection_attention",
     "selection_attention_varlen",
     "selection_attention_with_kvcache",
@@ -50,14 +54,14 @@ _HOMES = {
     "decisions": "telemetry.events",
     "describe": "telemetry.describe",
     "explain": "attention",
-    "explain_request": "attention",
-    "forget_decisions": "attention",
+    "explain_request": "core.decide",
     "log_to": "telemetry.events",
+    "reset": "core.reset",
     "selection_attention": "attention",
     "selection_attention_varlen": "varlen",
     "selection_attention_with_kvcache": "serving",
     "sync_tuning": "settings.syncing",
-    "use_backend": "attention",
+    "use_backend": "core.decide",
     "varlen_positions": "varlen",
     "warmup": "settings.warmup",
 }

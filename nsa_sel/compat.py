@@ -16,10 +16,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nsa_sel.attention import selection_attention
+from nsa_sel.core.bounds import CuSeqlens
+from nsa_sel.core.entry import selection_attention
+from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
-from nsa_sel.varlen import Bounds, selection_attention_varlen
 
 
 def parallel_nsa(
@@ -34,7 +35,7 @@ def parallel_nsa(
     block_size: int = 64,
     window_size: int = 0,
     scale: float | None = None,
-    cu_seqlens: Bounds | tuple[Bounds, Bounds] | None = None,
+    cu_seqlens: CuSeqlens | tuple[CuSeqlens, CuSeqlens] | None = None,
     *,
     block_aligned: bool = False,
 ) -> Tensor:
@@ -68,13 +69,14 @@ def parallel_nsa(
     selection = Selection.from_blocks(block_indices, block_size, block_counts if isinstance(block_counts, Tensor) else None)
     o: Tensor
     if cu_seqlens is None:
-        o = selection_attention(grouped, k.transpose(1, 2), v.transpose(1, 2), selection, scale=scale)
+        kt, vt = k.transpose(1, 2), v.transpose(1, 2)
+        o = selection_attention(grouped, kt, vt, selection, scale=scale, q_pos=None, return_lse=False, backend=None)
     else:
         if q.shape[0] != 1:
             raise ArgumentError("q", f"of {q.shape[0]} batch entries", "1 with cu_seqlens", "lay the sequences end to end in one entry")
         pair = isinstance(cu_seqlens, tuple) and not all(isinstance(bound, int) for bound in cu_seqlens)
-        cu_q, cu_k = cast(tuple[Bounds, Bounds | None], cu_seqlens if pair else (cu_seqlens, None))
-        o = selection_attention_varlen(grouped[0], k[0], v[0], selection, cu_q, cu_k, scale=scale, block_aligned=block_aligned).unsqueeze(0)
+        cu_q, cu_k = cast(tuple[CuSeqlens, CuSeqlens | None], cu_seqlens if pair else (cu_seqlens, None))
+        o = _packed(grouped[0], k[0], v[0], selection, cu_q, cu_k, scale, block_aligned).unsqueeze(0)
     o = o.flatten(2, 3)
     return o if g_slc is None else o * g_slc.unsqueeze(-1)
 
@@ -85,7 +87,7 @@ def topk_sparse_attention(
     v: Tensor,
     topk_idx: Tensor,
     block_size: int,
-    cu_seqlens: Bounds,
+    cu_seqlens: CuSeqlens,
     softmax_scale: float | None = None,
     *,
     block_aligned: bool = False,
@@ -102,8 +104,7 @@ def topk_sparse_attention(
         value = f"of shape {tuple(shape)}" if isinstance(topk_idx, Tensor) else f"a {type(topk_idx).__name__}"
         raise ArgumentError("topk_idx", value, f"[H={k.shape[1]}, T={q.shape[0]}, topk]", "groups come first; -1 fills up short rows")
     selection = Selection.from_blocks(topk_idx.transpose(0, 1).unsqueeze(0), block_size)
-    o: Tensor = selection_attention_varlen(grouped, k, v, selection, cu_seqlens, scale=softmax_scale, block_aligned=block_aligned)
-    return o.flatten(1, 2)
+    return _packed(grouped, k, v, selection, cu_seqlens, None, softmax_scale, block_aligned).flatten(1, 2)
 
 
 FSA_topk_sparse_attention = topk_sparse_attention  # the name in Flash-Sparse-Attention
@@ -119,3 +120,12 @@ def _by_group(q: Tensor, k: Tensor, dims: int, q_form: str, k_form: str) -> Tens
     if not H or HQ % H:
         raise ArgumentError("q", f"of {HQ} heads", f"a multiple of k's {H} heads", "every head of k serves as many heads of q")
     return q.view(*q.shape[:-2], H, HQ // H, q.shape[-1])
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, cu_q: CuSeqlens, cu_k: CuSeqlens | None, scale: float | None, aligned: bool
+) -> Tensor:
+    o: Tensor = packed_attention(
+        q, k, v, selection, cu_q, cu_k, scale=scale, return_lse=False, backend=None, block_aligned=aligned, align=None
+    )
+    return o

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nsa_sel.attention import selection_attention
+from nsa_sel.core.entry import selection_attention
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from nsa_sel.attention import check_traced, finish, materialized, prepare, run_forward, selection_attention
-from nsa_sel.core.call import check_call, check_flag
+from nsa_sel.core import entry, run, transforms
+from nsa_sel.core.check import check_call, check_flag
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection, check_dense
 
@@ -42,9 +42,9 @@ def selection_attention_with_kvcache(
     undefined behaviour. Under torch.autocast nothing is cast: a cache keeps its dtype. Raises ArgumentError and BackendError.
     """
     if not is_compiling():
-        check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
+        transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
     check_flag("return_lse", return_lse)
-    q, k_cache, v_cache = map(materialized, (q, k_cache, v_cache))
+    q, k_cache, v_cache = transforms.materialized(q, k_cache, v_cache)
     decode = isinstance(q, Tensor) and q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
@@ -59,17 +59,14 @@ def selection_attention_with_kvcache(
         q, _, _, selection, scale, _ = check_call(q, k_whole, v_whole, selection, scale, None)
     except ArgumentError as error:
         raise _of_cache(error) from None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if transforms.needs_grad(q, k, v):
         if block_table is not None:
             name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
             remedy = "call it under torch.no_grad(), or keep the keys in one piece"
             raise ArgumentError(name, "a tensor that requires gradients", "none over a paged cache", remedy)
         found = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
     else:
-        call, decision, request = prepare(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table)
-        o, lse, decision = run_forward(call, decision)
-        finish(call, decision, request, o)
-        found = o, lse
+        found = run.attend(q, k, v, selection, scale, None, backend, cache_seqlens, block_table)
     o, lse = (x.squeeze(1) for x in found) if decode else found
     return (o, lse) if return_lse else o
 
@@ -82,7 +79,7 @@ def _with_gradients(
     ranges = torch.where(position[:, :, None, None, None] < 0, 0, selection.ranges)
     there = Selection(ranges, selection.block_size, selection.max_length, disjoint=selection.disjoint)
     with torch.autocast(q.device.type, enabled=False):
-        o, lse = selection_attention(q, k, v, there, scale=scale, q_pos=position.clamp(min=0), return_lse=True, backend=backend)
+        o, lse = entry.selection_attention(q, k, v, there, scale=scale, q_pos=position.clamp(min=0), return_lse=True, backend=backend)
     return o, lse
 
 

@@ -3,7 +3,7 @@
     ms = max(host, sum of coefficient x work)
 
 The host queues kernels while the device works, so that the slower of both is what a call takes. Every kind of work is something
-that a kernel provably does (bytes of K and V loaded, products on the matrix units, partial results moved); what one unit of it costs is
+that a kernel provably does (bytes of K and V loaded, products on tensor cores, partial results moved); what one unit of it costs is
 measured, never assumed. Pure arithmetic: no tensors, no clock, and the same number on every machine.
 """
 
@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from nsa_sel.backends.specs import launch_class, on_hopper_tiles, tile_columns
-from nsa_sel.core.dispatch import Case
+from nsa_sel.backends.specs import launch_class, tile_columns
+from nsa_sel.core.backend import Backend
+from nsa_sel.core.decision import Case
 from nsa_sel.core.request import SHARING_TOKENS, Request
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads that a tile, or a step of a block's rows, holds
-SPLIT_PROGRAMS, MOST_PARTS = 132, 64  # fewer rows are split into as many programs, of each row so many parts at most
+MOST_PARTS = 64  # a row of a small batch is split among at most so many programs, about one for each multiprocessor
 
 
 class Blocks(NamedTuple):
@@ -61,8 +62,11 @@ def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> fl
     return min(pairs * sharing_at(sharing, tokens), visible) / tokens
 
 
-def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[str, float]:
-    """The amount of every kind of work in `nsa_sel.settings.config.COST_TERMS`, in its unit, for selections of whole blocks."""
+def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count: int) -> dict[str, float]:
+    """The amount of every kind of work in `nsa_sel.settings.config.COST_TERMS`, in its unit, for selections of whole blocks.
+
+    sm_count: multiprocessors of the GPU.
+    """
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
     block = request.block_size or 1
     pairs = blocks_of(request).chosen
@@ -70,20 +74,20 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     rows = request.B * request.S * request.G
     tokens = max(1, TILE_ROWS // h)
     tile_rows = TILE_ROWS * -(-h // TILE_ROWS)
-    wide_k, wide_v = tile_columns(Dk, Dv, size)  # on the matrix units; loads leave the padding out
+    wide_k, wide_v = tile_columns(Dk, Dv, size)  # on tensor cores; loads leave the padding out
     # Products with one (row, key): logits and o; tiles then recompute logits and take dP and dQ; blocks logits, dP, dV and dK.
     tile_widths = 2 * wide_k + wide_v if backward else wide_k + wide_v
     exact_widths = 2 * wide_k + 2 * wide_v if backward else wide_k + wide_v
     # What a pair moves through memory: q in and a partial o out and in; q and do in and a partial dq out and in.
     partial_widths = Dk + Dv + 2 * Dk if backward else Dk + 2 * Dv
     walk = keys / max(1, rows) / 1e3
-    parts = max(1, min(MOST_PARTS, SPLIT_PROGRAMS // max(1, rows)))
+    parts = max(1, min(MOST_PARTS, sm_count // max(1, rows)))
     read = keys * -(-h // TILE_ROWS) * (Dk + Dv) * size
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
     return {
         "launch": 1.0,
         "walk": walk,
-        "split-walk": walk / parts if rows <= SPLIT_PROGRAMS else 0.0,
+        "split-walk": walk / parts if rows <= sm_count else 0.0,
         "union": tile_blocks(request, sharing, tokens) * block * tokens / max(1, rows) / 1e3,
         "pairs": pairs / 1e6,
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
@@ -97,30 +101,28 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[s
     }
 
 
-def modelled(backend: str, request: Request, backward: bool) -> bool:
-    """Whether one model speaks for all such calls of a backend.
+def modelled(backend: Backend, request: Request, backward: bool) -> bool:
+    """Whether the backend's cost model covers such calls.
 
-    Of a paged cache triton-group alone reads the pages itself; what the others add, to find the keys there, was not measured.
-    cupy-cuda's counts the work of its tiles, and other shapes go other ways. Its backward pass of few heads ends before the host has
-    queued it all: what was measured there scatters with the host.
+    Paged caches: only a backend that reads the pages itself; for others the cost of gathering ranges was not measured.
+    Tile kernels: the model counts their work, and calls that they do not take run on other kernels.
     """
     if request.page_size is not None:
-        return backend == "triton-group"
-    if backend != "cupy-cuda" or request.S == 1:
+        return backend.reads_caches
+    if backend.tiles is None or request.S == 1:
         return True
-    fits = request.aligned and on_hopper_tiles(request.S, request.S_kv, request.h, request.Dk, request.Dv, request.block_size)
-    return fits and not (backward and request.Dk > 128)
+    return backend.tiles.take(request) and not (backward and request.Dk > backend.tiles.backward_key_dim_max)
 
 
-def predict(case: Case, backend: str) -> float | None:
+def predict(case: Case, backend: Backend) -> float | None:
     """Milliseconds to four digits; None where the profile's rows do not speak for such a request."""
     request, costs = case.request, case.settings.costs
-    model = costs and costs.models.get(f"{backend}/{case.way}")
+    model = costs and costs.models.get(f"{backend.name}/{case.way}")
     if not costs or not model or request.dtype not in costs.dtypes or request.block_size is None:
         return None
     if not modelled(backend, request, case.direction == "backward"):
         return None
-    amounts = work(request, case.direction == "backward", request.sharing or case.settings.sharing_prior)
+    amounts = work(request, case.direction == "backward", request.sharing or case.settings.sharing_prior, case.device.sm_count)
     wide = any(term.endswith("-wide") for term in amounts)
     if wide and not any(term.endswith("-wide") for term in model.terms):
         return None

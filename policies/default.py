@@ -5,7 +5,7 @@ Where the device's profile has no costs, or they do not speak for the request, t
 
 from __future__ import annotations
 
-from nsa_sel.core.dispatch import Case, Policy
+from nsa_sel.core.decision import Case, Policy
 from nsa_sel.policies import cost, guards, rules
 
 
@@ -22,7 +22,7 @@ POLICY = Policy(
         guards.tile_overrides,
         rules.device_rule,
         rules.triton_flags,
-        rules.pack_flag,
+        rules.switches,
         rules.no_triton_on_cpu,
         rules.min_length,
     ),

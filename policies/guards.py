@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nsa_sel.core.decision import Offer, Reason
-from nsa_sel.core.dispatch import Case
+from nsa_sel.core.backend import Offer, Reason
+from nsa_sel.core.decision import Case
 
 
 def available(case: Case, offer: Offer) -> tuple[Reason, ...]:
@@ -15,20 +15,20 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
     """Every limit of the backend that the call or the device passes, with both values."""
     limits, request, device = offer.backend.limits, case.request, case.device
     interpreted = device.kind == "cpu" and device.triton_interpret and "interpreter" in limits.dtypes
-    place = "interpreter" if interpreted else device.kind
-    places = " or ".join(name for name in limits.dtypes if name != "interpreter")
+    kind = "interpreter" if interpreted else device.kind
+    kinds = " or ".join(name for name in limits.dtypes if name != "interpreter")
     reasons = []
-    if place not in limits.dtypes:
+    if kind not in limits.dtypes:
         remedy = "move q, k, v there"
         if "interpreter" in limits.dtypes:
             remedy += ", or set TRITON_INTERPRET=1 before Python starts to test it slowly on the CPU"
-        reasons.append(Reason("device-kind", "unsupported", "device.kind", device.kind, places, remedy))
-    elif request.dtype not in limits.dtypes[place]:
-        dtypes = ", ".join(limits.dtypes[place])
+        reasons.append(Reason("device-kind", "unsupported", "device.kind", device.kind, kinds, remedy))
+    elif request.dtype not in limits.dtypes[kind]:
+        dtypes = ", ".join(limits.dtypes[kind])
         reasons.append(Reason("dtype", "unsupported", "request.dtype", request.dtype, f"one of {dtypes}", "cast q, k, v"))
-    if place == "cuda" and (device.sm or 0) < limits.min_sm:
+    if kind == "cuda" and (device.sm or 0) < limits.min_sm:
         reasons.append(
-            Reason("compute-capability", "unsupported", "device.sm", device.sm, f">= {limits.min_sm}", "use a newer GPU or sdpa-packed")
+            Reason("compute-capability", "unsupported", "device.sm", device.sm, f">= {limits.min_sm}", "use a newer GPU or another backend")
         )
     for field in ("Dk", "Dv"):
         value = getattr(request, field)
@@ -39,21 +39,21 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
             )
         if value > limits.head_dim_max:
             required = f"<= {limits.head_dim_max}"
-            reasons.append(Reason("head-dim-max", "unsupported", f"request.{field}", value, required, "use sdpa-packed"))
+            reasons.append(Reason("head-dim-max", "unsupported", f"request.{field}", value, required, "use another backend"))
     if limits.block_aligned_only and request.block_size is None:
         reasons.append(
             Reason("block-aligned", "unsupported", "request.block_size", None, "whole blocks", "build the Selection with from_blocks")
         )
     if limits.block_aligned_only and request.page_size is not None:
-        remedy = "use triton-group, which reads the block table, or a cache without pages"
+        remedy = "let the policy choose a backend that reads block tables, or use a cache without pages"
         reasons.append(Reason("paged", "unsupported", "request.page_size", request.page_size, "keys in one piece", remedy))
     if request.block_size is not None and request.block_size % limits.block_multiple:
         required = f"a multiple of {limits.block_multiple}"
-        remedy = "select blocks of such a size, or use triton-group"
+        remedy = "select blocks of such a size, or use another backend"
         reasons.append(Reason("block-multiple", "unsupported", "request.block_size", request.block_size, required, remedy))
     if request.n > limits.ranges_max:
         required = f"<= {limits.ranges_max}"
-        reasons.append(Reason("ranges-max", "unsupported", "request.n", request.n, required, "select fewer blocks, or use triton-group"))
+        reasons.append(Reason("ranges-max", "unsupported", "request.n", request.n, required, "select fewer blocks, or use another backend"))
     if not limits.deterministic:
         reasons.append(
             Reason(
@@ -85,6 +85,6 @@ def tile_overrides(case: Case, offer: Offer) -> tuple[Reason, ...]:
             Reason("path-dense", "unsupported", "request.n", case.request.n, 1, "unset NSA_SEL_TRITON_FORCE_PATH or set it to varlen")
         )
     if case.settings.triton_force_path == "dense" and offer.backend.limits.block_aligned_only:
-        remedy = "unset NSA_SEL_TRITON_FORCE_PATH, or use triton-group"
+        remedy = "unset NSA_SEL_TRITON_FORCE_PATH"
         reasons.append(Reason("path-dense-blocks", "unsupported", "settings.triton_force_path", "dense", "auto or varlen", remedy))
     return tuple(reasons)

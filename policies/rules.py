@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nsa_sel.core.decision import Offer, Reason
-from nsa_sel.core.dispatch import Case
+from nsa_sel.core.backend import Offer, Reason
+from nsa_sel.core.decision import Case
 
 
 def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
@@ -15,18 +15,21 @@ def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
     return (Reason("device-rule", "disabled", "device.sm", case.device.sm, f"another: {off.rule}", remedy),)
 
 
+def switches(case: Case, offer: Offer) -> tuple[Reason, ...]:
+    """Settings that keep one backend out."""
+    off = [switch for switch in offer.backend.switches if not getattr(case.settings, switch.setting)]
+    return tuple(Reason(switch.code, "disabled", f"settings.{switch.setting}", False, True, switch.remedy) for switch in off)
+
+
 def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """Flags and configuration that keep Triton, or one of its backends, out."""
+    """Flags and configuration that keep Triton out."""
     settings, request = case.settings, case.request
     if offer.backend.framework != "triton":
         return ()
     reasons = []
     if not settings.use_triton_sel:
-        reasons.append(
-            Reason("triton-off", "disabled", "settings.use_triton_sel", False, True, "set NSA_USE_TRITON_SEL=1 or runtime.use_triton_sel")
-        )
-    if offer.backend.name == "triton-group" and not settings.triton_group:
-        reasons.append(Reason("group-off", "disabled", "settings.triton_group", False, True, "unset NSA_SEL_TRITON_GROUP"))
+        remedy = "set NSA_USE_TRITON_SEL=1 or runtime.use_triton_sel"
+        reasons.append(Reason("triton-off", "disabled", "settings.use_triton_sel", False, True, remedy))
     if request.needs_grad and not settings.triton_allow_grad:
         reasons.append(
             Reason("grad-off", "disabled", "settings.triton_allow_grad", False, True, "unset NSA_SEL_TRITON_ALLOW_GRAD, or torch.no_grad()")
@@ -40,13 +43,6 @@ def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
             remedy = "make q, k, v 16-byte aligned, or unset NSA_SEL_TRITON_REQUIRE_ALIGN"
             reasons.append(Reason("align-pointers", "disabled", "request.aligned", False, True, remedy))
     return tuple(reasons)
-
-
-def pack_flag(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """NSA_USE_SEL_PACK=0 keeps packed SDPA out."""
-    if offer.backend.name != "sdpa-packed" or case.settings.use_sel_pack:
-        return ()
-    return (Reason("pack-off", "disabled", "settings.use_sel_pack", False, True, "unset NSA_USE_SEL_PACK"),)
 
 
 def no_triton_on_cpu(case: Case, offer: Offer) -> tuple[Reason, ...]:

@@ -11,9 +11,8 @@ import hypothesis
 import pytest
 import torch
 
-from nsa_sel import attention
-from nsa_sel.core import registry
-from nsa_sel.settings import config, tuned, warmup
+from nsa_sel.core.reset import reset
+from nsa_sel.settings import config, tuned
 from nsa_sel.telemetry import events
 
 # The same examples in every run, and no folder of past ones.
@@ -136,10 +135,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    config.forget_settings()
     config._warn_of_unknown.cache_clear()
     config._variables[0] = -1
-    registry.forget_broken()
     tuned.forget()
-    warmup.forget_warmups()
-    attention.forget_decisions()
+    reset()

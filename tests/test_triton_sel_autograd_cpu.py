@@ -140,8 +140,7 @@ def test_the_record_names_the_backend_that_ran_and_a_broken_one_is_not_tried_aga
         o.sum().backward()
     assert tried == [1]
     monkeypatch.setattr(numba_cpu, "forward", broken)
-    nsa_sel.attention.registry.forget_broken()
-    nsa_sel.forget_decisions()
+    nsa_sel.reset()
     with pytest.warns(RuntimeWarning, match="numba failed"):
         nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
     assert nsa_sel.decisions()[-1].forward == "sdpa-packed"

@@ -100,7 +100,8 @@ def test_one_range_of_one_row_of_many_pairs(backend: str) -> None:
 
 
 def test_blocks_that_straddle_kv_tiles_take_little_room() -> None:
-    from nsa_sel.core.call import Call, check_call, device_info
+    from nsa_sel.core.call import Call, device_info
+    from nsa_sel.core.check import check_call
     from nsa_sel.settings.config import settings_for
 
     q, k, v = make_qkv(S=4, G=1, h=1, Dk=16, S_kv=3000)
@@ -119,13 +120,14 @@ def test_sums_of_split_blocks_do_not_depend_on_the_workspace(monkeypatch: pytest
     """dK and dV one (batch, group) pair at a time: the partials are many, the sums the same."""
     import msgspec
 
-    from nsa_sel import attention
     from nsa_sel.settings import config
 
     q, k, v = make_qkv(B=2, S=8, G=2, h=2, Dk=16, S_kv=48)
     selection = make_blocks(2, 8, 2, 48, 3, 16)
     settings_for = config.settings_for
-    monkeypatch.setattr(attention, "settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=400_000))
+    monkeypatch.setattr(
+        "nsa_sel.core.decide.settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=400_000)
+    )
     check_both("triton-group", q, k, v, selection)
 
 

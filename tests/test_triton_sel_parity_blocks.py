@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import attention
 from nsa_sel.backends._triton import inverse as inverse_module
 from nsa_sel.backends._triton import launch
 from nsa_sel.backends._triton import union as union_module
 from nsa_sel.backends._triton.inverse import inverse
 from nsa_sel.backends._triton.union import union
-from nsa_sel.core.call import Call, check_call, device_info
+from nsa_sel.core.call import Call, device_info
+from nsa_sel.core.check import check_call
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings import config
@@ -124,7 +124,7 @@ def test_tiles_by_bulk_copies_and_by_pointers(monkeypatch: pytest.MonkeyPatch, c
         kernels = {name: msgspec.structs.replace(kernel, loads=loads) for name, kernel in settings.kernels.items()}
         return msgspec.structs.replace(settings, kernels=kernels, debug_triton=True)
 
-    monkeypatch.setattr(attention, "settings_for", changed)
+    monkeypatch.setattr("nsa_sel.core.decide.settings_for", changed)
     q, k, v = make_qkv(B=2, S=9, G=2, h=3, Dk=24, Dv=16, S_kv=100)
     with caplog.at_level(logging.INFO, logger="nsa_sel"):
         check_both("triton-tile", q, k, v, make_blocks(2, 9, 2, 100, 3, 16))
@@ -177,7 +177,9 @@ def test_units_of_rows_and_groups_give_the_same_results(monkeypatch: pytest.Monk
     """A workspace that holds a few rows' partials: many units take turns, and dk and dv add up over them."""
     q, k, v = make_qkv(B=2, S=24, G=2, h=2, Dk=16, S_kv=48)
     settings_for = config.settings_for
-    monkeypatch.setattr(attention, "settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=workspace))
+    monkeypatch.setattr(
+        "nsa_sel.core.decide.settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=workspace)
+    )
     for backend in ("triton-block", "triton-group"):
         if backend == "triton-block" or workspace > 100_000:
             check_both(backend, q, k, v, make_blocks(2, 24, 2, 48, 3, 16))

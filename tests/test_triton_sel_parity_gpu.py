@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import attention
 from nsa_sel.core import registry
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
@@ -252,7 +251,7 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
         kernels = {name: msgspec.structs.replace(kernel, **huge) for name, kernel in settings.kernels.items()}
         return msgspec.structs.replace(settings, kernels=kernels, sel_triton_min_L=1, triton_off=None)
 
-    monkeypatch.setattr(attention, "settings_for", impossible)
+    monkeypatch.setattr("nsa_sel.core.decide.settings_for", impossible)
     q, k, v = gpu_qkv("float16", S=200, G=1, h=4, Dk=128, S_kv=5000)  # a tile of 2048 keys takes 512 KiB
     selection = Selection.from_ranges(make_spans("few", 1, 200, 1, 5000, 4500, device="cuda"))
     o = nsa_sel.selection_attention(q, k, v, selection)

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel import Selection, attention
+from nsa_sel import Selection
 from nsa_sel.backends import sdpa_packed
 from nsa_sel.core import registry
-from nsa_sel.core.decision import Backend, Decision, Limits
+from nsa_sel.core.backend import Backend, Limits
+from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_forward, oracle_mask
+from nsa_sel.telemetry import events as telemetry
 from tests.helpers.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 
 PINNED = """
@@ -37,7 +39,8 @@ runtime:
 @pytest.fixture(autouse=True)
 def plain_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A CPU without Triton's interpreter, whatever this process was started with, and a fixed order of preference."""
-    monkeypatch.setattr(attention, "device_info", lambda device: DeviceInfo(kind="cpu"))
+    for user in ("attention", "core.run"):
+        monkeypatch.setattr(f"nsa_sel.{user}.device_info", lambda device: DeviceInfo(kind="cpu"))
     file = tmp_path / "pinned.yaml"
     file.write_text(PINNED)
     monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
@@ -434,8 +437,7 @@ def test_failures_may_be_forgotten(fake: Fake) -> None:
     arguments = problem()
     nsa_sel.selection_attention(*arguments)
     fake.errors.clear()
-    registry.forget_broken()
-    nsa_sel.forget_decisions()
+    nsa_sel.reset()
     nsa_sel.selection_attention(*arguments)
     assert last().forward == "fake"
 
@@ -533,7 +535,7 @@ def test_debug_flags_leave_it_to_who_listens_already(
     nsa_sel.selection_attention(*arguments)
     assert [line["event"] for line in lines_of(log)] == ["sel.path", "sel.reads", "sel.decision", "sel.decision"]
     nsa_sel.log_to(None)
-    assert not attention.observe.listening()  # as before
+    assert not telemetry.listening()  # as before
     caplog.clear()
     caplog.set_level("INFO", logger="nsa_sel")
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
@@ -555,8 +557,8 @@ def test_a_log_that_is_asked_for_by_1_is_on_stderr(
 
 def test_a_log_holds_names_that_are_no_utf8(tmp_path: Path) -> None:
     nsa_sel.log_to(str(tmp_path / "log\udcff"))
-    attention.observe.emit("sel.tuned.ignored", file="/a/b\udcff", request=example_request())
-    attention.observe.emit("sel.tuned.loaded", file="/a/b")
+    telemetry.emit("sel.tuned.ignored", file="/a/b\udcff", request=example_request())
+    telemetry.emit("sel.tuned.loaded", file="/a/b")
     lines = lines_of(tmp_path / "log\udcff")
     assert [line["file"] for line in lines] == ["/a/b?", "/a/b"]
     assert lines[0]["request"]["Dk"] == example_request().Dk
@@ -566,6 +568,6 @@ def test_no_event_is_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch, c
     caplog.set_level("WARNING", logger="nsa_sel")
     q, k, v, ranges = problem(requires_grad=True)
     nsa_sel.explain(q, k, v, ranges)  # settings are read once
-    monkeypatch.setattr(attention.observe, "emit", lambda *_, **__: pytest.fail("an event was made"))
+    monkeypatch.setattr(telemetry, "emit", lambda *_, **__: pytest.fail("an event was made"))
     monkeypatch.setattr(msgspec.json, "encode", lambda *_, **__: pytest.fail("something was serialised"))
     nsa_sel.selection_attention(q, k, v, ranges).sum().backward()

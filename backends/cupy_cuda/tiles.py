@@ -14,7 +14,7 @@ from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
-from nsa_sel.backends.specs import DQ_GROUPS, hopper_groups, on_hopper_tiles
+from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call
 
 HOPPER = 90  # wgmma is this chip's alone
@@ -70,7 +70,7 @@ def takes(call: Call, *others: Tensor) -> bool:
     if call.device.sm != HOPPER or selection.block_size is None:
         return False
     _, S, _, h, Dk = call.q.shape
-    if not on_hopper_tiles(S, call.k.shape[2], h, Dk, call.v.shape[-1], selection.block_size):
+    if not HOPPER_TILES.fits(S, call.k.shape[2], h, Dk, call.v.shape[-1], selection.block_size):
         return False
     tensors = call.q, call.k, call.v, *others
     repeated = any(0 in x.stride() for x in tensors)  # no map has such a step
@@ -84,7 +84,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     Dv = call.v.shape[-1]
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     ranges = call.selection.disjoint_ranges()
-    shape = shape_of(hopper_groups(h, Dk), h, Dk, Dv, Dk, call.device.shared_memory)
+    shape = shape_of(HOPPER_TILES.warpgroups(h, Dk), h, Dk, Dv, Dk, call.device.shared_memory)
     union = union_of(call, ranges, shape.tokens)
     tokens, taken = ROWS // h, _taken(call, union)
     _start(
@@ -98,7 +98,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def loaded_keys(call: Call) -> int:
     """Keys that the forward loads: the union of each tile's rows. Counted, which waits for the device."""
     h, Dk = call.q.shape[3:]
-    shape = shape_of(hopper_groups(h, Dk), h, Dk, call.v.shape[-1], Dk, call.device.shared_memory)
+    shape = shape_of(HOPPER_TILES.warpgroups(h, Dk), h, Dk, call.v.shape[-1], Dk, call.device.shared_memory)
     return union_keys(call, shape.tokens)
 
 
@@ -108,7 +108,7 @@ def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
     dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
     ranges = call.selection.disjoint_ranges()
     h, Dk, Dv = *q.shape[3:], call.v.shape[-1]
-    shape = shape_of(DQ_GROUPS, h, Dk, Dv, Dk + Dv, call.device.shared_memory)
+    shape = shape_of(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, Dk + Dv, call.device.shared_memory)
     union = union_of(call, ranges, shape.tokens)
     tokens, taken = ROWS // h, _taken(call, union)
     _start(

@@ -3,7 +3,7 @@
 On tiny tensors, so that the host is what takes the time, with every backend and with "nothing": a stand-in that returns new tensors
 and computes nothing, beside which the rest of a call is not lost in a kernel's spread. All parts of a backend take turns within one
 process, many calls at a time; a round gives each part one median, and differences and ratios are taken within a round, so that what
-else the machine does meets both sides. "known" is what a call like one before takes in place of "check" and "decide". "Without
+else the machine does meets both sides. "Without
 observing" is the same call with the functions of `nsa_sel.telemetry.events` that a call runs replaced by ones that do nothing: decisions
 are neither kept nor counted, and whether anybody listens is not asked; what stays are a few attributes that are looked at.
 
@@ -28,6 +28,7 @@ import json
 import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -38,11 +39,13 @@ from rich.progress import track
 from tabulate import tabulate
 from torch import Tensor
 
-from nsa_sel import attention
+from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core import measure, records
 from nsa_sel.cli.output import output_file
-from nsa_sel.core import ops, registry
-from nsa_sel.core.call import Call, check_call, device_info, request_of
+from nsa_sel.core import entry, registry, run
+from nsa_sel.core.call import Call, device_info, request_of
+from nsa_sel.core.check import check_call
+from nsa_sel.core.decide import decide, select
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
@@ -87,17 +90,17 @@ def make_problem(device: str, needs_grad: bool, rows: int = SHAPE["S"]) -> Probl
 def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
     """What is timed, by name: the whole call, and its steps one by one. Raises BackendError when `backend` refuses the call."""
     q, k, v, selection, do = problem
-    forced = {CHOSEN: None, NOTHING: attention.FALLBACK}.get(backend, backend)
+    forced = {CHOSEN: None, NOTHING: registry.fallback()}.get(backend, backend)
     arguments = check_call(q, k, v, selection, None, None)
     device = device_info(q.device)
     request = request_of(q, k, v, selection, do is not None)
-    decision = attention.decide(request, device, forced)
+    decision = decide(request, device, forced)
     call = Call(q.detach(), k.detach(), v.detach(), selection, None, arguments[4], decision.settings, device)
     forward = registry.load(str(decision.forward)).forward
     backward: Any = None if do is None else registry.load(str(decision.backward)).backward
 
     def whole() -> Any:
-        o = attention.selection_attention(q, k, v, selection, backend=forced)
+        o = selection_attention(q, k, v, selection, backend=forced)
         return o if do is None else torch.autograd.grad(o, (q, k, v), do)
 
     def alone() -> Any:
@@ -117,9 +120,8 @@ def parts(problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
         "backend": alone,
         **({} if do is None else {"autograd": autograd, "node": node}),
         "check": lambda: check_call(q, k, v, selection, None, None),
-        "decide": lambda: attention.decide(request_of(q, k, v, selection, do is not None), device_info(q.device), forced),
-        "known": lambda: attention.begin(q, k, v, selection, None, None, forced),
-        "decision, cached": lambda: attention.select(request, device, forced),
+        "decide": lambda: decide(request_of(q, k, v, selection, do is not None), device_info(q.device), forced),
+        "decision, cached": lambda: select(request, device, forced),
     }
 
 
@@ -130,7 +132,7 @@ def compiled_parts(problem: Problem, compiler: str) -> dict[str, Callable[[], An
     def chain(calls: int) -> Callable[..., Tensor]:
         def work(o: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Tensor:
             for _ in range(calls):
-                o = attention.selection_attention(o, k, v, selection, backend=attention.FALLBACK)
+                o = selection_attention(o, k, v, selection, backend=registry.fallback())
             return o
 
         return work
@@ -181,7 +183,7 @@ class _Backend(torch.autograd.Function):
 @contextlib.contextmanager
 def without_observing() -> Iterator[None]:
     """Calls inside the `with` block keep, count and look at nothing."""
-    module: Any = attention
+    module: Any = run
     module.events = types.SimpleNamespace(record=lambda *_: None, follow=lambda _: None, count=lambda *_: None, emit=lambda *_, **__: None)
     try:
         yield
@@ -211,20 +213,21 @@ def standing_in() -> Iterator[None]:
 @contextlib.contextmanager
 def decided(problem: Problem) -> Iterator[None]:
     """Calls of packed SDPA inside the `with` block are not checked, and get the decision of `problem`'s."""
-    first, decision, request = attention.begin(*problem[:4], None, None, attention.FALLBACK)
+    q, k, v, selection, do = problem
+    found = run.begin(*check_call(q, k, v, selection, None, None), do is not None, registry.fallback())
 
-    def begin(q: Tensor, k: Tensor, v: Tensor, selection: Selection, *_: Any) -> Any:
-        return Call(q, k, v, selection, None, first.scale, first.settings, first.device), decision, request
+    def check(q: Tensor, k: Tensor, v: Tensor, selection: Selection, *_: Any) -> Any:
+        return q, k, v, selection, found.call.scale, None
 
-    def begin_op(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: None, block_size: int, max_length: None, *_: Any) -> Any:
-        return begin(q, k, v, Selection(ranges, block_size, max_length, disjoint=True))
+    def begin(q: Tensor, k: Tensor, v: Tensor, selection: Selection, *_: Any) -> run.Decided:
+        return found._replace(call=replace(found.call, q=q, k=k, v=v, selection=selection))
 
-    eager, of_ops, before = cast(Any, attention), cast(Any, ops), (attention.begin, ops._begin)
-    eager.begin, of_ops._begin = begin, begin_op
+    before = check_call, run.begin
+    cast(Any, entry).check_call, cast(Any, run).begin = check, begin
     try:
         yield
     finally:
-        eager.begin, of_ops._begin = before
+        cast(Any, entry).check_call, cast(Any, run).begin = before
 
 
 def microseconds(work: Callable[[], Any], calls: int, synchronise: Callable[[], None]) -> float:

@@ -18,9 +18,9 @@ from nsa_sel.bench.report.summary import PACKED, gain_of
 from nsa_sel.bench.threshold_optimizer import MARGIN, Pair, length_pairs, sure_length
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.core import registry
+from nsa_sel.core.backend import Offer
 from nsa_sel.core.call import device_info
-from nsa_sel.core.decision import Offer
-from nsa_sel.core.dispatch import load_policy, select
+from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import Settings, settings_for
@@ -99,7 +99,7 @@ def _pick(device: DeviceInfo, chart: Map, S: int, h: int) -> str | None:
         case = case._replace(B=DECODED, S=1)
     request = cost_fit.request_of(case, cost_fit.sharing_of(case) if chart.measured else None, chart.way == "backward")
     settings = tuned.apply(settings_for(device), request, device)
-    decision = select(request, device, load_policy("default"), settings, _offers(request, device))
+    decision = make_decision(request, device, load_policy("default"), settings, _offers(request, device))
     return decision.backward if chart.way == "backward" else decision.forward
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nsa_sel.backends.specs import DQ_GROUPS, hopper_groups, on_hopper_tiles
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.tune.cost_fit import case_of, request_of, sharing_of
+from nsa_sel.core import registry
 from nsa_sel.policies.cost import BYTES, TILE_ROWS, blocks_of, tile_blocks, work
+from nsa_sel.settings.devices import GPUS
 
 DIRECTIONS = ("fwd", "bwd", "decode")
 COUNTED = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")  # the kernels whose work is counted
@@ -77,25 +78,22 @@ def counted(case: Case, backend: str, backward: bool) -> Work:
     request, sharing = request_of(case, None, backward), sharing_of(case)
     pairs = blocks_of(request).chosen
     keys, width, h = pairs * case.block, case.Dk + case.Dv, case.h
-    terms = {name.removesuffix("-wide"): amount for name, amount in work(request, backward, sharing).items()}
+    terms = {name.removesuffix("-wide"): amount for name, amount in work(request, backward, sharing, GPUS["h200"].sm_count).items()}
     # Forward: logits and o. Backward: logits again, dp, dv, dq and dk.
     operations = 2 * keys * h * (3 * case.Dk + 2 * case.Dv if backward else width)
     rows = terms["rows"] * 1e9  # q and o; backward do and dq too
     a_key = width * BYTES[case.dtype]
     once = min(keys, case.B * case.G * case.S_kv) * a_key
-    if backend == "triton-tile":
+    spec = registry.backends()[backend]
+    if spec.shares == "tiles":
         moved = tile_blocks(request, sharing, max(1, TILE_ROWS // h)) * case.block * a_key * -(-h // TILE_ROWS)
-    elif backend == "cupy-cuda" and on_hopper_tiles(
-        case.S, case.S_kv, h, case.Dk, case.Dv, case.block
-    ):  # groups of warps share a tile's keys
-        moved = (
-            tile_blocks(request, sharing, (DQ_GROUPS if backward else hopper_groups(h, case.Dk)) * (TILE_ROWS // h)) * case.block * a_key
-        )
-    elif backend in ("triton-group", "cupy-cuda"):
+    elif spec.tiles is not None and spec.tiles.take(request):
+        moved = tile_blocks(request, sharing, spec.tiles.tokens(h, case.Dk, backward)) * case.block * a_key
+    elif spec.shares == "rows":
         moved = terms["read"] * 1e9
     else:
         moved = once + terms["partials"] * 1e9
-    if backward and backend != "triton-block":  # dk and dv: each block once, with q and do of every row that chose it
+    if backward and spec.shares != "blocks":  # dk and dv: each block once, with q and do of every row that chose it
         moved += once + pairs * h * a_key
     return Work(operations, rows + once * (1 + backward), rows + moved + backward * once)
 

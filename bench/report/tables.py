@@ -16,8 +16,8 @@ from nsa_sel.bench.report import losses, summary
 from nsa_sel.bench.report.trials import trials_table
 from nsa_sel.bench.tune.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.core import registry
-from nsa_sel.core.decision import Offer
-from nsa_sel.core.dispatch import load_policy, select
+from nsa_sel.core.backend import Offer
+from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry.describe import describe
@@ -50,7 +50,7 @@ def decision() -> str:
     """What `nsa-sel explain --device rtx4090` prints where nothing is missing: the device rule at work."""
     card = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89, sm_count=128, shared_memory=99 * 1024)
     offers = tuple(Offer(backend) for backend in registry.backends().values())
-    shown = describe(select(example_request(), card, load_policy("default"), settings_for(card), offers))
+    shown = describe(make_decision(example_request(), card, load_policy("default"), settings_for(card), offers))
     return "```\n$ nsa-sel explain --device rtx4090\n" + "\n".join(line.rstrip() for line in shown.splitlines()) + "\n```"
 
 

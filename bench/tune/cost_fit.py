@@ -14,39 +14,22 @@ from itertools import combinations
 import numpy as np
 from tabulate import tabulate
 
+from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.cases import LAYERS, Case, layer_selection, make_selection
 from nsa_sel.bench.core.records import Row
+from nsa_sel.core import registry
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.policies.cost import modelled, work
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import CostModel, Costs
+from nsa_sel.settings.devices import GPUS
 
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that they speak for: same bytes, same matrix units
 MORE_THAN_A_CALL = ("bench_serving", "bench_varlen", "bench_scaling")  # caches, packed batches and ranks: other work under a backend's name
 WAYS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # direction of a row -> way of a cost model
 SCATTER = 0.1  # of a row's percentiles, relative to its median, at which it has half a vote
 HOST_SPREAD = 2.0  # calls that the host bounds take at most so many times as long as the fastest call
-GROUP = ("launch", "read", "distinct", "rows", "read-wide")
-PACKED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
-# What each backend's kernels spend their time on; see COST_TERMS of nsa_sel/settings/config.py. One wide term a model: few rows are wide.
-TERMS = {
-    "triton-group/forward": GROUP,
-    "triton-group/decode": ("launch", "walk", "split-walk", "read", "read-wide"),
-    "triton-group/backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
-    "triton-tile/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
-    "triton-tile/backward": ("launch", "union", "pairs", "tile", "exact", "rows", "exact-wide"),
-    "triton-block/forward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
-    "triton-block/backward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
-    "triton-token/forward": ("launch", "reread", "scores", "reread-wide"),
-    "triton-token/decode": ("launch", "walk", "split-walk", "reread", "scores", "reread-wide"),
-    "triton-token/backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
-    "cupy-cuda/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
-    "cupy-cuda/decode": ("launch", "walk", "read", "read-wide"),
-    "cupy-cuda/backward": ("launch", "pairs", "tile", "exact"),
-    "sdpa-packed/forward": PACKED,
-    "sdpa-packed/decode": PACKED,
-    "sdpa-packed/backward": PACKED,
-}
+TERMS = {f"{backend.name}/{way}": terms for backend in SPECS for way, terms in backend.cost_terms.items()}
 
 
 def is_time(row: Row) -> bool:
@@ -63,7 +46,7 @@ def is_time(row: Row) -> bool:
 def is_cost_row(row: Row) -> bool:
     """Whether the row is a time that a model of TERMS is to explain."""
     backward = row.get("direction") == "bwd"
-    return is_time(row) and modelled(row["backend"], request_of(case_of(row), None, backward), backward)
+    return is_time(row) and modelled(registry.backends()[row["backend"]], request_of(case_of(row), None, backward), backward)
 
 
 def case_of(row: Row) -> Case:
@@ -116,17 +99,17 @@ def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool) 
     return exact.request_class()
 
 
-def models(rows: Sequence[Row]) -> dict[str, CostModel]:
-    """The cost model of every backend and way that the rows hold, all of which pass `is_cost_row`."""
+def models(rows: Sequence[Row], sm_count: int) -> dict[str, CostModel]:
+    """The cost model of every backend and way that the rows hold, all of which pass `is_cost_row`; sm_count: of their GPU."""
     by_model: dict[str, list[Row]] = {}
     for row in rows:
         by_model.setdefault(f"{row['backend']}/{WAYS[row['direction']]}", []).append(row)
-    return {name: fit(name, by_model[name]) for name in TERMS if name in by_model}
+    return {name: fit(name, by_model[name], sm_count) for name in TERMS if name in by_model}
 
 
-def costs(rows: Sequence[Row], sources: Sequence[str]) -> Costs:
+def costs(rows: Sequence[Row], sources: Sequence[str], sm_count: int) -> Costs:
     """The `costs:` part of a profile, from rows that all pass `is_cost_row`; `sources` says in words where these come from."""
-    found = models(rows)
+    found = models(rows, sm_count)
     errors = sorted(model.median_error for model in found.values())
     finding = (
         f"ms = max(host, sum of price x work), non-negative least squares of the relative error over {len(rows)} rows of {len(found)}"
@@ -136,7 +119,7 @@ def costs(rows: Sequence[Row], sources: Sequence[str]) -> Costs:
     return Costs(provenance="; ".join((finding, *sources)), dtypes=tuple(dtypes), models=found)
 
 
-def fit(name: str, rows: Sequence[Row]) -> CostModel:
+def fit(name: str, rows: Sequence[Row], sm_count: int) -> CostModel:
     """The model with the least sum of squared relative errors over the rows of one backend and way.
 
     Rows of the same sizes share one vote: thirty layers do not outweigh the other lengths. A time that scatters says less, and
@@ -146,7 +129,7 @@ def fit(name: str, rows: Sequence[Row]) -> CostModel:
     rows = sorted(rows, key=lambda row: float(row["ms_median"]))
     cases = [case_of(row) for row in rows]
     ms = np.array([row["ms_median"] for row in rows])
-    amounts = np.array([_amounts(case, name) for case in cases])
+    amounts = np.array([_amounts(case, name, sm_count) for case in cases])
     sizes = Counter(case[1:] for case in cases)
     scatter = np.array([(row["ms_p80"] - row["ms_p20"]) / row["ms_median"] for row in rows])
     votes = np.array([1 / sizes[case[1:]] for case in cases]) / (1 + (scatter / SCATTER) ** 2)
@@ -195,10 +178,10 @@ def prior() -> tuple[float, ...]:
     return tuple(round(float(ratio), 2) for ratio in np.mean(np.array(found), axis=0))
 
 
-def _amounts(case: Case, name: str) -> list[float]:
+def _amounts(case: Case, name: str, sm_count: int) -> list[float]:
     backward = name.endswith("/backward")
     sharing = sharing_of(case)
-    counted = work(request_of(case, sharing, backward), backward, sharing)
+    counted = work(request_of(case, sharing, backward), backward, sharing, sm_count)
     return [counted.get(term, 0.0) for term in TERMS[name]]
 
 
@@ -210,7 +193,7 @@ def main() -> None:
     """Fit the rows of derive.py again: every model with its errors, and the prior."""
     from nsa_sel.bench.tune.derive import cost_rows
 
-    fitted = models([row for rows in cost_rows().values() for row in rows])
+    fitted = models([row for rows in cost_rows().values() for row in rows], GPUS["h200"].sm_count)
     lines = [
         (name, model.rows, f"{model.median_error:.1%}", f"{model.worst_error:.1%}", f"{model.host:.3g}",
          ", ".join(f"{term} {price:.3g}" for term, price in model.terms.items()))

@@ -21,6 +21,7 @@ from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import Evidence, KernelConfig, Side, Source, Threshold, Way
+from nsa_sel.settings.devices import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
 H200_RESULTS = "bench/results/h200"
@@ -114,7 +115,7 @@ def cost_rows(folder: str = H200_RESULTS, wanted: Callable[[Row], bool] = cost_f
 def costs(files: dict[str, list[Row]]) -> dict[str, Any]:
     """The `costs:` part of a profile, from rows by file."""
     rows = [row for rows in files.values() for row in rows]
-    found = cost_fit.costs(rows, [source(name, read_rows(name)) for name in files])
+    found = cost_fit.costs(rows, [source(name, read_rows(name)) for name in files], GPUS["h200"].sm_count)
     return {**msgspec.to_builtins(found), "dtypes": list(found.dtypes)}
 
 

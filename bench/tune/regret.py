@@ -21,8 +21,8 @@ from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.tune.cost_fit import case_of, is_cost_row, is_time, models, request_of, sharing_of
 from nsa_sel.bench.tune.derive import H200_RESULTS, cost_rows
-from nsa_sel.core.decision import Offer
-from nsa_sel.core.dispatch import load_policy, select
+from nsa_sel.core.backend import Offer
+from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings.config import Costs, Settings, settings_for
 from nsa_sel.settings.devices import GPUS
@@ -65,7 +65,7 @@ def choose(
     backward = direction == "bwd"
     request = request_of(case, sharing_of(case) if known else None, backward)
     offers = [Offer(spec) for spec in SPECS if spec.name in times]
-    decision = select(request, device, load_policy("default"), settings, offers)
+    decision = make_decision(request, device, load_policy("default"), settings, offers)
     picked = decision.backward if backward else decision.forward
     if picked is None:
         return None
@@ -85,7 +85,8 @@ def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
     @cache
     def without(sizes: tuple[Any, ...], direction: str) -> Settings:
         others = [row for row in filter(is_cost_row, rows) if row["direction"] == direction and case_of(row)[1:] != sizes]
-        costs = Costs(provenance=f"without {sizes}", dtypes=settings.costs.dtypes if settings.costs else (), models=models(others))
+        dtypes = settings.costs.dtypes if settings.costs else ()
+        costs = Costs(provenance=f"without {sizes}", dtypes=dtypes, models=models(others, H200.sm_count))
         return msgspec.structs.replace(settings, costs=costs)
 
     found = [choose(case, way, times, without(case[1:], way), known=True) for (case, way), times in measured_times(rows).items()]

@@ -23,10 +23,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from nsa_sel.attention import STICKY
 from nsa_sel.bench.core import records
 from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.tune.tune_space import Job
+from nsa_sel.core.registry import STICKY
 from nsa_sel.errors import ArgumentError, ConfigError, NsaSelError
 from nsa_sel.settings import private, tuned
 from nsa_sel.settings.config import CACHE_FLAG, KernelConfig

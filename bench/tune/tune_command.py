@@ -12,13 +12,13 @@ import msgspec
 import torch
 from tabulate import tabulate
 
-from nsa_sel.attention import forget_decisions
 from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.tune import tune_costs, tune_rows, tune_thresholds
 from nsa_sel.bench.tune.tune import Journal, Report, journal_of, run, using_folder
 from nsa_sel.bench.tune.tune_space import CASES, SPACES, Case, Job, jobs
 from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
+from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.settings import tuned

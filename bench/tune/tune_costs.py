@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from nsa_sel.attention import forget_decisions
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.bench.core import cases, records, session
 from nsa_sel.bench.core.cases import Case
@@ -31,6 +30,7 @@ from nsa_sel.bench.tune.tune import locked, rewrite, watched, written
 from nsa_sel.bench.tune.tune_rows import collect, facts, key, read
 from nsa_sel.bench.tune.tune_space import SPACES
 from nsa_sel.core import registry
+from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import BYTES, modelled
 from nsa_sel.settings import tuned
@@ -91,7 +91,8 @@ def wanted(device: DeviceInfo, ways: Sequence[Way]) -> list[Row]:
 
 def _explained(backend: str, case: Case, way: Way) -> bool:
     """Whether the backend is there, and its model speaks for such calls."""
-    return not registry.missing(backend) and modelled(backend, cost_fit.request_of(case, None, way == "backward"), way == "backward")
+    request = cost_fit.request_of(case, None, way == "backward")
+    return not registry.missing(backend) and modelled(registry.backends()[backend], request, way == "backward")
 
 
 def _launches(backend: str, case: Case, way: Way, settings: Settings, device: DeviceInfo) -> str:
@@ -122,7 +123,7 @@ def run(
         path = rows_of(stamp)
         collect(path, wanted(device, ways), measure, facts(stamp), tell, seconds)
         every, known = wanted(device, ORDER), read(path)
-        found = fitted(every, [known[key(row)] for row in every if key(row) in known], path.name)
+        found = fitted(every, [known[key(row)] for row in every if key(row) in known], path.name, device)
         before = written(stamp).costs
         if found is not None and (before is None or _ways(before) <= _ways(found)):
             rewrite(stamp, costs=found)
@@ -140,7 +141,7 @@ def _ways(costs: Costs) -> set[str]:
     return {name.partition("/")[2] for name in costs.models}
 
 
-def fitted(every: Sequence[Row], known: Sequence[Row], name: str) -> Costs | None:
+def fitted(every: Sequence[Row], known: Sequence[Row], name: str, device: DeviceInfo) -> Costs | None:
     """The models of the directions of which each row is known; None where no direction has two to compare.
 
     A backend that mostly fails has fewer rows than its model has terms, and none: the policy then prefers the others.
@@ -155,7 +156,7 @@ def fitted(every: Sequence[Row], known: Sequence[Row], name: str) -> Costs | Non
     if not rows:
         return None
     digest = hashlib.sha256("".join(json.dumps(row, sort_keys=True) for row in rows).encode()).hexdigest()[:16]
-    return cost_fit.costs(rows, (f"`nsa-sel tune` on this machine: {name} ({len(rows)} of its rows, sha256 {digest})",))
+    return cost_fit.costs(rows, (f"`nsa-sel tune` on this machine: {name} ({len(rows)} of its rows, sha256 {digest})",), device.sm_count)
 
 
 class Runner:

@@ -17,14 +17,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nsa_sel.attention import explain_request, selection_attention
+from nsa_sel.attention import selection_attention
 from nsa_sel.bench import command
 from nsa_sel.bench.core.program import INTERRUPTED
 from nsa_sel.cli import doctor as examination
 from nsa_sel.cli.output import output_file, output_folder, printable
 from nsa_sel.cli.tensor_file import read_problem, write_result
 from nsa_sel.core.call import device_info
-from nsa_sel.core.dispatch import refusal
+from nsa_sel.core.decide import explain_request
+from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from nsa_sel.settings.config import Way

@@ -15,12 +15,15 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from nsa_sel.attention import decide, explain_request, selection_attention
+from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core.baselines import dense_causal_sdpa, masked_sdpa, token_mask
 from nsa_sel.cli.tensor_file import Problem, read_problem
-from nsa_sel.core.call import check_call, device_info, request_of
-from nsa_sel.core.decision import REFUSING_KINDS, Decision
-from nsa_sel.core.dispatch import refusal
+from nsa_sel.core.backend import REFUSING_KINDS
+from nsa_sel.core.call import device_info, request_of
+from nsa_sel.core.check import check_call
+from nsa_sel.core.decide import decide, explain_request
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_backward, oracle_forward

@@ -1,29 +1,26 @@
-"""One checked call: what a backend is given. Checks come before any kernel, and each names the argument and the remedy."""
+"""One checked call: what a backend is given, and the facts of it that a policy may use."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-import sys
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.core.workspace import Workspace
-from nsa_sel.errors import ArgumentError, shown
-from nsa_sel.selection import Selection, check_dense
+from nsa_sel.selection import Selection
 from nsa_sel.settings.config import Settings
 
 CPU = DeviceInfo(kind="cpu")
 LOG2_E = math.log2(math.e)
-_LARGEST = sys.float_info.max
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
-@dataclass(slots=True, eq=False)  # nobody writes to it; frozen=True would take 1 us of every call
+@dataclass(slots=True, eq=False)  # treated as immutable; frozen=True costs 1 us per construction
 class Call:
     """q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] with contiguous last dims, a selection of the same rows, positions
     q_pos [B,S] or None for S_kv - S + s, the softmax scale, and the settings and device facts
@@ -89,160 +86,6 @@ class Call:
         return start, torch.maximum(torch.minimum(end, limit), start)
 
 
-def check_call(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None, fake: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Selection, float, Tensor | None]:
-    """The arguments of `selection_attention` in the prefill form, or ArgumentError. Never reads a GPU, nor fake tensors."""
-    # On the path of every call: a tensor builds its shape, strides and device anew whenever it is asked, so that each is asked
-    # for once, and what names the culprit only runs once there is one.
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        check_tensors(q, k, v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dense(name, x)
-    decode = q.dim() == 4
-    if decode:
-        q = q.unsqueeze(1)
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if len(q_shape) != 5:
-        raise ArgumentError(
-            "q", f"of shape {tuple(q_shape)}", "[B,S,G,h,Dk], or [B,G,h,Dk] for decode", "split the heads into G groups of h"
-        )
-    B, S, G, h, Dk = q_shape
-    for name, shape in (("k", k_shape), ("v", v_shape)):
-        if len(shape) != 4 or shape[0] != B or shape[1] != G:
-            raise _other_layout(name, shape, q_shape, decode)
-    S_kv, Dv = k_shape[2], v_shape[3]
-    if k_shape[3] != Dk:
-        raise ArgumentError("k", f"of head dimension {k_shape[3]}", f"q's head dimension {Dk}", "project q and k to the same size")
-    if v_shape[2] != S_kv:
-        raise ArgumentError("v", f"of {v_shape[2]} positions", f"k's {S_kv} positions", "pass v for the same keys")
-    if not (h and Dk and Dv and G):
-        size = next(name for name, size in (("h", h), ("Dk", Dk), ("Dv", Dv), ("G", G)) if not size)
-        raise ArgumentError("v" if size == "Dv" else "q", f"of size 0 in {size}", f"{size} >= 1", "drop the empty dimension")
-    dtype, device = q.dtype, q.device
-    alike = dtype in _DTYPES and k.dtype == v.dtype == dtype and k.device == v.device == device
-    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()  # asked first: it takes half the time of strides
-    if not alike or not (contiguous or q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1):
-        _check_alike(q, k, v)
-    if not (q.is_cpu or q.is_cuda):
-        raise ArgumentError("q", f"on {device}", "cpu or cuda", "move q, k, v there")
-
-    if not isinstance(selection, Selection):
-        selection = as_selection(selection, None if decode else (B, S, G))
-    ranges = selection.ranges
-    if ranges.shape != (B, S, G, selection.n, 2):
-        raise _other_rows(ranges, q_shape, k_shape, decode)
-    if ranges.device != device:
-        raise ArgumentError("selection", f"on {ranges.device}", f"q's device {device}", "call selection.to(q.device)")
-
-    if scale is None:
-        scale = 1.0 / math.sqrt(Dk)
-    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= _LARGEST:
-        raise ArgumentError("scale", shown(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
-    if q_pos is not None:
-        return q, k, v, selection, float(scale), _check_positions(q_pos, q, S_kv, fake)
-    if S > S_kv:
-        raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows without q_pos", "pass q_pos, the rows' positions")
-    return q, k, v, selection, float(scale), None
-
-
-def check_flag(name: str, value: object) -> None:
-    """ArgumentError for what is no bool."""
-    if not isinstance(value, bool):
-        raise ArgumentError(name, shown(value), "True or False", "pass a bool")
-
-
-def check_tensors(q: object, k: object, v: object) -> None:
-    """ArgumentError for the first that is no tensor."""
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(value, Tensor):
-            raise ArgumentError(name, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
-
-
-def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | None = None) -> Selection:
-    """A Selection, also of bare ranges, or ArgumentError. rows: [B,S,G] of q, by which block indices and scores are told from ranges."""
-    if isinstance(selection, Selection):
-        return selection
-    if not isinstance(selection, Tensor):
-        remedy = "make one with Selection.from_ranges, from_blocks or from_scores"
-        if isinstance(selection, list | tuple):
-            remedy = "wrap ranges in torch.tensor; block indices and scores go through Selection.from_blocks and from_scores"
-        raise ArgumentError("selection", f"a {type(selection).__name__}", "a Selection or a tensor of ranges [B,S,G,n,2]", remedy)
-    if selection.dim() == 4 and (selection.is_floating_point() or tuple(selection.shape[:3]) == rows or selection.shape[3] != 2):
-        what, how = ("scores", "from_scores(scores, n, ") if selection.is_floating_point() else ("block indices", "from_blocks(indices, ")
-        value = f"a tensor {selection.dtype} of shape {tuple(selection.shape)}, which looks like {what}"
-        raise ArgumentError("selection", value, "a Selection, or ranges [B,S,G,n,2]", f"pass Selection.{how}block_size)")
-    return Selection.from_ranges(selection)
-
-
-def _other_rows(ranges: Tensor, q_shape: torch.Size, k_shape: torch.Size, decode: bool) -> ArgumentError:
-    """The error for ranges of other rows than q's, which may be due to a q that is laid out as flash-attn's."""
-    B, S, G, h, _ = q_shape
-    rows = tuple(ranges.shape[:3])
-    value = f"over rows [B,S,G] = {rows}" if rows != (B, S, G) else f"of ranges {tuple(ranges.shape)}"
-    remedy = "one set of ranges a query row and group"
-    if decode and rows[:2] == (B, G) and rows[2] == k_shape[2]:  # q [B,S,heads,D], k [B,S_kv,G,D]
-        remedy = f"of flash-attn's layout pass q.unflatten(2, ({rows[2]}, {h // rows[2]})), k.transpose(1, 2) and v.transpose(1, 2)"
-    return ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}", remedy)
-
-
-def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: bool) -> ArgumentError:
-    """The error for a k or v of another B or G than q's, with the change of layout that would make them fit."""
-    B, _, G, h, Dk = q_shape
-    allowed, remedies = f"[B={B}, G={G}, S_kv, D]", []
-    if decode:
-        allowed += f", since q of shape {(B, G, h, Dk)} was read as decode [B,G,h,Dk]"
-        remedies.append("a q [B,S,heads,D] is passed as q.unflatten(2, (G, h))")
-    if len(shape) == 4 and (shape[0], shape[2]) == (B, G):
-        remedies.append(f"a [B,S_kv,G,D] cache is passed as {name}.transpose(1, 2)")
-    if not remedies:
-        remedies.append(f"pass the keys and values of q's {B} sequences and {G} groups, one of each for all h heads of a group")
-    return ArgumentError(name, f"of shape {tuple(shape)}", allowed, "; ".join(remedies))
-
-
-def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """One of our dtypes, one device, contiguous last dimensions (a stride over a single element may be anything)."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in _DTYPES:
-            raise ArgumentError(name, f"of dtype {tensor.dtype}", ", ".join(_DTYPES.values()), f"call {name}.to(torch.bfloat16)")
-        if tensor.dtype != q.dtype:
-            raise ArgumentError(name, f"of dtype {tensor.dtype}", f"q's dtype {q.dtype}", f"call {name}.to(q.dtype)")
-        if tensor.device != q.device:
-            raise ArgumentError(name, f"on {tensor.device}", f"q's device {q.device}", f"call {name}.to(q.device)")
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ArgumentError(name, f"of strides {tensor.stride()}", "a contiguous last dimension", f"call {name}.contiguous()")
-
-
-def _check_positions(q_pos: Tensor, q: Tensor, S_kv: int, fake: bool) -> Tensor:
-    B, S = q.shape[:2]
-    if not isinstance(q_pos, Tensor):
-        raise ArgumentError("q_pos", f"a {type(q_pos).__name__}", "a torch.Tensor [S] or [B,S]", "wrap it in torch.as_tensor")
-    check_dense("q_pos", q_pos)
-    if q_pos.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError("q_pos", f"of dtype {q_pos.dtype}", "torch.int32 or torch.int64", "call .int() on it")
-    if q_pos.shape not in ((S,), (B, S)):
-        raise ArgumentError("q_pos", f"of shape {tuple(q_pos.shape)}", f"[S={S}] or [B={B}, S={S}]", "one position a query row")
-    if q_pos.device != q.device:
-        raise ArgumentError("q_pos", f"on {q_pos.device}", f"q's device {q.device}", "call q_pos.to(q.device)")
-    # On a GPU this would synchronise: there a position outside [0, S_kv) is clamped as the contract says.
-    if not fake and q_pos.device.type == "cpu" and q_pos.numel() and (int(q_pos.min()) < 0 or int(q_pos.max()) >= S_kv):
-        raise ArgumentError(
-            "q_pos", f"from {int(q_pos.min())} to {int(q_pos.max())}", f"positions in [0, S_kv = {S_kv})", "give each row its key position"
-        )
-    return q_pos.expand(B, S)
-
-
-_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
-
-
-def seen(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> tuple[Any, ...]:
-    """All that `check_call` and `request_of` look at in these tensors: what they found holds for all calls of which this is the same."""
-    return (
-        q.shape, k.shape, v.shape, ranges.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, ranges.dtype,
-        q.device, k.device, v.device, ranges.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0,
-    )  # fmt: skip
-
-
 def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool, block_table: Tensor | None = None) -> Request:
     """The facts of a checked call that a policy may use."""
     B, S, G, h, Dk = q.shape
@@ -250,7 +93,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad
     page_size = None
     if block_table is not None:
         page_size, S_kv = S_kv, S_kv * block_table.shape[1]
-    # Sizes of numbers are powers of two: all outer strides are multiples of 16 bytes where their bits together are.
+    # Element sizes are powers of two: all outer strides are multiples of 16 bytes if their bitwise or is.
     q_batch, q_row, q_group, q_head, _ = q.stride()
     k_batch, k_group, k_key, _ = k.stride()
     v_batch, v_group, v_key, _ = v.stride()
@@ -258,7 +101,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad
     aligned = (outer_strides * q.element_size() | q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
-        max_length=selection.length_bound(S_kv), dtype=_DTYPES[q.dtype], needs_grad=needs_grad, aligned=aligned,
+        max_length=selection.length_bound(S_kv), dtype=DTYPES[q.dtype], needs_grad=needs_grad, aligned=aligned,
         sharing=selection.sharing if S > 1 else None,  # one row has no neighbours
         page_size=page_size,
     )  # fmt: skip

@@ -1,87 +1,21 @@
-"""The decision as a frozen value: which backend, why not the others, from which facts; to and from JSON; replay."""
+"""The decision: which backend runs a class of calls, why not the others, from which facts. To and from JSON; replayed without tensors.
+
+`make_decision(request, device, ...)` is pure: it needs no tensors, no torch and no GPU. `explain` and replay call the same function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from nsa_sel.core.backend import REFUSING_KINDS, Backend, Offer, Reason
 from nsa_sel.core.request import DeviceInfo, Request
-from nsa_sel.errors import NsaSelError
-from nsa_sel.settings.config import Settings
-
-ReasonKind = Literal["unavailable", "unsupported", "disabled", "slower"]
-REFUSING_KINDS: tuple[ReasonKind, ...] = ("unavailable", "unsupported", "disabled")  # even a forced backend heeds these
-
-
-class Reason(msgspec.Struct, frozen=True):
-    """One reason why a backend is not taken.
-
-    unavailable: it can't run on this machine; unsupported: not for this call; disabled: a rule or flag forbids it;
-    slower: it could run, but evidence says that another is faster (forcing it is then allowed).
-    """
-
-    code: str  # stable, kebab-case: "head-dim-multiple"
-    kind: ReasonKind
-    field: str  # the fact looked at: "request.Dk"
-    actual: str | int | bool | None
-    required: str | int | bool | None
-    remedy: str
-    satisfied_by: int | None = None  # a value of the field that would lift this reason, where one number does
-
-    def __str__(self) -> str:
-        return f"{self.code} ({self.kind}): {self.field} is {self.actual}, required {self.required}; {self.remedy}"
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend can run, as data: one guard interprets it, tests and benches generate their cases from it."""
-
-    dtypes: Mapping[str, tuple[str, ...]]  # place ("cpu", "cuda", "interpreter") -> dtype names
-    head_dim_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1
-    head_dim_max: int = 1 << 30
-    min_sm: int = 0
-    backward: bool = True
-    deterministic: bool = True
-    block_aligned_only: bool = False
-    ranges_max: int = 1 << 30  # ranges a row
-    block_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1  # of the block size, where the selection is of whole blocks
-
-
-class Requirement(msgspec.Struct, frozen=True):
-    """A Python package that a backend needs, looked up without importing it."""
-
-    package: str  # import name
-    version: str  # the oldest that works
-    remedy: str
-
-
-class Library(msgspec.Struct, frozen=True):
-    """A shared library that a backend needs: as the loader finds one of its files, or as a distribution of Python brings it."""
-
-    name: str
-    files: tuple[str, ...]  # one of them
-    distributions: tuple[str, ...]  # one of them will do
-    remedy: str
-
-
-class Backend(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend as data; its two functions are loaded from `path` when it is first run (see nsa_sel.core.registry)."""
-
-    name: str
-    path: str  # dotted path of the module with forward(...) and backward(...)
-    framework: str  # "torch", "numba", "triton", "cupy", or the name of another
-    limits: Limits
-    requires: tuple[Requirement, ...] = ()
-    libraries: tuple[Library, ...] = ()
-    summary: str = ""
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """A backend as this machine offers it: its data, and what is missing or broken here."""
-
-    backend: Backend
-    missing: tuple[Reason, ...] = ()
+from nsa_sel.errors import ArgumentError, NsaSelError
+from nsa_sel.settings.config import Settings, Way
 
 
 class Override(msgspec.Struct, frozen=True):
@@ -146,7 +80,148 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             raise NsaSelError(f"not a decision record: {error}. Remedy: pass a line that Decision.to_json wrote.") from error
 
     def replay(self) -> tuple[FieldChange, ...]:
-        """Select again from the recorded facts with today's policy, without tensors or GPU: the fields that differ."""
-        from nsa_sel.core.dispatch import replay  # dispatch stands a floor above
+        """Select again from the recorded facts with today's policy, without tensors or GPU.
 
-        return replay(self)
+        Returns:
+            Every field that differs from the record, by its path.
+        """
+        again = make_decision(self.request, self.device, load_policy(self.policy), self.settings, self.offers, self.override)
+        return tuple(changes("", msgspec.to_builtins(self), msgspec.to_builtins(again)))
+
+
+class Case(NamedTuple):
+    """What a check of a policy looks at, for one direction."""
+
+    request: Request
+    device: DeviceInfo
+    settings: Settings
+    direction: Literal["forward", "backward"]
+
+    @property
+    def way(self) -> Way:
+        """The direction, with the forward of one query a sequence apart."""
+        return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
+
+
+Check = Callable[[Case, Offer], tuple[Reason, ...]]
+
+
+class Policy(NamedTuple):
+    """A policy: every check's reasons are kept; of the backends without any, the one with the least predicted time is picked.
+
+    Of a backend that can't run no reason `slower` is kept. Without predictions, and where the user's own file says what to prefer,
+    it is the first of the preference.
+    """
+
+    name: str
+    checks: tuple[Check, ...]
+    preference: Callable[[Case], tuple[str, ...]]
+    predict: Callable[[Case, Backend], float | None]  # ms of a backend, None where no evidence speaks
+
+
+POLICIES = {"default": "nsa_sel.policies.default"}  # name -> module with POLICY; recorded decisions name it
+
+
+def load_policy(name: str) -> Policy:
+    """The policy that a decision names. Raises ArgumentError for a name that is none."""
+    if name not in POLICIES:
+        raise ArgumentError("policy", repr(name), ", ".join(POLICIES), "record the decision with a policy of POLICIES")
+    policy: Policy = importlib.import_module(POLICIES[name]).POLICY
+    return policy
+
+
+def make_decision(
+    request: Request,
+    device: DeviceInfo,
+    policy: Policy,
+    settings: Settings,
+    offers: Sequence[Offer],
+    override: Override | None = None,
+) -> Decision:
+    """Judge every offered backend and pick one for forward and, when gradients are needed, one for backward.
+
+    A forced backend is taken although it may be slower, and refused (`forward` is None) for any other reason. Never
+    raises: the caller turns a decision without a winner into an error (`refusal`).
+    """
+    names = [offer.backend.name for offer in offers]
+    forward = _choose(Case(request, device, settings, "forward"), policy, offers, override)
+    backward = _choose(Case(request, device, settings, "backward"), policy, offers, override) if request.needs_grad else None
+    verdicts = tuple(Verdict(name, forward.reasons[name], backward.reasons[name] if backward else ()) for name in forward.order)
+    steps: tuple[str, ...] = ()
+    if override is not None:
+        rule = f"forced by {override.source}"
+        if override.backend not in names:
+            rule += f", but no backend is called {override.backend!r}"
+    else:
+        steps = tuple(f"{name}: no backend of that name" for name in settings.prefer_forward if name not in names)
+        steps += tuple(f"{name}: {', '.join(r.code for r in forward.reasons[name])}" for name in forward.stepped_over)
+        rule = forward.rule
+        if backward and (forward.by_time or backward.by_time):
+            rule += f"; backward: {backward.rule}"
+    return Decision(
+        request=request, device=device, policy=policy.name, settings=settings, offers=tuple(offers), override=override,
+        verdicts=verdicts, rule=rule, steps=steps, forward=forward.winner, backward=backward and backward.winner,
+        predictions=forward.predictions + (backward.predictions if backward else ()),
+        runner_up=forward.runner_up, runner_up_backward=backward and backward.runner_up,
+    )  # fmt: skip
+
+
+class _Choice(NamedTuple):
+    """What `make_decision` finds for one direction."""
+
+    order: tuple[str, ...]  # all backends as they were considered
+    reasons: dict[str, tuple[Reason, ...]]
+    predictions: tuple[Prediction, ...]
+    by_time: bool  # whether predictions decided
+    rule: str
+    stepped_over: tuple[str, ...]
+    winner: str | None
+    runner_up: str | None
+
+
+def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Override | None) -> _Choice:
+    offered = {offer.backend.name: offer.backend for offer in offers}
+    reasons = {offer.backend.name: _reasons(case, offer, policy) for offer in offers}
+    preferred = [name for name in policy.preference(case) if name in reasons]
+    preferred += [name for name in reasons if name not in preferred]
+    predicted = {name: ms for name in preferred if not reasons[name] and (ms := policy.predict(case, offered[name])) is not None}
+    predictions = sorted((Prediction(name, case.direction, ms) for name, ms in predicted.items()), key=lambda found: found.ms)
+    field = f"prefer_{case.direction}"
+    source = case.settings.sources.get(field)
+    own = source is not None and source == case.settings.config_file
+    by_time = bool(predicted) and not own and override is None
+    # Sorting is stable: equal times, and backends without a time, keep the order of the preference.
+    order = sorted(preferred, key=lambda name: predicted.get(name, math.inf)) if by_time else preferred
+    eligible = [name for name in order if not reasons[name]]
+    winner, runner_up = (*eligible, None, None)[:2]
+    stepped_over = [name for name in preferred[: preferred.index(winner)] if reasons[name]] if winner else preferred
+    if override is not None:
+        refused = any(reason.kind in REFUSING_KINDS for reason in reasons.get(override.backend, ()))
+        winner, runner_up = override.backend if override.backend in reasons and not refused else None, None
+    if by_time:
+        shown = [f"{name} {predicted[name]:.3g} ms" if name in predicted else f"{name} (no prediction)" for name in eligible[:2]]
+        rule = f"least predicted time: {', runner-up '.join(shown)} ({case.settings.sources.get('costs', 'built-in')})"
+    else:
+        least_L = case.settings.sources.get("sel_triton_min_L", "")
+        origin = (source or "built-in") + (f"; least L: {least_L}" if least_L.endswith("(assumed)") else "")
+        rule = "first of the preference" + (" that no check turned away" if stepped_over else "") + f" ({origin})"
+        rule += ", which goes before predicted times" if own and predicted else ""
+    return _Choice(tuple(order), reasons, tuple(predictions), by_time, rule, tuple(stepped_over), winner, runner_up)
+
+
+def _reasons(case: Case, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
+    """What every check says; what can't run is not slower besides."""
+    found = tuple(reason for check in policy.checks for reason in check(case, offer))
+    if any(reason.kind in ("unavailable", "unsupported") for reason in found):
+        return tuple(reason for reason in found if reason.kind != "slower")
+    return found
+
+
+def changes(path: str, old: Any, new: Any) -> list[FieldChange]:
+    """The leaves in which two values of dicts, lists and scalars differ, by their paths below `path`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = list(dict.fromkeys([*old, *new]))
+        return [c for key in keys for c in changes(f"{path}.{key}".lstrip("."), old.get(key), new.get(key))]
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
+        return [c for i, (a, b) in enumerate(zip(old, new, strict=True)) for c in changes(f"{path}[{i}]", a, b)]
+    return [] if old == new else [FieldChange(path, old, new)]

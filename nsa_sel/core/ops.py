@@ -1,7 +1,7 @@
 """`nsa_sel::selection_forward` and `selection_backward`: the call as torch.library ops, which torch.compile and torch.export see.
 
 `selection_attention` becomes `traced` while one of these traces it; eager calls stay without the ops, whose dispatch costs more. Both
-ways run the same functions of `nsa_sel.attention`. Each op decides when it runs, from the sizes that it is given then: nothing of a
+ways run the same functions of core/run.py. Each op decides when it runs, from the sizes that it is given then: nothing of a
 decision is in the graph. Neither are a selection's plans. They can't go from one op to another: the memory of a graph's tensors
 is written without a new version, and a plan kept for such a tensor could be of ranges that are gone.
 """
@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel import attention
-from nsa_sel.core import known
-from nsa_sel.core.call import Call, as_selection, check_call, check_tensors
-from nsa_sel.core.decision import Decision
-from nsa_sel.core.request import Request
+from nsa_sel.core import run, transforms
+from nsa_sel.core.check import as_selection, check_call, check_tensors
+from nsa_sel.core.decide import forced, use_no_backend
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection, check_dense
 
@@ -46,7 +44,7 @@ def traced(
     backend: str | None,
 ) -> Any:
     """`selection_attention` in terms of the op."""
-    attention.check_transforms(q, k, v)
+    transforms.check_transforms(q, k, v)
     check_tensors(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
@@ -56,7 +54,7 @@ def traced(
     decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_grad = transforms.needs_grad(q, k, v)
     o, lse = torch.ops.nsa_sel.selection_forward(
         q, k, v, selection.ranges, q_pos, selection.block_size, selection.max_length, selection.disjoint, scale, backend, needs_grad
     )
@@ -68,33 +66,24 @@ def traced(
 def _begin(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
     disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
-) -> tuple[Call, Decision, Request]:  # fmt: skip
-    """`attention.begin` for what an op is given."""
-    key = None
-    if q_pos is None:
-        facts = "unread", block_size, max_length  # an eager call's Selection may be made past the checks of `unread`
-        key, found = known.recall(q, k, v, ranges, facts, scale, needs_grad, backend, attention.forced_here())
-        if found is not None:
-            return attention.repeat(found, q, k, v, Selection(ranges, block_size, max_length, disjoint=disjoint), backend)
+) -> run.Decided:  # fmt: skip
+    """`run.begin` for the arguments of an op."""
     selection = Selection.unread(ranges, block_size, max_length, disjoint)
-    call, decision, request = attention.prepare(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
-    if selection.ranges is ranges:  # not those of one query a sequence, which were given an axis
-        known.remember(key, (call.scale, request, decision))
-    return call, decision, request
+    return run.begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
     disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if needs_grad and backend is None and (forced := attention.forced_here()) is not None:
+    if needs_grad and backend is None and (name := forced()) is not None:
         raise BackendError(
-            f"use_backend({forced!r}) stands around a compiled call, or one of DTensors, that needs gradients, whose backward pass may run"
+            f"use_backend({name!r}) stands around a compiled call, or one of DTensors, that needs gradients, whose backward pass may run"
             " outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set NSA_SEL_BACKEND."
         )
     call, decision, request = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, needs_grad)
-    o, lse, decision = attention.run_forward(call, decision)
-    attention.finish(call, decision, request, o)
+    o, lse, decision = run.run_forward(call, decision)
+    run.finish(call, decision, request, o)
     return o.contiguous(), lse.contiguous()  # as `_fake_forward` says: a backend of another package may think otherwise
 
 
@@ -102,9 +91,9 @@ def _backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, ranges: Tensor,
     q_pos: Tensor | None, block_size: int | None, max_length: int | None, disjoint: bool, scale: float | None, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    with contextlib.nullcontext() if attention.forced_here() is None else attention.use_no_backend():  # the forward pass was in none
+    with contextlib.nullcontext() if forced() is None else use_no_backend():  # the forward pass was in none
         call, decision, _ = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, True)
-    dq, dk, dv = attention.gradients(call, decision, o, lse, do, dlse)
+    dq, dk, dv = run.gradients(call, decision, o, lse, do, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
@@ -147,7 +136,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        attention.refuse_second_derivative()
+        transforms.refuse_second_derivative()
 
 
 def _differentiable(op: Any, function: Any, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +144,7 @@ def _differentiable(op: Any, function: Any, real: Callable[..., Any]) -> Callabl
 
     def kernel(keys: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            attention.check_transforms(*inputs)
+            transforms.check_transforms(*inputs)
             return function.apply(*inputs)
         if _ends_in_a_backend(keys.raw_repr()):
             return real(*inputs)
@@ -172,13 +161,13 @@ def _ends_in_a_backend(keys: int) -> bool:
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
-    q, k, v = attention.in_autocast_dtype(q, k, v)
+    q, k, v = transforms.in_autocast_dtype(q, k, v)
     with torch.autocast(q.device.type, enabled=False):
         return torch.ops.nsa_sel.selection_forward(q, k, v, *others)
 
 
 def _vmap(*_: Any) -> None:
-    attention.refuse_transforms("vmap")
+    transforms.refuse_transforms("vmap")
 
 
 for op, real, fake, function in (

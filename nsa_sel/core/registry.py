@@ -8,37 +8,17 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import cast
 
 import msgspec
 
 from nsa_sel.backends.specs import SPECS
-from nsa_sel.core.decision import Backend, Library, Offer, Reason
+from nsa_sel.core.backend import Backend, BackendModule, Library, Offer, Reason
 from nsa_sel.core.request import Request
 from nsa_sel.errors import BackendError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nsa_sel.core.call import Call
-
 ENTRY_POINT_GROUP = "nsa_sel.backends"
-Direction = Literal["forward", "backward"]
-
-
-class BackendModule(Protocol):
-    """What a backend's module offers. Both functions get a checked call, whose tensors are on the current device, and may rely on the
-    contract. A module with READS_CACHES = True is given `Call.lengths` and `Call.block_table` as they are; for others nsa_sel/core/pages.py
-    makes positions and ranges of them. A module may have `loaded_keys(call, selected, count)`: for events, how many keys its forward
-    loads of as many as the rows select; with count by a look at the device, else by static facts."""
-
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32 (float64 for float64 inputs)."""
-        ...
-
-    def backward(self, call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, shaped and typed as q, k, v, contiguous; dlse is None when nobody uses lse."""
-        ...
+STICKY = ("illegal memory access", "misaligned address", "device-side assert", "unspecified launch failure", "illegal instruction")
 
 
 @functools.cache
@@ -50,7 +30,7 @@ def backends() -> dict[str, Backend]:
         if not isinstance(spec, Backend):
             raise BackendError(
                 f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} gives a {type(spec).__name__}; allowed: an"
-                " nsa_sel.core.decision.Backend. Remedy: mend or uninstall the package that declares it."
+                " nsa_sel.core.backend.Backend. Remedy: mend or uninstall the package that declares it."
             )
         if spec.name in found:
             raise BackendError(
@@ -59,6 +39,12 @@ def backends() -> dict[str, Backend]:
             )
         found[spec.name] = spec
     return found
+
+
+@functools.cache
+def fallback() -> str:
+    """The name of the backend that takes over from one that failed."""
+    return next(spec.name for spec in SPECS if spec.fallback)
 
 
 def load(name: str) -> BackendModule:
@@ -143,6 +129,11 @@ def mark_broken(name: str, request: Request, error: BaseException) -> None:
         "see the error event sel.backend.failed; restart the process to try again",
     )  # fmt: skip
     _broken[name, _kind(request)] = reason
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether the error means that the CUDA context is lost: running anything else would only hide where it broke."""
+    return any(text in str(error) for text in STICKY)
 
 
 def is_broken(name: str, request: Request) -> bool:

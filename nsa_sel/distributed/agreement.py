@@ -17,10 +17,11 @@ import msgspec
 import torch
 from torch import distributed as dist
 
-from nsa_sel import attention
-from nsa_sel.core import dispatch
+from nsa_sel.core import decide
+from nsa_sel.core.backend import REFUSING_KINDS
 from nsa_sel.core.call import device_info
-from nsa_sel.core.decision import REFUSING_KINDS, Decision
+from nsa_sel.core.decision import Decision, changes
+from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.distributed.gathered import all_gather
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
@@ -142,7 +143,7 @@ def agree(
         NsaSelError: on all ranks, naming rank and field, where something differs; after `SECONDS` where a rank does not come.
         BackendError: on all ranks, where nothing may run the call.
     """
-    mine = attention.select(request, device, backend)
+    mine = decide.select(request, device, backend)
     state = _state(group)
     key = (mine.request, device, _digest(mine.settings), mine.override, *sorted(arguments.items()))
     decision, digest = (None, _MEETS) if mine.settings.debug_triton else state.known.get(key, (None, _MEETS))
@@ -206,7 +207,7 @@ def _used(said: list[_Said]) -> Decision:
     """Rank 0's decision, unless it can't run anywhere or not on one of the others."""
     decision = said[0].decision
     assert decision is not None, "rank 0 sends its decision"
-    message = dispatch.refusal(decision)
+    message = refusal(decision)
     if message is not None:
         raise BackendError(message, decision)
     for rank, other in enumerate(said):
@@ -273,9 +274,9 @@ def _meet(group: dist.ProcessGroup, mine: _Said) -> list[_Said]:
     state.meetings += 1
     state.calls = max(other.calls for other in said)  # all raise now, or none does: they go on together
     for each, other in enumerate(said):
-        changes = dispatch.changes("", said[0].facts, other.facts)
-        if changes:
-            found = "; ".join(f"{change.field} is {change.replayed!r} there, {change.recorded!r} on rank 0" for change in changes)
+        differing = changes("", said[0].facts, other.facts)
+        if differing:
+            found = "; ".join(f"{change.field} is {change.replayed!r} there, {change.recorded!r} on rank 0" for change in differing)
             raise NsaSelError(
                 f"rank {each} would not run what rank 0 runs: {found}. Remedy: make the same calls in the same order on all ranks of the"
                 " group, with the same sizes, flags, files and packages."
@@ -288,7 +289,7 @@ def _alone(rank: int, missing: int, mine: _Said, state: _Group) -> str:
     """The error of a rank that waited for one that has agreed before, for another call than this, or is gone."""
     facts, last = msgspec.json.decode(msgspec.json.encode(mine.facts)), state.last or {}
     common = [name for name in facts if name in last and name not in ("call", "direction")]
-    changed = [change for name in common for change in dispatch.changes(name, last[name], facts[name])]
+    changed = [change for name in common for change in changes(name, last[name], facts[name])]
     since = "; ".join(f"{change.field} was {change.recorded!r}, is {change.replayed!r}" for change in changed)
     return (
         f"rank {rank} waited {SECONDS:g} seconds for rank {missing} to agree. It makes a call that the ranks agreed on before, or it has"

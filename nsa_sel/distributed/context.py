@@ -11,8 +11,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.compiler import is_compiling
 
-from nsa_sel import attention
-from nsa_sel.core.call import Call, as_selection, check_call, device_info, request_of
+from nsa_sel.core import run, transforms
+from nsa_sel.core.call import Call, device_info, request_of
+from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.request import Request
 from nsa_sel.distributed import cost, gathered, travelling, visiting
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
@@ -63,19 +64,19 @@ def context_parallel_attention(
             come, or there is no distributed job.
     """
     _check_eager(q, k, v)
-    q, k, v = map(attention.materialized, (q, k, v))
+    q, k, v = transforms.materialized(q, k, v)
     group = group_of(group, "context_parallel_attention")
     begin_call(group)
     if exchange not in get_args(cost.Choice):
         raise ArgumentError("exchange", shown(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     decode = isinstance(q, Tensor) and q.dim() == 4
-    q, k, v = attention.in_autocast_dtype(q, k, v)
+    q, k, v = transforms.in_autocast_dtype(q, k, v)
     selection = as_selection(selection)
     q, _, _, selection, scale, q_pos = check_call(q, _repeated(k, ranks), _repeated(v, ranks), selection, scale, q_pos)
     B, S, G, h, Dk = q.shape
     keys, block, device = k.shape[2], selection.block_size, device_info(q.device)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needs_grad = transforms.needs_grad(q, k, v)
     of = cost.Sizes(
         ranks, B, S, G, h, keys, Dk, v.shape[3], selection.n, block, q.element_size(), selection.ranges.element_size(), q_pos is not None,
         needs_grad,
@@ -137,7 +138,7 @@ def _check_eager(*tensors: Tensor) -> None:
             "context_parallel_attention is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a"
             " function under torch.compiler.disable, and compile the rest."
         )
-    attention.check_traced("context_parallel_attention", *tensors)
+    transforms.check_traced("context_parallel_attention", *tensors)
 
 
 def _planned(
@@ -190,8 +191,8 @@ class _ContextParallel(torch.autograd.Function):
         call = Call(q, k_seen, v_seen, selection, q_pos, scale, settings_for(device), device)
         if call.settings.debug_triton and not call.capturing():
             selection.validate()
-        o, lse, decision = attention.run_forward(call, agreed.decision)
-        attention.finish(call, decision, request, o)
+        o, lse, decision = run.run_forward(call, agreed.decision)
+        run.finish(call, decision, request, o)
         ctx.save_for_backward(q, k_seen, v_seen, o, lse, selection.ranges, q_pos)
         ctx.facts, ctx.decision, ctx.agreed = (selection, scale, call.settings, device), decision, agreed
         ctx.travelled, ctx.keys = travelled, k.shape[2]
@@ -201,12 +202,12 @@ class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            attention.refuse_second_derivative()
+            transforms.refuse_second_derivative()
         q, k_seen, v_seen, o, lse, _, q_pos = ctx.saved_tensors
         selection, scale, settings, device = ctx.facts
         if do is None and dlse is None:
             do = torch.zeros_like(o)  # the other ranks wait for this one's gradients
-        dq, dk, dv = attention.gradients(Call(q, k_seen, v_seen, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
+        dq, dk, dv = run.gradients(Call(q, k_seen, v_seen, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
         ctx.agreed.before_backward(q.device)
         if ctx.travelled is None:
             dk, dv = gathered.scatter_sums(dk, dv, ctx.keys, ctx.agreed.group)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from nsa_sel import attention
+from nsa_sel.core import run, transforms
 from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
@@ -71,7 +71,7 @@ class _Visiting(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            attention.refuse_second_derivative()
+            transforms.refuse_second_derivative()
         q, k, v, o, lse, positions = ctx.saved_tensors
         selection, scale, settings, device = ctx.facts
         rows = *lse.shape[1:], q.shape[-1]
@@ -81,7 +81,7 @@ class _Visiting(torch.autograd.Function):
         ctx.agreed.before_backward(q.device)
         do, o, lse, dlse = _of_all([do, o, lse, dlse], group)
         call = Call(q, k, v, selection, positions, scale, settings, device)
-        dq, dk, dv = attention.gradients(call, ctx.decision, o.contiguous(), lse.contiguous(), do, dlse)
+        dq, dk, dv = run.gradients(call, ctx.decision, o.contiguous(), lse.contiguous(), do, dlse)
         shares = _home(_by_rank(dq, group).contiguous(), group)
         total = shares.sum(0, dtype=torch.promote_types(dq.dtype, torch.float32)).to(dq.dtype)
         return total.view(len(total), *rows), dk, dv, *(None,) * 5
@@ -111,8 +111,8 @@ def _call_here(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Ten
 def _forward(call: Call, agreed: Agreed, request: Request) -> tuple[Tensor, Tensor, Decision]:
     """o and lse of this rank's rows, after all ranks' have met this rank's keys and its own those of all; and the decision that ran."""
     group = agreed.group
-    o, lse, decision = attention.run_forward(call, agreed.decision)
-    attention.finish(call, decision, request, o)
+    o, lse, decision = run.run_forward(call, agreed.decision)
+    run.finish(call, decision, request, o)
     rows = o.shape[1] // dist.get_world_size(group), *o.shape[2:]
     came = _home(packed([_by_rank(o, group), _by_rank(lse, group)]), group)
     part_o, part_lse = unpacked(came, [(o.dtype, rows), (lse.dtype, rows[:-1])])

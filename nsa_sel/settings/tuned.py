@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import msgspec
 
-import nsa_sel
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import private
@@ -39,6 +38,7 @@ from nsa_sel.settings.config import (
     shipped_configs,
 )
 from nsa_sel.telemetry import events
+from nsa_sel.version import __version__
 
 MOST_HEADS, LEAST_LENGTH, MOST_LENGTH = 64, 64, 4096  # classes below and above are the outermost ones
 ANEW = "remove the file and run `nsa-sel tune` again"
@@ -180,7 +180,7 @@ def stamp_of(device: DeviceInfo) -> Stamp:
     """The environment of this process on `device`."""
     return Stamp(
         device=device.name, sm=device.sm, driver=_driver() if device.kind == "cuda" else None, torch=_version("torch"),
-        triton=_version("triton"), nsa_sel=nsa_sel.__version__, kernels=_kernels(),
+        triton=_version("triton"), nsa_sel=__version__, kernels=_kernels(),
     )  # fmt: skip
 
 

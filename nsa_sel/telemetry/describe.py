@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tabulate import tabulate
 
-from nsa_sel.core.decision import Decision, Reason
-from nsa_sel.core.dispatch import counterfactuals
+from nsa_sel.core.backend import Reason
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.explain import counterfactuals
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.errors import ArgumentError
 

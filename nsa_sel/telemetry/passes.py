@@ -12,10 +12,11 @@ from nsa_sel.core.call import Call
 from nsa_sel.telemetry import events
 
 T = TypeVar("T")
+LoadedKeys = Callable[[Call, int, bool], int]  # see BackendModule
 Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_DEBUG_TRITON, by Selection.measure(), from static facts
 
 
-def watched(call: Call, backend: str, direction: str, module: object, work: Callable[[], T]) -> T:
+def watched(call: Call, backend: str, direction: str, loads: LoadedKeys | None, work: Callable[[], T]) -> T:
     """What `work`, one pass of `backend`, returns; with the events, counters and the NVTX range that the call's settings ask for: called
     when any of debug_triton, debug_timing and debug_nvtx is set. module: the backend's, of which `loaded_keys` is asked."""
     timed, device = call.timed(), call.q.device.type
@@ -27,7 +28,7 @@ def watched(call: Call, backend: str, direction: str, module: object, work: Call
     if seconds is not None:
         events.emit("sel.timing", backend=backend, direction=direction, ms=seconds * 1e3)
     if call.settings.debug_triton or timed:
-        (_tell_forward if direction == "forward" else _tell_backward)(call, backend, module, seconds)
+        (_tell_forward if direction == "forward" else _tell_backward)(call, backend, loads, seconds)
     return result
 
 
@@ -57,15 +58,13 @@ def keys_read(call: Call, count: bool) -> tuple[int, Source]:
     return B * G * (short * (S_kv - S) + short * (short + 1) // 2 + (S - short) * most), "bound"
 
 
-def _tell_forward(call: Call, backend: str, module: object, seconds: float | None) -> None:
+def _tell_forward(call: Call, backend: str, loads: LoadedKeys | None, seconds: float | None) -> None:
     """Event and counters of a forward pass: what its rows select, and what this backend loads of it.
 
     Counted are two products for each (row, head, key), K and V as loaded, and q and o once.
     """
     tokens, source = keys_read(call, call.settings.debug_triton)
     (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
-    as_it_is = call.lengths is None or getattr(module, "READS_CACHES", False)  # others are given a call that is made of this one
-    loads = getattr(module, "loaded_keys", None) if as_it_is else None
     loaded = tokens if loads is None else loads(call, tokens, source == "counted")
     row_bytes = (Dk + Dv) * call.k.element_size()
     name = "sel.triton.reads" if backend.startswith("triton") else "sel.reads"
@@ -77,7 +76,7 @@ def _tell_forward(call: Call, backend: str, module: object, seconds: float | Non
     events.count("flops", backend, "forward", by=2 * tokens * h * (Dk + Dv))
 
 
-def _tell_backward(call: Call, backend: str, module: object, seconds: float | None) -> None:
+def _tell_backward(call: Call, backend: str, loads: LoadedKeys | None, seconds: float | None) -> None:
     """An estimate of the work that any backward pass has, not a count of what this backend does.
 
     FLOPs: five products for each (row, head, key): logits, do.v, and the shares of dq, dk, dv. Bytes: selected K and V once a row

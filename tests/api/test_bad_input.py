@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import Selection, attention
+from nsa_sel import Selection
 from nsa_sel.core import registry
-from nsa_sel.core.call import check_call, request_of
+from nsa_sel.core.call import request_of
+from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, BackendError, ConfigError, NsaSelError
-from tests.core.test_layering import modules
+from tests.core.test_imports import modules
 from tests.helpers.cases import make_qkv
 from tests.helpers.policy_cases import H100, LONG
 
@@ -273,7 +274,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"{name} was loaded, although the call is wrong")
 
     monkeypatch.setattr(registry, "load", load)
-    monkeypatch.setattr(attention, "device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
+    monkeypatch.setattr("nsa_sel.core.run.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
 
 
 @pytest.mark.parametrize("wrong", CALLS + SELECTIONS, ids=lambda wrong: wrong.name)
@@ -316,7 +317,7 @@ def test_a_configuration_may_be_a_link(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "mine.yaml").write_text(GOOD)
     (tmp_path / "link.yaml").symlink_to("mine.yaml")
     monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "link.yaml"))
-    assert attention.explain_request(LONG, H100).settings.provenance == "tests"
+    assert nsa_sel.explain_request(LONG, H100).settings.provenance == "tests"
 
 
 @pytest.mark.parametrize("name", ["no such folder/events.jsonl", "fifo", "."])
@@ -357,7 +358,7 @@ def every_error() -> list[NsaSelError]:
     """One of each class, of those with a signature of their own also by keywords and with a decision."""
     words = ("x", 3, "y", "do")
     keywords: dict[str, Any] = dict(zip(("value", "allowed", "remedy"), words[1:], strict=True))
-    decision = attention.explain_request(LONG, H100)
+    decision = nsa_sel.explain_request(LONG, H100)
     made = [ArgumentError(argument="x", **keywords), ConfigError(source="x", **keywords), BackendError("no", decision), NsaSelError("no")]
     classes = [NsaSelError]
     for kind in classes:

@@ -188,7 +188,7 @@ def test_no_copies_of_q_k_v(monkeypatch: pytest.MonkeyPatch) -> None:
         return q
 
     monkeypatch.setattr(compat, "selection_attention", called)
-    monkeypatch.setattr(compat, "selection_attention_varlen", called)
+    monkeypatch.setattr(compat, "packed_attention", called)
     q, k, v = normal((1, 8, 4, 8), (1, 8, 2, 8), (1, 8, 2, 8))
     indices = distinct_blocks(8, 2, 2, 2)
     parallel_nsa(q, k, v, block_indices=indices[None], block_size=4)

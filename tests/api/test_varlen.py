@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import varlen
+from nsa_sel.core import entry
+from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.call import CPU as CPU_DEVICE
 from nsa_sel.core.call import Call
 from nsa_sel.errors import ArgumentError, BackendError
@@ -136,7 +137,7 @@ def test_forms_of_bounds(packed: Packed) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds lie where the host must not look, as on a GPU."""
-    monkeypatch.setattr(varlen, "_is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr("nsa_sel.core.bounds._is_free_to_read", lambda bounds: False)
 
 
 def tensors(packed: Packed) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack((5, 20))
     with pytest.raises(ArgumentError, match=r"block_aligned is True, but a sequence's first key is 5; allowed: multiples of .*16"):
         selection_attention_varlen(*packed[:4], packed.cu_q, block_aligned=True)
-    monkeypatch.setattr(varlen, "_is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr("nsa_sel.core.bounds._is_free_to_read", lambda bounds: False)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     with pytest.raises(ArgumentError, match="not one block of 16"):
         selection_attention_varlen(*packed[:4], **tensors(packed), block_aligned=True)
@@ -177,7 +178,7 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_that_begin_anywhere_meet_two_tiles_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not as many as all keys of a row fill: lists of rows would be as much longer."""
     packed, moved = pack((5, 40, 40), block_size=16), []
-    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: moved.append(args[3]) or args[0])
+    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: moved.append(args[3]) or args[0])
     for cu in (packed.cu_q, [0, 85]):
         selection_attention_varlen(*packed[:4], cu)
     assert [selection.block_size for selection in moved] == [None, 16]
@@ -209,7 +210,7 @@ def test_it_is_the_plain_call_for_one_sequence() -> None:
 
 def test_no_copies_of_q_k_v(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, seen = pack(MIXED), []
-    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: seen.extend(args[:3]) or args[0])
+    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: seen.extend(args[:3]) or args[0])
     selection_attention_varlen(*packed[:4], packed.cu_q)
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in packed[:3]]
 
@@ -217,8 +218,8 @@ def test_no_copies_of_q_k_v(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unseen")
 def test_what_is_made_of_a_selection_is_kept_until_something_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, made = pack((3, 5), (32, 18)), []
-    places = varlen._places
-    monkeypatch.setattr(varlen, "_places", lambda *args: made.append(1) or places(*args))
+    places = packed_batches.positions_in_sequences
+    monkeypatch.setattr(packed_batches, "positions_in_sequences", lambda *args: made.append(1) or places(*args))
     cu_q, cu_k = torch.tensor(packed.cu_q), torch.tensor(packed.cu_k)
     for _ in range(2):  # two layers
         selection_attention_varlen(*packed[:4], cu_q, cu_k)

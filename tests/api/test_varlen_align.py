@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel import varlen
 from nsa_sel.bench.core.cases import packed_cases
+from nsa_sel.core import bounds, entry
+from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.request import Request
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
@@ -31,7 +32,7 @@ def last_request() -> Request:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds lie where the host must not look, as on a GPU."""
-    monkeypatch.setattr(varlen, "_is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr(bounds, "_is_free_to_read", lambda bounds: False)
 
 
 def tensors(packed: Packed) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def test_a_seen_nan_goes_as_far_as_in_sequences_that_begin_with_blocks(backend: 
 
 def test_what_lies_between_sequences_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, given = pack((5, 0, 18), n=2, G=2, spare=2), []
-    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
+    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
     selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
     for x, copy in zip(packed[1:3], given, strict=True):
         wanted = x.new_zeros(1, 2, 80, x.shape[-1])  # 25 keys and 3 * 15, in whole blocks
@@ -106,7 +107,7 @@ def test_what_lies_between_sequences_is_zero(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bounds_that_are_none_read_and_write_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU checks what a GPU would not: an index outside a tensor is an error."""
-    monkeypatch.setattr(varlen, "_is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr(bounds, "_is_free_to_read", lambda bounds: False)
     packed = pack((5, 9, 2), n=2)
     for wrong in ([0, 12, 3, 16], [-40, -7, 5, 90], [7, 7, 7, 7], [0, 1000, 2000, 3000], [9, 4, 2, -80]):
         o = selection_attention_varlen(*packed[:4], torch.tensor(wrong), align=True, backend="numba")
@@ -115,8 +116,8 @@ def test_bounds_that_are_none_read_and_write_nothing_else(monkeypatch: pytest.Mo
 
 def test_autocast_copies_what_it_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, given = pack((5, 9), n=2), []
-    call = varlen.selection_attention
-    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: given.extend(args[:3]) or call(*args, **options))
+    call = entry.selection_attention
+    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[:3]) or call(*args, **options))
     with torch.autocast("cpu", torch.bfloat16):
         o = selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
     assert {x.dtype for x in (o, *given)} == {torch.bfloat16}
@@ -154,10 +155,10 @@ def test_the_environment_forces_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sequences_that_begin_with_blocks_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Tensor] = []
-    monkeypatch.setattr(varlen, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
+    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
     packed = pack((16, 0, 32, 7))
     selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
-    monkeypatch.setattr(varlen, "_is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr(bounds, "_is_free_to_read", lambda bounds: False)
     selection_attention_varlen(*packed[:4], **tensors(packed), align=True, block_aligned=True)
     assert [x.data_ptr() for x in given] == [x.data_ptr() for x in packed[1:3]] * 2
 
@@ -176,42 +177,42 @@ def test_a_gpu_copies_where_a_backend_of_blocks_would_run(needs_grad: bool) -> N
     request = packed_request(needs_grad=needs_grad)
     decision = nsa_sel.explain_request(request, H200)
     assert {decision.forward, decision.backward} & set(ON_BLOCKS)
-    assert varlen._pays(request, H200, None)
-    assert varlen._pays(packed_request(h=4, needs_grad=needs_grad), H200, None)
-    assert not varlen._pays(request, H200, "triton-group")
-    assert not varlen._pays(request, H200, "sdpa-packed")
-    assert not varlen._pays(request, H200, "a misspelt one")
+    assert packed_batches._pays(request, H200, None)
+    assert packed_batches._pays(packed_request(h=4, needs_grad=needs_grad), H200, None)
+    assert not packed_batches._pays(request, H200, "triton-group")
+    assert not packed_batches._pays(request, H200, "sdpa-packed")
+    assert not packed_batches._pays(request, H200, "a misspelt one")
     with nsa_sel.use_backend("triton-group"):
-        assert not varlen._pays(request, H200, None)
-        assert varlen._pays(request, H200, "triton-tile")
-    assert not varlen._pays(packed_request(block_size=8, n=128), H200, None)  # which no backend of blocks takes
+        assert not packed_batches._pays(request, H200, None)
+        assert packed_batches._pays(request, H200, "triton-tile")
+    assert not packed_batches._pays(packed_request(block_size=8, n=128), H200, None)  # which no backend of blocks takes
     for device in (PLAIN_CPU, INTERPRETER):
-        assert not varlen._pays(request, device, None)
-        assert varlen._pays(request, device, "triton-tile")
+        assert not packed_batches._pays(request, device, None)
+        assert packed_batches._pays(request, device, "triton-tile")
 
 
 def test_a_few_rows_over_many_keys_copy_nothing() -> None:
     """Twelve rows may select 12k keys; copying a million moves more than any backend would read."""
     few = packed_request(S=12, S_kv=1 << 20)
-    assert not varlen._pays(few, H200, None)
-    assert varlen._pays(few, H200, "triton-tile")
-    assert not varlen._pays(packed_request(S=3 * 1024 - 1, S_kv=1 << 20), H200, None)
+    assert not packed_batches._pays(few, H200, None)
+    assert packed_batches._pays(few, H200, "triton-tile")
+    assert not packed_batches._pays(packed_request(S=3 * 1024 - 1, S_kv=1 << 20), H200, None)
 
 
 def test_cupy_cuda_is_for_blocks_where_its_hopper_kernels_run() -> None:
     request = packed_request()
-    assert varlen._pays(request, H200, "cupy-cuda")
-    assert not varlen._pays(request, A100, "cupy-cuda")
+    assert packed_batches._pays(request, H200, "cupy-cuda")
+    assert not packed_batches._pays(request, A100, "cupy-cuda")
     for changes in ({"block_size": 32}, {"Dk": 80}, {"aligned": False}, {"S": 4}, {"S_kv": 64 * 16384 + 1}):
-        assert not varlen._pays(packed_request(**changes), H200, "cupy-cuda")
+        assert not packed_batches._pays(packed_request(**changes), H200, "cupy-cuda")
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one entry of T rows", "T entries of one"])
 @pytest.mark.parametrize("grad", [False, True])
 def test_the_decision_that_is_foreseen_is_the_one_that_is_taken(monkeypatch: pytest.MonkeyPatch, apart: bool, grad: bool) -> None:
     foreseen: list[Request] = []
-    pays = varlen._pays
-    monkeypatch.setattr(varlen, "_pays", lambda request, *rest: foreseen.append(request) or pays(request, *rest))
+    pays = packed_batches._pays
+    monkeypatch.setattr(packed_batches, "_pays", lambda request, *rest: foreseen.append(request) or pays(request, *rest))
     packed = pack(MIXED, n=3)  # 48 keys, and sequences of 32 at most
     if apart:
         packed = packed._replace(selection=Selection(packed.selection.ranges.transpose(0, 1), 16))
@@ -226,8 +227,8 @@ def test_the_decision_that_is_foreseen_is_the_one_that_is_taken(monkeypatch: pyt
 
 def test_what_is_made_of_a_selection_is_kept_and_the_copy_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, made = pack((3, 5), (33, 18)), []
-    places = varlen._begin_with_blocks
-    monkeypatch.setattr(varlen, "_begin_with_blocks", lambda *args: made.append(1) or places(*args))
+    places = packed_batches.begin_with_blocks
+    monkeypatch.setattr(packed_batches, "begin_with_blocks", lambda *args: made.append(1) or places(*args))
     call = lambda **options: selection_attention_varlen(*packed[:4], packed.cu_q, packed.cu_k, **options)  # noqa: E731
     first = call(align=True)
     call(align=False)
@@ -270,7 +271,7 @@ def test_what_cannot_be_aligned_is_refused() -> None:
 
 
 def test_refusals_come_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "_begin_with_blocks", lambda *args: pytest.fail("something was made"))
+    monkeypatch.setattr(packed_batches, "begin_with_blocks", lambda *args: pytest.fail("something was made"))
     packed = pack((5, 9), n=2)
     with pytest.raises(ArgumentError, match=r"v is of dtype torch\.float64; allowed: q's dtype"):
         selection_attention_varlen(*packed[:2], packed.v.double(), packed.selection, packed.cu_q, align=True)

@@ -11,7 +11,8 @@ from nsa_sel import varlen
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import launch, lists, tiles
 from nsa_sel.backends.cupy_cuda.rows import plan_of
-from nsa_sel.core.call import Call, check_call
+from nsa_sel.core.call import Call
+from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_mask

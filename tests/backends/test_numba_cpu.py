@@ -17,7 +17,8 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel.backends import numba_cpu
 from nsa_sel.backends._numba import vectors
-from nsa_sel.core.call import Call, check_call
+from nsa_sel.core.call import Call
+from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
 from nsa_sel.selection import Selection

@@ -16,7 +16,8 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel.backends import sdpa_packed
 from nsa_sel.bench.core.baselines import dense_causal_sdpa, masked_sdpa, token_mask
-from nsa_sel.core.call import Call, check_call, device_info
+from nsa_sel.core.call import Call, device_info
+from nsa_sel.core.check import check_call
 from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for

@@ -13,7 +13,6 @@ import typer
 from typer.testing import CliRunner
 
 import nsa_sel
-from nsa_sel import attention
 from nsa_sel.bench.questions import bench_overhead
 from nsa_sel.bench.questions.bench_overhead import (
     CHOSEN,
@@ -28,7 +27,7 @@ from nsa_sel.bench.questions.bench_overhead import (
     standing_in,
     without_observing,
 )
-from nsa_sel.core import known, ops, registry
+from nsa_sel.core import entry, registry, run
 from nsa_sel.errors import BackendError
 from nsa_sel.telemetry import events
 from tests.helpers.paths import ROOT
@@ -69,7 +68,7 @@ def test_what_is_replaced_comes_back() -> None:
     assert events.tallies() == before
     with standing_in():
         assert parts(problem, NOTHING)["call"]().shape == problem.q.shape
-    assert (attention.events, registry.load) == (events, load)  # type: ignore[attr-defined]
+    assert (run.events, registry.load) == (events, load)  # type: ignore[attr-defined]
     works["call"]()
     assert events.tallies() != before
 
@@ -87,13 +86,13 @@ def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, more = attention.begin, MANY - 1
+    begin, more = run.begin, MANY - 1
     # What each takes, and how much of it is checking and deciding.
     fake = {"call": (10.0, 1.0), "many calls": (10.0 + 3 * more, 1.0 + more), "graph": (50.0, 2.0), "empty graph": (20.0, 0.0)}
     fake["graph of many"] = 50.0 + 6 * more, 2.0 + 1.5 * more
 
     def work(name: str) -> Callable[[], float]:
-        return lambda: fake[name][0] - (fake[name][1] if attention.begin is not begin else 0)
+        return lambda: fake[name][0] - (fake[name][1] if run.begin is not begin else 0)
 
     monkeypatch.setattr(bench_overhead, "parts", lambda *_: {"call": work("call"), "backend": lambda: 4.0})
     monkeypatch.setattr(bench_overhead, "compiled_parts", lambda *_: {name: work(name) for name in fake if name != "call"})
@@ -110,20 +109,19 @@ def test_decided_calls_do_the_same(needs_grad: bool, monkeypatch: pytest.MonkeyP
     problem = make_problem("cpu", needs_grad)
     works = compiled_parts(problem, "eager")
     wanted = works["many calls"]()
-    begin, begin_op = attention.begin, ops._begin
+    before = run.begin, entry.check_call
     with decided(problem), monkeypatch.context() as patch:
-        patch.setattr(attention, "decide", None)
-        patch.setattr(known, "recall", None)
+        patch.setattr(run, "decide", None)
         for name in ("many calls", "graph of many"):
             got = works[name]()
             assert all(map(torch.equal, got, wanted)) if needs_grad else torch.equal(got, wanted)
-    assert (attention.begin, ops._begin) == (begin, begin_op)
+    assert (run.begin, entry.check_call) == before
 
 
 def test_compiled_parts_do_the_same() -> None:
     problem = make_problem("cpu", False)
     works = compiled_parts(problem, "eager")
-    assert torch.equal(works["graph"](), parts(problem, attention.FALLBACK)["call"]())
+    assert torch.equal(works["graph"](), parts(problem, registry.fallback())["call"]())
     assert torch.equal(works["graph of many"](), works["many calls"]())
     assert works["empty graph"]().shape == problem.q.shape
 

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import torch
 
-from nsa_sel.attention import explain_request
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.parity import WrongResult
 from nsa_sel.bench.core.records import Row
@@ -22,6 +21,7 @@ from nsa_sel.bench.tune.derive import cost_rows
 from nsa_sel.bench.tune.tune import DEATHS, ContextLost, Times
 from nsa_sel.bench.tune.tune_costs import ORDER, rows_of, run, wanted
 from nsa_sel.core import registry
+from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned

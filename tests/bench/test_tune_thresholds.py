@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_sel.attention import explain_request
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.tune import tune, tune_command, tune_runner, tune_thresholds
 from nsa_sel.bench.tune.tune import ContextLost, Times
 from nsa_sel.core import registry
+from nsa_sel.core.decide import explain_request
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import WAYS, Way, settings_for

@@ -22,8 +22,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import nsa_sel
-from nsa_sel.attention import explain_request, selection_attention
+from nsa_sel.attention import selection_attention
 from nsa_sel.cli.app import app
+from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.registry import backends
 from nsa_sel.core.request import DeviceInfo, example_request

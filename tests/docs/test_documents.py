@@ -18,7 +18,7 @@ import yaml
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.tune.derive import read_rows
 from nsa_sel.core import registry
-from nsa_sel.core.dispatch import load_policy, select
+from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings.config import (
     CACHE_FLAG,
@@ -31,7 +31,6 @@ from nsa_sel.settings.config import (
     settings_for,
     shipped_configs,
 )
-from tests.core.test_layering import FLOORS
 from tests.helpers.paths import ROOT
 from tests.helpers.policy_cases import (
     A100,
@@ -151,11 +150,6 @@ def test_events_are_those_of_the_code() -> None:
     assert {bare(row["event"]) for row in table("event", "when")} == emitted
 
 
-def test_floors_are_those_of_the_layering_test() -> None:
-    rows = table("floor", "modules of `nsa_sel`", document="CONTRIBUTING.md")
-    assert [names(row["modules of `nsa_sel`"]) for row in rows[:-1]] == [list(floor) for floor in FLOORS]
-
-
 # Tables of PRD.md
 
 
@@ -265,7 +259,7 @@ def test_usage_matrix_is_what_the_policy_picks() -> None:
 def pick(device: DeviceInfo, length: int) -> str | None:
     """The winner of both directions where all packages are at hand, or that it depends on the request's predicted times."""
     request = replace(LONG, max_length=length, needs_grad=True)
-    decision = select(request, device, load_policy("default"), settings_for(device), OFFERS)
+    decision = make_decision(request, device, load_policy("default"), settings_for(device), OFFERS)
     if sum(prediction.direction == "forward" for prediction in decision.predictions) > 1:
         return "least predicted time"
     assert decision.forward == decision.backward

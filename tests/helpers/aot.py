@@ -23,7 +23,8 @@ from triton.backends.compiler import GPUTarget
 
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call, check_call
+from nsa_sel.core.call import Call
+from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
@@ -135,7 +136,7 @@ if __name__ == "__main__":
     targets, *shapes = sys.argv[1:]
     for backend in (spec for spec in SPECS if spec.framework == "triton"):
         for shape_name in shapes or (*SHAPES, *PAGED):
-            reads_pages = shape_name in PAGED and getattr(registry.load(backend.name), "READS_CACHES", False)
+            reads_pages = shape_name in PAGED and backend.reads_caches
             takes = reads_pages if shape_name in PAGED else SHAPES[shape_name][8] is not None or not backend.limits.block_aligned_only
             if not takes:
                 continue

@@ -26,8 +26,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 import nsa_sel
-from nsa_sel import Selection, attention, selection_attention
+from nsa_sel import Selection, selection_attention
 from nsa_sel.bench.questions import bench_scaling
+from nsa_sel.core import decide
 from nsa_sel.distributed import agreement, check_ranks, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from tests.helpers import distributed_models as models
@@ -264,16 +265,16 @@ def rank_0_decides() -> None:
     """Other ranks would choose otherwise; they run what rank 0 chose."""
     q, k, v, selection = problem(32)
     slices = mine(q, 1), mine(k, 2), mine(v, 2), mine(selection.ranges, 1)
-    real = attention.select
+    real = decide.select
 
     def other(request: Any, device: Any, backend: str | None = None) -> Any:
         decision = real(request, device, BACKENDS[0 if rank() else 1])
         return nsa_sel.core.decision.msgspec.structs.replace(decision, override=None)
 
-    attention.select = other
+    decide.select = other
     first = other(nsa_sel.decisions()[-1].request, nsa_sel.decisions()[-1].device).forward
     context_parallel_attention(*slices)
-    attention.select = real
+    decide.select = real
     chosen = [None] * ranks()
     dist.all_gather_object(chosen, (first, nsa_sel.decisions()[-1].forward))
     assert chosen[0][0] != chosen[1][0]

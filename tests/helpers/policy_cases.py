@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from nsa_sel.backends.specs import SPECS
-from nsa_sel.core.decision import Backend, Decision, Limits, Offer, Override
-from nsa_sel.core.dispatch import load_policy, select
+from nsa_sel.core.backend import Backend, Limits, Offer
+from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.settings.config import Settings, settings_for
 
@@ -49,7 +49,7 @@ def decide(
 ) -> Decision:
     """The default policy's decision under `settings(**changes)`, with a backend forced by argument."""
     override = None if backend is None else Override(backend, "argument")
-    return select(request, device, load_policy("default"), settings(**changes), offers, override)
+    return make_decision(request, device, load_policy("default"), settings(**changes), offers, override)
 
 
 def codes(decision: Decision, backend: str) -> list[str]:

@@ -72,7 +72,7 @@ def priced(row: Row, factor: float = 1.0) -> Row:
     costs, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
     assert costs is not None
     model, sharing = costs.models[f"{stands_in}/{way}"], sharing_of(case)
-    amounts = work(request_of(case, sharing, way == "backward"), way == "backward", sharing)
+    amounts = work(request_of(case, sharing, way == "backward"), way == "backward", sharing, H200.sm_count)
     ms = max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items()))
     ms *= factor * (1.0 if stands_in == backend else 2.0)
     return {"ms_median": ms, "ms_p20": 0.99 * ms, "ms_p80": 1.01 * ms}

@@ -12,14 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_sel import attention
 from nsa_sel.bench.core.cases import Case, prefill, random_selection
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.bench.tune.derive import cost_rows
-from nsa_sel.core.call import check_call, request_of
-from nsa_sel.core.decision import Backend, Decision, Limits, Offer, Override
-from nsa_sel.core.dispatch import Case as Asked
-from nsa_sel.core.dispatch import load_policy, select
+from nsa_sel.core import decide
+from nsa_sel.core.backend import Backend, Limits, Offer
+from nsa_sel.core.call import request_of
+from nsa_sel.core.check import check_call
+from nsa_sel.core.decision import Case as Asked
+from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
+from nsa_sel.core.registry import backends
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.errors import ConfigError
 from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
@@ -33,7 +35,7 @@ GROUP, TILE, BLOCK, TOKEN = "triton-group", "triton-tile", "triton-block", "trit
 LIMITS = Limits(dtypes={"cuda": ("float16", "bfloat16", "float32")})
 BLOCKS = replace(LIMITS, block_aligned_only=True, block_multiple=16)
 OFFERS = tuple(
-    Offer(Backend(name=name, path=name, framework="triton", limits=limits))
+    Offer(Backend(name=name, path=name, framework="triton", limits=limits, switches=backends()[name].switches))
     for name, limits in ((TOKEN, LIMITS), (GROUP, LIMITS), (BLOCK, BLOCKS), (TILE, BLOCKS))
 )
 PREFERENCE = (GROUP, TOKEN)
@@ -61,7 +63,7 @@ def ask(request: Request, models: dict[str, CostModel] = MODELS, override: Overr
     """The default policy's decision by `models`, on a GPU whose preference is group, token."""
     costs = Costs(provenance="invented", dtypes=("bfloat16",), models=models)
     pinned = {"sel_triton_min_L": 0, "prefer_forward": PREFERENCE, "prefer_backward": PREFERENCE, "sharing_prior": ALIKE, "costs": costs}
-    return select(request, UNKNOWN, load_policy("default"), settings(**{**pinned, **changes}), OFFERS, override)
+    return make_decision(request, UNKNOWN, load_policy("default"), settings(**{**pinned, **changes}), OFFERS, override)
 
 
 # Choosing
@@ -139,13 +141,13 @@ def test_a_forced_backend_has_no_runner_up() -> None:
 
 
 def test_a_file_of_ones_own_goes_before_predicted_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    by_time = select(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
+    by_time = make_decision(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
     assert by_time.predictions
     assert by_time.rule.startswith("least predicted time")
     file = tmp_path / "mine.yaml"
     file.write_text(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
     monkeypatch.setenv(CONFIG_FLAG, str(file))
-    mine = select(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
+    mine = make_decision(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
     assert mine.forward == TOKEN
     assert mine.backward == by_time.backward  # of which the file says nothing
     assert mine.rule.startswith(f"first of the preference ({file}), which goes before predicted times; backward: least predicted time")
@@ -158,7 +160,7 @@ def test_costs_of_ones_own_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     file.write_text(f"provenance: mine\ncosts: {{provenance: mine, dtypes: [bfloat16], models: {{{TILE}/forward: {priced}}}}}\n")
     monkeypatch.setenv(CONFIG_FLAG, str(file))
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "0")
-    decision = select(SHORT, H100, load_policy("default"), settings_for(H100), OFFERS)
+    decision = make_decision(SHORT, H100, load_policy("default"), settings_for(H100), OFFERS)
     assert decision.forward == TILE
     assert f"({file})" in decision.rule
 
@@ -208,29 +210,29 @@ def test_rows_at_positions_of_their_own_are_counted_in_the_mean() -> None:
 
 
 def test_every_term_is_counted() -> None:
-    counted = [work(replace(SHORT, Dk=Dk), backward, ALIKE) for Dk in (128, 192) for backward in (False, True)]
+    counted = [work(replace(SHORT, Dk=Dk), backward, ALIKE, 132) for Dk in (128, 192) for backward in (False, True)]
     assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
     assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
     few = replace(SHORT, B=1, G=4, S=1)  # rows; 132 programs make 33 parts of each
-    assert work(few, False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 33)
-    assert work(replace(few, B=16), False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 2)
-    assert work(replace(few, B=33), False, ALIKE)["split-walk"] == work(few, False, ALIKE)["walk"]
-    assert work(replace(few, B=34), False, ALIKE)["split-walk"] == work(SHORT, False, ALIKE)["split-walk"] == 0
+    assert work(few, False, ALIKE, 132)["split-walk"] == pytest.approx(work(few, False, ALIKE, 132)["walk"] / 33)
+    assert work(replace(few, B=16), False, ALIKE, 132)["split-walk"] == pytest.approx(work(few, False, ALIKE, 132)["walk"] / 2)
+    assert work(replace(few, B=33), False, ALIKE, 132)["split-walk"] == work(few, False, ALIKE, 132)["walk"]
+    assert work(replace(few, B=34), False, ALIKE, 132)["split-walk"] == work(SHORT, False, ALIKE, 132)["split-walk"] == 0
     assert {term for terms in cost_fit.TERMS.values() for term in terms} <= set(COST_TERMS)
 
 
 def test_work_of_the_example() -> None:
     """Worked by hand: 8192 rows of 4 groups, 16 blocks of 64 keys but for the first 15 blocks of rows, 256 bf16 numbers a key."""
     pairs = 4 * 64 * (sum(range(1, 16)) + 113 * 16)
-    forward = work(SHORT, False, ALIKE)
+    forward = work(SHORT, False, ALIKE, 132)
     assert forward["pairs"] == pytest.approx(pairs / 1e6)
     assert forward["read"] == pytest.approx(pairs * 64 * 256 * 2 / 1e9)
     assert forward["reread"] == pytest.approx(16 * forward["read"])
     assert forward["exact"] == pytest.approx(pairs * 64 * 16 * 2 * 256 / 1e12)
     assert forward["tile"] == pytest.approx(pairs * ALIKE[2] / 4 * 64 * 64 * 2 * 256 / 1e12)
     assert forward["partials"] == pytest.approx(pairs * 16 * (128 + 2 * 128) * 2 / 1e9)
-    assert work(SHORT, True, ALIKE)["exact"] == pytest.approx(2 * forward["exact"])
-    odd = work(replace(SHORT, h=3), False, ALIKE)  # 21 tokens x 3 heads are 63 of 64 rows
+    assert work(SHORT, True, ALIKE, 132)["exact"] == pytest.approx(2 * forward["exact"])
+    odd = work(replace(SHORT, h=3), False, ALIKE, 132)  # 21 tokens x 3 heads are 63 of 64 rows
     assert odd["exact"] == pytest.approx(forward["exact"] * 3 / 16 * 64 / 63)
 
 
@@ -238,7 +240,7 @@ def test_a_union_never_passes_what_may_be_seen() -> None:
     request = replace(SHORT, S=1024, S_kv=1024)  # 16 blocks: every row chooses all that it sees
     pairs = blocks_of(request).chosen
     assert pairs == blocks_of(request).visible
-    assert work(request, False, APART)["tile"] == pytest.approx(pairs / 4 * 64 * 64 * 2 * 256 / 1e12)
+    assert work(request, False, APART, 132)["tile"] == pytest.approx(pairs / 4 * 64 * 64 * 2 * 256 / 1e12)
 
 
 def test_sharing_between_known_sizes() -> None:
@@ -272,14 +274,14 @@ def test_more_work_is_never_predicted_cheaper(
     facts = {"B": B, "G": G, "h": h, "n": n, "tiles": tiles}
     less, more = asked(**facts), asked(**{**facts, grown: facts[grown] + by})
     for name in {name.split("/")[0] for name in costs.models}:
-        before, after = predict(less, name), predict(more, name)
+        before, after = predict(less, backends()[name]), predict(more, backends()[name])
         assert (before is None) == (after is None) or name == "cupy-cuda", "only its tiles, which shapes join and leave, are predicted"
         assert before is None or after is None or before <= after * (1 + 1e-3), name
 
 
 def test_cupy_cuda_is_predicted_where_its_tiles_compute() -> None:
     def asked(direction: str = "forward", **facts: object) -> float | None:
-        return predict(Asked(replace(SHORT, **facts), H200, settings_for(H200), direction), "cupy-cuda")
+        return predict(Asked(replace(SHORT, **facts), H200, settings_for(H200), direction), backends()["cupy-cuda"])
 
     assert asked() is not None
     assert asked("backward") is not None
@@ -342,10 +344,10 @@ def test_the_request_tells_what_was_measured() -> None:
 
 
 def test_alike_selections_share_a_decision() -> None:
-    attention.forget_decisions()
-    first = attention.select(replace(SHORT, sharing=APART), H200)
-    assert attention.select(replace(SHORT, sharing=tuple(APART[:])), H200) is first
-    assert attention.select(SHORT, H200) is not first
+    decide.forget_decisions()
+    first = decide.select(replace(SHORT, sharing=APART), H200)
+    assert decide.select(replace(SHORT, sharing=tuple(APART[:])), H200) is first
+    assert decide.select(SHORT, H200) is not first
 
 
 def test_the_class_of_a_whole_prefill_keeps_its_length() -> None:
@@ -389,7 +391,7 @@ def planted_rows(host: float, terms: dict[str, float]) -> list[dict[str, Any]]:
     rows = []
     for case in cases:
         sharing = cost_fit.sharing_of(case)
-        amounts = work(cost_fit.request_of(case, sharing, False), False, sharing)
+        amounts = work(cost_fit.request_of(case, sharing, False), False, sharing, 132)
         ms = max(host, sum(price * amounts[term] for term, price in terms.items()))
         rows.append({**case._asdict(), "direction": "fwd", "backend": TILE, "ms_median": ms, "ms_p20": ms, "ms_p80": ms})
     return rows
@@ -397,7 +399,7 @@ def planted_rows(host: float, terms: dict[str, float]) -> list[dict[str, Any]]:
 
 def test_a_planted_model_is_found_again() -> None:
     terms = {"launch": 0.02, "tile": 2.0, "rows": 0.3}
-    fitted = cost_fit.fit(f"{TILE}/forward", planted_rows(0.15, terms))
+    fitted = cost_fit.fit(f"{TILE}/forward", planted_rows(0.15, terms), 132)
     assert fitted.host == pytest.approx(0.15, rel=1e-3)
     assert {term: price for term, price in fitted.terms.items() if price > 1e-3} == pytest.approx(terms, rel=1e-2)
     assert fitted.worst_error < 0.01
@@ -407,8 +409,8 @@ def test_a_planted_model_is_found_again() -> None:
 def test_rows_of_one_size_share_one_vote() -> None:
     rows = planted_rows(0.0, {"tile": 2.0})
     odd = [{**rows[0], "case": f"again {i}", "ms_median": rows[0]["ms_median"] * 3} for i in range(50)]
-    assert cost_fit.fit(f"{TILE}/forward", rows + odd).median_error > 0.5  # by far the most rows, and not followed
-    assert cost_fit.fit(f"{TILE}/forward", rows[1:] + odd[:1]).terms["tile"] == pytest.approx(2.0, rel=0.2)
+    assert cost_fit.fit(f"{TILE}/forward", rows + odd, 132).median_error > 0.5  # by far the most rows, and not followed
+    assert cost_fit.fit(f"{TILE}/forward", rows[1:] + odd[:1], 132).terms["tile"] == pytest.approx(2.0, rel=0.2)
 
 
 def test_times_that_scatter_count_less() -> None:
@@ -416,7 +418,7 @@ def test_times_that_scatter_count_less() -> None:
     wrong = {**rows[0], "case": "again", "ms_median": rows[0]["ms_median"] * 3}
     scattered = {**wrong, "ms_p20": wrong["ms_median"] / 3, "ms_p80": wrong["ms_median"] * 2}
     surely, hardly = (
-        abs(cost_fit.fit(f"{TILE}/forward", [*rows[1:], row]).terms["tile"] - 2.0)
+        abs(cost_fit.fit(f"{TILE}/forward", [*rows[1:], row], 132).terms["tile"] - 2.0)
         for row in ({**wrong, "ms_p20": wrong["ms_median"], "ms_p80": wrong["ms_median"]}, scattered)
     )
     assert hardly < surely / 10

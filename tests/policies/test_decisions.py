@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from nsa_sel.core.decision import Backend, Decision, Limits, Offer, Override, Reason
-from nsa_sel.core.dispatch import Case, counterfactuals, load_policy, refusal, select
+from nsa_sel.core.backend import Backend, Limits, Offer, Reason
+from nsa_sel.core.decision import Case, Decision, Override, load_policy, make_decision
+from nsa_sel.core.explain import counterfactuals, refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.policies import guards, rules
@@ -150,7 +151,7 @@ def test_the_dense_path_is_of_one_range_a_row_and_of_no_joined_rows() -> None:
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_sm89_lane_keeps_triton_off(needs_grad: bool) -> None:
     """With the shipped profile: ADR-2025-08-M4-02."""
-    decision = select(replace(LONG, needs_grad=needs_grad), RTX4090, load_policy("default"), settings_for(RTX4090), OFFERS)
+    decision = make_decision(replace(LONG, needs_grad=needs_grad), RTX4090, load_policy("default"), settings_for(RTX4090), OFFERS)
     assert decision.forward == "sdpa-packed"
     assert decision.backward == ("sdpa-packed" if needs_grad else None)
     for backend in ("triton-group", "triton-token"):
@@ -162,7 +163,7 @@ def test_sm89_lane_keeps_triton_off(needs_grad: bool) -> None:
 
 @pytest.mark.parametrize("source", ["argument", "use_backend", "NSA_SEL_BACKEND"])
 def test_sm89_lane_refuses_forced_triton(source: str) -> None:
-    decision = select(LONG, RTX4090, load_policy("default"), settings_for(RTX4090), OFFERS, Override("triton-group", source))
+    decision = make_decision(LONG, RTX4090, load_policy("default"), settings_for(RTX4090), OFFERS, Override("triton-group", source))
     assert decision.forward is None
     message = str(refusal(decision))
     assert f"backend 'triton-group', forced by {source}, refuses this call:" in message
@@ -174,9 +175,9 @@ def test_only_the_force_flag_lifts_the_device_rule(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(flag, "1")
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "0")
     policy = load_policy("default")
-    assert select(LONG, RTX4090, policy, settings_for(RTX4090), OFFERS).forward == "sdpa-packed"
+    assert make_decision(LONG, RTX4090, policy, settings_for(RTX4090), OFFERS).forward == "sdpa-packed"
     monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
-    lifted = select(LONG, RTX4090, policy, replace(settings_for(RTX4090), prefer_forward=NAMES), OFFERS)
+    lifted = make_decision(LONG, RTX4090, policy, replace(settings_for(RTX4090), prefer_forward=NAMES), OFFERS)
     assert codes(lifted, "triton-group") == codes(lifted, "triton-token") == []
     assert lifted.forward == "triton-group"
 
@@ -190,7 +191,7 @@ def test_a100_and_h100_lanes_take_triton_above_the_gate(device: DeviceInfo, need
     assert (decision.runner_up, decision.runner_up_backward) == ("triton-token", "triton-token" if needs_grad else None)
     assert (decision.steps, decision.predictions) == ((), ())
     assert codes(decision, "numba") == ["device-kind"]
-    shipped = select(LONG, device, load_policy("default"), settings_for(device), OFFERS, Override("triton-group", "argument"))
+    shipped = make_decision(LONG, device, load_policy("default"), settings_for(device), OFFERS, Override("triton-group", "argument"))
     assert shipped.forward == "triton-group"
     assert "device-rule" not in codes(shipped, "triton-group")
 
@@ -235,7 +236,7 @@ def test_a_gpu_that_no_kernel_takes_gets_the_conservative_defaults() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("device", [CPU, INTERPRETER], ids=["cpu", "interpreter"])
 def test_triton_is_never_the_choice_on_a_cpu(dtype: str, device: DeviceInfo) -> None:
-    decision = select(replace(LONG, dtype=dtype, needs_grad=True), device, load_policy("default"), settings_for(device), OFFERS)
+    decision = make_decision(replace(LONG, dtype=dtype, needs_grad=True), device, load_policy("default"), settings_for(device), OFFERS)
     for winner in (decision.forward, decision.backward):
         assert winner in ("sdpa-packed", "numba")
     if device is CPU:
@@ -388,7 +389,7 @@ def sample() -> list[Decision]:
         (SHORT, CPU, OFFERS, "no-such-backend"),
     ]
     return [
-        select(request, device, policy, settings_for(device), offers, None if backend is None else Override(backend, "argument"))
+        make_decision(request, device, policy, settings_for(device), offers, None if backend is None else Override(backend, "argument"))
         for request, device, offers, backend in cases
     ]
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa_sel.attention import explain_request
-from nsa_sel.core.decision import Decision, Offer, Override, Reason
-from nsa_sel.core.dispatch import load_policy, refusal, select
+from nsa_sel.core.backend import Offer, Reason
+from nsa_sel.core.decide import explain_request
+from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
+from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.settings.config import settings_for
 from tests.helpers.policy_cases import A100, B200, H100, H200, L40S, LONG, OFFERS, RTX3090, RTX4090, RTX5090, SHORT, codes, replace
@@ -29,7 +30,7 @@ def routed(
     """The decision of the shipped policy and profiles; L = 8192 is above every gate."""
     request = replace(request, needs_grad=needs_grad)
     override = Override(backend, "argument") if backend else None
-    return select(request, device, load_policy("default"), settings_for(device), offers, override)
+    return make_decision(request, device, load_policy("default"), settings_for(device), offers, override)
 
 
 def off(device: DeviceInfo) -> bool:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import attention
+import nsa_sel.core.decide
 from nsa_sel.core import registry
-from nsa_sel.core.decision import Requirement
-from nsa_sel.core.dispatch import refusal
+from nsa_sel.core.backend import Requirement
+from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import BackendError, ConfigError
 from nsa_sel.settings.config import FLAGS, settings_for
@@ -94,9 +94,9 @@ VALUES = {  # what any flag sets: text -> value
 def test_flags_decide(
     monkeypatch: pytest.MonkeyPatch, flag: str, text: str, request_: Request, device: DeviceInfo, before: str, after: str, code: str | None
 ) -> None:
-    assert attention.explain_request(request_, device).forward == before
+    assert nsa_sel.explain_request(request_, device).forward == before
     monkeypatch.setenv(flag, text)
-    decision = attention.explain_request(request_, device)
+    decision = nsa_sel.explain_request(request_, device)
     assert decision.forward == after
     assert decision.backward == (after if request_.needs_grad else None)
     field = next(known.field for known in FLAGS if known.name == flag)
@@ -187,7 +187,7 @@ def test_environment_beats_the_file_and_the_file_the_profile(monkeypatch: pytest
 @pytest.mark.usefixtures("pinned")
 def test_override_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(backend: str | None = None) -> tuple[str | None, str | None]:
-        decision = attention.explain_request(LONG, H100, backend)
+        decision = nsa_sel.explain_request(LONG, H100, backend)
         return decision.forward, decision.override and decision.override.source
 
     assert chosen() == ("triton-group", None)
@@ -195,9 +195,9 @@ def test_override_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == ("triton-group", "NSA_SEL_BACKEND")
     monkeypatch.setenv("NSA_FORCE_PARITY", "1")
     assert chosen() == ("sdpa-packed", "NSA_FORCE_PARITY")
-    with attention.use_backend("triton-token"):
+    with nsa_sel.use_backend("triton-token"):
         assert chosen() == ("triton-token", "use_backend")
-        with attention.use_backend("triton-group"):
+        with nsa_sel.use_backend("triton-group"):
             assert chosen() == ("triton-group", "use_backend")
             assert chosen("sdpa-packed") == ("sdpa-packed", "argument")
         assert chosen() == ("triton-token", "use_backend")
@@ -212,7 +212,7 @@ def test_override_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_unknown_backends_are_named_with_a_suggestion(name: str, hint: str) -> None:
     with pytest.raises(BackendError) as caught:
-        attention.decide(LONG, H100, name)
+        nsa_sel.core.decide.decide(LONG, H100, name)
     message = str(caught.value)
     for text in (repr(name), "argument", hint, "Allowed: triton-group, triton-token, sdpa-packed, numba", "Remedy: "):
         assert text in message
@@ -226,7 +226,7 @@ def test_unknown_backends_are_named_with_a_suggestion(name: str, hint: str) -> N
 def test_a_bad_backend_of_the_environment_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_BACKEND", "trion-group")
     with pytest.raises(BackendError, match=r"'trion-group' \(NSA_SEL_BACKEND\) is unknown; did you mean 'triton-group'\?"):
-        attention.decide(LONG, H100)
+        nsa_sel.core.decide.decide(LONG, H100)
 
 
 def test_forced_backend_is_refused_when_only_its_backward_refuses() -> None:
@@ -239,15 +239,15 @@ def test_forced_backend_is_refused_when_only_its_backward_refuses() -> None:
 
 @pytest.mark.usefixtures("pinned")
 def test_decisions_are_remembered_until_a_flag_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = attention.explain_request(LONG, H100)
-    assert attention.explain_request(LONG, H100) is first
-    assert attention.explain_request(LONG, A100) is not first
+    first = nsa_sel.explain_request(LONG, H100)
+    assert nsa_sel.explain_request(LONG, H100) is first
+    assert nsa_sel.explain_request(LONG, A100) is not first
     monkeypatch.setenv("NSA_USE_TRITON_SEL", "0")
-    assert attention.explain_request(LONG, H100).forward == "sdpa-packed"
+    assert nsa_sel.explain_request(LONG, H100).forward == "sdpa-packed"
     monkeypatch.delenv("NSA_USE_TRITON_SEL")
-    assert attention.explain_request(LONG, H100) is first
-    attention.forget_decisions()
-    again = attention.explain_request(LONG, H100)
+    assert nsa_sel.explain_request(LONG, H100) is first
+    nsa_sel.reset()
+    again = nsa_sel.explain_request(LONG, H100)
     assert again is not first
     assert again == first
 
@@ -257,18 +257,18 @@ def test_an_edited_file_is_read_anew_once_decisions_are_forgotten() -> None:
     file = Path(os.environ["NSA_SEL_CONFIG"])
     assert settings_for(H100).sel_triton_min_L == 4096
     file.write_text(PINNED.replace("4096", "8193"))
-    assert attention.explain_request(LONG, H100).forward == "triton-group"
-    nsa_sel.forget_decisions()
-    decision = attention.explain_request(LONG, H100)
+    assert nsa_sel.explain_request(LONG, H100).forward == "triton-group"
+    nsa_sel.reset()
+    decision = nsa_sel.explain_request(LONG, H100)
     assert (decision.forward, decision.settings.sel_triton_min_L) == ("sdpa-packed", 8193)
 
 
 @pytest.mark.usefixtures("pinned")
 def test_decode_steps_share_a_decision() -> None:
     steps = [replace(LONG, S=1, S_kv=S_kv) for S_kv in (8193, 9000, 16384)]
-    assert len({id(attention.explain_request(step, H100)) for step in steps}) == 1
-    assert attention.explain_request(steps[0], H100).request.S_kv == 16384
-    assert attention.explain_request(replace(LONG, S=1, S_kv=16385), H100).request.S_kv == 32768
+    assert len({id(nsa_sel.explain_request(step, H100)) for step in steps}) == 1
+    assert nsa_sel.explain_request(steps[0], H100).request.S_kv == 16384
+    assert nsa_sel.explain_request(replace(LONG, S=1, S_kv=16385), H100).request.S_kv == 32768
 
 
 # The registry: installed packages, entry points, failures
@@ -300,10 +300,10 @@ def test_a_file_may_prefer_what_a_package_adds_while_it_is_installed(monkeypatch
     (tmp_path / "mine.yaml").write_text("provenance: x\nruntime: {prefer_forward: [toy]}\n")
     monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "mine.yaml"))
     with pytest.raises(ConfigError, match=r"mine.yaml: prefer_forward is 'toy'; allowed: .*numba.* or install the package that brings"):
-        attention.explain_request(LONG, H100)
+        nsa_sel.explain_request(LONG, H100)
     entry_point(monkeypatch, toy().backend)
     registry.backends.cache_clear()
-    assert attention.explain_request(LONG, H100).forward == "toy"
+    assert nsa_sel.explain_request(LONG, H100).forward == "toy"
 
 
 @pytest.mark.usefixtures("fresh_registry")

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from nsa_sel import attention
-from nsa_sel.attention import explain_request
+import nsa_sel
+import nsa_sel.core.decide
 from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.report.derived import folders, matrix
 from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
 from nsa_sel.bench.tune.derive import PROFILES, ROOT, evidence, length_rows, read_rows, render, threshold, words
 from nsa_sel.core import registry
-from nsa_sel.core.dispatch import counterfactuals
+from nsa_sel.core.decide import explain_request
+from nsa_sel.core.explain import counterfactuals
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.settings import config, devices
 from nsa_sel.settings.config import WAYS, Way, profile_for, settings_for, shipped_configs
@@ -144,7 +145,7 @@ def warned(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     """What a call decided so warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        attention.decide(request, device, backend)
+        nsa_sel.core.decide.decide(request, device, backend)
     return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
 
 
@@ -153,9 +154,9 @@ def nobody_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process on a machine that has every package."""
     monkeypatch.setattr(devices, "_told", set())
     monkeypatch.setattr(registry, "offers", lambda request: OFFERS)
-    attention.forget_decisions()
+    nsa_sel.reset()
     yield
-    attention.forget_decisions()
+    nsa_sel.reset()
 
 
 @pytest.fixture

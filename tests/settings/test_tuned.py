@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.attention import explain_request
 from nsa_sel.bench.tune import tune
 from nsa_sel.core.call import device_info
+from nsa_sel.core.decide import explain_request
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import tuned
@@ -232,7 +232,7 @@ def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, events: Any, 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         forget_settings()
-        nsa_sel.forget_decisions()
+        nsa_sel.reset()
         assert launch() == COMMITTED
     (ignored,) = events("sel.tuned.ignored")
     assert (ignored["why"], words in ignored["words"]) == ("corrupt", True)
@@ -286,7 +286,7 @@ def test_a_file_that_others_may_write_is_not_used(folder: Path, damage: Any, wor
     assert launch() == OTHER
     damage(file)
     tuned.forget()
-    nsa_sel.forget_decisions()
+    nsa_sel.reset()
     with pytest.warns(RuntimeWarning, match=f"is ignored, the committed launches run: .*{words}"):
         assert launch() == COMMITTED
 

@@ -15,7 +15,8 @@ import torch
 
 import nsa_sel
 import nsa_sel.settings.warmup as warming
-from nsa_sel import attention
+from nsa_sel.core import warm as core_warm
+from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.request import example_request
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.settings import tuned
@@ -76,7 +77,7 @@ def test_requests_are_requests_or_their_fields(monkeypatch: pytest.MonkeyPatch) 
     assert warmup(CPU, [request])[0].request == request
     assert warmup("cpu", [{"S": 5}])[0].request == replace(example_request(needs_grad=True), S=5, S_kv=5, max_length=5)
     seen: list[Any] = []
-    monkeypatch.setattr(warming, "_warm", lambda request, device, tune: seen.append((request, device, tune)))
+    monkeypatch.setattr(warming, "warm", lambda request, device, tune, attend: seen.append((request, device, tune)))
     warmup()
     ((request, device, tune),) = seen
     assert (device, tune, request.needs_grad, request.Dk) == (CPU, False, True, 128)
@@ -104,7 +105,7 @@ def test_tuning_on_a_cpu_is_refused() -> None:
 @pytest.mark.usefixtures("capture")
 @pytest.mark.parametrize("tune", [False, True])
 def test_nothing_warms_up_or_tunes_within_a_capture(monkeypatch: pytest.MonkeyPatch, tune: bool) -> None:
-    monkeypatch.setattr(warming, "_warm", lambda *arguments: pytest.fail("warmed up"))
+    monkeypatch.setattr(warming, "warm", lambda *arguments: pytest.fail("warmed up"))
     with pytest.raises(ArgumentError, match="within a CUDA graph capture; allowed: outside of one"):
         warmup("cpu", [SMALL], tune=tune)
 
@@ -122,7 +123,7 @@ def test_the_first_call_on_a_device_warms_up(monkeypatch: pytest.MonkeyPatch, ev
     (event,) = events("sel.triton.warmup")
     assert event["request"].S == 4
     assert len(events("sel.decision")) == 4  # three calls, and that of the warm-up
-    warming.forget_warmups()
+    nsa_sel.reset()
     call()
     assert len(events("sel.triton.warmup")) == 2
 
@@ -142,7 +143,7 @@ def test_a_warmup_that_fails_is_told_and_the_call_runs(monkeypatch: pytest.Monke
     def fail(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("no room for a warm-up")
 
-    monkeypatch.setattr(warming, "_tensors", fail)
+    monkeypatch.setattr(core_warm, "_tensors", fail)
     with pytest.warns(RuntimeWarning, match="the warm-up failed, calls compile when they come: .*no room"):
         assert call().isfinite().all()
     assert "no room" in events("sel.triton.warmup")[0]["error"]
@@ -156,10 +157,10 @@ def test_what_a_warmup_tunes_serves_the_call_that_began_it(monkeypatch: pytest.M
 
     def tune(request: Any, device: torch.device) -> float:
         tuned.forget()
-        attention.forget_decisions()
+        forget_decisions()
         return 1.0
 
-    monkeypatch.setattr(warming, "_warm", lambda request, device, tune_too: tune(request, device))
+    monkeypatch.setattr(core_warm, "warm", lambda request, device, tune_too, attend: tune(request, device))
     call()
     assert nsa_sel.decisions()[-1] is not before
 
@@ -172,8 +173,10 @@ import json, os, sys, warnings
 import torch.distributed as dist
 import nsa_sel
 import nsa_sel.settings.warmup as warming
+from nsa_sel.core import warm as core_warm
+from nsa_sel.core.decide import forget_decisions
 from nsa_sel.settings import tuned
-from nsa_sel.attention import explain_request
+from nsa_sel.core.decide import explain_request
 from nsa_sel.bench.tune import tune
 from nsa_sel.settings.config import Costs, KernelConfig, settings_for
 from nsa_sel.errors import NsaSelError

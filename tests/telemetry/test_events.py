@@ -15,16 +15,17 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import attention
+import nsa_sel.core.decide
 from nsa_sel.backends import _loads, numba_cpu
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call, check_call
+from nsa_sel.core.call import Call
+from nsa_sel.core.check import check_call
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import Settings, settings_for
 from nsa_sel.telemetry import events, passes, prometheus
-from tests.core.test_layering import modules
+from tests.core.test_imports import modules
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
 from tests.helpers.paths import ROOT
 from tests.helpers.policy_cases import CPU, H100, LONG, SHORT, decide, replace
@@ -92,7 +93,7 @@ def test_failures_and_fallbacks_are_counted_by_reason(monkeypatch: pytest.Monkey
 
 def test_calls_that_nothing_may_run_are_counted() -> None:
     with counted() as grown, pytest.raises(BackendError):
-        attention.decide(LONG, CPU, "no-such-backend")
+        nsa_sel.core.decide.decide(LONG, CPU, "no-such-backend")
     assert grown == {("unserved",): 1}
 
 

@@ -63,9 +63,7 @@ def write() -> None:
     import torch
 
     import nsa_sel
-    from nsa_sel import attention
     from nsa_sel.backends import numba_cpu
-    from nsa_sel.core import registry
     from nsa_sel.core.request import example_request
     from nsa_sel.settings import devices
     from tests.helpers.cases import make_blocks, make_qkv, make_spans
@@ -88,8 +86,7 @@ def write() -> None:
     for _ in range(2):
         nsa_sel.selection_attention(q, k, v, blocks)
     numba_cpu.forward = real
-    registry.forget_broken()
-    attention.forget_decisions()
+    nsa_sel.reset()
     tuning_events()
     with warnings.catch_warnings(action="ignore"):
         devices.warn_if_assumed(nsa_sel.explain_request(example_request(), devices.GPUS["a100"]))

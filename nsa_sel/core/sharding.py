@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from nsa_sel.core import ops
-from nsa_sel.core.call import as_selection, check_tensors
+from nsa_sel.core.check import as_selection, check_tensors
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 

@@ -1,4 +1,4 @@
-"""Which module may know which: seen in sys.modules of fresh processes, and read from the import statements of every file."""
+"""Which module may import which: seen in sys.modules of fresh processes, and read from the import statements of every file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,18 +17,6 @@ from tests.helpers.paths import ROOT
 
 LINKED = ("backends", "policies", "configs", "bench")
 KERNEL_FRAMEWORKS = ("torch", "triton", "numba", "cupy")
-
-# From the ground up: a module imports, when it is loaded, only what stands on lower floors. Modules that are not listed stand on top.
-FLOORS = (
-    ("errors", "core.request", "oracle", "core.forks", "settings.private"),
-    ("settings.config",),
-    ("core.decision", "selection", "core.workspace"),
-    ("core.dispatch", "core.call", "telemetry.events", "backends.specs"),
-    ("policies", "core.registry", "telemetry.describe", "settings.devices", "settings.tuned", "telemetry.passes", "core.pages"),
-    ("backends", "core.known"),
-    ("attention",),
-)
-TOP = len(FLOORS)
 
 CPU_CALLS = """
 import torch, nsa_sel
@@ -78,7 +67,7 @@ def loaded_by(code: str, **environment: str) -> set[str]:
     "code",
     [
         "import nsa_sel",
-        "import nsa_sel.core.dispatch, nsa_sel.policies.default",
+        "import nsa_sel.core.decision, nsa_sel.policies.default",
         "import nsa_sel.core.registry\nfor name in nsa_sel.core.registry.backends(): nsa_sel.core.registry.missing(name)",
         "from nsa_sel.settings.config import settings_for\n"
         "from nsa_sel.core.request import DeviceInfo\nsettings_for(DeviceInfo(kind='cuda', sm=90))",
@@ -140,7 +129,7 @@ def imports(nodes: Iterable[ast.AST], lazy: bool) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "relative imports hide the floor"
+            assert not node.level, "relative imports hide the room"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not lazy:
             continue
@@ -150,39 +139,76 @@ def imports(nodes: Iterable[ast.AST], lazy: bool) -> Iterator[str]:
             yield from imports(ast.iter_child_nodes(node), lazy)
 
 
-def floor_of(module: str) -> int:
-    """The floor of "decision", "backends._triton.launch", also of "decision.Reason"; the longest listed prefix counts."""
-    parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        for floor, names in enumerate(FLOORS):
-            if ".".join(parts[:length]) in names:
-                return floor
-    return TOP
+def files_of_modules() -> dict[str, Path]:
+    """Every file of the tree by its full module name: the package's, the tests' and the examples'."""
+    found = {f"nsa_sel.{name}".rstrip("."): file for name, file in modules()}
+    for folder in ("tests", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found[".".join(part for part in parts if part != "__init__")] = file
+    return found
 
 
-def test_every_module_is_found() -> None:
-    names = [name for name, _ in modules()]
-    assert len(names) == len(set(names))
-    assert {"", "errors", "attention", "backends.specs", "policies.default"} <= set(names)
-    assert {name for floor in FLOORS for name in floor} <= set(names)
+def imported(file: Path, names: Collection[str]) -> set[str]:
+    """Those of `names` that a file imports, in function bodies and for type checkers too. `from package import module` means the module."""
+    targets = imports(ast.parse(file.read_text()).body, lazy=True)
+    return {target if target in names else target.rpartition(".")[0] for target in targets} & set(names)
 
 
-@pytest.mark.parametrize(("name", "file"), [pytest.param(name, file, id=name or "nsa_sel") for name, file in modules()])
-def test_no_module_imports_upward(name: str, file: Path) -> None:
-    own = floor_of(name) if name else 0
-    for target in imports(ast.parse(file.read_text()).body, lazy=False):
-        if not target.startswith("nsa_sel."):
-            continue
-        below = target.removeprefix("nsa_sel.")
-        same_folder = "." in name and below.startswith(name.split(".")[0] + ".")
-        assert floor_of(below) < own or same_folder or own == TOP, f"{name} (floor {own}) imports {target} (floor {floor_of(below)})"
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Every import circle once, as a path from a module back to itself."""
+    sorter, found = {name: set(targets) for name, targets in graph.items()}, []
+    while True:
+        try:
+            TopologicalSorter(sorter).prepare()
+        except CycleError as error:
+            found.append(error.args[1])
+            sorter[error.args[1][1]].discard(error.args[1][0])
+        else:
+            return found
 
 
-@pytest.mark.parametrize(("name", "file"), [pytest.param(name, file, id=name) for name, file in modules() if name.startswith("backends.")])
-def test_backends_know_the_contract_and_nothing_of_policies(name: str, file: Path) -> None:
-    forbidden = ("policies", "core.dispatch", "core.registry", "attention")
-    for target in imports(ast.parse(file.read_text()).body, lazy=True):
-        assert not target.startswith(tuple(f"nsa_sel.{module}" for module in forbidden)), f"{name} imports {target}"
+def test_a_circle_is_found_in_function_bodies_too(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import b\n")
+    (tmp_path / "b.py").write_text("def late():\n    from a import x\n")
+    names = ("a", "b")
+    assert [set(circle) for circle in circles({name: imported(tmp_path / f"{name}.py", names) for name in names})] == [{"a", "b"}]
+
+
+def test_no_import_circle() -> None:
+    files = files_of_modules()
+    assert {"nsa_sel.errors", "nsa_sel.attention", "nsa_sel.backends.specs", "nsa_sel.policies.default", "tests.conftest"} <= set(files)
+    assert circles({name: imported(file, files) for name, file in files.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "forbidden"),
+    [
+        ("core", ("attention", "varlen", "serving", "layer", "compat", "distributed", "bench", "cli", "settings.warmup")),
+        (
+            "backends",
+            ("policies", "core.decision", "core.decide", "core.run", "core.registry", "attention"),
+        ),
+        ("policies", ("backends.triton", "backends._triton", "backends.cupy_cuda", "backends.numba_cpu", "backends.sdpa_packed")),
+        ("settings", ("attention", "policies", "bench", "cli")),
+        ("telemetry", ("attention", "policies", "bench", "cli")),
+    ],
+)
+def test_rooms_keep_to_themselves(room: str, forbidden: tuple[str, ...]) -> None:
+    own = [(name, file) for name, file in modules() if name.startswith(f"{room}.")]
+    assert own
+    for name, file in own:
+        for target in imports(ast.parse(file.read_text()).body, lazy=True):
+            assert not target.startswith(tuple(f"nsa_sel.{module}" for module in forbidden)), f"{name} imports {target}"
+
+
+def test_doors_import_no_other_door() -> None:
+    doors = ("attention", "varlen", "serving", "layer", "compat", "distributed", "settings.warmup")
+    for name, file in modules():
+        door = next((door for door in doors if name == door or name.startswith(f"{door}.")), None)
+        others = tuple(f"nsa_sel.{other}" for other in doors if other != door)
+        if door is not None:
+            assert not [target for target in imports(ast.parse(file.read_text()).body, lazy=True) if target.startswith(others)], name
 
 
 def test_the_oracle_shares_no_code() -> None:

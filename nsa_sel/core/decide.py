@@ -1,0 +1,149 @@
+"""From a request to the decision that serves it: overrides, the policy, and the one memory of decisions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from nsa_sel.core import registry
+from nsa_sel.core.call import device_info
+from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
+from nsa_sel.core.explain import check_names, refusal
+from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.errors import ArgumentError, BackendError, shown
+from nsa_sel.settings import devices, tuned
+from nsa_sel.settings.config import Settings, environment, forget_settings, settings_for
+from nsa_sel.telemetry import events
+
+_forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
+_memory: dict[Any, Decision] = {}
+_MOST_REMEMBERED = 4096
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Force a backend for the calls inside the `with` block, of this thread or task.
+
+    The argument `backend=` of a call has precedence.
+
+    Args:
+        name: a backend's name (`nsa-sel doctor` lists them).
+
+    Raises:
+        ArgumentError: `name` is no text.
+        BackendError: inside torch.compile; and at the call, if the backend is unknown or refuses it.
+    """
+    if is_compiling():
+        raise BackendError(
+            "use_backend is called in a function that torch.compile traces; allowed: the argument backend= of selection_attention there."
+            " Remedy: pass backend=, or set NSA_SEL_BACKEND."
+        )
+    if name is None:
+        raise ArgumentError("name", None, "a name of a backend", "leave the `with` out to let the policy choose")
+    _check_name("name", name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@contextlib.contextmanager
+def use_no_backend() -> Iterator[None]:
+    """Ignore any surrounding `use_backend` inside the `with` block."""
+    token = _forced.set(None)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced() -> str | None:
+    """The name that `use_backend` forces on this thread or task."""
+    return _forced.get()
+
+
+def explain_request(request: Request, device: DeviceInfo | None = None, backend: str | None = None) -> Decision:
+    """The decision for a request without tensors.
+
+    Args:
+        request: the sizes, dtype and flags of a call.
+        device: any GPU's facts; by default this machine's first GPU, else its CPU.
+        backend: a name to force.
+
+    Returns:
+        The decision, remembered or new; `forward` is None when every backend refuses.
+    """
+    if device is None:
+        device = device_info(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    return select(request, device, backend)
+
+
+def select(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
+    """The remembered or new decision for the request's class under the current flags; `forward` is None when all refuse."""
+    if backend is not None:
+        _check_name("backend", backend)
+    key = (request.request_class(), device, environment(), tuned.token(), backend, _forced.get())
+    decision = _memory.get(key)
+    if decision is None:
+        settings = tuned.apply(settings_for(device), key[0], device)
+        offers = registry.offers(request)
+        check_names(settings, offers)
+        override = _override(backend, settings)
+        decision = make_decision(key[0], device, load_policy("default"), settings, offers, override)
+        if len(_memory) >= _MOST_REMEMBERED:
+            _memory.clear()
+        _memory[(*key[:3], tuned.token(), *key[4:])] = decision  # `tuned.apply` may just have read a file
+    return decision
+
+
+def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
+    """`select`, or BackendError with every reason when nothing may run the request."""
+    decision = select(request, device, backend)
+    message = refusal(decision)
+    if message is not None:
+        events.count("unserved")
+        raise BackendError(message, decision)
+    devices.warn_if_assumed(decision)
+    return decision
+
+
+def after_failure(decision: Decision, failed: str) -> Decision:
+    """The decision for the rest of a call after `failed` broke: the fallback backend, or BackendError if that refuses as well."""
+    override = Override(registry.fallback(), f"failure of {failed}")
+    policy, offers = load_policy(decision.policy), registry.offers(decision.request)
+    again = make_decision(decision.request, decision.device, policy, decision.settings, offers, override)
+    message = refusal(again)
+    if message is not None:
+        raise BackendError(f"{failed} failed, and the fallback refuses. {message}", again)
+    return again
+
+
+def forget_decisions() -> None:
+    """Decide again from now on: configuration files, tuned kernel configs or the list of broken backends have changed."""
+    _memory.clear()
+    forget_settings()
+
+
+def _check_name(argument: str, name: object) -> None:
+    if not isinstance(name, str):
+        raise ArgumentError(argument, shown(name), "a name of a backend, as text", "see nsa_sel.core.registry.backends()")
+
+
+def _override(backend: str | None, settings: Settings) -> Override | None:
+    """By precedence: argument, use_backend, NSA_FORCE_PARITY, NSA_SEL_BACKEND."""
+    if backend is not None:
+        return Override(backend, "argument")
+    forced_here = _forced.get()
+    if forced_here is not None:
+        return Override(forced_here, "use_backend")
+    if settings.force_parity:
+        return Override(registry.fallback(), "NSA_FORCE_PARITY")
+    if settings.backend is not None:
+        return Override(settings.backend, "NSA_SEL_BACKEND")
+    return None

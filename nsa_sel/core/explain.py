@@ -1,0 +1,77 @@
+"""A decision in sentences: why nothing may run a call, and what would have to differ for another backend to be picked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import msgspec
+
+from nsa_sel.core.backend import REFUSING_KINDS, Offer
+from nsa_sel.core.decision import Decision, load_policy, make_decision
+from nsa_sel.errors import ConfigError
+from nsa_sel.settings.config import Settings
+
+
+def check_names(settings: Settings, offers: Sequence[Offer]) -> None:
+    """ConfigError for a name in the user's configuration file that no backend has; one of a package that is not installed is none.
+
+    What a committed profile names, and is not there, is a step of the decision.
+    """
+    written = {
+        "prefer_forward": settings.prefer_forward,
+        "prefer_backward": settings.prefer_backward,
+        "costs": [name.rpartition("/")[0] for name in settings.costs.models] if settings.costs else [],
+    }
+    known = [offer.backend.name for offer in offers]
+    own = [field for field in written if settings.sources.get(field, "") == settings.config_file]
+    unknown = [(field, name) for field in own for name in written[field] if name not in known]
+    if unknown:
+        field, name = unknown[0]
+        close = difflib.get_close_matches(name, known, n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        remedy = f"mend the name{meant}, or install the package that brings this backend"
+        raise ConfigError(f"{settings.config_file}: {field}", name, ", ".join(known), remedy)
+
+
+def refusal(decision: Decision) -> str | None:
+    """Why nothing may run the call, with every reason of every candidate; None when something may."""
+    if decision.forward is not None and (decision.backward is not None or not decision.request.needs_grad):
+        return None
+    names = [verdict.backend for verdict in decision.verdicts]
+    if decision.override is not None and decision.override.backend not in names:
+        close = difflib.get_close_matches(decision.override.backend.lower(), names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        return (
+            f"backend {decision.override.backend!r} ({decision.override.source}) is unknown{hint} Allowed:"
+            f" {', '.join(names)}. Remedy: use one of these names."
+        )
+    if decision.override is not None:
+        head = f"backend {decision.override.backend!r}, forced by {decision.override.source}, refuses this call:"
+        shown = [verdict for verdict in decision.verdicts if verdict.backend == decision.override.backend]
+    else:
+        head, shown = "no backend may run this call:", list(decision.verdicts)
+    lines = [head]
+    for verdict in shown:
+        for reason in dict.fromkeys((*verdict.forward, *verdict.backward)):
+            if decision.override is None or reason.kind in REFUSING_KINDS:
+                lines.append(f"  {verdict.backend}: {reason}")
+    return "\n".join(lines)
+
+
+def counterfactuals(decision: Decision) -> tuple[str, ...]:
+    """What would have to differ for another backend to be picked; each sentence is checked by selecting again."""
+    sentences = []
+    for verdict in decision.verdicts:
+        fixes = [reason for reason in verdict.forward if reason.satisfied_by is not None]
+        if verdict.backend == decision.forward or not verdict.forward or len(fixes) < len(verdict.forward):
+            continue
+        lifted = {reason.field.removeprefix("request."): reason.satisfied_by for reason in fixes}
+        changed = msgspec.structs.replace(decision.request, **lifted)
+        again = make_decision(changed, decision.device, load_policy(decision.policy), decision.settings, decision.offers)
+        if again.forward == verdict.backend:
+            names = {"max_length": "L"}
+            terms = [f"{names.get(field, field)} >= {value}" for field, value in lifted.items()]
+            here = [f"{names.get(field, field)} = {getattr(decision.request, field)}" for field in lifted]
+            sentences.append(f"{verdict.backend} would be picked from {' and '.join(terms)}; here {', '.join(here)}")
+    return tuple(sentences)

@@ -1,0 +1,118 @@
+"""What PyTorch may do around a call: tracing, function transforms, autocast, lazy negation. Noticed, and refused, in this one module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from nsa_sel.core.check import check_tensors
+from nsa_sel.errors import ArgumentError, BackendError
+
+transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # inside torch.func's vmap, grad, jvp ...
+_len_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_NO_DISPATCH = Tensor.__torch_dispatch__
+_PLAIN = (Tensor, torch.nn.Parameter)
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any device; asking for one by name takes longer
+
+
+def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether autograd records a call with these inputs."""
+    return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+
+
+def is_sharded(q: Any) -> bool:
+    """Whether q is a DTensor; a program that has one has imported its module."""
+    module = None if is_compiling() else sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(q, module.DTensor)
+
+
+def traces(*tensors: Any) -> bool:
+    """Whether operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode, a FLOP counter), or a tensor subclass.
+
+    A call then goes through the ops of core/ops.py; what a backend does below the dispatcher would be missed.
+    """
+    if is_compiling() or _len_modes():
+        return True
+    return any(type(x) not in _PLAIN and isinstance(x, Tensor) and type(x).__torch_dispatch__ is not _NO_DISPATCH for x in tensors)
+
+
+def check_traced(name: str, *tensors: Any) -> None:
+    """BackendError when make_fx or FakeTensorMode traces a function that is no op."""
+    check_transforms(*tensors)
+    modes = torch._C._TorchDispatchModeKey.__members__.values()
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in modes) or (not _len_modes() and traces(*tensors)):
+        raise BackendError(
+            f"{name} is called while PyTorch traces or fakes operations (make_fx, FakeTensorMode); allowed: eager calls of plain tensors."
+            " Remedy: trace selection_attention, which is an op, or keep the call out of what is traced."
+        )
+
+
+def check_transforms(*inputs: Any) -> None:
+    """BackendError for calls under transforms that no backend kernel supports."""
+    if transformed():
+        refuse_transforms("a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like)")
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+        refuse_transforms("torch.autograd.forward_ad, with dual numbers")
+    if torch._C._get_tracing_state() is not None:
+        raise BackendError(
+            "selection_attention is called inside torch.jit.trace, which would record one call's kernels as constants; allowed: eager,"
+            " torch.compile and torch.export. Remedy: export the model by torch.export."
+        )
+
+
+def check_gradients(*gradients: Tensor | None) -> None:
+    """BackendError for a backward pass of batched gradients."""
+    if transformed() or any(x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x)) for x in gradients):
+        refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)")
+
+
+def _has_tangent(x: object) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def refuse_transforms(what: str) -> NoReturn:
+    """BackendError: backends take plain tensors."""
+    raise BackendError(
+        f"selection_attention is called inside {what}; allowed: plain tensors. Remedy: torch.autograd.grad or .backward() for gradients,"
+        " one output gradient at a time (no is_grads_batched, no vectorize); for vmap, put its dimension into the batch B of q, k, v,"
+        " selection."
+    )
+
+
+def refuse_second_derivative() -> NoReturn:
+    """BackendError: the backends' backward passes are not differentiable."""
+    raise BackendError(
+        "selection_attention has no second derivative, and the backward pass was asked for one (create_graph=True);"
+        " allowed: create_graph=False. Remedy: detach, or compute that term with plain PyTorch attention."
+    )
+
+
+def refuse_workspace(workspace: Tensor | None, where: str) -> None:
+    """ArgumentError for a workspace where none is taken."""
+    if workspace is not None:
+        raise ArgumentError("workspace", f"given to {where}", "None there", "leave it out: temporaries are allocated")
+
+
+def materialized(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors without PyTorch's lazy negation, which kernels that read memory do not see."""
+    return tuple(x.resolve_neg() if isinstance(x, Tensor) else x for x in tensors)
+
+
+def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """q, k, v in the dtype of torch.autocast, as scaled_dot_product_attention casts them; float64 is left alone. Nothing is checked yet."""
+    if not _any_autocast():
+        return q, k, v
+    kind = "cuda" if getattr(q, "is_cuda", False) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return q, k, v
+    check_tensors(q, k, v)
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v

@@ -1,0 +1,130 @@
+"""Warming up: run a request once with tensors of its sizes, so that its kernels compile, and are tuned if asked, before they are needed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from nsa_sel.core.call import device_info
+from nsa_sel.core.request import Request
+from nsa_sel.errors import NsaSelError
+from nsa_sel.selection import Selection
+from nsa_sel.settings import tuned
+from nsa_sel.settings.config import settings_for
+from nsa_sel.telemetry import events
+
+TUNER = "nsa_sel.bench.tune.tune_command"  # module with tune_for(request, device): loaded by name, as backends and policies are
+Attend = Callable[..., tuple[Tensor, Tensor]]  # core.run.attend, which is one floor up
+_started: set[torch.device] = set()  # devices whose first call has warmed up, or is doing so
+
+
+class Warmed(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a warm-up: the backends that ran it, and the time of each direction's first run, compilation included."""
+
+    request: Request
+    forward: str
+    backward: str | None
+    ms_forward: float
+    ms_backward: float | None
+    ms_tuning: float | None = None  # of the quick tuning before
+
+
+def first_call(request: Request, device: torch.device, attend: Attend) -> bool:
+    """NSA_SEL_AUTOTUNE=warmup before the first call on a device, outside of a capture. Returns whether it warmed up. Never fatal."""
+    if device in _started or capturing():
+        return False
+    _started.add(device)
+    tune = settings_for(device_info(device)).autotune == "warmup-tune"
+    try:
+        warm(request, device, tune, attend)
+    except Exception as error:
+        events.emit("sel.triton.warmup", logging.ERROR, request=request, error=repr(error))
+        warnings.warn(f"nsa-sel: the warm-up failed, calls compile when they come: {error!r}", RuntimeWarning, stacklevel=3)
+    return True
+
+
+def forget_warmups() -> None:
+    """Warm up again at the next first call."""
+    _started.clear()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def warm(request: Request, device: torch.device, tune: bool, attend: Attend) -> Warmed:
+    """Tune quickly where asked, then run `request` once on `device`, forward and, if it needs gradients, backward."""
+    facts = device_info(device)
+    ms_tuning = _tune(request, device) if tune and facts.kind == "cuda" else None
+    q, k, v, selection = _tensors(request, device)
+    kind, scale, ms_backward = device.type, 1.0 / math.sqrt(request.Dk), None
+    with torch.inference_mode(False), torch.set_grad_enabled(request.needs_grad), torch.autocast(kind, enabled=False):
+        started = events.now(kind)
+        if request.page_size is None:
+            o, _ = attend(q, k, v, selection, scale, None, None)
+        else:
+            o, _ = attend(q, *_pages(request, k, v), selection, scale, None, None, *_lengths_and_table(request, device))
+        ms_forward = (events.now(kind) - started) * 1e3
+        decision = events.decisions()[-1]
+        if request.needs_grad:
+            started = events.now(kind)
+            torch.autograd.grad(o, (q, k, v), torch.zeros_like(o))
+            ms_backward = (events.now(kind) - started) * 1e3
+    assert decision.forward is not None, "a call that nothing may run raises"
+    warmed = Warmed(
+        request=request, forward=decision.forward, backward=decision.backward, ms_forward=ms_forward, ms_backward=ms_backward,
+        ms_tuning=ms_tuning,
+    )  # fmt: skip
+    events.count("warmups", warmed.forward)
+    events.emit("sel.triton.warmup", device=facts.name, fingerprint=decision.settings.fingerprint, **msgspec.structs.asdict(warmed))
+    return warmed
+
+
+def _tensors(request: Request, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Selection]:
+    """Zeros, and evenly spread ranges: what is compiled depends on sizes alone."""
+    B, S, S_kv, G, n = request.B, request.S, request.S_kv, request.G, request.n
+    with torch.inference_mode(False):
+        shapes = (B, S, G, request.h, request.Dk), (B, G, S_kv, request.Dk), (B, G, S_kv, request.Dv)
+        dtype = getattr(torch, request.dtype)
+        q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=request.needs_grad) for shape in shapes)
+        length = request.block_size or max(1, request.max_length // n)
+        start = torch.arange(n, dtype=torch.int32, device=device) * length
+        ranges = torch.stack((start, start + length), -1).expand(B, S, G, n, 2).contiguous()
+    return q, k, v, Selection(ranges, request.block_size, min(request.max_length, S_kv), disjoint=True)
+
+
+def _pages(request: Request, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [1,G,page_size,D] of a paged cache with one page."""
+    size = request.page_size or 0
+    k, v = (x.new_zeros(1, size, request.G, x.shape[3]).transpose(1, 2) for x in (k, v))
+    return k, v
+
+
+def _lengths_and_table(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The lengths [B] of full sequences, and a block table that names the one page throughout."""
+    lengths = torch.full((request.B,), request.S_kv, dtype=torch.int32, device=device)
+    return lengths, torch.zeros(request.B, -(-request.S_kv // (request.page_size or 1)), dtype=torch.int32, device=device)
+
+
+def _tune(request: Request, device: torch.device) -> float | None:
+    """Milliseconds of tuning the chosen backends' kernel configs quickly; None where that is not possible."""
+    started = events.now("cuda")
+    if tuned.distributed():
+        words = "ranks would tune apart; run `nsa-sel tune` before the job, and sync_tuning() in it"
+        events.emit("sel.tuned.ignored", logging.WARNING, file=None, why="distributed", words=words)
+        return None
+    tuner: Any = importlib.import_module(TUNER)
+    try:
+        tuner.tune_for(request, device)
+    except NsaSelError as error:  # another process tunes, or the folder can't be written: the warm-up goes on
+        events.emit("sel.tuned.ignored", logging.WARNING, file=None, why="not tuned", words=str(error))
+    return (events.now("cuda") - started) * 1e3
