@@ -34,23 +34,8 @@ from nsa_sel.settings.config import (
     settings_for,
     shipped_configs,
 )
+from tests.helpers import policy_cases as gpus
 from tests.helpers.paths import ROOT
-from tests.helpers.policy_cases import (
-    A100,
-    B200,
-    CPU,
-    H100,
-    H200,
-    L40S,
-    LONG,
-    OFFERS,
-    RTX3090,
-    RTX4090,
-    RTX5090,
-    TOO_OLD,
-    UNKNOWN,
-    replace,
-)
 
 TEXTS = {
     file.relative_to(ROOT).as_posix(): file.read_text() for file in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
@@ -59,16 +44,8 @@ PROSE = {name: re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 FILE_ENDINGS = ("py", "yaml", "toml", "txt", "md", "json", "jsonl", "npz", "safetensors")
 OURS = re.compile(r"https://(?:github|raw\.githubusercontent)\.com/nsa-sel/nsa-sel/(?:blob/)?main/")  # links of a package index's page
 USAGE = {  # first column of the usage matrix -> what the policy is told
-    "RTX 4090": RTX4090,
-    "L40S": L40S,
-    "A100": A100,
-    "RTX 3090": RTX3090,
-    "H100": H100,
-    "H200": H200,
-    "B200": B200,
-    "RTX 5090": RTX5090,
-    "unknown GPU": replace(UNKNOWN, sm=121),
-    "CPU": CPU,
+    **{"RTX 4090": gpus.RTX4090, "L40S": gpus.L40S, "A100": gpus.A100, "RTX 3090": gpus.RTX3090, "H100": gpus.H100, "H200": gpus.H200},
+    **{"B200": gpus.B200, "RTX 5090": gpus.RTX5090, "unknown GPU": gpus.replace(gpus.UNKNOWN, sm=121), "CPU": gpus.CPU},
 }
 
 
@@ -227,9 +204,9 @@ def names(cell: str) -> list[str]:
 def test_limits_are_those_of_the_specs() -> None:
     written = {
         (backend, place): tuple(names(row["dtypes"])) + tuple(row[h] for h in ("head dims: multiple of", "at most", "SM from", "backward"))
-        for row in table("backend", "place")
+        for row in table("backend", "device")
         for backend in names(row["backend"])
-        for place in names(row["place"])
+        for place in names(row["device"])
     }
     real = {}
     for spec in SPECS:
@@ -271,7 +248,7 @@ def shown(value: Any) -> str:
 def test_flags_are_those_of_the_code() -> None:
     rows = {bare(row["flag"]): row for row in table("flag", "takes", "default")}
     assert list(rows) == [*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG, TEST_FLAG]
-    built_in = settings_for(TOO_OLD)
+    built_in = settings_for(gpus.TOO_OLD)
     for flag in FLAGS:
         default, value = bare(rows[flag.name]["default"]), getattr(built_in, flag.field)
         assert value == (None if default == "unset" else parse_flag(flag, default)), flag.name
@@ -293,7 +270,7 @@ def test_usage_matrix_is_what_the_policy_picks() -> None:
         )
         assert pick(device, least - 1) == bare(row["L below it"]), name
         assert pick(device, least) == bare(row["L from it on"]), name
-    off = settings_for(RTX4090).triton_off
+    off = settings_for(gpus.RTX4090).triton_off
     assert off is not None
     assert f"`{off.reopen}`" in TEXTS["PRD.md"]
 
@@ -309,8 +286,8 @@ def test_the_readme_says_which_gpus_were_measured() -> None:
 
 def pick(device: DeviceInfo, length: int) -> str | None:
     """The winner of both directions where all packages are at hand, or that it depends on the request's predicted times."""
-    request = replace(LONG, max_length=length, needs_grad=True)
-    decision = select(request, device, load_policy("default"), settings_for(device), OFFERS)
+    request = gpus.replace(gpus.LONG, max_length=length, needs_grad=True)
+    decision = select(request, device, load_policy("default"), settings_for(device), gpus.OFFERS)
     if sum(prediction.direction == "forward" for prediction in decision.predictions) > 1:
         return "least predicted time"
     assert decision.forward == decision.backward
