@@ -44,7 +44,7 @@ from nsa_sel.backends._triton.steps import (
     whole_block,
 )
 from nsa_sel.core.call import Call
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.schema import KernelConfig
 
 READS_CACHES = True  # lengths and block tables, in the forward kernels
 FULL = 8  # warps of a program that has a multiprocessor for itself

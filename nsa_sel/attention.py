@@ -26,7 +26,9 @@ from nsa_sel.core.workspace import Workspace
 from nsa_sel.errors import ArgumentError, BackendError, shown
 from nsa_sel.selection import Selection
 from nsa_sel.settings import devices, tuned
-from nsa_sel.settings.config import Settings, environment, forget_settings, settings_for
+from nsa_sel.settings.config import forget_settings, settings_for
+from nsa_sel.settings.flags import environment
+from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events, passes
 
 T = TypeVar("T")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nsa_sel.core.decision import Decision
+from typing import Any
 
 _MOST_SHOWN = 500  # characters of a bad value
 
@@ -55,9 +52,13 @@ class ConfigError(NsaSelError, ValueError):
 
 
 class BackendError(NsaSelError, RuntimeError):
-    """No backend may serve the call: a forced one is unknown or refuses, or none is left. Carries the decision."""
+    """No backend may run the call: a forced one is unknown or refuses, or none is left.
 
-    def __init__(self, message: str, decision: Decision | None = None) -> None:
+    Attributes:
+        decision: the nsa_sel.Decision with every reason, or None where the call was refused before one was made.
+    """
+
+    def __init__(self, message: str, decision: Any = None) -> None:
         self.message, self.decision = message, decision
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> fl
 
 
 def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[str, float]:
-    """The amount of every kind of work in `nsa_sel.settings.config.COST_TERMS`, in its unit, for selections of whole blocks."""
+    """The amount of every kind of work in `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole blocks."""
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
     block = request.block_size or 1
     pairs = blocks_of(request).chosen

@@ -19,7 +19,7 @@ from nsa_sel.bench.core.records import Row
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.policies.cost import modelled, work
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import CostModel, Costs
+from nsa_sel.settings.schema import CostModel, Costs
 
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that they speak for: same bytes, same matrix units
 MORE_THAN_A_CALL = ("bench_serving", "bench_varlen", "bench_scaling")  # caches, packed batches and ranks: other work under a backend's name
@@ -28,7 +28,7 @@ SCATTER = 0.1  # of a row's percentiles, relative to its median, at which it has
 HOST_SPREAD = 2.0  # calls that the host bounds take at most so many times as long as the fastest call
 GROUP = ("launch", "read", "distinct", "rows", "read-wide")
 PACKED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
-# What each backend's kernels spend their time on; see COST_TERMS of nsa_sel/settings/config.py. One wide term a model: few rows are wide.
+# What each backend's kernels spend their time on; see COST_TERMS of nsa_sel/settings/schema.py. One wide term a model: few rows are wide.
 TERMS = {
     "triton-group/forward": GROUP,
     "triton-group/decode": ("launch", "walk", "split-walk", "read", "read-wide"),

@@ -27,8 +27,8 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.dispatch import refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
-from nsa_sel.settings.config import Way
 from nsa_sel.settings.devices import GPUS, SHARED_MEMORY
+from nsa_sel.settings.schema import Way
 from nsa_sel.telemetry import events, summary
 from nsa_sel.telemetry.describe import describe
 

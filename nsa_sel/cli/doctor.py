@@ -17,8 +17,8 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.decision import REFUSING_KINDS, Reason
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import NsaSelError
-from nsa_sel.settings import config
-from nsa_sel.settings.config import Settings
+from nsa_sel.settings.flags import unknown_variables
+from nsa_sel.settings.schema import Settings
 
 PACKAGES = ("torch", "triton", "numba", "cupy", "numpy")
 _SHOWN_APART = ("profile", "provenance", "assumed", "fingerprint", "sources", "kernels", "triton_off", "costs")
@@ -63,7 +63,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def examine() -> Report:
     """Look at this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata."""
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    unknown = config.unknown_variables()
+    unknown = unknown_variables()
     flags = sorted(name for name in os.environ if name.startswith("NSA_") and name not in unknown)
     return Report(
         nsa_sel=nsa_sel.__version__,

@@ -16,7 +16,7 @@ from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.core.workspace import Workspace
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection, check_dense
-from nsa_sel.settings.config import Settings
+from nsa_sel.settings.schema import Settings
 
 CPU = DeviceInfo(kind="cpu")
 LOG2_E = math.log2(math.e)

@@ -9,7 +9,7 @@ import msgspec
 
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import NsaSelError
-from nsa_sel.settings.config import Settings
+from nsa_sel.settings.schema import Settings
 
 ReasonKind = Literal["unavailable", "unsupported", "disabled", "slower"]
 REFUSING_KINDS: tuple[ReasonKind, ...] = ("unavailable", "unsupported", "disabled")  # even a forced backend heeds these

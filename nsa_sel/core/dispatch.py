@@ -13,7 +13,7 @@ import msgspec
 from nsa_sel.core.decision import REFUSING_KINDS, Decision, FieldChange, Offer, Override, Prediction, Reason, Verdict
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ArgumentError, ConfigError
-from nsa_sel.settings.config import Settings, Way
+from nsa_sel.settings.schema import Settings, Way
 
 
 class Case(NamedTuple):

@@ -13,7 +13,7 @@ from nsa_sel.core.call import seen
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import environment
+from nsa_sel.settings.flags import environment
 
 Found = tuple[float, Request, Decision]  # a call's softmax scale, exact request and decision
 SIZE = 4096  # calls

@@ -26,18 +26,9 @@ import nsa_sel
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import private
-from nsa_sel.settings.config import (
-    CACHE_FLAG,
-    Costs,
-    KernelConfig,
-    Settings,
-    Threshold,
-    Way,
-    by_way,
-    check_costs,
-    check_kernel,
-    shipped_configs,
-)
+from nsa_sel.settings.config import by_way, check_costs, check_kernel, shipped_configs
+from nsa_sel.settings.flags import CACHE_FLAG
+from nsa_sel.settings.schema import Costs, KernelConfig, Settings, Threshold, Way
 from nsa_sel.telemetry import events
 
 MOST_HEADS, LEAST_LENGTH, MOST_LENGTH = 64, 64, 4096  # classes below and above are the outermost ones

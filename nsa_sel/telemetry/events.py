@@ -17,7 +17,8 @@ from nsa_sel.core import forks
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
 from nsa_sel.errors import ConfigError
-from nsa_sel.settings.config import LOG_FLAG, Settings
+from nsa_sel.settings.flags import LOG_FLAG
+from nsa_sel.settings.schema import Settings
 
 LOGGER = logging.getLogger("nsa_sel")
 LOGGER.addHandler(logging.NullHandler())

@@ -29,7 +29,7 @@ from nsa_sel.core.registry import backends
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import ArgumentError
 from nsa_sel.oracle import oracle_forward
-from nsa_sel.settings.config import CACHE_FLAG
+from nsa_sel.settings.flags import CACHE_FLAG
 from nsa_sel.telemetry import events
 from nsa_sel.telemetry.summary import read_log, replayed, summarise
 from tests.helpers.paths import DATA

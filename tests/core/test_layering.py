@@ -20,8 +20,9 @@ KERNEL_FRAMEWORKS = ("torch", "triton", "numba", "cupy")
 # From the ground up: a module imports, when it is loaded, only what stands on lower floors. Modules that are not listed stand on top.
 FLOORS = (
     ("errors", "core.request", "oracle", "core.forks", "settings.private"),
-    ("settings.config",),
-    ("core.decision", "selection", "core.workspace"),
+    ("settings.schema",),
+    ("settings.flags", "core.decision"),
+    ("settings.config", "selection", "core.workspace"),
     ("core.dispatch", "core.call", "telemetry.events", "backends.specs"),
     ("policies", "core.registry", "telemetry.describe", "settings.devices", "settings.tuned", "telemetry.passes", "core.pages"),
     ("backends", "core.known"),

@@ -20,17 +20,9 @@ from nsa_sel.bench.tune.derive import read_rows
 from nsa_sel.core import registry
 from nsa_sel.core.dispatch import load_policy, select
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.settings.config import (
-    CACHE_FLAG,
-    CONFIG_FLAG,
-    FLAGS,
-    TEST_FLAG,
-    Runtime,
-    parse_config,
-    parse_flag,
-    settings_for,
-    shipped_configs,
-)
+from nsa_sel.settings.config import parse_config, settings_for, shipped_configs
+from nsa_sel.settings.flags import CACHE_FLAG, CONFIG_FLAG, FLAGS, TEST_FLAG, parse_flag
+from nsa_sel.settings.schema import Runtime
 from tests.core.test_layering import FLOORS
 from tests.helpers.paths import ROOT
 from tests.helpers.policy_cases import (

@@ -15,7 +15,8 @@ from nsa_sel.core.dispatch import Case, counterfactuals, load_policy, refusal, s
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.policies import guards, rules
-from nsa_sel.settings.config import TritonOff, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.schema import TritonOff
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.paths import DATA
 from tests.helpers.policy_cases import (

@@ -23,7 +23,8 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import KernelConfig, forget_settings, settings_for
+from nsa_sel.settings.config import forget_settings, settings_for
+from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.settings.tuned import bucket_of_length, class_of_heads, stamp_of
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_qkv, make_spans

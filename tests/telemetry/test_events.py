@@ -22,7 +22,8 @@ from nsa_sel.core.call import Call, check_call
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import Settings, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events, passes, prometheus
 from tests.core.test_layering import modules
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
