@@ -31,6 +31,7 @@ from nsa_sel.settings.devices import GPUS, SHARED_MEMORY
 from nsa_sel.settings.schema import Way
 from nsa_sel.telemetry import events, summary
 from nsa_sel.telemetry.describe import describe
+from nsa_sel.telemetry.log import read_log, replayed, torn_words
 
 app = typer.Typer(
     help="Selection attention of Native Sparse Attention: what runs here, why, and how fast.",
@@ -173,13 +174,13 @@ def replay(
 ) -> None:
     """Take recorded decisions again with today's policy, without tensors or GPU. Exit code 1 when any field differs."""
     with _errors(as_json):
-        read = summary.read_log(log)
+        read = read_log(log)
         recorded = [(line.number, line.decision) for line in read.lines if line.decision is not None]
         if not recorded:
             allowed = "JSON lines of Decision.to_json or NSA_DEBUG_LOG"
             raise ArgumentError("LOG", f"{log}, which holds no decision", allowed, "mend the path")
-        replayed = [(line, decision, summary.replayed(log, line, decision)) for line, decision in recorded]
-        differing = [(line, decision, changes) for line, decision, changes in replayed if changes]
+        all_changes = [(line, decision, replayed(log, line, decision)) for line, decision in recorded]
+        differing = [(line, decision, changes) for line, decision, changes in all_changes if changes]
         if as_json:
             found = [{"line": line, "changes": changes} for line, _, changes in differing]
             _print(_pretty({"log": str(log), "decisions": len(recorded), "torn_lines": read.torn, "differing": found}))
@@ -188,7 +189,7 @@ def replay(
                 _print(f"line {line}: {decision.forward} on {decision.device.name}")
                 for change in changes:
                     _print(f"  {change.field}: recorded {change.recorded!r}, replayed {change.replayed!r}")
-            _print(f"{len(recorded)} decisions, {len(differing)} differ{summary.torn_words(read.torn)}")
+            _print(f"{len(recorded)} decisions, {len(differing)} differ{torn_words(read.torn)}")
         if differing:
             raise typer.Exit(1)
 

@@ -138,7 +138,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One YAML file of configs/. `assumes` names the profile of another device whose values are used unmeasured; base.yaml: built-in ones."""
+    """One YAML file of configs/. `assumes` names the profile of another device whose values are used unmeasured."""
 
     match: Match | None = None
     provenance: str

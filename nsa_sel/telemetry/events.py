@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import logging
 import os
 import sys
@@ -11,14 +10,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from nsa_sel.core import forks
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings.flags import LOG_FLAG
 from nsa_sel.settings.schema import Settings
+from nsa_sel.telemetry.log import JsonLines
 
 LOGGER = logging.getLogger("nsa_sel")
 LOGGER.addHandler(logging.NullHandler())
@@ -34,18 +32,6 @@ _followed: str | None = None  # what the settings said of it when a call last lo
 _following = False  # whether `_handler` is there because they said so
 
 
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time (seconds since the epoch), event, and the event's fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {"time": record.created, "event": record.getMessage(), **getattr(record, "nsa_sel", {})}
-        try:
-            return msgspec.json.encode(line, enc_hook=str).decode()
-        except UnicodeEncodeError:  # the name of a file may hold bytes that are no UTF-8
-            text = json.dumps(msgspec.to_builtins(line, enc_hook=str), ensure_ascii=False)
-            return text.encode(errors="replace").decode()
-
-
 class LogFile(logging.FileHandler):
     """Appends to a file, and never waits for one: a FIFO that nobody reads can't be opened."""
 
@@ -56,6 +42,8 @@ class LogFile(logging.FileHandler):
 def _opener(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
+    if os.fstat(descriptor).st_size:  # a process that crashed may have left its last line without an end
+        os.write(descriptor, b"\n")
     return descriptor
 
 

@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from tabulate import tabulate
 
-from nsa_sel.core.decision import Decision, FieldChange
-from nsa_sel.errors import ArgumentError, NsaSelError
+from nsa_sel.core.decision import Decision
+from nsa_sel.errors import ArgumentError
+from nsa_sel.telemetry.log import Line, read_log, torn_words
 
 EVENT_FIELDS: dict[str, dict[str, type]] = {  # event -> what every such line must hold for the summary
     "sel.backend.failed": {"backend": str, "direction": str, "error": str},
@@ -28,24 +29,7 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {  # event -> what every such line mu
 }
 OPTIONAL_FIELDS: dict[str, type] = {"length": int, "rows": int, "tflops": float, "gbps": float}  # of the same events
 
-TORN_SHOWN = 5  # numbers of torn lines
 _PREDICTIONS = re.compile(r"(?<=least predicted time): .*?(?= \((?!no prediction))")
-
-
-class Line(NamedTuple):
-    """One line of a log: its number from 1 on, the event's name, its fields, and the decision of `sel.decision`."""
-
-    number: int
-    event: str
-    fields: dict[str, Any]
-    decision: Decision | None = None
-
-
-class Log(NamedTuple):
-    """What a log holds: its lines, and the numbers of those that a crash or a full disk cut short, which are passed over."""
-
-    lines: tuple[Line, ...]
-    torn: tuple[int, ...]
 
 
 class Won(msgspec.Struct, frozen=True):
@@ -128,71 +112,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reads: tuple[Traffic, ...]
     backward: tuple[Backward, ...]
     worst_mae: dict[str, float]  # backend and direction -> against packed SDPA
-
-
-def read_log(log: Path) -> Log:
-    """What a log of events (NSA_DEBUG_LOG, `log_to`) or of bare decisions (Decision.to_json) holds; the latter count as `sel.decision`.
-
-    A line that is no whole JSON was torn by a crash while it was written: it is passed over, as long as another one is readable.
-    Raises ArgumentError for a file that can't be read, and naming the line that is neither an event nor a decision.
-    """
-    try:
-        lines = log.read_bytes().split(b"\n")  # no other character ends a line: texts of events may hold U+2028
-    except OSError as error:
-        raise ArgumentError("LOG", f"{log} ({error.strerror})", "a readable file of JSON lines", "mend the path") from error
-    found: list[Line] = []
-    torn: dict[int, Exception] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
-            torn[number] = error
-            continue
-        except RecursionError as error:
-            raise _not_a_line(log, number, "nested too deeply", bool(found)) from error
-        try:
-            found.append(_line(number, record))
-        except (NsaSelError, RecursionError) as error:
-            raise _not_a_line(log, number, f"no decision ({error.__cause__ or error})", bool(found)) from error
-    if torn and not found:
-        number, fault = next(iter(torn.items()))
-        raise _not_a_line(log, number, f"no decision ({fault})", False) from fault
-    return Log(tuple(found), tuple(torn))
-
-
-def _line(number: int, record: Any) -> Line:
-    event = record.get("event", "sel.decision") if isinstance(record, dict) else "sel.decision"
-    if not isinstance(event, str):
-        raise NsaSelError(f"its event is {event!r:.40}, no name")
-    if event != "sel.decision":
-        return Line(number, event, record)
-    bare = record.get("decision") if isinstance(record, dict) and "event" in record else record
-    return Line(number, event, {}, Decision.from_json(msgspec.json.encode(bare)))
-
-
-def _not_a_line(log: Path, number: int, what: str, later: bool) -> ArgumentError:
-    """The error about a line; `later`: what stands before it is of a log."""
-    remedy = "drop the line" if later else "pass a log that NSA_DEBUG_LOG wrote, or lines of Decision.to_json"
-    return ArgumentError(f"line {number} of {log}", what, "a decision as Decision.to_json writes it, or an event", remedy)
-
-
-def replayed(log: Path, number: int, decision: Decision) -> tuple[FieldChange, ...]:
-    """`decision.replay()` of a line of a log. Raises ArgumentError naming the line where its values make no sense to the policy."""
-    try:
-        return decision.replay()
-    except Exception as error:  # no check of single fields finds all that a policy could stumble over
-        what = f"a decision that can't be taken again ({type(error).__name__}: {error})"
-        raise ArgumentError(f"line {number} of {log}", what, "a decision as Decision.to_json writes it", "drop the line") from error
-
-
-def torn_words(torn: tuple[int, ...]) -> str:
-    """What is said of torn lines behind a total; nothing where there are none."""
-    if not torn:
-        return ""
-    shown = ", ".join(map(str, torn[:TORN_SHOWN])) + (", ..." if len(torn) > TORN_SHOWN else "")
-    return f"; passed over as torn: line{'s' if len(torn) > 1 else ''} {shown} ({len(torn)} in all)"
 
 
 def summarise(log: Path, top: int = 10) -> Summary:

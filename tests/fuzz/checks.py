@@ -556,9 +556,10 @@ def check_log(case: Case, f: Facts) -> Ran:
     """A log in which anything may stand: summarised and replayed, or refused by the line."""
     whole = (DATA / f["log"]).read_text().splitlines()
     lines = [edit_text(json.dumps(edit_tree(json.loads(whole[int(share * len(whole))]), tree)), text) for share, tree, text in f["lines"]]
+    shared = [line for line in whole if '"sel.settings"' in line]  # decisions name them
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
-        log.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+        log.write_bytes("\n".join([*shared, *lines]).encode("utf-8", "surrogatepass"))
         return _command("decisions", str(log)) + _command("replay", str(log))
 
 
