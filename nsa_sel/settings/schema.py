@@ -142,7 +142,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     match: Match | None = None
     provenance: str
-    assumes: str | None = None
+    assumes: str | None = None  # "base.yaml": the built-in values
     evidence: Evidence | None = None
     runtime: Runtime = Runtime()
     triton_off: TritonOff | None = None

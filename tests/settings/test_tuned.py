@@ -67,8 +67,8 @@ def test_a_tuned_launch_is_used_and_the_decision_names_it() -> None:
     assert source == decision.settings.tuned
     assert source.startswith("tuned: NVIDIA-H200-sm90-")
     assert decision.settings.fingerprint != before.settings.fingerprint
-    assert f"launch    {FORWARD}:tma-L32-R16-w2-s3 ({source})" in describe(decision)
-    assert "triton-tile" not in "".join(line for line in describe(decision).splitlines() if line.startswith("launch"))
+    assert f"kernel    {FORWARD}:tma-L32-R16-w2-s3 ({source})" in describe(decision)
+    assert "triton-tile" not in "".join(line for line in describe(decision).splitlines() if line.startswith("kernel"))
     assert nsa_sel.Decision.from_json(decision.to_json()).replay() == ()
     assert str(Path.home()) not in decision.to_json()
 

@@ -121,7 +121,7 @@ def test_many_decisions_are_counted_and_the_last_kept() -> None:
     with counted() as grown:
         for i in range(calls):
             events.record(replace(decision, rule=str(i)), SHORT)
-        assert len(events._taken) < 2 * events.KEPT_DECISIONS
+        assert len(events._recorded) < 2 * events.KEPT_DECISIONS
         assert [kept.rule for kept in events.decisions()] == [str(i) for i in range(calls)][-events.KEPT_DECISIONS :]
     assert grown["calls", str(decision.forward)] == calls
     assert [kept.rule for kept in events.decisions()][-1] == str(calls - 1)
