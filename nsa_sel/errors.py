@@ -1,14 +1,16 @@
-"""Every error that nsa-sel raises on purpose: what was wrong, its value, what is allowed, and the remedy."""
+"""The errors that nsa-sel raises on purpose: what was wrong, its value, what is allowed, and the remedy."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 _MOST_SHOWN = 500  # characters of a bad value
 
 
 def shown(value: object) -> str:
-    """A bad value for an error message: its repr, cut where it is long; numbers of thousands of digits, which Python does not print."""
+    """The repr of a bad value for an error message, cut where it is long. Python prints no number of thousands of digits."""
     try:
         text = repr(value)
     except ValueError:
@@ -17,7 +19,7 @@ def shown(value: object) -> str:
 
 
 class NsaSelError(Exception):
-    """Base of all errors raised by nsa-sel. Copies and pickles are equal in words and attributes, however a class is constructed."""
+    """Base of all errors raised by nsa-sel. Copies and pickles keep the message and the attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), self.args, self.__dict__)
@@ -32,7 +34,7 @@ def _rebuilt(kind: type[NsaSelError], args: tuple[Any, ...], attributes: dict[st
 class ArgumentError(NsaSelError, ValueError):
     """An argument of a public call is not what the contract asks for; no kernel has run."""
 
-    # Put into words when asked: torch.compile can't trace a text made of sizes, which are symbols then.
+    # The message is made when it is asked for: torch.compile can't trace a text made of sizes, which are symbols there.
     def __init__(self, argument: str, value: object, allowed: str, remedy: str) -> None:
         self.argument, self.value, self.allowed, self.remedy = argument, value, allowed, remedy
 
@@ -63,3 +65,22 @@ class BackendError(NsaSelError, RuntimeError):
 
     def __str__(self) -> str:
         return self.message
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Imports inside the `with` block are of packages that the extra `extra` installs.
+
+    Args:
+        what: the part of nsa-sel that needs them, for the message.
+
+    Raises:
+        NsaSelError: with the pip command, where one is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "nsa_sel"):
+            raise
+        raise NsaSelError(f"{what} needs the package {package}, which is not installed. Remedy: pip install 'nsa-sel[{extra}]'") from error

@@ -440,7 +440,7 @@ def test_prometheus_reads_at_every_scrape() -> None:
 @pytest.mark.parametrize("work", [prometheus.text, prometheus.register])
 def test_prometheus_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, work: Any) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(NsaSelError, match=r"prometheus-client is not installed.*pip install 'nsa-sel\[prometheus\]'"):
+    with pytest.raises(NsaSelError, match=r"prometheus_client, which is not installed.*pip install 'nsa-sel\[prometheus\]'"):
         work()
 
 
