@@ -46,7 +46,7 @@ SPECS = (
         path="nsa_sel.backends.numba_cpu",
         framework="numba",
         limits=Limits(dtypes={"cpu": ("float16", "bfloat16", "float32", "float64")}),
-        requires=(Requirement("numba", "0.60", "pip install numba"),),
+        requires=(Requirement("numba", "0.60", "pip install 'nsa-sel[cpu]'"),),
         summary="parallel CPU loops: over rows forward, over KV positions backward",
     ),
     Backend(

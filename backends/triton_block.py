@@ -47,7 +47,7 @@ from nsa_sel.backends._triton.steps import (
     store_columns,
 )
 from nsa_sel.core.call import Call
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.schema import KernelConfig
 
 REDUCED = 4  # (row, head) pairs that a program of the second kernels joins
 

@@ -44,7 +44,7 @@ from nsa_sel.backends._triton.steps import (
     whole_block,
 )
 from nsa_sel.core.call import Call
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.schema import KernelConfig
 
 FULL = 8  # warps of a program that has a multiprocessor for itself
 FEW_TOKENS = 8  # new tokens of a sequence, up to which a call is one step of decoding: its keys are of many sequences, and far apart

@@ -43,7 +43,7 @@ from nsa_sel.backends._triton.steps import (
 )
 from nsa_sel.backends._triton.union import MOST_ROWS, union
 from nsa_sel.core.call import Call
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.schema import KernelConfig
 
 SORTED = 2048  # entries of one tile that the plan sorts: more ranges a row make smaller tiles
 

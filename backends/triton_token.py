@@ -19,7 +19,7 @@ from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends._triton.steps import LN_2, LOG2_E, LOWEST, positions_of, reciprocal, row_limit, walk_ranges
 from nsa_sel.core.call import Call
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.schema import KernelConfig
 
 SPLIT_KEYS = 32  # the fewest keys worth a program of their own
 

@@ -1,6 +1,6 @@
 """Selection attention of Native Sparse Attention (arXiv 2502.11089): one call, several backends, and a decision anyone can read.
 
-Names are loaded when first used: `import nsa_sel.core.dispatch` needs no torch.
+Public names are imported when they are first used: `import nsa_sel` imports no torch.
 """
 
 from __future__ import annotations
@@ -70,5 +70,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'nsa_sel' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = globals()[name] = getattr(importlib.import_module(f"nsa_sel.{_HOMES[name]}"), name)  # found without this from now on
+    value = globals()[name] = getattr(importlib.import_module(f"nsa_sel.{_HOMES[name]}"), name)  # later uses find it there
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,6 +1,19 @@
-"""`python -m nsa_sel`: the command line, from a checkout without an install."""
+"""The command `nsa-sel`, also as `python -m nsa_sel`."""
 
-from nsa_sel.cli.app import app
+import sys
+
+from nsa_sel.errors import NsaSelError, needs_extra
+
+
+def main() -> None:
+    """Run the command line, or say which package it lacks."""
+    try:
+        with needs_extra("cli", "nsa-sel"):
+            from nsa_sel.cli.app import app
+    except NsaSelError as error:
+        sys.exit(f"error: {error}")
+    app()
+
 
 if __name__ == "__main__":
-    app()
+    main()

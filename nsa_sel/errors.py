@@ -1,17 +1,16 @@
-"""Every error that nsa-sel raises on purpose: what was wrong, its value, what is allowed, and the remedy."""
+"""The errors that nsa-sel raises on purpose: what was wrong, its value, what is allowed, and the remedy."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nsa_sel.core.decision import Decision
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 _MOST_SHOWN = 500  # characters of a bad value
 
 
 def shown(value: object) -> str:
-    """A bad value for an error message: its repr, cut where it is long; numbers of thousands of digits, which Python does not print."""
+    """The repr of a bad value for an error message, cut where it is long. Python prints no number of thousands of digits."""
     try:
         text = repr(value)
     except ValueError:
@@ -20,7 +19,7 @@ def shown(value: object) -> str:
 
 
 class NsaSelError(Exception):
-    """Base of all errors raised by nsa-sel. Copies and pickles are equal in words and attributes, however a class is constructed."""
+    """Base of all errors raised by nsa-sel. Copies and pickles keep the message and the attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), self.args, self.__dict__)
@@ -35,7 +34,7 @@ def _rebuilt(kind: type[NsaSelError], args: tuple[Any, ...], attributes: dict[st
 class ArgumentError(NsaSelError, ValueError):
     """An argument of a public call is not what the contract asks for; no kernel has run."""
 
-    # Put into words when asked: torch.compile can't trace a text made of sizes, which are symbols then.
+    # The message is made when it is asked for: torch.compile can't trace a text made of sizes, which are symbols there.
     def __init__(self, argument: str, value: object, allowed: str, remedy: str) -> None:
         self.argument, self.value, self.allowed, self.remedy = argument, value, allowed, remedy
 
@@ -55,10 +54,33 @@ class ConfigError(NsaSelError, ValueError):
 
 
 class BackendError(NsaSelError, RuntimeError):
-    """No backend may serve the call: a forced one is unknown or refuses, or none is left. Carries the decision."""
+    """No backend may run the call: a forced one is unknown or refuses, or none is left.
 
-    def __init__(self, message: str, decision: Decision | None = None) -> None:
+    Attributes:
+        decision: the nsa_sel.Decision with every reason, or None where the call was refused before one was made.
+    """
+
+    def __init__(self, message: str, decision: Any = None) -> None:
         self.message, self.decision = message, decision
 
     def __str__(self) -> str:
         return self.message
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Imports inside the `with` block are of packages that the extra `extra` installs.
+
+    Args:
+        what: the part of nsa-sel that needs them, for the message.
+
+    Raises:
+        NsaSelError: with the pip command, where one is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "nsa_sel"):
+            raise
+        raise NsaSelError(f"{what} needs the package {package}, which is not installed. Remedy: pip install 'nsa-sel[{extra}]'") from error

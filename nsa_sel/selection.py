@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.errors import ArgumentError, shown
-from nsa_sel.settings.config import debugging
+from nsa_sel.settings.flags import debugging
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _MEANING = {

@@ -63,7 +63,7 @@ def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> fl
 
 
 def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count: int) -> dict[str, float]:
-    """The amount of every kind of work in `nsa_sel.settings.config.COST_TERMS`, in its unit, for selections of whole blocks.
+    """The amount of every kind of work in `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole blocks.
 
     sm_count: multiprocessors of the GPU.
     """

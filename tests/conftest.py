@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa_sel.core.reset import reset
-from nsa_sel.settings import config, tuned
+from nsa_sel.settings import flags, tuned
 from nsa_sel.telemetry import events
 
 # The same examples in every run, and no folder of past ones.
@@ -109,9 +109,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def gpu_tests_wanted() -> bool:
     """What NSA_TEST_TRITON_SEL says."""
-    text = os.environ.get(config.TEST_FLAG, "0")
+    text = os.environ.get(flags.TEST_FLAG, "0")
     if text not in ("0", "1"):
-        raise pytest.UsageError(f"{config.TEST_FLAG} is {text!r}; allowed: 0 or 1. Remedy: set it to 1 to run the GPU tests, or unset it.")
+        raise pytest.UsageError(f"{flags.TEST_FLAG} is {text!r}; allowed: 0 or 1. Remedy: set it to 1 to run the GPU tests, or unset it.")
     return text == "1"
 
 
@@ -122,9 +122,9 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     What somebody tuned on this machine is out of sight.
     """
     for name in list(os.environ):
-        if name.startswith("NSA_") and name != config.TEST_FLAG:
+        if name.startswith("NSA_") and name != flags.TEST_FLAG:
             monkeypatch.delenv(name)
-    monkeypatch.setenv(config.CACHE_FLAG, os.devnull + "/nothing")
+    monkeypatch.setenv(flags.CACHE_FLAG, os.devnull + "/nothing")
     random.seed(0)
     torch.manual_seed(0)
     forget()
@@ -135,7 +135,6 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    config._warn_of_unknown.cache_clear()
-    config._variables[0] = -1
+    flags.forget_warnings()
     tuned.forget()
     reset()

@@ -18,7 +18,7 @@ from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.check import check_call
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
-from nsa_sel.settings import config
+from nsa_sel.settings import config, schema
 from tests.helpers.cases import edge_block_lists, make_blocks, make_qkv, make_spans
 from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
 
@@ -119,7 +119,7 @@ def test_tiles_by_bulk_copies_and_by_pointers(monkeypatch: pytest.MonkeyPatch, c
     """GPUs before sm_90 take pointers: the same results, and the event tells which."""
     settings_for = config.settings_for
 
-    def changed(device: object) -> config.Settings:
+    def changed(device: object) -> schema.Settings:
         settings = settings_for(device)  # type: ignore[arg-type]
         kernels = {name: msgspec.structs.replace(kernel, loads=loads) for name, kernel in settings.kernels.items()}
         return msgspec.structs.replace(settings, kernels=kernels, debug_triton=True)

@@ -241,11 +241,11 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(monkeypatch: pytest
     """Shared memory that no GPU has: the automatic choice steps down to packed SDPA, a forced one raises."""
     import msgspec
 
-    from nsa_sel.settings import config
+    from nsa_sel.settings import config, schema
 
     settings_for = config.settings_for
 
-    def impossible(device: object) -> config.Settings:
+    def impossible(device: object) -> schema.Settings:
         settings = settings_for(device)  # type: ignore[arg-type]
         huge = {"block_l": 2048, "num_warps": 8, "num_stages": 1}
         kernels = {name: msgspec.structs.replace(kernel, **huge) for name, kernel in settings.kernels.items()}

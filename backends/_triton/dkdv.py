@@ -30,7 +30,7 @@ from nsa_sel.backends._triton.steps import (
     store_columns,
 )
 from nsa_sel.core.call import Call
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.schema import KernelConfig
 
 PROGRAMS = 512  # pieces that keep any GPU busy: three or four a multiprocessor
 SHORTEST = 32  # entries a piece: a few steps, else reading the tile and writing its parts is most of the work

@@ -18,7 +18,7 @@ from nsa_sel.backends._triton.combine import combine_kernel
 from nsa_sel.backends._triton.start import REMEMBERED, Launch
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.core.call import Call
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.telemetry import events
 
 SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many programs

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nsa_sel.errors import NsaSelError
 from nsa_sel.selection import Selection
 
 LAYERS = 30  # of the committed maps
@@ -184,30 +185,36 @@ def layers_of(case: str) -> list[int]:
     return [int(layer) for layer in found[1].split("-")] if found else []
 
 
+MAPS = (1, 2, 4)  # groups of the selections that a wheel carries
+
+
+def spread_maps(blocks: np.ndarray, G: int) -> np.ndarray:
+    """G of the (layer, KV head) maps in blocks [layers, rows, KV heads, n], evenly spread: [rows, G, n]."""
+    maps = blocks.transpose(0, 2, 1, 3).reshape(-1, blocks.shape[1], blocks.shape[3])
+    return np.stack([maps[len(maps) * (2 * g + 1) // (2 * G)] for g in range(G)], axis=1)
+
+
 @cache
-def _maps() -> np.ndarray:
-    """[layers, 8192, KV heads, 16] int8, -1 is padding: the blocks of 64 keys that SmolLM2-135M's queries and keys choose."""
-    file = resources.files("nsa_sel") / "bench" / "data" / "smollm2_selections.npz"
-    with file.open("rb") as opened, np.load(opened) as arrays:
-        blocks: np.ndarray = arrays["block_indices"].view(np.int8)
-    return blocks
+def _blocks(file: str, array: str) -> Tensor:
+    """int8, -1 is padding: the blocks of 64 keys that SmolLM2-135M's queries and keys choose over 8192 tokens."""
+    path = resources.files("nsa_sel") / "bench" / "data" / file
+    if not path.is_file():
+        raise NsaSelError(f"{file} is not part of an installed package. Remedy: run this from a checkout, which has bench/data/{file}.")
+    with path.open("rb") as opened, np.load(opened) as arrays:
+        return torch.from_numpy(arrays[array].view(np.int8))
 
 
 def real_selection(G: int, device: torch.device | str, S: int = 8192) -> Selection:
-    """The first S of 8192 rows, 16 blocks of 64 keys: G of the 90 (layer, KV head) maps, evenly spread.
+    """The first S of 8192 rows, 16 blocks of 64 keys: G of the 90 (layer, KV head) maps, evenly spread; G is one of `MAPS`.
 
     Blocks are chosen causally, so that the first S rows are what the model selects in a text of S tokens.
     """
-    maps = _maps().transpose(0, 2, 1, 3)[:, :, :S]
-    maps = maps.reshape(-1, *maps.shape[2:])
-    chosen = [len(maps) * (2 * g + 1) // (2 * G) for g in range(G)]
-    indices = torch.from_numpy(np.stack([maps[c] for c in chosen], axis=1)[None])
-    return Selection.from_blocks(indices.to(device), 64)
+    return Selection.from_blocks(_blocks("smollm2_maps.npz", f"G{G}")[None, :S].to(device), 64)
 
 
 def layer_selection(layers: list[int], device: torch.device | str) -> Selection:
-    """8192 rows of whole layers, one a batch entry, with their 3 KV heads as groups."""
-    return Selection.from_blocks(torch.from_numpy(_maps()[layers]).to(device), 64)
+    """8192 rows of whole layers, one a batch entry, with their 3 KV heads as groups. From a checkout alone."""
+    return Selection.from_blocks(_blocks("smollm2_selections.npz", "block_indices")[layers].to(device), 64)
 
 
 def random_selection(case: Case, device: torch.device | str, seed: int, at_once: int = SCORES_AT_ONCE) -> Selection:

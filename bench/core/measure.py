@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.settings.config import COMMIT_FLAG
+from nsa_sel.settings.flags import COMMIT_FLAG
 
 ROOT = Path(__file__).resolve().parents[2]
 GRAPH_CALLS = 20  # calls captured into one graph: its own launch is shared by all of them

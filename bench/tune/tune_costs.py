@@ -34,7 +34,9 @@ from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import BYTES, modelled
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import CONFIG_FLAG, FLAGS, Costs, Settings, Way, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.flags import CONFIG_FLAG, FLAGS
+from nsa_sel.settings.schema import Costs, Settings, Way
 from nsa_sel.settings.tuned import Stamp
 
 BACKENDS = (

@@ -19,7 +19,7 @@ from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.tune.tune import DEATHS, ContextLost, keep, kept
 from nsa_sel.settings import private
-from nsa_sel.settings.config import COMMIT_FLAG
+from nsa_sel.settings.flags import COMMIT_FLAG
 from nsa_sel.settings.tuned import Stamp
 
 IDENTITY = (*Case._fields, "direction", "backend", "launches")

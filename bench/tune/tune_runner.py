@@ -20,7 +20,7 @@ from nsa_sel.core import registry
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.errors import NsaSelError
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import KernelConfig, Settings, Way
+from nsa_sel.settings.schema import KernelConfig, Settings, Way
 from nsa_sel.telemetry import events
 
 # Two launches add in another order: roundings of the largest value, and of the mean, in which their results may differ.

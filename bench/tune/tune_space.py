@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.policies.cost import BYTES
-from nsa_sel.settings.config import KernelConfig, Settings, Way
+from nsa_sel.settings.schema import KernelConfig, Settings, Way
 from nsa_sel.settings.tuned import Key, bucket_of_length, class_of_heads
 
 BLOCK = 64  # keys a block of the problems' selections

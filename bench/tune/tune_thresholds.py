@@ -20,7 +20,7 @@ from nsa_sel.core import registry
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import Settings, Threshold, Way
+from nsa_sel.settings.schema import Settings, Threshold, Way
 from nsa_sel.settings.tuned import Stamp
 
 SIDES = ("triton-group", "sdpa-packed")

@@ -1,4 +1,4 @@
-"""The command line `nsa-sel`: looking, running, replaying, the demo. With --json, stdout holds one JSON document and nothing else."""
+"""The command line `nsa-sel`. With --json, stdout holds one JSON document and nothing else."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+import nsa_sel
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench import command
-from nsa_sel.bench.core.program import INTERRUPTED
+from nsa_sel.cli import bench_door
 from nsa_sel.cli import doctor as examination
 from nsa_sel.cli.output import output_file, output_folder, printable
 from nsa_sel.cli.tensor_file import read_problem, write_result
@@ -27,20 +27,23 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request, example_request
-from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
-from nsa_sel.settings.config import Way
+from nsa_sel.errors import ArgumentError, BackendError, NsaSelError, needs_extra
 from nsa_sel.settings.devices import GPUS, SHARED_MEMORY
+from nsa_sel.settings.schema import Way
 from nsa_sel.telemetry import events, summary
 from nsa_sel.telemetry.describe import describe
+from nsa_sel.telemetry.log import read_log, replayed, torn_words
 
 app = typer.Typer(
     help="Selection attention of Native Sparse Attention: what runs here, why, and how fast.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 _EXAMPLE = example_request()
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
 class Dtype(enum.StrEnum):
@@ -53,7 +56,7 @@ class Dtype(enum.StrEnum):
 
 
 class Direction(enum.StrEnum):
-    """The ways whose launches are tuned; decode is the forward of one query a sequence."""
+    """The directions whose kernel configs are tuned; decode is the forward pass with one query per sequence."""
 
     forward = "forward"
     backward = "backward"
@@ -61,7 +64,7 @@ class Direction(enum.StrEnum):
 
     @property
     def way(self) -> Way:
-        """As configurations name it."""
+        """The name in configuration files."""
         return self.value
 
 
@@ -77,9 +80,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 Backend = Annotated[str | None, typer.Option(help="Force this backend; an error with all reasons when it refuses.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nsa-sel {nsa_sel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Show what is here: versions, devices, settings and their sources, each backend or what it lacks, odd variables."""
+    """Show this machine: versions, devices, settings and their sources, each backend or what it lacks, unknown NSA_* variables."""
     report = examination.examine()
     _print(_pretty(report) if as_json else examination.text(report))
 
@@ -107,9 +123,9 @@ def explain(
     backend: Backend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which backend would run a call of this shape, and why the others would not; runs nothing.
+    """Show which backend would run a call of this shape, and why the others would not. Runs nothing.
 
-    Packages are looked for on this machine, whatever --device says. Exit code 2 when nothing may run the call.
+    Packages are those of this machine, whatever --device says. Exit code 2 when nothing may run the call.
     """
     with _errors(as_json):
         S_kv = max(S, _EXAMPLE.S_kv) if S_kv is None else S_kv
@@ -172,15 +188,15 @@ def replay(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="JSON lines: decisions, or events that NSA_DEBUG_LOG wrote.")],
     as_json: AsJson = False,
 ) -> None:
-    """Take recorded decisions again with today's policy, without tensors or GPU. Exit code 1 when any field differs."""
+    """Repeat recorded decisions with today's policy, without tensors or GPU. Exit code 1 when any field differs."""
     with _errors(as_json):
-        read = summary.read_log(log)
+        read = read_log(log)
         recorded = [(line.number, line.decision) for line in read.lines if line.decision is not None]
         if not recorded:
             allowed = "JSON lines of Decision.to_json or NSA_DEBUG_LOG"
             raise ArgumentError("LOG", f"{log}, which holds no decision", allowed, "mend the path")
-        replayed = [(line, decision, summary.replayed(log, line, decision)) for line, decision in recorded]
-        differing = [(line, decision, changes) for line, decision, changes in replayed if changes]
+        all_changes = [(line, decision, replayed(log, line, decision)) for line, decision in recorded]
+        differing = [(line, decision, changes) for line, decision, changes in all_changes if changes]
         if as_json:
             found = [{"line": line, "changes": changes} for line, _, changes in differing]
             _print(_pretty({"log": str(log), "decisions": len(recorded), "torn_lines": read.torn, "differing": found}))
@@ -189,7 +205,7 @@ def replay(
                 _print(f"line {line}: {decision.forward} on {decision.device.name}")
                 for change in changes:
                     _print(f"  {change.field}: recorded {change.recorded!r}, replayed {change.replayed!r}")
-            _print(f"{len(recorded)} decisions, {len(differing)} differ{summary.torn_words(read.torn)}")
+            _print(f"{len(recorded)} decisions, {len(differing)} differ{torn_words(read.torn)}")
         if differing:
             raise typer.Exit(1)
 
@@ -200,7 +216,7 @@ def decisions(
     top: Annotated[int, typer.Option(min=1, help="How many of the slowest buckets.")] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Summarise a log: who won and by which rule, how often each check turned a backend away, failures, the slowest buckets."""
+    """Summarise a log: which backends ran and by which rule, how often each check refused a backend, failures, the slowest buckets."""
     with _errors(as_json):
         found = summary.summarise(log, top)
         _print(_pretty(found) if as_json else summary.text(found))
@@ -208,20 +224,24 @@ def decisions(
 
 @app.command()
 def demo(
-    trace: Annotated[Path | None, typer.Option(help="A file as for `run`; by default the shipped trace of SmolLM2-135M.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A file as for `run`; by default SmolLM2-135M's trace, which a checkout has, else a synthetic one.")
+    ] = None,
     out_dir: Annotated[Path, typer.Option(help="Folder of demo.png and demo.json.")] = Path("demo-output"),
     as_json: AsJson = False,
 ) -> None:
-    """Attention of a real language model on every backend that runs here: checked, timed, and drawn. Exit code 1 when one is wrong."""
-    from nsa_sel.cli import demo as demonstration  # they load matplotlib, which no other command needs
-    from nsa_sel.cli.demo_picture import draw
+    """Run attention of a language model on every backend that runs here: check, time and draw it. Exit code 1 when one is wrong."""
+    from nsa_sel.cli import demo as demonstration
+    from nsa_sel.cli import demo_text
 
     with _errors(as_json):
+        with needs_extra("report", "nsa-sel demo"):
+            from nsa_sel.cli.demo_picture import draw
         output_folder("--out-dir", out_dir)
         picture, figures = (output_file("--out-dir", out_dir / name) for name in ("demo.png", "demo.json"))
         setting = demonstration.prepare(trace)
         if not as_json:
-            _print(demonstration.introduction(setting))
+            _print(demo_text.introduction(setting))
         with _progress(as_json) as advance:
             result = demonstration.run(setting, advance)
         document = _pretty(result)
@@ -230,7 +250,7 @@ def demo(
             draw(setting.problem, result, picture)
         except OSError as error:
             raise ArgumentError("--out-dir", f"{out_dir} ({error.strerror})", "a folder that can be written", "choose another") from error
-        _print(document if as_json else f"{demonstration.text(result)}\n\nwritten: {picture}, {figures}")
+        _print(document if as_json else f"{demo_text.text(result)}\n\nwritten: {picture}, {figures}")
         if not result.passed:
             raise typer.Exit(1)
 
@@ -243,54 +263,50 @@ def report(
     matmul_tflops: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s of a bf16 matrix product, likewise.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write what measured rows say: one HTML page that loads nothing, Markdown, and the figures as PNG.
+    """Write a report of measured rows: an HTML page, Markdown, and the figures as PNG.
 
     A panel whose cases have no rows says so in place of its figure. Lines without a measurement are counted.
     """
-    from nsa_sel.bench.report import report as reporting  # loads matplotlib, as the demo does
-
     with _errors(as_json):
-        written = reporting.write(rows, out, copy_tbs, matmul_tflops)
-        _print(_pretty(written) if as_json else reporting.text(written))
+        written, text = bench_door.report(rows, out, copy_tbs, matmul_tflops)
+        _print(_pretty(written) if as_json else text)
 
 
 @app.command()
 def tune(
-    quick: Annotated[bool, typer.Option("--quick", help="Few launches of one case, next to the committed ones: minutes.")] = False,
-    backend: Annotated[str | None, typer.Option(help="This Triton backend alone.")] = None,
-    direction: Annotated[Direction | None, typer.Option(help="This direction alone.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few kernel configs of one case, next to the committed ones: minutes.")] = False,
+    backend: Annotated[str | None, typer.Option(help="Only this Triton backend.")] = None,
+    direction: Annotated[Direction | None, typer.Option(help="Only this direction.")] = None,
     L: Annotated[list[int] | None, typer.Option("--L", min=1, help="Selected keys a row; may be given several times.")] = None,
     h: Annotated[int | None, typer.Option("--h", min=1, help="Query heads a group.")] = None,
     Dk: Annotated[int | None, typer.Option("--Dk", min=1, help="Head dimension of q and k.")] = None,
     Dv: Annotated[int | None, typer.Option("--Dv", min=1, help="Head dimension of v.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of q, k, v.")] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Stop after so long; the next run goes on.")] = 60,
+    minutes: Annotated[float, typer.Option(min=0, help="Stop after this time; the next run continues.")] = 60,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be measured; needs no GPU.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure on this GPU from which L on Triton pays, the launches of its kernels, and what each backend costs; your calls use it.
+    """Measure on this GPU from which L on Triton is faster, the best kernel configs, and each backend's costs; later calls use them.
 
-    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the cases of tune_space.py, the costs (not with --quick), and
-    a report of them. Every measurement is kept: a run that was ended goes on where it stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
+    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the committed cases, the costs (not with --quick), and a report.
+    Every measurement is kept: the next run continues where one stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
     """
-    from nsa_sel.bench.tune import tune_command  # it knows the kernels, which no other command needs
-
     with _errors(as_json):
-        sizes = tune_command.Sizes(L, h, Dk, Dv, dtype and dtype.value)
-        chosen = tune_command.plan(backend, direction.way if direction else None, sizes, quick=quick, dry_run=dry_run)
+        sizes = {"L": L, "h": h, "Dk": Dk, "Dv": Dv, "dtype": dtype and dtype.value}
+        plan = bench_door.tuning_plan(backend, direction.way if direction else None, quick=quick, dry_run=dry_run, **sizes)
         if dry_run:
-            _print(_pretty(chosen.document()) if as_json else chosen.text())
+            _print(_pretty(plan.document()) if as_json else plan.text())
             return
-        if chosen.note and not as_json:
-            _print(f"note: {chosen.note}")
+        if plan.note and not as_json:
+            _print(f"note: {plan.note}")
         with _progress(as_json) as advance:
-            found = tune_command.measure(chosen, minutes, quick, advance)
-        _print(_pretty(found.document()) if as_json else tune_command.text(found))
+            document, text = bench_door.tune(plan, minutes, quick, advance)
+        _print(_pretty(document) if as_json else text)
 
 
 @contextlib.contextmanager
 def _errors(as_json: bool) -> Iterator[None]:
-    """The errors that nsa-sel raises on purpose, in their own words instead of a traceback: exit code 2; 130 after Ctrl-C."""
+    """Print the errors that nsa-sel raises on purpose without a traceback, with exit code 2; 130 after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -306,7 +322,7 @@ def _errors(as_json: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(as_json: bool) -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr that is told what is going on and which share of it is done; nothing is drawn without a terminal."""
+    """A progress bar on stderr, updated by a call with the current step and the share done; nothing is drawn without a terminal."""
     columns = (TextColumn("{task.description:<42}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json or not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=1.0)
@@ -314,7 +330,7 @@ def _progress(as_json: bool) -> Iterator[Callable[[str, float], None]]:
 
 
 def _in_words(body: Callable[..., None]) -> Callable[..., None]:
-    """A command whose body lives elsewhere, with its errors as those of the others."""
+    """A command from elsewhere, with its errors printed like those of the commands here."""
 
     @functools.wraps(body)
     def call(**options: Any) -> None:
@@ -324,8 +340,8 @@ def _in_words(body: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-app.command()(_in_words(command.bench))
-app.command()(_in_words(command.threshold))
+for _body in bench_door.commands():
+    app.command()(_in_words(_body))
 
 
 def _device(where: Where) -> torch.device:

@@ -9,7 +9,8 @@ import matplotlib
 import torch
 from torch import Tensor
 
-from nsa_sel.cli.demo import DENSE, Result, milliseconds, times_of_dense
+from nsa_sel.cli.demo import DENSE, Result
+from nsa_sel.cli.demo_text import milliseconds, times_of_dense
 from nsa_sel.cli.tensor_file import Problem
 
 matplotlib.use("Agg")  # no display is needed

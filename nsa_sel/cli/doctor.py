@@ -1,4 +1,4 @@
-"""What this machine has for nsa-sel and what it lacks: packages, devices, settings with their sources, backends, flags."""
+"""`nsa-sel doctor`: this machine's packages, devices, settings with their sources, backends and flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import platform
 
 import msgspec
 import torch
-from tabulate import tabulate
 
 import nsa_sel
 from nsa_sel.core import registry
@@ -17,15 +16,16 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import NsaSelError
-from nsa_sel.settings import config
-from nsa_sel.settings.config import Settings
+from nsa_sel.settings.flags import unknown_variables
+from nsa_sel.settings.schema import Settings
+from nsa_sel.telemetry.table import table
 
 PACKAGES = ("torch", "triton", "numba", "cupy", "numpy")
 _SHOWN_APART = ("profile", "provenance", "assumed", "fingerprint", "sources", "kernels", "triton_off", "costs")
 
 
 class BackendHere(msgspec.Struct, frozen=True):
-    """A backend on one device: what stands against it whatever the call looks like; nothing means that it can run."""
+    """A backend on one device, and the reasons why no call can run on it there; without any it can."""
 
     name: str
     summary: str
@@ -33,7 +33,7 @@ class BackendHere(msgspec.Struct, frozen=True):
 
 
 class DeviceHere(msgspec.Struct, frozen=True):
-    """One device: the settings in force there, or the error that keeps them from being read, and the backends."""
+    """One device: its settings, or the error of reading them, and the backends."""
 
     device: DeviceInfo
     settings: Settings | None
@@ -42,14 +42,14 @@ class DeviceHere(msgspec.Struct, frozen=True):
 
 
 class UnknownVariable(msgspec.Struct, frozen=True):
-    """A variable of the environment that looks like a flag and is none."""
+    """An environment variable that looks like a flag and is none."""
 
     name: str
     did_you_mean: str | None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All that `nsa-sel doctor` shows."""
+    """What `nsa-sel doctor` shows."""
 
     nsa_sel: str
     python: str
@@ -61,9 +61,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine() -> Report:
-    """Look at this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata."""
+    """The report of this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata."""
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    unknown = config.unknown_variables()
+    unknown = unknown_variables()
     flags = sorted(name for name in os.environ if name.startswith("NSA_") and name not in unknown)
     return Report(
         nsa_sel=nsa_sel.__version__,
@@ -90,12 +90,12 @@ def text(report: Report) -> str:
 
 
 def _utf8(text: str) -> str:
-    """Text of the environment, bytes that are no UTF-8 as escapes: neither JSON nor a terminal takes them."""
+    """Text of the environment, with bytes that are not UTF-8 as escapes."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _version(package: str) -> str | None:
-    # The distribution may be called otherwise: cupy comes as cupy-cuda13x.
+    # The distribution may have another name: cupy comes as cupy-cuda13x.
     for distribution in importlib.metadata.packages_distributions().get(package, ()):
         return importlib.metadata.version(distribution)
     return None
@@ -123,7 +123,7 @@ def _device_lines(here: DeviceHere) -> list[str]:
     if settings is None:
         return [*lines, f"error: {here.error}"]
     lines += [f"profile {settings.profile}, fingerprint {settings.fingerprint}: {settings.provenance}"]
-    lines += [f"assumed, not measured here: the values of {settings.assumed}"] if settings.assumed else []
+    lines += [f"assumed, not measured here: values of {settings.assumed}"] if settings.assumed else []
     if settings.triton_off:
         lines += [f"rule {settings.triton_off.rule}: {settings.triton_off.evidence}; to re-open: {settings.triton_off.reopen}"]
     rows = []
@@ -132,10 +132,10 @@ def _device_lines(here: DeviceHere) -> list[str]:
             rows.append((field, _shown(getattr(settings, field)), settings.sources.get(field, "built-in")))
     if settings.costs:
         rows.append(("costs", f"{len(settings.costs.models)} models, see --json: {settings.costs.provenance}", settings.sources["costs"]))
-    rows.append(("kernels", f"{len(settings.kernels)} launch configurations, see --json", settings.tuned or "base.yaml and profile"))
-    lines += ["", tabulate(rows, headers=["setting", "value", "source"], tablefmt="simple", disable_numparse=True)]
+    rows.append(("kernels", f"{len(settings.kernels)} kernel configs, see --json", settings.tuned or "base.yaml and profile"))
+    lines += ["", table(["setting", "value", "source"], rows)]
     standing = [(b.name, "\n".join(_lack(r) for r in b.lacks) or "available", b.summary) for b in here.backends]
-    return [*lines, "", tabulate(standing, headers=["backend", "here", "what it is"], tablefmt="simple", maxcolwidths=[None, 70, 60])]
+    return [*lines, "", table(["backend", "here", "what it is"], standing, width=70)]
 
 
 def _lack(reason: Reason) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.core.workspace import Workspace
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import Settings
+from nsa_sel.settings.schema import Settings
 
 CPU = DeviceInfo(kind="cpu")
 LOG2_E = math.log2(math.e)

@@ -17,7 +17,9 @@ from nsa_sel.core.explain import check_names, refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ArgumentError, BackendError, shown
 from nsa_sel.settings import devices, tuned
-from nsa_sel.settings.config import Settings, environment, forget_settings, settings_for
+from nsa_sel.settings.config import forget_settings, settings_for
+from nsa_sel.settings.flags import environment
+from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events
 
 _forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)

@@ -15,7 +15,7 @@ import msgspec
 from nsa_sel.core.backend import REFUSING_KINDS, Backend, Offer, Reason
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ArgumentError, NsaSelError
-from nsa_sel.settings.config import Settings, Way
+from nsa_sel.settings.schema import Settings, Way
 
 
 class Override(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import msgspec
 from nsa_sel.core.backend import REFUSING_KINDS, Offer
 from nsa_sel.core.decision import Decision, load_policy, make_decision
 from nsa_sel.errors import ConfigError
-from nsa_sel.settings.config import Settings
+from nsa_sel.settings.schema import Settings
 
 
 def check_names(settings: Settings, offers: Sequence[Offer]) -> None:

@@ -26,7 +26,8 @@ from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.distributed.gathered import all_gather
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import Settings, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.schema import Settings
 
 SECONDS = 300.0  # that a rank waits for the others: a first call may compile for minutes
 MAY_DIFFER = ("debug_log", "fingerprint", "sources")  # of the settings: a log for each rank, and what only says where values are from

@@ -25,18 +25,9 @@ import msgspec
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import private
-from nsa_sel.settings.config import (
-    CACHE_FLAG,
-    Costs,
-    KernelConfig,
-    Settings,
-    Threshold,
-    Way,
-    by_way,
-    check_costs,
-    check_kernel,
-    shipped_configs,
-)
+from nsa_sel.settings.config import by_way, check_costs, check_kernel, shipped_configs
+from nsa_sel.settings.flags import CACHE_FLAG
+from nsa_sel.settings.schema import Costs, KernelConfig, Settings, Threshold, Way
 from nsa_sel.telemetry import events
 from nsa_sel.version import __version__
 

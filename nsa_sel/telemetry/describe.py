@@ -1,20 +1,24 @@
-"""A decision in words: who won, who did not and why, and what would have to differ."""
+"""A decision as text: which backend runs, why the others do not, and what would have to differ."""
 
 from __future__ import annotations
-
-from tabulate import tabulate
 
 from nsa_sel.core.backend import Reason
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.explain import counterfactuals
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.errors import ArgumentError
-
-REASON_WIDTH = 96  # characters
+from nsa_sel.telemetry.table import table
 
 
 def describe(decision: Decision) -> str:
-    """The decision as text for a terminal, with every reason of every backend. Raises ArgumentError for anything else."""
+    """A decision as text for a terminal, with every reason of every backend.
+
+    Args:
+        decision: from `explain`, `explain_request` or `decisions`.
+
+    Raises:
+        ArgumentError: for anything but a Decision.
+    """
     if not isinstance(decision, Decision):
         raise ArgumentError("decision", f"a {type(decision).__name__}", "one Decision", "pass one of them, such as decisions()[-1]")
     request, device = decision.request, decision.device
@@ -29,25 +33,22 @@ def describe(decision: Decision) -> str:
     ]
     if request.needs_grad:
         lines.append(f"backward  {decision.backward or 'nothing may run it'}")
-    config_line = f"config    {decision.settings.profile}{_assumption(decision)}, fingerprint {decision.settings.fingerprint}"
-    lines += [f"rule      {decision.rule}", config_line]
-    lines += [f"launch    {launch}" for launch in _tuned_launches(decision)]
-    headers = ["backend", "forward", "reasons"]
-    rows = [[v.backend, _standing(decision, v.backend), _words(v.forward)] for v in decision.verdicts]
+    lines.append(f"rule      {decision.rule}")
     if decision.predictions:
-        lines.insert(lines.index(config_line), f"sharing   {_sharing(decision)}")
-        directions = ("forward", "backward") if request.needs_grad else ("forward",)
-        headers[2:2] = [f"{direction}, ms" for direction in directions]
-        for row in rows:
-            row[2:2] = [_predicted(decision, row[0], direction) for direction in directions]
-    widths = [None] * (len(headers) - 1)
-    table = tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True, maxcolwidths=[*widths, REASON_WIDTH])
-    lines += ["", table]
+        lines.append(f"sharing   {_sharing(decision)}")
+    lines.append(f"config    {decision.settings.profile}{_assumption(decision)}, fingerprint {decision.settings.fingerprint}")
+    lines += [f"kernel    {config}" for config in _tuned_configs(decision)]
+    timed = [direction for direction in ("forward", "backward") if any(p.direction == direction for p in decision.predictions)]
+    rows = [
+        [v.backend, _status(decision, v.backend), *(_predicted(decision, v.backend, direction) for direction in timed), _words(v.forward)]
+        for v in decision.verdicts
+    ]
+    lines += ["", table(["backend", "forward", *(f"{direction}, ms" for direction in timed), "reasons"], rows)]
     lines += [f"-> {sentence}" for sentence in counterfactuals(decision)]
     return "\n".join(lines)
 
 
-def _standing(decision: Decision, backend: str) -> str:
+def _status(decision: Decision, backend: str) -> str:
     if backend == decision.forward:
         return "picked"
     verdict = next(v for v in decision.verdicts if v.backend == backend)
@@ -56,7 +57,7 @@ def _standing(decision: Decision, backend: str) -> str:
 
 
 def _assumption(decision: Decision) -> str:
-    """What the values were not measured for."""
+    """The other device whose values the settings use."""
     assumed = decision.settings.assumed
     if assumed is None:
         return ""
@@ -64,8 +65,8 @@ def _assumption(decision: Decision) -> str:
     return f", assumes {of}"
 
 
-def _tuned_launches(decision: Decision) -> list[str]:
-    """The launches of the chosen backends that the user's own tuning brought, each with its id and source."""
+def _tuned_configs(decision: Decision) -> list[str]:
+    """The kernel configs of the chosen backends that come from the user's own tuning, each with its id and source."""
     settings, chosen = decision.settings, (decision.forward, decision.backward)
     return [
         f"{settings.kernels[kernel].config_id(kernel)} ({source})"
@@ -79,11 +80,11 @@ def _predicted(decision: Decision, backend: str, direction: str) -> str:
 
 
 def _sharing(decision: Decision) -> str:
-    """What the predictions take neighbours to have in common."""
-    known = decision.request.sharing
-    source = "measured" if known else f"not measured: prior of {decision.settings.sources.get('sharing_prior', 'base.yaml')}"
-    ratios = ", ".join(f"{t}: {r}" for t, r in zip(SHARING_TOKENS, known or decision.settings.sharing_prior, strict=True))
-    return f"blocks of so many adjacent tokens over those of one, {ratios} ({source})"
+    """How many blocks adjacent tokens share, as the predictions assume."""
+    measured = decision.request.sharing
+    source = "measured" if measured else f"not measured: prior of {decision.settings.sources.get('sharing_prior', 'base.yaml')}"
+    ratios = ", ".join(f"{t}: {r}" for t, r in zip(SHARING_TOKENS, measured or decision.settings.sharing_prior, strict=True))
+    return f"blocks that adjacent tokens select together, over those of one, by tokens: {ratios} ({source})"
 
 
 def _words(reasons: tuple[Reason, ...]) -> str:

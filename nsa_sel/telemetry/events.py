@@ -1,9 +1,8 @@
-"""What happened: events as JSON lines under the logger `nsa_sel`, the last decisions, counters. Costs next to nothing when off."""
+"""Events as JSON lines under the logger `nsa_sel`, the last decisions, and counters. They cost next to nothing when nobody listens."""
 
 from __future__ import annotations
 
 import collections
-import json
 import logging
 import os
 import sys
@@ -11,42 +10,30 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from nsa_sel.core import forks
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
 from nsa_sel.errors import ConfigError
-from nsa_sel.settings.config import LOG_FLAG, Settings
+from nsa_sel.settings.flags import LOG_FLAG
+from nsa_sel.settings.schema import Settings
+from nsa_sel.telemetry.log import JsonLines
 
 LOGGER = logging.getLogger("nsa_sel")
 LOGGER.addHandler(logging.NullHandler())
 KEPT_DECISIONS = 1024
 
-_taken: list[Decision] = []  # by the last calls, at least KEPT_DECISIONS of them
-_counted = 0  # how many of these, from the first on, are in the counters
+_recorded: list[Decision] = []  # of the last calls, at least KEPT_DECISIONS of them
+_counted = 0  # the first entries of these that are in the counters already
 _counters: collections.Counter[tuple[str, ...]] = collections.Counter()
 _lock = forks.lock()
 _handler: logging.Handler | None = None
-_level = logging.NOTSET  # of the logger before `_handler`
-_followed: str | None = None  # what the settings said of it when a call last looked
-_following = False  # whether `_handler` is there because they said so
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time (seconds since the epoch), event, and the event's fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {"time": record.created, "event": record.getMessage(), **getattr(record, "nsa_sel", {})}
-        try:
-            return msgspec.json.encode(line, enc_hook=str).decode()
-        except UnicodeEncodeError:  # the name of a file may hold bytes that are no UTF-8
-            text = json.dumps(msgspec.to_builtins(line, enc_hook=str), ensure_ascii=False)
-            return text.encode(errors="replace").decode()
+_level = logging.NOTSET  # the logger's level before `_handler` was added
+_followed: str | None = None  # the target in the settings of the last call
+_following = False  # whether `_handler` was added because of these settings
 
 
 class LogFile(logging.FileHandler):
-    """Appends to a file, and never waits for one: a FIFO that nobody reads can't be opened."""
+    """Appends to a file. It never waits: opening a FIFO that nobody reads is an error."""
 
     def _open(self) -> Any:
         return open(self.baseFilename, "a", encoding="utf-8", opener=_opener)
@@ -55,11 +42,20 @@ class LogFile(logging.FileHandler):
 def _opener(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
+    if os.fstat(descriptor).st_size:  # a process that crashed may have left its last line without an end
+        os.write(descriptor, b"\n")
     return descriptor
 
 
 def log_to(target: str | None) -> None:
-    """Write events to `target` ("stderr" or a file, appended); None stops it. Raises ConfigError for a file that can't be written."""
+    """Write events as JSON lines.
+
+    Args:
+        target: "stderr", or a file, to which lines are appended. None stops writing.
+
+    Raises:
+        ConfigError: for a file that can't be written.
+    """
     global _handler, _level, _following
     with _lock:
         _following = False
@@ -82,9 +78,9 @@ def log_to(target: str | None) -> None:
 
 
 def follow(settings: Settings) -> None:
-    """Log to where NSA_DEBUG_LOG says, once it says something else than before: a user's own `log_to` is left alone.
+    """Write events to the target of NSA_DEBUG_LOG, where it differs from the last call's; the user's own `log_to` is left alone.
 
-    Where it is unset and another flag asks for events, they go to stderr unless somebody listens already.
+    Where the flag is unset and another flag asks for events, they go to stderr, unless a handler takes them already.
     """
     global _followed, _following
     target = settings.debug_log
@@ -92,20 +88,19 @@ def follow(settings: Settings) -> None:
         return
     _followed = target
     implied = target is None or settings.sources.get("debug_log") != LOG_FLAG
-    if implied and not _following and (target is None or _heard()):
+    if implied and not _following and (target is None or _has_handler()):
         return
     log_to(target)
     _following = target is not None
 
 
-def _heard() -> bool:
-    """Whether events reach a handler of somebody."""
+def _has_handler() -> bool:
     handlers = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else ())]
     return listening() and not all(isinstance(handler, logging.NullHandler) for handler in handlers)
 
 
 def listening() -> bool:
-    """Whether anybody reads events: work done only for an event asks this first."""
+    """Whether events are read. Ask this before work that only an event needs."""
     return LOGGER.isEnabledFor(logging.INFO)
 
 
@@ -116,10 +111,10 @@ def emit(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def record(decision: Decision, request: Request) -> None:
-    """Remember the decision of one call; `request` has the call's exact sizes, the decision those of its class."""
-    # Appending needs no lock, and what a call says about itself is in its decision: it is counted later, many calls at a time.
-    _taken.append(decision)
-    if len(_taken) >= 2 * KEPT_DECISIONS:
+    """Keep and log the decision of one call. `request` has the call's exact sizes, the decision those of its class."""
+    # On the path of every call: appending needs no lock, and decisions are counted later, many at a time.
+    _recorded.append(decision)
+    if len(_recorded) >= 2 * KEPT_DECISIONS:
         with _lock:
             _fold()
     if LOGGER.isEnabledFor(logging.INFO):
@@ -127,12 +122,12 @@ def record(decision: Decision, request: Request) -> None:
 
 
 def decisions() -> tuple[Decision, ...]:
-    """The decisions of the last calls of this process, oldest first, at most `KEPT_DECISIONS`."""
-    return tuple(_taken[-KEPT_DECISIONS:])
+    """The decisions of this process's last calls, oldest first, at most `KEPT_DECISIONS`."""
+    return tuple(_recorded[-KEPT_DECISIONS:])
 
 
 def count(*name: str, by: int = 1) -> None:
-    """Add to a counter: its kind, then what tells counters of that kind apart ("failed", "triton-tile")."""
+    """Add `by` to a counter, named by its kind and its labels ("failed", "triton-tile")."""
     with _lock:
         _counters[name] += by
 
@@ -140,11 +135,16 @@ def count(*name: str, by: int = 1) -> None:
 def tallies() -> dict[tuple[str, ...], int]:
     """All counters since the process started, by kind and labels.
 
-    ("calls", backend): forward passes; ("backward", backend): backward passes; ("forced", source): calls with a backend by name;
-    ("refused", backend, code): calls in which a check turned away a backend that is preferred to the chosen one;
-    ("unserved",): calls that no backend might run; ("failed", backend): exceptions in a backend;
-    ("fallbacks", backend, reason): passes that packed SDPA took over from it, for an exception now or one before;
-    ("bytes", backend, direction), ("flops", backend, direction): estimated work of passes under NSA_DEBUG_TRITON or NSA_DEBUG_TIMING.
+    Returns:
+        ("calls", backend): forward passes.
+        ("backward", backend): backward passes.
+        ("forced", source): calls with a backend forced by name.
+        ("refused", backend, code): calls in which a check refused a backend that is preferred to the chosen one.
+        ("unserved",): calls that no backend may run.
+        ("warmups", backend): warmed-up requests.
+        ("failed", backend): exceptions in a backend.
+        ("fallbacks", backend, reason): passes that packed SDPA ran instead, after an exception in this pass or an earlier one.
+        ("bytes", backend, direction), ("flops", backend, direction): estimated work under NSA_DEBUG_TRITON or NSA_DEBUG_TIMING.
     """
     with _lock:
         _fold()
@@ -152,20 +152,20 @@ def tallies() -> dict[tuple[str, ...], int]:
 
 
 def counters() -> dict[str, int]:
-    """`tallies` with the parts of a name joined by dots: "refused.triton-group.min-length"."""
+    """The counters since the process started, by name: "refused.triton-group.min-length"."""
     return {".".join(name): number for name, number in tallies().items()}
 
 
 def _fold() -> None:
-    """Count the decisions that were taken since the last time, and forget the oldest; under the lock. Others may go on appending."""
+    """Count the decisions recorded since the last time and drop the oldest. Under the lock; other threads may append meanwhile."""
     global _counted
-    end = len(_taken)
-    new = {id(decision): decision for decision in _taken[_counted:end]}
-    for key, calls in collections.Counter(map(id, _taken[_counted:end])).items():
+    end = len(_recorded)
+    new = {id(decision): decision for decision in _recorded[_counted:end]}
+    for key, calls in collections.Counter(map(id, _recorded[_counted:end])).items():
         for name in _names(new[key]):
             _counters[name] += calls
     surplus = max(0, end - KEPT_DECISIONS)
-    del _taken[:surplus]
+    del _recorded[:surplus]
     _counted = end - surplus
 
 
@@ -180,9 +180,9 @@ def _names(decision: Decision) -> Iterator[tuple[str, ...]]:
 
 
 def now(device_type: str) -> float:
-    """Seconds on a host clock, after all work on the device is done: for NSA_DEBUG_TIMING alone, it synchronises."""
+    """Seconds on a host clock after all work on the device. It synchronises the device: for NSA_DEBUG_TIMING and warm-up alone."""
     if device_type == "cuda":
-        import torch  # this module stands below torch
+        import torch  # replay needs this module, and no torch
 
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,6 +1,6 @@
-"""The counters of `nsa_sel.telemetry.events` for Prometheus, read when it asks; needs the extra `prometheus`.
+"""The counters of `nsa_sel.counters` for Prometheus, read at each scrape. Needs the extra `prometheus`.
 
-from nsa_sel import prometheus
+from nsa_sel.telemetry import prometheus
 prometheus.register()  # with prometheus_client's own registry, which its exporters serve
 print(prometheus.text())
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from nsa_sel.errors import NsaSelError
+from nsa_sel.errors import needs_extra
 from nsa_sel.telemetry import events
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Described(NamedTuple):
-    """What one kind of counter becomes: a metric, its help, and its labels."""
+    """The metric of one kind of counter: its name, its help, and its labels."""
 
     metric: str
     help: str
@@ -27,24 +27,24 @@ class Described(NamedTuple):
 
 
 METRICS = {  # kind of `events.tallies` -> metric; Prometheus adds _total to the names
-    "calls": Described("nsa_sel_calls", "Forward passes by the backend that was chosen", ("backend",)),
+    "calls": Described("nsa_sel_calls", "Forward passes by the chosen backend", ("backend",)),
     "backward": Described("nsa_sel_backward_passes", "Backward passes by the backend that ran", ("backend",)),
-    "forced": Described("nsa_sel_forced_calls", "Calls with a backend asked for by name, by who asked", ("source",)),
-    "refused": Described("nsa_sel_refusals", "Calls in which a check turned away a preferred backend", ("backend", "code")),
-    "unserved": Described("nsa_sel_unserved_calls", "Calls that no backend might run", ()),
+    "forced": Described("nsa_sel_forced_calls", "Calls with a backend forced by name, by what forced it", ("source",)),
+    "refused": Described("nsa_sel_refusals", "Calls in which a check refused a preferred backend", ("backend", "code")),
+    "unserved": Described("nsa_sel_unserved_calls", "Calls that no backend may run", ()),
     "failed": Described("nsa_sel_failures", "Exceptions in a backend", ("backend",)),
     "warmups": Described("nsa_sel_warmups", "Requests that were warmed up, by the backend that ran forward", ("backend",)),
     "bytes": Described("nsa_sel_moved_bytes", "Estimated bytes moved by passes that were debugged or timed", ("backend", "direction")),
     "flops": Described("nsa_sel_flops", "Estimated FLOPs of passes that were debugged or timed", ("backend", "direction")),
-    "fallbacks": Described("nsa_sel_fallbacks", "Passes that packed SDPA took over from a backend", ("backend", "reason")),
+    "fallbacks": Described("nsa_sel_fallbacks", "Passes that packed SDPA ran in place of a backend", ("backend", "reason")),
 }
 
 
 class NsaSelCollector:
-    """A collector for prometheus_client. It keeps no numbers: each scrape reads `events.tallies`."""
+    """A collector for prometheus_client. It stores no numbers: each scrape reads `events.tallies`."""
 
     def collect(self) -> Iterator[Metric]:
-        """One counter a kind, a sample for each of its labels; a kind without a line in METRICS goes by its own name."""
+        """One counter per kind, with a sample for each label. A kind that is not in METRICS keeps its own name."""
         from prometheus_client.core import CounterMetricFamily
 
         tallies = events.tallies()
@@ -58,34 +58,32 @@ class NsaSelCollector:
 
 
 def register(registry: CollectorRegistry | None = None) -> NsaSelCollector:
-    """Add the counters to `registry`, by default prometheus_client's own; returns what `registry.unregister` takes.
+    """Add the counters to a registry.
 
-    Raises NsaSelError where prometheus-client is not installed.
+    Args:
+        registry: by default prometheus_client's own.
+
+    Returns:
+        The collector, which `registry.unregister` takes.
+
+    Raises:
+        NsaSelError: where prometheus-client is not installed.
     """
-    _require()
-    from prometheus_client import REGISTRY
-
+    with needs_extra("prometheus", __name__):
+        from prometheus_client import REGISTRY
     collector = NsaSelCollector()
     (REGISTRY if registry is None else registry).register(collector)  # type: ignore[arg-type]
     return collector
 
 
 def text() -> str:
-    """The counters in Prometheus' text format. Raises NsaSelError where prometheus-client is not installed."""
-    _require()
-    from prometheus_client import CollectorRegistry, generate_latest
+    """The counters in Prometheus' text format.
 
+    Raises:
+        NsaSelError: where prometheus-client is not installed.
+    """
+    with needs_extra("prometheus", __name__):
+        from prometheus_client import CollectorRegistry, generate_latest
     registry = CollectorRegistry()
     register(registry)
     return generate_latest(registry).decode()
-
-
-def _require() -> None:
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError as error:
-        raise NsaSelError(
-            "package prometheus-client is not installed; required for nsa_sel.telemetry.prometheus. Remedy:"
-            " pip install 'nsa-sel[prometheus]',"
-            " or read nsa_sel.counters()."
-        ) from error

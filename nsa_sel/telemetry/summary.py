@@ -1,21 +1,22 @@
-"""What a log of events says: who won and why, who was turned away how often, what failed, what was slow. Behind `nsa-sel decisions`."""
+"""`nsa-sel decisions`: what a log says. Which backends ran and why, how often each was refused, what failed, what was slow."""
 
 from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-from tabulate import tabulate
 
-from nsa_sel.core.decision import Decision, FieldChange
-from nsa_sel.errors import ArgumentError, NsaSelError
+from nsa_sel.core.decision import Decision
+from nsa_sel.errors import ArgumentError
+from nsa_sel.telemetry.log import Line, read_log, torn_words
+from nsa_sel.telemetry.table import table
 
-EVENT_FIELDS: dict[str, dict[str, type]] = {  # event -> what every such line must hold for the summary
+EVENT_FIELDS: dict[str, dict[str, type]] = {  # event -> the fields that the summary needs
     "sel.backend.failed": {"backend": str, "direction": str, "error": str},
     "sel.timing": {"backend": str, "direction": str, "ms": float},
     "sel.timing.bucket": {"backend": str, "direction": str, "length": int, "rows": int, "ms": float},
@@ -28,39 +29,22 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {  # event -> what every such line mu
 }
 OPTIONAL_FIELDS: dict[str, type] = {"length": int, "rows": int, "tflops": float, "gbps": float}  # of the same events
 
-TORN_SHOWN = 5  # numbers of torn lines
 _PREDICTIONS = re.compile(r"(?<=least predicted time): .*?(?= \((?!no prediction))")
 
 
-class Line(NamedTuple):
-    """One line of a log: its number from 1 on, the event's name, its fields, and the decision of `sel.decision`."""
-
-    number: int
-    event: str
-    fields: dict[str, Any]
-    decision: Decision | None = None
-
-
-class Log(NamedTuple):
-    """What a log holds: its lines, and the numbers of those that a crash or a full disk cut short, which are passed over."""
-
-    lines: tuple[Line, ...]
-    torn: tuple[int, ...]
-
-
 class Won(msgspec.Struct, frozen=True):
-    """Calls that one device decided alike."""
+    """Calls of one device with the same decision."""
 
     device: str
     forward: str | None
     backward: str | None
     rule: str
-    override: str | None  # who asked for the backend by name
+    override: str | None  # what forced the backend
     calls: int
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """How often a check turned a backend away, and in how many of these calls the backend is preferred to the one that ran."""
+    """How often a check refused a backend, and in how many of these calls the backend is preferred to the one that ran."""
 
     backend: str
     code: str
@@ -79,7 +63,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Passes of a backend, whole (`length` and `rows` are None) or of packed SDPA's bucket of rows of one length."""
+    """Times of a backend's passes (`length` and `rows` are None), or of packed SDPA's bucket of rows of one length."""
 
     backend: str
     direction: str
@@ -91,7 +75,7 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Keys that the rows of a backend's calls select, and their bytes of K and V."""
+    """Keys that the rows of a backend's calls select, and the bytes of their K and V."""
 
     backend: str
     calls: int
@@ -101,7 +85,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class Backward(msgspec.Struct, frozen=True):
-    """Estimated work of a backend's backward passes; medians of what was achieved where it was timed."""
+    """Estimated work of a backend's backward passes; median rates of those that were timed."""
 
     backend: str
     passes: int
@@ -116,7 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     log: str
     lines: int
-    torn_lines: tuple[int, ...]  # their numbers; passed over
+    torn_lines: tuple[int, ...]  # their numbers; skipped
     events: dict[str, int]
     decisions: int
     won: tuple[Won, ...]
@@ -124,79 +108,21 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[Failure, ...]
     buckets: tuple[Times, ...]  # the slowest first
     passes: tuple[Times, ...]
-    kernels: dict[str, int]  # launch configuration -> launches
+    kernels: dict[str, int]  # kernel config -> number of launches
     reads: tuple[Traffic, ...]
     backward: tuple[Backward, ...]
     worst_mae: dict[str, float]  # backend and direction -> against packed SDPA
 
 
-def read_log(log: Path) -> Log:
-    """What a log of events (NSA_DEBUG_LOG, `log_to`) or of bare decisions (Decision.to_json) holds; the latter count as `sel.decision`.
-
-    A line that is no whole JSON was torn by a crash while it was written: it is passed over, as long as another one is readable.
-    Raises ArgumentError for a file that can't be read, and naming the line that is neither an event nor a decision.
-    """
-    try:
-        lines = log.read_bytes().split(b"\n")  # no other character ends a line: texts of events may hold U+2028
-    except OSError as error:
-        raise ArgumentError("LOG", f"{log} ({error.strerror})", "a readable file of JSON lines", "mend the path") from error
-    found: list[Line] = []
-    torn: dict[int, Exception] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
-            torn[number] = error
-            continue
-        except RecursionError as error:
-            raise _not_a_line(log, number, "nested too deeply", bool(found)) from error
-        try:
-            found.append(_line(number, record))
-        except (NsaSelError, RecursionError) as error:
-            raise _not_a_line(log, number, f"no decision ({error.__cause__ or error})", bool(found)) from error
-    if torn and not found:
-        number, fault = next(iter(torn.items()))
-        raise _not_a_line(log, number, f"no decision ({fault})", False) from fault
-    return Log(tuple(found), tuple(torn))
-
-
-def _line(number: int, record: Any) -> Line:
-    event = record.get("event", "sel.decision") if isinstance(record, dict) else "sel.decision"
-    if not isinstance(event, str):
-        raise NsaSelError(f"its event is {event!r:.40}, no name")
-    if event != "sel.decision":
-        return Line(number, event, record)
-    bare = record.get("decision") if isinstance(record, dict) and "event" in record else record
-    return Line(number, event, {}, Decision.from_json(msgspec.json.encode(bare)))
-
-
-def _not_a_line(log: Path, number: int, what: str, later: bool) -> ArgumentError:
-    """The error about a line; `later`: what stands before it is of a log."""
-    remedy = "drop the line" if later else "pass a log that NSA_DEBUG_LOG wrote, or lines of Decision.to_json"
-    return ArgumentError(f"line {number} of {log}", what, "a decision as Decision.to_json writes it, or an event", remedy)
-
-
-def replayed(log: Path, number: int, decision: Decision) -> tuple[FieldChange, ...]:
-    """`decision.replay()` of a line of a log. Raises ArgumentError naming the line where its values make no sense to the policy."""
-    try:
-        return decision.replay()
-    except Exception as error:  # no check of single fields finds all that a policy could stumble over
-        what = f"a decision that can't be taken again ({type(error).__name__}: {error})"
-        raise ArgumentError(f"line {number} of {log}", what, "a decision as Decision.to_json writes it", "drop the line") from error
-
-
-def torn_words(torn: tuple[int, ...]) -> str:
-    """What is said of torn lines behind a total; nothing where there are none."""
-    if not torn:
-        return ""
-    shown = ", ".join(map(str, torn[:TORN_SHOWN])) + (", ..." if len(torn) > TORN_SHOWN else "")
-    return f"; passed over as torn: line{'s' if len(torn) > 1 else ''} {shown} ({len(torn)} in all)"
-
-
 def summarise(log: Path, top: int = 10) -> Summary:
-    """The summary of a log, with the `top` slowest buckets. Raises ArgumentError as `read_log` does, and for an empty log."""
+    """The summary of a log.
+
+    Args:
+        top: how many of the slowest buckets it has.
+
+    Raises:
+        ArgumentError: as `read_log`, for an empty log, and for an event without a field that the summary needs.
+    """
     lines, torn = read_log(log)
     if not lines:
         raise ArgumentError("LOG", f"{log}, which is empty", "JSON lines of NSA_DEBUG_LOG or Decision.to_json", "mend the path")
@@ -223,7 +149,7 @@ def summarise(log: Path, top: int = 10) -> Summary:
 
 
 def _fault(line: Line) -> str | None:
-    """What the summary would stumble over in an event."""
+    """What is wrong with an event's fields."""
     needed = EVENT_FIELDS.get(line.event, {})
     lacking = [field for field in needed if field not in line.fields]
     if lacking:
@@ -238,7 +164,7 @@ def _fault(line: Line) -> str | None:
 
 
 def _won(decisions: Iterable[Decision]) -> tuple[Won, ...]:
-    # The predicted times in a rule differ from shape to shape: without them it is one rule.
+    # Predicted times differ from shape to shape; without them it is one rule.
     found = collections.Counter(
         (d.device.name, d.forward, d.backward, _PREDICTIONS.sub("", d.rule), d.override.source if d.override else None) for d in decisions
     )
@@ -262,61 +188,61 @@ def _failures(events: Iterable[dict[str, Any]]) -> tuple[Failure, ...]:
     return tuple(Failure(*key, times) for key, times in found.most_common())
 
 
-def _times(events: Iterable[dict[str, Any]]) -> tuple[Times, ...]:
-    taken: dict[tuple[str, str, int | None, int | None], list[float]] = collections.defaultdict(list)
+def _grouped(events: Iterable[dict[str, Any]], *names: str) -> list[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
+    """Events by the values of these fields."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = collections.defaultdict(list)
     for fields in events:
-        taken[fields["backend"], fields["direction"], fields.get("length"), fields.get("rows")].append(fields["ms"])
-    found = [Times(*key, len(ms), median(ms), max(ms)) for key, ms in taken.items()]
+        groups[tuple(fields.get(name) for name in names)].append(fields)
+    return list(groups.items())
+
+
+def _times(events: Iterable[dict[str, Any]]) -> tuple[Times, ...]:
+    found = []
+    for key, group in _grouped(events, "backend", "direction", "length", "rows"):
+        ms = [fields["ms"] for fields in group]
+        backend, direction, length, rows = key
+        found.append(Times(backend, direction, length, rows, len(ms), median(ms), max(ms)))
     return tuple(sorted(found, key=lambda times: -times.median_ms))
 
 
 def _reads(events: Iterable[dict[str, Any]]) -> tuple[Traffic, ...]:
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
-    for fields in events:
-        groups[fields["backend"], fields["source"]].append(fields)
-    return tuple(
-        Traffic(backend, len(group), sum(e["tokens"] for e in group), sum(e["bytes"] for e in group), source)
-        for (backend, source), group in groups.items()
-    )
+    groups = _grouped(events, "backend", "source")
+    return tuple(Traffic(key[0], len(group), _sum(group, "tokens"), _sum(group, "bytes"), key[1]) for key, group in groups)
 
 
 def _backward(events: Iterable[dict[str, Any]]) -> tuple[Backward, ...]:
-    groups: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
-    for fields in events:
-        groups[fields["backend"]].append(fields)
     found = []
-    for backend, group in groups.items():
-        rates = [[e[name] for e in group if name in e] for name in ("tflops", "gbps")]
+    for (backend,), group in _grouped(events, "backend"):
+        rates = [[fields[name] for fields in group if name in fields] for name in ("tflops", "gbps")]
         tflops, gbps = (median(rate) if rate else None for rate in rates)
-        found.append(Backward(backend, len(group), sum(e["flops"] for e in group), sum(e["bytes"] for e in group), tflops, gbps))
+        found.append(Backward(backend, len(group), _sum(group, "flops"), _sum(group, "bytes"), tflops, gbps))
     return tuple(found)
 
 
+def _sum(group: list[dict[str, Any]], name: str) -> int:
+    return sum(fields[name] for fields in group)
+
+
 def text(summary: Summary) -> str:
-    """The summary for a terminal; tables without rows are left out."""
+    """The summary for a terminal, without empty tables."""
     events = ", ".join(f"{n} {event}" for event, n in summary.events.items())
     parts = [f"{summary.log}: {summary.lines} lines, {events}{torn_words(summary.torn_lines)}"]
-    tables: dict[str, Iterable[msgspec.Struct]] = {
-        "who won, and by which rule": summary.won, "turned away": summary.refusals, "failed": summary.failures,
+    tables: dict[str, Sequence[msgspec.Struct]] = {
+        "backends that ran, and by which rule": summary.won, "refused": summary.refusals, "failed": summary.failures,
         "slowest buckets of packed SDPA": summary.buckets, "passes": summary.passes, "read": summary.reads,
         "backward, estimated work": summary.backward,
     }  # fmt: skip
     for title, rows in tables.items():
         if rows:
-            parts.append(f"{title}\n{_table(rows)}")
+            fields = rows[0].__struct_fields__
+            cells = [[_shown(getattr(row, field)) for field in fields] for row in rows]
+            parts.append(f"{title}\n{table([field.replace('_', ' ') for field in fields], cells, width=72)}")
     if summary.kernels:
-        parts.append("launches\n" + tabulate(summary.kernels.items(), headers=["configuration", "launches"], tablefmt="simple"))
+        parts.append("launches\n" + table(["kernel config", "launches"], summary.kernels.items()))
     if summary.worst_mae:
-        parts.append(
-            "compared with packed SDPA\n" + tabulate(summary.worst_mae.items(), headers=["backend", "worst MAE"], tablefmt="simple")
-        )
+        rows_of_mae = [(backend, _shown(mae)) for backend, mae in summary.worst_mae.items()]
+        parts.append("compared with packed SDPA\n" + table(["backend", "worst MAE"], rows_of_mae))
     return "\n\n".join(parts)
-
-
-def _table(rows: Iterable[msgspec.Struct]) -> str:
-    cells = [[_shown(getattr(row, field)) for field in row.__struct_fields__] for row in rows]
-    headers = [field.replace("_", " ") for field in next(iter(rows)).__struct_fields__]
-    return tabulate(cells, headers=headers, tablefmt="simple", disable_numparse=True, maxcolwidths=72)
 
 
 def _shown(value: object) -> str:

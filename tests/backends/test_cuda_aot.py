@@ -23,7 +23,7 @@ from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import blocks, compiler, launch, rows, tensor_map, tiles
 from nsa_sel.core import registry
 from nsa_sel.errors import BackendError
-from nsa_sel.settings.config import CACHE_FLAG
+from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.aot import OF_CUDA, TARGETS, target_call
 from tests.helpers.cases import make_blocks, make_qkv
 

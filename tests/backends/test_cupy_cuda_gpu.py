@@ -17,7 +17,7 @@ import nsa_sel
 from nsa_sel.backends.cupy_cuda import compiler, launch
 from nsa_sel.core import registry
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import CACHE_FLAG
+from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.cases import assert_forward, make_blocks, make_grads, make_qkv
 from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
 from tests.helpers.paths import ROOT

@@ -78,6 +78,12 @@ def test_the_first_rows_of_real_selections_are_selections(S: int) -> None:
     assert int(end.max()) == S
 
 
+def test_the_small_file_of_maps_is_a_part_of_the_whole() -> None:
+    layers = cases._blocks("smollm2_selections.npz", "block_indices").numpy()
+    for G in cases.MAPS:
+        assert torch.equal(cases._blocks("smollm2_maps.npz", f"G{G}"), torch.from_numpy(cases.spread_maps(layers, G)))
+
+
 def test_a_selection_drawn_in_pieces_is_that_of_all_scores_together() -> None:
     case = Case("", "random", 2, 100, 130, 2, 1, 16, 16, 3, 16, "float32")
     blocks, rows = 9, 24

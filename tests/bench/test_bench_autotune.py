@@ -12,7 +12,7 @@ from nsa_sel.bench.questions.autotune_sweep import SHAPE, report, sweep, table
 from nsa_sel.bench.tune.tune import ContextLost, Times
 from nsa_sel.bench.tune.tune_command import committed_settings
 from nsa_sel.bench.tune.tune_space import Case, Job, jobs
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.schema import KernelConfig
 from tests.bench.test_bench import lines
 from tests.helpers.policy_cases import H200
 

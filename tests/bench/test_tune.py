@@ -20,7 +20,8 @@ from nsa_sel.bench.tune.tune_space import CASES, PROBLEMS, SPACES, Case, Job, jo
 from nsa_sel.cli.app import app
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import KernelConfig, settings_for, shipped_configs
+from nsa_sel.settings.config import settings_for, shipped_configs
+from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers.policy_cases import H200, RTX4090
 from tests.helpers.tune_cases import CASE, SLOW, lone, some_jobs, times

@@ -25,7 +25,8 @@ from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import WAYS, Costs, Way, settings_for, shipped_configs
+from nsa_sel.settings.config import settings_for, shipped_configs
+from nsa_sel.settings.schema import WAYS, Costs, Way
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, UNKNOWN, replace
 from tests.helpers.tune_cases import key, priced, result, times, write

@@ -17,7 +17,7 @@ from nsa_sel.bench.tune.tune_command import Done
 from nsa_sel.bench.tune.tune_space import Job
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.settings.tuned import TunedFile, stamp_of
 from tests.helpers.paths import ROOT
 from tests.helpers.policy_cases import H200
@@ -174,7 +174,7 @@ import json, os, random, signal, time
 from nsa_sel.settings import tuned
 from nsa_sel.bench.tune import tune, tune_costs, tune_rows, tune_thresholds
 from nsa_sel.bench.tune.tune import Journal, journal_of
-from nsa_sel.settings.config import WAYS
+from nsa_sel.settings.schema import WAYS
 from tests.helpers.policy_cases import H200
 from tests.helpers.tune_cases import priced, some_jobs, times
 

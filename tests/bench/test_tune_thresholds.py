@@ -16,7 +16,8 @@ from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import WAYS, Way, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.schema import WAYS, Way
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers.policy_cases import LONG, RTX4090, UNKNOWN, replace
 from tests.helpers.tune_cases import write

@@ -30,9 +30,10 @@ from nsa_sel.core.registry import backends
 from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import ArgumentError
 from nsa_sel.oracle import oracle_forward
-from nsa_sel.settings.config import CACHE_FLAG
+from nsa_sel.settings.flags import CACHE_FLAG
 from nsa_sel.telemetry import events
-from nsa_sel.telemetry.summary import read_log, replayed, summarise
+from nsa_sel.telemetry.log import read_log, replayed
+from nsa_sel.telemetry.summary import summarise
 from tests.helpers.paths import DATA
 
 S, G, D, S_KV, BLOCK = 5, 2, 16, 32, 8
@@ -355,11 +356,11 @@ class TestReplay:
         log, whole = tmp_path / "log.jsonl", explain_request(example_request(), SM89).to_json()
         log.write_text(f'{whole}\n{whole[:200]}{whole}\n\n{whole}\n{{"event": "sel.timing", "backend": "num')
         result = invoke("replay", log)
-        assert (result.exit_code, result.output) == (0, "2 decisions, 0 differ; passed over as torn: lines 2, 5 (2 in all)\n")
+        assert (result.exit_code, result.output) == (0, "2 decisions, 0 differ; skipped as torn: lines 2, 5 (2 in all)\n")
         assert ask("replay", log)["torn_lines"] == [2, 5]
         told = ask("decisions", log)
         assert (told["lines"], told["torn_lines"]) == (2, [2, 5])
-        assert "2 lines, 2 sel.decision; passed over as torn: lines 2, 5" in invoke("decisions", log).output
+        assert "2 lines, 2 sel.decision; skipped as torn: lines 2, 5" in invoke("decisions", log).output
 
     def test_a_line_ends_at_a_newline_alone(self, tmp_path: Path) -> None:
         log = tmp_path / "log.jsonl"

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from nsa_sel.attention import selection_attention
 from nsa_sel.backends import numba_cpu
 from nsa_sel.bench.questions import capture_trace
-from nsa_sel.cli import demo, demo_picture
+from nsa_sel.cli import bench_door, demo, demo_picture, demo_text
 from nsa_sel.cli.app import app
 from nsa_sel.cli.demo_picture import BY_SCORE, FIRST, FUTURE, LOCAL, PASSED_OVER
 from nsa_sel.cli.tensor_file import Problem, read_problem
@@ -207,7 +207,7 @@ def test_the_shipped_trace_is_the_default() -> None:
     assert (q.shape, k.shape, v.shape, q.dtype) == ((1, 8192, 1, 3, 64), (1, 1, 8192, 64), (1, 1, 8192, 64), torch.float32)
     assert (selection.block_size, selection.n, len(setting.rows)) == (64, 8, 1024)
     assert facts["model"].startswith("SmolLM2-135M")
-    words = demo.introduction(setting)
+    words = demo_text.introduction(setting)
     for part in ("SmolLM2-135M", "layer 18, KV head 1", "rounded to float8_e4m3fn", "its first 8192 tokens", "on 1024 of 8192 rows"):
         assert part in words
 
@@ -254,7 +254,7 @@ def test_what_takes_long_is_timed_once_and_the_rest_goes_on(monkeypatch: pytest.
     monkeypatch.setitem(demo.TIMING_SECONDS, "cpu", 8.0)
     problem = read_problem(trace).to(torch.device("cpu"), torch.float32)
     candidates = [demo.Candidate(name, demo._selected(problem, "sdpa-packed"), gradients=False) for name in ("slow", "fast")]
-    monkeypatch.setattr(demo, "_time_once", lambda call, device: 5000.0 if call.args[0].name == "slow" else 1.0)
+    monkeypatch.setattr(bench_door, "one_call", lambda call, device: 5000.0 if call.args[0].name == "slow" else 1.0)
     times = demo._time(candidates, problem, problem.q, lambda what, done: None)
     assert {name: spread.repeats for (name, _), spread in times.items()} == {"slow": 1, "fast": 5}
     clock = iter(range(0, 10**6, 17))  # 17 seconds pass from one look at the clock to the next: on a busy machine

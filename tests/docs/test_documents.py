@@ -23,17 +23,9 @@ from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.settings.config import (
-    CACHE_FLAG,
-    CONFIG_FLAG,
-    FLAGS,
-    TEST_FLAG,
-    Runtime,
-    parse_config,
-    parse_flag,
-    settings_for,
-    shipped_configs,
-)
+from nsa_sel.settings.config import parse_config, settings_for, shipped_configs
+from nsa_sel.settings.flags import CACHE_FLAG, CONFIG_FLAG, FLAGS, TEST_FLAG, parse_flag
+from nsa_sel.settings.schema import Runtime
 from tests.helpers import policy_cases as gpus
 from tests.helpers.paths import ROOT
 

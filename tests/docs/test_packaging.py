@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +17,14 @@ from typing import NamedTuple
 
 import pytest
 
+import nsa_sel
 from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
 NOT_SOURCE = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "demo-output", "report-output")
 RESULTS = "nsa_sel/bench/results/"  # measured rows: in the repository, in no package
+DATA = "nsa_sel/bench/data/"  # in the wheel only the small file
 
 # Runs in the installed environment: everything is imported, the data is found, and one call gives the oracle's result.
 USE = """
@@ -40,7 +44,9 @@ from nsa_sel.core.registry import backends
 
 assert {"base.yaml", "cpu.yaml", "sm89_rtx4090.yaml"} <= set(shipped_configs())
 assert "sdpa-packed" in backends()
-assert any((home / "bench" / "data").iterdir())
+assert [file.name for file in (home / "bench" / "data").iterdir()] == ["smollm2_maps.npz"]
+from nsa_sel.cli import demo
+assert demo._default_problem().facts["synthetic"]
 
 q, k, v = torch.randn(1, 4, 1, 2, 8), torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
 ranges = torch.tensor([0, 4]).expand(1, 4, 1, 1, 2)
@@ -83,12 +89,14 @@ def package_files() -> set[str]:
     for folder, folders, names in os.walk(ROOT / "nsa_sel", followlinks=True):
         folders[:] = [name for name in folders if name != "__pycache__"]
         files |= {(Path(folder) / name).relative_to(ROOT).as_posix() for name in names}
-    return {name for name in files if not name.startswith(RESULTS)}
+    return {name for name in files if not name.startswith((RESULTS, DATA)) or name == f"{DATA}smollm2_maps.npz"}
 
 
 def test_wheel_has_every_file_and_one_top_level_name(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as wheel:
         names = {name for name in wheel.namelist() if not name.endswith("/")}
+        sizes = {info.filename: info.file_size for info in wheel.infolist() if not info.filename.endswith((".py", ".cu", ".cuh"))}
+    assert sum(sizes.values()) <= 1 << 20, sizes
     metadata = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     assert names - metadata == package_files()
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
@@ -102,6 +110,7 @@ def test_sdist_has_real_files(built: Built) -> None:
     assert package_files() <= names
     tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     assert tests | {"pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"} <= names
+    assert {f"{DATA}{file.name}" for file in (ROOT / "bench" / "data").iterdir()} <= names, "its tests and demo need them"
     assert not [name for name in names if name.startswith(("backends/", "policies/", RESULTS))]
 
 
@@ -116,4 +125,16 @@ def test_installed_wheel_works_away_from_the_checkout(built: Built, tmp_path: Pa
     (tmp_path / "use.py").write_text(USE)
     run([python, "-I", "use.py", str(site)], tmp_path)
     for program in ([str(home / "bin" / "nsa-sel")], [python, "-I", "-m", "nsa_sel"]):
-        assert "Usage" in run([*program, "--help"], tmp_path)
+        assert "Usage" in run([*program, "-h"], tmp_path)
+        assert run([*program, "--version"], tmp_path) == f"nsa-sel {nsa_sel.__version__}\n"
+
+
+def test_metadata_names_urls_extras_and_light_dependencies(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(wheel.read(name))
+    needed = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
+    assert {re.split(r"[^\w-]", text)[0] for text in needed} == {"torch", "triton", "numpy", "msgspec", "PyYAML"}
+    assert {"cpu", "cli", "report", "cuda12", "cuda13", "all", "prometheus", "trace", "docs", "dev"} == set(metadata.get_all("Provides-Extra", []))
+    assert {text.partition(",")[0] for text in metadata.get_all("Project-URL", [])} == {"Documentation", "Source", "Changelog"}
+    assert metadata["Version"] == nsa_sel.__version__

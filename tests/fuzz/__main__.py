@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from nsa_sel.settings.config import COMMIT_FLAG
+from nsa_sel.settings.flags import COMMIT_FLAG
 from tests.fuzz import checks
 from tests.fuzz.generators import case
 

@@ -10,7 +10,8 @@ from nsa_sel.backends.specs import SPECS
 from nsa_sel.core.backend import Backend, Limits, Offer
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo, Request, example_request
-from nsa_sel.settings.config import Settings, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.schema import Settings
 
 NAMES = ("triton-group", "triton-token", "sdpa-packed", "numba")
 OFFERS = tuple(Offer(spec) for spec in SPECS)

@@ -11,7 +11,8 @@ from nsa_sel.bench.tune.tune_space import Case, Job, jobs
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import work
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import KernelConfig, settings_for, shipped_configs
+from nsa_sel.settings.config import settings_for, shipped_configs
+from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.settings.tuned import Key, Result, Timed, TunedFile
 from tests.helpers.policy_cases import H200
 

@@ -26,7 +26,9 @@ from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.errors import ConfigError
 from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import CONFIG_FLAG, COST_TERMS, CostModel, Costs, parse_config, settings_for
+from nsa_sel.settings.config import parse_config, settings_for
+from nsa_sel.settings.flags import CONFIG_FLAG
+from nsa_sel.settings.schema import COST_TERMS, CostModel, Costs
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings

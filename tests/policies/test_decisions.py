@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from nsa_sel.core.backend import Backend, Limits, Offer, Reason
@@ -16,8 +17,10 @@ from nsa_sel.core.explain import counterfactuals, refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.policies import guards, rules
-from nsa_sel.settings.config import TritonOff, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.schema import TritonOff
 from nsa_sel.telemetry.describe import describe
+from nsa_sel.telemetry.log import decision_events, read_log
 from tests.helpers.paths import DATA
 from tests.helpers.policy_cases import (
     A100,
@@ -396,11 +399,13 @@ def sample() -> list[Decision]:
 
 def test_the_committed_log_replays() -> None:
     """A difference is a changed policy. If it was meant, see the head of this file."""
-    lines = LOG.read_text().splitlines()
+    lines = [line for line in read_log(LOG).lines if line.decision is not None]
     assert len(lines) >= 20
-    differing = {number: changes for number, line in enumerate(lines, 1) if (changes := Decision.from_json(line).replay())}
+    differing = {line.number: changes for line in lines if line.decision and (changes := line.decision.replay())}
     assert differing == {}
 
 
 if __name__ == "__main__":
-    LOG.write_text("".join(decision.to_json() + "\n" for decision in sample()))
+    written: set[str] = set()
+    events = [{"event": name, **fields} for decision in sample() for name, fields in decision_events(decision, written)]
+    LOG.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))

@@ -19,7 +19,8 @@ from nsa_sel.core.backend import Requirement
 from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import BackendError, ConfigError
-from nsa_sel.settings.config import FLAGS, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.flags import FLAGS
 from tests.helpers.cases import make_qkv
 from tests.helpers.policy_cases import A100, CPU, H100, LONG, OFFERS, RTX4090, SHORT, UNKNOWN, codes, decide, replace, toy
 

@@ -23,7 +23,8 @@ from nsa_sel.core.decide import explain_request
 from nsa_sel.core.explain import counterfactuals
 from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.settings import config, devices
-from nsa_sel.settings.config import WAYS, Way, profile_for, settings_for, shipped_configs
+from nsa_sel.settings.config import profile_for, settings_for, shipped_configs
+from nsa_sel.settings.schema import WAYS, Way
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.policy_cases import (
     A100,

@@ -23,7 +23,8 @@ from nsa_sel.core.decide import explain_request
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import KernelConfig, forget_settings, settings_for
+from nsa_sel.settings.config import forget_settings, settings_for
+from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.settings.tuned import bucket_of_length, class_of_heads, stamp_of
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_qkv, make_spans
@@ -66,8 +67,8 @@ def test_a_tuned_launch_is_used_and_the_decision_names_it() -> None:
     assert source == decision.settings.tuned
     assert source.startswith("tuned: NVIDIA-H200-sm90-")
     assert decision.settings.fingerprint != before.settings.fingerprint
-    assert f"launch    {FORWARD}:tma-L32-R16-w2-s3 ({source})" in describe(decision)
-    assert "triton-tile" not in "".join(line for line in describe(decision).splitlines() if line.startswith("launch"))
+    assert f"kernel    {FORWARD}:tma-L32-R16-w2-s3 ({source})" in describe(decision)
+    assert "triton-tile" not in "".join(line for line in describe(decision).splitlines() if line.startswith("kernel"))
     assert nsa_sel.Decision.from_json(decision.to_json()).replay() == ()
     assert str(Path.home()) not in decision.to_json()
 

@@ -178,7 +178,8 @@ from nsa_sel.core.decide import forget_decisions
 from nsa_sel.settings import tuned
 from nsa_sel.core.decide import explain_request
 from nsa_sel.bench.tune import tune
-from nsa_sel.settings.config import Costs, KernelConfig, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.schema import Costs, KernelConfig
 from nsa_sel.errors import NsaSelError
 from tests.helpers.policy_cases import H200, SHORT
 from tests.helpers.tune_cases import FORWARD, OTHER, result, write

@@ -23,7 +23,8 @@ from nsa_sel.core.check import check_call
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
-from nsa_sel.settings.config import Settings, settings_for
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events, passes, prometheus
 from tests.core.test_imports import modules
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
@@ -121,7 +122,7 @@ def test_many_decisions_are_counted_and_the_last_kept() -> None:
     with counted() as grown:
         for i in range(calls):
             events.record(replace(decision, rule=str(i)), SHORT)
-        assert len(events._taken) < 2 * events.KEPT_DECISIONS
+        assert len(events._recorded) < 2 * events.KEPT_DECISIONS
         assert [kept.rule for kept in events.decisions()] == [str(i) for i in range(calls)][-events.KEPT_DECISIONS :]
     assert grown["calls", str(decision.forward)] == calls
     assert [kept.rule for kept in events.decisions()][-1] == str(calls - 1)
@@ -440,7 +441,7 @@ def test_prometheus_reads_at_every_scrape() -> None:
 @pytest.mark.parametrize("work", [prometheus.text, prometheus.register])
 def test_prometheus_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, work: Any) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(NsaSelError, match=r"prometheus-client is not installed.*pip install 'nsa-sel\[prometheus\]'"):
+    with pytest.raises(NsaSelError, match=r"prometheus_client, which is not installed.*pip install 'nsa-sel\[prometheus\]'"):
         work()
 
 

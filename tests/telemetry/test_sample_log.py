@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 
-from nsa_sel.telemetry.summary import EVENT_FIELDS, read_log, summarise
+from nsa_sel.telemetry.log import read_log
+from nsa_sel.telemetry.summary import EVENT_FIELDS, summarise
 from tests.docs.test_documents import bare, table
 from tests.helpers.paths import DATA
 

@@ -1,0 +1,203 @@
+"""The data types of settings: what configs/*.yaml may hold, and the effective values that a decision records. No code reads files here."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from nsa_sel.core.request import SHARING_TOKENS
+
+ForcePath = Literal["dense", "varlen", "auto"]
+Way = Literal["forward", "backward", "decode"]  # decode: the forward pass with one query per sequence
+WAYS: tuple[Way, ...] = get_args(Way)
+Autotune = Literal["on", "off", "warmup", "warmup-tune"]
+
+COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts it
+    "launch": "1 per call",
+    "walk": "thousands of keys that the program of one row visits in sequence",
+    "split-walk": "the same for one split of a row; rows are split among programs where there are few of them",
+    "union": "thousands of keys that the program of one tile of adjacent tokens visits in sequence",
+    "pairs": "millions of (row, block) pairs",
+    "rows": "GB of q and o, and of their gradients in the backward pass",
+    "read": "GB of K and V loaded by one program per row, for all its heads",
+    "read-wide": "the same where a key and its value have more than 256 16-bit numbers: other kernel configs, other speed",
+    "reread": "GB of K and V loaded by one program per row and head",
+    "reread-wide": "the same where a key and its value have more than 256 16-bit numbers",
+    "distinct": "GB of K and V loaded by 64 adjacent rows, each block counted once",
+    "tile": "TFLOP of tiles of adjacent tokens over the union of their blocks",
+    "tile-wide": "the same where a key and its value have more than 256 16-bit numbers",
+    "exact": "TFLOP of blocks over the rows that select them",
+    "exact-wide": "the same where a key and its value have more than 256 16-bit numbers",
+    "partials": "GB of gathered queries, and of partial outputs or dQ written and read, for each pair",
+    "scores": "billions of (row, head, key) triples",
+}
+
+
+class KernelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The config of one kernel. `block_l`: keys per step; `rows`: query rows (tokens x heads) per step, where that applies."""
+
+    block_l: int
+    num_warps: int
+    num_stages: int
+    rows: int = 16
+    loads: Literal["pointer", "tma"] = "pointer"
+
+    def config_id(self, kernel: str) -> str:
+        """The config's name in events and decisions: "triton-group/forward:tma-L64-R16-w1-s2"."""
+        return f"{kernel}:{self.loads}-L{self.block_l}-R{self.rows}-w{self.num_warps}-s{self.num_stages}"
+
+
+class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `runtime:` part of a configuration file. A profile may leave out any field."""
+
+    use_triton_sel: bool | msgspec.UnsetType = msgspec.UNSET
+    sel_triton_min_L: int | dict[Way, int] | msgspec.UnsetType = msgspec.UNSET  # a mapping changes only the directions it names
+    workspace_bytes: int | msgspec.UnsetType = msgspec.UNSET
+    prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
+    prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
+    sharing_prior: list[float] | msgspec.UnsetType = msgspec.UNSET
+    autotune: Autotune | bool | msgspec.UnsetType = msgspec.UNSET  # YAML reads on and off as true and false
+    block_l: int | msgspec.UnsetType | None = msgspec.UNSET
+    block_d: int | msgspec.UnsetType | None = msgspec.UNSET
+    block_dv: int | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The devices of a profile: `kind`, and for GPUs the compute capability and a part of the name ("": every name)."""
+
+    kind: Literal["cpu", "cuda"]
+    sm: int | None = None
+    name: str = ""
+
+
+class TritonOff(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A device rule that disables Triton, the record behind it, and the command that would re-open it."""
+
+    rule: str
+    evidence: str
+    reopen: str
+
+
+class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long one backend takes in one direction: the longer of `host` and the sum of coefficient x counted work (policies/cost.py)."""
+
+    host: float  # ms that the host needs to queue the call, however small the work
+    terms: dict[str, float]  # a term of COST_TERMS -> ms per unit
+    rows: int  # measured rows behind it
+    median_error: float  # of the predictions for those rows, relative to the measured time
+    worst_error: float
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `costs:` part of a profile: predicted times for selections of whole blocks in the dtypes that were measured."""
+
+    provenance: str
+    dtypes: tuple[str, ...]
+    models: dict[str, CostModel]  # "triton-tile/forward", "triton-tile/backward", "triton-tile/decode" (S = 1)
+
+
+class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One measured time: median, 20th and 80th percentile in ms."""
+
+    backend: str
+    ms_median: float
+    ms_p20: float
+    ms_p80: float
+
+
+class Threshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The evidence for `sel_triton_min_L` in one direction: the closest of the compared cases at that L, both sides."""
+
+    verdict: Literal["measured", "undecided"]  # undecided: spreads overlap or the margin is missed; the previous value stays
+    value: int | None
+    margin: float  # by which Triton must be faster, spreads apart, in every case from `value` on
+    cases: int  # in which both sides were measured
+    closest: str  # the case of the two times; for an undecided threshold the case that forbids it
+    triton: Side
+    packed: Side
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of committed rows behind a profile, and the environment of its first row."""
+
+    file: str
+    sha256: str
+    rows: int
+    device: str
+    versions: dict[str, str]
+    commit: str
+    command: str
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `evidence:` part of a profile."""
+
+    sources: tuple[Source, ...]
+    sel_triton_min_L: dict[Way, Threshold]
+
+
+class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One YAML file of configs/. `assumes` names the profile of another device whose values are used unmeasured."""
+
+    match: Match | None = None
+    provenance: str
+    assumes: str | None = None  # "base.yaml": the built-in values
+    evidence: Evidence | None = None
+    runtime: Runtime = Runtime()
+    triton_off: TritonOff | None = None
+    costs: Costs | None = None
+    kernels: dict[str, KernelConfig] = {}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The effective values on one device, as a decision records them."""
+
+    backend: str | None = None
+    use_triton_sel: bool
+    sel_triton_min_L: int | dict[Way, int]  # a mapping has every direction
+    triton_force: bool = False
+    triton_group: bool = True
+    triton_allow_grad: bool = True
+    triton_require_align: bool = False
+    triton_force_path: ForcePath = "auto"
+    triton_double_buffer: bool | None = None
+    autotune: Autotune = "on"
+    block_l: int | None = None
+    block_d: int | None = None
+    block_dv: int | None = None
+    use_sel_pack: bool = True
+    force_parity: bool = False
+    debug_triton: bool = False
+    debug_log: str | None = None
+    debug_timing: bool = False
+    debug_compare: bool = False
+    debug_nvtx: bool = False
+    workspace_bytes: int
+    prefer_forward: tuple[str, ...]
+    prefer_backward: tuple[str, ...]
+    sharing_prior: tuple[float, ...] = (1.0,) * len(SHARING_TOKENS)
+    triton_off: TritonOff | None = None
+    costs: Costs | None = None
+    kernels: dict[str, KernelConfig]
+    tuned: str | None = None  # the user's own tuning in force: file and fingerprint (nsa_sel/settings/tuned.py)
+    config_file: str | None = None  # the file named by NSA_SEL_CONFIG: its preference overrides predicted times
+    profile: str  # file name of the profile, or "built-in"
+    provenance: str
+    assumed: str | None = None  # the other device's profile (base.yaml: none) whose values are used unmeasured
+    sources: dict[str, str]  # field -> where its value comes from; built-in values are left out
+    fingerprint: str  # of all the values above but `sources`
+
+    def min_length(self, way: Way) -> int:
+        """The L from which Triton may run in one direction."""
+        return self.sel_triton_min_L if isinstance(self.sel_triton_min_L, int) else self.sel_triton_min_L[way]
+
+    def kernel(self, name: str) -> KernelConfig:
+        """The config of one kernel, with the overrides of block size and double buffering applied."""
+        config = self.kernels[name]
+        if self.block_l is not None:
+            config = msgspec.structs.replace(config, block_l=self.block_l)
+        if self.triton_double_buffer is not None:
+            stages = max(2, config.num_stages) if self.triton_double_buffer else 1
+            config = msgspec.structs.replace(config, num_stages=stages)
+        return config

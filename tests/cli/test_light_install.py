@@ -1,0 +1,76 @@
+"""What runs with the core dependencies alone, and the one sentence about each missing extra."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+import nsa_sel
+from tests.core.test_imports import modules
+from tests.helpers.paths import ROOT
+
+EXTRAS = ("numba", "typer", "click", "rich", "tabulate", "safetensors", "matplotlib", "PIL", "cupy", "prometheus_client")
+CALL = """
+q, k, v = (torch.randn(1, *shape, requires_grad=True) for shape in ((8, 2, 4, 16), (2, 64, 16), (2, 64, 16)))
+selection = nsa_sel.Selection.from_blocks(torch.tensor([0, 1, 3]).expand(1, 8, 2, 3), 16)
+"""
+
+
+def run(code: str, blocked: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """A fresh process in which these packages are not installed."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\nimport torch, nsa_sel\n"
+    return subprocess.run([sys.executable, "-c", block + code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_attention_and_its_explanation_need_no_extra() -> None:
+    done = run(
+        CALL + "nsa_sel.selection_attention(q, k, v, selection).sum().backward()\n"
+        "for name in nsa_sel.__all__: getattr(nsa_sel, name)\n"
+        "print(nsa_sel.describe(nsa_sel.decisions()[-1]))",
+        EXTRAS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "forward   sdpa-packed" in done.stdout
+    assert "package numba is None, required >= 0.60; pip install 'nsa-sel[cpu]'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "blocked", "words"),
+    [
+        (CALL + "nsa_sel.selection_attention(q, k, v, selection, backend='numba')", ("numba",), "pip install 'nsa-sel[cpu]'"),
+        *(
+            ("from nsa_sel.__main__ import main; main()", (name,), f"error: nsa-sel needs the package {name}, which is not installed."
+             " Remedy: pip install 'nsa-sel[cli]'")
+            for name in ("typer", "rich", "tabulate", "safetensors")
+        ),
+        ("sys.argv[1:] = ['demo']; from nsa_sel.__main__ import main; main()", ("matplotlib",),
+         "error: nsa-sel demo needs the package matplotlib, which is not installed. Remedy: pip install 'nsa-sel[report]'"),
+        ("sys.argv[1:] = ['report', 'README.md']; from nsa_sel.__main__ import main; main()", ("matplotlib",), "'nsa-sel[report]'"),
+        ("from nsa_sel.telemetry import prometheus; prometheus.text()", ("prometheus_client",), "pip install 'nsa-sel[prometheus]'"),
+    ],
+)  # fmt: skip
+def test_a_missing_extra_is_one_sentence_with_the_command(code: str, blocked: tuple[str, ...], words: str) -> None:
+    done = run(code, blocked)
+    assert done.returncode != 0
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr or "main" not in code
+
+
+def test_the_public_names_are_shown() -> None:
+    assert dir(nsa_sel) == sorted([*nsa_sel.__all__, "__version__"])
+    assert all(getattr(nsa_sel, name) for name in nsa_sel.__all__)
+    with pytest.raises(AttributeError, match=r"no attribute 'selection_atention'; it has .*selection_attention"):
+        _ = nsa_sel.selection_atention
+
+
+def test_one_door_leads_to_bench() -> None:
+    doors = set()
+    for name, file in modules():
+        nodes = ast.walk(ast.parse(file.read_text()))
+        imported = {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)}
+        if not name.startswith("bench") and any(module.startswith("nsa_sel.bench") for module in imported):
+            doors.add(name)
+    assert doors <= {"cli.bench_door", "core.warm", "settings.warmup"}  # a warm-up may tune
