@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from nsa_sel.version import __version__
+from nsa_sel.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from nsa_sel.attention import explain, selection_attention
@@ -28,7 +28,6 @@ __all__ = [
     "Decision",
     "NSASelection",
     "Selection",
-    "__version__",
     "block_scores",
     "counters",
     "decisions",
@@ -75,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])
