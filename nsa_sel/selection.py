@@ -8,21 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.request import SHARING_TOKENS
+from nsa_sel.core.indices import as_positions, as_rows, as_tensor, best_blocks, check_positive, ranges_of_blocks
+from nsa_sel.core.ranges import check_ranges, disjoint, merged, sharing_of_blocks
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
 
-_INDEX_DTYPES = (torch.int32, torch.int64)
-_MEANING = {
-    "n": "the number of blocks that a row selects",
-    "block_size": "the number of keys in a block",
-    "max_length": "the most keys that a row selects, or leave it out",
-}
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # never replaced
 _MOST_PLANS = 16
-_WIDE_BLOCK = 1 << 16  # keys: larger blocks are counted in 64 bits
-_MOST = (1 << 31) - 1  # keys of a block, or of a row
-_SORTED_AT_ONCE = 1 << 22  # blocks that measuring sorts at a time, which bounds its memory
 
 
 class Measured(NamedTuple):
@@ -106,12 +98,12 @@ class Selection:
     @classmethod
     def unread(cls, ranges: Tensor, block_size: int | None, max_length: int | None, disjoint: bool) -> Selection:
         """`from_ranges` without a look at what the ranges hold, whatever the flags say."""
-        ranges = _as_rows(_tensor("ranges", ranges), "ranges", "[B,S,G,n,2] or [B,G,n,2]", 5)
+        ranges = as_rows(as_tensor("ranges", ranges), "ranges", "[B,S,G,n,2] or [B,G,n,2]", 5)
         if ranges.shape[-1] != 2:
             remedy = "stack start and end; block indices go through Selection.from_blocks, scores through Selection.from_scores"
             raise ArgumentError("ranges", f"of shape {tuple(ranges.shape)}", "a last dimension of 2: start, end", remedy)
-        _positive("block_size", block_size, optional=True)
-        _positive("max_length", max_length, optional=True)
+        check_positive("block_size", block_size, optional=True)
+        check_positive("max_length", max_length, optional=True)
         return cls(ranges, block_size, max_length, disjoint=disjoint)
 
     @classmethod
@@ -130,32 +122,7 @@ class Selection:
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also a block that a row names twice.
         """
-        indices = _tensor("block_indices", block_indices)
-        if indices.dtype not in _INDEX_DTYPES:
-            if indices.dtype not in (torch.uint8, torch.int8, torch.int16):
-                raise ArgumentError("block_indices", f"of dtype {indices.dtype}", "an integer dtype", "call .int() on it")
-            indices = indices.int()
-        indices = _as_rows(indices, "block_indices", "[B,S,G,n] or [B,G,n]", 4)
-        _positive("block_size", block_size)
-        if block_counts is not None:
-            counts = _tensor("block_counts", block_counts)
-            if counts.is_floating_point() or counts.is_complex():
-                raise ArgumentError("block_counts", f"of dtype {counts.dtype}", "an integer dtype", "call .int() on it")
-            counts = counts.unsqueeze(1) if counts.dim() == 2 else counts
-            if counts.shape != indices.shape[:-1] or counts.device != indices.device:
-                shape = f"of shape {tuple(counts.shape)} on {counts.device}"
-                raise ArgumentError(
-                    "block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count a row of block_indices"
-                )
-            used = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
-            indices = torch.where(used, indices, -1)
-        if block_size > _WIDE_BLOCK:
-            indices = indices.long()
-        # A block past every cache may not wrap around to a valid one.
-        indices = indices.clamp(max=torch.iinfo(indices.dtype).max // block_size - 1)
-        start = torch.where(indices < 0, 0, indices * block_size)
-        end = torch.where(indices < 0, 0, start + block_size)
-        selection = cls(torch.stack((start, end), dim=-1), block_size, disjoint=disjoint)
+        selection = cls(ranges_of_blocks(block_indices, block_size, block_counts), block_size, disjoint=disjoint)
         if _reading(selection.ranges):
             selection.validate()
         return selection
@@ -180,47 +147,7 @@ class Selection:
         default S_kv - S + s; S_kv is by default S. Ascending block indices with -1 padding are kept in the result's ranges.
         Deterministic. Raises ArgumentError for shapes, dtypes or numbers that do not fit together.
         """
-        scores = _tensor("scores", scores)
-        shape = f"{scores.dtype} of shape {tuple(scores.shape)}"
-        if not scores.is_floating_point():
-            raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", "call .float() on it")
-        if scores.dim() != 4:
-            remedy = "add the missing axes" if scores.dim() < 4 else "sum over the heads of a group, which share one score (NSA Eq. 10)"
-            raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", remedy)
-        for name, number in (("n", n), ("block_size", block_size)):
-            _positive(name, number)
-        whole = all(isinstance(number, int) for number in (first, local))
-        if not whole or first < 0 or local < 0 or first + local > n:
-            raise ArgumentError(
-                "first + local", f"{shown(first)} + {shown(local)}", f"whole numbers >= 0 and together at most n = {n}",
-                "raise n: the first and the local last blocks are always among the n; or pass a smaller first= or local=",
-            )  # fmt: skip
-        B, S, _, blocks = scores.shape
-        if q_pos is None:
-            S_kv = S if S_kv is None else S_kv
-            if not isinstance(S_kv, int) or not S <= S_kv < 1 << 62:
-                raise ArgumentError("S_kv", shown(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
-            if -(-S_kv // block_size) != blocks:
-                raise ArgumentError(
-                    "scores", f"[B,S,G,blocks] = {tuple(scores.shape)} over {blocks} blocks of {block_size}",
-                    f"{-(-S_kv // block_size)} blocks for S_kv = {S_kv}",
-                    "check block_size and the order of axes; where S_kv is not S, pass S_kv= (the number of keys) or q_pos=",
-                )  # fmt: skip
-            q_pos = torch.arange(S_kv - S, S_kv, device=scores.device)
-        current = _positions(q_pos, B, S, scores.device)[:, :, None, None] // block_size
-        block = torch.arange(blocks, device=scores.device)
-        forced = (block < first) | (block > current - local)
-        wide = scores if scores.dtype == torch.float64 else scores.float()
-        wide = wide.clamp(max=torch.finfo(wide.dtype).max)  # only forced blocks are infinite
-        key = torch.where(forced, float("inf"), torch.where(scores.isnan(), float("-inf"), wide))
-        key = torch.where(block <= current, key, float("-inf"))
-        # A stable sort, not topk: topk leaves the order of ties open.
-        key, order = torch.sort(key, dim=-1, descending=True, stable=True)
-        chosen = torch.where(key > float("-inf"), order, blocks)[..., :n]
-        chosen = torch.sort(chosen, dim=-1).values
-        if blocks < n:
-            chosen = torch.nn.functional.pad(chosen, (0, n - blocks), value=blocks)
-        return cls.from_blocks(torch.where(chosen < blocks, chosen, -1).int(), block_size, disjoint=True)
+        return cls.from_blocks(best_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size, disjoint=True)
 
     @property
     def block_indices(self) -> Tensor:
@@ -269,8 +196,8 @@ class Selection:
         if self.disjoint:
             return self.ranges.contiguous()
         if _capturing(self.ranges):
-            return _disjoint(self.ranges)
-        found: Tensor = self.plan(("disjoint",), lambda: _disjoint(self.ranges))
+            return disjoint(self.ranges)
+        found: Tensor = self.plan(("disjoint",), lambda: disjoint(self.ranges))
         return found
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
@@ -334,20 +261,9 @@ class Selection:
 
     def merge(self) -> Selection:
         """The same keys as sorted, disjoint ranges: overlapping and touching ranges of a row become one, empty ones go last."""
-        start, end = self.ranges.unbind(-1)
-        start = start.clamp(min=0)
-        empty = end <= start
-        far = torch.iinfo(start.dtype).max
-        start, order = torch.sort(torch.where(empty, far, start), dim=-1, stable=True)
-        end = torch.where(empty, 0, end).gather(-1, order)
-        reach = torch.cummax(end, dim=-1).values
-        before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=-1)
-        slot = torch.cumsum((start > before).to(torch.int64), dim=-1) - 1
-        merged_start = torch.full_like(start, far).scatter_reduce(-1, slot, start, "amin")
-        merged_end = torch.zeros_like(end).scatter_reduce(-1, slot, end, "amax")
-        merged_start = torch.where(merged_end > 0, merged_start, 0)
+        far = torch.iinfo(self.ranges.dtype).max
         bound = self.length_bound(far)
-        return Selection(torch.stack((merged_start, merged_end), dim=-1), None, bound if bound < far else None, disjoint=True)
+        return Selection(merged(self.ranges), None, bound if bound < far else None, disjoint=True)
 
     def shifted(self, first: Tensor, limit: Tensor, S_kv: int, *, whole_blocks: bool, max_length: int) -> Selection:
         """Each row's keys below its `limit`, counted from key `first` on: a selection within a part of S_kv keys as one over all of them.
@@ -387,38 +303,8 @@ class Selection:
 
         Ranges of a row must not overlap; unless they are whole blocks they must also be sorted by start; blocks must be whole.
         """
-        start, end = self.ranges.unbind(-1)
-        start, filled = start.clamp(min=0), end > start.clamp(min=0)
-        if self.block_size is not None:
-            bad = filled & ((start % self.block_size != 0) | (end - start != self.block_size))
-            self._refuse(
-                bad.any(-1), f"has a range that is not one block of {self.block_size}", "pass block_size=None, or align the ranges"
-            )
-        if self._cut_block is not None:
-            order = torch.argsort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1)
-            start, end, filled = (x.gather(-1, order) for x in (start, end, filled))
-        # Empty ranges take no part: they inherit the largest end before them.
-        reach = torch.cummax(torch.where(filled, end, 0), dim=-1).values
-        before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=0)
-        if self.block_size is None:
-            self._refuse((filled & (start < before)).any(-1), "has overlapping or unsorted ranges", "call selection.merge()")
-        else:
-            far = torch.iinfo(start.dtype).max
-            ordered = torch.sort(torch.where(filled, start, far), dim=-1).values
-            twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < far)
-            self._refuse(twice.any(-1), "names a block twice", "drop the duplicates, or call selection.merge()")
-        if self.max_length is not None:
-            longer = torch.where(filled, end - start, 0).sum(-1) > self.max_length
-            self._refuse(longer, f"selects more than max_length = {self.max_length} keys", "raise max_length, or leave it out")
+        check_ranges(self.ranges, self.block_size, self.max_length, in_order=self._cut_block is None)
         return self
-
-    def _refuse(self, bad: Tensor, what: str, remedy: str) -> None:
-        if bool(bad.any()):
-            b, s, g = bad.nonzero()[0].tolist()
-            row = self.ranges[b, s, g].tolist()
-            raise ArgumentError(
-                f"selection row (b={b}, s={s}, g={g})", f"{row}, which {what}", "disjoint ranges as Selection promises", remedy
-            )
 
     def measure(self, S_kv: int | None = None, q_pos: Tensor | None = None) -> Measured:
         """Exact statistics, kept as `measured`. Reads the device: never on a hot path.
@@ -437,13 +323,13 @@ class Selection:
         if S_kv is not None:
             B, S = start.shape[:2]
             position = torch.arange(S_kv - S, S_kv, device=start.device) if q_pos is None else q_pos
-            position = _positions(position, B, S, start.device)
+            position = as_positions(position, B, S, start.device)
             end = torch.minimum(end, (position + 1).clamp(max=S_kv)[:, :, None, None])
         lengths = (end - start).clamp(min=0).sum(-1)
         rows = lengths.numel()
         total = int(lengths.sum())
         longest = int(lengths.max()) if rows else 0
-        sharing = None if self.block_size is None else _sharing(torch.where(end > start, start // self.block_size, -1))
+        sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
         self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
         # Two digits: calls whose selections are as good as alike share one remembered decision.
         rounded = sharing and tuple(round(ratio, 2) for ratio in sharing)
@@ -480,18 +366,6 @@ def _capturing(ranges: Tensor) -> bool:
     return ranges.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _disjoint(ranges: Tensor) -> Tensor:
-    """The ranges of every row in order of their starts, each without the keys of those before it; empty ones are [0, 0)."""
-    start, end = ranges.unbind(-1)
-    start = start.clamp(min=0)
-    filled = end > start
-    start, order = torch.sort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1, stable=True)
-    end = torch.where(filled, end, 0).gather(-1, order)
-    reach = torch.cummax(end, dim=-1).values
-    start = torch.cat((start[..., :1], torch.maximum(start[..., 1:], reach[..., :-1])), dim=-1)
-    return torch.where((end > start).unsqueeze(-1), torch.stack((start, end), dim=-1), 0)
-
-
 class _Exact(NamedTuple):
     """What `measure` found and calls may use."""
 
@@ -518,61 +392,3 @@ def _state(x: Any) -> Any:
     if x.is_cpu:  # by its values, which are few: a write through NumPy has no version
         return x.dtype, x.shape, x.detach().contiguous().numpy().tobytes()
     return _UNKNOWN if x.is_inference() else (x.data_ptr(), x.dtype, x.shape, x.stride(), x._version)
-
-
-def _sharing(blocks: Tensor) -> tuple[float, ...]:
-    """Mean number of distinct blocks of tiles of adjacent rows over that of one row, from block indices [B,S,G,n], -1 for none."""
-    B, S, G, n = blocks.shape
-    tiles = [B * G * -(-S // tokens) for tokens in SHARING_TOKENS]
-    most = SHARING_TOKENS[-1]
-    rows = torch.nn.functional.pad(blocks.transpose(1, 2).reshape(B * G, S, n), (0, 0, 0, -S % most), value=-1)
-    distinct = torch.zeros(len(SHARING_TOKENS), dtype=torch.int64, device=blocks.device)
-    for chunk in torch.split(rows, most * max(1, _SORTED_AT_ONCE // max(1, most * B * G * n)), dim=1):
-        for i, tokens in enumerate(SHARING_TOKENS):
-            chosen = chunk.reshape(B * G, chunk.shape[1] // tokens, tokens * n).sort(dim=-1).values
-            new = chosen >= 0
-            new[..., 1:] &= chosen[..., 1:] != chosen[..., :-1]
-            distinct[i] += new.sum()
-    means = [count / max(1, number) for count, number in zip(distinct.tolist(), tiles, strict=True)]
-    return tuple(mean / means[0] if means[0] else 1.0 for mean in means)
-
-
-def _tensor(argument: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ArgumentError(argument, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
-    check_dense(argument, value)
-    return value
-
-
-def check_dense(argument: str, value: Tensor) -> None:
-    """ArgumentError for a nested or sparse tensor, of which not even the shape may be asked."""
-    if value.is_nested or value.layout is not torch.strided:
-        kind, remedy = f"of layout {value.layout}", f"call {argument}.to_dense()"
-        if value.is_nested:
-            kind, remedy = "a nested tensor", "pass its values() and offsets() to selection_attention_varlen"
-        raise ArgumentError(argument, kind, "a dense (strided) tensor", remedy)
-
-
-def _as_rows(value: Tensor, argument: str, shapes: str, dims: int) -> Tensor:
-    if value.dtype not in _INDEX_DTYPES:
-        raise ArgumentError(argument, f"of dtype {value.dtype}", "torch.int32 or torch.int64", "call .int() on it")
-    if value.dim() == dims - 1:
-        value = value.unsqueeze(1)
-    if value.dim() != dims:
-        raise ArgumentError(argument, f"of shape {tuple(value.shape)}", shapes, "add the missing axes")
-    return value
-
-
-def _positions(q_pos: Tensor, B: int, S: int, device: torch.device) -> Tensor:
-    q_pos = _tensor("q_pos", q_pos)
-    if q_pos.dtype not in _INDEX_DTYPES or q_pos.shape not in ((S,), (B, S)) or q_pos.device != device:
-        value = f"{q_pos.dtype} of shape {tuple(q_pos.shape)} on {q_pos.device}"
-        raise ArgumentError("q_pos", value, f"torch.int32 or torch.int64 [S={S}] or [B={B}, S={S}] on {device}", "one position a query row")
-    return q_pos.expand(B, S)
-
-
-def _positive(argument: str, value: int | None, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
-        raise ArgumentError(argument, shown(value), "a whole number >= 1 and < 2^31, as an int", f"pass {_MEANING[argument]}")

@@ -10,8 +10,9 @@ from torch.compiler import is_compiling
 
 from nsa_sel.core import entry, run, transforms
 from nsa_sel.core.check import check_call, check_flag
+from nsa_sel.core.indices import check_dense
 from nsa_sel.errors import ArgumentError
-from nsa_sel.selection import Selection, check_dense
+from nsa_sel.selection import Selection
 
 
 def selection_attention_with_kvcache(

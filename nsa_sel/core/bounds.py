@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_sel.core.indices import check_dense
 from nsa_sel.errors import ArgumentError, shown
-from nsa_sel.selection import check_dense
 
 CuSeqlens = Tensor | list[int] | tuple[int, ...]  # as callers give them
 _DTYPES = (torch.int32, torch.int64)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.call import DTYPES
+from nsa_sel.core.indices import check_dense
 from nsa_sel.errors import ArgumentError, shown
-from nsa_sel.selection import Selection, check_dense
+from nsa_sel.selection import Selection
 
 _LARGEST = sys.float_info.max
 

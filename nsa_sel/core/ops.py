@@ -19,8 +19,9 @@ from torch import Tensor
 from nsa_sel.core import run, transforms
 from nsa_sel.core.check import as_selection, check_call, check_tensors
 from nsa_sel.core.decide import forced, use_no_backend
+from nsa_sel.core.indices import check_dense
 from nsa_sel.errors import ArgumentError, BackendError
-from nsa_sel.selection import Selection, check_dense
+from nsa_sel.selection import Selection
 
 # What both ops take: tensors as in `selection_attention` (q [B,S,G,h,Dk], ranges [B,S,G,n,2]), and the static facts of the selection.
 _COMMON = "Tensor ranges, Tensor? q_pos, int? block_size, int? max_length, bool disjoint, float? scale, str? backend"

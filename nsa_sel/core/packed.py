@@ -13,10 +13,11 @@ from nsa_sel.core.bounds import Bounds, CuSeqlens, begin_with_blocks, positions_
 from nsa_sel.core.call import device_info, request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide, select
+from nsa_sel.core.indices import check_dense
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, transformed
 from nsa_sel.errors import ArgumentError, shown
-from nsa_sel.selection import Selection, check_dense
+from nsa_sel.selection import Selection
 
 _PASSES = 3  # over keys and values that a copy takes: writing zeros, reading, writing
 

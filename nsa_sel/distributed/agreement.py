@@ -23,7 +23,7 @@ from nsa_sel.core.call import device_info
 from nsa_sel.core.decision import Decision, changes
 from nsa_sel.core.explain import refusal
 from nsa_sel.core.request import DeviceInfo, Request
-from nsa_sel.distributed.gathered import all_gather
+from nsa_sel.distributed.exchange_all import all_gather
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for

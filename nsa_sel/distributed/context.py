@@ -15,7 +15,7 @@ from nsa_sel.core import run, transforms
 from nsa_sel.core.call import Call, device_info, request_of
 from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.request import Request
-from nsa_sel.distributed import cost, gathered, travelling, visiting
+from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
 from nsa_sel.errors import ArgumentError, BackendError, shown
 from nsa_sel.selection import Selection
@@ -89,9 +89,9 @@ def context_parallel_attention(
     done, route, chosen = _planned(q, k, v, selection, q_pos, of, exchange, count_blocks, agreed, group)
     events.follow(settings_for(device))
     if done.way == "rows":
-        k, v = visiting.aligned(k), visiting.aligned(v)
-        request = visiting.request(q, k, v, selection, ranks, needs_grad)
-        o, lse = visiting.attend(q, k, v, selection, q_pos, scale, agreed(request, index_size=of.index_size), request)
+        k, v = exchange_rows.aligned(k), exchange_rows.aligned(v)
+        request = exchange_rows.request(q, k, v, selection, ranks, needs_grad)
+        o, lse = exchange_rows.attend(q, k, v, selection, q_pos, scale, agreed(request, index_size=of.index_size), request)
     else:
         request = _request(q, k, v, selection, of)
         if route is not None and not of.within:  # what a row sees of a block may end within it
@@ -144,7 +144,7 @@ def _check_eager(*tensors: Tensor) -> None:
 def _planned(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, of: cost.Sizes, exchange: cost.Choice, count: bool,
     agreed: Callable[[Request], Agreed], group: dist.ProcessGroup,
-) -> tuple[cost.Exchange, travelling.Route | None, travelling.Chosen | None]:  # fmt: skip
+) -> tuple[cost.Exchange, exchange_blocks.Route | None, exchange_blocks.Chosen | None]:  # fmt: skip
     """The exchange to be done; how blocks travel, None where they don't; which of them the rank's rows chose, if they were counted."""
     rank, obstacle = dist.get_rank(group), cost.obstacle(of)
     counts = count and exchange in ("auto", "blocks") and obstacle is None
@@ -156,7 +156,7 @@ def _planned(
     chosen = None
     if counts:
         chosen = _chosen(selection, q, q_pos, of, rank)
-        slots: list[list[int]] | None = travelling.counted_slots(chosen.wanted, rank, group)
+        slots: list[list[int]] | None = exchange_blocks.counted_slots(chosen.wanted, rank, group)
         done = cost.cheapest_exchange(of, exchange, slots, counted=True)
     else:
         done, slots = cost.planned(of, exchange)
@@ -164,30 +164,30 @@ def _planned(
         return done, None, None
     blocks = of.keys // of.block_size
     own = blocks if of.within else min(blocks, of.S * of.n)
-    return done, travelling.Route(slots, rank, of.block_size, of.keys, own), chosen
+    return done, exchange_blocks.Route(slots, rank, of.block_size, of.keys, own), chosen
 
 
-def _chosen(selection: Selection, q: Tensor, q_pos: Tensor | None, of: cost.Sizes, rank: int) -> travelling.Chosen:
+def _chosen(selection: Selection, q: Tensor, q_pos: Tensor | None, of: cost.Sizes, rank: int) -> exchange_blocks.Chosen:
     first = of.first(rank)
     positions = torch.arange(first, first + of.S, device=q.device).expand(of.B, of.S) if q_pos is None else q_pos.long()
     assert of.block_size is not None, "obstacle() is asked first"
-    return travelling.chosen(selection.ranges, positions, of.block_size, of.ranks * of.keys // of.block_size)
+    return exchange_blocks.chosen(selection.ranges, positions, of.block_size, of.ranks * of.keys // of.block_size)
 
 
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, seen: int, scale: float,
-        travels: tuple[travelling.Chosen, travelling.Route, bool] | None, agreed: Agreed, request: Request,
+        travels: tuple[exchange_blocks.Chosen, exchange_blocks.Route, bool] | None, agreed: Agreed, request: Request,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         device, group = device_info(q.device), agreed.group
         travelled = None
         if travels is None:
-            k_seen, v_seen = (x[:, :, :seen] for x in gathered.gather(k, v, group))
+            k_seen, v_seen = (x[:, :, :seen] for x in exchange_all.gather(k, v, group))
         else:
             chosen, route, within = travels
-            k_seen, v_seen, travelled = travelling.exchange(k, v, chosen.wanted, route, group)
-            selection, q_pos = travelling.compact_selection(selection, chosen, route, within)
+            k_seen, v_seen, travelled = exchange_blocks.exchange(k, v, chosen.wanted, route, group)
+            selection, q_pos = exchange_blocks.compact_selection(selection, chosen, route, within)
         call = Call(q, k_seen, v_seen, selection, q_pos, scale, settings_for(device), device)
         if call.settings.debug_triton and not call.capturing():
             selection.validate()
@@ -210,7 +210,7 @@ class _ContextParallel(torch.autograd.Function):
         dq, dk, dv = run.gradients(Call(q, k_seen, v_seen, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
         ctx.agreed.before_backward(q.device)
         if ctx.travelled is None:
-            dk, dv = gathered.scatter_sums(dk, dv, ctx.keys, ctx.agreed.group)
+            dk, dv = exchange_all.scatter_sums(dk, dv, ctx.keys, ctx.agreed.group)
         else:
-            dk, dv = travelling.return_sums(dk, dv, ctx.travelled, ctx.agreed.group)
+            dk, dv = exchange_blocks.return_sums(dk, dv, ctx.travelled, ctx.agreed.group)
         return dq, dk, dv, *(None,) * 7

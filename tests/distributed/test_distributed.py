@@ -24,8 +24,8 @@ from nsa_sel.bench.questions import bench_scaling
 from nsa_sel.distributed import Exchange, agreement, check_ranks, context_parallel_attention, exchanged_bytes, rows_bytes
 from nsa_sel.distributed.agreement import _Said, _used
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
-from nsa_sel.distributed.travelling import chosen
-from nsa_sel.distributed.visiting import aligned, joined, packed, unpacked
+from nsa_sel.distributed.exchange_blocks import chosen
+from nsa_sel.distributed.exchange_rows import aligned, joined, packed, unpacked
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv

@@ -83,7 +83,7 @@ def gathering_is_bit_equal() -> None:
     assert exchanges()[-1].why.endswith("; the selection is not of whole blocks")
 
 
-def travelling_blocks_are_within_the_bound() -> None:
+def exchanged_blocks_are_within_the_bound() -> None:
     for backend in BACKENDS:
         for count in (False, True):
             got, wanted = both_ways(*problem(), backend, exchange="blocks", count_blocks=count)
@@ -452,7 +452,7 @@ ENDS = {"cpu": a_rank_that_dies_is_noticed, "cuda": gpus_stop_where_calls_differ
 
 CHECKS: tuple[Callable[[], None], ...] = (
     gathering_is_bit_equal,
-    travelling_blocks_are_within_the_bound,
+    exchanged_blocks_are_within_the_bound,
     rows_visit_slices_within_the_bound,
     blocks_are_picked_of_a_long_slice,
     sums_of_16_bit_gradients_are_within_the_bound,

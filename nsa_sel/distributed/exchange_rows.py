@@ -22,7 +22,7 @@ from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
 from nsa_sel.distributed.agreement import Agreed
 from nsa_sel.distributed.cost import ALIGNED, padded
-from nsa_sel.distributed.gathered import all_gather
+from nsa_sel.distributed.exchange_all import all_gather
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 

@@ -1,0 +1,133 @@
+"""Block indices, scores and positions that users pass: checked, and turned into ranges of keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_sel.errors import ArgumentError, shown
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+_MEANING = {
+    "n": "the number of blocks that a row selects",
+    "block_size": "the number of keys in a block",
+    "max_length": "the most keys that a row selects, or leave it out",
+}
+_WIDE_BLOCK = 1 << 16  # keys: positions of larger blocks are computed in 64 bits
+_MOST = (1 << 31) - 1  # keys of a block, or of a row
+
+
+def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tensor | None) -> Tensor:
+    """Ranges [B,S,G,n,2] of whole blocks: of the arguments of `Selection.from_blocks`."""
+    indices = as_tensor("block_indices", block_indices)
+    if indices.dtype not in INDEX_DTYPES:
+        if indices.dtype not in (torch.uint8, torch.int8, torch.int16):
+            raise ArgumentError("block_indices", f"of dtype {indices.dtype}", "an integer dtype", "call .int() on it")
+        indices = indices.int()
+    indices = as_rows(indices, "block_indices", "[B,S,G,n] or [B,G,n]", 4)
+    check_positive("block_size", block_size)
+    if block_counts is not None:
+        counts = as_tensor("block_counts", block_counts)
+        if counts.is_floating_point() or counts.is_complex():
+            raise ArgumentError("block_counts", f"of dtype {counts.dtype}", "an integer dtype", "call .int() on it")
+        counts = counts.unsqueeze(1) if counts.dim() == 2 else counts
+        if counts.shape != indices.shape[:-1] or counts.device != indices.device:
+            shape = f"of shape {tuple(counts.shape)} on {counts.device}"
+            raise ArgumentError(
+                "block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count a row of block_indices"
+            )
+        used = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+        indices = torch.where(used, indices, -1)
+    if block_size > _WIDE_BLOCK:
+        indices = indices.long()
+    # A block past every cache may not wrap around to a valid one.
+    indices = indices.clamp(max=torch.iinfo(indices.dtype).max // block_size - 1)
+    start = torch.where(indices < 0, 0, indices * block_size)
+    end = torch.where(indices < 0, 0, start + block_size)
+    return torch.stack((start, end), dim=-1)
+
+
+def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int | None, q_pos: Tensor | None) -> Tensor:
+    """Ascending block indices [B,S,G,n] int32, -1 padded: of the arguments of `Selection.from_scores`."""
+    scores = as_tensor("scores", scores)
+    shape = f"{scores.dtype} of shape {tuple(scores.shape)}"
+    if not scores.is_floating_point():
+        raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", "call .float() on it")
+    if scores.dim() != 4:
+        remedy = "add the missing axes" if scores.dim() < 4 else "sum over the heads of a group, which share one score (NSA Eq. 10)"
+        raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", remedy)
+    for name, number in (("n", n), ("block_size", block_size)):
+        check_positive(name, number)
+    whole = all(isinstance(number, int) for number in (first, local))
+    if not whole or first < 0 or local < 0 or first + local > n:
+        raise ArgumentError(
+            "first + local", f"{shown(first)} + {shown(local)}", f"whole numbers >= 0 and together at most n = {n}",
+            "raise n: the first and the local last blocks are always among the n; or pass a smaller first= or local=",
+        )  # fmt: skip
+    B, S, _, blocks = scores.shape
+    if q_pos is None:
+        S_kv = S if S_kv is None else S_kv
+        if not isinstance(S_kv, int) or not S <= S_kv < 1 << 62:
+            raise ArgumentError("S_kv", shown(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
+        if -(-S_kv // block_size) != blocks:
+            raise ArgumentError(
+                "scores", f"[B,S,G,blocks] = {tuple(scores.shape)} over {blocks} blocks of {block_size}",
+                f"{-(-S_kv // block_size)} blocks for S_kv = {S_kv}",
+                "check block_size and the order of axes; where S_kv is not S, pass S_kv= (the number of keys) or q_pos=",
+            )  # fmt: skip
+        q_pos = torch.arange(S_kv - S, S_kv, device=scores.device)
+    current = as_positions(q_pos, B, S, scores.device)[:, :, None, None] // block_size
+    block = torch.arange(blocks, device=scores.device)
+    forced = (block < first) | (block > current - local)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    wide = wide.clamp(max=torch.finfo(wide.dtype).max)  # only forced blocks are infinite
+    key = torch.where(forced, float("inf"), torch.where(scores.isnan(), float("-inf"), wide))
+    key = torch.where(block <= current, key, float("-inf"))
+    # A stable sort, not topk: topk leaves the order of ties open.
+    key, order = torch.sort(key, dim=-1, descending=True, stable=True)
+    chosen = torch.where(key > float("-inf"), order, blocks)[..., :n]
+    chosen = torch.sort(chosen, dim=-1).values
+    if blocks < n:
+        chosen = torch.nn.functional.pad(chosen, (0, n - blocks), value=blocks)
+    return torch.where(chosen < blocks, chosen, -1).int()
+
+
+def as_tensor(argument: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ArgumentError(argument, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
+    check_dense(argument, value)
+    return value
+
+
+def check_dense(argument: str, value: Tensor) -> None:
+    """ArgumentError for a nested or sparse tensor, of which not even the shape may be asked."""
+    if value.is_nested or value.layout is not torch.strided:
+        kind, remedy = f"of layout {value.layout}", f"call {argument}.to_dense()"
+        if value.is_nested:
+            kind, remedy = "a nested tensor", "pass its values() and offsets() to selection_attention_varlen"
+        raise ArgumentError(argument, kind, "a dense (strided) tensor", remedy)
+
+
+def as_rows(value: Tensor, argument: str, shapes: str, dims: int) -> Tensor:
+    if value.dtype not in INDEX_DTYPES:
+        raise ArgumentError(argument, f"of dtype {value.dtype}", "torch.int32 or torch.int64", "call .int() on it")
+    if value.dim() == dims - 1:
+        value = value.unsqueeze(1)
+    if value.dim() != dims:
+        raise ArgumentError(argument, f"of shape {tuple(value.shape)}", shapes, "add the missing axes")
+    return value
+
+
+def as_positions(q_pos: Tensor, B: int, S: int, device: torch.device) -> Tensor:
+    q_pos = as_tensor("q_pos", q_pos)
+    if q_pos.dtype not in INDEX_DTYPES or q_pos.shape not in ((S,), (B, S)) or q_pos.device != device:
+        value = f"{q_pos.dtype} of shape {tuple(q_pos.shape)} on {q_pos.device}"
+        raise ArgumentError("q_pos", value, f"torch.int32 or torch.int64 [S={S}] or [B={B}, S={S}] on {device}", "one position a query row")
+    return q_pos.expand(B, S)
+
+
+def check_positive(argument: str, value: int | None, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        raise ArgumentError(argument, shown(value), "a whole number >= 1 and < 2^31, as an int", f"pass {_MEANING[argument]}")

@@ -1,0 +1,92 @@
+"""Functions of ranges [B,S,G,n,2], half-open [start, end): union, merging, checks, and how much adjacent rows share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_sel.core.request import SHARING_TOKENS
+from nsa_sel.errors import ArgumentError
+
+_SORTED_AT_ONCE = 1 << 22  # blocks that `sharing_of_blocks` sorts at a time, which bounds its memory
+
+
+def disjoint(ranges: Tensor) -> Tensor:
+    """The ranges of every row in order of their starts, each without the keys of those before it; empty ones are [0, 0)."""
+    start, end = ranges.unbind(-1)
+    start = start.clamp(min=0)
+    filled = end > start
+    start, order = torch.sort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1, stable=True)
+    end = torch.where(filled, end, 0).gather(-1, order)
+    reach = torch.cummax(end, dim=-1).values
+    start = torch.cat((start[..., :1], torch.maximum(start[..., 1:], reach[..., :-1])), dim=-1)
+    return torch.where((end > start).unsqueeze(-1), torch.stack((start, end), dim=-1), 0)
+
+
+def merged(ranges: Tensor) -> Tensor:
+    """Sorted, disjoint ranges of the same keys: overlapping and touching ranges of a row become one, empty ones go last."""
+    start, end = ranges.unbind(-1)
+    start = start.clamp(min=0)
+    empty = end <= start
+    far = torch.iinfo(start.dtype).max
+    start, order = torch.sort(torch.where(empty, far, start), dim=-1, stable=True)
+    end = torch.where(empty, 0, end).gather(-1, order)
+    reach = torch.cummax(end, dim=-1).values
+    before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=-1)
+    slot = torch.cumsum((start > before).to(torch.int64), dim=-1) - 1
+    merged_start = torch.full_like(start, far).scatter_reduce(-1, slot, start, "amin")
+    merged_end = torch.zeros_like(end).scatter_reduce(-1, slot, end, "amax")
+    merged_start = torch.where(merged_end > 0, merged_start, 0)
+    return torch.stack((merged_start, merged_end), dim=-1)
+
+
+def check_ranges(ranges: Tensor, block_size: int | None, max_length: int | None, in_order: bool) -> None:
+    """ArgumentError for the first row that breaks a promise of its Selection. Reads the device.
+
+    in_order: whether ranges that are not whole blocks must be sorted by start.
+    """
+    start, end = ranges.unbind(-1)
+    start, filled = start.clamp(min=0), end > start.clamp(min=0)
+    if block_size is not None:
+        bad = filled & ((start % block_size != 0) | (end - start != block_size))
+        _refuse(ranges, bad.any(-1), f"has a range that is not one block of {block_size}", "pass block_size=None, or align the ranges")
+    if not in_order:
+        order = torch.argsort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1)
+        start, end, filled = (x.gather(-1, order) for x in (start, end, filled))
+    # Empty ranges take no part: they inherit the largest end before them.
+    reach = torch.cummax(torch.where(filled, end, 0), dim=-1).values
+    before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=0)
+    if block_size is None:
+        _refuse(ranges, (filled & (start < before)).any(-1), "has overlapping or unsorted ranges", "call selection.merge()")
+    else:
+        far = torch.iinfo(start.dtype).max
+        ordered = torch.sort(torch.where(filled, start, far), dim=-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < far)
+        _refuse(ranges, twice.any(-1), "names a block twice", "drop the duplicates, or call selection.merge()")
+    if max_length is not None:
+        longer = torch.where(filled, end - start, 0).sum(-1) > max_length
+        _refuse(ranges, longer, f"selects more than max_length = {max_length} keys", "raise max_length, or leave it out")
+
+
+def _refuse(ranges: Tensor, bad: Tensor, what: str, remedy: str) -> None:
+    if bool(bad.any()):
+        b, s, g = bad.nonzero()[0].tolist()
+        row = ranges[b, s, g].tolist()
+        raise ArgumentError(f"selection row (b={b}, s={s}, g={g})", f"{row}, which {what}", "disjoint ranges as Selection promises", remedy)
+
+
+def sharing_of_blocks(blocks: Tensor) -> tuple[float, ...]:
+    """Mean number of distinct blocks of tiles of adjacent rows over that of one row, from block indices [B,S,G,n], -1 for none."""
+    B, S, G, n = blocks.shape
+    tiles = [B * G * -(-S // tokens) for tokens in SHARING_TOKENS]
+    most = SHARING_TOKENS[-1]
+    rows = torch.nn.functional.pad(blocks.transpose(1, 2).reshape(B * G, S, n), (0, 0, 0, -S % most), value=-1)
+    distinct = torch.zeros(len(SHARING_TOKENS), dtype=torch.int64, device=blocks.device)
+    for chunk in torch.split(rows, most * max(1, _SORTED_AT_ONCE // max(1, most * B * G * n)), dim=1):
+        for i, tokens in enumerate(SHARING_TOKENS):
+            chosen = chunk.reshape(B * G, chunk.shape[1] // tokens, tokens * n).sort(dim=-1).values
+            new = chosen >= 0
+            new[..., 1:] &= chosen[..., 1:] != chosen[..., :-1]
+            distinct[i] += new.sum()
+    means = [count / max(1, number) for count, number in zip(distinct.tolist(), tiles, strict=True)]
+    return tuple(mean / means[0] if means[0] else 1.0 for mean in means)
