@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa_sel.core import entry
 from nsa_sel.core.call import device_info, request_of
-from nsa_sel.core.check import check_call
+from nsa_sel.core.check import check_call, check_tensors
 from nsa_sel.core.decide import select
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.transforms import in_autocast_dtype, needs_grad
@@ -84,6 +84,7 @@ def explain(
     Raises:
         ArgumentError: bad input.
     """
+    check_tensors(q, k, v)
     q, k, v = in_autocast_dtype(q, k, v)  # first: q, k, v need not be of one dtype before
     q, k, v, selection, _, q_pos = check_call(q, k, v, selection, None, q_pos)
     return select(request_of(q, k, v, selection, needs_grad(q, k, v)), device_info(q.device), backend)

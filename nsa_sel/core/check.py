@@ -20,10 +20,8 @@ def check_call(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None, fake: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Selection, float, Tensor | None]:
     """The arguments of `selection_attention` in the prefill form, or ArgumentError. Never reads a GPU, nor fake tensors."""
-    # On the path of every call: a tensor builds its shape, strides and device anew whenever it is asked, so that each is asked
-    # for once, and what names the culprit only runs once there is one.
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        check_tensors(q, k, v)
+    # On the path of every call: a tensor builds its shape, strides and device anew at each access, so each is read once, and the code
+    # that names the culprit runs only when there is one.
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
     decode = q.dim() == 4

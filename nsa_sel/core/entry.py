@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa_sel.core import ops, run, transforms
-from nsa_sel.core.check import check_call, check_flag
+from nsa_sel.core.check import check_call, check_flag, check_tensors
 from nsa_sel.selection import Selection
 
 
@@ -16,6 +16,8 @@ def selection_attention(
     backend: str | None, workspace: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Check, decide, run: o, or (o, lse). Traced calls and calls of DTensors go through the ops."""
+    check_tensors(q, k, v)
+    transforms.check_transforms(q, k, v)
     if transforms.traces(q, k, v):
         transforms.refuse_workspace(workspace, "a call that torch.compile, a dispatch mode or DTensor traces")
         if transforms.is_sharded(q):
@@ -23,11 +25,11 @@ def selection_attention(
 
             return sharding.sharded(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
         return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
-    transforms.check_transforms(q, k, v)
     check_flag("return_lse", return_lse)
-    decode = isinstance(q, Tensor) and q.dim() == 4
+    decode = q.dim() == 4
     q, k, v = transforms.in_autocast_dtype(*transforms.materialized(q, k, v))  # first: q, k, v need not be of one dtype before
-    o, lse = run.attend(*check_call(q, k, v, selection, scale, q_pos), backend, workspace=workspace)
+    checked = check_call(q, k, v, selection, scale, q_pos)
+    o, lse = run.attend(*checked, backend, workspace=workspace)
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o

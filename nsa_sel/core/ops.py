@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import run, transforms
-from nsa_sel.core.check import as_selection, check_call, check_tensors
+from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.decide import forced, use_no_backend
 from nsa_sel.core.indices import check_dense
 from nsa_sel.errors import ArgumentError, BackendError
@@ -45,8 +45,6 @@ def traced(
     backend: str | None,
 ) -> Any:
     """`selection_attention` in terms of the op."""
-    transforms.check_transforms(q, k, v)
-    check_tensors(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
     selection = as_selection(selection)

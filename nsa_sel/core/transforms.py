@@ -12,7 +12,6 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from nsa_sel.core.check import check_tensors
 from nsa_sel.errors import ArgumentError, BackendError
 
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # inside torch.func's vmap, grad, jvp ...
@@ -112,7 +111,6 @@ def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     kind = "cuda" if getattr(q, "is_cuda", False) else "cpu"
     if not torch.is_autocast_enabled(kind):
         return q, k, v
-    check_tensors(q, k, v)
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v

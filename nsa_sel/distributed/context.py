@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from nsa_sel.core import run, transforms
 from nsa_sel.core.call import Call, device_info, request_of
-from nsa_sel.core.check import as_selection, check_call
+from nsa_sel.core.check import as_selection, check_call, check_tensors
 from nsa_sel.core.request import Request
 from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
@@ -63,6 +63,7 @@ def context_parallel_attention(
         NsaSelError: ranks differ in sizes, flags, versions, devices or in the order of calls (it names rank and field), a rank does not
             come, or there is no distributed job.
     """
+    check_tensors(q, k, v)
     _check_eager(q, k, v)
     q, k, v = transforms.materialized(q, k, v)
     group = group_of(group, "context_parallel_attention")
