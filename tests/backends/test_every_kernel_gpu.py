@@ -1,0 +1,84 @@
+"""The short GPU lane: every Triton and CUDA kernel runs once and is checked against the oracle (`make gpu-test`, under three minutes)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nsa_sel
+from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.core import registry
+from nsa_sel.core.call import device_info
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.helpers.cases import make_blocks, make_qkv, make_spans
+from tests.helpers.parity import check_both, check_forward
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = {"": (64, 64, torch.bfloat16), "-wide": (192, 128, torch.bfloat16), "-widest": (128, 128, torch.float32)}  # class of kernel config
+SIZES = (  # B, S, S_kv: prefill, decoding with few rows and with many
+    (1, 70, 300),
+    (1, 1, 4096),
+    (150, 1, 512),
+)
+BLOCK, N = 64, 4
+
+
+def run_all(backend: str, dtype: torch.dtype, Dk: int, Dv: int, h: int) -> None:
+    """Ranges and blocks, prefill and decoding, contiguous and paged, forward and backward."""
+    for B, S, S_kv in SIZES:
+        q, k, v = make_qkv(B, S, 2, h, Dk, Dv, S_kv=S_kv, dtype=dtype, device="cuda")
+        selections = [Selection.from_ranges(make_spans("mixed", B, S, 2, S_kv, 77, device="cuda"))]
+        selections.append(make_blocks(B, S, 2, S_kv, N, BLOCK, device="cuda"))
+        for selection in selections[registry.backends()[backend].limits.block_aligned_only :]:
+            if B > 1:
+                check_forward(backend, q, k, v, selection)
+            else:
+                check_both(backend, q, k, v, selection)
+        if S == 1 and registry.backends()[backend].reads_caches:
+            check_paged(backend, q, k, v, selections[1])
+
+
+def check_paged(backend: str, q: Any, k: Any, v: Any, selection: Selection) -> None:
+    """A paged cache gives what the contiguous one gives, bit by bit."""
+    B, G, S_kv, _ = k.shape
+    pages = [x.transpose(1, 2).reshape(B * S_kv // BLOCK, BLOCK, G, x.shape[3]) for x in (k, v)]
+    table = torch.arange(B * S_kv // BLOCK, dtype=torch.int32, device="cuda").view(B, -1)
+    lengths = torch.full((B,), S_kv, dtype=torch.int32, device="cuda")
+    paged = nsa_sel.selection_attention_with_kvcache(q, *pages, selection, lengths, table, backend=backend)
+    whole = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
+    torch.testing.assert_close(paged, whole)
+    assert nsa_sel.decisions()[-2].forward == backend
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_triton_kernel(width: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    Dk, Dv, dtype = WIDTHS[width]
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    caplog.set_level("INFO", logger="nsa_sel")
+    for backend in registry.backends().values():
+        if backend.framework == "triton":
+            run_all(backend.name, dtype, Dk, Dv, 4)
+    ran = {record.nsa_sel["config"].partition(":")[0] for record in caplog.records if record.getMessage() == "sel.triton.kernel"}  # type: ignore[attr-defined]
+    suffixes = tuple(suffix for suffix in WIDTHS if suffix)
+    kernels = settings_for(device_info(torch.device("cuda"))).kernels
+    wanted = {name for name in kernels if (name.endswith(width) if width else not name.endswith(suffixes))}
+    assert wanted <= ran, f"never ran: {sorted(wanted - ran)}"
+
+
+def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: set[str] = set()
+    start = launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *arguments, **options: (ran.add(source), start(source, *arguments, **options))[1])
+    for dtype in (torch.float16, torch.bfloat16):
+        for Dk, Dv, h in ((128, 128, 16), (192, 128, 4), (40, 24, 1), (128, 128, 1)):
+            run_all("cupy-cuda", dtype, Dk, Dv, h)
+    files = {file.name for file in Path(str(cupy_cuda.__file__)).parent.rglob("*.cu")}
+    if torch.cuda.get_device_capability() != (9, 0):
+        files -= {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "union_of.cu", "tile_union.cu"}  # Hopper's own
+    assert files <= {Path(name).name for name in ran}, f"never ran: {sorted(files - {Path(name).name for name in ran})}"
