@@ -22,14 +22,14 @@ import typer
 from rich.console import Console
 from tabulate import tabulate
 
-from nsa_sel.bench.core import cases, records
+from nsa_sel.bench.core import cases, markdown, store
 from nsa_sel.bench.core.cases import MANY, SPANS, length_of
+from nsa_sel.bench.core.command_line import echo, program, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, PACKED, named
-from nsa_sel.bench.core.measure import Timing
-from nsa_sel.bench.core.program import echo, program, stderr_console
-from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.core.session import Job, able, run
-from nsa_sel.bench.questions.bench_selection import device_of
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.questions.speed import device_of
 from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
@@ -95,7 +95,7 @@ def moved_bytes(row: Row) -> int:
 
 def with_derived(rows: Sequence[Row]) -> list[Row]:
     """Rows with L, the bytes that must be moved, the GB/s that this comes to, and the speed-up over packed SDPA in the same case."""
-    packed = {_compared(row): row["ms_median"] for row in records.measured(rows) if row["backend"] == PACKED}
+    packed = {_compared(row): row["ms_median"] for row in store.measured(rows) if row["backend"] == PACKED}
     found = []
     for row in rows:
         ms, moved = row.get("ms_median"), moved_bytes(row)
@@ -138,7 +138,7 @@ def report(rows: Sequence[Row]) -> str:
         ms = row.get("ms_median")
         lines.append(
             (
-                row["case"], row["direction"], row["backend"], records.ms(row, 4) if ms else row["error"],
+                row["case"], row["direction"], row["backend"], markdown.ms(row, 4) if ms else row["error"],
                 f"{row['ms_ci_low']:.4g} to {row['ms_ci_high']:.4g}" if ms else "-",
                 f"{row['ms_p20']:.4g} to {row['ms_p80']:.4g}" if ms else "-", row.get("calls", "-"), f"{row['bytes'] / 1e6:.3g}",
                 f"{row['gb_s']:.3g}" if ms else "-", f"{row['speedup']:.2f}x" if row["speedup"] else "-",
@@ -150,7 +150,7 @@ def report(rows: Sequence[Row]) -> str:
     return (
         f"# Selection attention over L\n\n{facts['device']}, {versions}, commit {facts['commit']}, {commands}\n\n"
         "Whole calls in ms: the median, its 95% confidence interval by bootstrap, percentiles. MB: K and V that the rows select, once a\n"
-        f"row, and the rows' own tensors. `{PACKED}` is the reference.\n\n{records.with_note(table)}\n"
+        f"row, and the rows' own tensors. `{PACKED}` is the reference.\n\n{markdown.with_note(table)}\n"
     )
 
 
@@ -160,7 +160,7 @@ def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | N
     Of several environments or commits that the file holds, the last one's rows. `own`: the rows of one command, for a CSV of their own.
     """
     file = folder / "rows.jsonl"
-    rows = records.of_last_environment(records.read(file)) if file.exists() else []
+    rows = store.of_last_environment(store.read(file)) if file.exists() else []
     parts = {
         "dense.csv": [row for row in rows if row["S"] > 1 and row["n"] == 1],
         "varlen.csv": [row for row in rows if row["S"] > 1 and row["n"] > 1],
@@ -172,7 +172,7 @@ def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | N
     if own and csv_of_own is not None:
         texts[csv_of_own] = to_csv(own)
     for target, text in texts.items():
-        records.write_whole(target, text)
+        store.write_whole(target, text)
     return list(texts)
 
 

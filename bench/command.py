@@ -9,15 +9,15 @@ import typer
 from tabulate import tabulate
 
 from nsa_sel.bench import bench_sel_triton
-from nsa_sel.bench.core import records
+from nsa_sel.bench.core import store
+from nsa_sel.bench.core.command_line import echo, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, named
-from nsa_sel.bench.core.measure import Timing
 from nsa_sel.bench.core.peers import peers as every_peer
-from nsa_sel.bench.core.program import echo, stderr_console
-from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.core.session import able, run
-from nsa_sel.bench.questions import bench_selection
-from nsa_sel.bench.questions.bench_selection import BACKENDS, CPU_BACKENDS, SUITES, device_of
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.questions import speed
+from nsa_sel.bench.questions.speed import BACKENDS, CPU_BACKENDS, SUITES, device_of
 from nsa_sel.bench.sel_threshold_from_csv import report
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
 from nsa_sel.cli.output import output_file
@@ -83,10 +83,10 @@ def bench(
     if peers:  # dense attention is one of them, there with its parity
         ours = [contender for contender in ours if contender.name != DENSE]
     contenders = (*able(ours, where, console.print), *(able(every_peer(), where, console.print) if peers else ()))
-    suites = bench_selection.suites_of(suite or "performance,decode", quick, where)
-    chosen = bench_selection.jobs(suites, contenders, only, where)
+    suites = speed.suites_of(suite or "performance,decode", quick, where)
+    chosen = speed.jobs(suites, contenders, only, where)
     rows = run(chosen, folder / f"{'peers' if peers else 'suites'}.jsonl", where, console)
-    echo(peers_table(rows) if peers else bench_selection.table(rows))
+    echo(peers_table(rows) if peers else speed.table(rows))
 
 
 def peers_table(rows: list[Row]) -> str:
@@ -106,16 +106,16 @@ def threshold(
     for option, path in (("--out", out), ("--config", config)):
         if path is not None:
             output_file(option, path, make_folder=True)
-    read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else records.read(file))]
+    read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else store.read(file))]
     found = decided(read, margin, backend)
     parts = {
         "One contiguous range a row": [row for row in read if row["S"] > 1 and row["n"] == 1],
         "Several ranges a row": [row for row in read if row["S"] > 1 and row["n"] > 1],
         "Decoding": [row for row in read if row["S"] == 1],
     }
-    records.write_whole(out, report({name: part for name, part in parts.items() if part}, margin, backend))
+    store.write_whole(out, report({name: part for name, part in parts.items() if part}, margin, backend))
     if config is not None:
-        records.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
+        store.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
     for each in found:
         echo(sentence(each))
     echo(f"written: {', '.join(map(str, (out, config) if config else (out,)))}")

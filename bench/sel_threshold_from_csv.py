@@ -16,10 +16,10 @@ import typer
 from tabulate import tabulate
 
 from nsa_sel.bench.bench_sel_triton import from_csv
-from nsa_sel.bench.core import records
+from nsa_sel.bench.core import markdown, store
+from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
-from nsa_sel.bench.core.program import echo, program
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import MARGIN, REGRESSION, TRITON, Pair, Threshold, decided, sentence, thresholds
 
 
@@ -27,13 +27,13 @@ def report(parts: Mapping[str, Sequence[Row]], margin: float = MARGIN, triton: s
     """The threshold over all parts (name -> rows), then what each part alone says, with the pairs behind it."""
     every = [row for rows in parts.values() for row in rows]
     found = decided(every, margin, triton)
-    facts = records.measured(every)[0]
+    facts = store.measured(every)[0]
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "driver") if facts.get(name))
     values = "; ".join(f"{each.direction}: {each.length or 'the default stays'}" for each in found)
     lines = [
         f"# From which L {triton} pays",
-        f"{facts['device']}, {versions}, commit {facts['commit']}. {len(records.measured(every))} rows with a time,"
-        f" {len(every) - len(records.measured(every))} cases out of memory.",
+        f"{facts['device']}, {versions}, commit {facts['commit']}. {len(store.measured(every))} rows with a time,"
+        f" {len(every) - len(store.measured(every))} cases out of memory.",
         f"**`sel_triton_min_L`, {values}.** In each direction, {PACKED}'s 20th percentile over {triton}'s 80th must be {margin} or more in"
         f" every case of L or more keys a row. Below it {PACKED} runs; from it on no case may be over {REGRESSION:.0%} slower than that.",
         _verdicts(found),
@@ -42,7 +42,7 @@ def report(parts: Mapping[str, Sequence[Row]], margin: float = MARGIN, triton: s
         alone = thresholds(rows, margin, triton)
         lines.append(f"## {name}")
         lines += [_by_length(threshold) for threshold in alone] if alone else [f"No case with both {triton} and {PACKED}."]
-    return records.with_note("\n\n".join(lines)) + "\n"
+    return markdown.with_note("\n\n".join(lines)) + "\n"
 
 
 def main(
@@ -55,7 +55,7 @@ def main(
     """Write the report, and print what it comes to."""
     parts = {"One contiguous range a row": from_csv(dense), "Several ranges a row": from_csv(varlen)}
     text = report(parts, margin, backend)
-    records.write_whole(out, text)
+    store.write_whole(out, text)
     for threshold in decided([row for rows in parts.values() for row in rows], margin, backend):
         echo(sentence(threshold))
     echo(f"{out} written")
@@ -92,7 +92,7 @@ def _by_length(threshold: Threshold) -> str:
 
 
 def _times(row: Row) -> str:
-    return f"{records.ms(row, 4)} ({row['ms_p20']:.4g} to {row['ms_p80']:.4g})"
+    return f"{markdown.ms(row, 4)} ({row['ms_p20']:.4g} to {row['ms_p80']:.4g})"
 
 
 def _markdown(headers: Sequence[str], lines: Sequence[Sequence[object]]) -> str:

@@ -17,11 +17,11 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import yaml
 
-from nsa_sel.bench.core import records
+from nsa_sel.bench.core import store
 from nsa_sel.bench.core.cases import length_of
+from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
-from nsa_sel.bench.core.program import echo, program
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.cost_fit import WAYS
 from nsa_sel.core.registry import backends
 from nsa_sel.errors import ArgumentError
@@ -93,7 +93,7 @@ def length_pairs(rows: Iterable[Row], triton: str = TRITON) -> list[Pair]:
     Of two rows of the same thing the later one counts; rows without a time, and those of several streams, count for nothing.
     """
     sides: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in records.measured(rows):
+    for row in store.measured(rows):
         if is_about_length(row) and row["backend"] in (triton, PACKED):
             sides.setdefault((row["direction"], row["case"], row.get("dtype")), {})[row["backend"]] = row
     return [Pair(both[triton], both[PACKED]) for both in sides.values() if len(both) == 2]
@@ -140,7 +140,7 @@ def sentence(threshold: Threshold) -> str:
 
 def profile(rows: Sequence[Row], found: Sequence[Threshold], source: str) -> dict[str, Any]:
     """A configuration file with the thresholds by way, for NSA_SEL_CONFIG; it leaves out the ways that have none."""
-    row, by_way = records.measured(rows)[0], {WAYS[each.direction]: each.length for each in found if each.length is not None}
+    row, by_way = store.measured(rows)[0], {WAYS[each.direction]: each.length for each in found if each.length is not None}
     alike = len(by_way) == len(WAYS) and len(set(by_way.values())) == 1
     versions = ", ".join(f"{name} {row[name]}" for name in ("torch", "triton", "driver") if row.get(name))
     provenance = f"{'; '.join(map(sentence, found))}; {source}, {row['device']}, {versions}, commit {row['commit']}"
@@ -155,7 +155,7 @@ def as_yaml(profile: dict[str, Any]) -> str:
 
 def decided(rows: Sequence[Row], margin: float, triton: str = TRITON) -> list[Threshold]:
     """`thresholds`, or ArgumentError where no case has both sides, or rows come from several devices."""
-    devices = sorted({str(row.get("device")) for row in records.measured(rows)})
+    devices = sorted({str(row.get("device")) for row in store.measured(rows)})
     if len(devices) > 1:
         raise ArgumentError("ROWS", f"{len(rows)} rows from {' and '.join(devices)}", "rows of one device", "pass its files alone")
     found = thresholds(rows, margin, triton)
@@ -173,12 +173,12 @@ def main(
     out: Annotated[Path | None, typer.Option(help="YAML file for NSA_SEL_CONFIG")] = None,
 ) -> None:
     """Say from which L on Triton pays in each direction, and write it as a configuration file."""
-    every = [row for file in rows for row in records.read(file)]
+    every = [row for file in rows for row in store.read(file)]
     found = decided(every, margin, backend)
     for threshold in found:
         echo(sentence(threshold))
     if out is not None:
-        records.write_whole(out, as_yaml(profile(every, found, ", ".join(file.name for file in rows))))
+        store.write_whole(out, as_yaml(profile(every, found, ", ".join(file.name for file in rows))))
         echo(f"{out} written")
 
 

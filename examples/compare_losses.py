@@ -17,7 +17,7 @@ import matplotlib
 import typer
 from tabulate import tabulate
 
-from nsa_sel.bench.core import records
+from nsa_sel.bench.core import store
 from nsa_sel.bench.report.losses import averages, furthest, speed
 from nsa_sel.errors import ArgumentError, NsaSelError
 
@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 
 def losses(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run, or ArgumentError."""
-    rows = records.read(folder / "losses.jsonl")
+    rows = store.read(folder / "losses.jsonl")
     if not rows:
         raise ArgumentError("a run", f"{folder} without a step", "a folder that train_nsa_lm.py wrote", "train there first")
     return rows

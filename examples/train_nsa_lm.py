@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
 from nsa_sel import NSASelection, block_scores
-from nsa_sel.bench.core.measure import environment
+from nsa_sel.bench.core import environment
 from nsa_sel.errors import ArgumentError, NsaSelError
 
 matplotlib.use("Agg")
@@ -349,7 +349,7 @@ def train(
         training.load(checkpoint)
     rows = [row for row in read_rows(log) if row["step"] < training.step]  # those after the checkpoint are made again
     write_whole(log, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    facts = environment(device.type)  # device, versions, commit, command
+    facts = environment.stamp(device.type)  # device, versions, commit, command
     started, tokens = time.perf_counter(), sizes.batch * sizes.context
     trained = sum(row["ms"] for row in rows) / 1e3
     with log.open("a") as opened:

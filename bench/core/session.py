@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nsa_sel.bench.core import measure, records
+from nsa_sel.bench.core import environment, timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Contender, Ready
-from nsa_sel.bench.core.measure import Timing
 from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, is_causal, make_problem, parity, sample
-from nsa_sel.bench.core.records import OUT_OF_MEMORY, Row
+from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile
+from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.output import output_file
 
 Tell = Callable[[str], None]
@@ -69,9 +69,9 @@ def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[R
     ArgumentError where `out` can't be written, before anything is measured.
     """
     out = output_file("--out", out, make_folder=True)
-    facts = measure.environment(device)
-    records.mend(out, console.print)
-    known = {records.key(row): row for row in records.read(out)} if out.exists() else {}
+    facts = environment.stamp(device)
+    known = RowFile(out, tell=console.print)
+    known.mend()
     reused, found = 0, []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -79,13 +79,12 @@ def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[R
         try:
             for job in jobs:
                 progress.update(task, description=job.case.case)
-                rows = {records.key({**facts, **row}): row for row in wanted(job)}
-                missing = [row for key, row in rows.items() if key not in known]
+                rows = [{**row, **facts} for row in wanted(job)]
+                missing = [row for row in rows if row not in known]
                 reused += len(rows) - len(missing)
                 for row in measured_rows(job, missing, facts, device, console.print) if missing else ():
-                    records.append(out, [row])
-                    known[records.key(row)] = row
-                found += [known[key] for key in rows if key in known]
+                    known.add(row)
+                found += known.of(rows)
                 progress.advance(task, len(rows))
         except KeyboardInterrupt:
             console.print(f"interrupted; what was measured stands in {out}: the same command, writing there, goes on where it stopped")
@@ -160,13 +159,13 @@ def contender_rows(
         with torch.set_grad_enabled(direction not in ("fwd", "decode")):
             if contender.peer:
                 work()  # what torch.compile does first is not its workspace
-            space = measure.workspace_bytes(work, device)  # also the call before those that are timed
+            space = timing.workspace_bytes(work, device)  # also the call before those that are timed
             if direction == "decode" and device == "cuda" and job.timing.streams == 1:
-                times = measure.replayed_milliseconds(work, timing=job.timing)
+                times = timing.replayed_milliseconds(work, timing=job.timing)
             else:
-                times = measure.milliseconds(work, device=device, timing=job.timing)
-        more |= {"mae": errors[direction], "workspace_bytes": space, **measure.gpu_state(device)}
-        yield measure.row(case, direction, contender.name, times, **more)
+                times = timing.milliseconds(work, device=device, timing=job.timing)
+        more |= {"mae": errors[direction], "workspace_bytes": space, **environment.gpu_state(device)}
+        yield timing.row(case, direction, contender.name, times, **more)
 
 
 def _prepare_ms(contender: Contender, problem: Problem, device: str) -> float:
@@ -177,7 +176,7 @@ def _prepare_ms(contender: Contender, problem: Problem, device: str) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return measure.cpu_milliseconds(prepare)
+    return timing.cpu_milliseconds(prepare)
 
 
 def _work(direction: str, ready: Ready, problem: Problem) -> Callable[[], Any]:

@@ -18,11 +18,10 @@ import torch
 import typer
 
 from nsa_sel.bench.bench_sel_triton import RESULTS, default_folder, numbers
-from nsa_sel.bench.core import records
-from nsa_sel.bench.core.measure import environment
-from nsa_sel.bench.core.program import program, stderr_console
-from nsa_sel.bench.core.records import Row
-from nsa_sel.bench.report.summary import markdown
+from nsa_sel.bench.core import environment, store
+from nsa_sel.bench.core.command_line import program, stderr_console
+from nsa_sel.bench.core.markdown import table as markdown
+from nsa_sel.bench.core.store import Row, RowFile
 from nsa_sel.bench.tune.tune import TOP, ContextLost, Measure
 from nsa_sel.bench.tune.tune_command import TUNED, committed_settings
 from nsa_sel.bench.tune.tune_space import PROBLEMS, Case, Job, jobs
@@ -39,20 +38,18 @@ def sweep(found: Sequence[Job], measure: Measure, file: Path, facts: Row, tell: 
     Stops after `seconds`, between two configs. ContextLost is passed on.
     """
     deadline = monotonic() + seconds
-    records.mend(file, tell)
-    known = {_key(row): row for row in records.read(file)} if file.exists() else {}
+    known = RowFile(file, _key, tell=tell)
     rows: list[Row] = []
     for job in found:
         for problem in job.problems:
             for config in (job.committed, *job.candidates):
                 row = _identity(job, problem) | {"config": job.launch_id(config), "committed": config == job.committed, **facts}
-                if _key(row) not in known:
+                if row not in known:
                     if monotonic() >= deadline:
                         tell("time is up: run the command again to go on")
                         return rows
-                    known[_key(row)] = row | {"settings": msgspec.to_builtins(config)} | _times(measure, job, problem, config)
-                    records.append(file, [known[_key(row)]])
-                rows.append(known[_key(row)])
+                    known.add(row | {"settings": msgspec.to_builtins(config)} | _times(measure, job, problem, config))
+                rows.append(known[row])
     return rows
 
 
@@ -63,7 +60,7 @@ def _identity(job: Job, problem: str) -> Row:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(field) for field in (*SHAPE, "config", *records.ENVIRONMENT))
+    return tuple(row.get(field) for field in (*SHAPE, "config", *store.ENVIRONMENT))
 
 
 def _times(measure: Measure, job: Job, problem: str, config: Any) -> Row:
@@ -79,7 +76,7 @@ def _times(measure: Measure, job: Job, problem: str, config: Any) -> Row:
 def table(rows: Sequence[Row], top: int = TOP) -> str:
     """The fastest configs of each kernel and bucket of L, with the committed one's place, as Markdown."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in records.measured(rows):
+    for row in store.measured(rows):
         groups.setdefault(tuple(row[field] for field in SHAPE), []).append(row)
     lines = []
     for group in groups.values():
@@ -131,9 +128,9 @@ def main(
     settings = committed_settings(facts)
     sizes = tuple(Case(D, Dv, H, L, dtype) for L in numbers("--L_list", L_list))
     found = [job for job in jobs(settings, facts.sm, sizes, backend, None, quick) if job.key.way != "decode"]
-    rows = sweep(found, Runner(device, settings, timer(rep)), folder / ROWS, environment(), console.print, 60 * minutes)
+    rows = sweep(found, Runner(device, settings, timer(rep)), folder / ROWS, environment.stamp(), console.print, 60 * minutes)
     if rows:
-        records.write_whole(folder / TABLE, report(rows))
+        store.write_whole(folder / TABLE, report(rows))
     print(table(rows) if rows else "nothing was measured")
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.records import MARK_NOTE, Row
+from nsa_sel.bench.core.markdown import MARK_NOTE
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import report_page
 from nsa_sel.bench.report.report_figures import DARK, LIGHT, png
 from nsa_sel.bench.report.report_page import Panel, Section, Table
@@ -67,7 +68,7 @@ def read(files: Sequence[Path]) -> Rows:
                     rows.append({**row, "file": _name(file)})
     if not rows:
         why = f", {_lines(left_out)} left out: {_counted(left.reason for left in left_out)}" if left_out else ""
-        remedy = "measure some: python -m nsa_sel.bench.questions.bench_selection --out rows.jsonl"
+        remedy = "measure some: python -m nsa_sel.bench.questions.speed --out rows.jsonl"
         raise ArgumentError("ROWS", f"{', '.join(map(str, files))} (no measured row{why})", "files with measured rows", remedy)
     return Rows(rows, left_out)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from string import Template
 from typing import Any, NamedTuple
 
+from nsa_sel.bench.core.markdown import table as markdown
 from nsa_sel.bench.report import report_figures
 from nsa_sel.bench.report.report_figures import DARK, LIGHT, Figure
-from nsa_sel.bench.report.summary import markdown
 
 
 class Table(NamedTuple):

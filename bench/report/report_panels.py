@@ -8,7 +8,8 @@ from statistics import median
 
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.records import MARK, Row
+from nsa_sel.bench.core.markdown import MARK, factor, ms
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import report_figures, roofline, summary
 from nsa_sel.bench.report.report_figures import Facet, Figure, Interval, Line, Mark, Slope, role_of, short
 from nsa_sel.bench.report.report_page import Panel, Table, of_markdown
@@ -21,7 +22,6 @@ from nsa_sel.bench.report.summary import (
     break_even,
     curves,
     from_length,
-    gain_of,
     indexed,
     ours,
     ours_in,
@@ -91,7 +91,7 @@ def verdict(rows: Sequence[Row]) -> Panel:
     for (group, way, h), members in sorted(groups.items()):
         (least, where), (most, _), middle = min(members), max(members), median(gain for gain, _ in members)
         ahead = sum(gain > 1 for gain, _ in members)
-        lines.append((order[group], list(TITLES)[way], -h, len(members), ahead, *map(gain_of, (least, middle, most)), where))
+        lines.append((order[group], list(TITLES)[way], -h, len(members), ahead, *map(factor, (least, middle, most)), where))
     headers = ["cases", "direction", "h", "measured", "ours faster", "least", "median", "most", "least in"]
     return panel._replace(
         text="Dense attention reads every key, ours those that rows select: where texts are short, heads a group few, or most keys selected"
@@ -114,7 +114,7 @@ def speedup_by_S(rows: Sequence[Row], over: str) -> Panel:
         draw = report_figures.gains(TITLES[direction], "tokens S", label, lines, 1, f"{WORDS[over]} is faster", thousands)
         facets.append(Facet(way_name(direction), f"{TITLES[direction]}, {label}: {'; '.join(map(_ends, some))}.", draw))
     cells = [
-        (curve.direction, KINDS[curve.kind], curve.h, thousands(S), f"{gain_of(gain)}{MARK * mark}", backend)
+        (curve.direction, KINDS[curve.kind], curve.h, thousands(S), f"{factor(gain)}{MARK * mark}", backend)
         for curve in found
         for S, gain, backend, mark in zip(curve.lengths, curve.gains, curve.backends, curve.scattered, strict=True)
     ]
@@ -136,7 +136,7 @@ def _ends(curve: Curve) -> str:
     """A curve in words."""
     (first, *_, last) = zip((*curve.lengths, curve.lengths[-1]), (*curve.gains, curve.gains[-1]), strict=True)
     return (
-        f"{KINDS[curve.kind]}, h {curve.h}, from {gain_of(first[1])} at {thousands(first[0])} to {gain_of(last[1])} at {thousands(last[0])}"
+        f"{KINDS[curve.kind]}, h {curve.h}, from {factor(first[1])} at {thousands(first[0])} to {factor(last[1])} at {thousands(last[0])}"
     )
 
 
@@ -153,11 +153,11 @@ def speedup_by_L(rows: Sequence[Row]) -> Panel:
                     partners.append(over)
                     words = f"{WORDS[over].split()[0]}, D {D}"
                     lines.append(Line(list(gains), list(gains.values()), [over] * len(gains), words, over, dashed=D == 64))
-                    cells += [(direction, WORDS[over], D, L, gain_of(gain)) for L, gain in gains.items()]
+                    cells += [(direction, WORDS[over], D, L, factor(gain)) for L, gain in gains.items()]
         if lines:
             draw = report_figures.gains(title, "selected keys a row, L", "times faster", lines, 1, "the other is faster", plain)
             alt = "; ".join(
-                f"than {line.label}, {', '.join(f'{gain_of(y)} at {x}' for x, y in zip(line.x, line.y, strict=True))}" for line in lines
+                f"than {line.label}, {', '.join(f'{factor(y)} at {x}' for x, y in zip(line.x, line.y, strict=True))}" for line in lines
             )
             facets.append(Facet(direction, f"{title}, times faster by L: {alt}.", draw))
     missing = [
@@ -217,7 +217,7 @@ def times(rows: Sequence[Row]) -> Panel:
     made = of_markdown(summary.performance_table(rows), caption, 2)
     if not made.lines:
         table, backends = indexed(rows), list(dict.fromkeys(row["backend"] for row in rows))
-        cells = [(*key, *(summary.ms(found.get(backend)) for backend in backends)) for key, found in table.items()]
+        cells = [(*key, *(ms(found.get(backend)) for backend in backends)) for key, found in table.items()]
         return Panel("times", "Times", tables=(Table(caption, ["case", "direction", *backends], cells, 2),))
     return Panel("times", "Times", "Factors compare the fastest of ours with dense attention and with packed SDPA.", tables=(made,))
 

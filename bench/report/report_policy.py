@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 
 from nsa_sel.bench.core import cases
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.markdown import factor
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import report_figures
 from nsa_sel.bench.report.report_figures import Facet, Figure, Line, Share, role_of, short
 from nsa_sel.bench.report.report_page import Panel, Table, of_markdown
 from nsa_sel.bench.report.report_panels import TITLES, plain, thousands, way_name
-from nsa_sel.bench.report.summary import PACKED, gain_of
+from nsa_sel.bench.report.summary import PACKED
 from nsa_sel.bench.threshold_optimizer import MARGIN, Pair, length_pairs, sure_length
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.core import registry
@@ -202,7 +203,7 @@ def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
             lines.append(Line([pair.L for pair in of_D], gains, [GATED] * len(of_D), f"D {D}", GATED, dashed=D == 64))
         title = f"{TITLES[direction]}: {found}"
         draw = report_figures.gains(title, "selected keys a row, L", "surely times faster", lines, MARGIN, "below the margin", plain)
-        alt = "; ".join(f"D {pair.D}, L {pair.L}: {gain_of(pair.closest.sure_gain)}" for pair in some)
+        alt = "; ".join(f"D {pair.D}, L {pair.L}: {factor(pair.closest.sure_gain)}" for pair in some)
         facets.append(Facet(way_name(direction), f"{title}. Surely times faster than packed SDPA: {alt}.", draw))
     text = (
         f"The smallest L from which {GATED} is surely {MARGIN:g}x faster than packed SDPA in every case: packed SDPA's 20th percentile over"
@@ -214,7 +215,7 @@ def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
         values = str(least) if isinstance(least, int) else ", ".join(f"{length} {way}" for way, length in least.items())
         text += f" In force: L = {values} ({settings.sources.get('sel_triton_min_L', 'built-in')})."
     cells = [
-        (p.direction, p.D, p.L, p.cases, p.closest.triton["case"], *map(_spread, p.closest), gain_of(p.closest.sure_gain)) for p in pairs
+        (p.direction, p.D, p.L, p.cases, p.closest.triton["case"], *map(_spread, p.closest), factor(p.closest.sure_gain)) for p in pairs
     ]
     headers = ["direction", "D", "L", "cases", "closest case", f"{GATED}, ms", f"{PACKED}, ms", "surely faster by"]
     return panel._replace(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nsa_sel.backends.specs import DQ_GROUPS, hopper_groups, on_hopper_tiles
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.cost_fit import case_of, request_of, sharing_of
 from nsa_sel.policies.cost import BYTES, TILE_ROWS, blocks_of, tile_blocks, work
 

@@ -1,4 +1,4 @@
-"""What the rows of `bench_selection` say: times against dense attention, targets, layers, scaling, break-even. Tables in Markdown.
+"""What the rows of `speed` say: times against dense attention, targets, layers, scaling, break-even. Tables in Markdown.
 
 Every function takes rows (one object a measurement; of two of the same case, direction and backend the later one counts) and
 shows what exists: cases and backends without rows are left out. "Ours" is the fastest of `OURS` in each case and direction.
@@ -10,15 +10,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from tabulate import tabulate
 
-from nsa_sel.bench.core import cases, records
+from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.records import Row as Row
-from nsa_sel.bench.core.records import measured
+from nsa_sel.bench.core.markdown import MARK, factor, ms, scatters, table
+from nsa_sel.bench.core.store import Row as Row
+from nsa_sel.bench.core.store import measured
 
 Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
 
@@ -78,10 +78,10 @@ class Curve(NamedTuple):
 
 def indexed(rows: Iterable[Row]) -> Table:
     """Rows with a time by case and direction, then by backend."""
-    table: Table = {}
+    index: Table = {}
     for row in measured(rows):
-        table.setdefault((row["case"], row["direction"]), {})[row["backend"]] = row
-    return table
+        index.setdefault((row["case"], row["direction"]), {})[row["backend"]] = row
+    return index
 
 
 def ours(of_case: dict[str, Row]) -> Row | None:
@@ -133,13 +133,13 @@ def performance_table(rows: Iterable[Row]) -> str:
         (
             *key,
             *(ms(found.get(backend)) for backend in (*mine, DENSE, PACKED)),
-            gain_of(speed_up(found)),
-            gain_of(speed_up(found, PACKED), digits=0),
+            factor(speed_up(found)),
+            factor(speed_up(found, PACKED), digits=0),
         )
         for key, found in chosen.items()
         if ours(found) is not None
     ]
-    return markdown(["case", "direction", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], lines, left=2)
+    return table(["case", "direction", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], lines, left=2)
 
 
 def best_peer(of_case: dict[str, Row]) -> Row | None:
@@ -150,10 +150,10 @@ def best_peer(of_case: dict[str, Row]) -> Row | None:
 
 def targets_table(rows: Iterable[Row], of_peers: Iterable[Row] = ()) -> str:
     """Every target whose case has rows: the best measured peer, dense attention, ours, and whether it is met."""
-    table, peers = indexed(rows), indexed(of_peers)
+    index, peers = indexed(rows), indexed(of_peers)
     lines = []
     for case, direction, target in TARGETS:
-        found = table.get((case, direction), {})
+        found = index.get((case, direction), {})
         best = ours(found)
         if best is not None:
             met = "met" if best["ms_median"] <= target else f"missed by {best['ms_median'] / target - 1:.1%}"
@@ -170,7 +170,7 @@ def targets_table(rows: Iterable[Row], of_peers: Iterable[Row] = ()) -> str:
                 )
             )
     headers = ["case", "direction", "best measured peer", "dense cuDNN", "target", "ours", "which", "outcome"]
-    return markdown(headers, lines, left=2)
+    return table(headers, lines, left=2)
 
 
 def close_case(files: dict[str, Iterable[Row]], case: str, direction: str) -> str:
@@ -183,8 +183,8 @@ def close_case(files: dict[str, Iterable[Row]], case: str, direction: str) -> st
             ahead = row["ms_p80"] < dense["ms_p20"], dense["ms_p80"] < row["ms_p20"]
             verdict = "faster" if ahead[0] else "slower" if ahead[1] else "undecided, spreads overlap"
             spread = f"{row['ms_p20']:.3g} to {row['ms_p80']:.3g}"
-            lines.append((name, row["backend"], ms(row), spread, ms(dense), gain_of(dense["ms_median"] / row["ms_median"]), verdict))
-    return markdown(["rows", "backend", "ms", "20th to 80th", "dense cuDNN", "against dense", "verdict"], lines, left=2)
+            lines.append((name, row["backend"], ms(row), spread, ms(dense), factor(dense["ms_median"] / row["ms_median"]), verdict))
+    return table(["rows", "backend", "ms", "20th to 80th", "dense cuDNN", "against dense", "verdict"], lines, left=2)
 
 
 def workspace_table(rows: Iterable[Row]) -> str:
@@ -197,7 +197,7 @@ def workspace_table(rows: Iterable[Row]) -> str:
             lines.append(
                 (backend, most["case"], most["direction"], f"{share * 1024:.0f}", "met" if share <= 1 else f"over by {share - 1:.0%}")
             )
-    return markdown(["backend", "case", "direction", "most, MiB", "1 GiB"], lines, left=3)
+    return table(["backend", "case", "direction", "most, MiB", "1 GiB"], lines, left=3)
 
 
 def layers_table(rows: Iterable[Row]) -> str:
@@ -220,15 +220,15 @@ def layers_table(rows: Iterable[Row]) -> str:
             )
         )  # fmt: skip
     headers = ["B", "h", "direction", "cases", "min", "median", "max", "slowest layer", "dense", "against dense", "faster", "which"]
-    return markdown(headers, lines, left=3)
+    return table(headers, lines, left=3)
 
 
 def scaling_table(rows: Iterable[Row]) -> str:
     """ms against S of random selections, by direction and h: least squares, and how the time of 1024 rows changes from end to end."""
-    table = indexed(rows)
+    index = indexed(rows)
     lines = []
     for direction in ("fwd", "bwd"):
-        for h, points in by_heads(table, cases.scaling_cases(), direction):
+        for h, points in by_heads(index, cases.scaling_cases(), direction):
             if len(points) < 2:
                 continue
             lengths, mine = [case.S / 1024 for case, _ in points], [row for _, found in points if (row := ours(found)) is not None]
@@ -243,20 +243,20 @@ def scaling_table(rows: Iterable[Row]) -> str:
                 )
             )  # fmt: skip
     per_row = ["ms a 1024 rows, first", "last", "last / first", "dense: last / first"]
-    return markdown(["direction", "h", "which", "S: ms", "slope, ms a 1024 rows", "intercept, ms", "r^2", *per_row], lines, left=4)
+    return table(["direction", "h", "which", "S: ms", "slope, ms a 1024 rows", "intercept, ms", "r^2", *per_row], lines, left=4)
 
 
 def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:
     """Ours against another backend over S, from the first rows of a text to 128k rows, by direction, kind of selection and h (falling)."""
-    table = indexed(rows)
+    index = indexed(rows)
     every = list({case.case: case for case in (*cases.breakeven_cases(), *cases.scaling_cases())}.values())
     found = []
     for direction in ("fwd", "bwd", "fwd+bwd"):
         for kind in ("real", "random"):
             some = sorted((case for case in every if case.distribution == kind), key=lambda case: case.S)
-            for h, points in by_heads(table, some, direction):
+            for h, points in by_heads(index, some, direction):
                 measured = [
-                    (case.S, gain, best["backend"], records.scatters(best) or records.scatters(of_case[over]))
+                    (case.S, gain, best["backend"], scatters(best) or scatters(of_case[over]))
                     for case, of_case in points
                     if (gain := speed_up(of_case, over)) is not None and (best := ours(of_case)) is not None
                 ]
@@ -269,27 +269,19 @@ def breakeven_table(rows: Iterable[Row]) -> str:
     """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at each length."""
     lines = []
     for direction, kind, h, lengths, gains, _, scattered in curves(rows):
-        at = ", ".join(f"{S // 1024}k {gain:.2f}x{records.MARK * mark}" for S, gain, mark in zip(lengths, gains, scattered, strict=True))
+        at = ", ".join(f"{S // 1024}k {gain:.2f}x{MARK * mark}" for S, gain, mark in zip(lengths, gains, scattered, strict=True))
         lines.append((direction, kind, h, from_length(break_even(lengths, gains), lengths), at))
-    return markdown(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
+    return table(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
 
 
-def by_heads(table: Table, some: Iterable[Case], direction: str) -> Iterable[tuple[int, list[tuple[Case, dict[str, Row]]]]]:
+def by_heads(index: Table, some: Iterable[Case], direction: str) -> Iterable[tuple[int, list[tuple[Case, dict[str, Row]]]]]:
     """By h, falling: the cases in which ours was measured, in their order."""
     groups: dict[int, list[tuple[Case, dict[str, Row]]]] = {}
     for case in some:
-        found = table.get((case.case, direction), {})
+        found = index.get((case.case, direction), {})
         if ours(found) is not None:
             groups.setdefault(case.h, []).append((case, found))
     return sorted(groups.items(), reverse=True)
-
-
-def ms(row: Row | None) -> str:
-    return "-" if row is None else records.ms(row)
-
-
-def gain_of(factor: float | None, digits: int = 2) -> str:
-    return "-" if factor is None else f"{factor:.{digits}f}x"
 
 
 def from_length(S: float, measured: Sequence[int]) -> str:
@@ -303,10 +295,3 @@ def most_used(rows: Iterable[Row]) -> str:
     """Backends by how often they were the fastest."""
     counts = Counter(row["backend"].removeprefix("triton-") for row in rows)
     return counts.most_common(1)[0][0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in counts.most_common())
-
-
-def markdown(headers: Sequence[str], lines: Iterable[Sequence[Any]], left: int) -> str:
-    """A table whose first `left` columns are flush left."""
-    lines = [[str(cell) for cell in line] for line in lines]
-    align = ("left",) * left + ("right",) * (len(headers) - left)
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True, colalign=align if lines else None)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from tabulate import tabulate
 
-from nsa_sel.bench.core import cases, records
-from nsa_sel.bench.core.records import Row
-from nsa_sel.bench.questions import bench_scaling, bench_serving
+from nsa_sel.bench.core import cases, markdown, store
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.questions import paged_caches, weak_scaling
 from nsa_sel.bench.report import losses, summary
 from nsa_sel.bench.report.trials import trials_table
 from nsa_sel.bench.tune.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
@@ -38,7 +38,7 @@ def cpu_table() -> str:
     rows = read_rows(CPU_ROWS)
     numba = {row["direction"]: row["ms_median"] for row in rows if row["backend"] == "numba"}
     lines = [
-        (row["direction"], row["backend"], records.ms(row), f"{row['ms_p20']:.3g} to {row['ms_p80']:.3g}",
+        (row["direction"], row["backend"], markdown.ms(row), f"{row['ms_p20']:.3g} to {row['ms_p80']:.3g}",
          f"{row['ms_median'] / numba[row['direction']]:.2f}x")
         for row in rows
     ]  # fmt: skip
@@ -60,10 +60,10 @@ def of_h200(table: Callable[[list[Row]], str]) -> Callable[[], str]:
 
 
 def profiles() -> str:
-    """What the hardware counters say of single kernels (bench/questions/profile_kernels.py), in percent of what the device could do."""
+    """What the hardware counters say of single kernels (bench/questions/kernel_counters.py), in percent of what the device could do."""
     shares = ("l2_pct", "dram_pct", "l2_hit_pct", "issue_pct")
     lines = []
-    for r in records.read(ROOT / H200_COUNTERS):
+    for r in store.read(ROOT / H200_COUNTERS):
         percent = [f"{r[key]:.0f}%" for key in shares]
         pipe = f"{r['busiest_pipe']} {r['busiest_pipe_pct']:.0f}%" if "busiest_pipe" in r else "-"
         stall = f"{r['stall']} {r['stall_pct']:.0f}%" if "stall" in r else "-"
@@ -77,7 +77,7 @@ def profiles() -> str:
 def kernel_times() -> str:
     """GPU microseconds of every kernel of one call with the backend that takes least of it (bench/core/kernel_times.py)."""
     least: dict[tuple[str, str], tuple[float, str, dict[str, list[float]]]] = {}
-    for r in records.read(ROOT / H200_KERNEL_TIMES):
+    for r in store.read(ROOT / H200_KERNEL_TIMES):
         total = sum(us for _, us in r["kernels"].values())
         least[r["case"], r["direction"]] = min(
             least.get((r["case"], r["direction"]), (math.inf, "", {})), (total, r["backend"], r["kernels"])
@@ -104,7 +104,7 @@ def cupy_cuda(rows: list[Row]) -> str:
             if times is not None:
                 cuda, triton = times
                 gain = triton["ms_median"] / cuda["ms_median"]
-                lines.append((case.case, direction, records.ms(cuda), records.ms(triton), f"{gain:.2f}x"))
+                lines.append((case.case, direction, markdown.ms(cuda), markdown.ms(triton), f"{gain:.2f}x"))
     for B, h in ((B, h) for B in (1, 4) for h in (16, 4)):
         for direction in ("fwd", "bwd"):
             found = [_cuda_and_triton(table.get((c.case, direction), {})) for c in cases.layer_cases() if (c.B, c.h) == (B, h)]
@@ -125,12 +125,12 @@ def _cuda_and_triton(of_case: dict[str, Row]) -> tuple[Row, Row] | None:
 
 def peers() -> str:
     """What torch offers for the same selections, in one process with ours: milliseconds, medians."""
-    table = summary.indexed(records.read(ROOT / H200_PEERS))
+    table = summary.indexed(store.read(ROOT / H200_PEERS))
     names = ("triton-tile", "triton-block", "triton-group", "sdpa-packed", "flex-attention", "masked-sdpa", "dense-flash", "dense-cudnn")
     lines = []
     for (case, direction), found in table.items():
         if set(names) <= set(found):
-            lines.append((case, direction, *(records.ms(found[name]) for name in names)))
+            lines.append((case, direction, *(markdown.ms(found[name]) for name in names)))
     return tabulate(lines, headers=["case", "direction", *names], tablefmt="github", disable_numparse=True)
 
 
@@ -140,7 +140,7 @@ def overhead() -> str:
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
         calls: dict[tuple[str, str, str, str], dict[str, Row]] = {}
-        for row in records.read(ROOT / str(file)):
+        for row in store.read(ROOT / str(file)):
             calls.setdefault((row["device"], str(row["S"]), row["backend"], row["direction"]), {})[row["part"]] = row
         for key, found in calls.items():
             times = [f"{found[part]['us_median']:.3g}" if part in found else "-" for part in parts]
@@ -156,7 +156,7 @@ def compiled() -> str:
         "call", "graph", "empty graph", "further call", "further compiled call", "compiling adds", "op", "deciding", "deciding, compiled",
     )  # fmt: skip
     calls: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in records.read(ROOT / H200_OVERHEAD):
+    for row in store.read(ROOT / H200_OVERHEAD):
         if row["backend"] == "nothing" and "us_median" in row:
             calls.setdefault((row["device"], row["direction"]), {})[row["part"]] = row
     lines = [(*key, *(f"{found[part]['us_median']:.3g}" if part in found else "-" for part in parts)) for key, found in calls.items()]
@@ -164,12 +164,12 @@ def compiled() -> str:
 
 
 def varlen() -> str:
-    """Packed batches in the ways of bench/questions/bench_varlen.py: milliseconds, medians."""
+    """Packed batches in the ways of bench/questions/packed_batches.py: milliseconds, medians."""
     found: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in records.measured(records.read(ROOT / H200_VARLEN)):
+    for row in store.measured(store.read(ROOT / H200_VARLEN)):
         backend = "-".join(row["backend"].split("-")[:2])
         way = row["backend"].removeprefix(backend).removeprefix("-")
-        found.setdefault((row["case"], row["direction"], backend), {})[way] = records.ms(row)
+        found.setdefault((row["case"], row["direction"], backend), {})[way] = markdown.ms(row)
     lines = [(*key, *(times.get(way, "-") for way in ("", "copied", "each"))) for key, times in found.items()]
     headers = ["case", "direction", "backend", "one call", "one call, k and v copied", "a call for each sequence"]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
@@ -177,7 +177,7 @@ def varlen() -> str:
 
 def training() -> str:
     """Runs of examples/train_nsa_lm.py: speed, losses, and how far their averages were from packed SDPA's and triton-tile's."""
-    runs = {file.stem: records.read(file) for file in sorted((ROOT / H200_TRAINING).glob("*.jsonl"))}
+    runs = {file.stem: store.read(file) for file in sorted((ROOT / H200_TRAINING).glob("*.jsonl"))}
     lines = []
     for name, rows in runs.items():
         held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
@@ -194,9 +194,9 @@ PLACES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"h200": of_h200(summary.performance_table), "cpu": cpu_table, "decision": decision},
     "PRD.md": {"overhead": overhead},
     "docs/pytorch.md": {"compiled": compiled},
-    "docs/serving.md": {"serving": lambda: bench_serving.table(records.read(ROOT / H200_SERVING))},
+    "docs/serving.md": {"serving": lambda: paged_caches.table(store.read(ROOT / H200_SERVING))},
     "docs/varlen.md": {"varlen": varlen},
-    "docs/distributed.md": {"weak": lambda: bench_scaling.table(records.read(ROOT / H200_SCALING))},
+    "docs/distributed.md": {"weak": lambda: weak_scaling.table(store.read(ROOT / H200_SCALING))},
     "docs/training.md": {"training": training},
     "docs/kernels.md": {
         "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),
@@ -209,7 +209,7 @@ PLACES: dict[str, dict[str, Callable[[], str]]] = {
         "kernel_times": kernel_times,
         "cupy_cuda": of_h200(cupy_cuda),
         "peers": peers,
-        "trials": lambda: trials_table(records.read(ROOT / H200_TRIALS)),
+        "trials": lambda: trials_table(store.read(ROOT / H200_TRIALS)),
     },
 }
 DOCUMENTS = tuple(document for document in PLACES if (ROOT / document).exists())
@@ -220,7 +220,7 @@ def with_tables(text: str) -> str:
     """The document with every `<!-- table: NAME -->` ... `<!-- end -->` filled anew."""
 
     def fill(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{records.with_note(TABLES[found[2]]())}\n\n<!-- end -->"
+        return f"{found[1]}\n{markdown.with_note(TABLES[found[2]]())}\n\n<!-- end -->"
 
     return re.sub(r"(<!-- table: (\w+) -->\n).*?<!-- end -->", fill, text, flags=re.DOTALL)
 

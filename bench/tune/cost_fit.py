@@ -15,14 +15,15 @@ import numpy as np
 from tabulate import tabulate
 
 from nsa_sel.bench.core.cases import LAYERS, Case, layer_selection, make_selection
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.policies.cost import modelled, work
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import CostModel, Costs
 
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that they speak for: same bytes, same matrix units
-MORE_THAN_A_CALL = ("bench_serving", "bench_varlen", "bench_scaling")  # caches, packed batches and ranks: other work under a backend's name
+# Commands whose rows time more than a call (caches, packed batches, ranks) under a backend's name; old rows have the old names.
+MORE_THAN_A_CALL = ("paged_caches", "packed_batches", "weak_scaling", "bench_serving", "bench_varlen", "bench_scaling")
 WAYS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # direction of a row -> way of a cost model
 SCATTER = 0.1  # of a row's percentiles, relative to its median, at which it has half a vote
 HOST_SPREAD = 2.0  # calls that the host bounds take at most so many times as long as the fastest call

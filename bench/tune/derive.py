@@ -15,8 +15,8 @@ import msgspec
 import yaml
 
 from nsa_sel.bench import threshold_optimizer as optimizer
-from nsa_sel.bench.core import records
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core import store
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
 from nsa_sel.settings import tuned
@@ -38,7 +38,7 @@ DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "de
 
 def read_rows(name: str) -> list[Row]:
     """The rows with a time of a JSON-lines file under the repository's root."""
-    return records.measured(records.read(ROOT / name))
+    return store.measured(store.read(ROOT / name))
 
 
 def threshold(found: optimizer.Threshold) -> Threshold:

@@ -18,7 +18,7 @@ from tabulate import tabulate
 
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.cost_fit import case_of, is_cost_row, is_time, models, request_of, sharing_of
 from nsa_sel.bench.tune.derive import H200_RESULTS, cost_rows
 from nsa_sel.core.decision import Offer

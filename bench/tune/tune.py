@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from nsa_sel.attention import STICKY
-from nsa_sel.bench.core import records
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core import store
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.tune_space import Job
 from nsa_sel.errors import ArgumentError, ConfigError, NsaSelError
 from nsa_sel.settings import private, tuned
@@ -150,7 +150,7 @@ def keep(path: Path, row: Row) -> None:
     try:
         before = os.fstat(descriptor).st_size
         try:
-            records.append(path, [row])
+            store.append(path, [row])
         except OSError:
             os.ftruncate(descriptor, before)
             raise

@@ -13,7 +13,7 @@ import torch
 from tabulate import tabulate
 
 from nsa_sel.attention import forget_decisions
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import tune_costs, tune_rows, tune_thresholds
 from nsa_sel.bench.tune.tune import Journal, Report, journal_of, run, using_folder
 from nsa_sel.bench.tune.tune_space import CASES, SPACES, Case, Job, jobs

@@ -19,12 +19,12 @@ import torch
 
 from nsa_sel.attention import forget_decisions
 from nsa_sel.backends.specs import launch_class, tile_columns
-from nsa_sel.bench.core import cases, records, session
+from nsa_sel.bench.core import cases, session, store
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import DENSE, PACKED, named
-from nsa_sel.bench.core.measure import Timing
 from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, make_problem, sample
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.bench.tune.derive import DIRECTIONS
 from nsa_sel.bench.tune.tune import locked, rewrite, watched, written
@@ -147,7 +147,7 @@ def fitted(every: Sequence[Row], known: Sequence[Row], name: str) -> Costs | Non
     """
     keys = {key(row) for row in known}
     unfinished = {row["direction"] for row in every if key(row) not in keys}
-    timed = [row for row in records.measured(known) if row["direction"] not in unfinished and cost_fit.is_cost_row(row)]
+    timed = [row for row in store.measured(known) if row["direction"] not in unfinished and cost_fit.is_cost_row(row)]
     counted = Counter((row["backend"], row["direction"]) for row in timed)
     fit = {of for of, rows in counted.items() if rows > len(cost_fit.TERMS[f"{of[0]}/{cost_fit.WAYS[of[1]]}"])}
     compared = Counter(direction for _, direction in fit)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_sel.bench.core import measure, records
+from nsa_sel.bench.core import environment, store
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.tune import DEATHS, ContextLost, keep, kept
 from nsa_sel.settings import private
 from nsa_sel.settings.config import COMMIT_FLAG
@@ -35,12 +35,12 @@ def key(row: Row) -> Key:
 def facts(stamp: Stamp) -> Row:
     """What every row says of its environment."""
     named = {field: getattr(stamp, field) for field in ("device", "driver", "torch", "triton", "nsa_sel", "kernels")}
-    return {**named, "commit": os.environ.get(COMMIT_FLAG), "command": measure.command()}
+    return {**named, "commit": os.environ.get(COMMIT_FLAG), "command": environment.command()}
 
 
 def read(path: Path) -> dict[Key, Row]:
     """The rows so far, failures included; of two of the same thing the later one. A line that is no row is passed over."""
-    return {key(row): row for row in map(records.parsed, kept(path).splitlines()) if row is not None}
+    return {key(row): row for row in map(store.parsed, kept(path).splitlines()) if row is not None}
 
 
 def collect(
@@ -57,7 +57,7 @@ def collect(
     """
     deadline = time.monotonic() + seconds
     known = read(path)
-    records.mend(path, lambda words: None)
+    store.mend(path, lambda words: None)
     for number, row in enumerate(wanted):
         if key(row) in known:
             continue

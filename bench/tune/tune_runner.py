@@ -12,8 +12,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.bench.core import cases, measure
-from nsa_sel.bench.questions.bench_serving import in_pages
+from nsa_sel.bench.core import cases, timing
+from nsa_sel.bench.questions.paged_caches import in_pages
 from nsa_sel.bench.tune.tune import Times, watched
 from nsa_sel.bench.tune.tune_space import BLOCK, PROBLEMS, Job
 from nsa_sel.core import registry
@@ -45,7 +45,7 @@ def timer(rep: float) -> Time:
     """Times of whole calls on the GPU, plans included; decoding by graph replay, as servers run it."""
 
     def time(work: Callable[[], Any], way: Way) -> Times:
-        found = (measure.replayed_milliseconds if way == "decode" else measure.milliseconds)(work, rep)
+        found = (timing.replayed_milliseconds if way == "decode" else timing.milliseconds)(work, rep)
         return found[0], found[1], found[2]
 
     return time

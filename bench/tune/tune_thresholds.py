@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nsa_sel.bench.core import cases
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import thresholds
 from nsa_sel.bench.tune.cost_fit import case_of
 from nsa_sel.bench.tune.derive import DIRECTIONS, threshold

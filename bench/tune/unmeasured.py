@@ -7,7 +7,7 @@ from typing import Any
 from nsa_sel.settings.devices import MEASURE
 
 NEAREST = "sm90_h200.yaml"  # of the measured profiles the one that `nsa_sel.settings.config.nearest_measured` finds for these
-THRESHOLDS = "python -m nsa_sel.bench.questions.bench_selection --suite threshold --out"
+THRESHOLDS = "python -m nsa_sel.bench.questions.speed --suite threshold --out"
 ADR_RECORD = {64: 0.064, 1024: 0.065}  # L -> ms of the baseline in the record behind ADR-2025-08-M4-02, N 1024, H 8, D 128
 ROWS, WIDTHS, BYTES_EACH, BYTES_PER_SECOND = 1024, 128 + 128, 2, 1e12  # the record's rows, Dk + Dv, 16 bits; about that card's memory
 

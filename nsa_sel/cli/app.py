@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nsa_sel.attention import explain_request, selection_attention
 from nsa_sel.bench import command
-from nsa_sel.bench.core.program import INTERRUPTED
+from nsa_sel.bench.core.command_line import INTERRUPTED
 from nsa_sel.cli import doctor as examination
 from nsa_sel.cli.output import output_file, output_folder, printable
 from nsa_sel.cli.tensor_file import read_problem, write_result

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.bench.core import cases, measure, records, session
+from nsa_sel.bench.core import cases, environment, session, store, timing
 from nsa_sel.bench.core.cases import Case, layers_of, make_selection, random_selection
 from nsa_sel.bench.core.contenders import DENSE, PACKED, dense, named, ours
-from nsa_sel.bench.core.measure import Spread
 from nsa_sel.bench.core.parity import WrongResult, is_causal, make_problem, parity, sample
 from nsa_sel.bench.core.session import Job, measured_rows, wanted
-from nsa_sel.bench.questions import bench_dense, bench_selection
-from nsa_sel.bench.questions.bench_selection import QUICK, SUITES, Suite, jobs, suites_of
+from nsa_sel.bench.core.timing import Spread
+from nsa_sel.bench.questions import one_range, speed
+from nsa_sel.bench.questions.speed import QUICK, SUITES, Suite, jobs, suites_of
 from nsa_sel.bench.report import summary
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -101,7 +101,7 @@ def test_jobs_follow_suites_backends_and_names() -> None:
         found = jobs(suites_of(suites, False, "cuda"), named(backends), only)
         return {job.case.case: [contender.name for contender in job.contenders] for job in found}
 
-    every = backends_of("all", ",".join(bench_selection.BACKENDS))
+    every = backends_of("all", ",".join(speed.BACKENDS))
     assert every["real-8k-h16"] == ["triton-tile", "triton-block", "triton-group", "cupy-cuda", PACKED, DENSE]
     assert every["random-64k-h16"] == every["real-8k-layer07-h4"] == ["triton-tile", "triton-block", "triton-group", "cupy-cuda", DENSE]
     assert every["decode-B1-64k-h16"] == every["threshold-decode-D64-L64"] == ["triton-group", "cupy-cuda", PACKED, DENSE]
@@ -126,8 +126,8 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
         work()
         return Spread(2.0, 1.0, 3.0, 1.5, 2.5, 7)
 
-    monkeypatch.setattr(measure, "milliseconds", milliseconds)
-    monkeypatch.setattr(measure, "workspace_bytes", lambda work, device: len(work()))
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    monkeypatch.setattr(timing, "workspace_bytes", lambda work, device: len(work()))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
 
@@ -139,7 +139,7 @@ def test_rows_have_the_agreed_keys(contender: Any, S: int) -> None:
     case = TINY._replace(S=S)
     directions = ("fwd", "bwd", "fwd+bwd") if S > 1 else ("decode",)
     job = Job(case, (contender,), directions, 8)
-    rows = list(measured_rows(job, wanted(job), measure.environment(), "cpu", pytest.fail))
+    rows = list(measured_rows(job, wanted(job), environment.stamp(), "cpu", pytest.fail))
     assert [row["direction"] for row in rows] == list(directions)
     for row in rows:
         assert set(row) == KEYS
@@ -345,8 +345,8 @@ def test_tables_need_no_rows_and_later_rows_count(name: str) -> None:
 
 
 def test_the_ways_through_one_range_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_dense.main(tmp_path / "dense.jsonl", "cpu", quick=True)
-    rows = records.read(tmp_path / "dense.jsonl")
+    one_range.main(tmp_path / "dense.jsonl", "cpu", quick=True)
+    rows = store.read(tmp_path / "dense.jsonl")
     assert [row["backend"] for row in rows] == ["packed-dense", "packed-varlen", "dense-cudnn"] * 2
     assert all(row["mae"] is None or row["mae"] < 1e-3 for row in rows)
     assert rows[-1]["mae"] is not None, "the whole prefix is what dense attention computes"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_sel.bench.core import records
+from nsa_sel.bench.core import store
 from nsa_sel.bench.questions import autotune_sweep
 from nsa_sel.bench.questions.autotune_sweep import SHAPE, report, sweep, table
 from nsa_sel.bench.tune.tune import ContextLost, Times
@@ -32,7 +32,7 @@ def measured(job: Job, problem: str, config: KernelConfig) -> Times:
 def test_every_config_of_the_hot_shape_has_a_row_and_the_fastest_are_listed_by_bucket(tmp_path: Path) -> None:
     file, told = tmp_path / "autotune.jsonl", list[str]()
     rows = sweep(FOUND, measured, file, FACTS, told.append, 60)
-    assert records.read(file) == rows
+    assert store.read(file) == rows
     assert len(rows) == sum(1 + len(job.candidates) for job in FOUND)
     assert {row["kernel"] for row in rows} == {f"triton-group/{name}" for name in ("forward", "forward-blocks", "dq", "dq-blocks", "dkdv")}
     assert {(row["h"], row["Dk"], row["Dv"], row["L"], row["bucket"]) for row in rows} == {(8, 128, 128, L, L) for L in (128, 256, 512)}
@@ -41,7 +41,7 @@ def test_every_config_of_the_hot_shape_has_a_row_and_the_fastest_are_listed_by_b
     shown = lines(table(rows, top=2))
     for job in FOUND:
         mine = [row for row in shown if (row["kernel"], row["L bucket"]) == (job.kernel, str(job.key.L))]
-        ranked = [row for row in records.measured(rows) if (row["kernel"], row["L"]) == (job.kernel, job.case.L)]
+        ranked = [row for row in store.measured(rows) if (row["kernel"], row["L"]) == (job.kernel, job.case.L)]
         assert [float(row["ms"]) for row in mine[:2]] == sorted(row["ms_median"] for row in ranked)[:2]
         committed = job.launch_id(job.committed) + " (committed)"
         assert [row["against committed"] for row in mine if row["config"] == committed] in ([], ["1.00x"])
@@ -64,9 +64,9 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     rows = sweep(FOUND[:2], measured, file, FACTS, told.append, 60)
     assert [row["config"] for row in rows[:4]] == asked
     assert [row["ms_median"] for row in rows[:4]] == [1.0] * 4
-    assert len({tuple(row[field] for field in (*SHAPE, "config")) for row in rows}) == len(rows) == len(records.read(file))
+    assert len({tuple(row[field] for field in (*SHAPE, "config")) for row in rows}) == len(rows) == len(store.read(file))
     again = sweep(FOUND[:2], measured, file, FACTS | {"commit": "another"}, told.append, 60)
-    assert len(records.read(file)) == 2 * len(again)
+    assert len(store.read(file)) == 2 * len(again)
 
 
 def test_a_sweep_without_a_gpu_or_a_triton_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import nsa_sel
 from nsa_sel import attention
-from nsa_sel.bench.questions import bench_overhead
-from nsa_sel.bench.questions.bench_overhead import (
+from nsa_sel.bench.questions import host_time
+from nsa_sel.bench.questions.host_time import (
     CHOSEN,
     FURTHER,
     MANY,
@@ -77,7 +77,7 @@ def test_what_is_replaced_comes_back() -> None:
 @pytest.mark.parametrize(("needs_grad", "least"), [(False, "backend"), (True, "node")])
 def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatch, needs_grad: bool, least: str) -> None:
     clock = iter(range(1, 1000))
-    monkeypatch.setattr(bench_overhead, "microseconds", lambda *_: float(next(clock)))
+    monkeypatch.setattr(host_time, "microseconds", lambda *_: float(next(clock)))
     times = measured(make_problem("cpu", needs_grad), CHOSEN, rounds=3, calls=1)
     assert all(len(taken) == 3 for taken in times.values())
     for call, backend, beyond in zip(times["call"], times[least], times["beyond the backend"], strict=True):
@@ -95,9 +95,9 @@ def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(name: str) -> Callable[[], float]:
         return lambda: fake[name][0] - (fake[name][1] if attention.begin is not begin else 0)
 
-    monkeypatch.setattr(bench_overhead, "parts", lambda *_: {"call": work("call"), "backend": lambda: 4.0})
-    monkeypatch.setattr(bench_overhead, "compiled_parts", lambda *_: {name: work(name) for name in fake if name != "call"})
-    monkeypatch.setattr(bench_overhead, "microseconds", lambda work, *_: work())
+    monkeypatch.setattr(host_time, "parts", lambda *_: {"call": work("call"), "backend": lambda: 4.0})
+    monkeypatch.setattr(host_time, "compiled_parts", lambda *_: {name: work(name) for name in fake if name != "call"})
+    monkeypatch.setattr(host_time, "microseconds", lambda work, *_: work())
     times = measured(make_problem("cpu", False), NOTHING, rounds=1, calls=1, compiler="eager")
     assert (times["further call"], times["further compiled call"], times["compiling adds"]) == ([3.0], [6.0], [3.0])
     assert (times["deciding"], times["deciding, compiled"], times["op"]) == ([1.0], [1.5], [2.5])
@@ -131,7 +131,7 @@ def test_compiled_parts_do_the_same() -> None:
 def test_rows(tmp_path: Path) -> None:
     out = tmp_path / "overhead.jsonl"
     app = typer.Typer()
-    app.command()(bench_overhead.main)
+    app.command()(host_time.main)
     only = [part for name in (NOTHING, CHOSEN, "numba") for part in ("--backend", name)]
     result = CliRunner().invoke(
         app, ["--out", str(out), "--rounds", "2", "--calls", "2", "--device", "cpu", "--compiler", "eager", "--S", "70", *only]

@@ -18,11 +18,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from nsa_sel.bench.core import measure, records, session
+from nsa_sel.bench.core import environment, markdown, session, store, timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import PACKED, ours
-from nsa_sel.bench.core.measure import Spread, Timing, milliseconds, spread
 from nsa_sel.bench.core.session import Job, run, wanted
+from nsa_sel.bench.core.timing import Spread, Timing, milliseconds, spread
 from nsa_sel.bench.report import summary
 from nsa_sel.bench.tune.cost_fit import is_cost_row
 from nsa_sel.errors import ArgumentError
@@ -37,14 +37,14 @@ def test_times_that_scatter_are_marked_where_they_are_quoted() -> None:
         return {"case": "real-8k-h1", "direction": "fwd", "backend": "triton-tile", "ms_median": 1.0, "ms_p20": p20, "ms_p80": p80}
 
     near, far = row(0.91, 1.1), row(0.91, 1.12)
-    assert (records.ms(near), records.ms(far)) == ("1", "1†")
-    assert records.with_note(summary.performance_table([near])).count("†") == 0
-    assert records.with_note(summary.performance_table([far])).endswith("† a time that scatters: " + records.MARK_NOTE.partition(": ")[2])
+    assert (markdown.ms(near), markdown.ms(far)) == ("1", "1†")
+    assert markdown.with_note(summary.performance_table([near])).count("†") == 0
+    assert markdown.with_note(summary.performance_table([far])).endswith("† a time that scatters: " + markdown.MARK_NOTE.partition(": ")[2])
     of_curve = [far | {"direction": "bwd"}, near | {"direction": "bwd", "backend": "dense-cudnn", "ms_median": 2.0}]
     assert "8k 2.00x†" in summary.breakeven_table(of_curve)
     assert "8k 2.00x |" in summary.breakeven_table([near | {"direction": "bwd"}, of_curve[1]])
     del far["ms_p20"]
-    assert records.ms(far) == "1"
+    assert markdown.ms(far) == "1"
 
 
 # Times
@@ -61,13 +61,13 @@ def test_a_bootstrap_interval_covers_the_true_median_as_often_as_it_says() -> No
 
 
 def test_as_many_calls_are_timed_as_asked_for_and_slow_ones_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SETTLE", 0)
+    monkeypatch.setattr(timing, "SETTLE", 0)
     made: list[None] = []
     times = milliseconds(lambda: made.append(None), device="cpu", timing=Timing(calls=11, warmup=5))
-    assert (times.calls, len(made)) == (11, measure.LEAST_CALLS + 5 + 11)
-    monkeypatch.setattr(measure, "MOST_SECONDS", 0.02)
+    assert (times.calls, len(made)) == (11, timing.LEAST_CALLS + 5 + 11)
+    monkeypatch.setattr(timing, "MOST_SECONDS", 0.02)
     slow = milliseconds(lambda: time.sleep(0.02), device="cpu", timing=Timing(calls=50))  # each takes as long, or longer
-    assert slow.calls == measure.LEAST_CALLS
+    assert slow.calls == timing.LEAST_CALLS
     assert 20 <= slow.p20 <= slow.median <= slow.p80
 
 
@@ -79,25 +79,27 @@ def test_clocks_and_temperature_are_read_and_remembered(monkeypatch: pytest.Monk
         asked.append(command)
         return next(answers)
 
-    monkeypatch.setattr(measure, "_output", output)
-    monkeypatch.setattr(measure, "STATE_SECONDS", 7200.0)  # the two readings may be far apart on a busy machine
-    monkeypatch.setattr(measure, "_last_state", (-7200.0, {}))
+    monkeypatch.setattr(environment, "_output", output)
+    monkeypatch.setattr(environment, "STATE_SECONDS", 7200.0)  # the two readings may be far apart on a busy machine
+    monkeypatch.setattr(environment, "_last_state", (-7200.0, {}))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": "12-34"})())
-    assert measure.gpu_state() == measure.gpu_state() == {"sm_mhz": 1980, "memory_mhz": 3201, "temperature_c": 41}
+    assert environment.gpu_state() == environment.gpu_state() == {"sm_mhz": 1980, "memory_mhz": 3201, "temperature_c": 41}
     assert len(asked) == 1
     assert asked[0][:3] == ("nvidia-smi", "-i", "GPU-12-34")
     assert not any(word.startswith(("-ac", "-lgc", "--lock", "--applications", "-rac", "-rgc")) for word in asked[0])
-    monkeypatch.setattr(measure, "STATE_SECONDS", 0.0)
-    assert measure.gpu_state() == {"sm_mhz": None, "memory_mhz": 3201, "temperature_c": 55}
-    assert set(measure.gpu_state("cpu").values()) == {None}
+    monkeypatch.setattr(environment, "STATE_SECONDS", 0.0)
+    assert environment.gpu_state() == {"sm_mhz": None, "memory_mhz": 3201, "temperature_c": 55}
+    assert set(environment.gpu_state("cpu").values()) == {None}
 
 
 def test_the_command_is_free_of_machine_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/nsa-sel", "bench", "--out", "/home/me/rows", "--csv=/home/me/x.csv", "--only", "a b"])
-    assert measure.environment("cpu")["command"] == "nsa-sel bench --out rows --csv=x.csv --only 'a b'"
-    monkeypatch.setattr(sys, "argv", ["/home/me/bench/bench_cpu.py", "--quick"])
-    assert measure.environment("cpu")["command"] == "python -m nsa_sel.bench.questions.bench_cpu --quick"
+    assert environment.stamp("cpu")["command"] == "nsa-sel bench --out rows --csv=x.csv --only 'a b'"
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench/questions/cpu_backends.py"), "--quick"])
+    assert environment.stamp("cpu")["command"] == "python -m nsa_sel.bench.questions.cpu_backends --quick"
+    monkeypatch.setattr(sys, "argv", ["/home/me/examples/train.py"])
+    assert environment.stamp("cpu")["command"] == "python examples/train.py"
 
 
 def test_the_commit_names_changes_but_not_those_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,16 +110,16 @@ def test_the_commit_names_changes_but_not_those_of_rows(monkeypatch: pytest.Monk
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
     for command in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "first")):
         subprocess.run(("git", *command), cwd=tmp_path, check=True)
-    monkeypatch.setattr(measure, "ROOT", tmp_path)
-    clean = measure.environment("cpu")["commit"]
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    clean = environment.stamp("cpu")["commit"]
     (tmp_path / "bench/results/rows.jsonl").write_text("1\n2\n")
-    assert measure.environment("cpu")["commit"] == clean
+    assert environment.stamp("cpu")["commit"] == clean
     (tmp_path / "code.py").write_text("2\n")
-    changed = measure.environment("cpu")["commit"]
+    changed = environment.stamp("cpu")["commit"]
     assert changed.startswith(f"{clean}+")
-    assert measure.environment("cpu")["commit"] == changed
+    assert environment.stamp("cpu")["commit"] == changed
     (tmp_path / "code.py").write_text("3\n")
-    assert measure.environment("cpu")["commit"] not in (clean, changed)
+    assert environment.stamp("cpu")["commit"] not in (clean, changed)
 
 
 # Runs
@@ -133,7 +135,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken.append("")
         return Spread(1.0, 1.0, 1.0, 1.0, 1.0, 3)
 
-    monkeypatch.setattr(measure, "milliseconds", quickly)
+    monkeypatch.setattr(timing, "milliseconds", quickly)
     monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
     return taken
 
@@ -151,13 +153,13 @@ def test_what_stands_in_the_file_is_not_measured_again(timed: list[str], tmp_pat
     assert {(row["backend"], row["direction"]) for row in both} == {(b, d) for b in (PACKED, "numba") for d in ("fwd", "bwd")}
     assert run([job()], out, "cpu", QUIET) == both
     assert len(timed) == 4
-    assert len(records.read(out)) == 4
+    assert len(store.read(out)) == 4
     run([job(streams=2)], out, "cpu", QUIET)
     assert len(timed) == 8
     monkeypatch.setenv("NSA_SEL_COMMIT", "def5678")
     run([job()], out, "cpu", QUIET)
-    assert (len(timed), len(records.read(out))) == (12, 12)
-    assert {row["commit"] for row in records.of_last_environment(records.read(out))} == {"def5678"}
+    assert (len(timed), len(store.read(out))) == (12, 12)
+    assert {row["commit"] for row in store.of_last_environment(store.read(out))} == {"def5678"}
 
 
 @pytest.mark.parametrize("where", ["inputs", "parity", "bwd"])
@@ -187,7 +189,7 @@ def test_cases_out_of_memory_have_rows_and_are_passed_over(
     assert len(run([job()], out, "cpu", QUIET)) == 4  # they stand: not tried again
     assert len(timed) == before
     # Nobody who reads rows takes them for measurements.
-    assert len(records.measured(rows)) == len(rows) - len(gone)
+    assert len(store.measured(rows)) == len(rows) - len(gone)
     assert not any(is_cost_row(row) for row in gone)
     assert not {row["direction"] for row in gone} & {direction for _, direction in summary.indexed(rows)}
 
@@ -195,9 +197,9 @@ def test_cases_out_of_memory_have_rows_and_are_passed_over(
 def test_old_rows_are_read_and_count_as_measured() -> None:
     """Keys were added since; nothing that a committed row lacks is needed."""
     for name in ("h200/selection.jsonl", "cpu/numba_vs_sdpa.jsonl"):
-        rows = records.read(ROOT / "bench/results" / name)
-        assert records.measured(rows) == rows
-        assert len({records.key(row) for row in rows}) == len(rows)
+        rows = store.read(ROOT / "bench/results" / name)
+        assert store.measured(rows) == rows
+        assert len({store.key(row) for row in rows}) == len(rows)
 
 
 # Files
@@ -205,19 +207,19 @@ def test_old_rows_are_read_and_count_as_measured() -> None:
 
 def test_a_torn_last_line_is_dropped_with_a_word(tmp_path: Path) -> None:
     file, told = tmp_path / "rows.jsonl", []
-    records.append(file, [{"a": 1}, {"a": 2}])
+    store.append(file, [{"a": 1}, {"a": 2}])
     whole = file.read_bytes()
     for length in range(1, len(whole) + 1):
         file.write_bytes(whole[:length])
-        kept = records.read(file)
+        kept = store.read(file)
         told.clear()
-        records.mend(file, told.append)
-        assert records.read(file) == kept  # reading and mending agree
+        store.mend(file, told.append)
+        assert store.read(file) == kept  # reading and mending agree
         assert len(told) == (length not in (len(whole), len(whole) - 1, whole.index(b"\n"), whole.index(b"\n") + 1))
         assert all(word.startswith("rows.jsonl: dropped") for word in told)
-        records.append(file, [{"a": 3}])
-        assert records.read(file) == [*kept, {"a": 3}]
-    records.mend(tmp_path / "none.jsonl", told.append)
+        store.append(file, [{"a": 3}])
+        assert store.read(file) == [*kept, {"a": 3}]
+    store.mend(tmp_path / "none.jsonl", told.append)
     assert not (tmp_path / "none.jsonl").exists()
 
 
@@ -225,9 +227,9 @@ def test_a_bad_line_elsewhere_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
     with pytest.raises(ArgumentError, match=r"line 2 of .*restore the line, or drop it"):
-        records.read(file)
+        store.read(file)
     with pytest.raises(ArgumentError, match="No such file"):
-        records.read(tmp_path / "none.jsonl")
+        store.read(tmp_path / "none.jsonl")
 
 
 JOBS = [job(case=TINY._replace(case=f"case-{number}")) for number in range(50)]
@@ -250,29 +252,29 @@ def append_in_pieces(file: Path, rows: list[dict[str, Any]], pieces: int) -> Non
 def interrupt_and_resume(out: Path, kills: int) -> None:
     """Run `JOBS` in children whose rows cost nothing, kill that many of them in the middle of a row, and let the last one finish."""
     facts = {"commit": "abc1234", "device": "none"}
-    measure.environment = lambda device: facts
+    environment.stamp = lambda device: facts
     session.make_problem = session.sample = lambda *_: None  # type: ignore[assignment]
     session.contender_rows = lambda job, contender, directions, *_: (  # type: ignore[assignment]
-        measure.row(job.case, way, contender.name, Spread(*[1.0] * 5, 3), filler="x" * 60_000) for way in directions
+        timing.row(job.case, way, contender.name, Spread(*[1.0] * 5, 3), filler="x" * 60_000) for way in directions
     )
-    expected = {records.key({**facts, **row}) for one in JOBS for row in wanted(one)}
+    expected = {store.key({**facts, **row}) for one in JOBS for row in wanted(one)}
     moments, seen, found, torn = random.Random(0), [], [], 0
     for attempt in range(kills + 1):
         rows, pieces = moments.randrange(len(expected) // kills), moments.randint(1, PIECES)
         child = os.fork()
         if not child:
             left = iter([*[0] * rows, pieces] if attempt < kills else ())
-            records.append = lambda file, rows: append_in_pieces(file, rows, next(left, 0))  # noqa: B023, of this child alone
+            store.append = lambda file, rows, **_: append_in_pieces(file, rows, next(left, 0))  # noqa: B023, of this child alone
             run(JOBS, out, "cpu", QUIET)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         assert os.WIFSIGNALED(status) if attempt < kills else status == 0, "it finished before the last kill: the test needs more rows"
         torn += out.exists() and not out.read_bytes().endswith(b"\n")
-        seen = records.read(out) if out.exists() else []  # any bad line but a torn last one raises
+        seen = store.read(out) if out.exists() else []  # any bad line but a torn last one raises
         assert seen[: len(found)] == found, "a finished row was lost or changed"
         found = seen
     assert torn, "no kill tore a line"
-    keys = [records.key(row) for row in found]
+    keys = [store.key(row) for row in found]
     assert len(keys) == len(set(keys)), "a row was measured twice"
     assert set(keys) == expected
     assert all(json.loads(line) for line in out.read_text().splitlines())

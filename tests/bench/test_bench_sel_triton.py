@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from nsa_sel.bench import bench_sel_triton, command, sel_threshold_from_csv
 from nsa_sel.bench.bench_sel_triton import SEED, SEED_DECODE, from_csv
-from nsa_sel.bench.core import cases, measure, records, session
+from nsa_sel.bench.core import cases, environment, session, store, timing
 from nsa_sel.bench.core.cases import Case, length_of, make_selection, span_case
 from nsa_sel.bench.core.contenders import named, ours
-from nsa_sel.bench.core.measure import Spread, Timing
 from nsa_sel.bench.core.parity import is_causal, make_problem, parity, sample
 from nsa_sel.bench.core.peers import peers
 from nsa_sel.bench.core.session import able
-from nsa_sel.bench.questions import bench_cpu, bench_selection
+from nsa_sel.bench.core.timing import Spread, Timing
+from nsa_sel.bench.questions import cpu_backends, speed
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
 from tests.bench.test_bench import lines
@@ -110,7 +110,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> list[Timing]:
         asked.append(timing)
         return Spread(2.0, 1.0, 3.0, 1.5, 2.5, timing.calls or 3)
 
-    monkeypatch.setattr(measure, "milliseconds", milliseconds)
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
     monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
     return asked
 
@@ -134,7 +134,7 @@ def test_every_flag_on_a_cpu(quickly: list[Timing], tmp_path: Path, monkeypatch:
     assert [shown[-1][x] for x in ("case", "direction", "backend", "ms", "95% CI", "20th to 80th", "calls", "against packed")] == [
         *("mixed-N8-H2-D16-Dv16-L40", "bwd", "numba", "2†", "1.5 to 2.5", "1 to 3", "7", "1.00x")
     ]
-    rows = records.read(tmp_path / "out" / "rows.jsonl")
+    rows = store.read(tmp_path / "out" / "rows.jsonl")
     assert len(rows) == 2 * 2 * 2 * 2 * 2  # Dv, L, dist, direction, backend
     assert {(row["backend"], row["direction"], row["iters"], row["warmup"], row["streams"]) for row in rows} == {
         (backend, way, 7, 2, 1) for backend in ("sdpa-packed", "numba") for way in ("fwd", "bwd")
@@ -162,9 +162,9 @@ def test_every_flag_on_a_cpu(quickly: list[Timing], tmp_path: Path, monkeypatch:
 
 
 def test_streams_share_the_time_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_on_streams", lambda work, count: lambda: [work() for _ in range(count)])
-    monkeypatch.setattr(measure, "_timed_on_cpu", lambda work, calls: [float(len(work()))] * calls)
-    assert measure.milliseconds(lambda: None, device="cpu", timing=Timing(calls=5, streams=4)) == Spread(1, 1, 1, 1, 1, 5)
+    monkeypatch.setattr(timing, "_on_streams", lambda work, count: lambda: [work() for _ in range(count)])
+    monkeypatch.setattr(timing, "_timed_on_cpu", lambda work, calls: [float(len(work()))] * calls)
+    assert timing.milliseconds(lambda: None, device="cpu", timing=Timing(calls=5, streams=4)) == Spread(1, 1, 1, 1, 1, 5)
 
 
 # Commands
@@ -184,7 +184,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         Case("tiny", "random", 1, 64, 64, 2, 2, 16, 16, 2, 16, "bfloat16"),
         Case("one", "random", 2, 1, 64, 2, 2, 16, 16, 2, 16, "bfloat16"),
     ]
-    monkeypatch.setattr(bench_selection, "QUICK", bench_selection.QUICK._replace(cases=lambda: quick))
+    monkeypatch.setattr(speed, "QUICK", speed.QUICK._replace(cases=lambda: quick))
 
 
 @pytest.mark.usefixtures("quickly", "tiny")
@@ -192,10 +192,10 @@ def test_nsa_sel_bench_measures_both_matrices(tmp_path: Path) -> None:
     result = bench(tmp_path, "--quick")
     assert result.exit_code == 0, result.output
     assert {file.name for file in tmp_path.iterdir()} == {"rows.jsonl", "dense.csv", "decode.csv", "report.md"}
-    assert {row["direction"] for row in records.read(tmp_path / "rows.jsonl")} == {"fwd", "bwd", "decode"}
+    assert {row["direction"] for row in store.read(tmp_path / "rows.jsonl")} == {"fwd", "bwd", "decode"}
     suites = bench(tmp_path, "--quick", "--suite", "performance", "--only", "tiny", "--backends", "sdpa-packed")
     assert suites.exit_code == 0, suites.output
-    assert [row["direction"] for row in records.read(tmp_path / "suites.jsonl")] == ["fwd", "bwd", "fwd+bwd"]
+    assert [row["direction"] for row in store.read(tmp_path / "suites.jsonl")] == ["fwd", "bwd", "fwd+bwd"]
     for arguments, words in ((("--suite", "performance"), "pass --quick"), (("--suite", "speed"), "--suite is speed")):
         refused = bench(tmp_path, *arguments)
         assert refused.exit_code == 2
@@ -269,25 +269,25 @@ def test_nsa_sel_bench_refuses_before_the_first_measurement(tmp_path: Path, monk
 @pytest.mark.usefixtures("quickly", "tiny")
 @pytest.mark.parametrize("after", [0, 3])
 def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    append, written = records.append, []
+    append, written = store.append, []
 
-    def interrupted(file: Path, rows: list[records.Row]) -> None:
+    def interrupted(file: Path, rows: list[store.Row], **_: Any) -> None:
         if len(written) == after:
             raise KeyboardInterrupt
         written.extend(rows)
         append(file, rows)
 
-    monkeypatch.setattr(records, "append", interrupted)
+    monkeypatch.setattr(store, "append", interrupted)
     result = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
     assert result.exit_code == 130
     assert isinstance(result.exception, SystemExit)
     assert f"stands in {tmp_path / 'rows.jsonl'}: the same command, writing there, goes on where it stopped" in result.output
-    monkeypatch.setattr(records, "append", append)
+    monkeypatch.setattr(store, "append", append)
     again = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
     assert again.exit_code == 0
-    assert len(records.read(tmp_path / "rows.jsonl")) == 2 * 3  # forward and backward of one case, decoding of another
+    assert len(store.read(tmp_path / "rows.jsonl")) == 2 * 3  # forward and backward of one case, decoding of another
     assert (f"{after} of 4 rows stood in rows.jsonl" in again.output) == bool(after)
-    monkeypatch.setattr(records, "append", interrupted)
+    monkeypatch.setattr(store, "append", interrupted)
     del written[after:]
     assert script(monkeypatch, "--quick", "--out", tmp_path / "other") == 130
 
@@ -300,7 +300,7 @@ def test_peers_are_measured_beside_ours_or_say_what_they_lack(tmp_path: Path, mo
     said = " ".join(result.stderr.split())
     for words in ("dense-cudnn is left out: needs a GPU", "flash-linear-attention is not installed: pip install flash-linear-attention"):
         assert words in said
-    found = {(row["backend"], row["direction"]): row for row in records.read(tmp_path / "peers.jsonl")}
+    found = {(row["backend"], row["direction"]): row for row in store.read(tmp_path / "peers.jsonl")}
     every = ("fwd", "bwd", "fwd+bwd", "decode")
     assert {name: [way for way in every if (name, way) in found] for name, _ in found} == {
         **{backend: list(every) for backend in ("sdpa-packed", "numba", "masked-sdpa", "dense-sdpa")},
@@ -391,11 +391,11 @@ def test_others_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bench_cpu_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench_cpu, "QUICK", Case("quick", "random", 1, 64, 64, 2, 2, 16, 16, 2, 16, "float32"))
-    monkeypatch.setattr(measure, "SETTLE", 0)
-    bench_cpu.main(quick=True, repeats=2, threads=None, out=tmp_path / "rows.jsonl")
-    rows = records.read(tmp_path / "rows.jsonl")
-    committed = records.read(measure.ROOT / "bench/results/cpu/numba_vs_sdpa.jsonl")
+    monkeypatch.setattr(cpu_backends, "QUICK", Case("quick", "random", 1, 64, 64, 2, 2, 16, 16, 2, 16, "float32"))
+    monkeypatch.setattr(timing, "SETTLE", 0)
+    cpu_backends.main(quick=True, repeats=2, threads=None, out=tmp_path / "rows.jsonl")
+    rows = store.read(tmp_path / "rows.jsonl")
+    committed = store.read(environment.ROOT / "bench/results/cpu/numba_vs_sdpa.jsonl")
     assert [(row["backend"], row["direction"]) for row in rows] == [(row["backend"], row["direction"]) for row in committed]
     assert all(set(row) >= set(committed[0]) for row in rows)
     assert all((row["mae"] is None) == (row["backend"] == "dense-causal-sdpa") and row["calls"] == 2 for row in rows)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv, threshold_optimizer
 from nsa_sel.bench.bench_sel_triton import from_csv, to_csv
-from nsa_sel.bench.core import cases, records
+from nsa_sel.bench.core import cases, store
 from nsa_sel.bench.threshold_optimizer import decided, profile, sentence, thresholds
 from nsa_sel.bench.tune import derive
 from nsa_sel.cli.app import app
@@ -145,7 +145,7 @@ def folder(tmp_path: Path) -> Path:
     """rows.jsonl and the CSV files of a matrix."""
     dense = rows_of({64: (1, 1.1), 256: (1, 3)})
     varlen = [*rows_of({64: (1, 2), 256: (1, 4)}, dist="mixed"), *rows_of({64: (1, 2)}, dist="many")]
-    records.append(tmp_path / "rows.jsonl", [*dense, *varlen])
+    store.append(tmp_path / "rows.jsonl", [*dense, *varlen])
     bench_sel_triton.write(tmp_path, tmp_path)
     return tmp_path
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from nsa_sel import decisions
-from nsa_sel.bench.core import cases, measure, records
+from nsa_sel.bench.core import cases, store, timing
 from nsa_sel.bench.core.cases import Case, make_selection, packed_bounds
-from nsa_sel.bench.core.measure import Spread
-from nsa_sel.bench.questions import bench_varlen
+from nsa_sel.bench.core.timing import Spread
+from nsa_sel.bench.questions import packed_batches
 from nsa_sel.errors import ArgumentError
 
 
 def test_cases_begin_with_blocks_or_do_not() -> None:
-    for case in (*cases.packed_cases(), *bench_varlen.QUICK):
+    for case in (*cases.packed_cases(), *packed_batches.QUICK):
         bounds = packed_bounds(case)
         assert (len(bounds), bounds[0], bounds[-1]) == (13, 0, case.S)
         assert [bound % case.block == 0 for bound in bounds[1:-1]] == ["whole" in case.case] * 11
-        names = [contender.name for contender in bench_varlen.contenders(case, bench_varlen.BACKENDS)]
+        names = [contender.name for contender in packed_batches.contenders(case, packed_batches.BACKENDS)]
         assert ("triton-tile" in names) == ("whole" in case.case)
         assert ("triton-tile-copied" in names) == ("odd" in case.case)
         assert {"triton-group", "triton-tile-each"} <= set(names)
@@ -45,13 +45,13 @@ def test_every_way_gives_right_results(tmp_path: Path, monkeypatch: pytest.Monke
         work()
         return Spread(2.0, 1.0, 3.0, 1.5, 2.5, 7)
 
-    monkeypatch.setattr(measure, "milliseconds", milliseconds)
-    monkeypatch.setattr(measure, "workspace_bytes", lambda work, device: len(work()))
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    monkeypatch.setattr(timing, "workspace_bytes", lambda work, device: len(work()))
     monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
     tiny = [Case(f"packed-{kind}-256", "packed", 1, 256, 256, 1, 1, 16, 16, 2, 2, "float32") for kind in ("whole", "odd")]
-    monkeypatch.setattr(bench_varlen, "QUICK", tiny)
-    bench_varlen.main(tmp_path / "rows.jsonl", "numba", "cpu", quick=True)
-    rows = records.read(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(packed_batches, "QUICK", tiny)
+    packed_batches.main(tmp_path / "rows.jsonl", "numba", "cpu", quick=True)
+    rows = store.read(tmp_path / "rows.jsonl")
     assert [(row["case"], row["backend"]) for row in rows if row["direction"] == "fwd"] == [
         *(("packed-whole-256", name) for name in ("numba", "numba-each")),
         *(("packed-odd-256", name) for name in ("numba", "numba-each", "numba-copied")),
@@ -59,4 +59,4 @@ def test_every_way_gives_right_results(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(row["mae"] < 1e-6 for row in rows)
     assert decisions()[-1].request.block_size == 2  # of numba-copied; the case's own selection is no longer of blocks
     with pytest.raises(ArgumentError, match=r"--device is cpu; .*--quick"):
-        bench_varlen.main(tmp_path / "rows.jsonl", "", "cpu", quick=False)
+        packed_batches.main(tmp_path / "rows.jsonl", "", "cpu", quick=False)

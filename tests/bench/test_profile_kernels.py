@@ -7,9 +7,9 @@ import io
 
 import pytest
 
-from nsa_sel.bench.core import records
-from nsa_sel.bench.core.kernel_times import short
-from nsa_sel.bench.questions.profile_kernels import PROFILED, case_of, counters
+from nsa_sel.bench.core import store
+from nsa_sel.bench.questions.kernel_counters import PROFILED, case_of, counters
+from nsa_sel.bench.questions.kernel_times import short
 from nsa_sel.bench.report import trials
 from nsa_sel.bench.report.tables import H200_TRIALS
 from nsa_sel.bench.tune.derive import ROOT
@@ -60,5 +60,5 @@ def test_names_of_kernels(name: str, expected: str) -> None:
 
 
 def test_every_trial_has_its_rows() -> None:
-    table = trials.trials_table(records.read(ROOT / H200_TRIALS))
+    table = trials.trials_table(store.read(ROOT / H200_TRIALS))
     assert len(table.splitlines()) == len(trials.TRIALS) + 2

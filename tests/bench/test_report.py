@@ -13,10 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.markdown import factor
 from nsa_sel.bench.report import report, report_page
 from nsa_sel.bench.report.report_figures import DARK, LIGHT, ROLES
 from nsa_sel.bench.report.report_policy import MAPS, picks
-from nsa_sel.bench.report.summary import DENSE, PACKED, Row, gain_of, indexed, performance_table, speed_up
+from nsa_sel.bench.report.summary import DENSE, PACKED, Row, indexed, performance_table, speed_up
 from nsa_sel.bench.report.tables import H200_PEERS
 from nsa_sel.bench.tune import regret
 from nsa_sel.bench.tune.derive import H200_ROWS, ROOT, read_rows
@@ -158,13 +159,13 @@ def test_numbers_are_those_of_the_rows() -> None:
         gain = speed_up(found, PACKED)
         if gain is not None and case.startswith("threshold"):
             D, L = (int(re.findall(rf"-{letter}(\d+)", case)[0]) for letter in "DL")
-            assert (direction, "packed SDPA", str(D), str(L), gain_of(gain)) in lines
+            assert (direction, "packed SDPA", str(D), str(L), factor(gain)) in lines
     both = table["real-8k-h1", "fwd+bwd"]
     best = min((name for name in both if name.startswith("triton")), key=lambda name: float(both[name]["ms_median"]))
-    assert ("fwd+bwd", "text", "1", "8k", gain_of(speed_up(both)), best) in lines
+    assert ("fwd+bwd", "text", "1", "8k", factor(speed_up(both)), best) in lines
     alone = [speed_up(found) or 0 for (case, way), found in table.items() if re.fullmatch(r"real-8k-layer\d\d-h1", case) and way == "bwd"]
     (verdict,) = [line for line in lines if line[:3] == ("every layer of the model", "bwd", "1")]
-    assert verdict[3:6] == ("30", str(sum(gain > 1 for gain in alone)), gain_of(min(alone)))
+    assert verdict[3:6] == ("30", str(sum(gain > 1 for gain in alone)), factor(min(alone)))
     documents = [[cell.strip() for cell in line.strip("|").split("|")] for line in performance_table(rows).splitlines()[2:]]
     assert all(tuple(line) in lines for line in documents)
     settings = settings_for(GPUS["h200"])

@@ -15,7 +15,7 @@ import torch
 from nsa_sel.attention import explain_request
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.parity import WrongResult
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import report, report_figures
 from nsa_sel.bench.tune import cost_fit, regret, tune, tune_command, tune_costs, tune_rows, tune_runner, tune_thresholds
 from nsa_sel.bench.tune.derive import cost_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import tune
 from nsa_sel.bench.tune.cost_fit import WAYS, case_of, request_of, sharing_of
 from nsa_sel.bench.tune.tune_space import Case, Job, jobs

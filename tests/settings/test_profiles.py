@@ -14,7 +14,7 @@ import pytest
 
 from nsa_sel import attention
 from nsa_sel.attention import explain_request
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report.derived import folders, matrix
 from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
 from nsa_sel.bench.tune.derive import PROFILES, ROOT, evidence, length_rows, read_rows, render, threshold, words

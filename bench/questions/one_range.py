@@ -1,6 +1,6 @@
 """One contiguous range a row, [(0, L)]: which way is the fastest, forward, on a GPU?
 
-    python -m nsa_sel.bench.questions.bench_dense --out bench/results/h200/dense.jsonl
+    python -m nsa_sel.bench.questions.one_range --out bench/results/h200/dense.jsonl
 
 N rows at the end of max(N, 8192) keys, one group of h heads, D 128, bf16; the last L is all keys, a causal prefix. Ways:
     triton-group, triton-token    one program a row (and head)
@@ -23,12 +23,13 @@ from tabulate import tabulate
 from torch import Tensor
 
 import nsa_sel
+from nsa_sel.bench.core import environment
 from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.cases import Case, make_inputs
-from nsa_sel.bench.core.measure import environment, milliseconds, row
-from nsa_sel.bench.core.program import program, stderr_console
-from nsa_sel.bench.core.records import Row, append
-from nsa_sel.bench.questions.bench_selection import device_of
+from nsa_sel.bench.core.command_line import program, stderr_console
+from nsa_sel.bench.core.store import Row, append
+from nsa_sel.bench.core.timing import milliseconds, row
+from nsa_sel.bench.questions.speed import device_of
 from nsa_sel.selection import Selection
 
 FLAG = "NSA_SEL_TRITON_FORCE_PATH"
@@ -91,7 +92,7 @@ def main(
 ) -> None:
     """Measure the ways through one range a row; print a table, and add the rows to a file."""
     where, console, given = device_of(device), stderr_console(), os.environ.get(FLAG)
-    facts, rows = environment(where), list[Row]()
+    facts, rows = environment.stamp(where), list[Row]()
     try:
         for case, L in dense_cases(quick):
             found = [{**each, **facts} for each in measured(case, L, where)]

@@ -16,13 +16,13 @@ import typer
 from rich.progress import track
 from tabulate import tabulate
 
-from nsa_sel.bench.core import measure, records
+from nsa_sel.bench.core import environment, store, timing
 from nsa_sel.bench.core.baselines import dense_causal_sdpa, masked_sdpa, token_mask
 from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.command_line import program
 from nsa_sel.bench.core.contenders import PACKED, Contender, Ready, as_it_is, ours
 from nsa_sel.bench.core.parity import Problem, make_problem, parity, sample
-from nsa_sel.bench.core.program import program
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.cli.output import output_file
 
 DIRECTIONS = ("fwd", "fwd+bwd")
@@ -54,26 +54,26 @@ def work(ready: Ready, problem: Problem, direction: str) -> Callable[[], Any]:
     return call
 
 
-def in_turns(works: dict[tuple[str, str], Callable[[], Any]], repeats: int) -> dict[tuple[str, str], measure.Spread]:
+def in_turns(works: dict[tuple[str, str], Callable[[], Any]], repeats: int) -> dict[tuple[str, str], timing.Spread]:
     """The times of `repeats` calls of each, after one of each that is not counted."""
     times: dict[tuple[str, str], list[float]] = {name: [] for name in works}
     for _ in track(range(repeats + 1), "in turns"):
         for name, call in works.items():
-            times[name].append(measure.cpu_milliseconds(call))
-    return {name: measure.spread(taken[1:]) for name, taken in times.items()}
+            times[name].append(timing.cpu_milliseconds(call))
+    return {name: timing.spread(taken[1:]) for name, taken in times.items()}
 
 
 def measured(case: Case, repeats: int, seed: int) -> list[Row]:
     """The rows of all contenders, parity checked first; dense attention has no `mae`."""
     problem = make_problem(case, "cpu", seed)
-    exact, facts = sample(case, problem, ROWS_CHECKED), measure.environment("cpu")
+    exact, facts = sample(case, problem, ROWS_CHECKED), environment.stamp("cpu")
     ready = {contender: contender.prepare(problem) for contender in contenders()}
     mae = {contender.name: parity(made.call, problem, exact) if contender.checked else (None, None) for contender, made in ready.items()}
     works = {(contender.name, way): work(made, problem, way) for way in DIRECTIONS for contender, made in ready.items()}
     rows = []
     for (name, way), times in in_turns(works, repeats).items():
         error = mae[name][0] if way == "fwd" else max((x for x in mae[name] if x is not None), default=None)
-        rows.append(measure.row(case, way, name, times, mae=error, workspace_bytes=None, **measure.gpu_state("cpu"), **facts))
+        rows.append(timing.row(case, way, name, times, mae=error, workspace_bytes=None, **environment.gpu_state("cpu"), **facts))
     return rows
 
 
@@ -99,7 +99,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Calls of each contender and direction.")] = 15,
     threads: Annotated[int | None, typer.Option(min=1, help="torch.set_num_threads; torch's default otherwise.")] = None,
     seed: int = 0,
-    out: Annotated[Path, typer.Option(help="JSON-lines file of the rows; overwritten.")] = measure.ROOT
+    out: Annotated[Path, typer.Option(help="JSON-lines file of the rows; overwritten.")] = environment.ROOT
     / "bench/results/cpu/numba_vs_sdpa.jsonl",
 ) -> None:
     """Time numba, packed SDPA, masked SDPA and dense causal SDPA in turns; print a table and write the rows."""
@@ -107,7 +107,7 @@ def main(
     if threads is not None:
         torch.set_num_threads(threads)
     rows = measured(QUICK if quick else TARGET, repeats, seed)
-    records.write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
+    store.write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
     typer.echo(table(rows))
 
 

@@ -1,6 +1,6 @@
 """Where the time of one call goes: the GPU time of every kernel that it starts, by torch's profiler; a JSON line a call.
 
-python -m nsa_sel.bench.core.kernel_times --out bench/results/h200/profiles/kernel_times.jsonl
+python -m nsa_sel.bench.questions.kernel_times --out bench/results/h200/profiles/kernel_times.jsonl
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from torch.profiler import ProfilerActivity, profile
 
 import nsa_sel
-from nsa_sel.bench.core import cases, measure, records
+from nsa_sel.bench.core import cases, environment, store
 from nsa_sel.selection import Selection
 
 BACKENDS = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")
@@ -66,13 +66,13 @@ def main(
     if not torch.cuda.is_available():
         typer.echo("kernel_times needs a CUDA GPU.", err=True)
         raise typer.Exit(2)
-    environment = measure.environment()
+    facts = environment.stamp()
     for case in cases.performance_cases():
         for direction in ("fwd", "bwd"):
             for name in [backend] if backend else BACKENDS:
                 times = kernel_times(case, direction, name)
-                row = {"case": case.case, "direction": direction, "backend": name, "kernels": times, **environment}
-                records.append(out, [row])
+                row = {"case": case.case, "direction": direction, "backend": name, "kernels": times, **facts}
+                store.append(out, [row])
                 typer.echo(f"{case.case:20} {direction} {name:13} {times}")
 
 

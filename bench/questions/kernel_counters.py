@@ -1,6 +1,6 @@
 """Hardware counters of the kernels that docs/kernels.md explains, by Nsight Compute: a JSON line a kernel.
 
-    python -m nsa_sel.bench.questions.profile_kernels --out bench/results/h200/profiles.jsonl
+    python -m nsa_sel.bench.questions.kernel_counters --out bench/results/h200/profiles.jsonl
 
 Needs a GPU whose counters may be read, and `ncu` on the path. Clocks are left alone.
 """
@@ -20,7 +20,7 @@ import torch
 import typer
 
 import nsa_sel
-from nsa_sel.bench.core import cases, measure, records
+from nsa_sel.bench.core import cases, environment, store
 from nsa_sel.selection import Selection
 
 
@@ -133,8 +133,8 @@ def profile(profiled: Profiled) -> dict[str, Any]:
     )
     command = ["ncu", "--csv", "--page", "details", "--clock-control", "none", "-k", f"regex:^{profiled.function}$", "-c", "1"]
     command += [word for section in sections for word in ("--section", section)]
-    command += [sys.executable, "-m", "nsa_sel.bench.questions.profile_kernels", "--call", *profiled[:3]]
-    run = subprocess.run(command, cwd=measure.ROOT, capture_output=True, text=True, check=False)
+    command += [sys.executable, "-m", "nsa_sel.bench.questions.kernel_counters", "--call", *profiled[:3]]
+    run = subprocess.run(command, cwd=environment.ROOT, capture_output=True, text=True, check=False)
     found = counters(run.stdout)
     if not found:
         raise RuntimeError(f"ncu told nothing of {profiled.function}: {(run.stdout + run.stderr)[-600:]}")
@@ -154,14 +154,14 @@ def main(
         call(*call_only)
         return
     if shutil.which("ncu") is None or not torch.cuda.is_available():
-        typer.echo("profile_kernels needs a GPU and Nsight Compute (ncu) on the path.", err=True)
+        typer.echo("kernel_counters needs a GPU and Nsight Compute (ncu) on the path.", err=True)
         raise typer.Exit(2)
-    environment = {**measure.environment(), "tool": "ncu --clock-control none"}
+    facts = {**environment.stamp(), "tool": "ncu --clock-control none"}
     for profiled in PROFILED:
         if backend not in (None, profiled.backend) or not profiled.case.startswith(cases_from):
             continue
-        row = {**profiled._asdict(), **profile(profiled), **environment}
-        records.append(out, [row])
+        row = {**profiled._asdict(), **profile(profiled), **facts}
+        store.append(out, [row])
         typer.echo(f"{row['kernel']:32} {row['case']:20} {row['duration_us']} us")
 
 

@@ -1,6 +1,6 @@
 """Times on this GPU: our backends, packed SDPA and dense attention (cuDNN) in one process, forward, backward, decode.
 
-    python -m nsa_sel.bench.questions.bench_selection --out bench/results/h200/selection.jsonl
+    python -m nsa_sel.bench.questions.speed --out bench/results/h200/selection.jsonl
 
 Times are of the whole call: a fresh `Selection` each time, so that plans are built within it. Parity is checked in the same run
 on outputs whose memory held NaN, for sampled rows against the float64 oracle (`mae`). Run again, it goes on where it was stopped.
@@ -18,11 +18,11 @@ from tabulate import tabulate
 
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.command_line import echo, program, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, PACKED, PREFILL_ONLY, Contender, named
-from nsa_sel.bench.core.measure import Timing
-from nsa_sel.bench.core.program import echo, program, stderr_console
-from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.core.session import Job, able, run
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import Timing
 from nsa_sel.errors import ArgumentError
 
 BACKENDS = (*PREFILL_ONLY, "triton-group", "cupy-cuda", PACKED, DENSE)

@@ -39,7 +39,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from nsa_sel import attention
-from nsa_sel.bench.core import measure, records
+from nsa_sel.bench.core import environment, store
 from nsa_sel.cli.output import output_file
 from nsa_sel.core import ops, registry
 from nsa_sel.core.call import Call, check_call, device_info, request_of
@@ -324,7 +324,7 @@ def main(
     output_file("--out", out, make_folder=True)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
-    facts = {**measure.environment(device), "threads": 1}
+    facts = {**environment.stamp(device), "threads": 1}
     rows = []
     for name in backend or (NOTHING, CHOSEN, *registry.backends()):
         for needs_grad in (False, True):
@@ -333,7 +333,7 @@ def main(
             except BackendError as error:
                 typer.echo(str(error))
                 break
-    records.write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
+    store.write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
     typer.echo(table(rows))
 
 

@@ -1,6 +1,6 @@
 """Decoding over a KV cache on this GPU, in one piece and in pages, in one process: does a block table cost anything?
 
-    python -m nsa_sel.bench.questions.bench_serving --out bench/results/h200/serving.jsonl
+    python -m nsa_sel.bench.questions.paged_caches --out bench/results/h200/serving.jsonl
 
 The cases are those of the decode suite, with one new token a sequence and with four; times are of whole calls by graph replay. Pages
 are in random order. A plain call knows no lengths; all others are given them, and all sequences are as long as their cache. Caches lie
@@ -19,13 +19,14 @@ from tabulate import tabulate
 from torch import Tensor
 
 from nsa_sel.bench.core.cases import Case, decode_cases
+from nsa_sel.bench.core.command_line import echo, program, stderr_console
 from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is, ours
-from nsa_sel.bench.core.measure import Timing
+from nsa_sel.bench.core.markdown import MARK, scatters
 from nsa_sel.bench.core.parity import Problem
-from nsa_sel.bench.core.program import echo, program, stderr_console
-from nsa_sel.bench.core.records import MARK, Row, measured, scatters
 from nsa_sel.bench.core.session import Job, able, run
-from nsa_sel.bench.questions.bench_selection import device_of
+from nsa_sel.bench.core.store import Row, measured
+from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.questions.speed import device_of
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 

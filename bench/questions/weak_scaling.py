@@ -1,6 +1,6 @@
 """Weak scaling of context parallelism: each rank has the same number of rows however many ranks there are; forward, and with backward.
 
-`python -m nsa_sel.bench.questions.bench_scaling --out FILE` starts torchrun for 1, 2 and 4 ranks, one after another, on the GPUs of this
+`python -m nsa_sel.bench.questions.weak_scaling --out FILE` starts torchrun for 1, 2 and 4 ranks, one after another, on the GPUs of this
 machine, or with --device cpu through gloo. A row is one case and direction: the time of a call is that of the slowest rank, of a few
 calls in a row after all ranks have met; beside it stand the way that was taken, what both ways cost in bytes, and the time of
 `selection_attention` of the same rows where all their keys are at hand: what the call takes longer is the exchange. Rows of one
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from nsa_sel import decisions, selection_attention
-from nsa_sel.bench.core import measure, records
+from nsa_sel.bench.core import environment, markdown, store, timing
 from nsa_sel.bench.core.cases import Case, make_inputs, make_selection
-from nsa_sel.bench.core.program import echo, program
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.command_line import echo, program
+from nsa_sel.bench.core.store import Row
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
@@ -92,7 +92,7 @@ def slowest(work: Callable[[], Any], samples: int, ranks: int, device: str) -> l
     mine = []
     for _ in range(samples):
         dist.barrier()
-        mine.append(measure.one_call(in_a_row, device) / IN_A_ROW)
+        mine.append(timing.one_call(in_a_row, device) / IN_A_ROW)
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, mine)
     return np.max(np.asarray(every), axis=0).tolist()  # type: ignore[no-any-return]
@@ -101,16 +101,16 @@ def slowest(work: Callable[[], Any], samples: int, ranks: int, device: str) -> l
 def measure_here(out: Path, device: str, *, quick: bool, samples: int = SAMPLES, count: bool = False) -> None:
     """Measure the cases of as many ranks as there are; rank 0 adds the rows to `out`. Every rank calls it, in an initialised job."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    facts = measure.environment(device)
+    facts = environment.stamp(device)
     for case in cases(ranks, quick):
         for direction, work, at_hand in works(case, ranks, rank, device, count):
-            times = measure.spread(slowest(work, samples, ranks, device))
+            times = timing.spread(slowest(work, samples, ranks, device))
             backend, moved = str(decisions()[-1].forward), exchanged(ranks)
-            at_hand_ms = measure.spread(slowest(at_hand, samples, ranks, device)).median
+            at_hand_ms = timing.spread(slowest(at_hand, samples, ranks, device)).median
             alone = {"ms_at_hand": round(at_hand_ms, 5), "backend_at_hand": str(decisions()[-1].forward)}
-            row = measure.row(case, direction, backend, times, **alone, **moved, **measure.gpu_state(device), **facts)
+            row = timing.row(case, direction, backend, times, **alone, **moved, **environment.gpu_state(device), **facts)
             if rank == 0:
-                records.append(out, [{**row, "quick": quick}])
+                store.append(out, [{**row, "quick": quick}])
 
 
 def exchanged(ranks: int) -> Row:
@@ -141,7 +141,7 @@ def table(rows: list[Row]) -> str:
         efficiency = f"{one / row['ms_median']:.2f}" if one else "-"
         lines.append(
             [
-                row["case"], row["ranks"], row["direction"], records.ms(row), spread, f"{row['ms_at_hand']:.3g}", efficiency,
+                row["case"], row["ranks"], row["direction"], markdown.ms(row), spread, f"{row['ms_at_hand']:.3g}", efficiency,
                 row["way"] or "-", f"{moved:.1f}",
             ]
         )  # fmt: skip
@@ -152,7 +152,7 @@ def table(rows: list[Row]) -> str:
 def launch(ranks: int, arguments: list[str]) -> list[str]:
     """The command that runs this program on so many ranks, which find each other at a port that is free."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*torchrun, "-m", "nsa_sel.bench.questions.bench_scaling", *arguments]
+    return [*torchrun, "-m", "nsa_sel.bench.questions.weak_scaling", *arguments]
 
 
 def join(device: str) -> None:
@@ -185,7 +185,7 @@ def main(
         raise ArgumentError("--ranks", ranks, allowed, "leave out what is too many, or pass --device cpu")
     for number in numbers:
         subprocess.run(launch(number, sys.argv[1:]), check=True)
-    echo(table(records.read(out)))
+    echo(table(store.read(out)))
 
 
 if __name__ == "__main__":

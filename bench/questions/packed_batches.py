@@ -1,6 +1,6 @@
 """Packed batches: one call for all sequences, with and without a copy of k and v to where blocks begin, beside a call for each.
 
-    python -m nsa_sel.bench.questions.bench_varlen --out bench/results/h200/varlen.jsonl
+    python -m nsa_sel.bench.questions.packed_batches --out bench/results/h200/varlen.jsonl
 
 Three ways to serve sequences of mixed lengths that lie end to end, whole calls, plans and shifted ranges built within them:
     NAME           selection_attention_varlen: bounds on the device, align=False; block_aligned where sequences begin with blocks
@@ -23,12 +23,12 @@ from torch import Tensor
 from nsa_sel import selection_attention, selection_attention_varlen
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case, packed_bounds
+from nsa_sel.bench.core.command_line import echo, program, stderr_console
 from nsa_sel.bench.core.contenders import PREFILL_ONLY, Contender, Ready, ours
-from nsa_sel.bench.core.measure import Timing
 from nsa_sel.bench.core.parity import Problem
-from nsa_sel.bench.core.program import echo, program, stderr_console
 from nsa_sel.bench.core.session import Job, able, run
-from nsa_sel.bench.questions.bench_selection import CPU_BACKENDS, device_of, table
+from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.questions.speed import CPU_BACKENDS, device_of, table
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
