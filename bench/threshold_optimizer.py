@@ -22,7 +22,7 @@ from nsa_sel.bench.core.cases import length_of
 from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.cost_fit import WAYS
+from nsa_sel.bench.tune.committed_rows import WAYS
 from nsa_sel.core.registry import backends
 from nsa_sel.errors import ArgumentError
 

@@ -99,7 +99,7 @@ def breakeven_cases() -> list[Case]:
 
 
 def cost_cases() -> list[Case]:
-    """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/tune_costs.py).
+    """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/costs.py).
 
     Small calls for the host's share, real and random selections for what neighbours share, 64 to 4096 keys a row, h 16, 4 and 1,
     head dims 64, 128 and 192 with 128, and decoding of one stream and of batches. Of the committed rows of the H200, those of these

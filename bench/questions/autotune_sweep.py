@@ -1,8 +1,8 @@
-"""Autotune sweep of a hot shape: the kernel configs of the curated space (bench/tune/tune_space.py), timed at several L.
+"""Autotune sweep of a hot shape: the kernel configs of the curated space (bench/tune/search_space.py), timed at several L.
 
     python -m nsa_sel.bench.questions.autotune_sweep --H 8 --D 128 --Dv 128 --L_list 128,256,512    # under bench/results/sel_triton/<date>/
 
-Each config is checked and timed as `nsa-sel tune` does it (bench/tune/tune_runner.py). Unlike `nsa-sel tune` it changes nothing for later
+Each config is checked and timed as `nsa-sel tune` does it (bench/tune/runner.py). Unlike `nsa-sel tune` it changes nothing for later
 calls: it writes a row per config into autotune.jsonl, and the fastest ones per kernel and bucket of L into autotune.md. Needs a GPU.
 """
 
@@ -22,9 +22,11 @@ from nsa_sel.bench.core import environment, store
 from nsa_sel.bench.core.command_line import program, stderr_console
 from nsa_sel.bench.core.markdown import table as markdown
 from nsa_sel.bench.core.store import Row, RowFile
-from nsa_sel.bench.tune.tune import TOP, ContextLost, Measure
-from nsa_sel.bench.tune.tune_command import TUNED, committed_settings
-from nsa_sel.bench.tune.tune_space import PROBLEMS, Case, Job, jobs
+from nsa_sel.bench.tune.backends import TUNED
+from nsa_sel.bench.tune.kernel_configs import TOP, Measure
+from nsa_sel.bench.tune.resume import ContextLost
+from nsa_sel.bench.tune.runner import Runner, timer
+from nsa_sel.bench.tune.search_space import PROBLEMS, Case, Job, committed_settings, jobs
 from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError
 
@@ -43,7 +45,7 @@ def sweep(found: Sequence[Job], measure: Measure, file: Path, facts: Row, tell: 
     for job in found:
         for problem in job.problems:
             for config in (job.committed, *job.candidates):
-                row = _identity(job, problem) | {"config": job.launch_id(config), "committed": config == job.committed, **facts}
+                row = _identity(job, problem) | {"config": job.config_id(config), "committed": config == job.committed, **facts}
                 if row not in known:
                     if monotonic() >= deadline:
                         tell("time is up: run the command again to go on")
@@ -121,7 +123,6 @@ def main(
         raise ArgumentError("--backend", repr(backend), ", ".join(TUNED), "name a Triton backend: the others have no kernel configs")
     if not torch.cuda.is_available():
         raise ArgumentError("autotune_sweep", "on a machine without a usable GPU", "a CUDA device", "Triton's kernels need a GPU")
-    from nsa_sel.bench.tune.tune_runner import Runner, timer  # loads Triton when it is first used
 
     device, folder, console = torch.device("cuda", torch.cuda.current_device()), out or default_folder(), stderr_console()
     facts = device_info(device)

@@ -24,7 +24,8 @@ from nsa_sel.bench.report.report_policy import decision_map, device_of, regrets,
 from nsa_sel.bench.report.roofline import PEAKS, Peaks
 from nsa_sel.bench.report.summary import DENSE, OURS, PACKED, indexed, ours_in, speed_up
 from nsa_sel.bench.threshold_optimizer import of_matrix
-from nsa_sel.bench.tune.derive import H200_ROWS, ROOT, length_rows
+from nsa_sel.bench.tune.committed_rows import H200_ROWS, ROOT
+from nsa_sel.bench.tune.derive import length_rows
 from nsa_sel.cli.output import output_file, output_folder, regular
 from nsa_sel.errors import ArgumentError
 

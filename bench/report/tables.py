@@ -14,7 +14,7 @@ from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.questions import paged_caches, weak_scaling
 from nsa_sel.bench.report import losses, summary
 from nsa_sel.bench.report.trials import trials_table
-from nsa_sel.bench.tune.derive import CPU_ROWS, H200_ROWS, ROOT, read_rows
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H200_ROWS, ROOT, read_rows
 from nsa_sel.core import registry
 from nsa_sel.core.decision import Offer
 from nsa_sel.core.dispatch import load_policy, select

@@ -19,8 +19,8 @@ from tabulate import tabulate
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.tune.committed_rows import H200_RESULTS, cost_rows
 from nsa_sel.bench.tune.cost_fit import case_of, is_cost_row, is_time, models, request_of, sharing_of
-from nsa_sel.bench.tune.derive import H200_RESULTS, cost_rows
 from nsa_sel.core.decision import Offer
 from nsa_sel.core.dispatch import load_policy, select
 from nsa_sel.core.request import DeviceInfo
@@ -109,7 +109,7 @@ def misses(found: Sequence[Choice]) -> str:
 def main(folder: Annotated[str, typer.Option(help="folder of rows, relative to the repository")] = H200_RESULTS) -> None:
     """Print the three summaries, and every choice that is not the best."""
     settings = settings_for(H200)
-    rows = [row for found in cost_rows(folder, is_time).values() for row in found]
+    rows = [row for found in cost_rows(is_time, folder).values() for row in found]
     told = choices(rows, settings, known=True)
     for name, found in (
         ("sharing known", told),

@@ -269,22 +269,22 @@ def tune(
 ) -> None:
     """Measure on this GPU from which L on Triton pays, the launches of its kernels, and what each backend costs; your calls use it.
 
-    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the cases of tune_space.py, the costs (not with --quick), and
+    Without --backend, --L, --h, --Dk, --Dv, --dtype: the thresholds, the cases of search_space.py, the costs (not with --quick), and
     a report of them. Every measurement is kept: a run that was ended goes on where it stopped. NSA_SEL_AUTOTUNE=off ignores what was found.
     """
-    from nsa_sel.bench.tune import tune_command  # it knows the kernels, which no other command needs
+    from nsa_sel.bench.tune import command as tuning  # loads the benches, which few commands need
 
     with _errors(as_json):
-        sizes = tune_command.Sizes(L, h, Dk, Dv, dtype and dtype.value)
-        chosen = tune_command.plan(backend, direction.way if direction else None, sizes, quick=quick, dry_run=dry_run)
+        sizes = tuning.Sizes(L, h, Dk, Dv, dtype and dtype.value)
+        chosen = tuning.plan(backend, direction.way if direction else None, sizes, quick=quick, dry_run=dry_run)
         if dry_run:
             _print(_pretty(chosen.document()) if as_json else chosen.text())
             return
         if chosen.note and not as_json:
             _print(f"note: {chosen.note}")
         with _progress(as_json) as advance:
-            found = tune_command.measure(chosen, minutes, quick, advance)
-        _print(_pretty(found.document()) if as_json else tune_command.text(found))
+            found = tuning.measure(chosen, minutes, quick, advance)
+        _print(_pretty(found.document()) if as_json else found.text())
 
 
 @contextlib.contextmanager

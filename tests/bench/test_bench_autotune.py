@@ -9,9 +9,9 @@ import pytest
 from nsa_sel.bench.core import store
 from nsa_sel.bench.questions import autotune_sweep
 from nsa_sel.bench.questions.autotune_sweep import SHAPE, report, sweep, table
-from nsa_sel.bench.tune.tune import ContextLost, Times
-from nsa_sel.bench.tune.tune_command import committed_settings
-from nsa_sel.bench.tune.tune_space import Case, Job, jobs
+from nsa_sel.bench.tune.kernel_configs import Times
+from nsa_sel.bench.tune.resume import ContextLost
+from nsa_sel.bench.tune.search_space import Case, Job, committed_settings, jobs
 from nsa_sel.settings.config import KernelConfig
 from tests.bench.test_bench import lines
 from tests.helpers.policy_cases import H200
@@ -43,7 +43,7 @@ def test_every_config_of_the_hot_shape_has_a_row_and_the_fastest_are_listed_by_b
         mine = [row for row in shown if (row["kernel"], row["L bucket"]) == (job.kernel, str(job.key.L))]
         ranked = [row for row in store.measured(rows) if (row["kernel"], row["L"]) == (job.kernel, job.case.L)]
         assert [float(row["ms"]) for row in mine[:2]] == sorted(row["ms_median"] for row in ranked)[:2]
-        committed = job.launch_id(job.committed) + " (committed)"
+        committed = job.config_id(job.committed) + " (committed)"
         assert [row["against committed"] for row in mine if row["config"] == committed] in ([], ["1.00x"])
     assert "commit 1102207, `a command`" in report(rows)
 
@@ -54,7 +54,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     def count(job: Job, problem: str, config: KernelConfig) -> Times:
         if len(asked) == 4:
             raise ContextLost("gone")
-        asked.append(job.launch_id(config))
+        asked.append(job.config_id(config))
         return 1.0, 1.0, 1.0
 
     assert sweep(FOUND[:2], count, file, FACTS, told.append, 0) == []

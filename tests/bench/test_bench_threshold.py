@@ -16,6 +16,7 @@ from nsa_sel.bench.bench_sel_triton import from_csv, to_csv
 from nsa_sel.bench.core import cases, store
 from nsa_sel.bench.threshold_optimizer import decided, profile, sentence, thresholds
 from nsa_sel.bench.tune import derive
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings.config import parse_config
@@ -92,7 +93,7 @@ def test_directions_are_apart_and_only_comparable_rows_count() -> None:
 def test_derive_uses_the_same_rule() -> None:
     files = derive.length_rows()
     found, rows = derive.evidence(files).sel_triton_min_L, [row for of_file in files.values() for row in of_file]
-    assert {derive.DIRECTIONS[way]: known.value for way, known in found.items()} == {one.direction: one.length for one in thresholds(rows)}
+    assert {DIRECTIONS[way]: known.value for way, known in found.items()} == {one.direction: one.length for one in thresholds(rows)}
     noisy = [*rows_of({64: (1, 1.3)}, spread=0.2), *rows_of({256: (1, 1.3)})]
     known = derive.threshold(only(noisy))
     assert (known.verdict, known.value, known.closest) == ("measured", 256, only(noisy).closest.triton["case"])
@@ -183,7 +184,7 @@ def test_command_line_gives_the_same(folder: Path) -> None:
         refused = ask(folder / "rows.jsonl", "--out", report, option, "/dev/null")
         assert refused.exit_code == 2
         assert f"{option} is /dev/null, a device; allowed: a regular file" in refused.output
-    for bad, words in ((folder / "none.jsonl", "No such file"), (ROOT / derive.CPU_ROWS, "measure on a GPU")):
+    for bad, words in ((folder / "none.jsonl", "No such file"), (ROOT / CPU_ROWS, "measure on a GPU")):
         result = ask(bad, "--out", report)
         assert result.exit_code == 2
         assert isinstance(result.exception, SystemExit)

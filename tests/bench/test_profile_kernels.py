@@ -12,7 +12,7 @@ from nsa_sel.bench.questions.kernel_counters import PROFILED, case_of, counters
 from nsa_sel.bench.questions.kernel_times import short
 from nsa_sel.bench.report import trials
 from nsa_sel.bench.report.tables import H200_TRIALS
-from nsa_sel.bench.tune.derive import ROOT
+from nsa_sel.bench.tune.committed_rows import ROOT
 
 
 def test_what_is_profiled_exists() -> None:

@@ -20,7 +20,7 @@ from nsa_sel.bench.report.report_policy import MAPS, picks
 from nsa_sel.bench.report.summary import DENSE, PACKED, Row, indexed, performance_table, speed_up
 from nsa_sel.bench.report.tables import H200_PEERS
 from nsa_sel.bench.tune import regret
-from nsa_sel.bench.tune.derive import H200_ROWS, ROOT, read_rows
+from nsa_sel.bench.tune.committed_rows import H200_ROWS, ROOT, read_rows
 from nsa_sel.cli.app import app
 from nsa_sel.core import registry
 from nsa_sel.errors import ArgumentError

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from nsa_sel.backends.specs import SPECS
-from nsa_sel.bench.tune.derive import read_rows
+from nsa_sel.bench.tune.committed_rows import read_rows
 from nsa_sel.core import registry
 from nsa_sel.core.dispatch import load_policy, select
 from nsa_sel.core.request import DeviceInfo

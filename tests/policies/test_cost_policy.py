@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nsa_sel import attention
 from nsa_sel.bench.core.cases import Case, prefill, random_selection
 from nsa_sel.bench.tune import cost_fit, regret
-from nsa_sel.bench.tune.derive import cost_rows
+from nsa_sel.bench.tune.committed_rows import cost_rows
 from nsa_sel.core.call import check_call, request_of
 from nsa_sel.core.decision import Backend, Decision, Limits, Offer, Override
 from nsa_sel.core.dispatch import Case as Asked

@@ -17,7 +17,8 @@ from nsa_sel.attention import explain_request
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report.derived import folders, matrix
 from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
-from nsa_sel.bench.tune.derive import PROFILES, ROOT, evidence, length_rows, read_rows, render, threshold, words
+from nsa_sel.bench.tune.committed_rows import ROOT, read_rows
+from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
 from nsa_sel.core import registry
 from nsa_sel.core.dispatch import counterfactuals
 from nsa_sel.core.request import DeviceInfo, Request, example_request

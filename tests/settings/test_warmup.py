@@ -174,7 +174,7 @@ import nsa_sel
 import nsa_sel.settings.warmup as warming
 from nsa_sel.settings import tuned
 from nsa_sel.attention import explain_request
-from nsa_sel.bench.tune import tune
+from nsa_sel.bench.tune import tuned_file
 from nsa_sel.settings.config import Costs, KernelConfig, settings_for
 from nsa_sel.errors import NsaSelError
 from tests.helpers.policy_cases import H200, SHORT
@@ -198,7 +198,7 @@ write(result(winner=OTHER if rank == 0 else KernelConfig(16, 1, 1, loads="tma"))
 if rank == 0:
     model = settings_for(H200).costs.models["triton-tile/forward"]
     costs = Costs(provenance="measured by rank 0", dtypes=("bfloat16",), models={"triton-tile/forward": model})
-    tune.rewrite(tuned.stamp_of(H200), costs=costs)
+    tuned_file.rewrite(tuned.stamp_of(H200), costs=costs)
     tuned.forget()
 look("alone")
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "/meet", rank=rank, world_size=2)
