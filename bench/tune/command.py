@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -13,15 +12,15 @@ from tabulate import tabulate
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import costs, kernel_configs, runner, thresholds
 from nsa_sel.bench.tune.backends import TUNED
-from nsa_sel.bench.tune.resume import Tell
+from nsa_sel.bench.tune.resume import Run, Tell
 from nsa_sel.bench.tune.search_space import CASES, Case, Job, committed_settings, jobs
-from nsa_sel.bench.tune.tuned_file import usable_folder
+from nsa_sel.bench.tune.tuned_file import beside, usable_folder
 from nsa_sel.core import registry
 from nsa_sel.core.call import device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import COMMIT_FLAG, WAYS, Costs, Settings, Threshold, Way
+from nsa_sel.settings.config import WAYS, Costs, Settings, Threshold, Way
 from nsa_sel.settings.tuned import Stamp
 
 COSTS_SHARE, COSTS_MINUTES = 1 / 3, 20.0
@@ -203,23 +202,21 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Tell) -> Done:
         tell: called with what is measured and the share that is done.
 
     Raises:
-        ArgumentError, ConfigError, ContextLost: as `kernel_configs.run`.
+        ArgumentError, ConfigError, ContextLost: as `kernel_configs.tune`.
     """
-    deadline = monotonic() + 60 * minutes
     device, stamp = torch.device("cuda", torch.cuda.current_device()), tuned.stamp_of(chosen.device)
-    time, commit = runner.timer(QUICK_REP if quick else REP), os.environ.get(COMMIT_FLAG)
+    time = runner.timer(QUICK_REP if quick else REP)
+    run = Run(stamp, tell, monotonic() + 60 * minutes)
     try:
         found: dict[Way, Threshold] = {}
         if chosen.ways:
-            sides = thresholds.Runner(device, chosen.settings, time)
-            found = thresholds.run(stamp, sides, chosen.ways, tell, deadline - monotonic())
-        left = deadline - monotonic()
-        kept = min(left * COSTS_SHARE, 60 * COSTS_MINUTES) if chosen.costs else 0.0
-        measure_one = runner.Runner(device, chosen.settings, time)
-        report = kernel_configs.run(chosen.jobs, stamp, measure_one, commit=commit, tell=tell, seconds=left - kept)
+            found = thresholds.measure_thresholds(run, thresholds.Runner(device, chosen.settings, time), chosen.ways)
+        kept = min((run.deadline - monotonic()) * COSTS_SHARE, 60 * COSTS_MINUTES) if chosen.costs else 0.0
+        until_costs = run._replace(deadline=run.deadline - kept)
+        report = kernel_configs.tune(until_costs, chosen.jobs, runner.Runner(device, chosen.settings, time))
         models, costs_left = None, 0
         if chosen.costs:
-            models = costs.run(stamp, chosen.device, costs.Runner(), chosen.ways, tell, deadline - monotonic())
+            models = costs.measure_costs(run, chosen.device, costs.Runner(), chosen.ways)
             rows = costs.wanted(chosen.device, chosen.ways)  # with the configs that won
             costs_left = len(rows) - costs.count_known(stamp, rows)
         return Done(report, found, models, costs_left, _page(stamp, tell) if chosen.ways else None)
@@ -233,8 +230,8 @@ def _page(stamp: Stamp, tell: Tell) -> Path | str:
 
     tell("the report", 1.0)
     tuned.forget()  # it shows what the policy picks now
-    folder = tuned.file_of(stamp).with_suffix(".report")
-    files = [file for file in (costs.rows_of(stamp), thresholds.rows_of(stamp)) if file.exists()]
+    folder = beside(stamp, ".report")
+    files = [file for file in (beside(stamp, costs.ROWS), beside(stamp, thresholds.ROWS)) if file.exists()]
     try:
         with usable_folder():
             reporting.write(files, folder)

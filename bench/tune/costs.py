@@ -12,7 +12,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -25,9 +24,9 @@ from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.bench.tune.backends import MODELED, SLOW
 from nsa_sel.bench.tune.committed_rows import DIRECTIONS, WAYS
-from nsa_sel.bench.tune.resume import Measurements, Tell, collect, context_loss
+from nsa_sel.bench.tune.resume import Measurements, Run, collect, context_loss
 from nsa_sel.bench.tune.search_space import SPACES, kernel_name
-from nsa_sel.bench.tune.tuned_file import locked, rewrite, written
+from nsa_sel.bench.tune.tuned_file import beside, locked, rewrite, written
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import modelled
@@ -35,6 +34,7 @@ from nsa_sel.settings import tuned
 from nsa_sel.settings.config import CONFIG_FLAG, FLAGS, Costs, Settings, Way, settings_for
 from nsa_sel.settings.tuned import Stamp
 
+ROWS = ".costs.jsonl"  # suffix of the file of rows
 BACKENDS = (*MODELED, DENSE)  # dense attention is for the report alone
 MAX_ROWS = 8192  # of a case that the slow backends are measured on
 ORDER: tuple[Way, ...] = ("forward", "decode", "backward")  # a direction is used as soon as its rows are complete: the quick ones first
@@ -43,11 +43,6 @@ MAX_ERROR = 1e-3  # mean absolute error of o, and of each gradient (REQUIREMENTS
 REP = 20.0  # ms of timed calls
 
 Measure = Callable[[Row], Row]
-
-
-def rows_of(stamp: Stamp) -> Path:
-    """The file of rows in one environment."""
-    return tuned.file_of(stamp).with_suffix(".costs.jsonl")
 
 
 @contextlib.contextmanager
@@ -94,45 +89,32 @@ def _configs(backend: str, case: Case, way: Way, settings: Settings, device: Dev
 
 def count_known(stamp: Stamp, rows: Sequence[Row]) -> int:
     """How many of the rows earlier runs have measured."""
-    return Measurements(rows_of(stamp)).count(rows)
+    return Measurements(beside(stamp, ROWS)).count(rows)
 
 
 @without_flags()
-def run(
-    stamp: Stamp,
-    device: DeviceInfo,
-    measure: Measure,
-    ways: Sequence[Way],
-    tell: Tell = lambda what, done: None,
-    seconds: float = float("inf"),
-) -> Costs | None:
+def measure_costs(run: Run, device: DeviceInfo, measure: Measure, ways: Sequence[Way]) -> Costs | None:
     """Measure the rows that are missing, and write the models of the directions whose rows are complete.
 
-    Models that the file holds stay until the rows of all their directions are complete again.
+    Models that the file holds stay until the rows of all their directions are complete again. Raises as `kernel_configs.tune`.
 
     Args:
-        stamp: the environment, which names the files.
+        run: of `nsa-sel tune`.
         device: what decisions depend on.
         measure: adds the times to a row.
         ways: directions to measure.
-        tell: called with what is measured and the share that is done.
-        seconds: the time limit, looked at between two rows.
 
     Returns:
         The models of all complete directions, None where there are none.
-
-    Raises:
-        ArgumentError, ConfigError, ContextLost: as `kernel_configs.run`.
     """
-    with locked(stamp):
+    with locked(run.stamp):
         tuned.forget()  # the configs in force are those of the file now
-        path = rows_of(stamp)
-        collect(path, wanted(device, ways), measure, stamp, tell, seconds)
-        every = wanted(device, ORDER)
+        collect(run, ROWS, wanted(device, ways), measure)
+        path, every = beside(run.stamp, ROWS), wanted(device, ORDER)
         found = fitted(every, Measurements(path).of(every), path.name)
-        before = written(stamp).costs
+        before = written(run.stamp).costs
         if found is not None and (before is None or _ways(before) <= _ways(found)):
-            rewrite(stamp, costs=found)
+            rewrite(run.stamp, costs=found)
             tuned.forget()
     return found
 

@@ -9,7 +9,7 @@ best of many noisy times is often luck.
 from __future__ import annotations
 
 import math
-import time
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,14 +18,15 @@ from typing import NamedTuple
 import msgspec
 
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.resume import ContextLost, Measurements, Tell, first_line
+from nsa_sel.bench.tune.resume import ContextLost, Measurements, Run, first_line
 from nsa_sel.bench.tune.search_space import Job
-from nsa_sel.bench.tune.tuned_file import locked, rewrite, written
+from nsa_sel.bench.tune.tuned_file import beside, locked, rewrite, written
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import KernelConfig
+from nsa_sel.settings.config import COMMIT_FLAG, KernelConfig
 from nsa_sel.settings.tuned import Key, Result, Stamp, Timed
 
 TOP = 5  # configs that a result lists
+JOURNAL = ".jsonl"  # suffix of the file of all measurements
 IDENTITY = ("key", "kernel", "problem", "rival", "config")  # of a measurement in the journal
 
 Round = dict[str, dict[KernelConfig, Timed]]  # by problem
@@ -47,14 +48,9 @@ class Report(NamedTuple):
     skipped: tuple[str, ...]  # jobs whose committed config can't be measured, and why
 
 
-def journal_of(stamp: Stamp) -> Path:
-    """The file of all measurements of kernel configs in one environment."""
-    return tuned.file_of(stamp).with_suffix(".jsonl")
-
-
 def count_known(stamp: Stamp, jobs: Sequence[Job]) -> int:
     """How many measurements of the jobs' first rounds earlier runs have taken."""
-    rows = Measurements(journal_of(stamp), IDENTITY)
+    rows = Measurements(beside(stamp, JOURNAL), IDENTITY)
     return sum(
         rows.count([_row(job, problem, config, None) for config in (job.committed, *job.candidates)])
         for job in jobs
@@ -68,24 +64,23 @@ def _row(job: Job, problem: str, config: KernelConfig, rival: KernelConfig | Non
     return {field: msgspec.to_builtins(value) for field, value in zip(IDENTITY, values, strict=True)}
 
 
-class _Run:
-    """The measurements of one run, from the journal or taken now, until the deadline."""
+class _Timer:
+    """Gives times from the journal, or measures and keeps them."""
 
-    def __init__(self, stamp: Stamp, measure: Measure, tell: Tell, seconds: float, total: int) -> None:
-        self.deadline = time.monotonic() + seconds
-        self.rows = Measurements(journal_of(stamp), IDENTITY)
+    def __init__(self, run: Run, measure: Measure, total: int) -> None:
+        self.run, self.measure, self.total = run, measure, total
+        self.rows = Measurements(beside(run.stamp, JOURNAL), IDENTITY)
         self.rows.mend()
-        self.measure, self.tell, self.total = measure, tell, total
         self.taken = self.passed = 0  # `passed`: measurements that the progress counts as done
 
     def times(self, job: Job, problem: str, config: KernelConfig, rival: KernelConfig | None = None) -> Timed | str:
         """The config's times, or why it has none. Raises TimeIsUp, or ContextLost."""
         row = _row(job, problem, config, rival)
         if row not in self.rows:
-            if time.monotonic() >= self.deadline:
+            if self.run.is_over():
                 raise TimeIsUp
             self.taken += 1
-            self.tell(job.config_id(config), self.passed / self.total)
+            self.run.tell(job.config_id(config), self.passed / self.total)
         self.passed += rival is None
         found = self.rows.measure(row, lambda row: self._measured(row, job, problem, config))
         return Timed(config, *found["times"]) if found.get("times") else str(found["error"])
@@ -101,42 +96,25 @@ class _Run:
             return failed
 
 
-def run(
-    jobs: Sequence[Job],
-    stamp: Stamp,
-    measure: Measure,
-    *,
-    commit: str | None = None,
-    tell: Tell = lambda what, done: None,
-    seconds: float = float("inf"),
-) -> Report:
+def tune(run: Run, jobs: Sequence[Job], measure: Measure) -> Report:
     """Measure what the journal lacks, and write the user's file after every job.
-
-    Args:
-        jobs: kernels with the configs to try.
-        stamp: the environment, which names the file.
-        measure: takes one measurement.
-        commit: of this code, for the file.
-        tell: called with a config's id and the share that is done.
-        seconds: the time limit, looked at between two measurements.
 
     Raises:
         ArgumentError: another process tunes.
         ConfigError: the cache folder can't be written.
         ContextLost: a config broke the CUDA context. All measurements are kept.
     """
-    total = sum(job.most for job in jobs) or 1
-    with locked(stamp):
-        measurements = _Run(stamp, measure, tell, seconds, total)
+    with locked(run.stamp):
+        timer = _Timer(run, measure, sum(job.most for job in jobs) or 1)
         results: dict[tuple[Key, str], list[Result]] = {}
-        for result in written(stamp).results:
+        for result in written(run.stamp).results:
             results.setdefault((result.key, result.kernel), []).append(result)
         done: list[Result] = []
         skipped, left, begun = [], 0, 0
         for job in jobs:
             begun += job.most
             try:
-                found = _tune(job, measurements.times)
+                found = _tune_kernel(job, timer.times)
             except TimeIsUp:
                 left += 1
             else:
@@ -145,12 +123,16 @@ def run(
                 else:
                     done += found
                     results[job.key, job.kernel] = found
-                    rewrite(stamp, commit=commit, results=tuple(result for of_kernel in results.values() for result in of_kernel))
-            measurements.passed = begun
-    return Report(tuned.file_of(stamp), tuple(done), left, measurements.taken, tuple(skipped))
+                    rewrite(
+                        run.stamp,
+                        commit=os.environ.get(COMMIT_FLAG),
+                        results=tuple(result for of_kernel in results.values() for result in of_kernel),
+                    )
+            timer.passed = begun
+    return Report(tuned.file_of(run.stamp), tuple(done), left, timer.taken, tuple(skipped))
 
 
-def _tune(job: Job, times: Callable[..., Timed | str]) -> list[Result] | str:
+def _tune_kernel(job: Job, times: Callable[..., Timed | str]) -> list[Result] | str:
     """The result of each problem, with the one winner; or why there is none."""
     first, failed, errors = _first_round(job, times)
     if not first:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
+from time import monotonic
 
 import torch
 
 from nsa_sel.bench.tune.backends import TUNED
-from nsa_sel.bench.tune.kernel_configs import run
+from nsa_sel.bench.tune.kernel_configs import tune
+from nsa_sel.bench.tune.resume import Run
 from nsa_sel.bench.tune.runner import Runner, timer
 from nsa_sel.bench.tune.search_space import Case, committed_settings, jobs
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import COMMIT_FLAG
 from nsa_sel.telemetry import events
 
 REP = 10.0  # ms of timed calls per config
@@ -56,7 +56,7 @@ def _tune(decision: Decision, device: torch.device, case: Case, backend: str) ->
     found = jobs(settings, decision.device.sm, (case,), backend, quick=True)
     with torch.cuda.device(device):
         runner = Runner(torch.device("cuda", torch.cuda.current_device()), settings, timer(REP))
-        run(found, tuned.stamp_of(decision.device), runner, commit=os.environ.get(COMMIT_FLAG), seconds=SECONDS)
+        tune(Run(tuned.stamp_of(decision.device), deadline=monotonic() + SECONDS), found, runner)
 
 
 def _ignore(why: str, words: str) -> None:

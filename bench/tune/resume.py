@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nsa_sel.attention import STICKY
 from nsa_sel.bench.core import environment
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.store import Row, RowFile
-from nsa_sel.bench.tune.tuned_file import usable_folder
+from nsa_sel.bench.tune.tuned_file import beside, usable_folder
 from nsa_sel.errors import NsaSelError
 from nsa_sel.settings import private
 from nsa_sel.settings.config import COMMIT_FLAG
@@ -26,6 +28,18 @@ DEATHS = 3
 IDENTITY = (*Case._fields, "direction", "backend", "launches")  # of a row of thresholds or costs
 
 Tell = Callable[[str, float], None]  # what is being measured, and the share that is done
+
+
+class Run(NamedTuple):
+    """One run of `nsa-sel tune`."""
+
+    stamp: Stamp  # the environment, which names the files
+    tell: Tell = lambda what, done: None
+    deadline: float = math.inf  # of time.monotonic(), looked at between two measurements
+
+    def is_over(self) -> bool:
+        """Whether the rest is for the next run."""
+        return time.monotonic() >= self.deadline
 
 
 class ContextLost(NsaSelError, RuntimeError):
@@ -106,30 +120,27 @@ class Measurements(RowFile):
         return 0
 
 
-def collect(path: Path, wanted: Sequence[Row], measure_one: Callable[[Row], Row], stamp: Stamp, tell: Tell, seconds: float) -> list[Row]:
-    """Measure the wanted rows that `path` does not hold yet, until `seconds` have passed; all wanted rows that it holds then.
+def collect(run: Run, suffix: str, wanted: Sequence[Row], measure_one: Callable[[Row], Row]) -> list[Row]:
+    """Measure the rows that are missing, until the run is over; all wanted rows that are in the file then.
 
     Args:
-        path: JSON lines; the caller holds the lock.
+        run: the caller holds the lock.
+        suffix: of the file of rows.
         wanted: rows with the fields of IDENTITY.
         measure_one: what it returns is added to the row.
-        stamp: the environment that each row names.
-        tell: called before each measurement.
-        seconds: the time limit, looked at between two rows.
 
     Raises:
         ContextLost: a kernel broke the CUDA context.
     """
-    deadline = time.monotonic() + seconds
-    named = {field: getattr(stamp, field) for field in ("device", "driver", "torch", "triton", "nsa_sel", "kernels")}
+    named = {field: getattr(run.stamp, field) for field in ("device", "driver", "torch", "triton", "nsa_sel", "kernels")}
     facts = {**named, "commit": os.environ.get(COMMIT_FLAG), "command": environment.command()}
-    rows = Measurements(path)
+    rows = Measurements(beside(run.stamp, suffix))
     rows.mend()
     for number, row in enumerate(wanted):
         if row in rows:
             continue
-        if time.monotonic() >= deadline:
+        if run.is_over():
             break
-        tell(f"{row['case']} {row['direction']} {row['backend']}", number / len(wanted))
+        run.tell(f"{row['case']} {row['direction']} {row['backend']}", number / len(wanted))
         rows.measure({**row, **facts}, measure_one)
     return rows.of(wanted)

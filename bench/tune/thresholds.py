@@ -6,7 +6,6 @@ The rows are kept beside the user's file. The rule is that of the committed prof
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,46 +18,31 @@ from nsa_sel.bench.tune.committed_rows import DIRECTIONS
 from nsa_sel.bench.tune.cost_fit import case_of
 from nsa_sel.bench.tune.derive import threshold
 from nsa_sel.bench.tune.kernel_configs import Times
-from nsa_sel.bench.tune.resume import Tell, collect, context_loss
+from nsa_sel.bench.tune.resume import Run, collect, context_loss
 from nsa_sel.bench.tune.tuned_file import locked, rewrite, written
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.selection import Selection
-from nsa_sel.settings import tuned
 from nsa_sel.settings.config import Settings, Threshold, Way
-from nsa_sel.settings.tuned import Stamp
 
+ROWS = ".thresholds.jsonl"  # suffix of the file of rows
 MAX_ERROR = 1e-3  # mean absolute difference of o between the sides (REQUIREMENTS 8)
 
 Measure = Callable[[cases.Case, Way, str], Times]
 
 
-def rows_of(stamp: Stamp) -> Path:
-    """The file of rows in one environment."""
-    return tuned.file_of(stamp).with_suffix(".thresholds.jsonl")
-
-
-def run(
-    stamp: Stamp,
-    measure: Measure,
-    ways: tuple[Way, ...],
-    tell: Tell = lambda what, done: None,
-    seconds: float = float("inf"),
-) -> dict[Way, Threshold]:
+def measure_thresholds(run: Run, measure: Measure, ways: tuple[Way, ...]) -> dict[Way, Threshold]:
     """Measure the rows that are missing, and write the thresholds of the directions whose rows are complete.
 
+    A direction with a case that failed keeps the threshold that it had. Raises as `kernel_configs.tune`.
+
     Args:
-        stamp: the environment, which names the files.
+        run: of `nsa-sel tune`.
         measure: times one side on one case.
         ways: directions.
-        tell: called with what is measured and the share that is done.
-        seconds: the time limit, looked at between two rows.
 
     Returns:
-        The thresholds that were written. A direction with a case that failed keeps the one that it had.
-
-    Raises:
-        ArgumentError, ConfigError, ContextLost: as `kernel_configs.run`.
+        The thresholds that were written.
     """
     asked = wanted(ways)
 
@@ -66,14 +50,14 @@ def run(
         times = measure(case_of(row), row["way"], row["backend"])
         return dict(zip(("ms_median", "ms_p20", "ms_p80"), times, strict=True))
 
-    with locked(stamp):
-        rows = collect(rows_of(stamp), asked, measured, stamp, tell, seconds)
+    with locked(run.stamp):
+        rows = collect(run, ROWS, asked, measured)
         found = {}
         for way in ways:
             of_way = [row for row in rows if row["way"] == way and "error" not in row]
             if of_way and len(of_way) == sum(row["way"] == way for row in asked):
                 found[way] = threshold(thresholds(of_way)[0])
-        rewrite(stamp, thresholds={**written(stamp).thresholds, **found})
+        rewrite(run.stamp, thresholds={**written(run.stamp).thresholds, **found})
     return found
 
 

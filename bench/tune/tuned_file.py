@@ -19,6 +19,11 @@ from nsa_sel.settings.config import CACHE_FLAG
 from nsa_sel.settings.tuned import Stamp, TunedFile
 
 
+def beside(stamp: Stamp, suffix: str) -> Path:
+    """A file of the same environment: the user's file with another suffix."""
+    return tuned.file_of(stamp).with_suffix(suffix)
+
+
 @contextlib.contextmanager
 def usable_folder() -> Iterator[None]:
     """Raise ConfigError for the OSError of an unusable cache folder: a full disk, or files of another user."""
@@ -38,7 +43,7 @@ def locked(stamp: Stamp) -> Iterator[None]:
         ArgumentError: another process holds it.
         ConfigError: the cache folder can't be written.
     """
-    path = tuned.file_of(stamp).with_suffix(".lock")
+    path = beside(stamp, ".lock")
     with usable_folder():
         private.make_folder(path.parent)
         descriptor = private.opened(path, os.O_RDWR | os.O_CREAT)

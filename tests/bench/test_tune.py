@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.bench.tune import command, kernel_configs, tuned_file
 from nsa_sel.bench.tune.backends import MODELED, TUNED
-from nsa_sel.bench.tune.kernel_configs import Measure, Times, journal_of, run
-from nsa_sel.bench.tune.resume import ContextLost
+from nsa_sel.bench.tune.kernel_configs import JOURNAL, Measure, Times, tune
+from nsa_sel.bench.tune.resume import ContextLost, Run
 from nsa_sel.bench.tune.runner import WrongResult
 from nsa_sel.bench.tune.search_space import CASES, PROBLEMS, SPACES, Case, Job, committed_settings, configs, is_near, jobs
 from nsa_sel.cli.app import app
@@ -29,6 +29,7 @@ from tests.helpers.tune_cases import CASE, SLOW, content, fake_gpu, fastest, jso
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 STAMP = stamp_of(H200)
+RUN = Run(STAMP)
 
 
 # The search space
@@ -97,7 +98,7 @@ def test_backend_and_direction_narrow_the_jobs() -> None:
 
 
 def tuned_with(measure: Measure, job: Job | None = None) -> tuned.Result:
-    return run([job or one_problem_job()], STAMP, measure).results[0]
+    return tune(RUN, [job or one_problem_job()], measure).results[0]
 
 
 def test_the_fastest_wins_where_spreads_are_apart_in_both_rounds() -> None:
@@ -128,7 +129,7 @@ def judged(real: Given, random: Given) -> tuple[list[tuple[str, KernelConfig]], 
         seen.append((problem, config))
         return (real if problem == "real-blocks" else random).get(config, SLOW)
 
-    return seen, run([JOB._replace(candidates=(A, B))], STAMP, measure).results
+    return seen, tune(RUN, [JOB._replace(candidates=(A, B))], measure).results
 
 
 def test_the_best_over_both_problems_wins() -> None:
@@ -175,7 +176,7 @@ def test_what_loses_in_the_second_round_does_not_win(lost_on: str) -> None:
         seen.append((problem, config))
         return ms(10.5) if problem == lost_on and seen.count((problem, A)) > 1 else SLOW if config == job.committed else ms(2)
 
-    results = run([JOB._replace(candidates=(A,))], STAMP, lucky).results
+    results = tune(RUN, [JOB._replace(candidates=(A,))], lucky).results
     assert [seen.count((problem, A)) for problem in TWO] == [2, 2]
     assert {result.winner for result in results} == {None}
     assert "was faster in one of two rounds" in results[0].verdict
@@ -187,16 +188,16 @@ def test_a_problem_that_does_not_fit_does_not_judge() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return times(job, problem, config)
 
-    (result,) = run([JOB], STAMP, small).results
+    (result,) = tune(RUN, [JOB], small).results
     assert result.problem == "real-blocks"
     assert result.winner is not None
     assert result.verdict.endswith("not judged on random-blocks: OutOfMemoryError: CUDA out of memory")
 
 
 def test_the_journal_tells_problems_apart() -> None:
-    run([JOB], STAMP, times)
-    assert {entry["problem"] for entry in json_lines(journal_of(STAMP))} == set(TWO)
-    only = run([JOB._replace(problems=TWO[1:])], STAMP, times)
+    tune(RUN, [JOB], times)
+    assert {entry["problem"] for entry in json_lines(tuned_file.beside(STAMP, JOURNAL))} == set(TWO)
+    only = tune(RUN, [JOB._replace(problems=TWO[1:])], times)
     assert {result.problem for result in only.results} == {"random-blocks"}
     assert [result.problem for result in tuned_file.written(STAMP).results] == ["random-blocks"]  # the earlier judgement is replaced
 
@@ -233,12 +234,12 @@ def test_what_fails_is_recorded_and_passed_over() -> None:
     result = tuned_with(failing(best, RuntimeError("out of resource: shared memory\nand more")))
     assert result.winner not in (None, best)
     assert result.failed == 1
-    failed = [entry["error"] for entry in json_lines(journal_of(STAMP)) if entry["state"] == "failed"]
+    failed = [entry["error"] for entry in json_lines(tuned_file.beside(STAMP, JOURNAL)) if entry["state"] == "failed"]
     assert failed == ["RuntimeError: out of resource: shared memory"]
 
 
 def test_a_committed_config_that_fails_leaves_its_kernel_out() -> None:
-    report = run([JOB], STAMP, failing(None, WrongResult("this problem does not use it")))
+    report = tune(RUN, [JOB], failing(None, WrongResult("this problem does not use it")))
     assert report.results == ()
     assert "WrongResult: this problem does not use it" in report.skipped[0]
     assert "passed over: triton-group" in command.Done(report, {}).text()
@@ -249,7 +250,7 @@ def test_a_lost_context_ends_the_run_and_the_next_one_passes_over() -> None:
     job = one_problem_job()
     crash = failing(job.candidates[1], ContextLost("an illegal memory access was encountered"))
     with pytest.raises(ContextLost):
-        run([job], STAMP, crash)
+        tune(RUN, [job], crash)
     result = tuned_with(crash)
     assert result.failed == 1
     assert result.winner != job.candidates[1]

@@ -20,21 +20,22 @@ from nsa_sel.bench.report import report, report_figures
 from nsa_sel.bench.tune import command, cost_fit, costs, regret, resume, thresholds, tuned_file
 from nsa_sel.bench.tune.backends import SLOW
 from nsa_sel.bench.tune.committed_rows import cost_rows
-from nsa_sel.bench.tune.costs import ORDER, rows_of, run, wanted
+from nsa_sel.bench.tune.costs import ORDER, ROWS, measure_costs, wanted
 from nsa_sel.bench.tune.kernel_configs import Report
-from nsa_sel.bench.tune.resume import DEATHS, ContextLost
+from nsa_sel.bench.tune.resume import DEATHS, ContextLost, Run
+from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.core import registry
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import WAYS, Costs, Way, settings_for, shipped_configs
 from nsa_sel.settings.tuned import stamp_of
-from tests.helpers.paths import ROOT
 from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, UNKNOWN, replace
 from tests.helpers.tune_cases import fake_gpu, json_lines, key, priced, result, sides, write
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 STAMP = stamp_of(UNKNOWN)
+RUN = Run(STAMP)
 MODEL = shipped_configs()["sm90_h200.yaml"].costs.models["triton-group/forward"]  # type: ignore[union-attr]
 
 
@@ -80,11 +81,6 @@ def test_the_suite_spans_what_the_models_need_and_is_small() -> None:
     assert set(ORDER) == set(WAYS)
 
 
-def test_the_documents_count_the_suite() -> None:
-    for document in ("README.md", "PRD.md"):
-        assert f"{len(cases.cost_cases())} cases" in (ROOT / document).read_text()
-
-
 def test_the_suite_alone_chooses_as_well_as_all_rows() -> None:
     """On the H200, over all its rows but those of single layers: how far models of the suite's sizes, of which it has most, are off."""
     rows = [row for found in cost_rows(cost_fit.is_cost_row).values() for row in found if "layer" not in row["case"]]
@@ -104,8 +100,8 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     request = replace(SHORT, needs_grad=True)
     before = explain_request(request, UNKNOWN)
     assert before.settings.sources["costs"] == "sm90_h200.yaml (assumed)"
-    thresholds.run(STAMP, sides, WAYS)
-    found = run(STAMP, UNKNOWN, priced, WAYS)
+    thresholds.measure_thresholds(RUN, sides, WAYS)
+    found = measure_costs(RUN, UNKNOWN, priced, WAYS)
     assert found is not None
     assert {name.partition("/")[2] for name in found.models} == set(WAYS)
     assert len(found.models) == 16  # six backends forward and backward, four decode
@@ -132,12 +128,12 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
 def test_they_go_before_a_profiles_and_leave_the_ways_that_were_not_measured(device: DeviceInfo, shipped: str) -> None:
     before = settings(device=device)
     assert before.sources["costs"] == shipped
-    run(stamp_of(device), device, lambda row: priced(row, 3.0), ("forward",))
+    measure_costs(Run(stamp_of(device)), device, lambda row: priced(row, 3.0), ("forward",))
     after = settings(device=device)
     assert after.sources["costs"] == f"{after.tuned}; backward, decode: {shipped}"
     for name, model in before.costs.models.items():
         assert (after.costs.models[name] == model) == (not name.endswith("/forward")), name
-    run(stamp_of(device), device, lambda row: priced(row, 3.0), WAYS)
+    measure_costs(Run(stamp_of(device)), device, lambda row: priced(row, 3.0), WAYS)
     after = settings(device=device)
     assert after.sources["costs"] == after.tuned
     assert settings(device=replace(device, name="another")).tuned is None
@@ -155,7 +151,7 @@ def test_a_way_that_was_not_measured_whole_does_not_displace_a_profiles() -> Non
 
 
 def test_a_file_of_the_users_goes_before_it_and_off_ignores_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run(STAMP, UNKNOWN, priced, WAYS)
+    measure_costs(RUN, UNKNOWN, priced, WAYS)
     own = {"provenance": "mine", "dtypes": ["bfloat16"], "models": {"sdpa-packed/forward": msgspec.to_builtins(MODEL)}}
     (tmp_path / "own.yaml").write_text(json.dumps({"provenance": "mine", "costs": own}))
     monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
@@ -184,15 +180,15 @@ def test_models_that_are_none_are_refused(changes: dict[str, Any], words: str) -
 
 
 def test_time_that_is_up_leaves_the_models_of_complete_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(STAMP, UNKNOWN, priced, WAYS, seconds=0) is None
+    assert measure_costs(RUN._replace(deadline=0), UNKNOWN, priced, WAYS) is None
     forward = sum(row["direction"] == "fwd" for row in wanted(UNKNOWN, WAYS))
     clock = iter(range(10_000))
     with monkeypatch.context() as patched:
         patched.setattr(resume.time, "monotonic", lambda: next(clock))
-        first = run(STAMP, UNKNOWN, priced, WAYS, seconds=forward + 10)
+        first = measure_costs(RUN._replace(deadline=forward + 10), UNKNOWN, priced, WAYS)
     assert first is not None
     assert {name.partition("/")[2] for name in first.models} == {"forward"}
-    assert forward < len(json_lines(rows_of(STAMP))) < len(wanted(UNKNOWN, WAYS))
+    assert forward < len(json_lines(beside(STAMP, ROWS))) < len(wanted(UNKNOWN, WAYS))
 
 
 def test_a_second_run_measures_the_rest() -> None:
@@ -205,20 +201,20 @@ def test_a_second_run_measures_the_rest() -> None:
         return priced(row)
 
     with pytest.raises(KeyboardInterrupt):
-        run(STAMP, UNKNOWN, until, WAYS)
-    path = rows_of(STAMP)
+        measure_costs(RUN, UNKNOWN, until, WAYS)
+    path = beside(STAMP, ROWS)
     whole = path.read_text()
     assert whole.count("\n") == 130
     path.write_text(whole + "no json\n" + '{"case": "real')
-    found = run(STAMP, UNKNOWN, priced, WAYS)
+    found = measure_costs(RUN, UNKNOWN, priced, WAYS)
     assert path.read_text().startswith(whole + "no json\n{")
     assert len(json_lines(path)) == len(wanted(UNKNOWN, WAYS))
-    assert run(STAMP, UNKNOWN, again, WAYS) == found
+    assert measure_costs(RUN, UNKNOWN, again, WAYS) == found
     assert {row["device"] for row in json_lines(path)} == {UNKNOWN.name}
 
 
 def test_a_config_that_changes_has_its_rows_measured_again_and_no_others() -> None:
-    old = run(STAMP, UNKNOWN, priced, WAYS)
+    old = measure_costs(RUN, UNKNOWN, priced, WAYS)
     config = replace(settings_for(UNKNOWN).kernels["triton-tile/forward"], num_stages=1)
     found = result("triton-tile/forward", config, key("forward", backend="triton-tile"))
     tuned_file.rewrite(STAMP, results=(found,))
@@ -229,9 +225,9 @@ def test_a_config_that_changes_has_its_rows_measured_again_and_no_others() -> No
         seen.append(row)
         return priced(row, 0.5)
 
-    assert run(STAMP, UNKNOWN, faster, WAYS, seconds=0) != old  # forward is not whole now
+    assert measure_costs(RUN._replace(deadline=0), UNKNOWN, faster, WAYS) != old  # forward is not whole now
     assert tuned_file.written(STAMP).costs == old, "what was measured whole stays until it is whole again"
-    new = run(STAMP, UNKNOWN, faster, WAYS)
+    new = measure_costs(RUN, UNKNOWN, faster, WAYS)
     assert new is not None
     assert tuned_file.written(STAMP).costs == new
     assert {(row["backend"], row["direction"], row["Dk"], row["h"]) for row in seen} == {("triton-tile", "fwd", 128, 16)}
@@ -246,12 +242,12 @@ def test_what_fails_is_recorded_and_its_model_left_out() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory\nand more")
         return priced(row)
 
-    found = run(STAMP, UNKNOWN, broken, WAYS)
+    found = measure_costs(RUN, UNKNOWN, broken, WAYS)
     assert found is not None
     assert set(cost_fit.TERMS) - set(found.models) == {"triton-block/backward"}
-    errors = [row["error"] for row in json_lines(rows_of(STAMP)) if "error" in row]
+    errors = [row["error"] for row in json_lines(beside(STAMP, ROWS)) if "error" in row]
     assert set(errors) == {"OutOfMemoryError: CUDA out of memory"}
-    assert run(STAMP, UNKNOWN, again, WAYS) == found
+    assert measure_costs(RUN, UNKNOWN, again, WAYS) == found
 
 
 def test_a_machine_where_one_backend_alone_runs_has_nothing_to_compare() -> None:
@@ -260,7 +256,7 @@ def test_a_machine_where_one_backend_alone_runs_has_nothing_to_compare() -> None
             raise RuntimeError("no kernel image")
         return priced(row)
 
-    assert run(STAMP, UNKNOWN, lonely, WAYS) is None
+    assert measure_costs(RUN, UNKNOWN, lonely, WAYS) is None
     assert tuned_file.written(STAMP).costs is None
 
 
@@ -274,9 +270,9 @@ def test_what_the_process_dies_of_is_passed_over() -> None:
 
     for _ in range(DEATHS):
         with pytest.raises(ContextLost):
-            run(STAMP, UNKNOWN, crash, ("forward",))
-    assert run(STAMP, UNKNOWN, crash, ("forward",)) is not None
-    (failed,) = [row for row in json_lines(rows_of(STAMP)) if "error" in row]
+            measure_costs(RUN, UNKNOWN, crash, ("forward",))
+    assert measure_costs(RUN, UNKNOWN, crash, ("forward",)) is not None
+    (failed,) = [row for row in json_lines(beside(STAMP, ROWS)) if "error" in row]
     assert failed["error"] == f"the process died {DEATHS} times while it was measured"
 
 
@@ -315,7 +311,7 @@ def test_one_command_ends_with_a_profile_that_is_used_and_a_report_that_can_be_r
     assert told[-1] == "the report"
     winner = done.report.results[0].winner
     assert winner is not None
-    of_tuned = [row for row in json_lines(rows_of(STAMP)) if winner.config_id("triton-tile/forward") in row["launches"]]
+    of_tuned = [row for row in json_lines(beside(STAMP, ROWS)) if winner.config_id("triton-tile/forward") in row["launches"]]
     assert {(row["Dk"], row["h"], row["direction"]) for row in of_tuned} == {(128, 16, "fwd")}, "costs are of the configs that won"
     assert explain_request(SHORT, UNKNOWN).forward == explain_request(SHORT, H200).forward
     page = tuned.file_of(STAMP).with_suffix(".report") / "report.html"
@@ -340,15 +336,15 @@ def test_one_command_ends_with_a_profile_that_is_used_and_a_report_that_can_be_r
 def test_time_that_is_up_is_told_and_costs_have_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, float] = {}
 
-    def tune_configs(jobs: Any, stamp: Any, runner: Any, *, seconds: float, **rest: Any) -> Report:
-        given["configs"] = seconds
-        return Report(tuned.file_of(stamp), (), 5, 0, ())
+    def tune_configs(run: Run, jobs: Any, measure: Any) -> Report:
+        given["configs"] = run.deadline
+        return Report(tuned.file_of(run.stamp), (), 5, 0, ())
 
-    def measure_costs(stamp: Any, device: Any, measure: Any, ways: Any, tell: Any, seconds: float) -> None:
-        given["costs"] = seconds
+    def no_costs(run: Run, device: Any, measure: Any, ways: Any) -> None:
+        given["costs"] = run.deadline
 
-    monkeypatch.setattr(command.kernel_configs, "run", tune_configs)
-    monkeypatch.setattr(costs, "run", measure_costs)
+    monkeypatch.setattr(command.kernel_configs, "tune", tune_configs)
+    monkeypatch.setattr(costs, "measure_costs", no_costs)
     monkeypatch.setattr(command, "_page", lambda stamp, tell: None)
     chosen = plan()
     for minutes, kept in ((30, 10), (600, 20)):
@@ -386,7 +382,7 @@ def test_no_flag_of_the_users_reaches_a_measurement(monkeypatch: pytest.MonkeyPa
         return priced(row)
 
     assert wanted(RTX4090, WAYS) == plain
-    run(stamp_of(RTX4090), RTX4090, look, ("decode",))
+    measure_costs(Run(stamp_of(RTX4090)), RTX4090, look, ("decode",))
     assert seen == [{"NSA_TRITON_SEL_FORCE": "1", "NSA_SEL_CACHE": os.environ["NSA_SEL_CACHE"]}]
     assert "NSA_TRITON_SEL_FORCE" not in os.environ
     assert os.environ["NSA_SEL_TRITON_BLOCK_L"] == "16"

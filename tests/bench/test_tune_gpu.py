@@ -14,6 +14,7 @@ import nsa_sel
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.contenders import DENSE, PREFILL_ONLY
 from nsa_sel.bench.tune import costs
+from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.cli.app import app
 from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError
@@ -84,6 +85,6 @@ def test_a_few_rows_of_the_whole_command_are_kept_and_reported() -> None:
     first, second = (json.loads(CliRunner().invoke(app, arguments).stdout) for _ in range(2))
     assert "decode" in first["thresholds"]
     assert second["thresholds"] == first["thresholds"]
-    rows = costs.rows_of(stamp_of(device_info(torch.device("cuda", 0)))).read_text().splitlines()
+    rows = beside(stamp_of(device_info(torch.device("cuda", 0))), costs.ROWS).read_text().splitlines()
     assert {json.loads(row)["direction"] for row in rows} == {"decode"}
     assert Path(second["page"]).read_text().startswith("<!")

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from nsa_sel.bench.tune import command, kernel_configs, tuned_file
-from nsa_sel.bench.tune.kernel_configs import Times, count_known, journal_of, run
-from nsa_sel.bench.tune.resume import ContextLost, Measurements, context_loss
+from nsa_sel.bench.tune import command, kernel_configs, resume, tuned_file
+from nsa_sel.bench.tune.kernel_configs import JOURNAL, Times, count_known, tune
+from nsa_sel.bench.tune.resume import ContextLost, Measurements, Run, context_loss
 from nsa_sel.bench.tune.search_space import Job
+from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import KernelConfig
@@ -26,6 +27,7 @@ from tests.helpers.tune_cases import content, one_problem_job, some_jobs, times,
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 STAMP = stamp_of(H200)
+RUN = Run(STAMP)
 
 
 def again(job: Job, problem: str, config: KernelConfig) -> Times:
@@ -34,25 +36,25 @@ def again(job: Job, problem: str, config: KernelConfig) -> Times:
 
 
 def journal() -> Measurements:
-    return Measurements(journal_of(STAMP), kernel_configs.IDENTITY)
+    return Measurements(beside(STAMP, JOURNAL), kernel_configs.IDENTITY)
 
 
 def test_nothing_is_measured_twice() -> None:
-    first = run(some_jobs(), STAMP, times)
-    second = run(some_jobs(), STAMP, again)
+    first = tune(RUN, some_jobs(), times)
+    second = tune(RUN, some_jobs(), again)
     assert second.results == first.results
     assert (second.taken, second.left) == (0, 0)
 
 
 def test_runs_add_to_the_file() -> None:
     group, tile = some_jobs(), some_jobs("triton-tile")
-    run(group, STAMP, times)
-    run(tile, STAMP, times)
+    tune(RUN, group, times)
+    tune(RUN, tile, times)
     file, _ = content(STAMP)
     measured = [(job.kernel, problem) for job in (*group, *tile) for problem in job.problems]
     assert [(result.kernel, result.problem) for result in file.results] == measured
     tuned.file_of(STAMP).write_text("{")  # made again from the journal
-    run([*group, *tile], STAMP, again)
+    tune(RUN, [*group, *tile], again)
     assert content(STAMP)[0] == file
 
 
@@ -60,8 +62,8 @@ def test_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
     jobs = some_jobs()
     with monkeypatch.context() as patched:
-        patched.setattr(kernel_configs.time, "monotonic", lambda: next(clock))
-        report = run(jobs, STAMP, times, seconds=40)
+        patched.setattr(resume.time, "monotonic", lambda: next(clock))
+        report = tune(RUN._replace(deadline=40), jobs, times)
     finished = {(result.key, result.kernel) for result in report.results}
     assert 0 < len(finished) < len(jobs)
     assert report.left == len(jobs) - len(finished)
@@ -70,13 +72,13 @@ def test_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tail", ['{"key": {"back', '{"state":', "\0\0\0"])
 def test_a_torn_line_is_dropped_and_an_unreadable_one_passed_over(tail: str) -> None:
-    job, path = one_problem_job(), journal_of(STAMP)
-    run([job], STAMP, times)
+    job, path = one_problem_job(), beside(STAMP, JOURNAL)
+    tune(RUN, [job], times)
     whole = path.read_text()
     path.write_text(whole + "no json\n" + tail)
     assert count_known(STAMP, [job]) == 1 + len(job.candidates)
     assert path.read_text().endswith(tail)  # a process that only looks changes nothing
-    run([job], STAMP, again)
+    tune(RUN, [job], again)
     assert path.read_text() == whole + "no json\n"
     assert journal().unreadable == 1
 
@@ -84,7 +86,7 @@ def test_a_torn_line_is_dropped_and_an_unreadable_one_passed_over(tail: str) -> 
 @pytest.mark.parametrize(("error", "skipped"), [(KeyboardInterrupt, False), (ContextLost, True)])
 def test_what_the_process_dies_of_is_passed_over_and_what_was_interrupted_is_not(error: Any, skipped: bool) -> None:
     row = dict.fromkeys(kernel_configs.IDENTITY, 0)
-    tuned_file.private.make_folder(journal_of(STAMP).parent)
+    tuned_file.private.make_folder(beside(STAMP, JOURNAL).parent)
 
     def stop(row: Any) -> Any:
         raise error
@@ -116,16 +118,16 @@ def test_one_process_at_a_time() -> None:
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(ArgumentError, match=rf"running already for this GPU and environment, as process {holder.pid}; .*wait for it"):
-        run(some_jobs(), STAMP, times)
+        tune(RUN, some_jobs(), times)
     holder.kill()
     holder.wait()
-    assert run(some_jobs()[:1], STAMP, times).left == 0
+    assert tune(RUN, some_jobs()[:1], times).left == 0
 
 
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_CACHE", os.devnull)
     with pytest.raises(ConfigError, match="set NSA_SEL_CACHE to one"):
-        run(some_jobs(), STAMP, times)
+        tune(RUN, some_jobs(), times)
 
 
 def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,19 +146,19 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(monkeypatch: pyt
 def test_a_full_disk_is_one_clear_error_and_leaves_whole_rows(tuned_folder: Path) -> None:
     jobs, limits = some_jobs(), resource.getrlimit(resource.RLIMIT_FSIZE)
     words = r"the cache folder is '.*cache'; allowed: .* Remedy: .*; make room, or set NSA_SEL_CACHE"
-    run(jobs[:1], STAMP, times)
+    tune(RUN, jobs[:1], times)
     before = tuned.file_of(STAMP).read_bytes()
-    for most in (len(before) - 1, journal_of(STAMP).stat().st_size + 700):
+    for most in (len(before) - 1, beside(STAMP, JOURNAL).stat().st_size + 700):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))  # a write beyond it writes a part, then fails
         try:
             with pytest.raises(ConfigError, match=words):
-                run(jobs, STAMP, times)
+                tune(RUN, jobs, times)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert journal_of(STAMP).read_bytes().endswith(b"}\n")
+        assert beside(STAMP, JOURNAL).read_bytes().endswith(b"}\n")
         assert tuned.file_of(STAMP).read_bytes() == before
         assert {file.suffix for file in tuned_folder.iterdir()} <= {".json", ".jsonl", ".lock", ".begun"}
-    report = run(jobs, STAMP, times)
+    report = tune(RUN, jobs, times)
     assert report.left == journal().unreadable == 0
 
 
@@ -164,14 +166,14 @@ def test_a_full_disk_is_one_clear_error_and_leaves_whole_rows(tuned_folder: Path
 @pytest.mark.parametrize("kind", ["a FIFO", "a link"])
 def test_what_is_no_file_is_never_opened_for_tuning(tuned_folder: Path, suffix: str, kind: str) -> None:
     write()
-    path, elsewhere = tuned.file_of(STAMP).with_suffix(suffix), tuned_folder.parent / "elsewhere"
+    path, elsewhere = beside(STAMP, suffix), tuned_folder.parent / "elsewhere"
     if kind == "a FIFO":
         os.mkfifo(path)
     else:
         elsewhere.write_text("of somebody else")
         path.symlink_to(elsewhere)
     with pytest.raises(ConfigError, match=r"is (a FIFO, not a regular file|a symbolic link): remove it.*set NSA_SEL_CACHE"):
-        run([one_problem_job()], STAMP, times)
+        tune(RUN, [one_problem_job()], times)
     assert kind == "a FIFO" or elsewhere.read_text() == "of somebody else"
 
 
@@ -183,12 +185,13 @@ from nsa_sel.settings.config import WAYS
 from tests.helpers.policy_cases import H200
 from tests.helpers.tune_cases import priced, sides, some_jobs, times
 
-stamp, jobs = tuned.stamp_of(H200), [*some_jobs(quick=False), *some_jobs("triton-tile", quick=False)]
-path, journal = tuned.file_of(stamp), kernel_configs.journal_of(stamp)
-fields = {journal: kernel_configs.IDENTITY, costs.rows_of(stamp): resume.IDENTITY, thresholds.rows_of(stamp): resume.IDENTITY}
+run, jobs = resume.Run(tuned.stamp_of(H200)), [*some_jobs(quick=False), *some_jobs("triton-tile", quick=False)]
+path = tuned.file_of(run.stamp)
+journal, of_costs, of_thresholds = (path.with_suffix(suffix) for suffix in (kernel_configs.JOURNAL, costs.ROWS, thresholds.ROWS))
+fields = {journal: kernel_configs.IDENTITY, of_costs: resume.IDENTITY, of_thresholds: resume.IDENTITY}
 asked = costs.wanted(H200, WAYS)
 identity = lambda file, row: json.dumps([row.get(field) for field in fields[file]])
-known = {identity(costs.rows_of(stamp), row): priced(row) for row in asked}
+known = {identity(of_costs, row): priced(row) for row in asked}
 costs.wanted = lambda device, ways: [row for row in asked]
 resume.DEATHS = 1000  # they have a test of their own
 
@@ -207,9 +210,9 @@ def before(call):
 os.fsync, os.replace, left = before(os.fsync), before(os.replace), 0  # 0: never
 
 parts = [
-    lambda: thresholds.run(stamp, before(sides), WAYS),
-    lambda: kernel_configs.run(jobs, stamp, before(times)),
-    lambda: costs.run(stamp, H200, before(lambda row: known[identity(costs.rows_of(stamp), row)]), WAYS),
+    lambda: thresholds.measure_thresholds(run, before(sides), WAYS),
+    lambda: kernel_configs.tune(run, jobs, before(times)),
+    lambda: costs.measure_costs(run, H200, before(lambda row: known[identity(of_costs, row)]), WAYS),
 ]
 
 def finished(file):
@@ -245,7 +248,7 @@ for file in fields:
     assert len(seen) == len(set(seen)) == len(rows.rows) and rows.unreadable == 0, "measured twice"
 assert report.left == 0 and not report.skipped
 assert set(found) == set(WAYS)
-assert tuned_file.written(stamp).costs == models and tuned_file.written(stamp).thresholds == found
+assert tuned_file.written(run.stamp).costs == models and tuned_file.written(run.stamp).thresholds == found
 print(json.dumps({"killed_with": killed_with, "files": files, "measured": [len(finished(file)) for file in kept],
                   "costs": len(asked), "results": len({(r.key, r.kernel) for r in report.results}), "jobs": len(jobs)}))
 """

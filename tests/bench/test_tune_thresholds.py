@@ -14,7 +14,8 @@ from nsa_sel.bench.core import cases
 from nsa_sel.bench.tune import command, runner, thresholds, tuned_file
 from nsa_sel.bench.tune.backends import THRESHOLD_SIDES
 from nsa_sel.bench.tune.kernel_configs import Times
-from nsa_sel.bench.tune.thresholds import rows_of, run
+from nsa_sel.bench.tune.resume import Run
+from nsa_sel.bench.tune.thresholds import ROWS, measure_thresholds
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
@@ -25,6 +26,7 @@ from tests.helpers.tune_cases import fake_gpu, json_lines, ms, write
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 STAMP = stamp_of(UNKNOWN)
+RUN = Run(STAMP)
 
 
 def sides(case: cases.Case, way: Way, side: str) -> Times:
@@ -37,7 +39,7 @@ def test_the_rule_is_that_of_the_profiles_and_decisions_follow_it() -> None:
     request = replace(LONG, max_length=128, needs_grad=True)
     before = explain_request(request, UNKNOWN)
     assert (before.forward, before.settings.min_length("backward")) == ("triton-tile", 16)  # assumed
-    found = run(STAMP, sides, WAYS)
+    found = measure_thresholds(RUN, sides, WAYS)
     assert {way: (known.verdict, known.value) for way, known in found.items()} == {
         "forward": ("measured", 256), "backward": ("undecided", None), "decode": ("measured", 256),
     }  # fmt: skip
@@ -51,7 +53,7 @@ def test_the_rule_is_that_of_the_profiles_and_decisions_follow_it() -> None:
 
 def test_thresholds_and_configs_share_a_file() -> None:
     write(device=UNKNOWN)
-    run(STAMP, sides, ("forward",))
+    measure_thresholds(RUN, sides, ("forward",))
     tuned_file.rewrite(STAMP, commit="later")
     file = tuned_file.written(STAMP)
     assert (file.commit, list(file.thresholds)) == ("later", ["forward"])
@@ -59,7 +61,7 @@ def test_thresholds_and_configs_share_a_file() -> None:
 
 @pytest.mark.parametrize("by", ["flag", "file"])
 def test_flag_and_file_go_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str) -> None:
-    run(STAMP, sides, WAYS)
+    measure_thresholds(RUN, sides, WAYS)
     if by == "flag":
         monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "77")
     else:
@@ -71,7 +73,7 @@ def test_flag_and_file_go_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_the_device_rule_stays() -> None:
-    run(stamp_of(RTX4090), sides, WAYS)
+    measure_thresholds(Run(stamp_of(RTX4090)), sides, WAYS)
     decision = explain_request(LONG, RTX4090)
     assert decision.settings.min_length("forward") == 256
     assert decision.forward == "sdpa-packed"
@@ -83,26 +85,9 @@ def test_a_case_that_fails_leaves_its_way_as_it_was() -> None:
             raise RuntimeError("out of memory")
         return sides(case, way, side)
 
-    found = run(STAMP, broken, WAYS)
+    found = measure_thresholds(RUN, broken, WAYS)
     assert set(found) == {"forward", "backward"}
-    assert [row["error"] for row in json_lines(rows_of(STAMP)) if "error" in row] == ["RuntimeError: out of memory"]
-
-
-def test_a_run_that_ends_resumes_where_it_stopped() -> None:
-    assert run(STAMP, sides, WAYS, seconds=0) == {}
-    calls: list[str] = []
-
-    def interrupted(case: cases.Case, way: Way, side: str) -> Times:
-        calls.append(case.case)
-        if len(calls) == 9:
-            raise KeyboardInterrupt
-        return sides(case, way, side)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(STAMP, interrupted, WAYS)
-    assert len(json_lines(rows_of(STAMP))) == 8
-    assert set(run(STAMP, interrupted, WAYS)) == set(WAYS)
-    assert len(calls) == 2 * sum(1 if case.S == 1 else 2 for case in cases.threshold_cases()) + 1
+    assert [row["error"] for row in json_lines(tuned_file.beside(STAMP, ROWS)) if "error" in row] == ["RuntimeError: out of memory"]
 
 
 CASE = cases.Case("threshold-small", "random", 1, 4, 128, 1, 2, 16, 16, 2, 64, "float32")

@@ -19,6 +19,7 @@ import torch
 import nsa_sel
 from nsa_sel.attention import explain_request
 from nsa_sel.bench.tune import kernel_configs
+from nsa_sel.bench.tune.resume import Run
 from nsa_sel.core.call import device_info
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError
@@ -295,7 +296,7 @@ def test_a_file_that_others_may_write_is_not_used(folder: Path, damage: Any, wor
 def test_what_is_written_is_the_users_alone(folder: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        kernel_configs.run([one_problem_job()], stamp_of(H200), times)
+        kernel_configs.tune(Run(stamp_of(H200)), [one_problem_job()], times)
     finally:
         os.umask(before)
     modes = {path.name.split(".")[-1]: stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.iterdir())}
@@ -323,7 +324,7 @@ def test_without_a_home_nothing_is_kept_and_that_is_said_once() -> None:
         assert [launch(request, device) for request in (SHORT, replace(SHORT, S_kv=4096)) for device in (H200, H100)] == 4 * [COMMITTED]
     assert len(told) == 1
     with pytest.raises(ConfigError, match=r"the cache folder is None; allowed: a folder to keep tuning .* Remedy: set NSA_SEL_CACHE"):
-        kernel_configs.run([one_problem_job()], stamp_of(H200), times)
+        kernel_configs.tune(Run(stamp_of(H200)), [one_problem_job()], times)
 
 
 def test_a_folder_that_no_path_can_name_fails_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
