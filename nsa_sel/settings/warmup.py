@@ -1,4 +1,4 @@
-"""Compile before the work begins: the kernels that the policy would choose, forward and backward, with the time it took in the log."""
+"""Warm-up: compile the kernels that the policy would choose, forward and backward, before the work begins, and log how long it took."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from nsa_sel.serving import selection_attention_with_kvcache
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import events
 
-_started: set[torch.device] = set()  # where the first call has warmed up, or is about to
+_started: set[torch.device] = set()  # devices whose first call has warmed up, or is about to
 
 
 class Warmed(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a warm-up: who ran it, and how long each direction took the first time, compilation included."""
+    """One request of a warm-up: its backends, and how long each direction took the first time, compilation included."""
 
     request: Request
     forward: str
     backward: str | None
     ms_forward: float
     ms_backward: float | None
-    ms_tuning: float | None = None  # of the light tuning before
+    ms_tuning: float | None = None  # of the light tuning before it
 
 
 def warmup(
@@ -38,14 +38,20 @@ def warmup(
 ) -> tuple[Warmed, ...]:
     """Run each request once with tensors of its sizes, so that later calls of its kind compile nothing.
 
-    device: by default the current CUDA device, else the CPU. requests: `Request`s, or mappings of their fields (B, S, S_kv, G, h, Dk,
-    Dv, n, block_size, max_length, dtype, needs_grad, page_size) over those of the example; by default the example, an 8k prefill with
-    gradients, and its decode step. tune: on a GPU, first tune lightly (as `nsa-sel tune --quick` for the backends that were chosen),
-    and keep it.
-    One `sel.triton.warmup` event a request tells the times.
+    One `sel.triton.warmup` event per request holds the times.
 
-    Raises ArgumentError for a bad request, for tune=True without a GPU, and within a CUDA graph capture, where nothing may compile or
-    tune; BackendError as a call does.
+    Args:
+        device: by default the current CUDA device, else the CPU.
+        requests: `Request`s, or mappings of their fields (B, S, S_kv, G, h, Dk, Dv, n, block_size, max_length, dtype, needs_grad,
+            page_size) over those of the example. By default the example, an 8k prefill with gradients, and its decode step.
+        tune: on a GPU, first tune the kernel configs near the committed ones, for the backends that were chosen, and keep the result.
+
+    Returns:
+        The backends and times of each request.
+
+    Raises:
+        ArgumentError: a bad request; tune=True without a GPU; or a CUDA graph capture, in which nothing may compile or tune.
+        BackendError: as a call.
     """
     if capturing():
         raise ArgumentError("warmup()", "called within a CUDA graph capture", "outside of one", "call it before torch.cuda.graph(...)")
@@ -65,7 +71,15 @@ def capturing() -> bool:
 
 
 def first_call(request: Request, device: torch.device) -> bool:
-    """What NSA_SEL_AUTOTUNE=warmup does before the first call on a device outside of a capture; whether it did. Never fatal."""
+    """Warm up before the first call on a device, for NSA_SEL_AUTOTUNE=warmup. Never fatal.
+
+    Args:
+        request: of the call.
+        device: of the call.
+
+    Returns:
+        Whether it warmed up now. Within a CUDA graph capture it waits for a later call.
+    """
     if device in _started or capturing():
         return False
     _started.add(device)
@@ -135,7 +149,7 @@ def _warm(request: Request, device: torch.device, tune: bool) -> Warmed:
 
 
 def _tensors(request: Request, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Selection]:
-    """Zeros, and evenly spread ranges: what is compiled depends on sizes alone."""
+    """Zeros, and evenly spread ranges: only sizes decide what is compiled."""
     B, S, S_kv, G, n = request.B, request.S, request.S_kv, request.G, request.n
     with torch.inference_mode(False):
         shapes = (B, S, G, request.h, request.Dk), (B, G, S_kv, request.Dk), (B, G, S_kv, request.Dv)
@@ -148,7 +162,7 @@ def _tensors(request: Request, device: torch.device) -> tuple[torch.Tensor, torc
 
 
 def _over_pages(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: Selection) -> torch.Tensor:
-    """o of the request over a paged cache, of which every page is the same one."""
+    """o of the request over a paged cache whose block table names one page everywhere."""
     B, S_kv, size = request.B, request.S_kv, request.page_size or 0
     k_cache, v_cache = (x.new_zeros(1, size, request.G, x.shape[3]) for x in (k, v))
     lengths = torch.full((B,), S_kv, dtype=torch.int32, device=q.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,13 +17,16 @@ import torch
 import nsa_sel
 import nsa_sel.settings.warmup as warming
 from nsa_sel import attention
+from nsa_sel.bench.tune import quick, tuned_file
+from nsa_sel.bench.tune.backends import TUNED
 from nsa_sel.core.request import example_request
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.warmup import warmup
 from tests.helpers.cases import make_qkv, make_spans
 from tests.helpers.paths import ROOT
-from tests.helpers.policy_cases import replace
+from tests.helpers.policy_cases import H200, SHORT, replace
+from tests.helpers.tune_cases import times
 
 SMALL = {"B": 1, "S": 6, "S_kv": 40, "G": 1, "h": 2, "Dk": 16, "Dv": 24, "n": 3, "block_size": 8, "dtype": "float32"}
 CPU = torch.device("cpu")
@@ -162,6 +166,33 @@ def test_what_a_warmup_tunes_serves_the_call_that_began_it(monkeypatch: pytest.M
     monkeypatch.setattr(warming, "_warm", lambda request, device, tune_too: tune(request, device))
     call()
     assert nsa_sel.decisions()[-1] is not before
+
+
+def test_a_light_tuning_is_of_the_backends_that_were_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, events: Any) -> None:
+    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(quick.events, "now", lambda kind: 1.0)
+    monkeypatch.setattr(quick, "Runner", lambda device, settings, time: times)
+    device, request = torch.device("cuda", 0), replace(SHORT, needs_grad=True)
+    decision = attention.explain_request(request, H200)
+    assert quick.tune_quickly(request, decision, device) == 0.0
+    found = tuned_file.written(tuned.stamp_of(H200)).results
+    assert {result.key.backend for result in found} == {decision.forward, decision.backward} & set(TUNED) != set()
+    assert {result.key.L for result in found} == {SHORT.max_length}
+    with tuned_file.locked(tuned.stamp_of(H200)):
+        quick.tune_quickly(request, decision, device)
+    monkeypatch.setattr(tuned, "distributed", lambda: True)
+    assert quick.tune_quickly(request, decision, device) is None
+    assert [event["why"] for event in events("sel.tuned.ignored")] == ["not tuned", "distributed"]
+
+
+def test_a_light_tuning_loads_no_public_module() -> None:
+    """But attention, for the texts of CUDA errors."""
+    code = "import sys, nsa_sel.bench.tune.quick; print(*(name for name in sys.modules if name.startswith(('nsa_sel', 'triton'))))"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not {f"nsa_sel.{name}" for name in ("serving", "varlen", "layer", "bench.core.contenders")} & set(loaded)
+    assert "triton" not in loaded
 
 
 # Ranks
