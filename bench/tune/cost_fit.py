@@ -16,6 +16,7 @@ from tabulate import tabulate
 
 from nsa_sel.bench.core.cases import LAYERS, Case, layer_selection, make_selection
 from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.tune.backends import TERMS
 from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.policies.cost import modelled, work
@@ -27,27 +28,6 @@ DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that t
 MORE_THAN_A_CALL = ("paged_caches", "packed_batches", "weak_scaling", "bench_serving", "bench_varlen", "bench_scaling")
 SCATTER = 0.1  # spread of a row's percentiles over its median that halves its weight
 HOST_SPREAD = 2.0  # host-bound calls take at most this many times as long as the fastest call
-GROUP = ("launch", "read", "distinct", "rows", "read-wide")
-PACKED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
-# What each backend's kernels spend their time on; see COST_TERMS in nsa_sel/settings/config.py. One wide term per model: few rows are wide.
-TERMS = {
-    "triton-group/forward": GROUP,
-    "triton-group/decode": ("launch", "walk", "split-walk", "read", "read-wide"),
-    "triton-group/backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
-    "triton-tile/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
-    "triton-tile/backward": ("launch", "union", "pairs", "tile", "exact", "rows", "exact-wide"),
-    "triton-block/forward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
-    "triton-block/backward": ("launch", "pairs", "exact", "partials", "rows", "exact-wide"),
-    "triton-token/forward": ("launch", "reread", "scores", "reread-wide"),
-    "triton-token/decode": ("launch", "walk", "split-walk", "reread", "scores", "reread-wide"),
-    "triton-token/backward": ("launch", "pairs", "reread", "scores", "exact", "reread-wide"),
-    "cupy-cuda/forward": ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide"),
-    "cupy-cuda/decode": ("launch", "walk", "read", "read-wide"),
-    "cupy-cuda/backward": ("launch", "pairs", "tile", "exact"),
-    "sdpa-packed/forward": PACKED,
-    "sdpa-packed/decode": PACKED,
-    "sdpa-packed/backward": PACKED,
-}
 
 
 def is_time(row: Row) -> bool:

@@ -22,7 +22,7 @@ from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, make_problem
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.tune import cost_fit
-from nsa_sel.bench.tune.backends import MODELED, SLOW
+from nsa_sel.bench.tune.backends import MODELED, SLOW, TERMS
 from nsa_sel.bench.tune.committed_rows import DIRECTIONS, WAYS
 from nsa_sel.bench.tune.resume import Measurements, Run, collect, context_loss
 from nsa_sel.bench.tune.search_space import SPACES, kernel_name
@@ -137,7 +137,7 @@ def fitted(every: Sequence[Row], known: Sequence[Row], name: str) -> Costs | Non
     complete = {way for way, count in Counter(row["direction"] for row in every).items() if counts[way] == count}
     timed = [row for row in store.measured(known) if row["direction"] in complete and cost_fit.is_cost_row(row)]
     rows_of_model = Counter((row["backend"], row["direction"]) for row in timed)
-    fit = {of for of, count in rows_of_model.items() if count > len(cost_fit.TERMS[f"{of[0]}/{WAYS[of[1]]}"])}
+    fit = {of for of, count in rows_of_model.items() if count > len(TERMS[f"{of[0]}/{WAYS[of[1]]}"])}
     compared = Counter(direction for _, direction in fit)
     rows = [row for row in timed if (row["backend"], row["direction"]) in fit and compared[row["direction"]] > 1]
     if not rows:

@@ -99,6 +99,11 @@ class _Timer:
 def tune(run: Run, jobs: Sequence[Job], measure: Measure) -> Report:
     """Measure what the journal lacks, and write the user's file after every job.
 
+    Args:
+        run: of `nsa-sel tune`.
+        jobs: kernels with the configs to try.
+        measure: takes one measurement.
+
     Raises:
         ArgumentError: another process tunes.
         ConfigError: the cache folder can't be written.
@@ -117,18 +122,16 @@ def tune(run: Run, jobs: Sequence[Job], measure: Measure) -> Report:
                 found = _tune_kernel(job, timer.times)
             except TimeIsUp:
                 left += 1
-            else:
-                if isinstance(found, str):
-                    skipped.append(f"{job.config_id(job.committed)}: {found}")
-                else:
-                    done += found
-                    results[job.key, job.kernel] = found
-                    rewrite(
-                        run.stamp,
-                        commit=os.environ.get(COMMIT_FLAG),
-                        results=tuple(result for of_kernel in results.values() for result in of_kernel),
-                    )
-            timer.passed = begun
+                continue
+            finally:
+                timer.passed = begun
+            if isinstance(found, str):
+                skipped.append(f"{job.config_id(job.committed)}: {found}")
+                continue
+            done += found
+            results[job.key, job.kernel] = found
+            every = tuple(result for of_kernel in results.values() for result in of_kernel)
+            rewrite(run.stamp, commit=os.environ.get(COMMIT_FLAG), results=every)
     return Report(tuned.file_of(run.stamp), tuple(done), left, timer.taken, tuple(skipped))
 
 

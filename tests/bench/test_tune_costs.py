@@ -18,7 +18,7 @@ from nsa_sel.bench.core.parity import WrongResult
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import report, report_figures
 from nsa_sel.bench.tune import command, cost_fit, costs, regret, resume, thresholds, tuned_file
-from nsa_sel.bench.tune.backends import SLOW
+from nsa_sel.bench.tune.backends import SLOW, TERMS
 from nsa_sel.bench.tune.committed_rows import cost_rows
 from nsa_sel.bench.tune.costs import ORDER, ROWS, measure_costs, wanted
 from nsa_sel.bench.tune.kernel_configs import Report
@@ -73,7 +73,7 @@ def test_the_suite_spans_what_the_models_need_and_is_small() -> None:
     assert {case.Dk for case in prefill} == {case.Dk for case in suite if case.S == 1} == {64, 128, 192}
     asked = wanted(UNKNOWN, WAYS)
     counted = Counter(f"{row['backend']}/{cost_fit.WAYS[row['direction']]}" for row in asked)
-    for name, terms in cost_fit.TERMS.items():
+    for name, terms in TERMS.items():
         assert counted[name] > len(terms), name
     assert max(row["S"] for row in asked if row["backend"] in SLOW) == 8192
     assert len({identity(row) for row in asked}) == len(asked)
@@ -244,7 +244,7 @@ def test_what_fails_is_recorded_and_its_model_left_out() -> None:
 
     found = measure_costs(RUN, UNKNOWN, broken, WAYS)
     assert found is not None
-    assert set(cost_fit.TERMS) - set(found.models) == {"triton-block/backward"}
+    assert set(TERMS) - set(found.models) == {"triton-block/backward"}
     errors = [row["error"] for row in json_lines(beside(STAMP, ROWS)) if "error" in row]
     assert set(errors) == {"OutOfMemoryError: CUDA out of memory"}
     assert measure_costs(RUN, UNKNOWN, again, WAYS) == found

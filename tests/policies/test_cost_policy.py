@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nsa_sel import attention
 from nsa_sel.bench.core.cases import Case, prefill, random_selection
 from nsa_sel.bench.tune import cost_fit, regret
+from nsa_sel.bench.tune.backends import TERMS
 from nsa_sel.bench.tune.committed_rows import cost_rows
 from nsa_sel.core.call import check_call, request_of
 from nsa_sel.core.decision import Backend, Decision, Limits, Offer, Override
@@ -216,7 +217,7 @@ def test_every_term_is_counted() -> None:
     assert work(replace(few, B=16), False, ALIKE)["split-walk"] == pytest.approx(work(few, False, ALIKE)["walk"] / 2)
     assert work(replace(few, B=33), False, ALIKE)["split-walk"] == work(few, False, ALIKE)["walk"]
     assert work(replace(few, B=34), False, ALIKE)["split-walk"] == work(SHORT, False, ALIKE)["split-walk"] == 0
-    assert {term for terms in cost_fit.TERMS.values() for term in terms} <= set(COST_TERMS)
+    assert {term for terms in TERMS.values() for term in terms} <= set(COST_TERMS)
 
 
 def test_work_of_the_example() -> None:
