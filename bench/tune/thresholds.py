@@ -19,9 +19,10 @@ from nsa_sel.bench.tune.cost_fit import case_of
 from nsa_sel.bench.tune.derive import threshold
 from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.resume import Run, collect, context_loss
+from nsa_sel.bench.tune.runner import Prepared, Time, make_call
 from nsa_sel.bench.tune.tuned_file import locked, rewrite, written
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call, device_info
+from nsa_sel.core.call import Call
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import Settings, Threshold, Way
 
@@ -81,9 +82,9 @@ class Runner:
         time: takes the times of a call; see `runner.timer`.
     """
 
-    def __init__(self, device: torch.device, settings: Settings, time: Callable[[Callable[[], Any], Way], Times]) -> None:
+    def __init__(self, device: torch.device, settings: Settings, time: Time) -> None:
         self.device, self.settings, self.time = device, settings, time
-        self.prepared: tuple[cases.Case, Call, torch.Tensor] | None = None
+        self.prepared: tuple[cases.Case, Prepared] | None = None
         self.o: dict[str, torch.Tensor] = {}
 
     def __call__(self, case: cases.Case, way: Way, side: str) -> Times:
@@ -108,13 +109,11 @@ class Runner:
             work()  # compiles
             return self.time(work, way)
 
-    def _prepared(self, case: cases.Case) -> tuple[Call, torch.Tensor]:
+    def _prepared(self, case: cases.Case) -> Prepared:
         if self.prepared is None or self.prepared[0] != case:
             self.prepared, self.o = None, {}  # frees memory first
-            q, k, v, do = cases.make_inputs(case, self.device)
-            selection = cases.make_selection(case, self.device)
-            self.prepared = case, Call(q, k, v, selection, None, case.Dk**-0.5, self.settings, device_info(self.device)), do
-        return self.prepared[1:]
+            self.prepared = case, make_call(case, self.device, self.settings)
+        return self.prepared[1]
 
     def _compare(self, side: str, o: torch.Tensor) -> None:
         for other, theirs in self.o.items():

@@ -20,7 +20,7 @@ from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.errors import ArgumentError, ConfigError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import KernelConfig
-from nsa_sel.settings.tuned import TunedFile, stamp_of
+from nsa_sel.settings.tuned import stamp_of
 from tests.helpers.paths import ROOT
 from tests.helpers.policy_cases import H200
 from tests.helpers.tune_cases import content, one_problem_job, some_jobs, times, write
@@ -37,13 +37,6 @@ def again(job: Job, problem: str, config: KernelConfig) -> Times:
 
 def journal() -> Measurements:
     return Measurements(beside(STAMP, JOURNAL), kernel_configs.IDENTITY)
-
-
-def test_nothing_is_measured_twice() -> None:
-    first = tune(RUN, some_jobs(), times)
-    second = tune(RUN, some_jobs(), again)
-    assert second.results == first.results
-    assert (second.taken, second.left) == (0, 0)
 
 
 def test_runs_add_to_the_file() -> None:
@@ -128,19 +121,6 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("NSA_SEL_CACHE", os.devnull)
     with pytest.raises(ConfigError, match="set NSA_SEL_CACHE to one"):
         tune(RUN, some_jobs(), times)
-
-
-def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    write()
-    before = tuned.file_of(STAMP).read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        tuned_file.write(tuned.file_of(STAMP), TunedFile(stamp=STAMP, commit="another"))
-    assert tuned.file_of(STAMP).read_bytes() == before
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_whole_rows(tuned_folder: Path) -> None:
