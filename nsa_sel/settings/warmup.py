@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import torch
 
-from nsa_sel.attention import decide, selection_attention
+from nsa_sel.attention import selection_attention
 from nsa_sel.core.call import device_info
 from nsa_sel.core.request import Request, example_request
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
+from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import events
 
@@ -122,11 +123,7 @@ def _request(fields: Mapping[str, Any], example: Request) -> Request:
 
 def _warm(request: Request, device: torch.device, tune: bool) -> Warmed:
     facts = device_info(device)
-    ms_tuning = None
-    if tune and facts.kind == "cuda":
-        from nsa_sel.bench.tune.quick import tune_quickly  # loads the benches: for this alone
-
-        ms_tuning = tune_quickly(request, decide(request, facts), device)
+    ms_tuning = _tune(request, device) if tune and facts.kind == "cuda" else None
     q, k, v, selection = _tensors(request, device)
     kind, ms_backward = device.type, None
     with torch.inference_mode(False), torch.set_grad_enabled(request.needs_grad), torch.autocast(kind, enabled=False):
@@ -169,3 +166,19 @@ def _over_pages(request: Request, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     table = torch.zeros(B, -(-S_kv // size), dtype=torch.int32, device=q.device)
     o: torch.Tensor = selection_attention_with_kvcache(q, k_cache, v_cache, selection, lengths, table)
     return o
+
+
+def _tune(request: Request, device: torch.device) -> float | None:
+    """Milliseconds of tuning the chosen backends' kernel configs quickly; None where that is not possible."""
+    from nsa_sel.bench.tune.quick import tune_for  # loads the benches: for this alone
+
+    started = events.now("cuda")
+    if tuned.distributed():
+        words = "ranks would tune apart; run `nsa-sel tune` before the job, and sync_tuning() in it"
+        events.emit("sel.tuned.ignored", logging.WARNING, file=None, why="distributed", words=words)
+        return None
+    try:
+        tune_for(request, device)
+    except NsaSelError as error:  # another process tunes, or the folder can't be written: the warm-up goes on
+        events.emit("sel.tuned.ignored", logging.WARNING, file=None, why="not tuned", words=str(error))
+    return (events.now("cuda") - started) * 1e3

@@ -168,31 +168,34 @@ def test_what_a_warmup_tunes_serves_the_call_that_began_it(monkeypatch: pytest.M
     assert nsa_sel.decisions()[-1] is not before
 
 
-def test_a_light_tuning_is_of_the_backends_that_were_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, events: Any) -> None:
+@pytest.fixture
+def fake_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
+    """A GPU on which the quick tuning finds times."""
     monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(quick.events, "now", lambda kind: 1.0)
+    monkeypatch.setattr(quick, "device_info", lambda device: H200)
     monkeypatch.setattr(quick, "Runner", lambda device, settings, time: times)
-    device, request = torch.device("cuda", 0), replace(SHORT, needs_grad=True)
-    decision = attention.explain_request(request, H200)
-    assert quick.tune_quickly(request, decision, device) == 0.0
-    found = tuned_file.written(tuned.stamp_of(H200)).results
+    return torch.device("cuda", 0)
+
+
+def test_a_quick_tuning_is_of_the_backends_that_would_run(fake_h200: torch.device) -> None:
+    request, stamp = replace(SHORT, needs_grad=True), tuned.stamp_of(H200)
+    decision = nsa_sel.explain_request(request, H200)
+    quick.tune_for(request, fake_h200)
+    found = tuned_file.written(stamp).results
     assert {result.key.backend for result in found} == {decision.forward, decision.backward} & set(TUNED) != set()
     assert {result.key.L for result in found} == {SHORT.max_length}
-    with tuned_file.locked(tuned.stamp_of(H200)):
-        quick.tune_quickly(request, decision, device)
-    monkeypatch.setattr(tuned, "distributed", lambda: True)
-    assert quick.tune_quickly(request, decision, device) is None
-    assert [event["why"] for event in events("sel.tuned.ignored")] == ["not tuned", "distributed"]
+    assert tuned.in_force(H200) is not None
+    with tuned_file.locked(stamp), pytest.raises(ArgumentError, match="running already"):
+        quick.tune_for(request, fake_h200)
 
 
-def test_a_light_tuning_loads_no_public_module() -> None:
-    """But attention, for the texts of CUDA errors."""
-    code = "import sys, nsa_sel.bench.tune.quick; print(*(name for name in sys.modules if name.startswith(('nsa_sel', 'triton'))))"
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert not {f"nsa_sel.{name}" for name in ("serving", "varlen", "layer", "bench.core.contenders")} & set(loaded)
-    assert "triton" not in loaded
+def test_a_quick_tuning_loads_no_public_module_and_no_package_of_an_extra() -> None:
+    code = "import sys, nsa_sel.bench.tune.quick; print(*sys.modules)"
+    loaded = set(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+    assert not {f"nsa_sel.{name}" for name in ("serving", "varlen", "layer", "bench.core.contenders")} & loaded
+    assert not {"triton", "tabulate", "typer", "rich", "matplotlib"} & loaded
 
 
 # Ranks
