@@ -30,10 +30,12 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import WAYS, Costs, Way, settings_for, shipped_configs
 from nsa_sel.settings.tuned import stamp_of
-from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, UNKNOWN, replace
+from tests.helpers import policy_cases
+from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, replace
 from tests.helpers.tune_cases import fake_gpu, json_lines, key, priced, result, sides, write
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
+UNKNOWN = replace(policy_cases.UNKNOWN, sm_count=H200.sm_count)  # as many as the times of `priced` are for
 STAMP = stamp_of(UNKNOWN)
 RUN = Run(STAMP)
 MODEL = shipped_configs()["sm90_h200.yaml"].costs.models["triton-group/forward"]  # type: ignore[union-attr]
