@@ -20,21 +20,18 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from tabulate import tabulate
 
 from nsa_sel.bench.core import cases, markdown, store
 from nsa_sel.bench.core.cases import MANY, SPANS, length_of
-from nsa_sel.bench.core.command_line import echo, program, stderr_console
-from nsa_sel.bench.core.contenders import DENSE, PACKED, named
+from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, program, stderr_console
+from nsa_sel.bench.core.contenders import DENSE, PACKED, backends_on, named, of_framework
 from nsa_sel.bench.core.session import Job, able, run
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
-from nsa_sel.bench.questions.speed import device_of
 from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
 RESULTS = Path("bench/results/sel_triton")
-TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
 DECODE_BLOCK = 64  # l_sel of the decode matrix
 SEED = {"N": "64,256,1024", "H": "4,8", "D": "64,128", "Dv": "64,128", "L_list": "16,32,64,128,256,512,1024", "dist": ",".join(SPANS)}
 SEED_DECODE = SEED | {"N": "64,256", "H": "2,4", "L_list": "512,1024"}  # n_sel 8 and 16
@@ -72,7 +69,8 @@ def jobs(
         if odd:
             raise ArgumentError("--L_list", ", ".join(map(str, odd)), f"multiples of {MANY}", f"many and mixed cut L into {MANY} spans")
         found = [cases.span_case(kind, *size, L, dtype) for kind in dist.split(",") for size in sizes for L in lengths]
-    everyone = (*TRITON, PACKED, *((DENSE,) if decode else ())) if device == "cuda" else (*TRITON, PACKED, "numba")
+    everyone = [*of_framework("triton"), PACKED]
+    everyone += [DENSE] * decode if device == "cuda" else [name for name in backends_on("cpu") if name != PACKED]
     contenders = able(named(backends or ",".join(everyone)), device, console.print)
     # The backward pass runs on the streams of its forward: several streams are for the forward alone.
     directions = ("decode",) if decode else ("fwd",) if timing.streams > 1 else ("fwd", "bwd")
@@ -132,23 +130,19 @@ def from_csv(file: Path) -> list[Row]:
 
 def report(rows: Sequence[Row]) -> str:
     """The rows as Markdown, with what they were measured on."""
-    facts, lines = rows[0], []
+    lines = []
     commands = ", ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in rows))
     for row in with_derived(rows):
-        ms = row.get("ms_median")
-        lines.append(
-            (
-                row["case"], row["direction"], row["backend"], markdown.ms(row, 4) if ms else row["error"],
-                f"{row['ms_ci_low']:.4g} to {row['ms_ci_high']:.4g}" if ms else "-",
-                f"{row['ms_p20']:.4g} to {row['ms_p80']:.4g}" if ms else "-", row.get("calls", "-"), f"{row['bytes'] / 1e6:.3g}",
-                f"{row['gb_s']:.3g}" if ms else "-", f"{row['speedup']:.2f}x" if row["speedup"] else "-",
-                "-" if row.get("mae") is None else f"{row['mae']:.1e}",
-            )
-        )  # fmt: skip
-    table = tabulate(lines, headers=SHOWN, tablefmt="github", disable_numparse=True, colalign=("left",) * 3 + ("right",) * 8)
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "numba", "driver") if facts.get(name))
+        times, rate = (row.get("error"), "-", "-"), "-"
+        if row.get("ms_median"):
+            times = markdown.ms(row, 4), f"{row['ms_ci_low']:.4g} to {row['ms_ci_high']:.4g}", markdown.spread(row, 4)
+            rate = f"{row['gb_s']:.3g}"
+        mae = "-" if row.get("mae") is None else f"{row['mae']:.1e}"
+        moved = f"{row['bytes'] / 1e6:.3g}", rate, markdown.factor(row["speedup"])
+        lines.append((row["case"], row["direction"], row["backend"], *times, row.get("calls", "-"), *moved, mae))
+    table = markdown.table(SHOWN, lines, left=3)
     return (
-        f"# Selection attention over L\n\n{facts['device']}, {versions}, commit {facts['commit']}, {commands}\n\n"
+        f"# Selection attention over L\n\n{markdown.environment(rows[0])}, {commands}\n\n"
         "Whole calls in ms: the median, its 95% confidence interval by bootstrap, percentiles. MB: K and V that the rows select, once a\n"
         f"row, and the rows' own tensors. `{PACKED}` is the reference.\n\n{markdown.with_note(table)}\n"
     )
@@ -233,8 +227,8 @@ def main(
     csv: CsvFlag = None,
     out: Annotated[Path | None, typer.Option(help=f"folder of the results; {RESULTS}/<today> by default")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="one size of each, ten calls")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda, cpu")] = "auto",
-    backends: Annotated[str, typer.Option(help="backends, comma-separated; by default those that run on the device")] = "",
+    device: Device = "auto",
+    backends: Backends = "",
 ) -> None:
     """Measure Triton against packed SDPA over L; what runs out of memory, refuses or fails is reported and passed over."""
     where, console, folder = device_of(device), stderr_console(), out or default_folder()

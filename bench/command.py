@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from tabulate import tabulate
 
 from nsa_sel.bench import bench_sel_triton
 from nsa_sel.bench.core import store
-from nsa_sel.bench.core.command_line import echo, stderr_console
+from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, named
 from nsa_sel.bench.core.peers import peers as every_peer
 from nsa_sel.bench.core.session import able, run
-from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.questions import speed
-from nsa_sel.bench.questions.speed import BACKENDS, CPU_BACKENDS, SUITES, device_of
+from nsa_sel.bench.questions.speed import SUITES, usual_backends
 from nsa_sel.bench.sel_threshold_from_csv import report
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
 from nsa_sel.cli.output import output_file
@@ -37,9 +35,9 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(help=f"Folder of the rows; {bench_sel_triton.RESULTS}/<today> by default. Run again, it goes on there.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda, cpu.")] = "auto",
+    device: Device = "auto",
     only: Annotated[str, typer.Option(help="With --suite or --peers: only cases whose name contains this.")] = "",
-    backends: Annotated[str, typer.Option(help="Backends of ours, comma-separated; by default those that run on the device.")] = "",
+    backends: Backends = "",
     N: bench_sel_triton.NFlag = "",
     H: bench_sel_triton.HFlag = "",
     D: bench_sel_triton.DFlag = "",
@@ -79,20 +77,14 @@ def bench(
     unused = [f"--{name}" for name, value in of_matrix.items() if value not in ("", None, 0)]
     if unused:
         raise ArgumentError(", ".join(unused), "of the matrix", "left out with --suite and --peers", "their cases have sizes of their own")
-    ours = named(backends or ",".join(BACKENDS if where == "cuda" else CPU_BACKENDS))
+    ours = named(backends or ",".join(usual_backends(where)))
     if peers:  # dense attention is one of them, there with its parity
         ours = [contender for contender in ours if contender.name != DENSE]
     contenders = (*able(ours, where, console.print), *(able(every_peer(), where, console.print) if peers else ()))
     suites = speed.suites_of(suite or "performance,decode", quick, where)
     chosen = speed.jobs(suites, contenders, only, where)
     rows = run(chosen, folder / f"{'peers' if peers else 'suites'}.jsonl", where, console)
-    echo(peers_table(rows) if peers else speed.table(rows))
-
-
-def peers_table(rows: list[Row]) -> str:
-    """What the peers' rows hold, ours beside them."""
-    lines = [[row.get(column) for column in PEERS_SHOWN] for row in rows]
-    return tabulate(lines, headers=PEERS_SHOWN, tablefmt="github")
+    echo(speed.table(rows, PEERS_SHOWN if peers else speed.SHOWN))
 
 
 def threshold(

@@ -21,8 +21,8 @@ from nsa_sel.bench.core import store
 from nsa_sel.bench.core.cases import length_of
 from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
+from nsa_sel.bench.core.markdown import environment
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.cost_fit import WAYS
 from nsa_sel.core.registry import backends
 from nsa_sel.errors import ArgumentError
 
@@ -30,7 +30,7 @@ MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the thresh
 REGRESSION = 0.10  # by which no case from the threshold on may be slower than packed SDPA, whatever the margin
 NO_LOSS = 1 / (1 + REGRESSION)  # the gain that this is
 TRITON = "triton-group"  # the Triton backend that takes every call the gate lets through
-DIRECTIONS = ("fwd", "bwd", "decode")
+DIRECTIONS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # of rows; as configuration files name them
 
 
 class Pair(NamedTuple):
@@ -108,9 +108,9 @@ def thresholds(rows: Iterable[Row], margin: float = MARGIN, triton: str = TRITON
     """The threshold of every direction that was measured."""
     if not margin > 0:
         raise ArgumentError("--margin", margin, "a number > 0", f"{MARGIN} asks that Triton be that many times faster")
-    known = [name for name in backends() if name != PACKED]
-    if triton not in known:
-        raise ArgumentError("--backend", repr(triton), ", ".join(known), "pass one of these, or leave it out")
+    allowed = [name for name in backends() if name != PACKED]
+    if triton not in allowed:
+        raise ArgumentError("--backend", repr(triton), ", ".join(allowed), "pass one of these, or leave it out")
     pairs = length_pairs(rows, triton)
     found = []
     for direction in DIRECTIONS:
@@ -140,11 +140,10 @@ def sentence(threshold: Threshold) -> str:
 
 def profile(rows: Sequence[Row], found: Sequence[Threshold], source: str) -> dict[str, Any]:
     """A configuration file with the thresholds by way, for NSA_SEL_CONFIG; it leaves out the ways that have none."""
-    row, by_way = store.measured(rows)[0], {WAYS[each.direction]: each.length for each in found if each.length is not None}
-    alike = len(by_way) == len(WAYS) and len(set(by_way.values())) == 1
-    versions = ", ".join(f"{name} {row[name]}" for name in ("torch", "triton", "driver") if row.get(name))
-    provenance = f"{'; '.join(map(sentence, found))}; {source}, {row['device']}, {versions}, commit {row['commit']}"
-    runtime = {"sel_triton_min_L": by_way["forward"] if alike else by_way} if by_way else {}
+    by_way = {DIRECTIONS[each.direction]: each.length for each in found if each.length is not None}
+    one_value = len(by_way) == len(DIRECTIONS) and len(set(by_way.values())) == 1
+    provenance = f"{'; '.join(map(sentence, found))}; {source}, {environment(store.measured(rows)[0])}"
+    runtime = {"sel_triton_min_L": by_way["forward"] if one_value else by_way} if by_way else {}
     return {"provenance": provenance, "runtime": runtime}
 
 

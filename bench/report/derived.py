@@ -1,4 +1,4 @@
-"""All that follows from committed rows, anew: `make derived`, or `python -m nsa_sel.bench.report.derived`. Run it after rows were added.
+"""Everything derived from committed rows, anew: `make derived`, or `python -m nsa_sel.bench.report.derived`. Run it after rows were added.
 
 In this order, because each reads what the one before wrote: tables and thresholds of the matrices below bench/results/sel_triton/,
 configs/devices/, the documents' tables, docs/report/. Tests derive each of them again.
@@ -17,7 +17,7 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.questions import autotune_sweep
 
 PARTS = {"One contiguous range a row": "dense.csv", "Several ranges a row": "varlen.csv", "Decoding": "decode.csv"}
-AFTER = ("derive", "tables", "report")  # modules of this folder
+AFTER = ("tune.derive", "report.tables", "report.report")
 
 
 def matrix(folder: Path, out: Path) -> None:

@@ -16,15 +16,15 @@ import numpy as np
 
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.contenders import DENSE, PACKED
 from nsa_sel.bench.core.markdown import MARK, factor, ms, scatters, table
 from nsa_sel.bench.core.store import Row as Row
 from nsa_sel.bench.core.store import measured
+from nsa_sel.core.registry import backends
 
 Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
 
-OURS = ("triton-tile", "triton-block", "triton-group", "triton-token", "cupy-cuda", "numba")  # all but the reference path, packed SDPA
-DENSE = "dense-cudnn"
-PACKED = "sdpa-packed"
+OURS = tuple(name for name in backends() if name != PACKED)
 WORKSPACE = 1 << 30  # bytes, the default bound
 
 

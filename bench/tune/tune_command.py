@@ -208,7 +208,7 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Callable[[str, floa
 
 
 def _page(stamp: Stamp, tell: Callable[[str, float], None]) -> Path | str:
-    """Write the page of `nsa-sel report` from the user's rows, in a folder beside the file; its path, or why there is none."""
+    """Write what `nsa-sel report` makes of the user's rows, in a folder beside the file; its path, or why there is none."""
     from nsa_sel.bench.report import report as reporting  # loads matplotlib
 
     tell("the report", 1.0)
@@ -221,7 +221,7 @@ def _page(stamp: Stamp, tell: Callable[[str, float], None]) -> Path | str:
             reporting.write(files, folder)
     except (ArgumentError, ConfigError) as error:
         return str(error)
-    return folder / reporting.PAGE
+    return folder / reporting.DOCUMENT
 
 
 def tune_quickly(device: torch.device, facts: DeviceInfo, case: Case, backend: str) -> Done:

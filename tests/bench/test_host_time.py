@@ -1,40 +1,37 @@
-"""The bench of the host's share: its parts, what it replaces for a while, and that committed rows meet the targets."""
+"""The bench of host time: its parts, what it patches for a while, and that committed rows meet the targets."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 import nsa_sel
-from nsa_sel import attention
+from nsa_sel.bench.core import store
+from nsa_sel.bench.core.contenders import PACKED
 from nsa_sel.bench.questions import host_time
 from nsa_sel.bench.questions.host_time import (
     CHOSEN,
     FURTHER,
     MANY,
     NOTHING,
+    UNOBSERVED,
     compiled_parts,
-    decided,
     make_problem,
     measured,
     parts,
     standing_in,
     without_observing,
 )
-from nsa_sel.core import known, ops, registry
+from nsa_sel.core import registry
 from nsa_sel.errors import BackendError
 from nsa_sel.telemetry import events
 from tests.helpers.paths import ROOT
 
-RESULTS = ROOT / "bench" / "results"
-COMMITTED = sorted(RESULTS.glob("*/overhead.jsonl"))
+COMMITTED = sorted((ROOT / "bench" / "results").glob("*/overhead.jsonl"))
 DECISION_US, HOST_US = 3.0, 30.0  # the targets: a cached decision, and what a call takes beyond its backend
 
 
@@ -47,6 +44,7 @@ def test_parts_do_what_they_say(needs_grad: bool) -> None:
     if needs_grad:
         for other in (alone, works["node"]()):
             assert all(map(lambda a, b: (a - b).abs().max() < 1e-6, whole, other))
+        assert [x.shape for x in works["autograd"]()] == [x.shape for x in whole]
     else:
         assert (whole - alone).abs().max() < 1e-6
     assert works["decision, cached"]() is works["decide"]()
@@ -60,8 +58,8 @@ def test_backends_that_refuse_say_so() -> None:
         parts(make_problem("cpu", False), "numbat")
 
 
-def test_what_is_replaced_comes_back() -> None:
-    problem, load = make_problem("cpu", False), registry.load
+def test_patched_functions_are_restored() -> None:
+    problem, functions, load = make_problem("cpu", False), vars(events).copy(), registry.load
     works = parts(problem, "numba")
     before = events.tallies()
     with without_observing():
@@ -69,7 +67,8 @@ def test_what_is_replaced_comes_back() -> None:
     assert events.tallies() == before
     with standing_in():
         assert parts(problem, NOTHING)["call"]().shape == problem.q.shape
-    assert (attention.events, registry.load) == (events, load)  # type: ignore[attr-defined]
+    assert registry.load == load
+    assert all(vars(events)[name] is functions[name] for name in ("record", "follow", "count", "emit"))
     works["call"]()
     assert events.tallies() != before
 
@@ -82,72 +81,43 @@ def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatc
     assert all(len(taken) == 3 for taken in times.values())
     for call, backend, beyond in zip(times["call"], times[least], times["beyond the backend"], strict=True):
         assert beyond == call - backend
-    firsts = [a < b for a, b in zip(times["call"], times["call, without observing"], strict=True)]
-    assert firsts == [True, False, True]  # they take turns at going first
+    firsts = [a < b for a, b in zip(times["call"], times[UNOBSERVED], strict=True)]
+    assert firsts == [True, False, True]  # they alternate in going first
 
 
 def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, more = attention.begin, MANY - 1
-    # What each takes, and how much of it is checking and deciding.
-    fake = {"call": (10.0, 1.0), "many calls": (10.0 + 3 * more, 1.0 + more), "graph": (50.0, 2.0), "empty graph": (20.0, 0.0)}
-    fake["graph of many"] = 50.0 + 6 * more, 2.0 + 1.5 * more
-
-    def work(name: str) -> Callable[[], float]:
-        return lambda: fake[name][0] - (fake[name][1] if attention.begin is not begin else 0)
-
-    monkeypatch.setattr(host_time, "parts", lambda *_: {"call": work("call"), "backend": lambda: 4.0})
-    monkeypatch.setattr(host_time, "compiled_parts", lambda *_: {name: work(name) for name in fake if name != "call"})
+    more = MANY - 1
+    fake = {"call": 10.0, "many calls": 10.0 + 3 * more, "graph": 50.0, "empty graph": 20.0, "graph of many": 50.0 + 7 * more}
+    monkeypatch.setattr(host_time, "parts", lambda *_: {"call": lambda: fake["call"], "backend": lambda: 4.0})
+    monkeypatch.setattr(host_time, "compiled_parts", lambda *_: {name: lambda ms=ms: ms for name, ms in fake.items() if name != "call"})
     monkeypatch.setattr(host_time, "microseconds", lambda work, *_: work())
     times = measured(make_problem("cpu", False), NOTHING, rounds=1, calls=1, compiler="eager")
-    assert (times["further call"], times["further compiled call"], times["compiling adds"]) == ([3.0], [6.0], [3.0])
-    assert (times["deciding"], times["deciding, compiled"], times["op"]) == ([1.0], [1.5], [2.5])
-    # What follows from them is what counts.
-    assert not {"many calls", "graph of many", "call, decided", "many calls, decided", "graph, decided"} & set(times)
-
-
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_decided_calls_do_the_same(needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem("cpu", needs_grad)
-    works = compiled_parts(problem, "eager")
-    wanted = works["many calls"]()
-    begin, begin_op = attention.begin, ops._begin
-    with decided(problem), monkeypatch.context() as patch:
-        patch.setattr(attention, "decide", None)
-        patch.setattr(known, "recall", None)
-        for name in ("many calls", "graph of many"):
-            got = works[name]()
-            assert all(map(torch.equal, got, wanted)) if needs_grad else torch.equal(got, wanted)
-    assert (attention.begin, ops._begin) == (begin, begin_op)
+    assert (times["further call"], times["further compiled call"], times["compiling adds"]) == ([3.0], [7.0], [4.0])
+    assert not {"many calls", "graph of many"} & set(times)
 
 
 def test_compiled_parts_do_the_same() -> None:
     problem = make_problem("cpu", False)
     works = compiled_parts(problem, "eager")
-    assert torch.equal(works["graph"](), parts(problem, attention.FALLBACK)["call"]())
+    assert torch.equal(works["graph"](), parts(problem, PACKED)["call"]())
     assert torch.equal(works["graph of many"](), works["many calls"]())
     assert works["empty graph"]().shape == problem.q.shape
 
 
-def test_rows(tmp_path: Path) -> None:
-    out = tmp_path / "overhead.jsonl"
-    app = typer.Typer()
-    app.command()(host_time.main)
-    only = [part for name in (NOTHING, CHOSEN, "numba") for part in ("--backend", name)]
-    result = CliRunner().invoke(
-        app, ["--out", str(out), "--rounds", "2", "--calls", "2", "--device", "cpu", "--compiler", "eager", "--S", "70", *only]
-    )
-    assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {row["backend"] for row in rows} == {NOTHING, CHOSEN, "numba"}
-    assert {row["direction"] for row in rows} == {"fwd", "fwd+bwd"}
+def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, names = tmp_path / "overhead.jsonl", (NOTHING, CHOSEN, "numba")
+    threads = torch.get_num_threads()
+    host_time.main(out, rounds=2, calls=2, device="cpu", backends=",".join(names), compiler="eager", S=70)
+    torch.set_num_threads(threads)
+    rows = store.read(out)
+    assert {(row["backend"], row["direction"]) for row in rows} == {(name, way) for name in names for way in ("fwd", "fwd+bwd")}
     assert {(row["S"], row["S_kv"]) for row in rows} == {(70, 70)}
     assert all(row["device"] and row["threads"] == 1 and row["command"] for row in rows)
-    assert "observing, off" in result.output
-    by_part = {(row["backend"], row["direction"], row["part"]): row for row in rows}
-    for direction in ("fwd", "fwd+bwd"):
-        for part in ("graph", "empty graph", *FURTHER, "compiling adds", "op", "deciding", "deciding, compiled"):
-            assert (NOTHING, direction, part) in by_part
-            assert (CHOSEN, direction, part) not in by_part
+    assert "observing, off" in capsys.readouterr().out
+    of_parts = {(row["backend"], row["part"]) for row in rows}
+    for part in ("graph", "empty graph", *FURTHER, "compiling adds"):
+        assert (NOTHING, part) in of_parts
+        assert (CHOSEN, part) not in of_parts
 
 
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.parent.name)
