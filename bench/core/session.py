@@ -155,7 +155,7 @@ def contender_rows(
     errors = {"fwd": mae[0], "decode": mae[0], "bwd": mae[1], "fwd+bwd": max((x for x in mae if x is not None), default=None)}
     for direction in directions:
         doing[0] = direction
-        work = _work(direction, ready, problem)
+        work = work_of(direction, ready, problem)
         with torch.set_grad_enabled(direction not in ("fwd", "decode")):
             if contender.peer:
                 work()  # what torch.compile does first is not its workspace
@@ -179,7 +179,7 @@ def _prepare_ms(contender: Contender, problem: Problem, device: str) -> float:
     return timing.cpu_milliseconds(prepare)
 
 
-def _work(direction: str, ready: Ready, problem: Problem) -> Callable[[], Any]:
+def work_of(direction: str, ready: Ready, problem: Problem) -> Callable[[], Any]:
     """What is timed: the forward, the backward of a forward that has run, or both."""
     q, k, v = problem.q.detach(), ready.layout(problem.k.detach()), ready.layout(problem.v.detach())
     if direction in ("fwd", "decode"):

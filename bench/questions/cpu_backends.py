@@ -24,6 +24,7 @@ from nsa_sel.bench.core.command_line import Quick, echo, program
 from nsa_sel.bench.core.contenders import PACKED, Contender, Ready, as_it_is, backends_on, ours
 from nsa_sel.bench.core.markdown import spread
 from nsa_sel.bench.core.parity import Problem, make_problem, parity, sample
+from nsa_sel.bench.core.session import work_of
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
 from nsa_sel.cli.output import output_file
 
@@ -46,18 +47,6 @@ def contenders() -> list[Contender]:
     return [*map(ours, faster), ours(PACKED), Contender("masked-sdpa", masked), dense]
 
 
-def work(ready: Ready, problem: Problem, direction: str) -> Callable[[], Any]:
-    """o, and with the backward pass dq, dk, dv."""
-    leaves = [x.detach().requires_grad_(direction != "fwd") for x in problem[1:4]]
-
-    def call() -> Any:
-        with torch.set_grad_enabled(direction != "fwd"):
-            o = ready.call(*leaves)
-            return o if direction == "fwd" else torch.autograd.grad(o, leaves, problem.do)
-
-    return call
-
-
 def in_turns(works: dict[tuple[str, str], Callable[[], Any]], repeats: int) -> dict[tuple[str, str], timing.Spread]:
     """The times of `repeats` calls of each, after one of each that is not counted."""
     times: dict[tuple[str, str], list[float]] = {name: [] for name in works}
@@ -73,7 +62,7 @@ def measured(case: Case, repeats: int, seed: int) -> list[Row]:
     exact, facts = sample(case, problem, ROWS_CHECKED), environment.stamp("cpu")
     ready = {contender: contender.prepare(problem) for contender in contenders()}
     mae = {contender.name: parity(made.call, problem, exact) if contender.checked else (None, None) for contender, made in ready.items()}
-    works = {(contender.name, way): work(made, problem, way) for way in DIRECTIONS for contender, made in ready.items()}
+    works = {(contender.name, way): work_of(way, made, problem) for way in DIRECTIONS for contender, made in ready.items()}
     rows = []
     for (name, way), times in in_turns(works, repeats).items():
         error = mae[name][0] if way == "fwd" else max((x for x in mae[name] if x is not None), default=None)

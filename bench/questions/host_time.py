@@ -26,7 +26,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -37,18 +37,19 @@ from torch import Tensor
 
 from nsa_sel import attention
 from nsa_sel.bench.core import environment
+from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.command_line import Device, device_of, echo, program
 from nsa_sel.bench.core.contenders import PACKED
 from nsa_sel.bench.core.markdown import spread
+from nsa_sel.bench.core.parity import Problem, make_problem
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
 from nsa_sel.cli.output import output_file
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call, check_call, device_info, request_of
 from nsa_sel.errors import BackendError
-from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
 
-SHAPE = {"B": 1, "S": 4, "S_kv": 64, "G": 1, "h": 2, "Dk": 16, "Dv": 16, "n": 2, "block": 16}
+CASE = Case("host", "random", 1, 4, 64, 1, 2, 16, 16, 2, 16, "bfloat16")
 CALLS = 50  # a round; few enough that a GPU's queue takes all their launches without waiting
 CHOSEN = "chosen"  # by the policy, instead of a backend forced by name
 NOTHING = "nothing"  # the stand-in, which runs in the place of packed SDPA
@@ -59,45 +60,31 @@ Parts = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]  # microseconds, one a round
 
 
-class Problem(NamedTuple):
-    """The arguments of a call, and the gradient of o for calls that need gradients."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    selection: Selection
-    do: Tensor | None
-
-    @property
-    def direction(self) -> str:
-        return "fwd" if self.do is None else "fwd+bwd"
+def case_of(device: str, rows: int = CASE.S) -> Case:
+    """CASE with so many rows, float32 on a CPU."""
+    return CASE._replace(S=rows, S_kv=max(CASE.S_kv, rows), dtype="float32" if device == "cpu" else CASE.dtype)
 
 
-def shape_of(S: int) -> dict[str, int]:
-    """SHAPE with S rows."""
-    return {**SHAPE, "S": S, "S_kv": max(SHAPE["S_kv"], S)}
-
-
-def make_problem(device: str, needs_grad: bool, rows: int = SHAPE["S"]) -> Problem:
-    """Standard normal tensors of SHAPE with so many rows, float32 on a CPU and bfloat16 on a GPU; all rows select the first two blocks."""
-    B, S, S_kv, G, h, Dk, Dv, n, block = shape_of(rows).values()
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    generator = torch.Generator().manual_seed(0)
-    shapes = (B, S, G, h, Dk), (B, G, S_kv, Dk), (B, G, S_kv, Dv), (B, S, G, h, Dv)
-    q, k, v, do = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    blocks = torch.arange(n, dtype=torch.int32, device=device).expand(B, S, G, n)
-    for x in (q, k, v):
+def prepared(case: Case, device: str, needs_grad: bool) -> Problem:
+    """The tensors of a case; q, k and v require gradients or do not."""
+    problem = make_problem(case, device)
+    for x in problem[1:4]:
         x.requires_grad_(needs_grad)
-    return Problem(q, k, v, Selection.from_blocks(blocks, block), do if needs_grad else None)
+    return problem
+
+
+def direction_of(problem: Problem) -> str:
+    return "fwd+bwd" if problem.q.requires_grad else "fwd"
 
 
 def parts(problem: Problem, backend: str) -> Parts:
     """What is timed, by name. Raises BackendError when `backend` refuses the call."""
-    q, k, v, selection, do = problem
+    selection, q, k, v, do = problem
+    needs_grad = q.requires_grad
     forced = {CHOSEN: None, NOTHING: PACKED}.get(backend, backend)
     scale = check_call(q, k, v, selection, None, None)[4]
     device = device_info(q.device)
-    request = request_of(q, k, v, selection, do is not None)
+    request = request_of(q, k, v, selection, needs_grad)
     decision = attention.decide(request, device, forced)
     call = Call(q.detach(), k.detach(), v.detach(), selection, None, scale, decision.settings, device)
     forward = registry.load(str(decision.forward)).forward
@@ -105,26 +92,18 @@ def parts(problem: Problem, backend: str) -> Parts:
         "call": _whole(problem, lambda q, k, v: attention.selection_attention(q, k, v, selection, backend=forced)),
         "backend": lambda: forward(call)[0],
         "check": lambda: check_call(q, k, v, selection, None, None),
-        "decide": lambda: attention.decide(request_of(q, k, v, selection, do is not None), device_info(q.device), forced),
+        "decide": lambda: attention.decide(request_of(q, k, v, selection, needs_grad), device_info(q.device), forced),
         "decision, cached": lambda: attention.select(request, device, forced),
     }
-    if do is None:
+    if not needs_grad:
         return found
     backward = registry.load(str(decision.backward)).backward
 
-    def outputs() -> tuple[Tensor, Tensor]:
-        return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[:-1], device=q.device)
+    def node(forward: Any, backward: Any) -> Callable[[], Any]:
+        return _whole(problem, lambda *inputs: _Node.apply(*inputs, call, forward, backward)[0])  # type: ignore[no-untyped-call]
 
-    def empty_gradients(o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-        return tuple(map(torch.empty_like, (q, k, v)))
-
-    def gradients(o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-        return backward(call, o, lse, do, None)
-
-    found["backend"] = lambda: gradients(*forward(call), do)
-    found["autograd"] = _whole(problem, lambda *inputs: _Node.apply(*inputs, outputs, empty_gradients)[0])  # type: ignore[no-untyped-call]
-    found["node"] = _whole(problem, lambda *inputs: _Node.apply(*inputs, lambda: forward(call), gradients)[0])  # type: ignore[no-untyped-call]
-    return found
+    found["backend"] = lambda: backward(call, *forward(call), do, None)
+    return found | {"autograd": node(empty_forward, empty_backward), "node": node(forward, backward)}
 
 
 def compiled_parts(problem: Problem, compiler: str) -> Parts:
@@ -151,24 +130,35 @@ def compiled_parts(problem: Problem, compiler: str) -> Parts:
 
 def _whole(problem: Problem, work: Callable[..., Tensor]) -> Callable[[], Any]:
     """The forward, or with gradients both passes."""
-    inputs, do = problem[:3], problem.do
-    return lambda: work(*inputs) if do is None else torch.autograd.grad(work(*inputs), inputs, do)
+    inputs = problem[1:4]
+    return lambda: torch.autograd.grad(work(*inputs), inputs, problem.do) if problem.q.requires_grad else work(*inputs)
+
+
+def empty_forward(call: Call) -> tuple[Tensor, Tensor]:
+    """New tensors, unwritten, in the shapes of o and lse."""
+    rows = call.q.shape[:-1]
+    return call.q.new_empty(*rows, call.v.shape[-1]), torch.empty(rows, device=call.q.device)
+
+
+def empty_backward(call: Call, *_: Any) -> tuple[Tensor, ...]:
+    """New tensors, unwritten, in the shapes of dq, dk and dv."""
+    return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
 
 
 class _Node(torch.autograd.Function):
     """A node with the inputs and outputs of ours, that runs the functions it is given."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: Any, backward: Any) -> tuple[Tensor, Tensor]:
-        o, lse = forward()
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, forward: Any, backward: Any) -> tuple[Tensor, Tensor]:
+        o, lse = forward(call)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
-        ctx.run = backward
+        ctx.call, ctx.run = call, backward
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
-        return *ctx.run(*ctx.saved_tensors[3:], do), None, None
+        return *ctx.run(ctx.call, *ctx.saved_tensors[3:], do, None), None, None, None
 
 
 @contextlib.contextmanager
@@ -187,16 +177,8 @@ def without_observing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
-    """Calls inside the `with` block get new tensors, unwritten, from whichever backend they are given to."""
-
-    def forward(call: Call) -> tuple[Tensor, Tensor]:
-        rows = call.q.shape[:-1]
-        return call.q.new_empty(*rows, call.v.shape[-1]), torch.empty(rows, device=call.q.device)
-
-    def backward(call: Call, *_: Any) -> tuple[Tensor, ...]:
-        return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
-
-    stand_in, module, load = types.SimpleNamespace(forward=forward, backward=backward), cast(Any, registry), registry.load
+    """Calls inside the `with` block get unwritten tensors from whichever backend they are given to."""
+    stand_in, module, load = types.SimpleNamespace(forward=empty_forward, backward=empty_backward), cast(Any, registry), registry.load
     module.load = lambda name: stand_in
     try:
         yield
@@ -220,7 +202,7 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: 
     synchronize: Callable[[], None] = torch.cuda.synchronize if problem.q.is_cuda else lambda: None
     works = parts(problem, backend) | (compiled_parts(problem, compiler) if compiler else {})
     times: Times = {name: [] for name in (*works, UNOBSERVED)}
-    for turn in track(range(rounds + 1), f"{backend}, {problem.direction}"):
+    for turn in track(range(rounds + 1), f"{backend}, {direction_of(problem)}"):
         for name, work in works.items():
             if name != "call":
                 times[name].append(microseconds(work, calls, synchronize))
@@ -229,7 +211,7 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: 
             with contextlib.nullcontext() if observing else without_observing():
                 times["call" if observing else UNOBSERVED].append(microseconds(works["call"], calls, synchronize))
     times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
-    least = times["backend" if problem.do is None else "node"]
+    least = times["node" if problem.q.requires_grad else "backend"]
     times["beyond the backend"] = _difference(times["call"], least)
     if compiler:
         for name, (many, one) in FURTHER.items():
@@ -243,12 +225,11 @@ def _difference(many: list[float], few: list[float], number: int = 1) -> list[fl
     return [(a - b) / number for a, b in zip(many, few, strict=True)]
 
 
-def rows_of(problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: Row) -> list[Row]:
+def rows_of(case: Case, problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: Row) -> list[Row]:
     """One row a part, in microseconds, and one with the ratio of a call to one without observing."""
     with standing_in() if backend == NOTHING else contextlib.nullcontext():
         times = measured(problem, backend, rounds, calls, compiler if backend == NOTHING else "")
-    common = {**shape_of(problem.q.shape[1]), "dtype": str(problem.q.dtype).removeprefix("torch.")}
-    common |= {"direction": problem.direction, "backend": backend, "rounds": rounds, "calls_a_round": calls}
+    common = {**case._asdict(), "direction": direction_of(problem), "backend": backend, "rounds": rounds, "calls_a_round": calls}
     ratios = [a / b for a, b in zip(times["call"], times[UNOBSERVED], strict=True)]
     rows = []
     for part, unit, taken, digits in (*((name, "us", found, 3) for name, found in times.items()), ("observing, off", "ratio", ratios, 4)):
@@ -273,18 +254,18 @@ def main(
     device: Device = "auto",
     backends: Annotated[str, typer.Option(help=f"{NOTHING}, {CHOSEN} or backends, comma-separated; by default all")] = "",
     compiler: Annotated[str, typer.Option(help="the backend of torch.compile for the stand-in's compiled calls")] = "inductor",
-    S: Annotated[int, typer.Option("--S", min=1, help="rows of a call")] = SHAPE["S"],
+    S: Annotated[int, typer.Option("--S", min=1, help="rows of a call")] = CASE.S,
 ) -> None:
     """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
     output_file("--out", out, make_folder=True)
     where = device_of(device)
     torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
     facts = {**environment.stamp(where), "threads": 1}
-    rows: list[Row] = []
+    rows, case = list[Row](), case_of(where, S)
     for name in backends.split(",") if backends else (NOTHING, CHOSEN, *registry.backends()):
         for needs_grad in (False, True):
             try:
-                rows += rows_of(make_problem(where, needs_grad, S), name, rounds, calls, compiler, facts)
+                rows += rows_of(case, prepared(case, where, needs_grad), name, rounds, calls, compiler, facts)
             except BackendError as error:
                 echo(str(error))
                 break

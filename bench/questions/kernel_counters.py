@@ -20,11 +20,12 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
-import nsa_sel
 from nsa_sel.bench.core import cases, environment, store
 from nsa_sel.bench.core.command_line import Only, echo, need_gpu, program
+from nsa_sel.bench.core.contenders import ours
+from nsa_sel.bench.core.parity import make_problem
+from nsa_sel.bench.core.session import work_of
 from nsa_sel.errors import ArgumentError
-from nsa_sel.selection import Selection
 
 
 class Profiled(NamedTuple):
@@ -101,14 +102,8 @@ def case_of(name: str) -> cases.Case:
 
 def call(case_name: str, direction: str, backend: str) -> None:
     """One call of a performance case, for the profiler to look at."""
-    case = case_of(case_name)
-    q, k, v, do = cases.make_inputs(case, "cuda")
-    selection = Selection(cases.make_selection(case, "cuda").ranges, case.block, disjoint=True)
-    for x in (q, k, v):
-        x.requires_grad_(direction == "bwd")
-    o = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
-    if direction == "bwd":
-        torch.autograd.grad(o, (q, k, v), do)
+    problem = make_problem(case_of(case_name), "cuda")
+    work_of(direction, ours(backend).prepare(problem), problem)()
     torch.cuda.synchronize()
 
 

@@ -14,32 +14,20 @@ import torch
 import typer
 from torch.profiler import ProfilerActivity, profile
 
-import nsa_sel
 from nsa_sel.bench.core import cases, environment, store
 from nsa_sel.bench.core.command_line import Backends, echo, need_gpu, program
-from nsa_sel.bench.core.contenders import of_framework
+from nsa_sel.bench.core.contenders import of_framework, ours
+from nsa_sel.bench.core.parity import make_problem
+from nsa_sel.bench.core.session import work_of
 from nsa_sel.bench.questions.speed import LEFT_OUT
-from nsa_sel.selection import Selection
 
 CALLS = 5  # profiled of each, after two that are not
 
 
 def kernel_times(case: cases.Case, direction: str, backend: str) -> dict[str, Any]:
     """Microseconds a call of every kernel, and how often it runs; plans are built within the call."""
-    q, k, v, do = cases.make_inputs(case, "cuda")
-    ranges = cases.make_selection(case, "cuda").ranges
-    for x in (q, k, v):
-        x.requires_grad_(direction == "bwd")
-    selection = Selection(ranges, case.block, disjoint=True)
-    o = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
-
-    def call() -> None:
-        if direction == "bwd":
-            selection.forget_plans()
-            torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-        else:
-            nsa_sel.selection_attention(q, k, v, Selection(ranges, case.block, disjoint=True), backend=backend)
-
+    problem = make_problem(case, "cuda")
+    call = work_of(direction, ours(backend).prepare(problem), problem)
     for _ in range(2):
         call()
     torch.cuda.synchronize()

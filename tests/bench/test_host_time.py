@@ -19,10 +19,11 @@ from nsa_sel.bench.questions.host_time import (
     MANY,
     NOTHING,
     UNOBSERVED,
+    case_of,
     compiled_parts,
-    make_problem,
     measured,
     parts,
+    prepared,
     standing_in,
     without_observing,
 )
@@ -31,13 +32,14 @@ from nsa_sel.errors import BackendError
 from nsa_sel.telemetry import events
 from tests.helpers.paths import ROOT
 
+CASE = case_of("cpu")
 COMMITTED = sorted((ROOT / "bench" / "results").glob("*/overhead.jsonl"))
 DECISION_US, HOST_US = 3.0, 30.0  # the targets: a cached decision, and what a call takes beyond its backend
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_parts_do_what_they_say(needs_grad: bool) -> None:
-    problem = make_problem("cpu", needs_grad)
+    problem = prepared(CASE, "cpu", needs_grad)
     works = parts(problem, "numba")
     assert ("autograd" in works) == ("node" in works) == needs_grad
     whole, alone = works["call"](), works["backend"]()
@@ -55,11 +57,11 @@ def test_parts_do_what_they_say(needs_grad: bool) -> None:
 
 def test_backends_that_refuse_say_so() -> None:
     with pytest.raises(BackendError, match=r"'numbat'.*did you mean 'numba'"):
-        parts(make_problem("cpu", False), "numbat")
+        parts(prepared(CASE, "cpu", False), "numbat")
 
 
 def test_patched_functions_are_restored() -> None:
-    problem, functions, load = make_problem("cpu", False), vars(events).copy(), registry.load
+    problem, functions, load = prepared(CASE, "cpu", False), vars(events).copy(), registry.load
     works = parts(problem, "numba")
     before = events.tallies()
     with without_observing():
@@ -77,7 +79,7 @@ def test_patched_functions_are_restored() -> None:
 def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatch, needs_grad: bool, least: str) -> None:
     clock = iter(range(1, 1000))
     monkeypatch.setattr(host_time, "microseconds", lambda *_: float(next(clock)))
-    times = measured(make_problem("cpu", needs_grad), CHOSEN, rounds=3, calls=1)
+    times = measured(prepared(CASE, "cpu", needs_grad), CHOSEN, rounds=3, calls=1)
     assert all(len(taken) == 3 for taken in times.values())
     for call, backend, beyond in zip(times["call"], times[least], times["beyond the backend"], strict=True):
         assert beyond == call - backend
@@ -91,13 +93,13 @@ def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_time, "parts", lambda *_: {"call": lambda: fake["call"], "backend": lambda: 4.0})
     monkeypatch.setattr(host_time, "compiled_parts", lambda *_: {name: lambda ms=ms: ms for name, ms in fake.items() if name != "call"})
     monkeypatch.setattr(host_time, "microseconds", lambda work, *_: work())
-    times = measured(make_problem("cpu", False), NOTHING, rounds=1, calls=1, compiler="eager")
+    times = measured(prepared(CASE, "cpu", False), NOTHING, rounds=1, calls=1, compiler="eager")
     assert (times["further call"], times["further compiled call"], times["compiling adds"]) == ([3.0], [7.0], [4.0])
     assert not {"many calls", "graph of many"} & set(times)
 
 
 def test_compiled_parts_do_the_same() -> None:
-    problem = make_problem("cpu", False)
+    problem = prepared(CASE, "cpu", False)
     works = compiled_parts(problem, "eager")
     assert torch.equal(works["graph"](), parts(problem, PACKED)["call"]())
     assert torch.equal(works["graph of many"](), works["many calls"]())
