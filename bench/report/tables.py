@@ -77,7 +77,7 @@ def kernel_times() -> str:
     for key, (total, row) in least.items():
         kernels = [(name.removesuffix("_kernel"), count, us) for name, (count, us) in row["kernels"].items() if us >= 1]
         each = [f"{name} {us:.0f}" + (f" ({count:.0f})" if count > 1 else "") for name, count, us in kernels]
-        lines.append((*key, row["backend"].removeprefix("triton-"), f"{total:.0f}", ", ".join(each)))
+        lines.append((*key, summary.short(row), f"{total:.0f}", ", ".join(each)))
     return table(["case", "direction", "backend", "us", "kernels: us (launches)"], lines)
 
 
