@@ -83,7 +83,7 @@ def table(rows: Sequence[Row], top: int = TOP) -> str:
         committed = next((row for row in fastest if row["committed"]), None)
         for rank, row in enumerate(fastest, 1):
             if rank <= top or row["committed"]:
-                gain = markdown.factor(committed and committed["ms_median"] / row["ms_median"])
+                gain = markdown.factor(committed["ms_median"] / row["ms_median"] if committed else None)
                 name = f"{row['config']}{' (committed)' * row['committed']}"
                 shown = f"{rank} of {len(group)}", name, f"{row['ms_median']:.4g}", markdown.spread(row, 4), gain
                 lines.append((row["kernel"], row["problem"], row["bucket"], *shown))

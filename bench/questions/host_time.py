@@ -216,7 +216,7 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: 
     if compiler:
         for name, (many, one) in FURTHER.items():
             times[name] = _difference(times.pop(many), times[one], MANY - 1)
-        times["compiling adds"] = _difference(*(times[name] for name in reversed(FURTHER)))
+        times["compiling adds"] = _difference(times["further compiled call"], times["further call"])
     return times
 
 

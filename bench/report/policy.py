@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.contenders import PACKED
 from nsa_sel.bench.core.markdown import factor, spread, table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import figures
 from nsa_sel.bench.report.document import Panel, Table, table_of_texts
 from nsa_sel.bench.report.figures import Facet, Figure, Line, Share, role_of, short
 from nsa_sel.bench.report.speed import TITLES, plain, thousands
-from nsa_sel.bench.report.summary import PACKED
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, Pair, length_pairs, sure_length
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.core import registry

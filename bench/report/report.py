@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.contenders import DENSE, PACKED
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import MARK_NOTE
 from nsa_sel.bench.core.store import Row
@@ -22,7 +23,7 @@ from nsa_sel.bench.report.figures import DARK, LIGHT, png
 from nsa_sel.bench.report.policy import decision_map, device_of, regrets, thresholds
 from nsa_sel.bench.report.roofline import PEAKS, Peaks
 from nsa_sel.bench.report.speed import breakeven, faster_in, pays_from, roof, speedup_by_L, speedup_by_S, times, verdict
-from nsa_sel.bench.report.summary import DENSE, OURS, PACKED, ours_in
+from nsa_sel.bench.report.summary import OURS, ours_in
 from nsa_sel.bench.threshold_optimizer import of_matrix
 from nsa_sel.bench.tune.derive import H200_ROWS, length_rows
 from nsa_sel.cli.output import output_file, output_folder, regular

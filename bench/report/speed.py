@@ -8,13 +8,14 @@ from statistics import median
 
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.contenders import DENSE, PACKED
 from nsa_sel.bench.core.markdown import MARK, factor, ms, table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import figures, roofline, summary
 from nsa_sel.bench.report.document import Panel, Table, table_of_texts
 from nsa_sel.bench.report.figures import Facet, Figure, Interval, Line, Mark, Slope, role_of, short
 from nsa_sel.bench.report.roofline import Peaks, Point
-from nsa_sel.bench.report.summary import DENSE, OURS, PACKED, Curve, break_even, curves, from_length, indexed, ours, ours_in, speed_up
+from nsa_sel.bench.report.summary import OURS, Curve, break_even, curves, from_length, indexed, ours, ours_in, speed_up
 
 TITLES = {"fwd": "Forward", "bwd": "Backward", "fwd+bwd": "Forward + backward, one call", "decode": "Decode"}
 WORDS = {DENSE: "dense attention", PACKED: "packed SDPA"}

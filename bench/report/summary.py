@@ -16,8 +16,7 @@ from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import DENSE, PACKED
 from nsa_sel.bench.core.markdown import MARK, factor, ms, scatters, spread, table
-from nsa_sel.bench.core.store import Row as Row
-from nsa_sel.bench.core.store import measured
+from nsa_sel.bench.core.store import Row, measured
 from nsa_sel.core.registry import backends
 
 Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend

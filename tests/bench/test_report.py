@@ -12,11 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.contenders import DENSE, PACKED
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import document, report
 from nsa_sel.bench.report.policy import MAPS, picks
-from nsa_sel.bench.report.summary import DENSE, PACKED, Row, indexed, performance_table, speed_up
+from nsa_sel.bench.report.summary import indexed, performance_table, speed_up
 from nsa_sel.bench.report.tables import H200_PEERS
 from nsa_sel.bench.tune import regret
 from nsa_sel.bench.tune.derive import H200_ROWS, read_rows
