@@ -5,7 +5,7 @@
 
 A case is N query rows of one KV group with H heads, each selecting L of 8192 keys as --dist says: few, the keys from 0 to L; many, 8
 equal spans; mixed, 2, 4 or 8 random spans. Decoding, N sequences of one query each. On a GPU in bfloat16, Triton beside packed SDPA; on a
-CPU in float32, numba beside it. Run again, it goes on where it was stopped.
+CPU in float32, numba beside it. Run again, it resumes.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def bench(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases: a look at a machine, in minutes.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help=f"Folder of the rows; {bench_sel_triton.RESULTS}/<today> by default. Run again, it goes on there.")
+        Path | None, typer.Option(help=f"Folder of the rows; {bench_sel_triton.RESULTS}/<today> by default. Run again, it resumes.")
     ] = None,
     device: Device = "auto",
     only: Annotated[str, typer.Option(help="With --suite or --peers: only cases whose name contains this.")] = "",
@@ -67,9 +67,9 @@ def bench(
         both = (False, True) if decode is None and not any(sizes.values()) else (bool(decode),)
         timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
         rows = []
-        for way in both:
+        for decoding in both:
             rows += bench_sel_triton.measure_matrix(
-                where, folder, console, decode=way, quick=quick, timing=timing, backends=backends, **sizes
+                where, folder, console, decode=decoding, quick=quick, timing=timing, backends=backends, **sizes
             )
         written = bench_sel_triton.write(folder, folder, rows, csv)
         echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")

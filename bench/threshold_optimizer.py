@@ -126,20 +126,20 @@ def thresholds(rows: Iterable[Row], margin: float = MARGIN, triton: str = TRITON
 def sentence(threshold: Threshold) -> str:
     """What a direction's rows say, with both sides' medians and spreads in the closest case."""
     pair, margin = threshold.closest, threshold.margin
-    way = f"{threshold.direction}: {pair.triton['backend']}"
+    compared = f"{threshold.direction}: {pair.triton['backend']}"
     shown = " against ".join(f"{row['backend']} {row['ms_median']} ms ({row['ms_p20']} to {row['ms_p80']})" for row in pair)
     case = f"closest there, {pair.triton['case']}: {shown}"
     if threshold.length is not None:
         least = ", the least measured" if threshold.length == threshold.lengths[0] else ""
         doubt = f", undecided at L = {', '.join(map(str, threshold.undecided))}" if threshold.undecided else ""
-        return f"{way} at least {margin}x faster than {PACKED} in every case from L = {threshold.length}{least}{doubt}; {case}"
+        return f"{compared} at least {margin}x faster than {PACKED} in every case from L = {threshold.length}{least}{doubt}; {case}"
     if threshold.undecided:
-        return f"{way} undecided, the spreads allow less than {margin}x where the medians reach it; at the longest L, {case}"
-    return f"{way} is never {margin}x faster than {PACKED} up to L = {threshold.lengths[-1]}; {case}"
+        return f"{compared} undecided, the spreads allow less than {margin}x where the medians reach it; at the longest L, {case}"
+    return f"{compared} is never {margin}x faster than {PACKED} up to L = {threshold.lengths[-1]}; {case}"
 
 
 def profile(rows: Sequence[Row], found: Sequence[Threshold], source: str) -> dict[str, Any]:
-    """A configuration file with the thresholds by way, for NSA_SEL_CONFIG; it leaves out the ways that have none."""
+    """A configuration file with the thresholds by direction, for NSA_SEL_CONFIG; it leaves out directions without one."""
     by_way = {DIRECTIONS[each.direction]: each.length for each in found if each.length is not None}
     one_value = len(by_way) == len(DIRECTIONS) and len(set(by_way.values())) == 1
     provenance = f"{'; '.join(map(sentence, found))}; {source}, {environment(store.measured(rows)[0])}"

@@ -31,7 +31,7 @@ class Case(NamedTuple):
     of the sequences of `packed_bounds`), or one of `SPANS`.
 
     `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
-    real case takes, and how many keys a row of spans selects, stands in its name alone (`layers_of`, `length_of`).
+    real case takes, and how many keys a row of spans selects, is in its name alone (`layers_of`, `length_of`).
     """
 
     case: str
@@ -123,7 +123,7 @@ def quick_cases() -> list[Case]:
 
 
 def packed_cases() -> list[Case]:
-    """32k rows in 12 sequences of 256 to 12k, h 16 and 4: all beginning with a block of 64, or at odd places."""
+    """32k rows in 12 sequences of 256 to 12k, h 16 and 4: all starting on a block of 64, or between blocks."""
     return [
         Case(f"packed-{kind}-32k-h{h}", "packed", 1, 32768, 32768, 4, h, 128, 128, 16, 64, "bfloat16")
         for kind in ("whole", "odd")

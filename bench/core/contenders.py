@@ -21,10 +21,10 @@ PREFILL_ONLY = tuple(name for name, backend in registered().items() if backend.l
 
 
 class Ready(NamedTuple):
-    """A contender in front of one problem.
+    """A contender prepared for one problem.
 
-    `call` is the whole forward, plans included. `trained` is the same for the backward pass alone, of which `forget` drops the plans
-    before each call, so that building them is timed. `layout` gives k and v, [B,G,S_kv,D] each, the strides that it wants.
+    `call` is the whole forward, plans included. `trained` is the forward for timing the backward alone: `forget` drops its plans before
+    each call, so that building them is timed. `layout` gives k and v [B,G,S_kv,D] the strides that it wants.
     """
 
     call: Attend
@@ -34,15 +34,15 @@ class Ready(NamedTuple):
 
 
 def as_it_is(call: Attend) -> Ready:
-    """One that plans nothing in a call."""
+    """A function that plans nothing in a call."""
     return Ready(call, call)
 
 
 class Contender(NamedTuple):
     """One column of a comparison.
 
-    `prepare` makes it ready, outside the times. `lacks` is one line that says why it can't run on a device ("cpu", "cuda"), `refuses`
-    why not a case; None: it does. `every_key`: it computes dense causal attention.
+    `prepare` is not timed. `lacks` says in one line why it can't run on a device ("cpu", "cuda"), `refuses` why not on a case; None: it
+    does. `every_key`: it computes dense causal attention.
     """
 
     name: str

@@ -37,18 +37,18 @@ def sweep(found: Sequence[Job], measure: Measure, file: Path, facts: Row, tell: 
     Stops after `seconds`, between two configs. ContextLost is passed on.
     """
     deadline = monotonic() + seconds
-    known = RowFile(file, _key, tell=tell)
+    done = RowFile(file, _key, tell=tell)
     rows: list[Row] = []
     for job in found:
         for problem in job.problems:
             for config in (job.committed, *job.candidates):
                 row = _identity(job, problem) | {"config": job.launch_id(config), "committed": config == job.committed, **facts}
-                if row not in known:
+                if row not in done:
                     if monotonic() >= deadline:
-                        tell("time is up: run the command again to go on")
+                        tell("time is up: run the command again to resume")
                         return rows
-                    known.add(row | {"settings": msgspec.to_builtins(config)} | _times(measure, job, problem, config))
-                rows.append(known[row])
+                    done.add(row | {"settings": msgspec.to_builtins(config)} | _times(measure, job, problem, config))
+                rows.append(done[row])
     return rows
 
 

@@ -62,11 +62,11 @@ def measured(case: Case, repeats: int, seed: int) -> list[Row]:
     exact, facts = sample(case, problem, ROWS_CHECKED), environment.stamp("cpu")
     ready = {contender: contender.prepare(problem) for contender in contenders()}
     mae = {contender.name: parity(made.call, problem, exact) if contender.checked else (None, None) for contender, made in ready.items()}
-    works = {(contender.name, way): work_of(way, made, problem) for way in DIRECTIONS for contender, made in ready.items()}
+    works = {(contender.name, direction): work_of(direction, made, problem) for direction in DIRECTIONS for contender, made in ready.items()}
     rows = []
-    for (name, way), times in in_turns(works, repeats).items():
-        error = mae[name][0] if way == "fwd" else max((x for x in mae[name] if x is not None), default=None)
-        rows.append(timing.row(case, way, name, times, mae=error, workspace_bytes=None, **environment.gpu_state("cpu"), **facts))
+    for (name, direction), times in in_turns(works, repeats).items():
+        error = mae[name][0] if direction == "fwd" else max((x for x in mae[name] if x is not None), default=None)
+        rows.append(timing.row(case, direction, name, times, mae=error, workspace_bytes=None, **environment.gpu_state("cpu"), **facts))
     return rows
 
 

@@ -85,7 +85,7 @@ def _packed(call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ready:
 
 
 def contenders(case: Case, backends: list[str]) -> list[Contender]:
-    """Every backend in every way that it takes."""
+    """Every backend in every way that it supports."""
     bounds = packed_bounds(case)
     odd = any(bound % case.block for bound in bounds[:-1])
     refused = {(name, "") for name in PREFILL_ONLY} if odd else {(name, "-copied") for name in backends}

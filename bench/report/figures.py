@@ -110,7 +110,7 @@ def png(figure: Figure, theme: Theme, path: Path, columns: int = 3, title: str =
         drawn = io.BytesIO()
         canvas.savefig(drawn, format="png", dpi=110)
         pyplot.close(canvas)
-    # A palette takes a quarter of the space; of these ways to choose one, this keeps every color that is used.
+    # A palette takes a quarter of the space; this method keeps every color that is used.
     few = Image.open(drawn).convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
 
@@ -125,7 +125,7 @@ def _style(theme: Theme) -> Any:
 
 
 class Line(NamedTuple):
-    """Points joined by a line. `roles`: of each point's marker; `label` stands at its start or its end."""
+    """Points joined by a line. `roles`: of each point's marker; `label` is at its start or its end."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -190,7 +190,7 @@ class Mark(NamedTuple):
     role: str
     label: str
     shape: str = "o"
-    left: bool = False  # where the label stands
+    left: bool = False  # of the point: where the label is
 
 
 class Slope(NamedTuple):
@@ -323,8 +323,8 @@ def role_of(backend: str) -> str:
     return backend if backend in ROLES else "other"
 
 
-def _ticks(axis: Any, places: Sequence[float], text: Callable[[float], str]) -> None:
-    axis.set_major_locator(FixedLocator(list(places)))
+def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:
+    axis.set_major_locator(FixedLocator(list(values)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
     axis.set_minor_locator(NullLocator())
 

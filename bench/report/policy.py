@@ -129,7 +129,7 @@ def regrets(name: str, device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
         return panel._replace(missing=missing)
     both = (("sharing measured", "ink", told), ("sharing not measured", "other", untold))
     facets = []
-    for direction in (way for way in TITLES if any(choice.direction == way for choice in told)):
+    for direction in (each for each in TITLES if any(choice.direction == each for choice in told)):
         of_way = [(label, role, [choice for choice in found if choice.direction == direction]) for label, role, found in both]
         values = [Share(label, role, [choice.regret for choice in found]) for label, role, found in of_way]
         draw = figures.shares(TITLES[direction], "at most so many % longer than the best", values, regret.CLOSE, REGRET_SHOWN)
@@ -166,8 +166,8 @@ def evidence(rows: Sequence[Row]) -> list[Evidence]:
     for pair in length_pairs(rows, TRITON):
         groups.setdefault((list(TITLES).index(pair.triton["direction"]), pair.triton["Dk"], pair.length), []).append(pair)
     return [
-        Evidence(list(TITLES)[way], D, L, len(pairs), min(pairs, key=lambda pair: pair.sure_gain))
-        for (way, D, L), pairs in sorted(groups.items())
+        Evidence(list(TITLES)[number], D, L, len(pairs), min(pairs, key=lambda pair: pair.sure_gain))
+        for (number, D, L), pairs in sorted(groups.items())
     ]
 
 
@@ -198,7 +198,7 @@ def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
     if device:
         settings = _in_force(device)
         least = settings.sel_triton_min_L
-        values = str(least) if isinstance(least, int) else ", ".join(f"{length} {way}" for way, length in least.items())
+        values = str(least) if isinstance(least, int) else ", ".join(f"{length} {direction}" for direction, length in least.items())
         text += f" In force: L = {values} ({settings.sources.get('sel_triton_min_L', 'built-in')})."
     cells = [
         (p.direction, p.D, p.L, p.cases, p.closest.triton["case"], *map(_times, p.closest), factor(p.closest.sure_gain)) for p in pairs

@@ -31,7 +31,7 @@ from nsa_sel.errors import ArgumentError
 
 REPORT = "docs/report"  # of the committed rows
 DOCUMENT = "selection_report.md"
-FIRST = ("speedup", "break-even", "decision-map")  # panels whose pictures stand first
+FIRST = ("speedup", "break-even", "decision-map")  # panels whose pictures come first
 NEEDED = (*Case._fields, "direction", "backend", "ms_p20", "ms_p80")
 ENVIRONMENT = ("device", "driver", "torch", "triton", "commit", "command")
 
@@ -166,7 +166,7 @@ def _facts(found: Rows) -> list[Table]:
     lines = [(count, *values) for values, count in environments.items()]
     facts = [
         Table("Environments", table_of_texts(["rows", *ENVIRONMENT, "file"], lines, 8)),
-        Table("Rows by backend", table_of_texts(["backend", "rows", "stands in"], uses, 1)),
+        Table("Rows by backend", table_of_texts(["backend", "rows", "shown in"], uses, 1)),
     ]
     if found.left_out:
         facts.append(Table("Lines left out", table_of_texts(["file", "line", "reason", "what it says"], found.left_out, 4)))

@@ -22,7 +22,7 @@ COUNTED = BY_TILES, BY_BLOCKS, BY_ROWS, CUDA = ("triton-tile", "triton-block", "
 
 
 class Peaks(NamedTuple):
-    """What a device was measured to reach, and where that stands."""
+    """What a device was measured to reach, and the source of that."""
 
     copy_tbs: float  # TB/s of a copy in device memory, reads and writes counted
     matmul_tflops: float  # of a large bf16 matrix product

@@ -69,21 +69,21 @@ def verdict(rows: Sequence[Row]) -> Panel:
     """Where ours is ahead of dense attention and where not, by kind of case, direction and h."""
     panel = Panel("verdict", "Where selection beats dense attention, and where it does not")
     group_of = case_groups()
-    order, ways = [*dict.fromkeys(group_of.values()), "other cases"], list(TITLES)
+    order, directions = [*dict.fromkeys(group_of.values()), "other cases"], list(TITLES)
     groups: dict[tuple[int, int, int], list[tuple[float, str]]] = {}
     for (name, direction), found in indexed(rows).items():
         best, gain = ours(found), speed_up(found)
         if best is not None and gain is not None and direction in TITLES:
-            at = order.index(group_of.get(name, "other cases")), ways.index(direction), -best["h"]
+            at = order.index(group_of.get(name, "other cases")), directions.index(direction), -best["h"]
             groups.setdefault(at, []).append((gain, name))
     if not groups:
         missing = f"No case has rows of both ours ({', '.join(OURS)}) and {DENSE}: nothing to compare with dense attention."
         return panel._replace(missing=missing)
     lines = []
-    for (group, way, h), members in sorted(groups.items()):
+    for (group, number, h), members in sorted(groups.items()):
         (least, slowest), (most, _), middle = min(members), max(members), median(gain for gain, _ in members)
         ahead = sum(gain > 1 for gain, _ in members)
-        lines.append((order[group], ways[way], -h, len(members), ahead, *map(factor, (least, middle, most)), slowest))
+        lines.append((order[group], directions[number], -h, len(members), ahead, *map(factor, (least, middle, most)), slowest))
     headers = ["cases", "direction", "h", "measured", "ours faster", "least", "median", "most", "least in"]
     return panel._replace(
         text="Dense attention reads every key, ours only those that rows select. Dense attention may be faster where texts are short,"
@@ -218,7 +218,7 @@ def roof(rows: Sequence[Row], peaks: Peaks | None) -> Panel:
     if not points:
         return panel._replace(missing=f"No row of {', '.join(roofline.COUNTED)} on the cases of the suites performance and decode.")
     facets = []
-    for direction in (way for way in roofline.DIRECTIONS if any(point.direction == way for point in points)):
+    for direction in (each for each in roofline.DIRECTIONS if any(point.direction == each for point in points)):
         facets.append(_under_the_roof(direction, [point for point in points if point.direction == direction], peaks))
     headers = ["case", "direction", "kernel", "ms", "GFLOP", "least MB", "moved MB", "FLOP a byte", "TFLOP/s", "TB/s moved"]
     caption = "Counted work, and what was reached"

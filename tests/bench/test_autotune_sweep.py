@@ -58,7 +58,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         return 1.0, 1.0, 1.0
 
     assert sweep(FOUND[:2], count, file, FACTS, told.append, 0) == []
-    assert told == ["time is up: run the command again to go on"]
+    assert told == ["time is up: run the command again to resume"]
     with pytest.raises(ContextLost):
         sweep(FOUND[:2], count, file, FACTS, told.append, 60)
     rows = sweep(FOUND[:2], measured, file, FACTS, told.append, 60)

@@ -133,11 +133,11 @@ def test_every_flag_on_a_cpu(instant: list[Timing], tmp_path: Path, monkeypatch:
     decoding = ("--decode", 1, "--N", 3, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", 64)
     assert script(monkeypatch, *decoding, *flags) == 0
     assert {row["direction"] for row in from_csv(tmp_path / "out" / "decode.csv")} == {"decode"}
-    assert {row["direction"] for row in from_csv(tmp_path / "all.csv")} == {"decode"}  # its own rows: the others stand in their files
+    assert {row["direction"] for row in from_csv(tmp_path / "all.csv")} == {"decode"}  # the command's own rows
     assert len(from_csv(tmp_path / "out" / "dense.csv")) == len(dense)
     before = len(instant)
     assert script(monkeypatch, *sizes, *flags) == 0
-    assert len(instant) == before  # all of it stood there
+    assert len(instant) == before  # nothing was measured again
     assert [row["case"] for row in from_csv(tmp_path / "all.csv")] == [row["case"] for row in rows]
 
     assert script(monkeypatch, "--streams", 2) == 2
@@ -266,12 +266,12 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(tmp_path: Path, monk
     result = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
     assert result.exit_code == 130
     assert isinstance(result.exception, SystemExit)
-    assert f"stands in {tmp_path / 'rows.jsonl'}: the same command, writing there, goes on where it stopped" in result.output
+    assert f"is in {tmp_path / 'rows.jsonl'}: run the same command again to resume" in result.output
     monkeypatch.setattr(store, "append", append)
     again = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
     assert again.exit_code == 0
     assert len(store.read(tmp_path / "rows.jsonl")) == 2 * 3  # forward and backward of one case, decoding of another
-    assert (f"{after} of 4 rows stood in rows.jsonl" in again.output) == bool(after)
+    assert (f"{after} of 4 rows were in rows.jsonl" in again.output) == bool(after)
     monkeypatch.setattr(store, "append", interrupted)
     del written[after:]
     assert script(monkeypatch, "--quick", "--out", tmp_path / "other") == 130

@@ -170,7 +170,7 @@ def test_cases_out_of_memory_have_rows_and_are_passed_over(
         assert "ms_median" not in row
         assert row["direction"] == "bwd" or where != "bwd"
     before = len(instant)
-    assert len(run([job()], out, "cpu", QUIET)) == 4  # they stand: not tried again
+    assert len(run([job()], out, "cpu", QUIET)) == 4  # not tried again
     assert len(instant) == before
     # Nobody who reads rows takes them for measurements.
     assert len(store.measured(rows)) == len(rows) - len(gone)
