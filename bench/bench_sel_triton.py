@@ -16,7 +16,7 @@ import io
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -44,6 +44,20 @@ TEXTS = (  # columns of text
 )
 SHOWN = ("case", "direction", "backend", "ms", "95% CI", "20th to 80th", "calls", "MB", "GB/s", "against packed", "MAE")
 ROWS_CHECKED = 16
+
+
+class Part(NamedTuple):
+    """A part of the matrix, with a CSV file of its own."""
+
+    title: str
+    file: str
+
+
+PARTS = DENSE_PART, VARLEN, DECODE = (
+    Part("One contiguous range a row", "dense.csv"),
+    Part("Several ranges a row", "varlen.csv"),
+    Part("Decoding", "decode.csv"),
+)
 
 
 def jobs(
@@ -148,19 +162,22 @@ def report(rows: Sequence[Row]) -> str:
     )
 
 
-def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) -> list[Path]:
-    """CSV and Markdown of the rows.jsonl of a folder, into `out`: dense.csv (one range a row), varlen.csv (several), decode.csv, report.md.
+def parts(rows: Sequence[Row]) -> dict[Part, list[Row]]:
+    """The rows by what they select; parts without rows are left out."""
+    found: dict[Part, list[Row]] = {part: [] for part in PARTS}
+    for row in rows:
+        found[DECODE if row["S"] == 1 else DENSE_PART if row["n"] == 1 else VARLEN].append(row)
+    return {part: some for part, some in found.items() if some}
 
-    Of several environments or commits that the file holds, the last one's rows. `own`: the rows of one command, for a CSV of their own.
+
+def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) -> list[Path]:
+    """CSV files and report.md of the rows.jsonl of a folder, into `out`.
+
+    Of several environments or commits that the file has, the last one's rows. `own`: the rows of one command, for a CSV of their own.
     """
     file = folder / "rows.jsonl"
     rows = store.of_last_environment(store.read(file)) if file.exists() else []
-    parts = {
-        "dense.csv": [row for row in rows if row["S"] > 1 and row["n"] == 1],
-        "varlen.csv": [row for row in rows if row["S"] > 1 and row["n"] > 1],
-        "decode.csv": [row for row in rows if row["S"] == 1],
-    }
-    texts = {out / name: to_csv(part) for name, part in parts.items() if part}
+    texts = {out / part.file: to_csv(some) for part, some in parts(rows).items()}
     if rows:
         texts[out / "report.md"] = report(rows)
     if own and csv_of_own is not None:
@@ -170,28 +187,32 @@ def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | N
     return list(texts)
 
 
-def measure_matrix(
-    device: str,
-    out: Path,
-    console: Console,
-    *,
-    decode: bool = False,
-    quick: bool = False,
-    timing: Timing | None = None,
-    backends: str = "",
-    **sizes: str,
-) -> list[Row]:
-    """Measure what `sizes` (N, H, D, Dv, L_list, dist) say, the seed matrix by default, into out/rows.jsonl; all rows of these jobs.
+class Options(NamedTuple):
+    """The flags of the matrix. `sizes`: N, H, D, Dv, L_list, dist; an empty one is that of the seed matrix."""
 
-    quick: one size of each, and fewer calls.
-    """
-    default = (QUICK_DECODE if quick else SEED_DECODE) if decode else QUICK if quick else SEED
-    asked = {**default, **{name: text for name, text in sizes.items() if text}}
-    timing = timing or Timing(calls=10 if quick else 50, warmup=5)
-    if timing.streams > 1 and device == "cpu":
-        raise ArgumentError("--streams", timing.streams, "1 on a CPU, which has no streams", "leave it out")
-    chosen = jobs(device, decode=decode, timing=timing, backends=backends, console=console, **asked)
-    return run(chosen, out / "rows.jsonl", device, console)
+    sizes: dict[str, str]
+    iters: int | None
+    warmup: int
+    streams: int
+    backends: str
+    csv: Path | None
+    quick: bool  # one size of each, and fewer calls
+
+
+def measure(decodings: Sequence[bool], options: Options, device: str, out: Path, console: Console) -> tuple[list[Row], list[Path]]:
+    """Measure the matrix, its decode matrix or both, into out/rows.jsonl, and write the files: rows and files."""
+    sizes, iters, warmup, streams, backends, csv, quick = options
+    if csv is not None:
+        output_file("--csv", csv, make_folder=True)
+    if streams > 1 and device == "cpu":
+        raise ArgumentError("--streams", streams, "1 on a CPU, which has no streams", "leave it out")
+    timing, rows = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams), list[Row]()
+    for decode in decodings:
+        default = (QUICK_DECODE if quick else SEED_DECODE) if decode else QUICK if quick else SEED
+        asked = {**default, **{name: text for name, text in sizes.items() if text}}
+        chosen = jobs(device, decode=decode, timing=timing, backends=backends, console=console, **asked)
+        rows += run(chosen, out / "rows.jsonl", device, console)
+    return rows, write(out, out, rows, csv)
 
 
 def default_folder() -> Path:
@@ -231,15 +252,11 @@ def main(
     backends: Backends = "",
 ) -> None:
     """Measure Triton against packed SDPA over L; what runs out of memory, refuses or fails is reported and passed over."""
-    where, console, folder = device_of(device), stderr_console(), out or default_folder()
-    if csv is not None:
-        output_file("--csv", csv, make_folder=True)
-    timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
-    rows = measure_matrix(where, folder, console, decode=bool(decode), quick=quick, timing=timing, backends=backends, **sizes)
+    options = Options(sizes, iters, warmup, streams, backends, csv, quick)
+    rows, written = measure((bool(decode),), options, device_of(device), out or default_folder(), stderr_console())
     echo(report(rows) if rows else "nothing was measured")
-    written = write(folder, folder, rows, csv)
-    console.print(f"written: {', '.join(map(str, written))}")
+    stderr_console().print(f"written: {', '.join(map(str, written))}")
 
 
 def numbers(flag: str, text: str) -> list[int]:

@@ -13,7 +13,6 @@ from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, s
 from nsa_sel.bench.core.contenders import DENSE, named
 from nsa_sel.bench.core.peers import peers as every_peer
 from nsa_sel.bench.core.session import able, run
-from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.questions import speed
 from nsa_sel.bench.questions.speed import SUITES, usual_backends
 from nsa_sel.bench.sel_threshold_from_csv import report
@@ -57,23 +56,16 @@ def bench(
     """
     where, console, folder = device_of(device), stderr_console(), out or bench_sel_triton.default_folder()
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
-    of_matrix = {**sizes, "iters": iters, "decode": decode, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
+    options = bench_sel_triton.Options(sizes, iters, warmup, streams, backends, csv, quick)
     if not suite and not peers:
         if only:
             allowed = "only with --suite or --peers, whose cases have names"
             raise ArgumentError("--only", repr(only), allowed, "add --suite all; the matrix is measured whole without it")
-        if csv is not None:
-            output_file("--csv", csv, make_folder=True)
         both = (False, True) if decode is None and not any(sizes.values()) else (bool(decode),)
-        timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
-        rows = []
-        for decoding in both:
-            rows += bench_sel_triton.measure_matrix(
-                where, folder, console, decode=decoding, quick=quick, timing=timing, backends=backends, **sizes
-            )
-        written = bench_sel_triton.write(folder, folder, rows, csv)
+        _, written = bench_sel_triton.measure(both, options, where, folder, console)
         echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
         return
+    of_matrix = {**sizes, "decode": decode, "iters": iters, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
     unused = [f"--{name}" for name, value in of_matrix.items() if value not in ("", None, 0)]
     if unused:
         raise ArgumentError(", ".join(unused), "of the matrix", "left out with --suite and --peers", "their cases have sizes of their own")
@@ -100,12 +92,8 @@ def threshold(
             output_file(option, path, make_folder=True)
     read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else store.read(file))]
     found = decided(read, margin, backend)
-    parts = {
-        "One contiguous range a row": [row for row in read if row["S"] > 1 and row["n"] == 1],
-        "Several ranges a row": [row for row in read if row["S"] > 1 and row["n"] > 1],
-        "Decoding": [row for row in read if row["S"] == 1],
-    }
-    store.write_whole(out, report({name: part for name, part in parts.items() if part}, margin, backend))
+    parts = {part.title: some for part, some in bench_sel_triton.parts(read).items()}
+    store.write_whole(out, report(parts, margin, backend))
     if config is not None:
         store.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
     for each in found:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from nsa_sel.bench.bench_sel_triton import from_csv
+from nsa_sel.bench.bench_sel_triton import DENSE_PART, VARLEN, from_csv
 from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
@@ -51,9 +51,8 @@ def main(
     backend: Annotated[str, typer.Option(help="the Triton backend that is compared")] = TRITON,
 ) -> None:
     """Write the report, and print what it comes to."""
-    parts = {"One contiguous range a row": from_csv(dense), "Several ranges a row": from_csv(varlen)}
-    text = report(parts, margin, backend)
-    store.write_whole(out, text)
+    parts = {DENSE_PART.title: from_csv(dense), VARLEN.title: from_csv(varlen)}
+    store.write_whole(out, report(parts, margin, backend))
     for threshold in decided([row for rows in parts.values() for row in rows], margin, backend):
         echo(sentence(threshold))
     echo(f"{out} written")

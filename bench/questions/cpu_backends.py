@@ -62,7 +62,9 @@ def measured(case: Case, repeats: int, seed: int) -> list[Row]:
     exact, facts = sample(case, problem, ROWS_CHECKED), environment.stamp("cpu")
     ready = {contender: contender.prepare(problem) for contender in contenders()}
     mae = {contender.name: parity(made.call, problem, exact) if contender.checked else (None, None) for contender, made in ready.items()}
-    works = {(contender.name, direction): work_of(direction, made, problem) for direction in DIRECTIONS for contender, made in ready.items()}
+    works = {
+        (contender.name, direction): work_of(direction, made, problem) for direction in DIRECTIONS for contender, made in ready.items()
+    }
     rows = []
     for (name, direction), times in in_turns(works, repeats).items():
         error = mae[name][0] if direction == "fwd" else max((x for x in mae[name] if x is not None), default=None)
