@@ -41,9 +41,10 @@ def factor(gain: float | None, digits: int = 2) -> str:
     return "-" if gain is None else f"{gain:.{digits}f}x"
 
 
-def versions(row: Row) -> str:
-    """The device and versions that a row was measured with."""
-    return ", ".join(f"{name} {row[name]}" for name in ("torch", "triton", "numba", "driver") if row.get(name))
+def environment(row: Row) -> str:
+    """The device, versions and commit that a row was measured with."""
+    versions = [f"{name} {row[name]}" for name in ("torch", "triton", "numba", "driver", "commit") if row.get(name)]
+    return ", ".join((row["device"], *versions))
 
 
 def with_note(text: str) -> str:

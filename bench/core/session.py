@@ -1,7 +1,7 @@
-"""One run of a bench: its jobs measured one after another into a file of rows, from where an earlier run stopped.
+"""One run of a bench: its jobs are measured one after another into a file of rows. A run that was stopped resumes.
 
-A row that stands in the file, measured in the same environment at the same commit, is not measured again. A case that runs out of
-memory has a row that says so (`error`, and `error_in`: what was being done) and no time.
+A row that the file has from the same environment and commit is not measured again. A case that runs out of memory gets a row without a
+time: `error`, and `error_in`, the step that failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
 
 def wanted(job: Job) -> list[Row]:
-    """The rows of a job as far as they are known before it is measured."""
+    """The rows of a job, without what measuring adds."""
     return [
         {**job.case._asdict(), "direction": direction, "backend": contender.name, **job.more}
         for contender in job.contenders
@@ -48,7 +48,7 @@ def wanted(job: Job) -> list[Row]:
 
 
 def able(contenders: Iterable[Contender], device: str, tell: Tell) -> tuple[Contender, ...]:
-    """Those that run on the device; why the others don't is told in one line each."""
+    """Those that run on the device; one line each says why the others do not."""
     found = []
     for contender in contenders:
         reason = contender.lacks(device)
@@ -63,15 +63,15 @@ def able(contenders: Iterable[Contender], device: str, tell: Tell) -> tuple[Cont
 
 
 def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[Row]:
-    """Measure what `out` does not hold yet, each row appended as soon as it is known; all rows of the jobs, old and new.
+    """Measure what `out` lacks, append each row at once, and return all rows of the jobs, old and new.
 
-    What refuses a case, fails or gives wrong results is told in one line and passed over; the next run tries it again. Raises
+    What refuses a case, fails or gives wrong results is reported in one line and skipped; the next run tries it again. Raises
     ArgumentError where `out` can't be written, before anything is measured.
     """
     out = output_file("--out", out, make_folder=True)
     facts = environment.stamp(device)
-    known = RowFile(out, tell=console.print)
-    known.mend()
+    done = RowFile(out, tell=console.print)
+    done.mend()
     reused, found = 0, []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -80,22 +80,22 @@ def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[R
             for job in jobs:
                 progress.update(task, description=job.case.case)
                 rows = [{**row, **facts} for row in wanted(job)]
-                missing = [row for row in rows if row not in known]
+                missing = [row for row in rows if row not in done]
                 reused += len(rows) - len(missing)
                 for row in measured_rows(job, missing, facts, device, console.print) if missing else ():
-                    known.add(row)
-                found += known.of(rows)
+                    done.add(row)
+                found += done.of(rows)
                 progress.advance(task, len(rows))
         except KeyboardInterrupt:
-            console.print(f"interrupted; what was measured stands in {out}: the same command, writing there, goes on where it stopped")
+            console.print(f"interrupted; what was measured is in {out}: run the same command again to resume")
             raise
     if reused:
-        console.print(f"{reused} of {len(found)} rows stood in {out.name} from an earlier run in this environment at this commit")
+        console.print(f"{reused} of {len(found)} rows were in {out.name} from an earlier run in this environment at this commit")
     return found
 
 
 def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], device: str, tell: Tell) -> Iterator[Row]:
-    """The missing rows of one case; the inputs are made once for all its contenders."""
+    """The missing rows of one case, whose inputs all contenders share."""
     left = {(row["backend"], row["direction"]): row for row in missing}
 
     def failed(name: str, error: Exception, doing: str) -> Iterator[Row]:
@@ -138,7 +138,7 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
 def contender_rows(
     job: Job, contender: Contender, directions: Sequence[str], problem: Problem, exact: Sample | None, device: str, doing: list[str]
 ) -> Iterator[Row]:
-    """The rows of one contender, each as soon as it is known; doing[0] says what is going on."""
+    """The rows of one contender, each as soon as it is measured; doing[0] is the current step."""
     case, more, ready = job.case, dict(job.more), contender.prepare(problem)
     mae: tuple[float | None, float | None] = (None, None)
     if contender.checked and exact is not None:
@@ -155,7 +155,7 @@ def contender_rows(
     errors = {"fwd": mae[0], "decode": mae[0], "bwd": mae[1], "fwd+bwd": max((x for x in mae if x is not None), default=None)}
     for direction in directions:
         doing[0] = direction
-        work = _work(direction, ready, problem)
+        work = work_of(direction, ready, problem)
         with torch.set_grad_enabled(direction not in ("fwd", "decode")):
             if contender.peer:
                 work()  # what torch.compile does first is not its workspace
@@ -179,7 +179,7 @@ def _prepare_ms(contender: Contender, problem: Problem, device: str) -> float:
     return timing.cpu_milliseconds(prepare)
 
 
-def _work(direction: str, ready: Ready, problem: Problem) -> Callable[[], Any]:
+def work_of(direction: str, ready: Ready, problem: Problem) -> Callable[[], Any]:
     """What is timed: the forward, the backward of a forward that has run, or both."""
     q, k, v = problem.q.detach(), ready.layout(problem.k.detach()), ready.layout(problem.v.detach())
     if direction in ("fwd", "decode"):

@@ -1,6 +1,6 @@
-"""Hardware counters of the kernels that docs/kernels.md explains, by Nsight Compute: a JSON line a kernel.
+"""What holds each kernel back? Hardware counters of the kernels in docs/kernels.md, by Nsight Compute: a JSON line a kernel.
 
-    python -m nsa_sel.bench.questions.kernel_counters --out bench/results/h200/profiles.jsonl
+    python -m nsa_sel.bench.questions.kernel_counters --out bench/results/h200/profiles/counters.jsonl
 
 Needs a GPU whose counters may be read, and `ncu` on the path. Clocks are left alone.
 """
@@ -13,15 +13,19 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
-import nsa_sel
 from nsa_sel.bench.core import cases, environment, store
-from nsa_sel.selection import Selection
+from nsa_sel.bench.core.command_line import Only, echo, need_gpu, program
+from nsa_sel.bench.core.contenders import ours
+from nsa_sel.bench.core.parity import make_problem
+from nsa_sel.bench.core.session import work_of
+from nsa_sel.errors import ArgumentError
 
 
 class Profiled(NamedTuple):
@@ -61,20 +65,34 @@ PROFILED = (
     Profiled("decode-B256-16k-h16", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks"),
     Profiled("decode-B256-16k-h16", "fwd", "triton-group", "forward_blocks_kernel", "group forward"),
 )
-METRICS = {  # ours: Nsight Compute's
-    "duration": "Duration",
-    "sm_ghz": "SM Frequency",
-    "l2_pct": "L2 Cache Throughput",
-    "dram_pct": "DRAM Throughput",
-    "l2_hit_pct": "L2 Hit Rate",
-    "issue_pct": "Issue Slots Busy",
-    "occupancy_pct": "Achieved Occupancy",
-    "registers": "Registers Per Thread",
-    "shared": "Dynamic Shared Memory Per Block",
+
+
+class Metric(NamedTuple):
+    """How a counter is named in our rows, and converted: a factor by ncu's unit, then `kind`."""
+
+    name: str
+    units: dict[str, float] = {}  # noqa: RUF012 - never written
+    kind: Callable[[float], float] = float
+
+
+def _two_digits(number: float) -> float:
+    return round(number, 2)
+
+
+METRICS = {  # as Nsight Compute names them
+    "Duration": Metric("duration_us", {"ns": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}, _two_digits),
+    "SM Frequency": Metric("sm_ghz", {"hz": 1e-9, "ghz": 1.0, "cycle/nsecond": 1.0}, _two_digits),
+    "L2 Cache Throughput": Metric("l2_pct"),
+    "DRAM Throughput": Metric("dram_pct"),
+    "L2 Hit Rate": Metric("l2_hit_pct"),
+    "Issue Slots Busy": Metric("issue_pct"),
+    "Achieved Occupancy": Metric("occupancy_pct"),
+    "Registers Per Thread": Metric("registers", kind=int),
+    "Dynamic Shared Memory Per Block": Metric("shared_kbyte", {"byte/block": 1e-3, "kbyte/block": 1.0}, _two_digits),
 }
-MICROSECONDS = {"ns": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}
-GIGAHERTZ = {"hz": 1e-9, "ghz": 1.0, "cycle/nsecond": 1.0}
-KILOBYTES = {"byte/block": 1e-3, "Kbyte/block": 1.0}
+SECTIONS = (
+    "SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats",
+)  # fmt: skip
 
 
 def case_of(name: str) -> cases.Case:
@@ -84,55 +102,33 @@ def case_of(name: str) -> cases.Case:
 
 def call(case_name: str, direction: str, backend: str) -> None:
     """One call of a performance case, for the profiler to look at."""
-    case = case_of(case_name)
-    q, k, v, do = cases.make_inputs(case, "cuda")
-    selection = Selection(cases.make_selection(case, "cuda").ranges, case.block, disjoint=True)
-    for x in (q, k, v):
-        x.requires_grad_(direction == "bwd")
-    o = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
-    if direction == "bwd":
-        torch.autograd.grad(o, (q, k, v), do)
+    problem = make_problem(case_of(case_name), "cuda")
+    work_of(direction, ours(backend).prepare(problem), problem)()
     torch.cuda.synchronize()
 
 
 def counters(text: str) -> dict[str, Any]:
-    """The counters of METRICS, the busiest pipeline and what warps wait for most, from the CSV of ncu's details page."""
+    """The counters of METRICS, the busiest pipeline and the main stall reason of warps, from the CSV of ncu's details page."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     found: dict[str, Any] = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines))):
-        for ours, theirs in METRICS.items():
-            if row["Metric Name"] == theirs and ours not in found:
-                number = float(row["Metric Value"].replace(",", ""))
-                if ours == "duration":
-                    found["duration_us"] = round(number * MICROSECONDS[row["Metric Unit"]], 2)
-                elif ours == "sm_ghz":
-                    found[ours] = round(number * GIGAHERTZ[row["Metric Unit"].lower()], 2)
-                elif ours == "shared":
-                    found["shared_kbyte"] = round(number * KILOBYTES[row["Metric Unit"]], 2)
-                else:
-                    found[ours] = int(number) if ours == "registers" else number
-        said = row.get("Rule Description") or ""
-        if pipe := re.search(r"([\w() -]+?) is the highest-utilized pipeline \(([\d.]+)%\)", said):
-            part = re.search(r"dominated by its (.+?) sub-pipeline", said)
+        metric = METRICS.get(row["Metric Name"])
+        if metric and metric.name not in found:
+            scale = metric.units[row["Metric Unit"].lower()] if metric.units else 1.0
+            found[metric.name] = metric.kind(float(row["Metric Value"].replace(",", "")) * scale)
+        rule = row.get("Rule Description") or ""
+        if pipe := re.search(r"([\w() -]+?) is the highest-utilized pipeline \(([\d.]+)%\)", rule):
+            part = re.search(r"dominated by its (.+?) sub-pipeline", rule)
             found["busiest_pipe"], found["busiest_pipe_pct"] = (part or pipe)[1].strip(), float(pipe[2])
-        if stall := re.search(r"cycles being stalled (.+?)\. .*?about ([\d.]+)%", said, re.DOTALL):
+        if stall := re.search(r"cycles being stalled (.+?)\. .*?about ([\d.]+)%", rule, re.DOTALL):
             found["stall"], found["stall_pct"] = stall[1], float(stall[2])
     return found
 
 
 def profile(profiled: Profiled) -> dict[str, Any]:
     """Run one call under ncu and read the counters of its first launch of the kernel. Raises RuntimeError with what ncu said."""
-    sections = (
-        "SpeedOfLight",
-        "MemoryWorkloadAnalysis",
-        "ComputeWorkloadAnalysis",
-        "LaunchStats",
-        "Occupancy",
-        "SchedulerStats",
-        "WarpStateStats",
-    )
     command = ["ncu", "--csv", "--page", "details", "--clock-control", "none", "-k", f"regex:^{profiled.function}$", "-c", "1"]
-    command += [word for section in sections for word in ("--section", section)]
+    command += [word for section in SECTIONS for word in ("--section", section)]
     command += [sys.executable, "-m", "nsa_sel.bench.questions.kernel_counters", "--call", *profiled[:3]]
     run = subprocess.run(command, cwd=environment.ROOT, capture_output=True, text=True, check=False)
     found = counters(run.stdout)
@@ -142,28 +138,27 @@ def profile(profiled: Profiled) -> dict[str, Any]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON lines, appended.")] = Path("profiles.jsonl"),
+    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")] = Path("profiles.jsonl"),
     call_only: Annotated[
-        tuple[str, str, str] | None, typer.Option("--call", help="Run one case, direction and backend; no profiler.")
+        tuple[str, str, str] | None, typer.Option("--call", help="run one case, direction and backend; no profiler")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="This one's kernels alone.")] = None,
-    cases_from: Annotated[str, typer.Option("--cases", help="Cases alone whose names begin so.")] = "",
+    backends: Annotated[str, typer.Option(help="only kernels of these backends, comma-separated")] = "",
+    only: Only = "",
 ) -> None:
     """Profile every kernel of PROFILED."""
     if call_only:
         call(*call_only)
         return
-    if shutil.which("ncu") is None or not torch.cuda.is_available():
-        typer.echo("kernel_counters needs a GPU and Nsight Compute (ncu) on the path.", err=True)
-        raise typer.Exit(2)
+    need_gpu("kernel_counters")
+    if shutil.which("ncu") is None:
+        raise ArgumentError("kernel_counters", "without `ncu` on the path", "Nsight Compute", "install it, or add its folder to PATH")
     facts = {**environment.stamp(), "tool": "ncu --clock-control none"}
     for profiled in PROFILED:
-        if backend not in (None, profiled.backend) or not profiled.case.startswith(cases_from):
-            continue
-        row = {**profiled._asdict(), **profile(profiled), **facts}
-        store.append(out, [row])
-        typer.echo(f"{row['kernel']:32} {row['case']:20} {row['duration_us']} us")
+        if (not backends or profiled.backend in backends.split(",")) and only in profiled.case:
+            row = {**profiled._asdict(), **profile(profiled), **facts}
+            store.append(out, [row])
+            echo(f"{row['kernel']:32} {row['case']:20} {row['duration_us']} us")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program(main)

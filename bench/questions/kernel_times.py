@@ -1,4 +1,4 @@
-"""Where the time of one call goes: the GPU time of every kernel that it starts, by torch's profiler; a JSON line a call.
+"""Where does the time of one call go? The GPU time of every kernel that it runs, by torch's profiler; a JSON line a call.
 
 python -m nsa_sel.bench.questions.kernel_times --out bench/results/h200/profiles/kernel_times.jsonl
 """
@@ -14,30 +14,20 @@ import torch
 import typer
 from torch.profiler import ProfilerActivity, profile
 
-import nsa_sel
 from nsa_sel.bench.core import cases, environment, store
-from nsa_sel.selection import Selection
+from nsa_sel.bench.core.command_line import Backends, echo, need_gpu, program
+from nsa_sel.bench.core.contenders import of_framework, ours
+from nsa_sel.bench.core.parity import make_problem
+from nsa_sel.bench.core.session import work_of
+from nsa_sel.bench.questions.speed import LEFT_OUT
 
-BACKENDS = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")
 CALLS = 5  # profiled of each, after two that are not
 
 
 def kernel_times(case: cases.Case, direction: str, backend: str) -> dict[str, Any]:
     """Microseconds a call of every kernel, and how often it runs; plans are built within the call."""
-    q, k, v, do = cases.make_inputs(case, "cuda")
-    ranges = cases.make_selection(case, "cuda").ranges
-    for x in (q, k, v):
-        x.requires_grad_(direction == "bwd")
-    selection = Selection(ranges, case.block, disjoint=True)
-    o = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
-
-    def call() -> None:
-        if direction == "bwd":
-            selection.forget_plans()
-            torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-        else:
-            nsa_sel.selection_attention(q, k, v, Selection(ranges, case.block, disjoint=True), backend=backend)
-
+    problem = make_problem(case, "cuda")
+    call = work_of(direction, ours(backend).prepare(problem), problem)
     for _ in range(2):
         call()
     torch.cuda.synchronize()
@@ -59,22 +49,20 @@ def short(name: str) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON lines, appended.")] = Path("kernel_times.jsonl"),
-    backend: Annotated[str | None, typer.Option(help="This one alone.")] = None,
+    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")] = Path("kernel_times.jsonl"),
+    backends: Backends = "",
 ) -> None:
     """Profile the prefill cases of the performance table, forward and backward, with each GPU backend."""
-    if not torch.cuda.is_available():
-        typer.echo("kernel_times needs a CUDA GPU.", err=True)
-        raise typer.Exit(2)
+    need_gpu("kernel_times")
+    names = [name for name in (*of_framework("triton"), *of_framework("cupy")) if name != LEFT_OUT]
     facts = environment.stamp()
     for case in cases.performance_cases():
         for direction in ("fwd", "bwd"):
-            for name in [backend] if backend else BACKENDS:
+            for name in backends.split(",") if backends else names:
                 times = kernel_times(case, direction, name)
-                row = {"case": case.case, "direction": direction, "backend": name, "kernels": times, **facts}
-                store.append(out, [row])
-                typer.echo(f"{case.case:20} {direction} {name:13} {times}")
+                store.append(out, [{"case": case.case, "direction": direction, "backend": name, "kernels": times, **facts}])
+                echo(f"{case.case:20} {direction} {name:13} {times}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program(main)

@@ -1,4 +1,4 @@
-"""Decoding over a KV cache on this GPU, in one piece and in pages, in one process: does a block table cost anything?
+"""What does a block table cost? Decoding over a KV cache in one piece and in pages, in one process.
 
     python -m nsa_sel.bench.questions.paged_caches --out bench/results/h200/serving.jsonl
 
@@ -10,23 +10,20 @@ in memory as the arguments say, [.., key, group, D], or with a group's keys toge
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from tabulate import tabulate
 from torch import Tensor
 
+from nsa_sel.bench.core import markdown
 from nsa_sel.bench.core.cases import Case, decode_cases
-from nsa_sel.bench.core.command_line import echo, program, stderr_console
+from nsa_sel.bench.core.command_line import Device, Only, Out, Quick, device_of, echo, program, stderr_console
 from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is, ours
-from nsa_sel.bench.core.markdown import MARK, scatters
 from nsa_sel.bench.core.parity import Problem
 from nsa_sel.bench.core.session import Job, able, run
 from nsa_sel.bench.core.store import Row, measured
 from nsa_sel.bench.core.timing import Timing
-from nsa_sel.bench.questions.speed import device_of
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 
@@ -90,20 +87,20 @@ def table(rows: Sequence[Row]) -> str:
             found.setdefault((row["case"], backend, how[1]), {})[how[0]] = row
     lines = []
     for (case, backend, layout), times in found.items():
-        us = {name: f"{row['ms_median'] * 1e3:.2f}{MARK * scatters(row)}" for name, row in times.items()}
+        us = {name: f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}" for name, row in times.items()}
         whole = times[IN_ONE_PIECE]["ms_median"]
         paged = [f"{us[name]} ({row['ms_median'] / whole:.3f})" for name, row in times.items() if name != IN_ONE_PIECE]
         lines.append((case, backend, layout, us[IN_ONE_PIECE], *paged))
     headers = ("case", "backend", "layout", IN_ONE_PIECE, *(name for name in next(iter(found.values()), {}) if name != IN_ONE_PIECE))
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+    return markdown.table(headers, lines)
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to; what it holds is not measured again")],
+    out: Out,
     backend: Annotated[str, typer.Option(help="the backend that is forced")] = "triton-group",
-    only: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
-    device: Annotated[str, typer.Option(help="auto, cuda, cpu")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="one small case instead, on any device")] = False,
+    only: Only = "",
+    device: Device = "auto",
+    quick: Quick = False,
 ) -> None:
     """Measure plain calls and calls over caches in one piece and in pages; print how they compare."""
     where, console = device_of(device), stderr_console()

@@ -1,32 +1,29 @@
-"""Times on this GPU: our backends, packed SDPA and dense attention (cuDNN) in one process, forward, backward, decode.
+"""How fast is each backend on this GPU? Ours, packed SDPA and dense attention (cuDNN) in one process: forward, backward, decode.
 
     python -m nsa_sel.bench.questions.speed --out bench/results/h200/selection.jsonl
 
 Times are of the whole call: a fresh `Selection` each time, so that plans are built within it. Parity is checked in the same run
-on outputs whose memory held NaN, for sampled rows against the float64 oracle (`mae`). Run again, it goes on where it was stopped.
+on outputs whose memory held NaN, for sampled rows against the float64 oracle (`mae`). Run again, it resumes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import torch
 import typer
 from tabulate import tabulate
 
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.command_line import echo, program, stderr_console
-from nsa_sel.bench.core.contenders import DENSE, PACKED, PREFILL_ONLY, Contender, named
+from nsa_sel.bench.core.command_line import Backends, Device, Only, Out, Quick, device_of, echo, program, stderr_console
+from nsa_sel.bench.core.contenders import DENSE, PACKED, PREFILL_ONLY, Contender, backends_on, named
 from nsa_sel.bench.core.session import Job, able, run
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.errors import ArgumentError
 
-BACKENDS = (*PREFILL_ONLY, "triton-group", "cupy-cuda", PACKED, DENSE)
-CPU_BACKENDS = ("numba", PACKED)
+LEFT_OUT = "triton-token"  # by default: it takes any shape, and more time than all others
 SOME = 5  # names that an error shows
 SHOWN = ("case", "direction", "backend", "ms_median", "ms_p20", "ms_p80", "mae", "workspace_bytes", "error")
 
@@ -53,14 +50,9 @@ SUITES = {
 QUICK = Suite(cases.quick_cases, packed=True, whole=True, rep=10, rows=16)
 
 
-def device_of(name: str) -> str:
-    """cuda or cpu, of auto, cuda, cpu. Raises ArgumentError where it is not there."""
-    here = torch.cuda.is_available()
-    if name not in ("auto", "cuda", "cpu"):
-        raise ArgumentError("--device", repr(name), "auto, cuda, cpu", "pass one of these")
-    if name == "cuda" and not here:
-        raise ArgumentError("--device", "cuda", "cpu: no CUDA device is usable here", "leave --device out, or see `nsa-sel doctor`")
-    return "cuda" if here and name != "cpu" else "cpu"
+def usual_backends(device: str) -> list[str]:
+    """What is measured by default on a device: all but the slowest, and dense attention on a GPU."""
+    return [name for name in backends_on(device) if name != LEFT_OUT] + [DENSE] * (device == "cuda")
 
 
 def suites_of(names: str, quick: bool, device: str) -> dict[str, Suite]:
@@ -93,13 +85,13 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
     return list(found.values())
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], shown: Sequence[str] = SHOWN) -> str:
     """The rows as they are read on a terminal."""
-    return tabulate([[row.get(column) for column in SHOWN] for row in rows], headers=SHOWN, tablefmt="github")
+    return tabulate([[row.get(column) for column in shown] for row in rows], headers=shown, tablefmt="github")
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to; what it holds is not measured again")],
+    out: Out,
     suite: Annotated[
         str,
         typer.Option(
@@ -107,14 +99,14 @@ def main(
             f" it takes up to 1.3 s a call at 32k rows. {DENSE} is in all. {' and '.join(PREFILL_ONLY)} do not decode."
         ),
     ] = "all",
-    backends: Annotated[str, typer.Option(help="backends, comma-separated; by default those that run on the device")] = "",
-    only: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
-    device: Annotated[str, typer.Option(help="auto, cuda, cpu")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="a few small cases instead, on any device")] = False,
+    backends: Backends = "",
+    only: Only = "",
+    device: Device = "auto",
+    quick: Quick = False,
 ) -> None:
     """Measure the cases with every backend; what runs out of memory, refuses or gives wrong results is reported and passed over."""
     where, console = device_of(device), stderr_console()
-    asked = named(backends or ",".join(BACKENDS if where == "cuda" else CPU_BACKENDS))
+    asked = named(backends or ",".join(usual_backends(where)))
     chosen = jobs(suites_of(suite, quick, where), able(asked, where, console.print), only, where)
     echo(table(run(chosen, out, where, console)))
 

@@ -1,10 +1,11 @@
-"""Weak scaling of context parallelism: each rank has the same number of rows however many ranks there are; forward, and with backward.
+"""How does context parallelism scale? Each rank has the same number of rows, however many ranks there are: weak scaling.
 
-`python -m nsa_sel.bench.questions.weak_scaling --out FILE` starts torchrun for 1, 2 and 4 ranks, one after another, on the GPUs of this
-machine, or with --device cpu through gloo. A row is one case and direction: the time of a call is that of the slowest rank, of a few
-calls in a row after all ranks have met; beside it stand the way that was taken, what both ways cost in bytes, and the time of
-`selection_attention` of the same rows where all their keys are at hand: what the call takes longer is the exchange. Rows of one
-rank have nothing of torch.distributed.
+    python -m nsa_sel.bench.questions.weak_scaling --out bench/results/h200/scaling.jsonl
+
+starts torchrun for 1, 2 and 4 ranks, one after another, on the GPUs of this machine, or with --device cpu through gloo. A row is one
+case and direction (forward; forward with backward). Its time is that of the slowest rank, over a few calls that all ranks start
+together. It also has the way that was taken, the bytes that each way costs, and `ms_at_hand`: the same rows with all their keys on the
+rank, so that the rest is the exchange. Rows of one rank use nothing of torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from tabulate import tabulate
 from torch import Tensor
 from torch import distributed as dist
 
 from nsa_sel import decisions, selection_attention
 from nsa_sel.bench.core import environment, markdown, store, timing
 from nsa_sel.bench.core.cases import Case, make_inputs, make_selection
-from nsa_sel.bench.core.command_line import echo, program
+from nsa_sel.bench.core.command_line import Quick, echo, program
 from nsa_sel.bench.core.store import Row
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -36,7 +36,7 @@ SAMPLES, IN_A_ROW = 20, 5  # as in training, the host runs ahead of the GPU; a s
 
 
 def cases(ranks: int, quick: bool) -> list[Case]:
-    """Prefills of `ranks` slices of 8k (quick: 256) rows, h 16 and 4, and one row a rank over slices of a cache, where rows travel.
+    """Prefills of `ranks` slices of 8k (quick: 256) rows, h 16 and 4, and one row a rank over slices of a cache, where rows are exchanged.
 
     Case.S is a rank's rows, S_kv all keys.
     """
@@ -122,7 +122,7 @@ def exchanged(ranks: int) -> Row:
 
     last = exchanges()[-1]
     taken = {"gather": last.gather, "blocks": last.blocks, "rows": last.rows}[last.way]
-    assert taken is not None, "blocks travelled"
+    assert taken is not None, "blocks were exchanged"
     return {
         "ranks": ranks, "way": last.way, "bytes_forward": taken.forward, "bytes_backward": taken.backward,
         "gather_bytes": last.gather.total, "blocks_bytes": last.blocks and last.blocks.total,
@@ -146,7 +146,7 @@ def table(rows: list[Row]) -> str:
             ]
         )  # fmt: skip
     headers = ["case", "ranks", "direction", "ms", "p20 - p80", "keys at hand", "efficiency", "way", "MB moved"]
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+    return markdown.table(headers, lines)
 
 
 def launch(ranks: int, arguments: list[str]) -> list[str]:
@@ -168,9 +168,9 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON-lines file of the rows; rows are added.")],
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "1,2,4",
     device: Annotated[str, typer.Option(help="cuda, one GPU a rank; or cpu.")] = "cuda",
-    quick: Annotated[bool, typer.Option("--quick", help="A small case: a look, in seconds.")] = False,
+    quick: Quick = False,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each case and direction, of several calls each.")] = SAMPLES,
-    count: Annotated[bool, typer.Option("--count", help="Count the blocks that travel, instead of bounding them.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="count the blocks that are exchanged, instead of bounding them")] = False,
 ) -> None:
     """Measure weak scaling; print a table and add the rows to a file."""
     if "RANK" in os.environ:

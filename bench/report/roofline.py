@@ -1,8 +1,8 @@
 """Operations and bytes of a measured case, counted from its sizes: how near a kernel comes to what the device could do.
 
 Operations are those that the result needs: whole blocks that rows chose, two for a product and a sum; what kernels pad or compute
-again does not count. Bytes are counted twice: the least, each tensor travelling once; and what a kernel's programs load and store
-themselves, most of which the L2 cache serves, so that it may pass what memory gives.
+again does not count. Bytes are counted twice: the least, each tensor moved once; and what the kernel's CTAs load and store, most of
+which the L2 cache serves, so that it may exceed the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from nsa_sel.bench.tune.cost_fit import case_of, request_of, sharing_of
 from nsa_sel.policies.cost import BYTES, TILE_ROWS, blocks_of, tile_blocks, work
 
 DIRECTIONS = ("fwd", "bwd", "decode")
-COUNTED = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")  # the kernels whose work is counted
+# The backends whose bytes are counted, by what shares a load of keys: tiles of rows, rows that chose a block, single rows; CUDA has both.
+COUNTED = BY_TILES, BY_BLOCKS, BY_ROWS, CUDA = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")
 
 
 class Peaks(NamedTuple):
-    """What a device was measured to reach, and where that stands."""
+    """What a device was measured to reach, and the source of that."""
 
     copy_tbs: float  # TB/s of a copy in device memory, reads and writes counted
     matmul_tflops: float  # of a large bf16 matrix product
@@ -83,19 +84,16 @@ def counted(case: Case, backend: str, backward: bool) -> Work:
     rows = terms["rows"] * 1e9  # q and o; backward do and dq too
     a_key = width * BYTES[case.dtype]
     once = min(keys, case.B * case.G * case.S_kv) * a_key
-    if backend == "triton-tile":
+    if backend == BY_TILES:
         moved = tile_blocks(request, sharing, max(1, TILE_ROWS // h)) * case.block * a_key * -(-h // TILE_ROWS)
-    elif backend == "cupy-cuda" and on_hopper_tiles(
-        case.S, case.S_kv, h, case.Dk, case.Dv, case.block
-    ):  # groups of warps share a tile's keys
-        moved = (
-            tile_blocks(request, sharing, (DQ_GROUPS if backward else hopper_groups(h, case.Dk)) * (TILE_ROWS // h)) * case.block * a_key
-        )
-    elif backend in ("triton-group", "cupy-cuda"):
-        moved = terms["read"] * 1e9
-    else:
+    elif backend == CUDA and on_hopper_tiles(case.S, case.S_kv, h, case.Dk, case.Dv, case.block):
+        warpgroups = DQ_GROUPS if backward else hopper_groups(h, case.Dk)  # share the keys of a tile
+        moved = tile_blocks(request, sharing, warpgroups * (TILE_ROWS // h)) * case.block * a_key
+    elif backend == BY_BLOCKS:
         moved = once + terms["partials"] * 1e9
-    if backward and backend != "triton-block":  # dk and dv: each block once, with q and do of every row that chose it
+    else:
+        moved = terms["read"] * 1e9
+    if backward and backend != BY_BLOCKS:  # dk and dv: each block once, with q and do of every row that chose it
         moved += once + pairs * h * a_key
     return Work(operations, rows + once * (1 + backward), rows + moved + backward * once)
 

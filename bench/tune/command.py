@@ -225,7 +225,7 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Tell) -> Done:
 
 
 def _page(stamp: Stamp, tell: Tell) -> Path | str:
-    """Write the page of `nsa-sel report` from the user's rows, in a folder beside the file; its path, or why there is none."""
+    """Write what `nsa-sel report` makes of the user's rows, in a folder beside the file; its path, or why there is none."""
     from nsa_sel.bench.report import report as reporting  # loads matplotlib
 
     tell("the report", 1.0)
@@ -237,7 +237,7 @@ def _page(stamp: Stamp, tell: Tell) -> Path | str:
             reporting.write(files, folder)
     except (ArgumentError, ConfigError) as error:
         return str(error)
-    return folder / reporting.PAGE
+    return folder / reporting.DOCUMENT
 
 
 def _table(rows: list[tuple[Any, ...]], headers: list[str]) -> str:

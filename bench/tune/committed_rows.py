@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 
 from nsa_sel.bench.core import store
+from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.settings.config import Way
 
-ROOT = Path(__file__).resolve().parents[2]
 H200 = "NVIDIA H200"
 H200_RESULTS = "bench/results/h200"
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"

@@ -12,10 +12,11 @@ import msgspec
 import yaml
 
 from nsa_sel.bench import threshold_optimizer as optimizer
+from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200, H200_RESULTS, ROOT, cost_rows, digest, read_rows
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200, H200_RESULTS, cost_rows, digest, read_rows
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import Evidence, KernelConfig, Side, Source, Threshold
 

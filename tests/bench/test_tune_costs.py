@@ -16,7 +16,7 @@ from nsa_sel.attention import explain_request
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.parity import WrongResult
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.report import report, report_figures
+from nsa_sel.bench.report import report
 from nsa_sel.bench.tune import command, cost_fit, costs, regret, resume, thresholds, tuned_file
 from nsa_sel.bench.tune.backends import SLOW, TERMS
 from nsa_sel.bench.tune.committed_rows import cost_rows
@@ -299,7 +299,6 @@ def ignore(what: str, share: float) -> None:
 @pytest.mark.usefixtures("here")
 def test_one_command_ends_with_a_profile_that_is_used_and_a_report_that_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "png", lambda figure, theme, file, title: file.touch())  # drawing takes most of the time
-    monkeypatch.setattr(report_figures, "svg", lambda figure, facet: "<svg></svg>")
     chosen = plan()
     assert len(chosen.costs) == len(wanted(UNKNOWN, WAYS))
     some = chosen._replace(jobs=[job for job in chosen.jobs if job.kernel == "triton-tile/forward"][:1])
@@ -316,7 +315,7 @@ def test_one_command_ends_with_a_profile_that_is_used_and_a_report_that_can_be_r
     of_tuned = [row for row in json_lines(beside(STAMP, ROWS)) if winner.config_id("triton-tile/forward") in row["launches"]]
     assert {(row["Dk"], row["h"], row["direction"]) for row in of_tuned} == {(128, 16, "fwd")}, "costs are of the configs that won"
     assert explain_request(SHORT, UNKNOWN).forward == explain_request(SHORT, H200).forward
-    page = tuned.file_of(STAMP).with_suffix(".report") / "report.html"
+    page = tuned.file_of(STAMP).with_suffix(".report") / report.DOCUMENT
     assert done.page == page
     text = page.read_text()
     assert UNKNOWN.name in text

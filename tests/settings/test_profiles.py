@@ -14,10 +14,11 @@ import pytest
 
 from nsa_sel import attention
 from nsa_sel.attention import explain_request
+from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report.derived import folders, matrix
 from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
-from nsa_sel.bench.tune.committed_rows import ROOT, read_rows
+from nsa_sel.bench.tune.committed_rows import read_rows
 from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
 from nsa_sel.core import registry
 from nsa_sel.core.dispatch import counterfactuals

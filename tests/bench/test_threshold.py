@@ -20,7 +20,7 @@ from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings.config import parse_config
-from tests.bench.test_bench import lines
+from tests.helpers.documents import table_lines
 from tests.helpers.paths import ROOT
 
 FACTS = {"device": "a GPU", "driver": "1", "torch": "2", "triton": "3", "commit": "1102207", "command": "nsa-sel bench"}
@@ -156,7 +156,7 @@ def test_report_from_csv(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     sel_threshold_from_csv.main(folder / "dense.csv", folder / "varlen.csv", margin=1.2, out=out, backend="triton-group")
     text = out.read_text()
     assert "**`sel_triton_min_L`, fwd: 256.**" in text
-    verdict, dense, varlen = (lines(table) for table in text.split("\n\n") if table.startswith("|"))
+    verdict, dense, varlen = (table_lines(table) for table in text.split("\n\n") if table.startswith("|"))
     assert [verdict[0][x] for x in ("direction", "min L", "undecided L", "cases", "least gain from there on")] == [
         *("fwd", "256", "-", "5", "3.00x")
     ]

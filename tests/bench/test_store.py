@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,46 +124,31 @@ def test_the_commit_names_changes_but_not_those_of_rows(monkeypatch: pytest.Monk
 # Runs
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Measurements without waiting; holds one entry for every one that was taken."""
-    taken: list[str] = []
-
-    def quickly(work: Callable[[], Any], **_: Any) -> Spread:
-        work()
-        taken.append("")
-        return Spread(1.0, 1.0, 1.0, 1.0, 1.0, 3)
-
-    monkeypatch.setattr(timing, "milliseconds", quickly)
-    monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
-    return taken
-
-
 def job(*directions: str, case: Case = TINY, **more: Any) -> Job:
     return Job(case, (ours(PACKED), ours("numba")), directions or ("fwd", "bwd"), 4, more=more)
 
 
-def test_what_stands_in_the_file_is_not_measured_again(timed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_in_the_file_is_not_measured_again(instant: list[Timing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "rows.jsonl"
     first = run([job("fwd")], out, "cpu", QUIET)
-    assert (len(timed), len(first)) == (2, 2)
+    assert (len(instant), len(first)) == (2, 2)
     both = run([job()], out, "cpu", QUIET)
-    assert (len(timed), len(both)) == (4, 4)  # bwd alone was new
+    assert (len(instant), len(both)) == (4, 4)  # bwd alone was new
     assert {(row["backend"], row["direction"]) for row in both} == {(b, d) for b in (PACKED, "numba") for d in ("fwd", "bwd")}
     assert run([job()], out, "cpu", QUIET) == both
-    assert len(timed) == 4
+    assert len(instant) == 4
     assert len(store.read(out)) == 4
     run([job(streams=2)], out, "cpu", QUIET)
-    assert len(timed) == 8
+    assert len(instant) == 8
     monkeypatch.setenv("NSA_SEL_COMMIT", "def5678")
     run([job()], out, "cpu", QUIET)
-    assert (len(timed), len(store.read(out))) == (12, 12)
+    assert (len(instant), len(store.read(out))) == (12, 12)
     assert {row["commit"] for row in store.of_last_environment(store.read(out))} == {"def5678"}
 
 
 @pytest.mark.parametrize("where", ["inputs", "parity", "bwd"])
 def test_cases_out_of_memory_have_rows_and_are_passed_over(
-    timed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    instant: list[Timing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     error = torch.OutOfMemoryError if where != "bwd" else lambda text: RuntimeError(f"DefaultCPUAllocator: can't allocate memory: {text}")
 
@@ -185,9 +169,9 @@ def test_cases_out_of_memory_have_rows_and_are_passed_over(
         assert (row["error"], row["error_in"], row["commit"]) == ("out of memory", where, "abc1234")
         assert "ms_median" not in row
         assert row["direction"] == "bwd" or where != "bwd"
-    before = len(timed)
-    assert len(run([job()], out, "cpu", QUIET)) == 4  # they stand: not tried again
-    assert len(timed) == before
+    before = len(instant)
+    assert len(run([job()], out, "cpu", QUIET)) == 4  # not tried again
+    assert len(instant) == before
     # Nobody who reads rows takes them for measurements.
     assert len(store.measured(rows)) == len(rows) - len(gone)
     assert not any(is_cost_row(row) for row in gone)
@@ -282,6 +266,6 @@ def interrupt_and_resume(out: Path, kills: int) -> None:
 
 def test_killing_a_run_twenty_times_loses_no_row_and_corrupts_no_file(tmp_path: Path) -> None:
     """In a process of its own, whose children are forked: importing torch twenty times would take a minute."""
-    code = "import sys; from tests.bench.test_bench_rows import *; interrupt_and_resume(Path(sys.argv[1]), kills=20)"
+    code = "import sys; from tests.bench.test_store import *; interrupt_and_resume(Path(sys.argv[1]), kills=20)"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.jsonl")], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nsa_sel import decisions
-from nsa_sel.bench.core import cases, store, timing
+from nsa_sel.bench.core import cases, store
 from nsa_sel.bench.core.cases import Case, make_selection, packed_bounds
-from nsa_sel.bench.core.timing import Spread
 from nsa_sel.bench.questions import packed_batches
 from nsa_sel.errors import ArgumentError
 
@@ -21,7 +19,7 @@ def test_cases_begin_with_blocks_or_do_not() -> None:
         bounds = packed_bounds(case)
         assert (len(bounds), bounds[0], bounds[-1]) == (13, 0, case.S)
         assert [bound % case.block == 0 for bound in bounds[1:-1]] == ["whole" in case.case] * 11
-        names = [contender.name for contender in packed_batches.contenders(case, packed_batches.BACKENDS)]
+        names = [contender.name for contender in packed_batches.contenders(case, packed_batches.compared("cuda"))]
         assert ("triton-tile" in names) == ("whole" in case.case)
         assert ("triton-tile-copied" in names) == ("odd" in case.case)
         assert {"triton-group", "triton-tile-each"} <= set(names)
@@ -40,14 +38,8 @@ def test_selections_stay_in_their_sequences(kind: str) -> None:
         assert int(filled[:, 0].max()) < end
 
 
+@pytest.mark.usefixtures("instant")
 def test_every_way_gives_right_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def milliseconds(work: Any, **_: Any) -> Spread:
-        work()
-        return Spread(2.0, 1.0, 3.0, 1.5, 2.5, 7)
-
-    monkeypatch.setattr(timing, "milliseconds", milliseconds)
-    monkeypatch.setattr(timing, "workspace_bytes", lambda work, device: len(work()))
-    monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
     tiny = [Case(f"packed-{kind}-256", "packed", 1, 256, 256, 1, 1, 16, 16, 2, 2, "float32") for kind in ("whole", "odd")]
     monkeypatch.setattr(packed_batches, "QUICK", tiny)
     packed_batches.main(tmp_path / "rows.jsonl", "numba", "cpu", quick=True)

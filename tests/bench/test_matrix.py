@@ -27,7 +27,7 @@ from nsa_sel.bench.core.timing import Spread, Timing
 from nsa_sel.bench.questions import cpu_backends, speed
 from nsa_sel.cli.app import app
 from nsa_sel.errors import ArgumentError
-from tests.bench.test_bench import lines
+from tests.helpers.documents import table_lines
 
 QUIET = Console(quiet=True)
 
@@ -100,21 +100,6 @@ def test_the_seed_matrix_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -
 # Flags
 
 
-@pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> list[Timing]:
-    """Calls are made once and not waited for; how they were to be timed."""
-    asked: list[Timing] = []
-
-    def milliseconds(work: Any, *, timing: Timing, **_: Any) -> Spread:
-        work()
-        asked.append(timing)
-        return Spread(2.0, 1.0, 3.0, 1.5, 2.5, timing.calls or 3)
-
-    monkeypatch.setattr(timing, "milliseconds", milliseconds)
-    monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
-    return asked
-
-
 def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     """The exit code of `python -m nsa_sel.bench.bench_sel_triton` with these arguments."""
     monkeypatch.setattr(sys, "argv", ["bench_sel_triton.py", *map(str, arguments)])
@@ -123,14 +108,14 @@ def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def test_every_flag_on_a_cpu(quickly: list[Timing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_every_flag_on_a_cpu(instant: list[Timing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     sizes = ("--N", 8, "--H", 2, "--D", 16, "--Dv", "8,16", "--L_list", "16,40", "--dist", "few,mixed")
     flags = ("--iters", 7, "--warmup", 2, "--streams", 1, "--csv", tmp_path / "all.csv", "--out", tmp_path / "out")
     assert script(monkeypatch, *sizes, *flags) == 0
-    assert set(quickly) == {Timing(calls=7, warmup=2)}
+    assert set(instant) == {Timing(calls=7, warmup=2)}
     said = capsys.readouterr()
     assert "triton-group is left out: needs a GPU" in said.err
-    shown = lines(said.out.split("\n\n")[3].strip())
+    shown = table_lines(said.out.split("\n\n")[3].strip())
     assert [shown[-1][x] for x in ("case", "direction", "backend", "ms", "95% CI", "20th to 80th", "calls", "against packed")] == [
         *("mixed-N8-H2-D16-Dv16-L40", "bwd", "numba", "2†", "1.5 to 2.5", "1 to 3", "7", "1.00x")
     ]
@@ -148,11 +133,11 @@ def test_every_flag_on_a_cpu(quickly: list[Timing], tmp_path: Path, monkeypatch:
     decoding = ("--decode", 1, "--N", 3, "--H", 2, "--D", 16, "--Dv", 8, "--L_list", 64)
     assert script(monkeypatch, *decoding, *flags) == 0
     assert {row["direction"] for row in from_csv(tmp_path / "out" / "decode.csv")} == {"decode"}
-    assert {row["direction"] for row in from_csv(tmp_path / "all.csv")} == {"decode"}  # its own rows: the others stand in their files
+    assert {row["direction"] for row in from_csv(tmp_path / "all.csv")} == {"decode"}  # the command's own rows
     assert len(from_csv(tmp_path / "out" / "dense.csv")) == len(dense)
-    before = len(quickly)
+    before = len(instant)
     assert script(monkeypatch, *sizes, *flags) == 0
-    assert len(quickly) == before  # all of it stood there
+    assert len(instant) == before  # nothing was measured again
     assert [row["case"] for row in from_csv(tmp_path / "all.csv")] == [row["case"] for row in rows]
 
     assert script(monkeypatch, "--streams", 2) == 2
@@ -187,7 +172,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "QUICK", speed.QUICK._replace(cases=lambda: quick))
 
 
-@pytest.mark.usefixtures("quickly", "tiny")
+@pytest.mark.usefixtures("instant", "tiny")
 def test_nsa_sel_bench_measures_both_matrices(tmp_path: Path) -> None:
     result = bench(tmp_path, "--quick")
     assert result.exit_code == 0, result.output
@@ -203,14 +188,14 @@ def test_nsa_sel_bench_measures_both_matrices(tmp_path: Path) -> None:
         assert words in refused.output
 
 
-def test_nsa_sel_bench_takes_the_flags_of_the_script(quickly: list[Timing], tmp_path: Path) -> None:
+def test_nsa_sel_bench_takes_the_flags_of_the_script(instant: list[Timing], tmp_path: Path) -> None:
     sizes = ("--N", 8, "--H", 2, "--D", 16, "--Dv", 8, "--iters", 7, "--warmup", 2, "--streams", 1)
     out, own = tmp_path / "out", tmp_path / "own.csv"
     for more, directions in ((("--L_list", 16, "--dist", "few"), {"fwd", "bwd"}), (("--L_list", 64, "--decode", 1), {"decode"})):
         result = bench(out, *sizes, *more, "--csv", own)
         assert result.exit_code == 0, result.output
         assert {row["direction"] for row in from_csv(own)} == directions
-    assert set(quickly) == {Timing(calls=7, warmup=2)}
+    assert set(instant) == {Timing(calls=7, warmup=2)}
     flags = [set(inspect.signature(function).parameters) for function in (bench_sel_triton.main, command.bench)]
     assert flags[0] <= flags[1]
     refused = bench(out, "--suite", "performance", "--quick", "--dist", "few", "--decode", 1)
@@ -218,7 +203,7 @@ def test_nsa_sel_bench_takes_the_flags_of_the_script(quickly: list[Timing], tmp_
     assert "--dist, --decode" in refused.output
 
 
-@pytest.mark.usefixtures("quickly")
+@pytest.mark.usefixtures("instant")
 def test_the_playbooks_commands_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The seeds' names: a CSV of one span a row, one of several, and the threshold with its report; on a CPU numba stands for Triton."""
     monkeypatch.chdir(tmp_path)
@@ -238,7 +223,7 @@ def test_the_playbooks_commands_fit_together(tmp_path: Path, monkeypatch: pytest
     assert "measure on a GPU: nsa-sel bench" in capsys.readouterr().err  # Triton is not timed on a CPU
     text = Path("selection_report.md").read_text()
     assert "# From which L numba pays" in text
-    shown = [lines(part) for part in text.split("\n\n") if part.startswith("|")]
+    shown = [table_lines(part) for part in text.split("\n\n") if part.startswith("|")]
     assert [[(row["direction"], row["L"], row["cases"]) for row in part] for part in shown[1:]] == [
         [(way, L, cases) for L in ("16", "64")] for cases in "12" for way in ("fwd", "bwd")
     ]
@@ -266,7 +251,7 @@ def test_nsa_sel_bench_refuses_before_the_first_measurement(tmp_path: Path, monk
     assert not (tmp_path / "rows").exists()
 
 
-@pytest.mark.usefixtures("quickly", "tiny")
+@pytest.mark.usefixtures("instant", "tiny")
 @pytest.mark.parametrize("after", [0, 3])
 def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     append, written = store.append, []
@@ -281,18 +266,18 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_does(tmp_path: Path, monk
     result = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
     assert result.exit_code == 130
     assert isinstance(result.exception, SystemExit)
-    assert f"stands in {tmp_path / 'rows.jsonl'}: the same command, writing there, goes on where it stopped" in result.output
+    assert f"is in {tmp_path / 'rows.jsonl'}: run the same command again to resume" in result.output
     monkeypatch.setattr(store, "append", append)
     again = bench(tmp_path, "--quick", "--backends", "numba,sdpa-packed")
     assert again.exit_code == 0
     assert len(store.read(tmp_path / "rows.jsonl")) == 2 * 3  # forward and backward of one case, decoding of another
-    assert (f"{after} of 4 rows stood in rows.jsonl" in again.output) == bool(after)
+    assert (f"{after} of 4 rows were in rows.jsonl" in again.output) == bool(after)
     monkeypatch.setattr(store, "append", interrupted)
     del written[after:]
     assert script(monkeypatch, "--quick", "--out", tmp_path / "other") == 130
 
 
-@pytest.mark.usefixtures("quickly", "tiny")
+@pytest.mark.usefixtures("instant", "tiny")
 def test_peers_are_measured_beside_ours_or_say_what_they_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fla", None)  # as if it were not installed
     result = bench(tmp_path, "--peers", "--quick")

@@ -13,7 +13,7 @@ from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.resume import ContextLost
 from nsa_sel.bench.tune.search_space import Case, Job, committed_settings, jobs
 from nsa_sel.settings.config import KernelConfig
-from tests.bench.test_bench import lines
+from tests.helpers.documents import table_lines
 from tests.helpers.policy_cases import H200
 
 FACTS = {"device": "a GPU", "driver": "1", "torch": "2", "triton": "3", "commit": "1102207", "command": "a command"}
@@ -38,7 +38,7 @@ def test_every_config_of_the_hot_shape_has_a_row_and_the_fastest_are_listed_by_b
     assert {(row["h"], row["Dk"], row["Dv"], row["L"], row["bucket"]) for row in rows} == {(8, 128, 128, L, L) for L in (128, 256, 512)}
     assert all(FACTS.items() <= row.items() for row in rows)
     assert {row["error"] for row in rows if "error" in row} == {"RuntimeError: no room"}
-    shown = lines(table(rows, top=2))
+    shown = table_lines(table(rows, top=2))
     for job in FOUND:
         mine = [row for row in shown if (row["kernel"], row["L bucket"]) == (job.kernel, str(job.key.L))]
         ranked = [row for row in store.measured(rows) if (row["kernel"], row["L"]) == (job.kernel, job.case.L)]
@@ -58,7 +58,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         return 1.0, 1.0, 1.0
 
     assert sweep(FOUND[:2], count, file, FACTS, told.append, 0) == []
-    assert told == ["time is up: run the command again to go on"]
+    assert told == ["time is up: run the command again to resume"]
     with pytest.raises(ContextLost):
         sweep(FOUND[:2], count, file, FACTS, told.append, 60)
     rows = sweep(FOUND[:2], measured, file, FACTS, told.append, 60)

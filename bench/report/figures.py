@@ -1,7 +1,6 @@
-"""The report's figures, as SVG for the page and as PNG for documents: each a few small drawings, which a narrow screen stacks.
+"""The report's figures as PNGs for light and dark pages: each a few small drawings side by side.
 
-Colours go by what they show (`ROLES`), the same for a backend everywhere and told apart by the colour-blind (Okabe and Ito). In the
-SVG they are the page's CSS variables, so that one drawing serves light and dark; a PNG exists for each.
+A color always stands for the same thing (`ROLES`), and the color-blind can tell all of them apart (Okabe and Ito).
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,31 +22,38 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from PIL import Image
 
+from nsa_sel.bench.core.contenders import DENSE
+from nsa_sel.core.registry import backends
+
 Axes = Any
 
-# Role -> colour on light and on dark ground. No colour stands for two roles: the SVG's are replaced by the roles' variables.
+# Role -> color on light and on dark ground.
+_BACKENDS = (  # in the order of the registry
+    ("#69707a", "#9aa2ad"),
+    ("#8a6a00", "#f0cc4a"),
+    ("#a8467f", "#e8a3cb"),
+    ("#00805d", "#35d6ab"),
+    ("#0072b2", "#56b4e9"),
+    ("#c65500", "#ff9d57"),
+    ("#8c1c2e", "#ff8f9c"),
+)
 ROLES = {
     "surface": ("#ffffff", "#15181d"),
     "ink": ("#1b1d21", "#e8eaed"),
     "muted": ("#5a6069", "#a6adb7"),
     "grid": ("#dde1e6", "#343a43"),
     "shade": ("#f5efe8", "#29231d"),
-    "on": ("#fefefe", "#0c0e11"),  # text on a backend's colour
-    "triton-tile": ("#0072b2", "#56b4e9"),
-    "triton-block": ("#c65500", "#ff9d57"),
-    "triton-group": ("#00805d", "#35d6ab"),
-    "triton-token": ("#a8467f", "#e8a3cb"),
-    "cupy-cuda": ("#8c1c2e", "#ff8f9c"),
-    "sdpa-packed": ("#69707a", "#9aa2ad"),
-    "numba": ("#8a6a00", "#f0cc4a"),
-    "dense-cudnn": ("#33373d", "#d3d7dc"),
+    "on": ("#fefefe", "#0c0e11"),  # text on a backend's color
+    **dict(zip(backends(), _BACKENDS, strict=False)),
+    DENSE: ("#33373d", "#d3d7dc"),
     "other": ("#4b3f8f", "#b3a6f5"),
 }
-LIGHT, DARK = ({role: colours[i] for role, colours in ROLES.items()} for i in range(2))
+LIGHT, DARK = ({role: colors[i] for role, colors in ROLES.items()} for i in range(2))
 Theme = dict[str, str]
+Draw = Callable[[Axes, Theme], None]
 
-SIZE = (4.5, 3.3)  # inches of one drawing; the page scales it to its column
-COLOURS = 96  # of a PNG
+SIZE = (4.5, 3.3)  # inches of one drawing
+COLORS = 96  # of a PNG
 DASHES: Any = (0, (4, 2))
 LABEL_GAP = 0.05  # of a drawing's height, between the middles of two labels
 _STYLE: Any = {
@@ -60,24 +65,20 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "svg.fonttype": "none",  # text stays text: it can be read aloud, found and copied
-    "svg.hashsalt": "nsa-sel",
     "path.simplify": False,
 }
 
 
 class Facet(NamedTuple):
-    """One drawing: its name within the figure, what it shows in words (for who can't see it), and how it is drawn."""
+    """One drawing: what it shows in words, for who can't see it, and how it is drawn."""
 
-    name: str
     alt: str
-    draw: Callable[[Axes, Theme], None]
+    draw: Draw
 
 
 class Figure(NamedTuple):
-    """Drawings that belong together, and the roles whose colours need a key."""
+    """Drawings that belong together, and the roles whose colors need a key."""
 
-    name: str
     facets: tuple[Facet, ...]
     key: tuple[tuple[str, str], ...] = ()  # role, words
     dashes: tuple[str, str] | None = None  # what solid and dashed lines are
@@ -85,32 +86,6 @@ class Figure(NamedTuple):
     @property
     def alt(self) -> str:
         return " ".join(facet.alt for facet in self.facets)
-
-
-# Out of a figure
-
-
-def svg(figure: Figure, facet: Facet) -> str:
-    """One drawing as an SVG element to be set into a page that defines the variables --ROLE."""
-    with pyplot.rc_context(_style(LIGHT)):
-        canvas, axes = pyplot.subplots(figsize=SIZE, layout="constrained")
-        facet.draw(axes, LIGHT)
-        drawn = io.StringIO()
-        canvas.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-        pyplot.close(canvas)
-    text = drawn.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"\s*<(metadata|style).*?</\1>", "", text, flags=re.DOTALL)  # the page has a style of its own
-    text = re.sub(r'\s+(xmlns(:\w+)?|version|width|height)="[^"]*"', "", text[: text.index(">")]) + text[text.index(">") :]
-    # Names must be unique in a page of many drawings.
-    prefix = f"{figure.name}-{facet.name}-"
-    text = re.sub(r'\bid="', f'id="{prefix}', text)
-    text = re.sub(r'(?:xlink:)?href="#', f'href="#{prefix}', text).replace("url(#", f"url(#{prefix}")
-    for role, colour in LIGHT.items():
-        text = text.replace(colour, f"var(--{role})")
-    text = re.sub(r"'[\w ]+'(?:, (?:'[\w ]+'|[\w-]+))*", "var(--font)", text)
-    text = re.sub(r"\n\s*", "\n", text).strip()
-    return text.replace("<svg", f'<svg role="img" aria-label="{_attribute(facet.alt)}"', 1)
 
 
 def png(figure: Figure, theme: Theme, path: Path, columns: int = 3, title: str = "") -> None:
@@ -135,29 +110,22 @@ def png(figure: Figure, theme: Theme, path: Path, columns: int = 3, title: str =
         drawn = io.BytesIO()
         canvas.savefig(drawn, format="png", dpi=110)
         pyplot.close(canvas)
-    # A palette takes a quarter of the space; of these ways to choose one, this keeps every colour that is used.
-    few = Image.open(drawn).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    # A palette takes a quarter of the space; this method keeps every color that is used.
+    few = Image.open(drawn).convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
 
 
 def _style(theme: Theme) -> Any:
     ink, muted = theme["ink"], theme["muted"]
-    colours = {
+    colors = {
         "text.color": ink, "axes.labelcolor": ink, "axes.titlecolor": ink, "axes.edgecolor": muted, "xtick.color": muted,
         "ytick.color": muted, "grid.color": theme["grid"], "figure.facecolor": theme["surface"], "axes.facecolor": theme["surface"],
     }  # fmt: skip
-    return {**_STYLE, **colours}
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-
-
-# What goes into one
+    return {**_STYLE, **colors}
 
 
 class Line(NamedTuple):
-    """Points joined by a line. `roles`: of each point's marker; `label` stands at its start or its end."""
+    """Points joined by a line. `roles`: of each point's marker; `label` is at its start or its end."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -168,7 +136,7 @@ class Line(NamedTuple):
     at_start: bool = False
 
 
-def gains(title: str, x_label: str, y_label: str, lines: Sequence[Line], limit: float, below: str, text: Callable[[float], str]) -> Any:
+def gains(title: str, x_label: str, y_label: str, lines: Sequence[Line], limit: float, below: str, text: Callable[[float], str]) -> Draw:
     """A drawing of speed-ups over lengths, both by logarithm; the ground below `limit` is shaded and said to be `below`."""
 
     def draw(axes: Axes, theme: Theme) -> None:
@@ -222,7 +190,7 @@ class Mark(NamedTuple):
     role: str
     label: str
     shape: str = "o"
-    left: bool = False  # where the label stands
+    left: bool = False  # of the point: where the label is
 
 
 class Slope(NamedTuple):
@@ -233,8 +201,8 @@ class Slope(NamedTuple):
     dashed: bool
 
 
-def roofline(title: str, marks: Sequence[Mark], slopes: Sequence[Slope], flat: float | None) -> Any:
-    """TFLOP/s over operations per byte, under the lines of bandwidths and the roof of the matrix units (None: not known)."""
+def roofline(title: str, marks: Sequence[Mark], slopes: Sequence[Slope], flat: float | None) -> Draw:
+    """TFLOP/s over operations per byte, under the lines of bandwidths and the roof of the tensor cores (None: unknown)."""
 
     def draw(axes: Axes, theme: Theme) -> None:
         axes.set(xscale="log", yscale="log", title=title, xlabel="operations per byte that the kernel moves", ylabel="TFLOP/s")
@@ -252,7 +220,7 @@ def roofline(title: str, marks: Sequence[Mark], slopes: Sequence[Slope], flat: f
         axes.legend(loc="lower right", frameon=False, fontsize=7.5, labelcolor=theme["muted"], handlelength=1.8, borderaxespad=0.2)
         if flat:
             axes.axhline(flat, color=theme["ink"], linewidth=1)
-            axes.text(low_x * 1.15, flat * 1.05, f"matrix units, {flat:g} TFLOP/s", fontsize=7.5, va="bottom", color=theme["muted"])
+            axes.text(low_x * 1.15, flat * 1.05, f"tensor cores, {flat:g} TFLOP/s", fontsize=7.5, va="bottom", color=theme["muted"])
         for mark in marks:
             axes.scatter(
                 mark.x, mark.y, s=30, color=theme[mark.role], marker=mark.shape, zorder=3, edgecolors=theme["surface"], linewidths=0.6
@@ -276,7 +244,7 @@ class Interval(NamedTuple):
     words: str
 
 
-def lengths(title: str, x_label: str, intervals: Sequence[Interval], text: Callable[[float], str], span: tuple[float, float]) -> Any:
+def lengths(title: str, x_label: str, intervals: Sequence[Interval], text: Callable[[float], str], span: tuple[float, float]) -> Draw:
     """Rows of one or two points over lengths; what lies outside of the measured ones is an arrow."""
 
     def draw(axes: Axes, theme: Theme) -> None:
@@ -306,7 +274,7 @@ class Share(NamedTuple):
     values: Sequence[float]
 
 
-def shares(title: str, x_label: str, curves: Sequence[Share], close: float, most: float) -> Any:
+def shares(title: str, x_label: str, curves: Sequence[Share], close: float, most: float) -> Draw:
     """Of each curve: which share of its values is at most x percent, up to `most`; `close` is marked."""
 
     def draw(axes: Axes, theme: Theme) -> None:
@@ -328,8 +296,8 @@ def shares(title: str, x_label: str, curves: Sequence[Share], close: float, most
 
 def tiles(
     title: str, x_label: str, y_label: str, columns: Sequence[str], rows: Sequence[str], cells: Sequence[Sequence[str | None]]
-) -> Any:
-    """A map: cells[row][column] is a backend's name, shown by colour and by its name; None: nothing runs."""
+) -> Draw:
+    """A map: cells[row][column] is a backend's name, shown by color and by its name; None: nothing runs."""
 
     def draw(axes: Axes, theme: Theme) -> None:
         axes.set(title=title, xlabel=x_label, ylabel=y_label, xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(rows) - 0.5))
@@ -355,8 +323,8 @@ def role_of(backend: str) -> str:
     return backend if backend in ROLES else "other"
 
 
-def _ticks(axis: Any, places: Sequence[float], text: Callable[[float], str]) -> None:
-    axis.set_major_locator(FixedLocator(list(places)))
+def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:
+    axis.set_major_locator(FixedLocator(list(values)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
     axis.set_minor_locator(NullLocator())
 

@@ -7,12 +7,10 @@ import io
 
 import pytest
 
-from nsa_sel.bench.core import store
 from nsa_sel.bench.questions.kernel_counters import PROFILED, case_of, counters
 from nsa_sel.bench.questions.kernel_times import short
-from nsa_sel.bench.report import trials
-from nsa_sel.bench.report.tables import H200_TRIALS
-from nsa_sel.bench.tune.committed_rows import ROOT
+from nsa_sel.bench.report.ideas import ideas_table
+from nsa_sel.bench.report.tables import rows_of
 
 
 def test_what_is_profiled_exists() -> None:
@@ -28,15 +26,8 @@ def test_counters_and_rules_are_read() -> None:
     writer.writerow(["0", "SM Frequency", "hz", "1,760,000,000.5", ""])
     writer.writerow(["0", "Registers Per Thread", "register/thread", "168", ""])
     writer.writerow(["0", "Dynamic Shared Memory Per Block", "byte/block", "512", ""])
-    writer.writerow(
-        [
-            "0",
-            "",
-            "",
-            "",
-            "Shared is the highest-utilized pipeline (50.5%) based on cycles. It's dominated by its Tensor (FP) sub-pipeline.",
-        ]
-    )
+    rule = "Shared is the highest-utilized pipeline (50.5%) based on cycles. It's dominated by its Tensor (FP) sub-pipeline."
+    writer.writerow(["0", "", "", "", rule])
     stall = "each warp of this workload spends 5.7 cycles being stalled waiting for a barrier. This stall type represents about 43.2% of"
     writer.writerow(["0", "", "", "", stall])
     found = counters("==PROF== Connected\n" + page.getvalue())
@@ -59,6 +50,6 @@ def test_names_of_kernels(name: str, expected: str) -> None:
     assert short(name) == expected
 
 
-def test_every_trial_has_its_rows() -> None:
-    table = trials.trials_table(store.read(ROOT / H200_TRIALS))
-    assert len(table.splitlines()) == len(trials.TRIALS) + 2
+def test_every_idea_has_its_times() -> None:
+    ideas = rows_of("profiles/ideas.jsonl")
+    assert len(ideas_table(ideas, rows_of("profiles/trials.jsonl")).splitlines()) == len(ideas) + 2
