@@ -166,7 +166,7 @@ def decided(rows: Sequence[Row], margin: float, triton: str = TRITON) -> list[Th
 
 
 def main(
-    rows: Annotated[list[Path], typer.Argument(help="JSON lines of bench_sel_triton or of bench_selection's threshold suite")],
+    rows: Annotated[list[Path], typer.Argument(help="JSON lines of bench_sel_triton, or of the suite threshold")],
     margin: Annotated[float, typer.Option(help="how much faster Triton must be")] = MARGIN,
     backend: Annotated[str, typer.Option(help="the Triton backend that is compared")] = TRITON,
     out: Annotated[Path | None, typer.Option(help="YAML file for NSA_SEL_CONFIG")] = None,

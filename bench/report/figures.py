@@ -135,6 +135,12 @@ class Line(NamedTuple):
     dashed: bool = False
     at_start: bool = False
 
+    @property
+    def end(self) -> tuple[float, float]:
+        """Where its label is."""
+        i = 0 if self.at_start else -1
+        return self.x[i], self.y[i]
+
 
 def gains(title: str, x_label: str, y_label: str, lines: Sequence[Line], limit: float, below: str, text: Callable[[float], str]) -> Draw:
     """A drawing of speed-ups over lengths, both by logarithm; the ground below `limit` is shaded and said to be `below`."""
@@ -152,23 +158,16 @@ def gains(title: str, x_label: str, y_label: str, lines: Sequence[Line], limit: 
         axes.grid(True, linewidth=0.6)
         for line in lines:
             axes.plot(line.x, line.y, color=theme[line.role], linewidth=1.4, linestyle=DASHES if line.dashed else "-")
-            axes.scatter(
-                line.x, line.y, s=26, c=[theme[role] for role in line.roles], zorder=3, edgecolors=theme["surface"], linewidths=0.7
-            )
-        for side in {(line.at_start, line.x[_end(line)]) for line in lines}:
-            together = [line for line in lines if (line.at_start, line.x[_end(line)]) == side]
-            gap = LABEL_GAP * math.log(high * 1.35 / (low / 1.35))
-            for line, y in zip(together, _apart([math.log(line.y[_end(line)]) for line in together], gap), strict=True):
-                axes.annotate(
-                    line.label, (line.x[_end(line)], math.exp(y)), (-6 if line.at_start else 6, 0), textcoords="offset points", fontsize=8,
-                    va="center", ha="right" if line.at_start else "left", color=theme["ink"] if line.role == "muted" else theme[line.role],
-                )  # fmt: skip
+            colors = [theme[role] for role in line.roles]
+            axes.scatter(line.x, line.y, s=26, c=colors, zorder=3, edgecolors=theme["surface"], linewidths=0.7)
+        gap = LABEL_GAP * math.log(high * 1.35 / (low / 1.35))
+        for side in {(line.at_start, line.end[0]) for line in lines}:
+            together = [line for line in lines if (line.at_start, line.end[0]) == side]
+            for line, y in zip(together, _apart([math.log(line.end[1]) for line in together], gap), strict=True):
+                color = theme["ink" if line.role == "muted" else line.role]
+                _label(axes, line.label, line.end[0], math.exp(y), -6 if line.at_start else 6, 8, color)
 
     return draw
-
-
-def _end(line: Line) -> int:
-    return 0 if line.at_start else -1
 
 
 def _apart(values: Sequence[float], gap: float) -> list[float]:
@@ -222,14 +221,10 @@ def roofline(title: str, marks: Sequence[Mark], slopes: Sequence[Slope], flat: f
             axes.axhline(flat, color=theme["ink"], linewidth=1)
             axes.text(low_x * 1.15, flat * 1.05, f"tensor cores, {flat:g} TFLOP/s", fontsize=7.5, va="bottom", color=theme["muted"])
         for mark in marks:
-            axes.scatter(
-                mark.x, mark.y, s=30, color=theme[mark.role], marker=mark.shape, zorder=3, edgecolors=theme["surface"], linewidths=0.6
-            )
+            color, edge = theme[mark.role], theme["surface"]
+            axes.scatter(mark.x, mark.y, s=30, color=color, marker=mark.shape, zorder=3, edgecolors=edge, linewidths=0.6)
             if mark.label:
-                axes.annotate(
-                    mark.label, (mark.x, mark.y), (-5 if mark.left else 5, 0), textcoords="offset points", fontsize=7, va="center",
-                    ha="right" if mark.left else "left", color=theme[mark.role],
-                )  # fmt: skip
+                _label(axes, mark.label, mark.x, mark.y, -5 if mark.left else 5, 7, color)
 
     return draw
 
@@ -252,16 +247,14 @@ def lengths(title: str, x_label: str, intervals: Sequence[Interval], text: Calla
         axes.set(xscale="log", title=title, xlabel=x_label, xlim=(span[0] / 1.6, span[1] * 2.2), ylim=(len(rows) - 0.5, -0.5))
         axes.set_yticks(range(len(rows)), rows)
         axes.tick_params(axis="y", length=0, labelcolor=theme["ink"])
-        _ticks(axes.xaxis, [x for x in _powers(span) if x], text)
+        _ticks(axes.xaxis, [2.0**e for e in range(40) if span[0] <= 2.0**e <= span[1]], text)
         axes.grid(True, axis="x", linewidth=0.6)
         shapes = {-1: "<", 0: "o", 1: ">"}
         for interval in intervals:
             together = [other for other in intervals if other.row == interval.row]
             y = rows.index(interval.row) + (together.index(interval) - (len(together) - 1) / 2) * 0.36
             axes.scatter(interval.S, y, s=44, color=theme[interval.role], marker=shapes[interval.side], zorder=3, linewidths=0)
-            axes.annotate(
-                interval.words, (interval.S, y), (7, 0), textcoords="offset points", fontsize=8, va="center", color=theme[interval.role]
-            )
+            _label(axes, interval.words, interval.S, y, 7, 8, theme[interval.role])
 
     return draw
 
@@ -280,9 +273,8 @@ def shares(title: str, x_label: str, curves: Sequence[Share], close: float, most
     def draw(axes: Axes, theme: Theme) -> None:
         least = min(sum(value <= 0 for value in curve.values) / len(curve.values) for curve in curves) * 100
         bottom = max(0.0, 10 * math.floor(least / 10) - 10)
-        axes.set(
-            title=title, xlabel=x_label, ylabel="share of cases, %", xlim=(-0.02 * most, most), ylim=(bottom, 100 + (100 - bottom) / 30)
-        )
+        axes.set(title=title, xlabel=x_label, ylabel="share of cases, %")
+        axes.set(xlim=(-0.02 * most, most), ylim=(bottom, 100 + (100 - bottom) / 30))
         axes.axvline(close * 100, color=theme["muted"], linewidth=0.8, linestyle=DASHES)
         axes.grid(True, linewidth=0.6)
         for i, curve in enumerate(curves):
@@ -323,6 +315,12 @@ def role_of(backend: str) -> str:
     return backend if backend in ROLES else "other"
 
 
+def _label(axes: Axes, words: str, x: float, y: float, offset: int, size: int, color: str) -> None:
+    """Words beside a point, so many typographic points to its right."""
+    side = "right" if offset < 0 else "left"
+    axes.annotate(words, (x, y), (offset, 0), textcoords="offset points", fontsize=size, va="center", ha=side, color=color)
+
+
 def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:
     axis.set_major_locator(FixedLocator(list(values)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
@@ -334,10 +332,6 @@ def _nice(low: float, high: float) -> list[float]:
     decades = [10.0**e for e in range(-6, 9)]
     few = [m * d for d in decades for m in (1, 2, 5) if low <= m * d <= high]
     return few if len(few) <= 7 else [d for d in decades if low <= d <= high]
-
-
-def _powers(span: tuple[float, float]) -> list[float]:
-    return [2.0**e for e in range(40) if span[0] <= 2.0**e <= span[1]]
 
 
 def _is_power(ratio: float) -> bool:

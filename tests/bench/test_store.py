@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from nsa_sel.bench.core import environment, markdown, session, store, timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import PACKED, ours
 from nsa_sel.bench.core.session import Job, run, wanted
+from nsa_sel.bench.core.store import RowFile
 from nsa_sel.bench.core.timing import Spread, Timing, milliseconds, spread
 from nsa_sel.bench.report import summary
 from nsa_sel.bench.tune.cost_fit import is_cost_row
@@ -214,6 +216,48 @@ def test_a_bad_line_elsewhere_is_an_error(tmp_path: Path) -> None:
         store.read(file)
     with pytest.raises(ArgumentError, match="No such file"):
         store.read(tmp_path / "none.jsonl")
+
+
+def test_a_row_file_knows_what_is_done_and_mends_before_it_adds(tmp_path: Path) -> None:
+    file, told = tmp_path / "folder" / "rows.jsonl", list[str]()
+    rows = RowFile(file, lambda row: row["a"], tell=told.append)
+    assert rows.add({"a": 1, "b": 2}) == {"a": 1, "b": 2}
+    torn = file.read_bytes() + b'{"a": 3, "b'
+    file.write_bytes(torn)
+    again = RowFile(file, lambda row: row["a"], tell=told.append)
+    assert ({"a": 1} in again, {"a": 3} in again, again[{"a": 1}]["b"]) == (True, False, 2)
+    assert file.read_bytes() == torn, "reading changes nothing"
+    again.add({"a": 1, "b": 4})
+    assert store.read(file) == [{"a": 1, "b": 2}, {"a": 1, "b": 4}]
+    assert again.of([{"a": 3}, {"a": 1}]) == RowFile(file, lambda row: row["a"]).of([{"a": 1}]) == [{"a": 1, "b": 4}]
+    assert [word.startswith("rows.jsonl: dropped") for word in told] == [True]
+
+
+def test_files_of_the_cache_folder_are_the_users_own_and_bad_lines_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    store.append(file, [{"a": 1}], owner_only=True)
+    assert file.stat().st_mode & 0o777 == 0o600
+    with file.open("a") as opened:
+        opened.write("no row\n[]\n")
+    with pytest.raises(ArgumentError, match="line 2 of"):
+        RowFile(file)
+    assert RowFile(file, strict=False, owner_only=True).unreadable == 2
+    file.chmod(0o666)
+    for fails in (lambda: RowFile(file, owner_only=True), lambda: store.append(file, [{"a": 1}], owner_only=True)):
+        with pytest.raises(OSError, match="may be written by other users"):
+            fails()
+
+
+def test_what_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
+    file, limits = tmp_path / "rows.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    store.append(file, [{"a": 1}])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))  # a write beyond it writes a part, then fails
+    try:
+        with pytest.raises(OSError, match="too large"):
+            store.append(file, [{"filler": "x" * 100}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert store.read(file) == [{"a": 1}]
 
 
 JOBS = [job(case=TINY._replace(case=f"case-{number}")) for number in range(50)]
