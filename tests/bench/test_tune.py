@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.bench.tune import command, kernel_configs, tuned_file
@@ -17,15 +13,13 @@ from nsa_sel.bench.tune.backends import MODELED, TUNED
 from nsa_sel.bench.tune.kernel_configs import JOURNAL, Measure, Times, tune
 from nsa_sel.bench.tune.resume import ContextLost, Run
 from nsa_sel.bench.tune.runner import WrongResult
-from nsa_sel.bench.tune.search_space import CASES, PROBLEMS, SPACES, Case, Job, committed_settings, configs, is_near, jobs
-from nsa_sel.cli.app import app
+from nsa_sel.bench.tune.search_space import CASES, PROBLEMS, SPACES, Case, Job, configs, is_near, jobs
 from nsa_sel.core.registry import backends
-from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import KernelConfig, settings_for, shipped_configs
 from nsa_sel.settings.tuned import stamp_of
-from tests.helpers.policy_cases import H200, RTX4090
-from tests.helpers.tune_cases import CASE, SLOW, content, fake_gpu, fastest, json_lines, ms, one_problem_job, some_jobs, times
+from tests.helpers.policy_cases import H200
+from tests.helpers.tune_cases import CASE, SLOW, content, fastest, json_lines, ms, one_problem_job, some_jobs, times
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 STAMP = stamp_of(H200)
@@ -254,77 +248,3 @@ def test_a_lost_context_ends_the_run_and_the_next_one_passes_over() -> None:
     result = tuned_with(crash)
     assert result.failed == 1
     assert result.winner != job.candidates[1]
-
-
-# The command
-
-
-def test_winners_must_beat_the_committed_configs_not_a_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    own = "provenance: mine\nkernels: {triton-tile/dq: {loads: pointer, block_l: 16, num_warps: 1, num_stages: 1}}\n"
-    (tmp_path / "own.yaml").write_text(own)
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
-    assert settings_for(H200).kernels["triton-tile/dq"].block_l == 16
-    shipped = shipped_configs()
-    assert committed_settings(H200).kernels == {**shipped["base.yaml"].kernels, **shipped["sm90_h200.yaml"].kernels}
-
-
-def test_it_says_when_what_is_found_will_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def note(device: DeviceInfo) -> str | None:
-        return command.Plan(device, settings_for(device), [], 0).note
-
-    assert note(H200) is None
-    assert "ADR-2025-08-M4-02 keeps Triton off" in str(note(RTX4090))
-    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
-    assert note(RTX4090) is None
-    monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
-    assert "is ignored" in str(note(H200))
-
-
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["tune", *arguments])
-
-
-def test_without_a_gpu_it_says_what_is_missing() -> None:
-    result = invoke()
-    assert result.exit_code == 2
-    assert result.output.count("\n") == 1
-    assert "allowed: a CUDA device. Remedy: Triton needs a GPU; --dry-run lists the work." in result.output
-
-
-def test_a_dry_run_needs_no_gpu() -> None:
-    result = invoke("--dry-run", "--backend", "triton-tile", "--direction", "backward", "--quick")
-    assert result.exit_code == 0
-    assert "triton-tile/dq:tma-L64-R64-w4-s2" in result.output
-    assert "triton-tile/forward" not in result.output
-    document = json.loads(invoke("--dry-run", "--json", "--L", "256", "--L", "512", "--h", "3", "--dtype", "float16").stdout)
-    keys = {(job["key"]["L"], job["key"]["h"], job["key"]["dtype"]) for job in document["jobs"]}
-    assert keys == {(256, 4, "float16"), (512, 4, "float16")}
-    assert document["launches"] == sum(job["launches"] for job in document["jobs"])
-    assert len(json.loads(invoke("--dry-run", "--json").stdout)["jobs"]) == len(CASES) * len(SPACES)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--backend", "numba"), "allowed: triton-group, triton-tile, triton-block, triton-token"),
-        (("--backend", "triton-block", "--direction", "decode"), "--direction is 'decode'"),
-        (("--dtype", "float64"), "--dtype is float64; allowed: float16, bfloat16, float32"),
-    ],
-)
-def test_bad_options_are_named(arguments: tuple[str, ...], words: str) -> None:
-    result = invoke("--dry-run", *arguments)
-    assert result.exit_code == 2
-    assert words in result.output
-
-
-def test_the_command_measures_and_its_process_uses_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch, H200)
-    arguments = ("--quick", "--backend", "triton-group", "--direction", "forward")
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    assert "x faster, in two rounds" in result.output
-    assert str(tuned.file_of(STAMP)) in result.output.replace("\n", "")
-    assert tuned.in_force(H200) is not None
-    again = json.loads(invoke(*arguments, "--json").stdout)
-    assert (again["taken"], again["left"]) == (0, 0)
-    assert again["results"][0]["key"] == msgspec.to_builtins(JOB.key)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nsa_sel.attention import explain_request
+from nsa_sel import explain_request
 from nsa_sel.bench.core import cases
-from nsa_sel.bench.tune import command, runner, thresholds, tuned_file
+from nsa_sel.bench.tune import thresholds, tuned_file
 from nsa_sel.bench.tune.backends import THRESHOLD_SIDES
 from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.resume import Run
@@ -22,7 +21,7 @@ from nsa_sel.settings import tuned
 from nsa_sel.settings.config import WAYS, Way, settings_for
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers.policy_cases import LONG, RTX4090, UNKNOWN, replace
-from tests.helpers.tune_cases import fake_gpu, json_lines, ms, write
+from tests.helpers.tune_cases import json_lines, ms, write
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 STAMP = stamp_of(UNKNOWN)
@@ -109,23 +108,3 @@ def test_both_sides_run_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "forward", lambda call: tuple(x + 1 for x in real(call)))
     with pytest.raises(ValueError, match="sdpa-packed and triton-group differ by 1 in the mean"):
         measure(CASE, "forward", "sdpa-packed")
-
-
-def plan(backend: str | None = None, way: Way | None = None, **sizes: int) -> command.Plan:
-    return command.plan(backend, way, command.Sizes(**sizes), quick=True, dry_run=False)  # type: ignore[arg-type]
-
-
-def test_the_command_measures_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch, UNKNOWN)
-    monkeypatch.setattr(thresholds, "Runner", lambda device, settings, time: sides)
-    monkeypatch.setattr(runner, "Runner", lambda device, settings, time: lambda job, problem, config: ms(1.0))
-    monkeypatch.setattr(command, "_page", lambda stamp, tell: None)
-    chosen = plan(way="forward")
-    assert chosen.ways == ("forward",)
-    assert "first the threshold of Triton, for forward" in chosen.text()
-    done = command.measure(chosen, 1, True, lambda what, share: None)
-    assert done.thresholds["forward"].value == 256
-    words = "forward: Triton from L = 256 on; closest, threshold-prefill-D64-L256: triton-group 1 ms (0.99 to 1.01) against"
-    assert done.text().startswith(words)
-    assert json.loads(json.dumps(done.document(), default=str))["file"] == str(tuned.file_of(STAMP))
-    assert plan("triton-group").ways == plan(h=3).ways == ()
