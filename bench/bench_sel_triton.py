@@ -5,7 +5,7 @@
 
 A case is N query rows of one KV group with H heads, each selecting L of 8192 keys as --dist says: few, the keys from 0 to L; many, 8
 equal spans; mixed, 2, 4 or 8 random spans. Decoding, N sequences of one query each. On a GPU in bfloat16, Triton beside packed SDPA; on a
-CPU in float32, numba beside it. Run again, it goes on where it was stopped.
+CPU in float32, numba beside it. Run again, it resumes.
 """
 
 from __future__ import annotations
@@ -16,25 +16,22 @@ import io
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from tabulate import tabulate
 
-from nsa_sel.bench.core import cases, records
+from nsa_sel.bench.core import cases, markdown, store
 from nsa_sel.bench.core.cases import MANY, SPANS, length_of
-from nsa_sel.bench.core.contenders import DENSE, PACKED, named
-from nsa_sel.bench.core.measure import Timing
-from nsa_sel.bench.core.program import echo, program, stderr_console
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, program, stderr_console
+from nsa_sel.bench.core.contenders import DENSE, PACKED, backends_on, named, of_framework
 from nsa_sel.bench.core.session import Job, able, run
-from nsa_sel.bench.questions.bench_selection import device_of
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
 RESULTS = Path("bench/results/sel_triton")
-TRITON = ("triton-token", "triton-group", "triton-tile", "triton-block")
 DECODE_BLOCK = 64  # l_sel of the decode matrix
 SEED = {"N": "64,256,1024", "H": "4,8", "D": "64,128", "Dv": "64,128", "L_list": "16,32,64,128,256,512,1024", "dist": ",".join(SPANS)}
 SEED_DECODE = SEED | {"N": "64,256", "H": "2,4", "L_list": "512,1024"}  # n_sel 8 and 16
@@ -47,6 +44,20 @@ TEXTS = (  # columns of text
 )
 SHOWN = ("case", "direction", "backend", "ms", "95% CI", "20th to 80th", "calls", "MB", "GB/s", "against packed", "MAE")
 ROWS_CHECKED = 16
+
+
+class Part(NamedTuple):
+    """A part of the matrix, with a CSV file of its own."""
+
+    title: str
+    file: str
+
+
+PARTS = DENSE_PART, VARLEN, DECODE = (
+    Part("One contiguous range a row", "dense.csv"),
+    Part("Several ranges a row", "varlen.csv"),
+    Part("Decoding", "decode.csv"),
+)
 
 
 def jobs(
@@ -72,7 +83,8 @@ def jobs(
         if odd:
             raise ArgumentError("--L_list", ", ".join(map(str, odd)), f"multiples of {MANY}", f"many and mixed cut L into {MANY} spans")
         found = [cases.span_case(kind, *size, L, dtype) for kind in dist.split(",") for size in sizes for L in lengths]
-    everyone = (*TRITON, PACKED, *((DENSE,) if decode else ())) if device == "cuda" else (*TRITON, PACKED, "numba")
+    everyone = [*of_framework("triton"), PACKED]
+    everyone += [DENSE] * decode if device == "cuda" else [name for name in backends_on("cpu") if name != PACKED]
     contenders = able(named(backends or ",".join(everyone)), device, console.print)
     # The backward pass runs on the streams of its forward: several streams are for the forward alone.
     directions = ("decode",) if decode else ("fwd",) if timing.streams > 1 else ("fwd", "bwd")
@@ -95,7 +107,7 @@ def moved_bytes(row: Row) -> int:
 
 def with_derived(rows: Sequence[Row]) -> list[Row]:
     """Rows with L, the bytes that must be moved, the GB/s that this comes to, and the speed-up over packed SDPA in the same case."""
-    packed = {_compared(row): row["ms_median"] for row in records.measured(rows) if row["backend"] == PACKED}
+    packed = {_compared(row): row["ms_median"] for row in store.measured(rows) if row["backend"] == PACKED}
     found = []
     for row in rows:
         ms, moved = row.get("ms_median"), moved_bytes(row)
@@ -132,72 +144,75 @@ def from_csv(file: Path) -> list[Row]:
 
 def report(rows: Sequence[Row]) -> str:
     """The rows as Markdown, with what they were measured on."""
-    facts, lines = rows[0], []
+    lines = []
     commands = ", ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in rows))
     for row in with_derived(rows):
-        ms = row.get("ms_median")
-        lines.append(
-            (
-                row["case"], row["direction"], row["backend"], records.ms(row, 4) if ms else row["error"],
-                f"{row['ms_ci_low']:.4g} to {row['ms_ci_high']:.4g}" if ms else "-",
-                f"{row['ms_p20']:.4g} to {row['ms_p80']:.4g}" if ms else "-", row.get("calls", "-"), f"{row['bytes'] / 1e6:.3g}",
-                f"{row['gb_s']:.3g}" if ms else "-", f"{row['speedup']:.2f}x" if row["speedup"] else "-",
-                "-" if row.get("mae") is None else f"{row['mae']:.1e}",
-            )
-        )  # fmt: skip
-    table = tabulate(lines, headers=SHOWN, tablefmt="github", disable_numparse=True, colalign=("left",) * 3 + ("right",) * 8)
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "numba", "driver") if facts.get(name))
+        times, rate = (row.get("error"), "-", "-"), "-"
+        if row.get("ms_median"):
+            times = markdown.ms(row, 4), f"{row['ms_ci_low']:.4g} to {row['ms_ci_high']:.4g}", markdown.spread(row, 4)
+            rate = f"{row['gb_s']:.3g}"
+        mae = "-" if row.get("mae") is None else f"{row['mae']:.1e}"
+        moved = f"{row['bytes'] / 1e6:.3g}", rate, markdown.factor(row["speedup"])
+        lines.append((row["case"], row["direction"], row["backend"], *times, row.get("calls", "-"), *moved, mae))
+    table = markdown.table(SHOWN, lines, left=3)
     return (
-        f"# Selection attention over L\n\n{facts['device']}, {versions}, commit {facts['commit']}, {commands}\n\n"
+        f"# Selection attention over L\n\n{markdown.environment(rows[0])}, {commands}\n\n"
         "Whole calls in ms: the median, its 95% confidence interval by bootstrap, percentiles. MB: K and V that the rows select, once a\n"
-        f"row, and the rows' own tensors. `{PACKED}` is the reference.\n\n{records.with_note(table)}\n"
+        f"row, and the rows' own tensors. `{PACKED}` is the reference.\n\n{markdown.with_note(table)}\n"
     )
 
 
-def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) -> list[Path]:
-    """CSV and Markdown of the rows.jsonl of a folder, into `out`: dense.csv (one range a row), varlen.csv (several), decode.csv, report.md.
+def parts(rows: Sequence[Row]) -> dict[Part, list[Row]]:
+    """The rows by what they select; parts without rows are left out."""
+    found: dict[Part, list[Row]] = {part: [] for part in PARTS}
+    for row in rows:
+        found[DECODE if row["S"] == 1 else DENSE_PART if row["n"] == 1 else VARLEN].append(row)
+    return {part: some for part, some in found.items() if some}
 
-    Of several environments or commits that the file holds, the last one's rows. `own`: the rows of one command, for a CSV of their own.
+
+def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | None = None) -> list[Path]:
+    """CSV files and report.md of the rows.jsonl of a folder, into `out`.
+
+    Of several environments or commits that the file has, the last one's rows. `own`: the rows of one command, for a CSV of their own.
     """
     file = folder / "rows.jsonl"
-    rows = records.of_last_environment(records.read(file)) if file.exists() else []
-    parts = {
-        "dense.csv": [row for row in rows if row["S"] > 1 and row["n"] == 1],
-        "varlen.csv": [row for row in rows if row["S"] > 1 and row["n"] > 1],
-        "decode.csv": [row for row in rows if row["S"] == 1],
-    }
-    texts = {out / name: to_csv(part) for name, part in parts.items() if part}
+    rows = store.of_last_environment(store.read(file)) if file.exists() else []
+    texts = {out / part.file: to_csv(some) for part, some in parts(rows).items()}
     if rows:
         texts[out / "report.md"] = report(rows)
     if own and csv_of_own is not None:
         texts[csv_of_own] = to_csv(own)
     for target, text in texts.items():
-        records.write_whole(target, text)
+        store.write_whole(target, text)
     return list(texts)
 
 
-def measure_matrix(
-    device: str,
-    out: Path,
-    console: Console,
-    *,
-    decode: bool = False,
-    quick: bool = False,
-    timing: Timing | None = None,
-    backends: str = "",
-    **sizes: str,
-) -> list[Row]:
-    """Measure what `sizes` (N, H, D, Dv, L_list, dist) say, the seed matrix by default, into out/rows.jsonl; all rows of these jobs.
+class Options(NamedTuple):
+    """The flags of the matrix. `sizes`: N, H, D, Dv, L_list, dist; an empty one is that of the seed matrix."""
 
-    quick: one size of each, and fewer calls.
-    """
-    default = (QUICK_DECODE if quick else SEED_DECODE) if decode else QUICK if quick else SEED
-    asked = {**default, **{name: text for name, text in sizes.items() if text}}
-    timing = timing or Timing(calls=10 if quick else 50, warmup=5)
-    if timing.streams > 1 and device == "cpu":
-        raise ArgumentError("--streams", timing.streams, "1 on a CPU, which has no streams", "leave it out")
-    chosen = jobs(device, decode=decode, timing=timing, backends=backends, console=console, **asked)
-    return run(chosen, out / "rows.jsonl", device, console)
+    sizes: dict[str, str]
+    iters: int | None
+    warmup: int
+    streams: int
+    backends: str
+    csv: Path | None
+    quick: bool  # one size of each, and fewer calls
+
+
+def measure(decodings: Sequence[bool], options: Options, device: str, out: Path, console: Console) -> tuple[list[Row], list[Path]]:
+    """Measure the matrix, its decode matrix or both, into out/rows.jsonl, and write the files: rows and files."""
+    sizes, iters, warmup, streams, backends, csv, quick = options
+    if csv is not None:
+        output_file("--csv", csv, make_folder=True)
+    if streams > 1 and device == "cpu":
+        raise ArgumentError("--streams", streams, "1 on a CPU, which has no streams", "leave it out")
+    timing, rows = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams), list[Row]()
+    for decode in decodings:
+        default = (QUICK_DECODE if quick else SEED_DECODE) if decode else QUICK if quick else SEED
+        asked = {**default, **{name: text for name, text in sizes.items() if text}}
+        chosen = jobs(device, decode=decode, timing=timing, backends=backends, console=console, **asked)
+        rows += run(chosen, out / "rows.jsonl", device, console)
+    return rows, write(out, out, rows, csv)
 
 
 def default_folder() -> Path:
@@ -233,19 +248,15 @@ def main(
     csv: CsvFlag = None,
     out: Annotated[Path | None, typer.Option(help=f"folder of the results; {RESULTS}/<today> by default")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="one size of each, ten calls")] = False,
-    device: Annotated[str, typer.Option(help="auto, cuda, cpu")] = "auto",
-    backends: Annotated[str, typer.Option(help="backends, comma-separated; by default those that run on the device")] = "",
+    device: Device = "auto",
+    backends: Backends = "",
 ) -> None:
     """Measure Triton against packed SDPA over L; what runs out of memory, refuses or fails is reported and passed over."""
-    where, console, folder = device_of(device), stderr_console(), out or default_folder()
-    if csv is not None:
-        output_file("--csv", csv, make_folder=True)
-    timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
-    rows = measure_matrix(where, folder, console, decode=bool(decode), quick=quick, timing=timing, backends=backends, **sizes)
+    options = Options(sizes, iters, warmup, streams, backends, csv, quick)
+    rows, written = measure((bool(decode),), options, device_of(device), out or default_folder(), stderr_console())
     echo(report(rows) if rows else "nothing was measured")
-    written = write(folder, folder, rows, csv)
-    console.print(f"written: {', '.join(map(str, written))}")
+    stderr_console().print(f"written: {', '.join(map(str, written))}")
 
 
 def numbers(flag: str, text: str) -> list[int]:

@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from tabulate import tabulate
 
 from nsa_sel.bench import bench_sel_triton
-from nsa_sel.bench.core import records
+from nsa_sel.bench.core import store
+from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, named
-from nsa_sel.bench.core.measure import Timing
 from nsa_sel.bench.core.peers import peers as every_peer
-from nsa_sel.bench.core.program import echo, stderr_console
-from nsa_sel.bench.core.records import Row
 from nsa_sel.bench.core.session import able, run
-from nsa_sel.bench.questions import bench_selection
-from nsa_sel.bench.questions.bench_selection import BACKENDS, CPU_BACKENDS, SUITES, device_of
+from nsa_sel.bench.questions import speed
+from nsa_sel.bench.questions.speed import SUITES, usual_backends
 from nsa_sel.bench.sel_threshold_from_csv import report
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
 from nsa_sel.cli.output import output_file
@@ -35,11 +32,11 @@ def bench(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases: a look at a machine, in minutes.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help=f"Folder of the rows; {bench_sel_triton.RESULTS}/<today> by default. Run again, it goes on there.")
+        Path | None, typer.Option(help=f"Folder of the rows; {bench_sel_triton.RESULTS}/<today> by default. Run again, it resumes.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda, cpu.")] = "auto",
+    device: Device = "auto",
     only: Annotated[str, typer.Option(help="With --suite or --peers: only cases whose name contains this.")] = "",
-    backends: Annotated[str, typer.Option(help="Backends of ours, comma-separated; by default those that run on the device.")] = "",
+    backends: Backends = "",
     N: bench_sel_triton.NFlag = "",
     H: bench_sel_triton.HFlag = "",
     D: bench_sel_triton.DFlag = "",
@@ -59,40 +56,27 @@ def bench(
     """
     where, console, folder = device_of(device), stderr_console(), out or bench_sel_triton.default_folder()
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
-    of_matrix = {**sizes, "iters": iters, "decode": decode, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
+    options = bench_sel_triton.Options(sizes, iters, warmup, streams, backends, csv, quick)
     if not suite and not peers:
         if only:
             allowed = "only with --suite or --peers, whose cases have names"
             raise ArgumentError("--only", repr(only), allowed, "add --suite all; the matrix is measured whole without it")
-        if csv is not None:
-            output_file("--csv", csv, make_folder=True)
         both = (False, True) if decode is None and not any(sizes.values()) else (bool(decode),)
-        timing = Timing(calls=iters or (10 if quick else 50), warmup=warmup, streams=streams)
-        rows = []
-        for way in both:
-            rows += bench_sel_triton.measure_matrix(
-                where, folder, console, decode=way, quick=quick, timing=timing, backends=backends, **sizes
-            )
-        written = bench_sel_triton.write(folder, folder, rows, csv)
+        _, written = bench_sel_triton.measure(both, options, where, folder, console)
         echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
         return
+    of_matrix = {**sizes, "decode": decode, "iters": iters, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
     unused = [f"--{name}" for name, value in of_matrix.items() if value not in ("", None, 0)]
     if unused:
         raise ArgumentError(", ".join(unused), "of the matrix", "left out with --suite and --peers", "their cases have sizes of their own")
-    ours = named(backends or ",".join(BACKENDS if where == "cuda" else CPU_BACKENDS))
+    ours = named(backends or ",".join(usual_backends(where)))
     if peers:  # dense attention is one of them, there with its parity
         ours = [contender for contender in ours if contender.name != DENSE]
     contenders = (*able(ours, where, console.print), *(able(every_peer(), where, console.print) if peers else ()))
-    suites = bench_selection.suites_of(suite or "performance,decode", quick, where)
-    chosen = bench_selection.jobs(suites, contenders, only, where)
+    suites = speed.suites_of(suite or "performance,decode", quick, where)
+    chosen = speed.jobs(suites, contenders, only, where)
     rows = run(chosen, folder / f"{'peers' if peers else 'suites'}.jsonl", where, console)
-    echo(peers_table(rows) if peers else bench_selection.table(rows))
-
-
-def peers_table(rows: list[Row]) -> str:
-    """What the peers' rows hold, ours beside them."""
-    lines = [[row.get(column) for column in PEERS_SHOWN] for row in rows]
-    return tabulate(lines, headers=PEERS_SHOWN, tablefmt="github")
+    echo(speed.table(rows, PEERS_SHOWN if peers else speed.SHOWN))
 
 
 def threshold(
@@ -106,16 +90,12 @@ def threshold(
     for option, path in (("--out", out), ("--config", config)):
         if path is not None:
             output_file(option, path, make_folder=True)
-    read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else records.read(file))]
+    read = [row for file in rows for row in (bench_sel_triton.from_csv(file) if file.suffix == ".csv" else store.read(file))]
     found = decided(read, margin, backend)
-    parts = {
-        "One contiguous range a row": [row for row in read if row["S"] > 1 and row["n"] == 1],
-        "Several ranges a row": [row for row in read if row["S"] > 1 and row["n"] > 1],
-        "Decoding": [row for row in read if row["S"] == 1],
-    }
-    records.write_whole(out, report({name: part for name, part in parts.items() if part}, margin, backend))
+    parts = {part.title: some for part, some in bench_sel_triton.parts(read).items()}
+    store.write_whole(out, report(parts, margin, backend))
     if config is not None:
-        records.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
+        store.write_whole(config, as_yaml(profile(read, found, ", ".join(file.name for file in rows))))
     for each in found:
         echo(sentence(each))
     echo(f"written: {', '.join(map(str, (out, config) if config else (out,)))}")

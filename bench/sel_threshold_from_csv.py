@@ -13,13 +13,13 @@ from statistics import median
 from typing import Annotated
 
 import typer
-from tabulate import tabulate
 
-from nsa_sel.bench.bench_sel_triton import from_csv
-from nsa_sel.bench.core import records
+from nsa_sel.bench.bench_sel_triton import DENSE_PART, VARLEN, from_csv
+from nsa_sel.bench.core import markdown, store
+from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
-from nsa_sel.bench.core.program import echo, program
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.markdown import factor
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import MARGIN, REGRESSION, TRITON, Pair, Threshold, decided, sentence, thresholds
 
 
@@ -27,13 +27,11 @@ def report(parts: Mapping[str, Sequence[Row]], margin: float = MARGIN, triton: s
     """The threshold over all parts (name -> rows), then what each part alone says, with the pairs behind it."""
     every = [row for rows in parts.values() for row in rows]
     found = decided(every, margin, triton)
-    facts = records.measured(every)[0]
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "driver") if facts.get(name))
+    timed = store.measured(every)
     values = "; ".join(f"{each.direction}: {each.length or 'the default stays'}" for each in found)
     lines = [
         f"# From which L {triton} pays",
-        f"{facts['device']}, {versions}, commit {facts['commit']}. {len(records.measured(every))} rows with a time,"
-        f" {len(every) - len(records.measured(every))} cases out of memory.",
+        f"{markdown.environment(timed[0])}. {len(timed)} rows with a time, {len(every) - len(timed)} cases out of memory.",
         f"**`sel_triton_min_L`, {values}.** In each direction, {PACKED}'s 20th percentile over {triton}'s 80th must be {margin} or more in"
         f" every case of L or more keys a row. Below it {PACKED} runs; from it on no case may be over {REGRESSION:.0%} slower than that.",
         _verdicts(found),
@@ -42,7 +40,7 @@ def report(parts: Mapping[str, Sequence[Row]], margin: float = MARGIN, triton: s
         alone = thresholds(rows, margin, triton)
         lines.append(f"## {name}")
         lines += [_by_length(threshold) for threshold in alone] if alone else [f"No case with both {triton} and {PACKED}."]
-    return records.with_note("\n\n".join(lines)) + "\n"
+    return markdown.with_note("\n\n".join(lines)) + "\n"
 
 
 def main(
@@ -53,9 +51,8 @@ def main(
     backend: Annotated[str, typer.Option(help="the Triton backend that is compared")] = TRITON,
 ) -> None:
     """Write the report, and print what it comes to."""
-    parts = {"One contiguous range a row": from_csv(dense), "Several ranges a row": from_csv(varlen)}
-    text = report(parts, margin, backend)
-    records.write_whole(out, text)
+    parts = {DENSE_PART.title: from_csv(dense), VARLEN.title: from_csv(varlen)}
+    store.write_whole(out, report(parts, margin, backend))
     for threshold in decided([row for rows in parts.values() for row in rows], margin, backend):
         echo(sentence(threshold))
     echo(f"{out} written")
@@ -65,18 +62,14 @@ def _verdicts(found: Sequence[Threshold]) -> str:
     lines = []
     for threshold in found:
         closest, slowest = threshold.closest, threshold.slowest
-        lines.append(
-            (
-                threshold.direction, threshold.length or ("undecided" if threshold.undecided else "none"),
-                ", ".join(map(str, threshold.undecided)) or "-", len(threshold.pairs), closest.triton["case"], _times(closest.triton),
-                _times(closest.packed), f"{closest.sure_gain:.2f}x", f"{slowest.gain:.2f}x" if slowest else "-",
-            )
-        )  # fmt: skip
-    headers = [
-        *("direction", "min L", "undecided L", "cases", "closest case there", "its ms", "packed, ms", "sure gain"),
-        "least gain from there on",
-    ]
-    return _markdown(headers, lines)
+        length = threshold.length or ("undecided" if threshold.undecided else "none")
+        undecided = ", ".join(map(str, threshold.undecided)) or "-"
+        times = closest.triton["case"], _times(closest.triton), _times(closest.packed)
+        gains = factor(closest.sure_gain), factor(slowest and slowest.gain)
+        lines.append((threshold.direction, length, undecided, len(threshold.pairs), *times, *gains))
+    headers = ["direction", "min L", "undecided L", "cases", "closest case there", "its ms", "packed, ms", "sure gain"]
+    headers.append("least gain from there on")
+    return markdown.table(headers, lines)
 
 
 def _by_length(threshold: Threshold) -> str:
@@ -86,17 +79,13 @@ def _by_length(threshold: Threshold) -> str:
         some: list[Pair] = [pair for pair in threshold.pairs if pair.length == length]
         gains = [pair.gain for pair in some]
         state = "undecided" if length in threshold.undecided else "Triton" if length >= (threshold.length or length + 1) else "packed"
-        sure = min(pair.sure_gain for pair in some)
-        lines.append((threshold.direction, length, len(some), f"{min(gains):.2f}x", f"{median(gains):.2f}x", f"{sure:.2f}x", state))
-    return _markdown(["direction", "L", "cases", "least gain", "median gain", "least sure gain", "runs"], lines)
+        figures = min(gains), median(gains), min(pair.sure_gain for pair in some)
+        lines.append((threshold.direction, length, len(some), *map(factor, figures), state))
+    return markdown.table(["direction", "L", "cases", "least gain", "median gain", "least sure gain", "runs"], lines)
 
 
 def _times(row: Row) -> str:
-    return f"{records.ms(row, 4)} ({row['ms_p20']:.4g} to {row['ms_p80']:.4g})"
-
-
-def _markdown(headers: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    return tabulate([[str(cell) for cell in line] for line in lines], headers=headers, tablefmt="github", disable_numparse=True)
+    return f"{markdown.ms(row, 4)} ({markdown.spread(row, 4)})"
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import yaml
 
-from nsa_sel.bench.core import records
+from nsa_sel.bench.core import store
 from nsa_sel.bench.core.cases import length_of
+from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
-from nsa_sel.bench.core.program import echo, program
-from nsa_sel.bench.core.records import Row
-from nsa_sel.bench.tune.cost_fit import WAYS
+from nsa_sel.bench.core.markdown import environment
+from nsa_sel.bench.core.store import Row
 from nsa_sel.core.registry import backends
 from nsa_sel.errors import ArgumentError
 
@@ -30,7 +30,7 @@ MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the thresh
 REGRESSION = 0.10  # by which no case from the threshold on may be slower than packed SDPA, whatever the margin
 NO_LOSS = 1 / (1 + REGRESSION)  # the gain that this is
 TRITON = "triton-group"  # the Triton backend that takes every call the gate lets through
-DIRECTIONS = ("fwd", "bwd", "decode")
+DIRECTIONS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # of rows; as configuration files name them
 
 
 class Pair(NamedTuple):
@@ -93,7 +93,7 @@ def length_pairs(rows: Iterable[Row], triton: str = TRITON) -> list[Pair]:
     Of two rows of the same thing the later one counts; rows without a time, and those of several streams, count for nothing.
     """
     sides: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in records.measured(rows):
+    for row in store.measured(rows):
         if is_about_length(row) and row["backend"] in (triton, PACKED):
             sides.setdefault((row["direction"], row["case"], row.get("dtype")), {})[row["backend"]] = row
     return [Pair(both[triton], both[PACKED]) for both in sides.values() if len(both) == 2]
@@ -108,9 +108,9 @@ def thresholds(rows: Iterable[Row], margin: float = MARGIN, triton: str = TRITON
     """The threshold of every direction that was measured."""
     if not margin > 0:
         raise ArgumentError("--margin", margin, "a number > 0", f"{MARGIN} asks that Triton be that many times faster")
-    known = [name for name in backends() if name != PACKED]
-    if triton not in known:
-        raise ArgumentError("--backend", repr(triton), ", ".join(known), "pass one of these, or leave it out")
+    allowed = [name for name in backends() if name != PACKED]
+    if triton not in allowed:
+        raise ArgumentError("--backend", repr(triton), ", ".join(allowed), "pass one of these, or leave it out")
     pairs = length_pairs(rows, triton)
     found = []
     for direction in DIRECTIONS:
@@ -126,25 +126,24 @@ def thresholds(rows: Iterable[Row], margin: float = MARGIN, triton: str = TRITON
 def sentence(threshold: Threshold) -> str:
     """What a direction's rows say, with both sides' medians and spreads in the closest case."""
     pair, margin = threshold.closest, threshold.margin
-    way = f"{threshold.direction}: {pair.triton['backend']}"
+    compared = f"{threshold.direction}: {pair.triton['backend']}"
     shown = " against ".join(f"{row['backend']} {row['ms_median']} ms ({row['ms_p20']} to {row['ms_p80']})" for row in pair)
     case = f"closest there, {pair.triton['case']}: {shown}"
     if threshold.length is not None:
         least = ", the least measured" if threshold.length == threshold.lengths[0] else ""
         doubt = f", undecided at L = {', '.join(map(str, threshold.undecided))}" if threshold.undecided else ""
-        return f"{way} at least {margin}x faster than {PACKED} in every case from L = {threshold.length}{least}{doubt}; {case}"
+        return f"{compared} at least {margin}x faster than {PACKED} in every case from L = {threshold.length}{least}{doubt}; {case}"
     if threshold.undecided:
-        return f"{way} undecided, the spreads allow less than {margin}x where the medians reach it; at the longest L, {case}"
-    return f"{way} is never {margin}x faster than {PACKED} up to L = {threshold.lengths[-1]}; {case}"
+        return f"{compared} undecided, the spreads allow less than {margin}x where the medians reach it; at the longest L, {case}"
+    return f"{compared} is never {margin}x faster than {PACKED} up to L = {threshold.lengths[-1]}; {case}"
 
 
 def profile(rows: Sequence[Row], found: Sequence[Threshold], source: str) -> dict[str, Any]:
-    """A configuration file with the thresholds by way, for NSA_SEL_CONFIG; it leaves out the ways that have none."""
-    row, by_way = records.measured(rows)[0], {WAYS[each.direction]: each.length for each in found if each.length is not None}
-    alike = len(by_way) == len(WAYS) and len(set(by_way.values())) == 1
-    versions = ", ".join(f"{name} {row[name]}" for name in ("torch", "triton", "driver") if row.get(name))
-    provenance = f"{'; '.join(map(sentence, found))}; {source}, {row['device']}, {versions}, commit {row['commit']}"
-    runtime = {"sel_triton_min_L": by_way["forward"] if alike else by_way} if by_way else {}
+    """A configuration file with the thresholds by direction, for NSA_SEL_CONFIG; it leaves out directions without one."""
+    by_way = {DIRECTIONS[each.direction]: each.length for each in found if each.length is not None}
+    one_value = len(by_way) == len(DIRECTIONS) and len(set(by_way.values())) == 1
+    provenance = f"{'; '.join(map(sentence, found))}; {source}, {environment(store.measured(rows)[0])}"
+    runtime = {"sel_triton_min_L": by_way["forward"] if one_value else by_way} if by_way else {}
     return {"provenance": provenance, "runtime": runtime}
 
 
@@ -155,7 +154,7 @@ def as_yaml(profile: dict[str, Any]) -> str:
 
 def decided(rows: Sequence[Row], margin: float, triton: str = TRITON) -> list[Threshold]:
     """`thresholds`, or ArgumentError where no case has both sides, or rows come from several devices."""
-    devices = sorted({str(row.get("device")) for row in records.measured(rows)})
+    devices = sorted({str(row.get("device")) for row in store.measured(rows)})
     if len(devices) > 1:
         raise ArgumentError("ROWS", f"{len(rows)} rows from {' and '.join(devices)}", "rows of one device", "pass its files alone")
     found = thresholds(rows, margin, triton)
@@ -167,18 +166,18 @@ def decided(rows: Sequence[Row], margin: float, triton: str = TRITON) -> list[Th
 
 
 def main(
-    rows: Annotated[list[Path], typer.Argument(help="JSON lines of bench_sel_triton or of bench_selection's threshold suite")],
+    rows: Annotated[list[Path], typer.Argument(help="JSON lines of bench_sel_triton, or of the suite threshold")],
     margin: Annotated[float, typer.Option(help="how much faster Triton must be")] = MARGIN,
     backend: Annotated[str, typer.Option(help="the Triton backend that is compared")] = TRITON,
     out: Annotated[Path | None, typer.Option(help="YAML file for NSA_SEL_CONFIG")] = None,
 ) -> None:
     """Say from which L on Triton pays in each direction, and write it as a configuration file."""
-    every = [row for file in rows for row in records.read(file)]
+    every = [row for file in rows for row in store.read(file)]
     found = decided(every, margin, backend)
     for threshold in found:
         echo(sentence(threshold))
     if out is not None:
-        records.write_whole(out, as_yaml(profile(every, found, ", ".join(file.name for file in rows))))
+        store.write_whole(out, as_yaml(profile(every, found, ", ".join(file.name for file in rows))))
         echo(f"{out} written")
 
 

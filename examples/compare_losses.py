@@ -15,11 +15,11 @@ from typing import Annotated, Any
 
 import matplotlib
 import typer
-from tabulate import tabulate
 
-from nsa_sel.bench.core import records
+from nsa_sel.bench.core import markdown, store
+from nsa_sel.bench.core.command_line import program
 from nsa_sel.bench.report.losses import averages, furthest, speed
-from nsa_sel.errors import ArgumentError, NsaSelError
+from nsa_sel.errors import ArgumentError
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 
 def losses(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run, or ArgumentError."""
-    rows = records.read(folder / "losses.jsonl")
+    rows = store.read(folder / "losses.jsonl")
     if not rows:
         raise ArgumentError("a run", f"{folder} without a step", "a folder that train_nsa_lm.py wrote", "train there first")
     return rows
@@ -39,15 +39,11 @@ def table(runs: dict[str, list[dict[str, Any]]], window: int) -> str:
     for name, rows in runs.items():
         held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
         far = furthest(rows, reference, window)
-        numbers = (
-            f"{rows[-1]['loss']:.4f}",
-            f"{held_out[-1]:.4f}" if held_out else "-",
-            f"{speed(rows):.0f}",
-            "-" if far is None else f"{far:.4f}",
-        )
-        lines.append((name, rows[0]["attention"], rows[0]["backend"] or "-", len(rows), *numbers))
+        last, most = (f"{held_out[-1]:.4f}" if held_out else "-"), ("-" if far is None else f"{far:.4f}")
+        numbers = len(rows), f"{rows[-1]['loss']:.4f}", last, f"{speed(rows):.0f}", most
+        lines.append((name, rows[0]["attention"], rows[0]["backend"] or "-", *numbers))
     headers = ("run", "attention", "backend", "steps", "last loss", "held out", "tokens/s", "furthest from the first")
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
+    return markdown.table(headers, lines)
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], window: int, file: Path) -> None:
@@ -85,7 +81,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except NsaSelError as error:
-        sys.exit(f"error: {error}")
+    program(main)

@@ -1,12 +1,12 @@
 """Train a small byte-level language model with Native Sparse Attention (arXiv 2502.11089), its selected branch through nsa-sel.
 
-    python examples/train_nsa_lm.py --out runs/nsa                            # 8 minutes at 8k context on one H200; again: it goes on
+    python examples/train_nsa_lm.py --out runs/nsa                            # 8 minutes at 8k context on one H200; again: it resumes
     python examples/train_nsa_lm.py --out runs/packed --backend sdpa-packed   # the same run on another backend
     python examples/train_nsa_lm.py --out runs/dense --attention dense        # the same model with dense causal attention
     python examples/train_nsa_lm.py --out runs/tiny --tiny                    # a size for a CPU
 
 The text is documentation that is found on the machine, or a folder's (--text). The folder --out holds text.bin, checkpoint.pt,
-losses.jsonl (a line a step) and losses.png. A run that is interrupted, or that had its --minutes, goes on when it is started
+losses.jsonl (a line a step) and losses.png. A run that is interrupted, or that had its --minutes, resumes when it is started
 again, with the same losses as one that never stopped. `examples/compare_losses.py` compares runs.
 """
 
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import os
 import re
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -33,8 +31,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 
 from nsa_sel import NSASelection, block_scores
-from nsa_sel.bench.core.measure import environment
-from nsa_sel.errors import ArgumentError, NsaSelError
+from nsa_sel.bench.core import environment, store
+from nsa_sel.bench.core.command_line import Device, device_of, program
+from nsa_sel.errors import ArgumentError
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -101,7 +100,7 @@ def read(file: Path) -> bytes:
 
 
 def load_text(source: Path | None, cache: Path, context: int) -> Tensor:
-    """The bytes to learn, uint8; kept in `cache`, so that a run goes on with the text that it began with, whatever is installed since."""
+    """The bytes to learn, uint8; kept in `cache`, so that a run resumes with the text that it began with, whatever is installed since."""
     if not cache.exists():
         paths = sysconfig.get_paths()
         found = [Path("/usr/share/doc"), Path("/usr/lib/python3"), Path(paths["stdlib"]), Path(paths["purelib"])]
@@ -112,12 +111,14 @@ def load_text(source: Path | None, cache: Path, context: int) -> Tensor:
             where, allowed = ", ".join(map(str, folders)), f"at least {least} in .rst, .txt, .md files and docstrings of .py files"
             remedy = "pass --text with a folder of more text, or install some, such as `apt-get install python3-doc`"
             raise ArgumentError("--text", f"{len(joined)} bytes below {where}", allowed, remedy)
-        write_whole(cache, joined)
+        unfinished = cache.with_name(f".{cache.name}.{os.getpid()}")
+        unfinished.write_bytes(joined)
+        unfinished.replace(cache)
     return torch.frombuffer(bytearray(cache.read_bytes()), dtype=torch.uint8)
 
 
 def batch_at(text: Tensor, step: int, sizes: Sizes, held_out: bool = False) -> Tensor:
-    """Bytes [batch, context + 1] int64 of one step: where they stand depends on the seed and the step alone."""
+    """Bytes [batch, context + 1] int64 of one step, which depend on the seed and the step alone."""
     border = len(text) - len(text) // HELD_OUT
     part = text[border:] if held_out else text[:border]
     generator = torch.Generator().manual_seed((sizes.seed << 32) + 2 * step + held_out)
@@ -228,16 +229,16 @@ class Attention(nn.Module):
         sizes, (B, S, _) = self.sizes, x.shape
         q = self.q(x).view(B, S, sizes.groups, sizes.heads, sizes.head_dim)
         keys = self.kv(x).view(B, S, -1, sizes.groups, sizes.head_dim).unbind(2)
-        turned = rotated(q)
+        rotated_q = rotated(q)
         if self.dense:
             k, v = rotated(keys[0]).transpose(1, 2), keys[1].transpose(1, 2)
-            o = scaled_dot_product_attention(turned.flatten(2, 3).transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
+            o = scaled_dot_product_attention(rotated_q.flatten(2, 3).transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
             return self.out(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
         l, d = sizes.compress_block, sizes.compress_stride
         compressed, p = compressed_attention(q, self.compress_k(keys[0]), self.compress_v(keys[1]), l, d)
         scores = block_scores(p, sizes.block, l, d, S)
-        selected = self.select(turned, rotated(keys[2]).transpose(1, 2), keys[3].transpose(1, 2), scores)
-        near = window_attention(turned, rotated(keys[4]), keys[5], sizes.window)
+        selected = self.select(rotated_q, rotated(keys[2]).transpose(1, 2), keys[3].transpose(1, 2), scores)
+        near = window_attention(rotated_q, rotated(keys[4]), keys[5], sizes.window)
         gate = self.gate(x).view(B, S, sizes.groups, sizes.heads, 3)
         return self.out(gated(gate, compressed, selected, near).flatten(2))  # type: ignore[no-any-return]
 
@@ -277,13 +278,13 @@ class LanguageModel(nn.Module):
 
 
 class Training:
-    """A model, its optimiser and the next step: all that a checkpoint holds."""
+    """A model, its optimizer and the next step: all that a checkpoint holds."""
 
     def __init__(self, sizes: Sizes, backend: str | None, device: torch.device, text: Tensor) -> None:
         torch.manual_seed(sizes.seed)
         self.sizes, self.device, self.text, self.step = sizes, device, text, 0
         self.model = LanguageModel(sizes, backend).to(device)
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=sizes.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=sizes.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
         self.fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
 
     def loss(self, data: Tensor) -> Tensor:
@@ -295,13 +296,13 @@ class Training:
     def advance(self) -> float:
         """One step; its loss."""
         rate = self.sizes.learning_rate * min((self.step + 1) / self.sizes.warmup, math.sqrt(self.sizes.warmup / (self.step + 1)))
-        for group in self.optimiser.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.loss(batch_at(self.text, self.step, self.sizes))
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimiser.step()
+        self.optimizer.step()
         self.step += 1
         return loss.item()  # waits for the device: the time of a step is that of its work
 
@@ -313,7 +314,7 @@ class Training:
     def save(self, file: Path) -> None:
         """Replace the checkpoint at once: a kill leaves the old one or the new one."""
         state = {
-            "model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(), "step": self.step,
+            "model": self.model.state_dict(), "optimiser": self.optimizer.state_dict(), "step": self.step,
             "sizes": asdict(self.sizes), "text": self.fingerprint, "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
         }  # fmt: skip
@@ -325,13 +326,13 @@ class Training:
         unfinished.replace(file)
 
     def load(self, file: Path) -> None:
-        """Go on from a checkpoint of the same run, or ArgumentError."""
+        """Resume from a checkpoint of the same run, or raise ArgumentError."""
         state = torch.load(file, map_location=self.device, weights_only=True)
         for name, mine in (("sizes", asdict(self.sizes)), ("text", self.fingerprint)):
             if state[name] != mine:
                 raise ArgumentError("--out", f"a folder with a run of other {name}: {state[name]}", str(mine), "pass another folder")
         self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        self.optimizer.load_state_dict(state["optimiser"])
         self.step = state["step"]
         torch.set_rng_state(state["rng"].cpu())
         if state["cuda_rng"] is not None and self.device.type == "cuda":
@@ -347,29 +348,28 @@ def train(
     training = Training(sizes, backend, device, load_text(text, out / "text.bin", sizes.context))
     if checkpoint.exists():
         training.load(checkpoint)
-    rows = [row for row in read_rows(log) if row["step"] < training.step]  # those after the checkpoint are made again
-    write_whole(log, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    facts = environment(device.type)  # device, versions, commit, command
+    before = store.read(log) if log.exists() else []
+    rows = [row for row in before if row["step"] < training.step]  # steps after the checkpoint are trained again
+    store.write_whole(log, store.as_lines(rows))
+    facts = environment.stamp(device.type)  # device, versions, commit, command
     started, tokens = time.perf_counter(), sizes.batch * sizes.context
     trained = sum(row["ms"] for row in rows) / 1e3
-    with log.open("a") as opened:
-        while (steps is None or training.step < steps) and time.perf_counter() - started < minutes * 60:
-            step, began = training.step, time.perf_counter()
-            loss = training.advance()
-            ms = (time.perf_counter() - began) * 1e3
-            trained += ms / 1e3
-            row: dict[str, Any] = {
-                "step": step, "loss": loss, "ms": round(ms, 3), "tokens_per_second": round(tokens / ms * 1e3),
-                "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), **facts,
-            }  # fmt: skip
-            if training.step % every == 0:
-                row["held_out_loss"] = training.held_out_loss()
-            rows.append(row)
-            opened.write(json.dumps(row) + "\n")
-            opened.flush()
-            if training.step % every == 0:
-                training.save(checkpoint)
-                print(f"step {training.step}: loss {loss:.4f}, held out {row['held_out_loss']:.4f}, {row['tokens_per_second']} tokens/s")
+    while (steps is None or training.step < steps) and time.perf_counter() - started < minutes * 60:
+        step, began = training.step, time.perf_counter()
+        loss = training.advance()
+        ms = (time.perf_counter() - began) * 1e3
+        trained += ms / 1e3
+        row: dict[str, Any] = {
+            "step": step, "loss": loss, "ms": round(ms, 3), "tokens_per_second": round(tokens / ms * 1e3),
+            "seconds": round(trained, 3), "attention": sizes.attention, "backend": chosen(sizes), **facts,
+        }  # fmt: skip
+        if training.step % every == 0:
+            row["held_out_loss"] = training.held_out_loss()
+        rows.append(row)
+        store.append(log, [row])
+        if training.step % every == 0:
+            training.save(checkpoint)
+            print(f"step {training.step}: loss {loss:.4f}, held out {row['held_out_loss']:.4f}, {row['tokens_per_second']} tokens/s")
     training.save(checkpoint)
     draw(rows, out / "losses.png")
     return rows
@@ -383,24 +383,6 @@ def chosen(sizes: Sizes) -> str | None:
         return None
     last = nsa_sel.decisions()[-1]
     return str(last.forward) if last.backward in (None, last.forward) else f"{last.forward} / {last.backward}"
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of losses.jsonl; a last line that a kill tore is passed over."""
-    rows = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
-
-
-def write_whole(file: Path, content: bytes) -> None:
-    """Replace a file at once."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_bytes(content)
-    unfinished.replace(file)
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
@@ -418,7 +400,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="folder of the run; one that is there goes on")],
+    out: Annotated[Path, typer.Option(help="folder of the run; an existing one is resumed")],
     minutes: Annotated[float, typer.Option(help="of training in this process; start it again for more")] = 8,
     steps: Annotated[int | None, typer.Option(help="the step to stop at, counted from the run's beginning")] = None,
     attention: Annotated[str, typer.Option(help="nsa, or dense: full causal attention in its place")] = "nsa",
@@ -431,23 +413,19 @@ def main(
     context: Annotated[int | None, typer.Option(help="bytes of a sequence")] = None,
     seed: Annotated[int, typer.Option(help="of weights and batches")] = 0,
     every: Annotated[int, typer.Option(help="steps between checkpoints")] = 100,
-    device: Annotated[str, typer.Option(help="auto, cuda, cpu")] = "auto",
+    device: Device = "auto",
 ) -> None:
-    """Train, or go on training, a byte-level language model with NSA."""
+    """Train, or resume training, a byte-level language model with NSA."""
     if attention not in ("nsa", "dense"):
         raise ArgumentError("--attention", repr(attention), "nsa, dense", "pass one of these")
     if attention == "dense" and backend is not None:
         raise ArgumentError("--backend", repr(backend), "none with --attention dense", "leave one of the two out")
     sizes = replace(TINY if tiny else Sizes(), attention=attention, seed=seed)
     sizes = replace(sizes, batch=batch or sizes.batch, context=context or sizes.context)
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    rows = train(out, sizes, backend, torch.device(name), text, minutes, steps, every)
+    rows = train(out, sizes, backend, torch.device(device_of(device)), text, minutes, steps, every)
     if rows:
         print(f"{len(rows)} steps, loss {rows[-1]['loss']:.4f}: {out / 'losses.png'}")
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except NsaSelError as error:
-        sys.exit(f"error: {error}")
+    program(main)

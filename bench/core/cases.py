@@ -18,6 +18,7 @@ from nsa_sel.selection import Selection
 LAYERS = 30  # of the committed maps
 SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
 SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
+PREFIX = "prefix"  # as "few", which other benches have
 MANY, MIXED = 8, (2, 4, 8)  # spans of a row that is cut into many; into as many as is drawn for it
 LEAST_BLOCK = 16  # keys: the smallest block that every backend takes
 SPAN_KEYS = 8192  # that a row of a span case may select
@@ -31,7 +32,7 @@ class Case(NamedTuple):
     of the sequences of `packed_bounds`), or one of `SPANS`.
 
     `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
-    real case takes, and how many keys a row of spans selects, stands in its name alone (`layers_of`, `length_of`).
+    real case takes, and how many keys a row of spans selects, is in its name alone (`layers_of`, `length_of`).
     """
 
     case: str
@@ -100,7 +101,7 @@ def breakeven_cases() -> list[Case]:
 
 
 def cost_cases() -> list[Case]:
-    """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/tune_costs.py).
+    """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/costs.py).
 
     Small calls for the host's share, real and random selections for what neighbours share, 64 to 4096 keys a row, h 16, 4 and 1,
     head dims 64, 128 and 192 with 128, and decoding of one stream and of batches. Of the committed rows of the H200, those of these
@@ -123,7 +124,7 @@ def quick_cases() -> list[Case]:
 
 
 def packed_cases() -> list[Case]:
-    """32k rows in 12 sequences of 256 to 12k, h 16 and 4: all beginning with a block of 64, or at odd places."""
+    """32k rows in 12 sequences of 256 to 12k, h 16 and 4: all starting on a block of 64, or between blocks."""
     return [
         Case(f"packed-{kind}-32k-h{h}", "packed", 1, 32768, 32768, 4, h, 128, 128, 16, 64, "bfloat16")
         for kind in ("whole", "odd")
@@ -164,7 +165,7 @@ def length_of(case: str, n: int, block: int) -> int:
 
 def span_lengths(distribution: str, L: int, rows: int, generator: torch.Generator) -> Tensor:
     """How each row's L keys are cut, [rows, n]. few: one span. many: 8 equal ones. mixed: 2, 4 or 8 random ones, then spans of 0 keys."""
-    if distribution == "few":
+    if distribution in ("few", PREFIX):
         return torch.full((rows, 1), L)
     if distribution == "many":
         return torch.full((rows, MANY), L // MANY)
@@ -235,10 +236,10 @@ def random_selection(case: Case, device: torch.device | str, seed: int, at_once:
 
 
 def span_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
-    """few: the keys from 0 to L. Else disjoint spans in random places among the first `SPAN_KEYS` keys; blocks where case.block says so."""
+    """few: keys 0 to L. many, mixed: disjoint spans at random positions among the first `SPAN_KEYS` keys, whole blocks if case.block."""
     L, generator = length_of(case.case, case.n, case.block), torch.Generator().manual_seed(seed)
     lengths, unit = span_lengths(case.distribution, L, case.S, generator), case.block or 1
-    free = (SPAN_KEYS - L) // unit if case.distribution != "few" else 0  # keys, or blocks, that spans may lie apart
+    free = (SPAN_KEYS - L) // unit if case.distribution in ("many", "mixed") else 0  # keys, or blocks, that spans may lie apart
     gaps = torch.randint(0, free + 1, lengths.shape, generator=generator).sort(-1).values * unit
     start = gaps + lengths.cumsum(-1) - lengths
     ranges = torch.stack((start, start + lengths), -1)[None, :, None]
@@ -257,7 +258,7 @@ def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selec
 
 def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:
     """The selection of a case. A real one is the same for every seed."""
-    if case.distribution in SPANS:
+    if case.distribution in (*SPANS, PREFIX):
         return span_selection(case, device, seed)
     if case.distribution in ("random", "packed"):
         return (random_selection if case.distribution == "random" else packed_selection)(case, device, seed)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.parity import Attend, Problem
@@ -16,16 +15,16 @@ from nsa_sel.core.registry import backends as registered
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
-DENSE = "dense-cudnn"
-PACKED = "sdpa-packed"
-PREFILL_ONLY = ("triton-tile", "triton-block")  # they share loads between rows, and decoding has one row a sequence
+DENSE = "dense-cudnn"  # full causal attention by cuDNN: no backend of ours
+PACKED = next(name for name, backend in registered().items() if backend.framework == "torch")  # what all others are compared with
+PREFILL_ONLY = tuple(name for name, backend in registered().items() if backend.limits.block_aligned_only)  # share loads between rows
 
 
 class Ready(NamedTuple):
-    """A contender in front of one problem.
+    """A contender prepared for one problem.
 
-    `call` is the whole forward, plans included. `trained` is the same for the backward pass alone, of which `forget` drops the plans
-    before each call, so that building them is timed. `layout` gives k and v, [B,G,S_kv,D] each, the strides that it wants.
+    `call` is the whole forward, plans included. `trained` is the forward for timing the backward alone: `forget` drops its plans before
+    each call, so that building them is timed. `layout` gives k and v [B,G,S_kv,D] the strides that it wants.
     """
 
     call: Attend
@@ -35,15 +34,15 @@ class Ready(NamedTuple):
 
 
 def as_it_is(call: Attend) -> Ready:
-    """One that plans nothing in a call."""
+    """A function that plans nothing in a call."""
     return Ready(call, call)
 
 
 class Contender(NamedTuple):
     """One column of a comparison.
 
-    `prepare` makes it ready, outside the times. `lacks` is one line that says why it can't run on a device ("cpu", "cuda"), `refuses`
-    why not a case; None: it does. `every_key`: it computes dense causal attention.
+    `prepare` is not timed. `lacks` says in one line why it can't run on a device ("cpu", "cuda"), `refuses` why not on a case; None: it
+    does. `every_key`: it computes dense causal attention.
     """
 
     name: str
@@ -74,11 +73,9 @@ def ours(backend: str) -> Contender:
             forget=planned.forget_plans,
         )
 
-    framework = next((spec.framework for spec in SPECS if spec.name == backend), "")
-    needs = {"triton": "cuda", "cupy": "cuda", "numba": "cpu"}.get(framework)
-
     def lacks(device: str) -> str | None:
-        return None if needs in (None, device) else f"needs a {'GPU' if needs == 'cuda' else 'CPU'}"
+        runs_on = registered()[backend].limits.dtypes if backend in registered() else (device,)
+        return None if device in runs_on else f"needs a {'GPU' if device == 'cpu' else 'CPU'}"
 
     def refuses(case: Case) -> str | None:
         if backend not in PREFILL_ONLY:
@@ -93,10 +90,23 @@ def ours(backend: str) -> Contender:
 def dense(checked: bool = False) -> Contender:
     """Full causal attention through cuDNN: what a user has without selection."""
 
-    def prepare(problem: Problem) -> Ready:
-        return as_it_is(dense_causal_sdpa)
+    return Contender(
+        DENSE,
+        lambda problem: as_it_is(dense_causal_sdpa),
+        lambda device: None if device == "cuda" else "needs a GPU",
+        every_key=True,
+        checked=checked,
+    )
 
-    return Contender(DENSE, prepare, lambda device: None if device == "cuda" else "needs a GPU", every_key=True, checked=checked)
+
+def backends_on(device: str) -> list[str]:
+    """The backends that run on a device ("cpu", "cuda"), in the order of the registry."""
+    return [name for name, backend in registered().items() if device in backend.limits.dtypes]
+
+
+def of_framework(framework: str) -> list[str]:
+    """The backends made with a framework ("triton", "cupy", ...)."""
+    return [name for name, backend in registered().items() if backend.framework == framework]
 
 
 def named(backends: str) -> list[Contender]:

@@ -1,4 +1,4 @@
-"""Whether what is timed is right: sampled rows against the float64 oracle, on outputs whose memory held NaN."""
+"""Whether timed calls are correct: sampled rows against the float64 oracle, with uninitialized memory set to NaN."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROSS = {torch.float16: 0.05, torch.bfloat16: 0.05, torch.float32: 1e-3}
 
 
 class WrongResult(RuntimeError):
-    """What a call gave is not what it should be, whatever the mean error says."""
+    """A call's results are wrong, whatever the mean error."""
 
 
 class Problem(NamedTuple):
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What a case should give for a few rows, in float64. `do` is 0 but in these rows, so that dk and dv are known too."""
+    """The exact results for a few rows, in float64. `do` is 0 in all other rows, so that dk and dv are exact, too."""
 
     rows: Tensor  # [r] numbers of query rows
     entries: int  # of the batch, the first ones
@@ -110,7 +110,7 @@ def checked_error(name: str, mine: Tensor, exact: Tensor) -> float:
 def is_causal(call: Attend, problem: Problem) -> bool | None:
     """Whether the rows up to the middle one give the same when all keys and values after it are changed; None of a single row.
 
-    The middle row of S a multiple of the block stands at a block's first key: a kernel without a mask in that block is found.
+    With S a multiple of the block, the middle row is at a block's first key: a kernel without a mask in that block is found.
     """
     q, k, v = (x.detach() for x in problem[1:4])
     S, S_kv = q.shape[1], k.shape[2]
@@ -127,7 +127,7 @@ def is_causal(call: Attend, problem: Problem) -> bool | None:
 
 @contextmanager
 def new_memory_holds_nan(strict: bool) -> Iterator[None]:
-    """Torch fills memory that is not yet written with NaN. Unless strict, what it has no deterministic way for still runs."""
+    """Torch fills uninitialized memory with NaN. Unless strict, operations without a deterministic implementation still run."""
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
         with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """Others' kernels on our inputs: FlexAttention, masked and dense SDPA of torch, and flash-linear-attention's NSA where it is installed.
 
-Each takes the library's layout and gives o [B,S,G,h,Dv]. What is made once for a selection (masks, layouts) is made outside the times,
-which is more than fair: ours build their plans within them. `prepare_ms` of a row says how long that took.
+Each takes the library's layout and returns o [B,S,G,h,Dv]. Masks and layouts are made once per selection, outside the timed calls;
+`prepare_ms` of a row is their cost. Ours build their plans within the timed calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTALL_FLA = "pip install flash-linear-attention"
 
 
 def peers() -> tuple[Contender, ...]:
-    """All of them; each says for itself where it can't run."""
+    """All of them, whether they run here or not."""
     return (
         Contender("flex-attention", _flex, _flex_lacks, peer=True, forward_only=("cpu",)),
         Contender("masked-sdpa", _masked, peer=True),
@@ -92,10 +92,10 @@ def _chosen(problem: Problem) -> Tensor:
     selection, S_kv = problem.selection, problem.k.shape[2]
     B, S, G = selection.ranges.shape[:3]
     unit = selection.block_size or 1
-    place = torch.arange(-(-S_kv // unit), device=problem.q.device) * unit
-    chosen = torch.zeros(B, S, G, len(place), dtype=torch.bool, device=problem.q.device)
+    first = torch.arange(-(-S_kv // unit), device=problem.q.device) * unit
+    chosen = torch.zeros(B, S, G, len(first), dtype=torch.bool, device=problem.q.device)
     for start, end in zip(*(x.unsqueeze(-1).unbind(-2) for x in selection.ranges.unbind(-1)), strict=True):
-        chosen |= (place >= start) & (place < end)
+        chosen |= (first >= start) & (first < end)
     return chosen.transpose(1, 2).flatten(0, 1).contiguous()
 
 
@@ -107,7 +107,7 @@ def _fla_lacks(device: str) -> str | None:
         return "needs a GPU"
     try:
         arguments = inspect.signature(importlib.import_module(FLA).parallel_nsa).parameters
-    except Exception as error:  # a package's import may fail in any way
+    except Exception as error:  # a package's import may raise anything
         return f"{FLA}.parallel_nsa can't be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): {INSTALL_FLA} -U"
     lacking = [name for name in FLA_ARGUMENTS if name not in arguments]
     return f"{FLA}.parallel_nsa has no argument {', '.join(lacking)}: {INSTALL_FLA} -U" if lacking else None

@@ -1,7 +1,7 @@
-"""One run of a bench: its jobs measured one after another into a file of rows, from where an earlier run stopped.
+"""One run of a bench: its jobs are measured one after another into a file of rows. A run that was stopped resumes.
 
-A row that stands in the file, measured in the same environment at the same commit, is not measured again. A case that runs out of
-memory has a row that says so (`error`, and `error_in`: what was being done) and no time.
+A row that the file has from the same environment and commit is not measured again. A case that runs out of memory gets a row without a
+time: `error`, and `error_in`, the step that failed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nsa_sel.bench.core import measure, records
+from nsa_sel.bench.core import environment, timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Contender, Ready
-from nsa_sel.bench.core.measure import Timing
 from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, is_causal, make_problem, parity, sample
-from nsa_sel.bench.core.records import OUT_OF_MEMORY, Row
+from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile
+from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.output import output_file
 
 Tell = Callable[[str], None]
@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
 
 def wanted(job: Job) -> list[Row]:
-    """The rows of a job as far as they are known before it is measured."""
+    """The rows of a job, without what measuring adds."""
     return [
         {**job.case._asdict(), "direction": direction, "backend": contender.name, **job.more}
         for contender in job.contenders
@@ -48,7 +48,7 @@ def wanted(job: Job) -> list[Row]:
 
 
 def able(contenders: Iterable[Contender], device: str, tell: Tell) -> tuple[Contender, ...]:
-    """Those that run on the device; why the others don't is told in one line each."""
+    """Those that run on the device; one line each says why the others do not."""
     found = []
     for contender in contenders:
         reason = contender.lacks(device)
@@ -63,15 +63,15 @@ def able(contenders: Iterable[Contender], device: str, tell: Tell) -> tuple[Cont
 
 
 def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[Row]:
-    """Measure what `out` does not hold yet, each row appended as soon as it is known; all rows of the jobs, old and new.
+    """Measure what `out` lacks, append each row at once, and return all rows of the jobs, old and new.
 
-    What refuses a case, fails or gives wrong results is told in one line and passed over; the next run tries it again. Raises
+    What refuses a case, fails or gives wrong results is reported in one line and skipped; the next run tries it again. Raises
     ArgumentError where `out` can't be written, before anything is measured.
     """
     out = output_file("--out", out, make_folder=True)
-    facts = measure.environment(device)
-    records.mend(out, console.print)
-    known = {records.key(row): row for row in records.read(out)} if out.exists() else {}
+    facts = environment.stamp(device)
+    done = RowFile(out, tell=console.print)
+    done.mend()
     reused, found = 0, []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -79,24 +79,23 @@ def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[R
         try:
             for job in jobs:
                 progress.update(task, description=job.case.case)
-                rows = {records.key({**facts, **row}): row for row in wanted(job)}
-                missing = [row for key, row in rows.items() if key not in known]
+                rows = [{**row, **facts} for row in wanted(job)]
+                missing = [row for row in rows if row not in done]
                 reused += len(rows) - len(missing)
                 for row in measured_rows(job, missing, facts, device, console.print) if missing else ():
-                    records.append(out, [row])
-                    known[records.key(row)] = row
-                found += [known[key] for key in rows if key in known]
+                    done.add(row)
+                found += done.of(rows)
                 progress.advance(task, len(rows))
         except KeyboardInterrupt:
-            console.print(f"interrupted; what was measured stands in {out}: the same command, writing there, goes on where it stopped")
+            console.print(f"interrupted; what was measured is in {out}: run the same command again to resume")
             raise
     if reused:
-        console.print(f"{reused} of {len(found)} rows stood in {out.name} from an earlier run in this environment at this commit")
+        console.print(f"{reused} of {len(found)} rows were in {out.name} from an earlier run in this environment at this commit")
     return found
 
 
 def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], device: str, tell: Tell) -> Iterator[Row]:
-    """The missing rows of one case; the inputs are made once for all its contenders."""
+    """The missing rows of one case, whose inputs all contenders share."""
     left = {(row["backend"], row["direction"]): row for row in missing}
 
     def failed(name: str, error: Exception, doing: str) -> Iterator[Row]:
@@ -139,7 +138,7 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
 def contender_rows(
     job: Job, contender: Contender, directions: Sequence[str], problem: Problem, exact: Sample | None, device: str, doing: list[str]
 ) -> Iterator[Row]:
-    """The rows of one contender, each as soon as it is known; doing[0] says what is going on."""
+    """The rows of one contender, each as soon as it is measured; doing[0] is the current step."""
     case, more, ready = job.case, dict(job.more), contender.prepare(problem)
     mae: tuple[float | None, float | None] = (None, None)
     if contender.checked and exact is not None:
@@ -156,17 +155,17 @@ def contender_rows(
     errors = {"fwd": mae[0], "decode": mae[0], "bwd": mae[1], "fwd+bwd": max((x for x in mae if x is not None), default=None)}
     for direction in directions:
         doing[0] = direction
-        work = _work(direction, ready, problem)
+        work = work_of(direction, ready, problem)
         with torch.set_grad_enabled(direction not in ("fwd", "decode")):
             if contender.peer:
                 work()  # what torch.compile does first is not its workspace
-            space = measure.workspace_bytes(work, device)  # also the call before those that are timed
+            space = timing.workspace_bytes(work, device)  # also the call before those that are timed
             if direction == "decode" and device == "cuda" and job.timing.streams == 1:
-                times = measure.replayed_milliseconds(work, timing=job.timing)
+                times = timing.replayed_milliseconds(work, timing=job.timing)
             else:
-                times = measure.milliseconds(work, device=device, timing=job.timing)
-        more |= {"mae": errors[direction], "workspace_bytes": space, **measure.gpu_state(device)}
-        yield measure.row(case, direction, contender.name, times, **more)
+                times = timing.milliseconds(work, device=device, timing=job.timing)
+        more |= {"mae": errors[direction], "workspace_bytes": space, **environment.gpu_state(device)}
+        yield timing.row(case, direction, contender.name, times, **more)
 
 
 def _prepare_ms(contender: Contender, problem: Problem, device: str) -> float:
@@ -177,10 +176,10 @@ def _prepare_ms(contender: Contender, problem: Problem, device: str) -> float:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return measure.cpu_milliseconds(prepare)
+    return timing.cpu_milliseconds(prepare)
 
 
-def _work(direction: str, ready: Ready, problem: Problem) -> Callable[[], Any]:
+def work_of(direction: str, ready: Ready, problem: Problem) -> Callable[[], Any]:
     """What is timed: the forward, the backward of a forward that has run, or both."""
     q, k, v = problem.q.detach(), ready.layout(problem.k.detach()), ready.layout(problem.v.detach())
     if direction in ("fwd", "decode"):

@@ -1,8 +1,8 @@
-"""Autotune sweep of a hot shape: the kernel configs of the curated space (bench/tune/tune_space.py), timed at several L.
+"""Which kernel config is fastest for one shape? Those of the curated space (bench/tune/search_space.py), timed at several L.
 
     python -m nsa_sel.bench.questions.autotune_sweep --H 8 --D 128 --Dv 128 --L_list 128,256,512    # under bench/results/sel_triton/<date>/
 
-Each config is checked and timed as `nsa-sel tune` does it (bench/tune/tune_runner.py). Unlike `nsa-sel tune` it changes nothing for later
+Each config is checked and timed as `nsa-sel tune` does it (bench/tune/runner.py). Unlike `nsa-sel tune` it changes nothing for later
 calls: it writes a row per config into autotune.jsonl, and the fastest ones per kernel and bucket of L into autotune.md. Needs a GPU.
 """
 
@@ -18,14 +18,14 @@ import torch
 import typer
 
 from nsa_sel.bench.bench_sel_triton import RESULTS, default_folder, numbers
-from nsa_sel.bench.core import records
-from nsa_sel.bench.core.measure import environment
-from nsa_sel.bench.core.program import program, stderr_console
-from nsa_sel.bench.core.records import Row
-from nsa_sel.bench.report.summary import markdown
-from nsa_sel.bench.tune.tune import TOP, ContextLost, Measure
-from nsa_sel.bench.tune.tune_command import TUNED, committed_settings
-from nsa_sel.bench.tune.tune_space import PROBLEMS, Case, Job, jobs
+from nsa_sel.bench.core import environment, markdown, store
+from nsa_sel.bench.core.command_line import need_gpu, program, stderr_console
+from nsa_sel.bench.core.store import Row, RowFile
+from nsa_sel.bench.tune.backends import TUNED
+from nsa_sel.bench.tune.kernel_configs import TOP, Measure
+from nsa_sel.bench.tune.resume import ContextLost, first_line
+from nsa_sel.bench.tune.runner import Runner, timer
+from nsa_sel.bench.tune.search_space import PROBLEMS, Case, Job, committed_settings, jobs
 from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError
 
@@ -39,20 +39,18 @@ def sweep(found: Sequence[Job], measure: Measure, file: Path, facts: Row, tell: 
     Stops after `seconds`, between two configs. ContextLost is passed on.
     """
     deadline = monotonic() + seconds
-    records.mend(file, tell)
-    known = {_key(row): row for row in records.read(file)} if file.exists() else {}
+    done = RowFile(file, _key, tell=tell)
     rows: list[Row] = []
     for job in found:
         for problem in job.problems:
             for config in (job.committed, *job.candidates):
-                row = _identity(job, problem) | {"config": job.launch_id(config), "committed": config == job.committed, **facts}
-                if _key(row) not in known:
+                row = _identity(job, problem) | {"config": job.config_id(config), "committed": config == job.committed, **facts}
+                if row not in done:
                     if monotonic() >= deadline:
-                        tell("time is up: run the command again to go on")
+                        tell("time is up: run the command again to resume")
                         return rows
-                    known[_key(row)] = row | {"settings": msgspec.to_builtins(config)} | _times(measure, job, problem, config)
-                    records.append(file, [known[_key(row)]])
-                rows.append(known[_key(row)])
+                    done.add(row | {"settings": msgspec.to_builtins(config)} | _times(measure, job, problem, config))
+                rows.append(done[row])
     return rows
 
 
@@ -63,7 +61,7 @@ def _identity(job: Job, problem: str) -> Row:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row.get(field) for field in (*SHAPE, "config", *records.ENVIRONMENT))
+    return tuple(row.get(field) for field in (*SHAPE, "config", *store.ENVIRONMENT))
 
 
 def _times(measure: Measure, job: Job, problem: str, config: Any) -> Row:
@@ -72,36 +70,34 @@ def _times(measure: Measure, job: Job, problem: str, config: Any) -> Row:
     except ContextLost:
         raise
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+        return {"error": first_line(error)}
     return dict(zip(("ms_median", "ms_p20", "ms_p80"), (round(ms, 5) for ms in times), strict=True))
 
 
 def table(rows: Sequence[Row], top: int = TOP) -> str:
-    """The fastest configs of each kernel and bucket of L, with the committed one's place, as Markdown."""
+    """The fastest configs of each kernel and bucket of L, with the committed one, as Markdown."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in records.measured(rows):
+    for row in store.measured(rows):
         groups.setdefault(tuple(row[field] for field in SHAPE), []).append(row)
     lines = []
     for group in groups.values():
         fastest = sorted(group, key=lambda row: row["ms_median"])
         committed = next((row for row in fastest if row["committed"]), None)
-        for place, row in enumerate(fastest, 1):
-            if place <= top or row["committed"]:
-                gain = f"{committed['ms_median'] / row['ms_median']:.2f}x" if committed else "-"
-                shown = f"{row['ms_median']:.4g}", f"{row['ms_p20']:.4g} to {row['ms_p80']:.4g}", gain
+        for rank, row in enumerate(fastest, 1):
+            if rank <= top or row["committed"]:
+                gain = markdown.factor(committed["ms_median"] / row["ms_median"] if committed else None)
                 name = f"{row['config']}{' (committed)' * row['committed']}"
-                lines.append((row["kernel"], row["problem"], row["bucket"], f"{place} of {len(group)}", name, *shown))
-    return markdown(["kernel", "problem", "L bucket", "place", "config", "ms", "20th to 80th", "against committed"], lines, left=2)
+                shown = f"{rank} of {len(group)}", name, f"{row['ms_median']:.4g}", markdown.spread(row, 4), gain
+                lines.append((row["kernel"], row["problem"], row["bucket"], *shown))
+    return markdown.table(["kernel", "problem", "L bucket", "rank", "config", "ms", "20th to 80th", "against committed"], lines, left=2)
 
 
 def report(rows: Sequence[Row]) -> str:
     """The table, with the shape and what it was measured on."""
-    facts = rows[0]
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "driver") if facts.get(name))
-    failed = sum("error" in row for row in rows)
+    facts, failed = rows[0], sum("error" in row for row in rows)
     return (
         f"# Autotune sweep, h {facts['h']}, Dk {facts['Dk']}, Dv {facts['Dv']}, {facts['dtype']}\n\n"
-        f"{facts['device']}, {versions}, commit {facts['commit']}, `{facts['command']}`\n\n"
+        f"{markdown.environment(facts)}, `{facts['command']}`\n\n"
         f"{len(rows)} kernel configs, {failed} of which failed; the {TOP} fastest of each kernel and bucket of L. Whole calls in ms.\n\n"
         f"{table(rows)}\n"
     )
@@ -122,18 +118,16 @@ def main(
     """Time the kernel configs of one shape, and say which are fastest in each bucket of L."""
     if backend not in TUNED:
         raise ArgumentError("--backend", repr(backend), ", ".join(TUNED), "name a Triton backend: the others have no kernel configs")
-    if not torch.cuda.is_available():
-        raise ArgumentError("autotune_sweep", "on a machine without a usable GPU", "a CUDA device", "Triton's kernels need a GPU")
-    from nsa_sel.bench.tune.tune_runner import Runner, timer  # loads Triton when it is first used
+    need_gpu("autotune_sweep")
 
     device, folder, console = torch.device("cuda", torch.cuda.current_device()), out or default_folder(), stderr_console()
     facts = device_info(device)
     settings = committed_settings(facts)
     sizes = tuple(Case(D, Dv, H, L, dtype) for L in numbers("--L_list", L_list))
     found = [job for job in jobs(settings, facts.sm, sizes, backend, None, quick) if job.key.way != "decode"]
-    rows = sweep(found, Runner(device, settings, timer(rep)), folder / ROWS, environment(), console.print, 60 * minutes)
+    rows = sweep(found, Runner(device, settings, timer(rep)), folder / ROWS, environment.stamp(), console.print, 60 * minutes)
     if rows:
-        records.write_whole(folder / TABLE, report(rows))
+        store.write_whole(folder / TABLE, report(rows))
     print(table(rows) if rows else "nothing was measured")
 
 

@@ -67,10 +67,10 @@ def _times(attend: Any, tensors: tuple[Any, ...], backend: str | None, host: boo
 
 
 def _gpu_ms(work: Any, flush: torch.Tensor) -> float:
-    times = []
+    times: list[float] = []
     for call in range(WARM_UP + CALLS):
         flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()

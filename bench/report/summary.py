@@ -1,4 +1,4 @@
-"""What the rows of `bench_selection` say: times against dense attention, targets, layers, scaling, break-even. Tables in Markdown.
+"""What the rows of `speed` say: times against dense attention, targets, layers, scaling, break-even. Tables in Markdown.
 
 Every function takes rows (one object a measurement; of two of the same case, direction and backend the later one counts) and
 shows what exists: cases and backends without rows are left out. "Ours" is the fastest of `OURS` in each case and direction.
@@ -9,51 +9,33 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from statistics import median
-from typing import Any, NamedTuple
+from statistics import correlation, linear_regression, median
+from typing import NamedTuple
 
-import numpy as np
-from tabulate import tabulate
-
-from nsa_sel.bench.core import cases, records
+from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.records import Row as Row
-from nsa_sel.bench.core.records import measured
+from nsa_sel.bench.core.contenders import DENSE, PACKED
+from nsa_sel.bench.core.markdown import MARK, factor, ms, scatters, spread, table
+from nsa_sel.bench.core.store import Row, measured
+from nsa_sel.core.registry import backends
 
 Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the order of the rows; then by backend
 
-OURS = ("triton-tile", "triton-block", "triton-group", "triton-token", "cupy-cuda", "numba")  # all but the reference path, packed SDPA
-DENSE = "dense-cudnn"
-PACKED = "sdpa-packed"
+OURS = tuple(name for name in backends() if name != PACKED)
 WORKSPACE = 1 << 30  # bytes, the default bound
 
 
-class Target(NamedTuple):
-    """One cell of the targets' table: what a whole call on an H200, plans included, was to take, in ms."""
-
-    case: str
-    direction: str
-    target: float
-
-
-TARGETS = (
-    Target("real-8k-h16", "fwd", 0.65),
-    Target("real-8k-h4", "fwd", 0.22),
-    Target("real-8k-h1", "fwd", 0.12),
-    Target("random-32k-h16", "fwd", 5.0),
-    Target("random-32k-h4", "fwd", 1.6),
-    Target("random-32k-h1", "fwd", 0.5),
-    Target("random-32k-h16-192", "fwd", 7.0),
-    Target("real-8k-h16", "bwd", 1.7),
-    Target("real-8k-h4", "bwd", 0.58),
-    Target("real-8k-h1", "bwd", 0.25),
-    Target("random-32k-h16", "bwd", 9.0),
-    Target("random-32k-h4", "bwd", 2.8),
-    Target("random-32k-h1", "bwd", 0.8),
-    Target("decode-B1-64k-h16", "decode", 0.009),
-    Target("decode-B64-32k-h16", "decode", 0.036),
-    Target("decode-B256-16k-h16", "decode", 0.132),
-)
+TARGETS = {  # what a whole call on an H200, plans included, was to take, in ms
+    "fwd": {
+        "real-8k-h16": 0.65, "real-8k-h4": 0.22, "real-8k-h1": 0.12,
+        "random-32k-h16": 5.0, "random-32k-h4": 1.6, "random-32k-h1": 0.5, "random-32k-h16-192": 7.0,
+    },
+    "bwd": {
+        "real-8k-h16": 1.7, "real-8k-h4": 0.58, "real-8k-h1": 0.25,
+        "random-32k-h16": 9.0, "random-32k-h4": 2.8, "random-32k-h1": 0.8,
+    },
+    "decode": {"decode-B1-64k-h16": 0.009, "decode-B64-32k-h16": 0.036, "decode-B256-16k-h16": 0.132},
+}  # fmt: skip
 
 
 class Fit(NamedTuple):
@@ -78,10 +60,10 @@ class Curve(NamedTuple):
 
 def indexed(rows: Iterable[Row]) -> Table:
     """Rows with a time by case and direction, then by backend."""
-    table: Table = {}
+    index: Table = {}
     for row in measured(rows):
-        table.setdefault((row["case"], row["direction"]), {})[row["backend"]] = row
-    return table
+        index.setdefault((row["case"], row["direction"]), {})[row["backend"]] = row
+    return index
 
 
 def ours(of_case: dict[str, Row]) -> Row | None:
@@ -103,10 +85,8 @@ def speed_up(of_case: dict[str, Row], over: str = DENSE) -> float | None:
 
 def fit(lengths: Sequence[float], times: Sequence[float]) -> Fit:
     """The straight line through times over lengths; at least two different lengths."""
-    slope, intercept = np.polyfit(lengths, times, 1)
-    rest = np.square(np.subtract(times, slope * np.asarray(lengths) + intercept)).sum()
-    spread = np.square(np.subtract(times, np.mean(times))).sum()
-    return Fit(float(slope), float(intercept), 1.0 if spread == 0 else float(1 - rest / spread))
+    slope, intercept = linear_regression(lengths, times)
+    return Fit(slope, intercept, 1.0 if len(set(times)) == 1 else correlation(lengths, times) ** 2)
 
 
 def break_even(lengths: Sequence[int], gains: Sequence[float]) -> float:
@@ -129,17 +109,12 @@ def performance_table(rows: Iterable[Row]) -> str:
     names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases())}
     chosen = {key: found for key, found in indexed(rows).items() if key[0] in names and key[1] != "fwd+bwd"}
     mine = ours_in(row for found in chosen.values() for row in found.values())
-    lines = [
-        (
-            *key,
-            *(ms(found.get(backend)) for backend in (*mine, DENSE, PACKED)),
-            gain_of(speed_up(found)),
-            gain_of(speed_up(found, PACKED), digits=0),
-        )
-        for key, found in chosen.items()
-        if ours(found) is not None
-    ]
-    return markdown(["case", "direction", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], lines, left=2)
+    lines = []
+    for key, found in chosen.items():
+        if ours(found) is not None:
+            times = [ms(found.get(backend)) for backend in (*mine, DENSE, PACKED)]
+            lines.append((*key, *times, factor(speed_up(found)), factor(speed_up(found, PACKED), digits=0)))
+    return table(["case", "direction", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], lines, left=2)
 
 
 def best_peer(of_case: dict[str, Row]) -> Row | None:
@@ -150,27 +125,17 @@ def best_peer(of_case: dict[str, Row]) -> Row | None:
 
 def targets_table(rows: Iterable[Row], of_peers: Iterable[Row] = ()) -> str:
     """Every target whose case has rows: the best measured peer, dense attention, ours, and whether it is met."""
-    table, peers = indexed(rows), indexed(of_peers)
+    index, peers = indexed(rows), indexed(of_peers)
     lines = []
-    for case, direction, target in TARGETS:
-        found = table.get((case, direction), {})
+    for direction, case, target in ((direction, *one) for direction, targets in TARGETS.items() for one in targets.items()):
+        found = index.get((case, direction), {})
         best = ours(found)
         if best is not None:
             met = "met" if best["ms_median"] <= target else f"missed by {best['ms_median'] / target - 1:.1%}"
-            lines.append(
-                (
-                    case,
-                    direction,
-                    ms(best_peer(peers.get((case, direction), {}))),
-                    ms(found.get(DENSE)),
-                    f"{target:.3g}",
-                    ms(best),
-                    best["backend"].removeprefix("triton-"),
-                    met,
-                )
-            )
+            others = ms(best_peer(peers.get((case, direction), {}))), ms(found.get(DENSE))
+            lines.append((case, direction, *others, f"{target:.3g}", ms(best), short(best), met))
     headers = ["case", "direction", "best measured peer", "dense cuDNN", "target", "ours", "which", "outcome"]
-    return markdown(headers, lines, left=2)
+    return table(headers, lines, left=2)
 
 
 def close_case(files: dict[str, Iterable[Row]], case: str, direction: str) -> str:
@@ -182,9 +147,9 @@ def close_case(files: dict[str, Iterable[Row]], case: str, direction: str) -> st
         for row in (found[backend] for backend in OURS if backend in found):
             ahead = row["ms_p80"] < dense["ms_p20"], dense["ms_p80"] < row["ms_p20"]
             verdict = "faster" if ahead[0] else "slower" if ahead[1] else "undecided, spreads overlap"
-            spread = f"{row['ms_p20']:.3g} to {row['ms_p80']:.3g}"
-            lines.append((name, row["backend"], ms(row), spread, ms(dense), gain_of(dense["ms_median"] / row["ms_median"]), verdict))
-    return markdown(["rows", "backend", "ms", "20th to 80th", "dense cuDNN", "against dense", "verdict"], lines, left=2)
+            gain = factor(dense["ms_median"] / row["ms_median"])
+            lines.append((name, row["backend"], ms(row), spread(row), ms(dense), gain, verdict))
+    return table(["rows", "backend", "ms", "20th to 80th", "dense cuDNN", "against dense", "verdict"], lines, left=2)
 
 
 def workspace_table(rows: Iterable[Row]) -> str:
@@ -194,10 +159,9 @@ def workspace_table(rows: Iterable[Row]) -> str:
         most = max((row for row in measured(rows) if row["backend"] == backend), key=lambda row: row["workspace_bytes"], default=None)
         if most is not None:
             share = most["workspace_bytes"] / WORKSPACE
-            lines.append(
-                (backend, most["case"], most["direction"], f"{share * 1024:.0f}", "met" if share <= 1 else f"over by {share - 1:.0%}")
-            )
-    return markdown(["backend", "case", "direction", "most, MiB", "1 GiB"], lines, left=3)
+            met = "met" if share <= 1 else f"over by {share - 1:.0%}"
+            lines.append((backend, most["case"], most["direction"], f"{share * 1024:.0f}", met))
+    return table(["backend", "case", "direction", "most, MiB", "1 GiB"], lines, left=3)
 
 
 def layers_table(rows: Iterable[Row]) -> str:
@@ -212,51 +176,45 @@ def layers_table(rows: Iterable[Row]) -> str:
         mine = [row for row in map(ours, members) if row is not None]
         gains = [gain for gain in map(speed_up, members) if gain is not None]
         low, high = (pick(mine, key=lambda row: row["ms_median"]) for pick in (min, max))
-        lines.append(
-            (
-                B, h, direction, len(members), ms(low), f"{median(row['ms_median'] for row in mine):.3g}", ms(high),
-                "-".join(map(str, cases.layers_of(high["case"]))), f"{median(found[DENSE]['ms_median'] for found in members):.3g}",
-                f"{min(gains):.2f}x to {max(gains):.2f}x", sum(gain > 1 for gain in gains), most_used(mine),
-            )
-        )  # fmt: skip
+        middle, dense = (f"{median(row['ms_median'] for row in some):.3g}" for some in (mine, [found[DENSE] for found in members]))
+        slowest = "-".join(map(str, cases.layers_of(high["case"])))
+        against = f"{factor(min(gains))} to {factor(max(gains))}", sum(gain > 1 for gain in gains)
+        lines.append((B, h, direction, len(members), ms(low), middle, ms(high), slowest, dense, *against, most_used(mine)))
     headers = ["B", "h", "direction", "cases", "min", "median", "max", "slowest layer", "dense", "against dense", "faster", "which"]
-    return markdown(headers, lines, left=3)
+    return table(headers, lines, left=3)
 
 
 def scaling_table(rows: Iterable[Row]) -> str:
     """ms against S of random selections, by direction and h: least squares, and how the time of 1024 rows changes from end to end."""
-    table = indexed(rows)
+    index = indexed(rows)
     lines = []
     for direction in ("fwd", "bwd"):
-        for h, points in by_heads(table, cases.scaling_cases(), direction):
+        for h, points in by_heads(index, cases.scaling_cases(), direction):
             if len(points) < 2:
                 continue
             lengths, mine = [case.S / 1024 for case, _ in points], [row for _, found in points if (row := ours(found)) is not None]
             slope, intercept, r2 = fit(lengths, [row["ms_median"] for row in mine])
             first, last = (mine[i]["ms_median"] / lengths[i] for i in (0, -1))
             dense = [found[DENSE]["ms_median"] / (case.S / 1024) for case, found in points if DENSE in found]
-            lines.append(
-                (
-                    direction, h, most_used(mine), ", ".join(f"{S:.0f}k {ms(row)}" for S, row in zip(lengths, mine, strict=True)),
-                    f"{slope:.3g}", f"{intercept:.2g}", f"{r2:.5f}", f"{first:.3g}", f"{last:.3g}", f"{last / first:.2f}",
-                    f"{dense[-1] / dense[0]:.2f}" if len(dense) == len(points) else "-",
-                )
-            )  # fmt: skip
+            times = ", ".join(f"{S:.0f}k {ms(row)}" for S, row in zip(lengths, mine, strict=True))
+            line = f"{slope:.3g}", f"{intercept:.2g}", f"{r2:.5f}"
+            ends = f"{first:.3g}", f"{last:.3g}", f"{last / first:.2f}", f"{dense[-1] / dense[0]:.2f}" if len(dense) == len(points) else "-"
+            lines.append((direction, h, most_used(mine), times, *line, *ends))
     per_row = ["ms a 1024 rows, first", "last", "last / first", "dense: last / first"]
-    return markdown(["direction", "h", "which", "S: ms", "slope, ms a 1024 rows", "intercept, ms", "r^2", *per_row], lines, left=4)
+    return table(["direction", "h", "which", "S: ms", "slope, ms a 1024 rows", "intercept, ms", "r^2", *per_row], lines, left=4)
 
 
 def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:
     """Ours against another backend over S, from the first rows of a text to 128k rows, by direction, kind of selection and h (falling)."""
-    table = indexed(rows)
+    index = indexed(rows)
     every = list({case.case: case for case in (*cases.breakeven_cases(), *cases.scaling_cases())}.values())
     found = []
     for direction in ("fwd", "bwd", "fwd+bwd"):
         for kind in ("real", "random"):
             some = sorted((case for case in every if case.distribution == kind), key=lambda case: case.S)
-            for h, points in by_heads(table, some, direction):
+            for h, points in by_heads(index, some, direction):
                 measured = [
-                    (case.S, gain, best["backend"], records.scatters(best) or records.scatters(of_case[over]))
+                    (case.S, gain, best["backend"], scatters(best) or scatters(of_case[over]))
                     for case, of_case in points
                     if (gain := speed_up(of_case, over)) is not None and (best := ours(of_case)) is not None
                 ]
@@ -269,27 +227,19 @@ def breakeven_table(rows: Iterable[Row]) -> str:
     """From which length on ours is faster than dense attention, by h, direction and kind of selection, and how much at each length."""
     lines = []
     for direction, kind, h, lengths, gains, _, scattered in curves(rows):
-        at = ", ".join(f"{S // 1024}k {gain:.2f}x{records.MARK * mark}" for S, gain, mark in zip(lengths, gains, scattered, strict=True))
+        at = ", ".join(f"{S // 1024}k {factor(gain)}{MARK * mark}" for S, gain, mark in zip(lengths, gains, scattered, strict=True))
         lines.append((direction, kind, h, from_length(break_even(lengths, gains), lengths), at))
-    return markdown(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
+    return table(["direction", "selection", "h", "faster from S", "against dense at S"], lines, left=2)
 
 
-def by_heads(table: Table, some: Iterable[Case], direction: str) -> Iterable[tuple[int, list[tuple[Case, dict[str, Row]]]]]:
+def by_heads(index: Table, some: Iterable[Case], direction: str) -> Iterable[tuple[int, list[tuple[Case, dict[str, Row]]]]]:
     """By h, falling: the cases in which ours was measured, in their order."""
     groups: dict[int, list[tuple[Case, dict[str, Row]]]] = {}
     for case in some:
-        found = table.get((case.case, direction), {})
+        found = index.get((case.case, direction), {})
         if ours(found) is not None:
             groups.setdefault(case.h, []).append((case, found))
     return sorted(groups.items(), reverse=True)
-
-
-def ms(row: Row | None) -> str:
-    return "-" if row is None else records.ms(row)
-
-
-def gain_of(factor: float | None, digits: int = 2) -> str:
-    return "-" if factor is None else f"{factor:.{digits}f}x"
 
 
 def from_length(S: float, measured: Sequence[int]) -> str:
@@ -301,12 +251,10 @@ def from_length(S: float, measured: Sequence[int]) -> str:
 
 def most_used(rows: Iterable[Row]) -> str:
     """Backends by how often they were the fastest."""
-    counts = Counter(row["backend"].removeprefix("triton-") for row in rows)
-    return counts.most_common(1)[0][0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in counts.most_common())
+    counts = Counter(map(short, rows)).most_common()
+    return counts[0][0] if len(counts) == 1 else ", ".join(f"{name} {count}" for name, count in counts)
 
 
-def markdown(headers: Sequence[str], lines: Iterable[Sequence[Any]], left: int) -> str:
-    """A table whose first `left` columns are flush left."""
-    lines = [[str(cell) for cell in line] for line in lines]
-    align = ("left",) * left + ("right",) * (len(headers) - left)
-    return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True, colalign=align if lines else None)
+def short(row: Row) -> str:
+    """A row's backend without the framework that most share."""
+    return str(row["backend"]).removeprefix("triton-")

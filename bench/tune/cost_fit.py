@@ -1,6 +1,6 @@
-"""Cost models from measured rows: `python -m nsa_sel.bench.tune.cost_fit` prints how well they fit, and the sharing prior.
+"""Fit cost models to measured rows: `python -m nsa_sel.bench.tune.cost_fit` prints their errors, and the sharing prior.
 
-policies/cost.py counts the work; here each kind of work gets its price, by least squares of the relative error. Prices are never
+policies/cost.py counts the work. Here each kind of work gets its price, by least squares of the relative error. Prices are never
 negative, so that more work is never predicted to be cheaper. derive.py writes the models into the device's profile.
 """
 
@@ -14,9 +14,10 @@ from itertools import combinations
 import numpy as np
 from tabulate import tabulate
 
-from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.cases import LAYERS, Case, layer_selection, make_selection
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.tune.backends import TERMS
+from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows
 from nsa_sel.core import registry
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.policies.cost import modelled, work
@@ -24,16 +25,15 @@ from nsa_sel.selection import Selection
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import CostModel, Costs
 
-DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that they speak for: same bytes, same matrix units
-MORE_THAN_A_CALL = ("bench_serving", "bench_varlen", "bench_scaling")  # caches, packed batches and ranks: other work under a backend's name
-WAYS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # direction of a row -> way of a cost model
-SCATTER = 0.1  # of a row's percentiles, relative to its median, at which it has half a vote
-HOST_SPREAD = 2.0  # calls that the host bounds take at most so many times as long as the fastest call
-TERMS = {f"{backend.name}/{way}": terms for backend in SPECS for way, terms in backend.cost_terms.items()}
+DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
+# Commands whose rows time more than a call (caches, packed batches, ranks) under a backend's name; old rows have the old names.
+MORE_THAN_A_CALL = ("paged_caches", "packed_batches", "weak_scaling", "bench_serving", "bench_varlen", "bench_scaling")
+SCATTER = 0.1  # spread of a row's percentiles over its median that halves its weight
+HOST_SPREAD = 2.0  # host-bound calls take at most this many times as long as the fastest call
 
 
 def is_time(row: Row) -> bool:
-    """Whether the row is the time of a backend of TERMS, of selections of whole blocks: what the policy's choices are held against."""
+    """Whether the row is the time of a backend of TERMS on a selection of whole blocks: what the policy's choices are compared with."""
     if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1:
         return False
     if any(program in str(row.get("command")) for program in MORE_THAN_A_CALL):
@@ -44,7 +44,7 @@ def is_time(row: Row) -> bool:
 
 
 def is_cost_row(row: Row) -> bool:
-    """Whether the row is a time that a model of TERMS is to explain."""
+    """Whether a model is fitted to the row: `is_time`, and of a call that its backend's model covers."""
     backward = row.get("direction") == "bwd"
     return is_time(row) and modelled(registry.backends()[row["backend"]], request_of(case_of(row), None, backward), backward)
 
@@ -55,7 +55,7 @@ def case_of(row: Row) -> Case:
 
 
 def sharing_of(case: Case) -> tuple[float, ...]:
-    """The sharing of a case's selection, to two digits: measured on the committed maps, or expected of a random one."""
+    """The sharing of a case's selection, to two decimals: measured on the committed maps, or the mean over random selections."""
     if case.distribution == "random":
         exact = _random_sharing(case.S, case.S_kv, case.n, case.block)
     else:  # whatever h: the heads of a group share their selection
@@ -72,10 +72,10 @@ def _real_sharing(case: Case) -> tuple[float, ...]:
 
 @cache
 def _random_sharing(S: int, S_kv: int, n: int, block: int) -> tuple[float, ...]:
-    """What `Selection.measure` finds in the mean over all draws of `bench.cases.random_selection`.
+    """The mean of `Selection.measure` over all draws of `random_selection` (bench/core/cases.py).
 
-    Of the v blocks that a row sees, f are forced and each of the others is chosen with probability (n - f) / (v - f), by every row for
-    itself: t rows leave one out with the t-th power of the rest. Rows of a tile see the same blocks but where it straddles one.
+    Of the v blocks that a row sees, f are forced. Each row selects each of the others independently, with probability
+    p = (n - f) / (v - f), so that a tile of t rows misses a block with probability (1 - p)^t.
     """
     first, local = int(n > 1), min(2, max(1, n - 1))
     current = np.arange(S_kv - S, S_kv) // block
@@ -91,7 +91,7 @@ def _random_sharing(S: int, S_kv: int, n: int, block: int) -> tuple[float, ...]:
 
 
 def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool) -> Request:
-    """What the policy is told of a case."""
+    """The request class of a case, as the policy gets it."""
     exact = Request(
         B=case.B, S=case.S, S_kv=case.S_kv, G=case.G, h=case.h, Dk=case.Dk, Dv=case.Dv, n=case.n, block_size=case.block,
         max_length=min(case.n * case.block, case.S_kv), dtype=case.dtype, needs_grad=needs_grad, sharing=sharing if case.S > 1 else None,
@@ -100,7 +100,7 @@ def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool) 
 
 
 def models(rows: Sequence[Row], sm_count: int) -> dict[str, CostModel]:
-    """The cost model of every backend and way that the rows hold, all of which pass `is_cost_row`; sm_count: of their GPU."""
+    """The cost model of every backend and direction in the rows, all of which pass `is_cost_row`; sm_count: of their GPU."""
     by_model: dict[str, list[Row]] = {}
     for row in rows:
         by_model.setdefault(f"{row['backend']}/{WAYS[row['direction']]}", []).append(row)
@@ -108,7 +108,13 @@ def models(rows: Sequence[Row], sm_count: int) -> dict[str, CostModel]:
 
 
 def costs(rows: Sequence[Row], sources: Sequence[str], sm_count: int) -> Costs:
-    """The `costs:` part of a profile, from rows that all pass `is_cost_row`; `sources` says in words where these come from."""
+    """The `costs:` part of a profile.
+
+    Args:
+        rows: all pass `is_cost_row`.
+        sources: where the rows come from, in words.
+        sm_count: multiprocessors of their GPU.
+    """
     found = models(rows, sm_count)
     errors = sorted(model.median_error for model in found.values())
     finding = (
@@ -120,11 +126,14 @@ def costs(rows: Sequence[Row], sources: Sequence[str], sm_count: int) -> Costs:
 
 
 def fit(name: str, rows: Sequence[Row], sm_count: int) -> CostModel:
-    """The model with the least sum of squared relative errors over the rows of one backend and way.
+    """The model with the least weighted sum of squared relative errors over the rows of one backend and direction.
 
-    Rows of the same sizes share one vote: thirty layers do not outweigh the other lengths. A time that scatters says less, and
-    has a smaller one. Which calls the host bounds is not in
-    the rows: for every k, the k fastest are taken for it, and the best k stays.
+    Rows of the same sizes share a weight of 1: thirty layers do not outweigh the other lengths. Noisy times weigh less. The rows do
+    not say which calls are host-bound: for each k, the k fastest are assumed to be, and the best k is kept.
+
+    Args:
+        name: "backend/direction", a key of TERMS.
+        rows: of that backend and direction.
     """
     rows = sorted(rows, key=lambda row: float(row["ms_median"]))
     cases = [case_of(row) for row in rows]
@@ -150,11 +159,11 @@ def fit(name: str, rows: Sequence[Row], sm_count: int) -> CostModel:
 
 
 def least_squares(factors: np.ndarray, votes: np.ndarray) -> np.ndarray:
-    """The x >= 0 [terms] with the least sum of votes * (factors @ x - 1)^2, exactly: with so few terms every subset can be tried."""
+    """The x >= 0 [terms] that minimizes the sum of votes * (factors @ x - 1)^2, exactly: all subsets of the few terms are tried."""
     scale = np.abs(factors).max(axis=0, initial=0)
     scale = np.where(scale > 0, scale, 1)
     root = np.sqrt(votes)[:, None]
-    # Same distances in a few rows: R of the QR decomposition.
+    # R of the QR decomposition has the same residuals in a few rows.
     small = np.linalg.qr(np.hstack((factors / scale * root, root)))[1]
     count = factors.shape[1]
     best, found = np.inf, np.zeros(count)
@@ -190,10 +199,8 @@ def _digits(number: float) -> float:
 
 
 def main() -> None:
-    """Fit the rows of derive.py again: every model with its errors, and the prior."""
-    from nsa_sel.bench.tune.derive import cost_rows
-
-    fitted = models([row for rows in cost_rows().values() for row in rows], GPUS["h200"].sm_count)
+    """Fit the committed rows of the H200 again: every model with its errors, and the prior."""
+    fitted = models([row for rows in cost_rows(is_cost_row).values() for row in rows], GPUS["h200"].sm_count)
     lines = [
         (name, model.rows, f"{model.median_error:.1%}", f"{model.worst_error:.1%}", f"{model.host:.3g}",
          ", ".join(f"{term} {price:.3g}" for term, price in model.terms.items()))

@@ -5,45 +5,29 @@ A default changes only on evidence: one side's 80th percentile must lie below th
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 
 from nsa_sel.bench import threshold_optimizer as optimizer
-from nsa_sel.bench.core import records
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.environment import ROOT
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200, H200_RESULTS, cost_rows, digest, read_rows
 from nsa_sel.settings import tuned
 from nsa_sel.settings.devices import GPUS
-from nsa_sel.settings.schema import Evidence, KernelConfig, Side, Source, Threshold, Way
+from nsa_sel.settings.schema import Evidence, KernelConfig, Side, Source, Threshold
 
-ROOT = Path(__file__).resolve().parents[2]
-H200_RESULTS = "bench/results/h200"
 H200_TUNED = f"{H200_RESULTS}/tuned.json"  # as `nsa-sel tune` wrote it
-H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
-H200 = "NVIDIA H200"
-LENGTH_ROWS = (
-    f"{H200_RESULTS}/*.jsonl",
-    "bench/results/sel_triton/*/rows.jsonl",
-)  # by L; of two of one case the later counts
-CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
-LAUNCH_MARGIN = 1.05  # a launch must be this much faster to be committed: what it is tuned on is one problem of many
-DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
-
-
-def read_rows(name: str) -> list[Row]:
-    """The rows with a time of a JSON-lines file under the repository's root."""
-    return records.measured(records.read(ROOT / name))
+LENGTH_ROWS = (f"{H200_RESULTS}/*.jsonl", "bench/results/sel_triton/*/rows.jsonl")  # of two rows of one case the later counts
+CONFIG_MARGIN = 1.05  # a kernel config must be this much faster to be committed: it was tuned on one problem of many
 
 
 def threshold(found: optimizer.Threshold) -> Threshold:
-    """The threshold of one direction as a profile keeps it, with the closest case: at the value, or what leaves it undecided."""
+    """The threshold of one direction as a profile keeps it, with the case that is closest to the margin."""
     triton, packed = (Side(row["backend"], row["ms_median"], row["ms_p20"], row["ms_p80"]) for row in found.closest)
     return Threshold(
         verdict="undecided" if found.length is None else "measured", value=found.length, margin=found.margin, cases=len(found.pairs),
@@ -52,7 +36,7 @@ def threshold(found: optimizer.Threshold) -> Threshold:
 
 
 def length_rows(device: str = H200) -> dict[str, list[Row]]:
-    """By file, all committed rows of a device that say from which L on Triton pays: those of the threshold suite and of the matrix."""
+    """By file, the committed rows of a device that decide the threshold: those of the threshold suite and of the matrix."""
     files = [file.relative_to(ROOT).as_posix() for pattern in LENGTH_ROWS for file in sorted(ROOT.glob(pattern))]
     found = {name: [row for row in read_rows(name) if row["device"] == device and optimizer.is_about_length(row)] for name in files}
     return {name: rows for name, rows in found.items() if rows}
@@ -76,7 +60,7 @@ def evidence(files: dict[str, list[Row]]) -> Evidence:
 
 
 def provenance(files: dict[str, list[Row]], finding: str) -> str:
-    """Where a profile's values come from: finding, and of each file of rows its hash, count, device, versions, commits, first command."""
+    """Where a profile's values come from: the finding; each file's hash, row count, device, versions, commits and first command."""
     parts = [finding]
     for name, rows in files.items():
         versions = ", ".join(f"{key} {rows[0][key]}" for key in ("torch", "triton", "numba", "driver") if rows[0].get(key))
@@ -86,30 +70,8 @@ def provenance(files: dict[str, list[Row]], finding: str) -> str:
 
 
 def source(name: str, rows: list[Row]) -> str:
-    """A file of rows, as it was."""
+    """A file of rows with its hash and row count."""
     return f"{name} (sha256 {digest(name)}, {len(rows)} rows)"
-
-
-def digest(name: str) -> str:
-    """Of a file under the repository's root."""
-    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16]
-
-
-def cost_rows(folder: str = H200_RESULTS, wanted: Callable[[Row], bool] = cost_fit.is_cost_row) -> dict[str, list[Row]]:
-    """By file, the rows of a folder that measured one backend, forward, backward or decoding, on a case of bench/core/cases.py: those that
-    models are fitted to, or `cost_fit.is_time`, all.
-
-    Of several rows of one case, direction and backend the last counts, in the order of the files' names.
-    """
-    files = sorted((ROOT / folder).glob("*.jsonl"))
-    last: dict[tuple[str, str, str], tuple[str, Row]] = {}
-    for file in files:
-        for row in filter(wanted, read_rows(str(file))):
-            last[row["case"], row["direction"], row["backend"]] = (file.as_posix(), row)
-    found: dict[str, list[Row]] = {}
-    for name, row in last.values():
-        found.setdefault(name.removeprefix(f"{ROOT.as_posix()}/"), []).append(row)
-    return found
 
 
 def costs(files: dict[str, list[Row]]) -> dict[str, Any]:
@@ -120,39 +82,39 @@ def costs(files: dict[str, list[Row]]) -> dict[str, Any]:
 
 
 def h200_profile() -> dict[str, Any]:
-    """The profile of the NVIDIA H200: from which L on Triton is used, each way, and what each backend's work costs."""
+    """The profile of the NVIDIA H200: thresholds by direction, cost models and kernel configs."""
     files = length_rows()
     found = evidence(files)
-    decided = {way: known.value for way, known in found.sel_triton_min_L.items() if known.value is not None}
-    finding = "; ".join(f"{way}: {words(known)}" for way, known in found.sel_triton_min_L.items())
+    decided = {way: each.value for way, each in found.sel_triton_min_L.items() if each.value is not None}
+    finding = "; ".join(f"{way}: {words(each)}" for way, each in found.sel_triton_min_L.items())
     return {
         "match": {"kind": "cuda", "sm": 90, "name": H200},
         "provenance": provenance(files, finding),
         "runtime": {"use_triton_sel": True, **({"sel_triton_min_L": decided} if decided else {})},
         "evidence": msgspec.to_builtins(found),
-        "costs": costs(cost_rows()),
-        "kernels": launches(H200_TUNED),
+        "costs": costs(cost_rows(cost_fit.is_cost_row)),
+        "kernels": kernel_configs(H200_TUNED),
     }
 
 
-def launches(name: str) -> dict[str, Any]:
-    """The `kernels:` part of a profile: launches that `nsa-sel tune` found ahead by `LAUNCH_MARGIN` in every case and problem."""
+def kernel_configs(name: str) -> dict[str, Any]:
+    """The `kernels:` part of a profile: configs that `nsa-sel tune` found ahead by `CONFIG_MARGIN` in every case and problem."""
     file, _ = tuned.parse((ROOT / name).read_bytes(), name)
     ahead: dict[str, list[KernelConfig | None]] = {}
     for result in file.results:
-        ms = next((launch.ms_median for launch in result.top if launch.config == result.winner), result.committed.ms_median)
-        ahead.setdefault(result.kernel, []).append(result.winner if result.committed.ms_median / ms >= LAUNCH_MARGIN else None)
+        ms = next((timed.ms_median for timed in result.top if timed.config == result.winner), result.committed.ms_median)
+        ahead.setdefault(result.kernel, []).append(result.winner if result.committed.ms_median / ms >= CONFIG_MARGIN else None)
     return {kernel: msgspec.to_builtins(found[0]) for kernel, found in ahead.items() if found[0] is not None and len(set(found)) == 1}
 
 
-def words(known: Threshold) -> str:
-    """A threshold in words; the times stand in the evidence."""
-    ahead = f"triton-group at least {known.margin}x ahead of sdpa-packed"
-    return f"{ahead} in every case from L = {known.value} on" if known.value is not None else f"undecided, from no L on {ahead}"
+def words(found: Threshold) -> str:
+    """A threshold in words; the times are in the evidence."""
+    ahead = f"triton-group at least {found.margin}x ahead of sdpa-packed"
+    return f"{ahead} in every case from L = {found.value} on" if found.value is not None else f"undecided, from no L on {ahead}"
 
 
 def cpu_profile() -> dict[str, Any]:
-    """The profile of CPUs: whether numba goes before packed SDPA, by direction. Triton is never imported on a CPU path."""
+    """The profile of CPUs: whether numba is preferred to packed SDPA, by direction."""
     rows = read_rows(CPU_ROWS)
     runtime, findings = {}, []
     for direction, field in (("fwd", "prefer_forward"), ("fwd+bwd", "prefer_backward")):

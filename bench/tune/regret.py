@@ -1,8 +1,8 @@
-"""What the policy's choice costs against the best measured backend: `python -m nsa_sel.bench.tune.regret`.
+"""How much slower the policy's choice is than the best measured backend: `python -m nsa_sel.bench.tune.regret`.
 
-Over all committed rows of the H200, each case and direction that two or more of our backends were measured on. Told how far the
-selection shares blocks (as after `Selection.measure()`), told nothing (the prior of configs/base.yaml stands in), and by models
-that were fitted without any row of those sizes: what it would do on sizes that nobody measured.
+Over all committed rows of the H200, for each case and direction that two or more backends were measured on. In three ways: the policy
+knows the selection's sharing (as after `Selection.measure()`); it assumes the prior of configs/base.yaml; or it knows the sharing, and
+its models were fitted without any row of those sizes, as on sizes that nobody measured.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tabulate import tabulate
 
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.tune.committed_rows import H200_RESULTS, cost_rows
 from nsa_sel.bench.tune.cost_fit import case_of, is_cost_row, is_time, models, request_of, sharing_of
-from nsa_sel.bench.tune.derive import H200_RESULTS, cost_rows
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
@@ -33,7 +33,7 @@ CLOSE = 0.10  # within which a choice counts as right
 
 
 class Choice(NamedTuple):
-    """One case and direction: what was picked, and what it costs beside the best."""
+    """One case and direction: the backend that was picked and its ms, the best backend and its ms."""
 
     case: str
     direction: str
@@ -44,12 +44,12 @@ class Choice(NamedTuple):
 
     @property
     def regret(self) -> float:
-        """The part of the best time that the choice takes longer."""
+        """How much slower the choice is, relative to the best: 0.1 is 10%."""
         return self.ms / self.best_ms - 1
 
 
 def measured_times(rows: Sequence[Row]) -> dict[tuple[Case, str], dict[str, float]]:
-    """Medians by case and direction, then by backend, where two or more of our backends were measured."""
+    """Median ms by case and direction, then by backend, where two or more backends were measured."""
     times: dict[tuple[Case, str], dict[str, float]] = {}
     for row in rows:
         times.setdefault((case_of(row), row["direction"]), {})[row["backend"]] = row["ms_median"]
@@ -59,9 +59,15 @@ def measured_times(rows: Sequence[Row]) -> dict[tuple[Case, str], dict[str, floa
 def choose(
     case: Case, direction: str, times: Mapping[str, float], settings: Settings, known: bool, device: DeviceInfo = H200
 ) -> Choice | None:
-    """The default policy's pick among the backends that were measured, None where it turns all of them away.
+    """The default policy's choice among the backends that were measured, None if it refuses all of them.
 
-    `known`: whether it is told the selection's sharing.
+    Args:
+        case: what was measured.
+        direction: "fwd", "bwd" or "decode".
+        times: median ms by backend.
+        settings: with the cost models.
+        known: whether the policy knows the selection's sharing.
+        device: what the policy chooses for.
     """
     backward = direction == "bwd"
     request = request_of(case, sharing_of(case) if known else None, backward)
@@ -81,7 +87,7 @@ def choices(rows: Sequence[Row], settings: Settings, known: bool, device: Device
 
 
 def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
-    """As `choices`, told the sharing, each by models that were fitted to the rows of all other sizes."""
+    """`choices` with known sharing, each by models that were fitted to the rows of all other sizes."""
 
     @cache
     def without(sizes: tuple[Any, ...], direction: str) -> Settings:
@@ -95,14 +101,14 @@ def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
 
 
 def summary(found: Sequence[Choice]) -> str:
-    """How many choices are close to the best, and the worst."""
+    """In words: how many choices are within CLOSE of the best, the mean regret and the worst."""
     regrets = np.array([choice.regret for choice in found])
     close = float((regrets <= CLOSE).mean())
     return f"{close:.1%} of {len(found)} within {CLOSE:.0%} of the best, mean {regrets.mean():.1%}, worst {regrets.max():.1%}"
 
 
 def misses(found: Sequence[Choice]) -> str:
-    """A table of the choices that are not the best one, worst first."""
+    """A Markdown table of the choices that are not the best, worst first."""
     missed = sorted((choice for choice in found if choice.picked != choice.best), key=lambda choice: -choice.regret)
     lines = [(c.case, c.direction, c.picked, f"{c.ms:.3g}", c.best, f"{c.best_ms:.3g}", f"{c.regret:.1%}") for c in missed]
     return tabulate(lines, headers=["case", "direction", "picked", "ms", "best", "ms", "regret"], tablefmt="github")
@@ -111,7 +117,7 @@ def misses(found: Sequence[Choice]) -> str:
 def main(folder: Annotated[str, typer.Option(help="folder of rows, relative to the repository")] = H200_RESULTS) -> None:
     """Print the three summaries, and every choice that is not the best."""
     settings = settings_for(H200)
-    rows = [row for found in cost_rows(folder, is_time).values() for row in found]
+    rows = [row for found in cost_rows(is_time, folder).values() for row in found]
     told = choices(rows, settings, known=True)
     for name, found in (
         ("sharing known", told),

@@ -258,12 +258,12 @@ def demo(
 @app.command()
 def report(
     rows: Annotated[list[Path], typer.Argument(metavar="ROWS...", help="JSON-lines files of measured rows, of any devices.")],
-    out: Annotated[Path, typer.Option(help="Folder of report.html, selection_report.md and a PNG of each figure.")] = Path("report-output"),
+    out: Annotated[Path, typer.Option(help="Folder of selection_report.md and a PNG of each figure.")] = Path("report-output"),
     copy_tbs: Annotated[float | None, typer.Option(min=0.001, help="TB/s of a copy in the device's memory, for the roofline.")] = None,
     matmul_tflops: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s of a bf16 matrix product, likewise.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a report of measured rows: an HTML page, Markdown, and the figures as PNG.
+    """Write what measured rows say: Markdown, and the figures as PNG.
 
     A panel whose cases have no rows says so in place of its figure. Lines without a measurement are counted.
     """

@@ -12,7 +12,7 @@ from nsa_sel.errors import needs_extra
 from nsa_sel.selection import Selection
 
 if TYPE_CHECKING:
-    from nsa_sel.bench.tune.tune_command import Plan
+    from nsa_sel.bench.tune.command import Plan
     from nsa_sel.settings.schema import Way
 
 
@@ -37,20 +37,20 @@ def report(rows: list[Path], out: Path, copy_tbs: float | None, matmul_tflops: f
 
 def tuning_plan(backend: str | None, way: Way | None, *, quick: bool, dry_run: bool, **sizes: Any) -> Plan:
     """What `nsa-sel tune` will measure. sizes: L, h, Dk, Dv and dtype, None where the user gives none."""
-    from nsa_sel.bench.tune import tune_command
+    from nsa_sel.bench.tune import command
 
-    return tune_command.plan(backend, way, tune_command.Sizes(**sizes), quick=quick, dry_run=dry_run)
+    return command.plan(backend, way, command.Sizes(**sizes), quick=quick, dry_run=dry_run)
 
 
 def tune(plan: Plan, minutes: float, quick: bool, advance: Callable[[str, float], None]) -> tuple[Any, str]:
     """Measure a plan, and return what was found: as a document and as text."""
-    from nsa_sel.bench.tune import tune_command
+    from nsa_sel.bench.tune import command
 
     if plan.ways:  # a report follows the measurements: what it needs is better missed now
         with needs_extra("report", "nsa-sel tune"):
             import matplotlib  # noqa: F401
-    found = tune_command.measure(plan, minutes, quick, advance)
-    return found.document(), tune_command.text(found)
+    found = command.measure(plan, minutes, quick, advance)
+    return found.document(), found.text()
 
 
 # Measurements and baselines of the demo
@@ -58,16 +58,16 @@ def tune(plan: Plan, minutes: float, quick: bool, advance: Callable[[str, float]
 
 def one_call(work: Callable[[], object], device: str) -> float:
     """Milliseconds of one call on "cuda", whose L2 cache is flushed before, or on "cpu"."""
-    from nsa_sel.bench.core import measure
+    from nsa_sel.bench.core import timing
 
-    return measure.one_call(work, device)
+    return timing.one_call(work, device)
 
 
 def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
     """The median, 20th and 80th percentile."""
-    from nsa_sel.bench.core import measure
+    from nsa_sel.bench.core import timing
 
-    return measure.spread(times)[:3]
+    return timing.spread(times)[:3]
 
 
 def dense_causal_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

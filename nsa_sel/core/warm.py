@@ -21,7 +21,7 @@ from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import events
 
-TUNER = "nsa_sel.bench.tune.tune_command"  # module with tune_for(request, device): loaded by name, as backends and policies are
+TUNER = "nsa_sel.bench.tune.quick"  # module with tune_for(request, device): loaded by name, as backends and policies are
 Attend = Callable[..., tuple[Tensor, Tensor]]  # core.run.attend, which is one floor up
 _started: set[torch.device] = set()  # devices whose first call has warmed up, or is doing so
 

@@ -87,11 +87,11 @@ class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was found for one kernel on one problem. `winner` is the same for all its problems, None where no launch beat the committed
-    one over all of them, twice (nsa_sel/bench/tune/tune.py has the rule)."""
+    one over all of them, twice (nsa_sel/bench/tune/kernel_configs.py has the rule)."""
 
     key: Key
     kernel: str  # as configurations name it, "-wide" included
-    problem: str  # of nsa_sel.bench.tune.tune_space.PROBLEMS
+    problem: str  # of nsa_sel.bench.tune.search_space.PROBLEMS
     committed: Timed
     winner: KernelConfig | None
     verdict: str  # in words

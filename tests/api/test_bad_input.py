@@ -369,7 +369,7 @@ def every_error() -> list[NsaSelError]:
 
 @pytest.mark.parametrize("round_trip", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_errors_travel_between_processes(round_trip: Callable[[NsaSelError], NsaSelError]) -> None:
-    importlib.import_module("nsa_sel.bench.tune.tune_runner")  # declares some
+    importlib.import_module("nsa_sel.bench.tune.runner")  # declares some
     errors = every_error()
     declared = {name for _, file in modules() for name in re.findall(r"^class (\w+)\(NsaSelError", file.read_text(), re.MULTILINE)}
     assert {type(error).__name__ for error in errors} == {"NsaSelError", *declared}

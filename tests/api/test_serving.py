@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.bench.core.program import stderr_console
+from nsa_sel.bench.core.command_line import stderr_console
 from nsa_sel.bench.core.session import Job, run
-from nsa_sel.bench.questions import bench_serving
-from nsa_sel.bench.questions.bench_serving import GROUPS_FIRST, KEYS_FIRST, cached
+from nsa_sel.bench.questions import paged_caches
+from nsa_sel.bench.questions.paged_caches import GROUPS_FIRST, KEYS_FIRST, cached
 from nsa_sel.core import registry
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_forward
@@ -307,7 +307,7 @@ def test_a_warm_up_over_pages() -> None:
 def test_the_bench_compares_pages_with_one_piece(tmp_path: Path) -> None:
     """Its parity check is part of it; four tokens a sequence and pages of other sizes are told apart."""
     ways = tuple(cached("sdpa-packed", size, layout) for layout in (KEYS_FIRST, GROUPS_FIRST) for size in (None, 64))
-    jobs = [Job(bench_serving.QUICK._replace(S=S, case=f"S{S}"), ways, ("decode",), 8) for S in (1, 4)]
+    jobs = [Job(paged_caches.QUICK._replace(S=S, case=f"S{S}"), ways, ("decode",), 8) for S in (1, 4)]
     rows = run(jobs, tmp_path / "rows.jsonl", "cpu", stderr_console())
     assert [(row["case"], row["backend"]) for row in rows] == [
         (case, f"sdpa-packed, {name}, {layout}")
@@ -316,11 +316,11 @@ def test_the_bench_compares_pages_with_one_piece(tmp_path: Path) -> None:
         for name in ("in one piece", "pages of 64")
     ]
     assert all(row["mae"] < 1e-6 for row in rows)
-    *_, last = bench_serving.table(rows).splitlines()
+    *_, last = paged_caches.table(rows).splitlines()
     assert [part.strip() for part in last.split("|")][1:4] == ["S4", "sdpa-packed", GROUPS_FIRST]
     whole, paged = (row["ms_median"] for row in rows[-2:])
     assert f"({paged / whole:.3f})" in last
-    assert {(case.B, case.S_kv, case.S) for case in bench_serving.serving_cases()} == {
+    assert {(case.B, case.S_kv, case.S) for case in paged_caches.serving_cases()} == {
         (B, S_kv, S) for B, S_kv in ((1, 65536), (64, 32768), (256, 16384)) for S in (1, 4)
     }
 

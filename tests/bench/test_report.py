@@ -1,11 +1,10 @@
-"""The report: a page that loads nothing and is well formed, figures or reasons, and the numbers of the rows."""
+"""The report: derived from the committed rows, figures or reasons in every panel, and the numbers of the rows."""
 
 from __future__ import annotations
 
 import json
 import re
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_sel.bench.core import cases
-from nsa_sel.bench.report import report, report_page
-from nsa_sel.bench.report.report_figures import DARK, LIGHT, ROLES
-from nsa_sel.bench.report.report_policy import MAPS, picks
-from nsa_sel.bench.report.summary import DENSE, PACKED, Row, gain_of, indexed, performance_table, speed_up
+from nsa_sel.bench.core.contenders import DENSE, PACKED
+from nsa_sel.bench.core.environment import ROOT
+from nsa_sel.bench.core.markdown import factor
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.report import document, report
+from nsa_sel.bench.report.policy import MAPS, picks
+from nsa_sel.bench.report.summary import indexed, performance_table, speed_up
 from nsa_sel.bench.tune import regret
-from nsa_sel.bench.tune.derive import H200_ROWS, ROOT, read_rows
+from nsa_sel.bench.tune.committed_rows import H200_ROWS, read_rows
 from nsa_sel.cli.app import app
 from nsa_sel.core import registry
 from nsa_sel.errors import ArgumentError
@@ -26,7 +28,6 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.devices import GPUS
 
 FOLDER = ROOT / report.REPORT
-VOID = ("meta", "img", "source", "br")
 FIGURES = ("speedup", "speedup-packed", "speedup-by-L", "break-even", "roofline", "decision-map", "regret", "thresholds")
 PANELS = ("verdict", *FIGURES[:5], "times", *FIGURES[5:])
 
@@ -38,88 +39,16 @@ def committed() -> report.Report:
 
 
 @cache
-def committed_page() -> str:
-    return (FOLDER / report.PAGE).read_text()
+def committed_text() -> str:
+    return (FOLDER / report.DOCUMENT).read_text()
 
 
-class Page(HTMLParser):
-    """What a page holds: elements with their attributes, ids, the cells of every table; unbalanced tags fail."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str]]] = []
-        self.tables: list[list[list[str]]] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, {name: value or "" for name, value in attributes}))
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, {name: value or "" for name, value in attributes}))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
-
-    def handle_data(self, data: str) -> None:
-        self.text += data if self.open[-1:] != ["style"] else ""
-        if self.open[-1:] in (["td"], ["th"]):
-            self.tables[-1][-1][-1] += data
-
-    def of(self, tag: str) -> list[dict[str, str]]:
-        return [attributes for name, attributes in self.elements if name == tag]
+def cells(text: str) -> list[tuple[str, ...]]:
+    """The lines of all tables of a document."""
+    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if line.startswith("|")]
 
 
 # The committed report
-
-
-def check_page(text: str) -> Page:
-    """Balanced, with names of its own for everything, and links within itself alone; no style but its own."""
-    page = Page(text)
-    loading = [a for _, attributes in page.elements for a in attributes.items() if a[0] in ("src", "srcset", "href", "xlink:href", "data")]
-    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    assert loading
-    assert all(value.startswith("#") and value[1:] in ids for _, value in loading)
-    assert set(re.findall(r"url\((.*?)\)", text)) <= {f"#{name}" for name in ids}
-    assert not any(page.of(tag) for tag in ("script", "link", "iframe", "object"))
-    assert len(page.of("style")) == 1
-    assert "@import" not in text
-    assert "http" not in text
-    return page
-
-
-def test_the_page_loads_nothing_and_is_well_formed() -> None:
-    check_page(committed_page())
-    assert len(committed_page().encode()) < 1.5e6
-
-
-def test_the_page_serves_dark_grounds_narrow_screens_and_screen_readers() -> None:
-    page, text = Page(committed_page()), committed_page()
-    assert page.of("html") == [{"lang": "en"}]
-    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.of("meta")
-    assert "@media (prefers-color-scheme: dark)" in text
-    style, drawings = text.split("</style>")
-    for role in ROLES:  # both grounds define every colour, and no drawing keeps one of its own
-        assert style.count(f"--{role}:") == 2
-        assert LIGHT[role] not in drawings
-        assert DARK[role] not in drawings
-    assert all(drawing.get("role") == "img" and len(drawing.get("aria-label", "")) > 20 for drawing in page.of("svg"))
-    assert all(head.get("scope") == "col" for head in page.of("th"))
-    scrolling = [division for division in page.of("div") if division.get("class") == "scroll"]
-    assert len(scrolling) == len(page.tables)
-    assert all(division["aria-label"] and division["tabindex"] == "0" for division in scrolling)
 
 
 def test_every_panel_has_its_figure_or_its_table() -> None:
@@ -130,46 +59,45 @@ def test_every_panel_has_its_figure_or_its_table() -> None:
         assert not panel.missing
         assert (panel.figure is not None) == (panel.name in FIGURES)
         assert panel.tables
-        assert committed_page().count(f"<section id='{panel.name}'>") == 1
-    drawings = sum(len(panel.figure.facets) for panel in section.panels if panel.figure)
-    assert len(Page(committed_page()).of("svg")) == drawings
+        assert committed_text().count(f"## {panel.title}\n") == 1
 
 
 def test_the_committed_report_is_derived_from_the_rows() -> None:
-    """Markdown whole; the page but for its drawings, which differ with the version of matplotlib; every PNG is there."""
-    remedy = "run make report"
-    assert (FOLDER / report.DOCUMENT).read_text() == committed().document(), remedy
-    bare = committed()._replace(
-        sections=[s._replace(panels=tuple(p._replace(figure=None) for p in s.panels)) for s in committed().sections]
-    )
-    drawings = r"(<ul class='key'.*?</ul>\n)?<figure class='facets'>.*?</figure>\n"
-    assert re.sub(drawings, "", committed_page(), flags=re.DOTALL) == bare.page(), remedy
-    images = {f"{name}{ending}.png" for name in FIGURES for ending in ("", "-dark")}
-    assert {file.name for file in FOLDER.glob("*.png")} == images
-    assert set(re.findall(r'(?:src|srcset)="(.*?)"', (FOLDER / report.DOCUMENT).read_text())) == images
+    """The text whole; pictures differ with the version of matplotlib: each is there, and in the text once."""
+    assert committed_text() == committed().document(), "run make report"
+    images = [f"{name}{ending}.png" for name in FIGURES for ending in ("", "-dark")]
+    assert {file.name for file in FOLDER.iterdir()} == {report.DOCUMENT, *images}
+    assert sorted(re.findall(r'(?:src|srcset)="(.*?)"', committed_text())) == sorted(images)
+
+
+def test_three_sentences_and_three_pictures_come_first() -> None:
+    opening = committed_text()[: committed_text().index("\n## ")]
+    assert len(re.findall(r"^- .*\.$", opening, re.MULTILINE)) == 3
+    assert re.findall(r'src="(.*?)"', opening) == [f"{name}.png" for name in report.FIRST]
+    assert all(len(alt) > 20 for alt in re.findall(r'alt="(.*?)"', committed_text()))
 
 
 def test_numbers_are_those_of_the_rows() -> None:
-    page, rows = Page(committed_page()), read_rows(H200_ROWS)
-    lines = [tuple(cells) for table in page.tables for cells in table]
-    table = indexed(rows)
-    for (case, direction), found in table.items():
+    lines, rows = cells(committed_text()), read_rows(H200_ROWS)
+    index = indexed(rows)
+    gains = [gain for found in indexed(report.read(report.committed_rows()).rows).values() if (gain := speed_up(found)) is not None]
+    assert f"faster than dense attention in {sum(gain > 1 for gain in gains)} of {len(gains)} measured pairs" in committed_text()
+    for (case, direction), found in index.items():
         gain = speed_up(found, PACKED)
         if gain is not None and case.startswith("threshold"):
             D, L = (int(re.findall(rf"-{letter}(\d+)", case)[0]) for letter in "DL")
-            assert (direction, "packed SDPA", str(D), str(L), gain_of(gain)) in lines
-    both = table["real-8k-h1", "fwd+bwd"]
+            assert (direction, "packed SDPA", str(D), str(L), factor(gain)) in lines
+    both = index["real-8k-h1", "fwd+bwd"]
     best = min((name for name in both if name.startswith("triton")), key=lambda name: float(both[name]["ms_median"]))
-    assert ("fwd+bwd", "text", "1", "8k", gain_of(speed_up(both)), best) in lines
-    alone = [speed_up(found) or 0 for (case, way), found in table.items() if re.fullmatch(r"real-8k-layer\d\d-h1", case) and way == "bwd"]
+    assert ("fwd+bwd", "text", "1", "8k", factor(speed_up(both)), best) in lines
+    alone = [speed_up(found) or 0 for (case, way), found in index.items() if re.fullmatch(r"real-8k-layer\d\d-h1", case) and way == "bwd"]
     (verdict,) = [line for line in lines if line[:3] == ("every layer of the model", "bwd", "1")]
-    assert verdict[3:6] == ("30", str(sum(gain > 1 for gain in alone)), gain_of(min(alone)))
-    documents = [[cell.strip() for cell in line.strip("|").split("|")] for line in performance_table(rows).splitlines()[2:]]
-    assert all(tuple(line) in lines for line in documents)
+    assert verdict[3:6] == ("30", str(sum(gain > 1 for gain in alone)), factor(min(alone)))
+    assert set(cells(performance_table(rows))) <= set(lines)
     settings = settings_for(GPUS["h200"])
     cost_rows = [row for row in rows if row["backend"] != DENSE and row["direction"] != "fwd+bwd"]
-    assert regret.summary(regret.choices(cost_rows, settings, known=True)) in page.text
-    assert "L = 64" in page.text
+    assert regret.summary(regret.choices(cost_rows, settings, known=True)) in committed_text()
+    assert "L = 64" in committed_text()
 
 
 def test_the_map_is_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +139,10 @@ def test_lines_without_a_measurement_are_counted_and_named(file: Path) -> None:
     assert [entry["ms_median"] for entry in found.rows] == [1.0]
     reasons = ["an error", "no ms_median", "no ms_median", "not of this schema", "not JSON", "not an object"]
     assert [(left.line, left.reason) for left in found.left_out] == list(zip(range(3, 9), reasons, strict=True))
-    page = Page(report.report(found).page())
-    assert "1 with an error, 2 no ms_median, 1 not of this schema, 1 not JSON, 1 not an object" in page.text
-    assert ["rows.jsonl", "3", "an error", "random-8k-h16 fwd triton-tile: OutOfMemoryError: <b>no</b> memory"] in page.tables[-1]
+    text = report.report(found).document()
+    assert "1 with an error, 2 no ms_median, 1 not of this schema, 1 not JSON, 1 not an object" in text
+    words = "random-8k-h16 fwd triton-tile: OutOfMemoryError: &lt;b&gt;no&lt;/b&gt; memory"
+    assert ("rows.jsonl", "3", "an error", words) in cells(text)
 
 
 def test_a_panel_without_partners_says_so(file: Path) -> None:
@@ -224,7 +153,7 @@ def test_a_panel_without_partners_says_so(file: Path) -> None:
     assert all(panel.missing.count(".") >= 1 and panel.figure is None for panel in section.panels if panel.missing)
     roof = section.panels[PANELS.index("roofline")]
     assert "left out" in roof.text
-    assert "of the roof" not in roof.tables[0].headers
+    assert "of the roof" not in roof.tables[0].text
 
 
 def test_peaks_come_with_the_command_and_files_add_up(file: Path, tmp_path: Path) -> None:
@@ -242,14 +171,14 @@ def test_peaks_come_with_the_command_and_files_add_up(file: Path, tmp_path: Path
         f"{name}{ending}.png" for name in ("speedup", "speedup-packed", "break-even", "roofline") for ending in ("", "-dark")
     }
     assert all((out / name).stat().st_size for name in written["files"])
-    page = Page((out / "report.html").read_text())
-    assert "2 TB/s of a copy, 300 TFLOP/s of a bf16 product (given with the command)" in page.text
-    assert "faster than dense attention in 1 of 1, than packed SDPA in 1 of 1 measured pairs" in page.text
-    assert ["fwd", "random", "16", "8k", "3.00x", "triton-tile"] in [line for table in page.tables for line in table]
+    text = (out / report.DOCUMENT).read_text()
+    assert "2 TB/s of a copy, 300 TFLOP/s of a bf16 product (given with the command)" in text
+    assert all(f"faster than {other} in 1 of 1 measured pairs" in text for other in ("dense attention", "packed SDPA"))
+    assert ("fwd", "random", "16", "8k", "3.00x", "triton-tile") in cells(text)
 
 
 def test_rows_of_a_cpu(file: Path, tmp_path: Path) -> None:
-    """numba is ours too; what has no partner is said in a sentence of its own, and that there is no figure."""
+    """numba is ours too; what has no partner is said, and that there is no figure."""
     case = cases.span_case("few", 64, 4, 64, 64, 64, "float32")
     write(
         file, row(case, "fwd", "numba", 1.0), row(case, "fwd", PACKED, 4.0), row(case, "bwd", "numba", 3.0), row(case, "bwd", PACKED, 2.0)
@@ -259,11 +188,11 @@ def test_rows_of_a_cpu(file: Path, tmp_path: Path) -> None:
     assert "no figure, and so no PNG" in answer.output
     text = " ".join((tmp_path / "out" / report.DOCUMENT).read_text().split())
     assert "“Ours” is the fastest of numba in each case and direction" in text
-    words = "On a new GPU: ours is faster than packed SDPA in 1 of 2 measured pairs of case and direction."
-    assert f"{words} No case has rows of ours and of dense attention." in text
+    assert "Ours is faster than packed SDPA in 1 of 2 measured pairs of case and direction." in text
+    assert "No case has rows of ours and of dense attention." in text
     write(file, row(case, "fwd", PACKED, 4.0))
-    alone = report.report(report.read([file])).introduction
-    assert alone[1] == "On a new GPU: no case has rows of ours and of dense attention or packed SDPA to compare."
+    (section,) = report.report(report.read([file])).sections
+    assert [sentence.startswith("No case has rows of ours") for sentence in section.sentences] == [True, False, True]
 
 
 def test_two_devices_have_their_own_panels(file: Path) -> None:
@@ -272,11 +201,8 @@ def test_two_devices_have_their_own_panels(file: Path) -> None:
              for backend, ms in (("triton-tile", 1.0), (DENSE, 4.0 / factor))]  # fmt: skip
     made = report.report(report.read([write(file, *lines)]))
     assert [section.device for section in made.sections] == ["one", "two"]
-    page = check_page(made.page())
-    assert len(page.of("svg")) == 6
-    cells = [line for table in page.tables for line in table]
-    assert ["fwd", "random", "16", "8k", "4.00x", "triton-tile"] in cells
-    assert ["fwd", "random", "16", "8k", "2.00x", "triton-tile"] in cells
+    assert [name for name, _, _ in made.pictures()] == [f"{name}{n}" for n in ("", "-2") for name in ("speedup", "break-even", "roofline")]
+    assert {("fwd", "random", "16", "8k", f"{gain}.00x", "triton-tile") for gain in (4, 2)} <= set(cells(made.document()))
 
 
 @pytest.mark.parametrize(
@@ -299,9 +225,6 @@ def test_mistakes_are_explained(file: Path, lines: list[Row | str] | None, argum
 
 
 def test_text_of_rows_cannot_become_markup() -> None:
-    table = report_page.Table("a <caption>", ["<th>"], [["<script>alert(1)</script>"]], 1)
-    page = report_page.page("a & b", ["<i>"], [], [table])
-    assert not Page(page).of("script")
-    assert "&lt;script&gt;" in page
-    document = report_page.document("a", [], [], [table._replace(lines=[["a | b\nc <br>"]])])
-    assert document.splitlines()[-1] == "| a \\| b c &lt;br&gt; |"
+    table = document.table_of_texts(["head"], [["<script>alert(1)</script>"], ["a | b\nc <br>"]], 1)
+    assert "<" not in table
+    assert table.splitlines()[-1].split() == ["|", "a", "\\|", "b", "c", "&lt;br&gt;", "|"]

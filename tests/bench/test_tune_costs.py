@@ -14,40 +14,50 @@ import torch
 
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.parity import WrongResult
-from nsa_sel.bench.core.records import Row
-from nsa_sel.bench.report import report, report_figures
-from nsa_sel.bench.tune import cost_fit, regret, tune, tune_command, tune_costs, tune_rows, tune_runner, tune_thresholds
-from nsa_sel.bench.tune.derive import cost_rows
-from nsa_sel.bench.tune.tune import DEATHS, ContextLost, Times
-from nsa_sel.bench.tune.tune_costs import ORDER, rows_of, run, wanted
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.tune import cost_fit, costs, regret, resume, thresholds, tuned_file
+from nsa_sel.bench.tune.backends import SLOW, TERMS
+from nsa_sel.bench.tune.committed_rows import cost_rows
+from nsa_sel.bench.tune.costs import ORDER, ROWS, measure_costs, wanted
+from nsa_sel.bench.tune.resume import DEATHS, ContextLost, Run
+from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for, shipped_configs
-from nsa_sel.settings.schema import WAYS, Costs, Way
+from nsa_sel.settings.schema import WAYS, Costs
 from nsa_sel.settings.tuned import stamp_of
-from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, UNKNOWN, replace
-from tests.helpers.tune_cases import key, priced, result, times, write
+from tests.helpers import policy_cases
+from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, replace
+from tests.helpers.tune_cases import json_lines, key, priced, result, sides, write
 
+pytestmark = pytest.mark.usefixtures("tuned_folder")
+UNKNOWN = replace(policy_cases.UNKNOWN, sm_count=H200.sm_count)  # as many as the times of `priced` are for
 STAMP = stamp_of(UNKNOWN)
+RUN = Run(STAMP)
+MODEL = shipped_configs()["sm90_h200.yaml"].costs.models["triton-group/forward"]  # type: ignore[union-attr]
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(registry, "missing", lambda name: ())  # every package is there, the NVIDIA driver too
-    return tmp_path / "cache" / "tuned"
+def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "missing", lambda name: ())
 
 
-def always(case: cases.Case, way: Way, side: str) -> Times:
-    """Triton is always twice as fast as packed SDPA."""
-    return (1.0, 0.99, 1.01) if side == "triton-group" else (2.0, 1.98, 2.02)
+def identity(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(field) for field in resume.IDENTITY)
 
 
-def lines(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def again(row: Row) -> Row:
+    """A row that earlier runs have measured."""
+    pytest.fail("measured again")
+
+
+def settings(request: Any = SHORT, device: DeviceInfo = UNKNOWN) -> Any:
+    """Of a decision, with the user's file as it is now."""
+    tuned.forget()
+    return explain_request(request, device).settings
 
 
 # The suite
@@ -64,20 +74,21 @@ def test_the_suite_spans_what_the_models_need_and_is_small() -> None:
     assert {case.Dk for case in prefill} == {case.Dk for case in suite if case.S == 1} == {64, 128, 192}
     asked = wanted(UNKNOWN, WAYS)
     counted = Counter(f"{row['backend']}/{cost_fit.WAYS[row['direction']]}" for row in asked)
-    for name, terms in cost_fit.TERMS.items():
+    for name, terms in TERMS.items():
         assert counted[name] > len(terms), name
-    assert max(row["S"] for row in asked if row["backend"] in tune_costs.SLOW) == 8192
-    assert len({tune_rows.key(row) for row in asked}) == len(asked)
+    assert max(row["S"] for row in asked if row["backend"] in SLOW) == 8192
+    assert len({identity(row) for row in asked}) == len(asked)
     assert [row["direction"] for row in asked] == sorted((row["direction"] for row in asked), key=["fwd", "decode", "bwd"].index)
+    assert set(ORDER) == set(WAYS)
 
 
 def test_the_suite_alone_chooses_as_well_as_all_rows() -> None:
     """On the H200, over all its rows but those of single layers: how far models of the suite's sizes, of which it has most, are off."""
-    rows = [row for found in cost_rows().values() for row in found if "layer" not in row["case"]]
+    rows = [row for found in cost_rows(cost_fit.is_cost_row).values() for row in found if "layer" not in row["case"]]
     sizes = {case[1:] for case in cases.cost_cases()}
     some = [row for row in rows if cost_fit.case_of(row)[1:] in sizes]
     assert len(some) < 0.8 * len(rows)
-    own = replace(settings_for(H200), costs=cost_fit.costs(some, ["the suite's rows"]))
+    own = replace(settings_for(H200), costs=cost_fit.costs(some, ["the suite's rows"], H200.sm_count))
     regrets = sorted(choice.regret for choice in regret.choices(rows, own, known=True))
     assert sum(found <= 0.10 for found in regrets) >= 0.95 * len(regrets)
     assert regrets[-1] <= 0.35
@@ -90,8 +101,8 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     request = replace(SHORT, needs_grad=True)
     before = explain_request(request, UNKNOWN)
     assert before.settings.sources["costs"] == "sm90_h200.yaml (assumed)"
-    tune_thresholds.run(STAMP, always, WAYS)
-    found = run(STAMP, UNKNOWN, priced, WAYS)
+    thresholds.measure_thresholds(RUN, sides, WAYS)
+    found = measure_costs(RUN, UNKNOWN, priced, WAYS)
     assert found is not None
     assert {name.partition("/")[2] for name in found.models} == set(WAYS)
     assert len(found.models) == 16  # six backends forward and backward, four decode
@@ -116,21 +127,17 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
 
 @pytest.mark.parametrize(("device", "shipped"), [(H200, "sm90_h200.yaml"), (H100, "sm90_h200.yaml (assumed)")])
 def test_they_go_before_a_profiles_and_leave_the_ways_that_were_not_measured(device: DeviceInfo, shipped: str) -> None:
-    before = explain_request(SHORT, device).settings
-    assert before.costs is not None
+    before = settings(device=device)
     assert before.sources["costs"] == shipped
-    run(stamp_of(device), device, lambda row: priced(row, 3.0), ("forward",))
-    tuned.forget()
-    settings = explain_request(SHORT, device).settings
-    assert settings.costs is not None
-    assert settings.sources["costs"] == f"{settings.tuned}; backward, decode: {shipped}"
+    measure_costs(Run(stamp_of(device)), device, lambda row: priced(row, 3.0), ("forward",))
+    after = settings(device=device)
+    assert after.sources["costs"] == f"{after.tuned}; backward, decode: {shipped}"
     for name, model in before.costs.models.items():
-        assert (settings.costs.models[name] == model) == (not name.endswith("/forward")), name
-    run(stamp_of(device), device, lambda row: priced(row, 3.0), WAYS)
-    tuned.forget()
-    settings = explain_request(SHORT, device).settings
-    assert settings.sources["costs"] == settings.tuned
-    assert explain_request(SHORT, replace(device, name="another")).settings.tuned is None
+        assert (after.costs.models[name] == model) == (not name.endswith("/forward")), name
+    measure_costs(Run(stamp_of(device)), device, lambda row: priced(row, 3.0), WAYS)
+    after = settings(device=device)
+    assert after.sources["costs"] == after.tuned
+    assert settings(device=replace(device, name="another")).tuned is None
 
 
 def test_a_way_that_was_not_measured_whole_does_not_displace_a_profiles() -> None:
@@ -144,22 +151,18 @@ def test_a_way_that_was_not_measured_whole_does_not_displace_a_profiles() -> Non
     assert tuned._over(own, None) == (own, [])
 
 
-MODEL = shipped_configs()["sm90_h200.yaml"].costs.models["triton-group/forward"]  # type: ignore[union-attr]
-
-
 def test_a_file_of_the_users_goes_before_it_and_off_ignores_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run(STAMP, UNKNOWN, priced, WAYS)
-    costs = {"provenance": "mine", "dtypes": ["bfloat16"], "models": {"sdpa-packed/forward": msgspec.to_builtins(MODEL)}}
-    (tmp_path / "own.yaml").write_text(json.dumps({"provenance": "mine", "costs": costs}))
+    measure_costs(RUN, UNKNOWN, priced, WAYS)
+    own = {"provenance": "mine", "dtypes": ["bfloat16"], "models": {"sdpa-packed/forward": msgspec.to_builtins(MODEL)}}
+    (tmp_path / "own.yaml").write_text(json.dumps({"provenance": "mine", "costs": own}))
     monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
-    settings = explain_request(SHORT, UNKNOWN).settings
-    assert settings.costs is not None
-    assert (settings.costs.provenance, settings.sources["costs"]) == ("mine", str(tmp_path / "own.yaml"))
+    found = settings()
+    assert (found.costs.provenance, found.sources["costs"]) == ("mine", str(tmp_path / "own.yaml"))
     monkeypatch.delenv("NSA_SEL_CONFIG")
-    assert explain_request(SHORT, UNKNOWN).settings.costs is not None
+    assert "`nsa-sel tune` on this machine" in settings().costs.provenance
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
-    assert explain_request(SHORT, UNKNOWN).settings.sources["costs"] == "sm90_h200.yaml (assumed)"
-    assert explain_request(SHORT, CPU).settings.costs is None
+    assert settings().sources["costs"] == "sm90_h200.yaml (assumed)"
+    assert settings(device=CPU).costs is None
 
 
 @pytest.mark.parametrize(
@@ -169,28 +172,27 @@ def test_a_file_of_the_users_goes_before_it_and_off_ignores_it(monkeypatch: pyte
 def test_models_that_are_none_are_refused(changes: dict[str, Any], words: str) -> None:
     write(device=UNKNOWN)
     model = replace(MODEL, **changes)
-    tune.rewrite(STAMP, costs=Costs(provenance="x", dtypes=("bfloat16",), models={"triton-tile/forward": model}))
-    tuned.forget()
+    tuned_file.rewrite(STAMP, costs=Costs(provenance="x", dtypes=("bfloat16",), models={"triton-tile/forward": model}))
     with pytest.warns(RuntimeWarning, match=rf"{words}.*remove the file and run `nsa-sel tune` again"):
-        assert explain_request(SHORT, UNKNOWN).settings.tuned is None
+        assert settings().tuned is None
 
 
 # What is kept
 
 
-def test_nothing_is_measured_twice_and_the_end_of_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(STAMP, UNKNOWN, priced, WAYS, seconds=0) is None
+def test_time_that_is_up_leaves_the_models_of_complete_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure_costs(RUN._replace(deadline=0), UNKNOWN, priced, WAYS) is None
     forward = sum(row["direction"] == "fwd" for row in wanted(UNKNOWN, WAYS))
     clock = iter(range(10_000))
     with monkeypatch.context() as patched:
-        patched.setattr(tune_rows.time, "monotonic", lambda: next(clock))
-        first = run(STAMP, UNKNOWN, priced, WAYS, seconds=forward + 10)
+        patched.setattr(resume.time, "monotonic", lambda: next(clock))
+        first = measure_costs(RUN._replace(deadline=forward + 10), UNKNOWN, priced, WAYS)
     assert first is not None
-    assert {name.partition("/")[2] for name in first.models} == {"forward"}  # the others are not whole, and have none
-    assert forward < len(lines(rows_of(STAMP))) < len(wanted(UNKNOWN, WAYS))
+    assert {name.partition("/")[2] for name in first.models} == {"forward"}
+    assert forward < len(json_lines(beside(STAMP, ROWS))) < len(wanted(UNKNOWN, WAYS))
 
 
-def test_a_second_run_measures_the_rest(folder: Path) -> None:
+def test_a_second_run_measures_the_rest() -> None:
     taken: list[Row] = []
 
     def until(row: Row) -> Row:
@@ -200,43 +202,37 @@ def test_a_second_run_measures_the_rest(folder: Path) -> None:
         return priced(row)
 
     with pytest.raises(KeyboardInterrupt):
-        run(STAMP, UNKNOWN, until, WAYS)
-    assert not list(folder.glob("*.begun"))
-    path = rows_of(STAMP)
+        measure_costs(RUN, UNKNOWN, until, WAYS)
+    path = beside(STAMP, ROWS)
     whole = path.read_text()
     assert whole.count("\n") == 130
     path.write_text(whole + "no json\n" + '{"case": "real')
-    seen: list[Row] = []
-    found = run(STAMP, UNKNOWN, lambda row: [seen.append(row), priced(row)][1], WAYS)  # type: ignore[func-returns-value]
+    found = measure_costs(RUN, UNKNOWN, priced, WAYS)
     assert path.read_text().startswith(whole + "no json\n{")
-    assert len(seen) + 130 == len(wanted(UNKNOWN, WAYS))
-    assert run(STAMP, UNKNOWN, lambda row: pytest.fail("measured again"), WAYS) == found
-    assert {row["device"] for row in lines_of_json(path)} == {UNKNOWN.name}
+    assert len(json_lines(path)) == len(wanted(UNKNOWN, WAYS))
+    assert measure_costs(RUN, UNKNOWN, again, WAYS) == found
+    assert {row["device"] for row in json_lines(path)} == {UNKNOWN.name}
 
 
-def lines_of_json(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
-
-
-def test_a_launch_that_changes_has_its_rows_measured_again_and_no_others() -> None:
-    old = run(STAMP, UNKNOWN, priced, WAYS)
-    launch = replace(settings_for(UNKNOWN).kernels["triton-tile/forward"], num_stages=1)
-    found = result("triton-tile/forward", launch, key("forward", backend="triton-tile"))
-    tune.rewrite(STAMP, results=(found,))
+def test_a_config_that_changes_has_its_rows_measured_again_and_no_others() -> None:
+    old = measure_costs(RUN, UNKNOWN, priced, WAYS)
+    config = replace(settings_for(UNKNOWN).kernels["triton-tile/forward"], num_stages=1)
+    found = result("triton-tile/forward", config, key("forward", backend="triton-tile"))
+    tuned_file.rewrite(STAMP, results=(found,))
     tuned.forget()
     seen: list[Row] = []
 
-    def again(row: Row) -> Row:
+    def faster(row: Row) -> Row:
         seen.append(row)
         return priced(row, 0.5)
 
-    assert run(STAMP, UNKNOWN, again, WAYS, seconds=0) != old  # forward is not whole now
-    assert tune.written(STAMP).costs == old, "what was measured whole stays until it is whole again"
-    new = run(STAMP, UNKNOWN, again, WAYS)
+    assert measure_costs(RUN._replace(deadline=0), UNKNOWN, faster, WAYS) != old  # forward is not whole now
+    assert tuned_file.written(STAMP).costs == old, "what was measured whole stays until it is whole again"
+    new = measure_costs(RUN, UNKNOWN, faster, WAYS)
     assert new is not None
-    assert tune.written(STAMP).costs == new
+    assert tuned_file.written(STAMP).costs == new
     assert {(row["backend"], row["direction"], row["Dk"], row["h"]) for row in seen} == {("triton-tile", "fwd", 128, 16)}
-    assert all(launch.config_id("triton-tile/forward") in row["launches"] for row in seen)
+    assert all(config.config_id("triton-tile/forward") in row["launches"] for row in seen)
     unchanged = [name for name in new.models if old and new.models[name] == old.models[name]]
     assert set(new.models) - set(unchanged) == {"triton-tile/forward"}
 
@@ -247,12 +243,12 @@ def test_what_fails_is_recorded_and_its_model_left_out() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory\nand more")
         return priced(row)
 
-    found = run(STAMP, UNKNOWN, broken, WAYS)
+    found = measure_costs(RUN, UNKNOWN, broken, WAYS)
     assert found is not None
-    assert set(cost_fit.TERMS) - set(found.models) == {"triton-block/backward"}
-    errors = [row["error"] for row in lines(rows_of(STAMP)) if "error" in row]
+    assert set(TERMS) - set(found.models) == {"triton-block/backward"}
+    errors = [row["error"] for row in json_lines(beside(STAMP, ROWS)) if "error" in row]
     assert set(errors) == {"OutOfMemoryError: CUDA out of memory"}
-    assert run(STAMP, UNKNOWN, lambda row: pytest.fail("tried again"), WAYS) == found
+    assert measure_costs(RUN, UNKNOWN, again, WAYS) == found
 
 
 def test_a_machine_where_one_backend_alone_runs_has_nothing_to_compare() -> None:
@@ -261,114 +257,24 @@ def test_a_machine_where_one_backend_alone_runs_has_nothing_to_compare() -> None
             raise RuntimeError("no kernel image")
         return priced(row)
 
-    assert run(STAMP, UNKNOWN, lonely, WAYS) is None
-    assert tune.written(STAMP).costs is None
+    assert measure_costs(RUN, UNKNOWN, lonely, WAYS) is None
+    assert tuned_file.written(STAMP).costs is None
 
 
 def test_what_the_process_dies_of_is_passed_over() -> None:
-    fatal = tune_rows.key(wanted(UNKNOWN, WAYS)[3])
+    fatal = identity(wanted(UNKNOWN, WAYS)[3])
 
     def crash(row: Row) -> Row:
-        if tune_rows.key(row) == fatal:
+        if identity(row) == fatal:
             raise ContextLost("an illegal memory access was encountered")
         return priced(row)
 
     for _ in range(DEATHS):
         with pytest.raises(ContextLost):
-            run(STAMP, UNKNOWN, crash, ("forward",))
-    assert run(STAMP, UNKNOWN, crash, ("forward",)) is not None
-    (failed,) = [row for row in lines(rows_of(STAMP)) if "error" in row]
+            measure_costs(RUN, UNKNOWN, crash, ("forward",))
+    assert measure_costs(RUN, UNKNOWN, crash, ("forward",)) is not None
+    (failed,) = [row for row in json_lines(beside(STAMP, ROWS)) if "error" in row]
     assert failed["error"] == f"the process died {DEATHS} times while it was measured"
-
-
-# The command
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that nobody has measured, and times for all that is measured on it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tune_command, "device_info", lambda device: UNKNOWN)
-    monkeypatch.setattr(report, "device_of", lambda name: UNKNOWN)
-    monkeypatch.setattr(tune_thresholds, "Runner", lambda device, settings, time: always)
-    monkeypatch.setattr(tune_runner, "Runner", lambda device, settings, time: times)
-    monkeypatch.setattr(tune_costs, "Runner", lambda: priced)
-
-
-@pytest.mark.usefixtures("here")
-def test_one_command_ends_with_a_profile_that_is_used_and_a_report_that_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "png", lambda figure, theme, file, title: file.touch())  # drawing takes most of the time
-    monkeypatch.setattr(report_figures, "svg", lambda figure, facet: "<svg></svg>")
-    chosen = tune_command.plan(None, None, tune_command.Sizes(), quick=False, dry_run=False)
-    assert len(chosen.costs) == len(wanted(UNKNOWN, WAYS))
-    some = chosen._replace(jobs=[job for job in chosen.jobs if job.kernel == "triton-tile/forward"][:1])
-    words = some.text()
-    assert words.index("first the least L") < words.index("launches to measure") < words.index("then, with the launches that won")
-    assert f"{len(chosen.costs)} times of {', '.join(tune_costs.BACKENDS)} on 35 cases" in words
-    told: list[str] = []
-    done = tune_command.measure(some, 60, False, lambda what, share: told.append(what))
-    assert done.costs is not None
-    assert done.costs_left == 0
-    assert told[-1] == "the report"
-    winner = done.report.results[0].winner
-    assert winner is not None
-    of_tuned = [row for row in lines(rows_of(STAMP)) if winner.config_id("triton-tile/forward") in row["launches"]]
-    assert {(row["Dk"], row["h"], row["direction"]) for row in of_tuned} == {(128, 16, "fwd")}, "costs are of the launches that won"
-    assert explain_request(SHORT, UNKNOWN).forward == explain_request(SHORT, H200).forward
-    page = tuned.file_of(STAMP).with_suffix(".report") / "report.html"
-    assert done.page == page
-    text = page.read_text()
-    assert UNKNOWN.name in text
-    assert "In force: L = 64" in text
-    assert "0 lines left out" in text
-    words = tune_command.text(done)
-    assert words.endswith(f"report: {page}")
-    assert "triton-tile/backward" in words
-    assert "time is up" not in words
-    document = json.loads(msgspec.json.encode(done.document()))
-    assert document["page"] == str(page)
-    assert set(document["costs"]["models"]) == set(done.costs.models)
-    again = tune_command.plan(None, None, tune_command.Sizes(), quick=False, dry_run=True)
-    assert (again.costs_known, len(again.costs)) == (len(chosen.costs), len(chosen.costs))
-    assert json.loads(msgspec.json.encode(again.document()))["costs_known"] == len(chosen.costs)
-
-
-@pytest.mark.usefixtures("here")
-def test_time_that_is_up_is_told_and_costs_have_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, float] = {}
-
-    def launches(jobs: Any, stamp: Any, runner: Any, *, seconds: float, **rest: Any) -> tune.Report:
-        given["launches"] = seconds
-        return tune.Report(tuned.file_of(stamp), (), 5, 0, ())
-
-    def costs(stamp: Any, device: Any, measure: Any, ways: Any, tell: Any, seconds: float) -> None:
-        given["costs"] = seconds
-
-    monkeypatch.setattr(tune_command, "run", launches)
-    monkeypatch.setattr(tune_costs, "run", costs)
-    monkeypatch.setattr(tune_command, "_page", lambda stamp, tell: None)
-    chosen = tune_command.plan(None, None, tune_command.Sizes(), quick=False, dry_run=False)
-    for minutes, kept in ((30, 10), (600, 20)):
-        done = tune_command.measure(chosen, minutes, False, lambda what, share: None)
-        assert given["costs"] - given["launches"] == pytest.approx(60 * kept, abs=10)
-    assert f"time is up, 5 kernels and {len(chosen.costs)} times for the costs are left: run the command again" in tune_command.text(done)
-
-
-@pytest.mark.usefixtures("here")
-def test_without_any_time_there_is_no_report_and_it_says_so() -> None:
-    chosen = tune_command.plan(None, None, tune_command.Sizes(), quick=False, dry_run=False)
-    done = tune_command.measure(chosen, 0, False, lambda what, share: None)
-    assert "no report: ROWS is " in tune_command.text(done)
-
-
-@pytest.mark.usefixtures("here")
-def test_a_quick_look_and_sizes_of_ones_own_measure_no_costs() -> None:
-    assert tune_command.plan(None, None, tune_command.Sizes(), quick=True, dry_run=False).costs == ()
-    assert tune_command.plan(None, None, tune_command.Sizes(h=3), quick=False, dry_run=False).costs == ()
-    assert tune_command.plan("triton-tile", None, tune_command.Sizes(), quick=False, dry_run=False).costs == ()
-    backward = tune_command.plan(None, "backward", tune_command.Sizes(), quick=False, dry_run=False)
-    assert {row["direction"] for row in backward.costs} == {"bwd"}
 
 
 # How it is measured
@@ -389,7 +295,7 @@ def test_no_flag_of_the_users_reaches_a_measurement(monkeypatch: pytest.MonkeyPa
         return priced(row)
 
     assert wanted(RTX4090, WAYS) == plain
-    run(stamp_of(RTX4090), RTX4090, look, ("decode",))
+    measure_costs(Run(stamp_of(RTX4090)), RTX4090, look, ("decode",))
     assert seen == [{"NSA_TRITON_SEL_FORCE": "1", "NSA_SEL_CACHE": os.environ["NSA_SEL_CACHE"]}]
     assert "NSA_TRITON_SEL_FORCE" not in os.environ
     assert os.environ["NSA_SEL_TRITON_BLOCK_L"] == "16"
@@ -398,30 +304,26 @@ def test_no_flag_of_the_users_reaches_a_measurement(monkeypatch: pytest.MonkeyPa
 SMALL = cases.Case("cost-small", "random", 1, 24, 256, 1, 2, 16, 16, 2, 64, "float32")
 
 
-def test_a_backend_is_timed_and_held_to_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = tune_costs.Runner("cpu", rep=1)
-    for case, direction in ((SMALL, "fwd"), (SMALL, "bwd"), (SMALL._replace(S=1), "decode")):
-        row = measure({**case._asdict(), "direction": direction, "backend": "sdpa-packed", "launches": ""})
+def small_row(direction: str = "bwd", **changes: Any) -> Row:
+    return {**SMALL._replace(**changes)._asdict(), "direction": direction, "backend": "sdpa-packed", "launches": ""}
+
+
+def test_a_backend_is_timed_and_compared_with_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = costs.Runner("cpu", rep=1)
+    for wanted_row in (small_row("fwd"), small_row("bwd"), small_row("decode", S=1)):
+        row = measure(wanted_row)
         assert 0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
-        assert (row["case"], row["direction"], row["backend"]) == (case.case, direction, "sdpa-packed")
+        assert [row[field] for field in ("case", "direction", "backend")] == [SMALL.case, wanted_row["direction"], "sdpa-packed"]
         assert row["mae"] < 1e-5
-    monkeypatch.setattr(tune_costs, "MOST_ERROR", 1e-12)
+    monkeypatch.setattr(costs, "MAX_ERROR", 1e-12)
     with pytest.raises(WrongResult, match=r"the mean absolute error is .*, allowed 1e-12"):
-        measure({**SMALL._asdict(), "direction": "bwd", "backend": "sdpa-packed", "launches": ""})
+        measure(small_row())
 
 
-def test_a_lost_context_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {**SMALL._asdict(), "direction": "fwd", "backend": "sdpa-packed", "launches": ""}
-    for text, kind in (("CUDA error: an illegal memory access was encountered", ContextLost), ("out of resource", RuntimeError)):
+def test_a_lost_context_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*of: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        def fail(*of: Any, text: str = text) -> Any:
-            raise RuntimeError(text)
-
-        monkeypatch.setattr(tune_costs, "make_problem", fail)
-        with pytest.raises(kind, match=text) as caught:
-            tune_costs.Runner("cpu")(row)
-        assert type(caught.value) is kind
-
-
-def test_the_order_puts_ways_that_serve_early_first() -> None:
-    assert set(ORDER) == set(WAYS)
+    monkeypatch.setattr(costs, "make_problem", fail)
+    with pytest.raises(ContextLost, match="sdpa-packed on cost-small broke the CUDA context"):
+        costs.Runner("cpu")(small_row())

@@ -13,21 +13,17 @@ from typer.testing import CliRunner
 import nsa_sel
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.contenders import DENSE, PREFILL_ONLY
-from nsa_sel.bench.tune import tune_costs
+from nsa_sel.bench.tune import costs
+from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.cli.app import app
 from nsa_sel.core.call import device_info
 from nsa_sel.errors import ArgumentError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.tuned import stamp_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tuned_folder")]
 
 SMALL = {"B": 1, "S": 256, "S_kv": 512, "G": 2, "h": 4, "Dk": 64, "Dv": 64, "n": 4, "block_size": 64, "dtype": "bfloat16"}
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path))
 
 
 def tune(*arguments: str) -> Any:
@@ -45,14 +41,14 @@ def test_a_quick_tuning_measures_and_is_used(way: str) -> None:
     kernels = {result["kernel"]: result for result in reversed(found["results"])}  # on the first problem: losers stay out of the second
     for result in kernels.values():
         assert result["measured"] >= 2
-        assert result["failed"] <= result["measured"], "most launches next to the committed one run and agree with it"
+        assert result["failed"] <= result["measured"], "most configs near the committed one run and agree with it"
     again = tune("--backend", "triton-group", "--direction", way)
     assert again["results"] == found["results"]
     assert again["taken"] == 0
     table = tuned.in_force(device)
     assert table is not None
     won = sum(result["winner"] is not None for result in kernels.values())
-    assert sum(len(launches) for launches in table.launches.values()) == won
+    assert sum(len(configs) for configs in table.launches.values()) == won
     assert stamp_of(device).driver is not None
 
 
@@ -70,11 +66,11 @@ def test_nothing_warms_up_within_a_capture() -> None:
             nsa_sel.warmup(requests=[SMALL])
 
 
-@pytest.mark.parametrize("backend", tune_costs.BACKENDS)
+@pytest.mark.parametrize("backend", costs.BACKENDS)
 def test_costs_are_times_of_whole_calls(backend: str) -> None:
     prefill = cases.prefill("real", 1024, 4)
     decode = cases.Case("cost-decode", "random", 4, 1, 4096, 2, 4, 128, 128, 16, 64, "bfloat16")
-    measure = tune_costs.Runner(rep=2)
+    measure = costs.Runner(rep=2)
     for case, direction in ((prefill, "fwd"), (prefill, "bwd"), (decode, "decode")):
         if direction == "decode" and backend in PREFILL_ONLY:
             continue
@@ -84,11 +80,11 @@ def test_costs_are_times_of_whole_calls(backend: str) -> None:
 
 
 def test_a_few_rows_of_the_whole_command_are_kept_and_reported() -> None:
-    """Whatever is measured within seconds: the next run goes on, and the page is there."""
+    """Whatever is measured within seconds: the next run resumes, and the report is there."""
     arguments = ["tune", "--json", "--minutes", "0.5", "--direction", "decode"]
     first, second = (json.loads(CliRunner().invoke(app, arguments).stdout) for _ in range(2))
     assert "decode" in first["thresholds"]
     assert second["thresholds"] == first["thresholds"]
-    rows = tune_costs.rows_of(stamp_of(device_info(torch.device("cuda", 0)))).read_text().splitlines()
+    rows = beside(stamp_of(device_info(torch.device("cuda", 0))), costs.ROWS).read_text().splitlines()
     assert {json.loads(row)["direction"] for row in rows} == {"decode"}
-    assert Path(second["page"]).read_text().startswith("<!")
+    assert Path(second["page"]).read_text().startswith("# ")

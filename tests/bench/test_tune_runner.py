@@ -1,4 +1,4 @@
-"""What tuning does with one launch on a device: in the interpreter, on small problems."""
+"""How tuning runs one kernel config: in the interpreter, on small problems."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_sel.bench.tune import tune, tune_runner
-from nsa_sel.bench.tune.tune import ContextLost
-from nsa_sel.bench.tune.tune_runner import Runner, WrongResult
-from nsa_sel.bench.tune.tune_space import PROBLEMS, Case, Job, Problem, jobs
+from nsa_sel.bench.tune.kernel_configs import Times
+from nsa_sel.bench.tune.resume import ContextLost
+from nsa_sel.bench.tune.runner import Runner, WrongResult, check_agreement, prepare
+from nsa_sel.bench.tune.search_space import PROBLEMS, Case, Job, Problem, jobs
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings.config import settings_for
@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runner(timed: list[str] | None = None) -> Runner:
-    def time(work: Any, way: str) -> tune.Times:
+    def time(work: Any, way: str) -> Times:
         assert all(isinstance(x, torch.Tensor) for x in work())
         if timed is not None:
             timed.append(way)
@@ -44,7 +44,7 @@ def small_jobs(backend: str, way: str) -> list[Job]:
 @pytest.mark.parametrize(
     ("backend", "way"), [("triton-group", "forward"), ("triton-tile", "forward"), ("triton-tile", "backward"), ("triton-token", "decode")]
 )
-def test_launches_run_and_are_compared(backend: str, way: str) -> None:
+def test_configs_run_and_are_compared(backend: str, way: str) -> None:
     timed: list[str] = []
     measure = runner(timed)
     for job in small_jobs(backend, way)[: 1 if way == "backward" else 2]:
@@ -54,7 +54,7 @@ def test_launches_run_and_are_compared(backend: str, way: str) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_launch_that_gives_other_results_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_gives_other_results_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_jobs("triton-tile", "forward")[0]
     module, wrong = registry.load("triton-tile"), job.candidates[0]
     real = module.forward
@@ -65,13 +65,13 @@ def test_a_launch_that_gives_other_results_is_wrong(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module, "forward", broken)
     measure = runner()
-    with pytest.raises(WrongResult, match=r"result 0 differs from the committed launch's: most .*, allowed"):
+    with pytest.raises(WrongResult, match=r"result 0 differs from the committed config's: most .*, allowed"):
         measure(job, job.problems[0], wrong)
     assert measure(job, job.problems[0], job.candidates[1])
 
 
 @pytest.mark.usefixtures("small")
-def test_a_launch_that_is_not_repeatable_or_not_used_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_is_not_repeatable_or_not_used_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_jobs("triton-tile", "forward")[0]
     other = job._replace(kernel="triton-tile/dq-widest")
     with pytest.raises(WrongResult, match=r"this problem does not use triton-tile/dq-widest:.*; it used triton-tile/forward-widest:"):
@@ -87,39 +87,37 @@ def test_a_launch_that_is_not_repeatable_or_not_used_is_wrong(monkeypatch: pytes
 @pytest.mark.parametrize(("L", "n"), [(1, 1), (128, 2), (100_000, 2)])
 def test_a_problem_selects_what_the_case_says_or_all(L: int, n: int) -> None:
     job = small_jobs("triton-tile", "forward")[0]
-    call = tune_runner.prepare(job._replace(case=SMALL._replace(L=L)), "random-blocks", torch.device("cpu"), settings_for(H200)).call
+    call = prepare(job._replace(case=SMALL._replace(L=L)), "random-blocks", torch.device("cpu"), settings_for(H200)).call
     assert (call.selection.n, call.selection.block_size) == (n, 64)
-    ranges = tune_runner.prepare(job, "random-ranges", torch.device("cpu"), settings_for(H200)).call.selection
+    ranges = prepare(job, "random-ranges", torch.device("cpu"), settings_for(H200)).call.selection
     assert (ranges.block_size, ranges.length_bound(128)) == (None, 128)
 
 
 def test_agreement_is_to_roundings() -> None:
-    wanted = torch.randn(100, 8).bfloat16()
+    expected = torch.randn(100, 8).bfloat16()
     lse = torch.where(torch.arange(100) == 3, -torch.inf, torch.randn(100))
-    tune_runner.agree((wanted, lse), (wanted, lse))
-    tune_runner.agree((wanted * (1 + 2**-8), lse), (wanted, lse))
-    for bad in (wanted * 1.1, torch.where(torch.arange(8) == 1, 0.0, wanted), wanted + torch.nan):
+    check_agreement((expected, lse), (expected, lse))
+    check_agreement((expected * (1 + 2**-8), lse), (expected, lse))
+    for bad in (expected * 1.1, torch.where(torch.arange(8) == 1, 0.0, expected), expected + torch.nan):
         with pytest.raises(WrongResult, match="result 0"):
-            tune_runner.agree((bad, lse), (wanted, lse))
+            check_agreement((bad, lse), (expected, lse))
     with pytest.raises(WrongResult, match="result 1 is -inf at other places"):
-        tune_runner.agree((wanted, lse.roll(1)), (wanted, lse))
+        check_agreement((expected, lse.roll(1)), (expected, lse))
 
 
 @pytest.mark.usefixtures("small")
-def test_a_lost_context_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_context_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_jobs("triton-token", "decode")[0]
-    for text, kind in (("CUDA error: an illegal memory access was encountered", ContextLost), ("out of resource", RuntimeError)):
 
-        def fail(call: Any, text: str = text) -> Any:
-            raise RuntimeError(text)
+    def fail(call: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        monkeypatch.setattr(registry.load("triton-token"), "forward", fail)
-        with pytest.raises(kind, match=text) as caught:
-            runner()(job, job.problems[0], job.candidates[0])
-        assert type(caught.value) is kind
+    monkeypatch.setattr(registry.load("triton-token"), "forward", fail)
+    with pytest.raises(ContextLost, match=f"{job.config_id(job.candidates[0])} broke the CUDA context"):
+        runner()(job, job.problems[0], job.candidates[0])
 
 
-def test_flags_that_override_launches_do_not_reach_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_that_override_configs_do_not_reach_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_L", "16")
     monkeypatch.setenv("NSA_SEL_TRITON_DB", "0")
     here = runner().settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,11 @@ import pytest
 import torch
 
 from nsa_sel.bench.core import cases
-from nsa_sel.bench.tune import tune, tune_command, tune_runner, tune_thresholds
-from nsa_sel.bench.tune.tune import ContextLost, Times
+from nsa_sel.bench.tune import thresholds, tuned_file
+from nsa_sel.bench.tune.backends import THRESHOLD_SIDES
+from nsa_sel.bench.tune.kernel_configs import Times
+from nsa_sel.bench.tune.resume import Run
+from nsa_sel.bench.tune.thresholds import ROWS, measure_thresholds
 from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.request import DeviceInfo
@@ -20,29 +22,24 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.schema import WAYS, Way
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers.policy_cases import LONG, RTX4090, UNKNOWN, replace
-from tests.helpers.tune_cases import write
+from tests.helpers.tune_cases import json_lines, ms, write
 
+pytestmark = pytest.mark.usefixtures("tuned_folder")
 STAMP = stamp_of(UNKNOWN)
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tuned"
+RUN = Run(STAMP)
 
 
 def sides(case: cases.Case, way: Way, side: str) -> Times:
     """Triton is twice as fast from 256 keys on; backward it never is."""
     fast = case.n * case.block >= 256 and way != "backward"
-    ms = 1.0 if side == "triton-group" and fast else 2.0
-    return ms, 0.99 * ms, 1.01 * ms
+    return ms(1.0 if side == "triton-group" and fast else 2.0)
 
 
 def test_the_rule_is_that_of_the_profiles_and_decisions_follow_it() -> None:
     request = replace(LONG, max_length=128, needs_grad=True)
     before = explain_request(request, UNKNOWN)
     assert (before.forward, before.settings.min_length("backward")) == ("triton-tile", 16)  # assumed
-    found = tune_thresholds.run(STAMP, sides, WAYS)
+    found = measure_thresholds(RUN, sides, WAYS)
     assert {way: (known.verdict, known.value) for way, known in found.items()} == {
         "forward": ("measured", 256), "backward": ("undecided", None), "decode": ("measured", 256),
     }  # fmt: skip
@@ -54,17 +51,17 @@ def test_the_rule_is_that_of_the_profiles_and_decisions_follow_it() -> None:
     assert ("triton-group: min-length" in before.steps, "triton-group: min-length" in after.steps) == (False, True)
 
 
-def test_thresholds_and_launches_share_a_file() -> None:
+def test_thresholds_and_configs_share_a_file() -> None:
     write(device=UNKNOWN)
-    tune_thresholds.run(STAMP, sides, ("forward",))
-    tune.rewrite(STAMP, commit="later")
-    file = tune.written(STAMP)
+    measure_thresholds(RUN, sides, ("forward",))
+    tuned_file.rewrite(STAMP, commit="later")
+    file = tuned_file.written(STAMP)
     assert (file.commit, list(file.thresholds)) == ("later", ["forward"])
 
 
 @pytest.mark.parametrize("by", ["flag", "file"])
 def test_flag_and_file_go_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by: str) -> None:
-    tune_thresholds.run(STAMP, sides, WAYS)
+    measure_thresholds(RUN, sides, WAYS)
     if by == "flag":
         monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "77")
     else:
@@ -76,7 +73,7 @@ def test_flag_and_file_go_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_the_device_rule_stays() -> None:
-    tune_thresholds.run(stamp_of(RTX4090), sides, WAYS)
+    measure_thresholds(Run(stamp_of(RTX4090)), sides, WAYS)
     decision = explain_request(LONG, RTX4090)
     assert decision.settings.min_length("forward") == 256
     assert decision.forward == "sdpa-packed"
@@ -88,34 +85,9 @@ def test_a_case_that_fails_leaves_its_way_as_it_was() -> None:
             raise RuntimeError("out of memory")
         return sides(case, way, side)
 
-    found = tune_thresholds.run(STAMP, broken, WAYS)
+    found = measure_thresholds(RUN, broken, WAYS)
     assert set(found) == {"forward", "backward"}
-    rows = [json.loads(line) for line in tune_thresholds.rows_of(STAMP).read_text().splitlines()]
-    assert [row["error"] for row in rows if "error" in row] == ["RuntimeError: out of memory"]
-
-
-def test_a_run_that_ends_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tune_thresholds.run(STAMP, sides, WAYS, seconds=0) == {}
-    calls: list[str] = []
-
-    def lost(case: cases.Case, way: Way, side: str) -> Times:
-        calls.append(case.case)
-        if len(calls) == 9:
-            raise ContextLost("an illegal memory access was encountered")
-        return sides(case, way, side)
-
-    with pytest.raises(ContextLost):
-        tune_thresholds.run(STAMP, lost, WAYS)
-    path = tune_thresholds.rows_of(STAMP)
-    whole = path.read_text()
-    assert whole.count("\n") == 8
-    path.write_text(whole + '{"case": "thre')
-    found = tune_thresholds.run(STAMP, lost, WAYS)
-    assert set(found) == set(WAYS)
-    assert path.read_text().startswith(whole)
-    total = 2 * sum(1 if case.S == 1 else 2 for case in cases.threshold_cases())
-    assert len(calls) == total + 1 == path.read_text().count("\n") + 1
-    assert tune_thresholds.run(STAMP, lambda *of: pytest.fail("measured again"), WAYS) == found
+    assert [row["error"] for row in json_lines(tuned_file.beside(STAMP, ROWS)) if "error" in row] == ["RuntimeError: out of memory"]
 
 
 CASE = cases.Case("threshold-small", "random", 1, 4, 128, 1, 2, 16, 16, 2, 64, "float32")
@@ -128,8 +100,8 @@ def test_both_sides_run_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(work()) == (3 if way == "backward" else 2)
         return 1.0, 0.9, 1.1
 
-    measure = tune_thresholds.Runner(torch.device("cpu"), here, time)
-    for side in tune_thresholds.SIDES:
+    measure = thresholds.Runner(torch.device("cpu"), here, time)
+    for side in THRESHOLD_SIDES:
         assert measure(CASE, "forward", side) == (1.0, 0.9, 1.1)
     assert measure(CASE, "backward", "sdpa-packed") == (1.0, 0.9, 1.1)
     module = registry.load("sdpa-packed")
@@ -137,24 +109,3 @@ def test_both_sides_run_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "forward", lambda call: tuple(x + 1 for x in real(call)))
     with pytest.raises(ValueError, match="sdpa-packed and triton-group differ by 1 in the mean"):
         measure(CASE, "forward", "sdpa-packed")
-
-
-def test_the_command_measures_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tune_command, "device_info", lambda device: UNKNOWN)
-    monkeypatch.setattr(tune_thresholds, "Runner", lambda device, settings, time: sides)
-    monkeypatch.setattr(tune_runner, "Runner", lambda device, settings, time: lambda job, problem, config: (1.0, 0.9, 1.1))
-    chosen = tune_command.plan(None, "forward", tune_command.Sizes(), quick=True, dry_run=False)
-    assert chosen.ways == ("forward",)
-    assert "first the least L of Triton, for forward" in chosen.text()
-    monkeypatch.setattr(tune_command, "_page", lambda stamp, tell: None)
-    done = tune_command.measure(chosen, 1, True, lambda what, share: None)
-    assert done.thresholds["forward"].value == 256
-    words = tune_command.text(done)
-    assert words.startswith(
-        "forward: Triton from L = 256 on; closest, threshold-prefill-D64-L256: triton-group 1 ms (0.99 to 1.01) against"
-    )
-    assert json.loads(json.dumps(done.document(), default=str))["file"] == str(tuned.file_of(STAMP))
-    assert tune_command.plan("triton-group", None, tune_command.Sizes(), quick=True, dry_run=False).ways == ()
-    assert tune_command.plan(None, None, tune_command.Sizes(h=3), quick=True, dry_run=False).ways == ()

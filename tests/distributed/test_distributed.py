@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 
 from nsa_sel import explain
-from nsa_sel.bench.questions import bench_scaling
+from nsa_sel.bench.questions import weak_scaling
 from nsa_sel.distributed import Exchange, agreement, check_ranks, context_parallel_attention, exchanged_bytes, rows_bytes
 from nsa_sel.distributed.agreement import _Said, _used
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
@@ -257,22 +257,22 @@ def test_blocks_that_rows_may_read_by_hand() -> None:
 def test_the_bench_starts_torchrun_for_each_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows of 1, 2 and 4 ranks lie in one file; what torchrun starts joins a job instead."""
     started = []
-    monkeypatch.setattr(bench_scaling.subprocess, "run", lambda command, check: started.append(command))
-    monkeypatch.setattr(bench_scaling.os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(sys, "argv", ["bench_scaling.py", "--device", "cpu", "--quick"])
+    monkeypatch.setattr(weak_scaling.subprocess, "run", lambda command, check: started.append(command))
+    monkeypatch.setattr(weak_scaling.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(sys, "argv", ["weak_scaling.py", "--device", "cpu", "--quick"])
     monkeypatch.delenv("RANK", raising=False)
     out = tmp_path / "rows.jsonl"
     out.touch()
-    bench_scaling.main(out, device="cpu", quick=True)
+    weak_scaling.main(out, device="cpu", quick=True)
     assert [command[3:5] for command in started] == [["--standalone", f"--nproc-per-node={ranks}"] for ranks in (1, 2, 4)]
-    assert all(command[-5:] == ["-m", "nsa_sel.bench.questions.bench_scaling", "--device", "cpu", "--quick"] for command in started)
+    assert all(command[-5:] == ["-m", "nsa_sel.bench.questions.weak_scaling", "--device", "cpu", "--quick"] for command in started)
     with pytest.raises(NsaSelError, match=r"--ranks is 8; .* at most the 4 cpu devices here"):
-        bench_scaling.main(out, ranks="8", device="cpu")
+        weak_scaling.main(out, ranks="8", device="cpu")
 
 
 def test_weak_scaling_keeps_rows_a_rank() -> None:
     for quick in (False, True):
-        of = {ranks: bench_scaling.cases(ranks, quick) for ranks in (1, 2, 4)}
+        of = {ranks: weak_scaling.cases(ranks, quick) for ranks in (1, 2, 4)}
         for ranks, cases in of.items():
             assert [(case.S, case.S_kv) for case in cases] == [(case.S, case.S_kv * ranks) for case in of[1]]
 
@@ -283,7 +283,7 @@ def test_the_table_tells_efficiency() -> None:
         {**common, "case": "weak-R1-8k-h4", "ranks": 1, "ms_median": 2.0, "way": None},
         {**common, "case": "weak-R2-8k-h4", "ranks": 2, "ms_median": 2.5, "way": "gather"},
     ]
-    last = bench_scaling.table(rows).splitlines()[-1]
+    last = weak_scaling.table(rows).splitlines()[-1]
     assert last.replace("|", " ").split() == [
         "weak-R2-8k-h4",
         "2",

@@ -27,7 +27,7 @@ from torch import distributed as dist
 
 import nsa_sel
 from nsa_sel import Selection, selection_attention
-from nsa_sel.bench.questions import bench_scaling
+from nsa_sel.bench.questions import weak_scaling
 from nsa_sel.core import decide
 from nsa_sel.distributed import agreement, check_ranks, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
@@ -420,7 +420,7 @@ def the_document_runs() -> None:
 def scaling_is_measured() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
-        bench_scaling.measure_here(out, DEVICE, quick=True, samples=3)
+        weak_scaling.measure_here(out, DEVICE, quick=True, samples=3)
         rows = [json.loads(line) for line in out.read_text().splitlines()] if rank() == 0 else []
     for row in rows:
         assert row["ranks"] == ranks()
@@ -429,7 +429,7 @@ def scaling_is_measured() -> None:
         assert row["way"] in ("gather", "blocks", "rows")
         assert row["bytes_forward"] > 0
         assert (row["bytes_backward"] > 0) == (row["direction"] == "fwd+bwd")
-    assert len(rows) == (len(bench_scaling.cases(ranks(), quick=True)) * 2 if rank() == 0 else 0)
+    assert len(rows) == (len(weak_scaling.cases(ranks(), quick=True)) * 2 if rank() == 0 else 0)
 
 
 def a_rank_that_dies_is_noticed() -> None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from pathlib import Path
 
-from nsa_sel.bench.core.records import Row
-from nsa_sel.bench.tune import tune
-from nsa_sel.bench.tune.cost_fit import WAYS, case_of, request_of, sharing_of
-from nsa_sel.bench.tune.tune_space import Case, Job, jobs
+import msgspec
+import pytest
+import torch
+
+from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.tune import command, costs, runner, thresholds, tuned_file
+from nsa_sel.bench.tune.committed_rows import WAYS
+from nsa_sel.bench.tune.cost_fit import case_of, request_of, sharing_of
+from nsa_sel.bench.tune.kernel_configs import Times
+from nsa_sel.bench.tune.search_space import Case, Job, jobs
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import work
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for, shipped_configs
-from nsa_sel.settings.schema import KernelConfig
-from nsa_sel.settings.tuned import Key, Result, Timed, TunedFile
+from nsa_sel.settings.schema import KernelConfig, Way
+from nsa_sel.settings.tuned import Key, Result, Stamp, Timed, TunedFile
 from tests.helpers.policy_cases import H200
 
 CASE = Case(128, 128, 16, 1024)
@@ -27,18 +36,52 @@ def some_jobs(backend: str = "triton-group", quick: bool = True) -> list[Job]:
     return jobs(settings_for(H200), 90, (CASE,), backend, None, quick)
 
 
-def lone() -> Job:
+def one_problem_job() -> Job:
     """A kernel that one problem judges."""
     job = some_jobs()[0]
     return job._replace(problems=job.problems[:1])
 
 
-def times(job: Job, problem: str, config: KernelConfig) -> tune.Times:
-    """The same for a launch whenever it is asked for: 10 ms for the committed one, 5 to 15 for the others."""
+def ms(median: float, spread: float = 0.01) -> Times:
+    """A median with its 20th and 80th percentile."""
+    return median, (1 - spread) * median, (1 + spread) * median
+
+
+def times(job: Job, problem: str, config: KernelConfig) -> Times:
+    """The same for a config whenever it is asked for: 10 ms for the committed one, 5 to 15 for the others."""
     if config == job.committed:
         return SLOW
-    ms = 5 + int(hashlib.sha256(job.launch_id(config).encode()).hexdigest()[:4], 16) % 1000 / 100
-    return ms, 0.99 * ms, 1.01 * ms
+    return ms(5 + int(hashlib.sha256(job.config_id(config).encode()).hexdigest()[:4], 16) % 1000 / 100)
+
+
+def fastest(job: Job) -> KernelConfig:
+    """The candidate with the least of `times`."""
+    return min(job.candidates, key=lambda config: times(job, "real-blocks", config)[0])
+
+
+def sides(case: cases.Case, way: Way, side: str) -> Times:
+    """Triton is always twice as fast as packed SDPA."""
+    return ms(1.0 if side == "triton-group" else 2.0)
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
+    """`nsa-sel tune` finds this GPU, and measures times of this file on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "device_info", lambda where: device)
+    monkeypatch.setattr(thresholds, "Runner", lambda where, settings, time: sides)
+    monkeypatch.setattr(runner, "Runner", lambda where, settings, time: times)
+    monkeypatch.setattr(costs, "Runner", lambda: priced)
+
+
+def json_lines(path: Path) -> list[Row]:
+    """The JSON objects of a file, without lines that are none."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+def content(stamp: Stamp) -> tuple[TunedFile, tuned.Table]:
+    """The user's file, which must be readable."""
+    return tuned.parse(tuned.file_of(stamp).read_bytes(), "file")
 
 
 def key(way: str = "forward", **changes: object) -> Key:
@@ -58,22 +101,20 @@ def result(kernel: str = FORWARD, winner: KernelConfig | None = OTHER, of: Key |
 
 def write(*results: Result, device: DeviceInfo = H200, **stamped: object) -> None:
     """The user's file for `device`; `stamped` changes what it says of its environment."""
-    import msgspec
-
     stamp = tuned.stamp_of(device)
     path = tuned.file_of(stamp if "kernels" not in stamped else msgspec.structs.replace(stamp, **stamped))
     path.parent.mkdir(parents=True, exist_ok=True)
-    tune.write(path, TunedFile(stamp=msgspec.structs.replace(stamp, **stamped), commit=None, results=results))
+    tuned_file.write(path, TunedFile(stamp=msgspec.structs.replace(stamp, **stamped), commit=None, results=results))
 
 
 def priced(row: Row, factor: float = 1.0) -> Row:
     """The times that the H200's models predict, `factor` times as long; of triton-token, which they leave out, twice triton-group's."""
     backend, way = row["backend"], WAYS[row["direction"]]
     stands_in = {"triton-token": "triton-group", "dense-cudnn": "triton-group"}.get(backend, backend)
-    costs, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
-    assert costs is not None
-    model, sharing = costs.models[f"{stands_in}/{way}"], sharing_of(case)
+    profile, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
+    assert profile is not None
+    model, sharing = profile.models[f"{stands_in}/{way}"], sharing_of(case)
     amounts = work(request_of(case, sharing, way == "backward"), way == "backward", sharing, H200.sm_count)
-    ms = max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items()))
-    ms *= factor * (1.0 if stands_in == backend else 2.0)
-    return {"ms_median": ms, "ms_p20": 0.99 * ms, "ms_p80": 1.01 * ms}
+    predicted = max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items()))
+    found = ms(predicted * factor * (1.0 if stands_in == backend else 2.0))
+    return dict(zip(("ms_median", "ms_p20", "ms_p80"), found, strict=True))

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from nsa_sel.bench.core.cases import Case, prefill, random_selection
 from nsa_sel.bench.tune import cost_fit, regret
-from nsa_sel.bench.tune.derive import cost_rows
+from nsa_sel.bench.tune.backends import TERMS
+from nsa_sel.bench.tune.committed_rows import cost_rows
 from nsa_sel.core import decide
 from nsa_sel.core.backend import Backend, Limits, Offer
 from nsa_sel.core.call import request_of
@@ -220,7 +221,7 @@ def test_every_term_is_counted() -> None:
     assert work(replace(few, B=16), False, ALIKE, 132)["split-walk"] == pytest.approx(work(few, False, ALIKE, 132)["walk"] / 2)
     assert work(replace(few, B=33), False, ALIKE, 132)["split-walk"] == work(few, False, ALIKE, 132)["walk"]
     assert work(replace(few, B=34), False, ALIKE, 132)["split-walk"] == work(SHORT, False, ALIKE, 132)["split-walk"] == 0
-    assert {term for terms in cost_fit.TERMS.values() for term in terms} <= set(COST_TERMS)
+    assert {term for terms in TERMS.values() for term in terms} <= set(COST_TERMS)
 
 
 def test_work_of_the_example() -> None:
@@ -317,7 +318,7 @@ def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
 @pytest.mark.parametrize("at_once", [1, 1 << 22])
 @pytest.mark.parametrize("S", [1, 37, 64, 150])
 def test_measured_sharing_is_exact(monkeypatch: pytest.MonkeyPatch, S: int, at_once: int) -> None:
-    monkeypatch.setattr("nsa_sel.selection._SORTED_AT_ONCE", at_once)
+    monkeypatch.setattr("nsa_sel.core.ranges._SORTED_AT_ONCE", at_once)
     selection = make_blocks(2, S, 3, 160, n=5, block_size=8)
     found = selection.measure(S_kv=160).sharing
     assert found == pytest.approx([brute_force_sharing(selection, 160, tokens) for tokens in SHARING_TOKENS])

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-import nsa_sel
 import nsa_sel.core.decide
-from nsa_sel.bench.core.records import Row
+from nsa_sel.bench.core.environment import ROOT
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report.derived import folders, matrix
 from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
-from nsa_sel.bench.tune.derive import PROFILES, ROOT, evidence, length_rows, read_rows, render, threshold, words
+from nsa_sel.bench.tune.committed_rows import read_rows
+from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
 from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.explain import counterfactuals

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.bench.tune import tune
+from nsa_sel.bench.tune import kernel_configs
+from nsa_sel.bench.tune.resume import Run
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.request import DeviceInfo
@@ -30,7 +31,7 @@ from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_qkv, make_spans
 from tests.helpers.paths import ROOT
 from tests.helpers.policy_cases import A100, CPU, H100, H200, SHORT, replace
-from tests.helpers.tune_cases import FORWARD, OTHER, key, lone, result, times, write
+from tests.helpers.tune_cases import FORWARD, OTHER, key, one_problem_job, result, times, write
 
 COMMITTED = settings_for(H200).kernels[FORWARD]
 
@@ -296,11 +297,11 @@ def test_a_file_that_others_may_write_is_not_used(folder: Path, damage: Any, wor
 def test_what_is_written_is_the_users_alone(folder: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        tune.run([lone()], stamp_of(H200), times)
+        kernel_configs.tune(Run(stamp_of(H200)), [one_problem_job()], times)
     finally:
         os.umask(before)
     modes = {path.name.split(".")[-1]: stat.S_IMODE(path.stat().st_mode) for path in (folder.parent, folder, *folder.iterdir())}
-    assert modes == {"cache": 0o700, "tuned": 0o700, "json": 0o600, "jsonl": 0o600, "lock": 0o600}
+    assert modes == {"cache": 0o700, "tuned": 0o700, "json": 0o600, "jsonl": 0o600, "lock": 0o600, "begun": 0o600}
 
 
 # Where and for what
@@ -324,7 +325,7 @@ def test_without_a_home_nothing_is_kept_and_that_is_said_once() -> None:
         assert [launch(request, device) for request in (SHORT, replace(SHORT, S_kv=4096)) for device in (H200, H100)] == 4 * [COMMITTED]
     assert len(told) == 1
     with pytest.raises(ConfigError, match=r"the cache folder is None; allowed: a folder to keep tuning .* Remedy: set NSA_SEL_CACHE"):
-        tune.run([lone()], stamp_of(H200), times)
+        kernel_configs.tune(Run(stamp_of(H200)), [one_problem_job()], times)
 
 
 def test_a_folder_that_no_path_can_name_fails_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,4 +390,4 @@ def test_the_written_file_is_json_that_people_can_read(folder: Path) -> None:
     write(result())
     (file,) = folder.iterdir()
     assert json.loads(file.read_text())["results"][0]["winner"]["block_l"] == 32
-    assert tune.TOP == 5
+    assert kernel_configs.TOP == 5

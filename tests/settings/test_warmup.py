@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,8 @@ import torch
 
 import nsa_sel
 import nsa_sel.settings.warmup as warming
+from nsa_sel.bench.tune import quick, tuned_file
+from nsa_sel.bench.tune.backends import TUNED
 from nsa_sel.core import warm as core_warm
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.request import example_request
@@ -23,7 +26,8 @@ from nsa_sel.settings import tuned
 from nsa_sel.settings.warmup import warmup
 from tests.helpers.cases import make_qkv, make_spans
 from tests.helpers.paths import ROOT
-from tests.helpers.policy_cases import replace
+from tests.helpers.policy_cases import H200, SHORT, replace
+from tests.helpers.tune_cases import times
 
 SMALL = {"B": 1, "S": 6, "S_kv": 40, "G": 1, "h": 2, "Dk": 16, "Dv": 24, "n": 3, "block_size": 8, "dtype": "float32"}
 CPU = torch.device("cpu")
@@ -165,6 +169,36 @@ def test_what_a_warmup_tunes_serves_the_call_that_began_it(monkeypatch: pytest.M
     assert nsa_sel.decisions()[-1] is not before
 
 
+@pytest.fixture
+def fake_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
+    """A GPU on which the quick tuning finds times."""
+    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(quick, "device_info", lambda device: H200)
+    monkeypatch.setattr(quick, "Runner", lambda device, settings, time: times)
+    return torch.device("cuda", 0)
+
+
+def test_a_quick_tuning_is_of_the_backends_that_would_run(fake_h200: torch.device) -> None:
+    request, stamp = replace(SHORT, needs_grad=True), tuned.stamp_of(H200)
+    decision = nsa_sel.explain_request(request, H200)
+    quick.tune_for(request, fake_h200)
+    found = tuned_file.written(stamp).results
+    assert {result.key.backend for result in found} == {decision.forward, decision.backward} & set(TUNED) != set()
+    assert {result.key.L for result in found} == {SHORT.max_length}
+    assert tuned.in_force(H200) is not None
+    with tuned_file.locked(stamp), pytest.raises(ArgumentError, match="running already"):
+        quick.tune_for(request, fake_h200)
+
+
+def test_a_quick_tuning_loads_no_public_module_and_no_package_of_an_extra() -> None:
+    code = "import sys, nsa_sel.bench.tune.quick; print(*sys.modules)"
+    loaded = set(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+    assert not {f"nsa_sel.{name}" for name in ("serving", "varlen", "layer", "bench.core.contenders")} & loaded
+    assert not {"triton", "tabulate", "typer", "rich", "matplotlib"} & loaded
+
+
 # Ranks
 
 
@@ -177,9 +211,9 @@ from nsa_sel.core import warm as core_warm
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.settings import tuned
 from nsa_sel.core.decide import explain_request
-from nsa_sel.bench.tune import tune
-from nsa_sel.settings.config import settings_for
+from nsa_sel.bench.tune import tuned_file
 from nsa_sel.settings.schema import Costs, KernelConfig
+from nsa_sel.settings.config import settings_for
 from nsa_sel.errors import NsaSelError
 from tests.helpers.policy_cases import H200, SHORT
 from tests.helpers.tune_cases import FORWARD, OTHER, result, write
@@ -202,7 +236,7 @@ write(result(winner=OTHER if rank == 0 else KernelConfig(16, 1, 1, loads="tma"))
 if rank == 0:
     model = settings_for(H200).costs.models["triton-tile/forward"]
     costs = Costs(provenance="measured by rank 0", dtypes=("bfloat16",), models={"triton-tile/forward": model})
-    tune.rewrite(tuned.stamp_of(H200), costs=costs)
+    tuned_file.rewrite(tuned.stamp_of(H200), costs=costs)
     tuned.forget()
 look("alone")
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "/meet", rank=rank, world_size=2)

@@ -1,0 +1,67 @@
+"""The command line that all benches share: options, results on stdout, progress and errors in one line on stderr."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from nsa_sel.cli.output import printable
+from nsa_sel.errors import ArgumentError, NsaSelError
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+
+Out = Annotated[Path, typer.Option("--out", help="JSON-lines file that rows are appended to; rows that it has are not measured again")]
+Device = Annotated[str, typer.Option("--device", help="auto, cuda, cpu")]
+Quick = Annotated[bool, typer.Option("--quick", help="a few small cases instead, on any device")]
+Only = Annotated[str, typer.Option("--only", help="only cases whose name contains this")]
+Backends = Annotated[str, typer.Option("--backends", help="backends, comma-separated; by default those that run on the device")]
+
+
+def device_of(name: str) -> str:
+    """cuda or cpu, of auto, cuda, cpu. Raises ArgumentError where it is not there."""
+    here = torch.cuda.is_available()
+    if name not in ("auto", "cuda", "cpu"):
+        raise ArgumentError("--device", repr(name), "auto, cuda, cpu", "pass one of these")
+    if name == "cuda" and not here:
+        raise ArgumentError("--device", "cuda", "cpu: no CUDA device is usable here", "leave --device out, or see `nsa-sel doctor`")
+    return "cuda" if here and name != "cpu" else "cpu"
+
+
+def need_gpu(program: str) -> None:
+    """Raises ArgumentError on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        raise ArgumentError(program, "on a machine without a usable GPU", "a CUDA device", "run it on a machine with a GPU")
+
+
+def stderr_console() -> Console:
+    """Where progress and words go: whole lines, as they are."""
+    return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+
+
+def echo(text: str) -> None:
+    """Print a result: rows come from files, which may hold anything."""
+    typer.echo(printable(text))
+
+
+def program(main: Callable[..., None]) -> None:
+    """Run `main` with the options of the command line; exit code 2 for an NsaSelError, in its own words, and 130 after Ctrl-C."""
+
+    @functools.wraps(main)
+    def interruptible(**options: Any) -> None:
+        try:
+            main(**options)
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(INTERRUPTED) from interrupt
+
+    try:
+        typer.run(interruptible)
+    except NsaSelError as error:
+        typer.echo(printable(f"error: {error}"), err=True)
+        sys.exit(2)

@@ -1,0 +1,163 @@
+"""How a call is timed: by CUDA events with the L2 cache flushed, by graph replay, or by the clock; and the spread of its times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nsa_sel.bench.core.cases import Case
+
+GRAPH_CALLS = 20  # calls captured into one graph, which share the launch of the graph
+LEAST_CALLS = 3
+MOST_SECONDS = 10.0  # of timed calls, however many were asked for
+FLUSH_BYTES = 256 << 20  # several times any L2 cache
+SETTLE = 0.02  # seconds before each call on a CPU: threads of the call before may still spin
+RESAMPLES = 1000  # of the bootstrap
+SAMPLED_AT_ONCE = 1 << 20  # times per draw of the bootstrap, which bounds its memory
+
+Work = Callable[[], Any]
+
+
+class Spread(NamedTuple):
+    """Times of calls in ms: median, 20th and 80th percentile, 95% confidence interval of the median, and the number of calls."""
+
+    median: float
+    p20: float
+    p80: float
+    ci_low: float
+    ci_high: float
+    calls: int
+
+    def over(self, count: int) -> Spread:
+        """The spread of a part, where each time is that of `count` equal parts."""
+        median, p20, p80, low, high = (number / count for number in self[:5])
+        return Spread(median, p20, p80, low, high, self.calls)
+
+
+class Timing(NamedTuple):
+    """How long something is timed: calls that fill `rep` ms, after half as many to warm up, or a number of calls."""
+
+    rep: float = 50
+    calls: int | None = None
+    warmup: int = 5  # calls, where `calls` is given
+    streams: int = 1  # CUDA streams that each run the call at once; the time of all of them is divided by their number
+
+
+def row(case: Case, direction: str, backend: str, times: Spread, **more: Any) -> dict[str, Any]:
+    """One measurement: the case, the direction (fwd, bwd, fwd+bwd, decode), the spread in ms, and the rest."""
+    names = ("ms_median", "ms_p20", "ms_p80", "ms_ci_low", "ms_ci_high")
+    found = dict(zip(names, (round(number, 5) for number in times[:5]), strict=True))
+    return {**case._asdict(), "direction": direction, "backend": backend, **found, "calls": times.calls, **more}
+
+
+def spread(times: Sequence[float], seed: int = 0) -> Spread:
+    """The spread of measured times; its confidence interval by bootstrap: medians of samples drawn from them with replacement."""
+    found = np.asarray(times, dtype=np.float64)
+    generator = np.random.default_rng(seed)
+    at_once = max(1, SAMPLED_AT_ONCE // len(found))
+    sizes = [(min(at_once, RESAMPLES - done), len(found)) for done in range(0, RESAMPLES, at_once)]
+    medians = np.concatenate([np.median(found[generator.integers(0, len(found), size)], axis=1) for size in sizes])
+    p20, median, p80 = np.quantile(found, (0.2, 0.5, 0.8)).tolist()
+    low, high = np.quantile(medians, (0.025, 0.975)).tolist()
+    return Spread(median, p20, p80, low, high, len(found))
+
+
+def milliseconds(work: Work, rep: float = 50, *, device: str = "cuda", timing: Timing | None = None) -> Spread:
+    """How long `work` takes on a GPU, whose L2 cache is flushed before each call, or on the CPU.
+
+    Of a slow `work` just `LEAST_CALLS` are timed, or as many as `MOST_SECONDS` allow where a number is asked for. `work` must have
+    run before: a first call compiles. (Triton's do_bench times one call of what takes longer than `rep`, after seven others.)
+    """
+    timing = timing or Timing(rep)
+    timed = _timed_on_gpu if device == "cuda" else _timed_on_cpu
+    if timing.streams > 1:
+        work = _on_streams(work, timing.streams)
+    times = timed(work, LEAST_CALLS)
+    each = max(min(times), 1e-3)
+    calls, warmup = int(timing.rep / each), int(timing.rep / each) // 2
+    if timing.calls is not None:
+        calls, warmup = min(timing.calls, int(MOST_SECONDS * 1e3 / each)), timing.warmup
+    if calls > LEAST_CALLS:
+        timed(work, warmup)
+        times = timed(work, calls)
+    return spread(times).over(timing.streams)
+
+
+def replayed_milliseconds(work: Work, rep: float = 50, *, timing: Timing | None = None) -> Spread:
+    """Time of one call on a GPU by graph replay: `GRAPH_CALLS` calls captured, the replay's time divided."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            work()
+    return milliseconds(graph.replay, rep, timing=timing).over(GRAPH_CALLS)
+
+
+def cpu_milliseconds(work: Work) -> float:
+    """One call on the CPU, after other threads have come to rest."""
+    time.sleep(SETTLE)
+    started = time.perf_counter()
+    work()
+    return (time.perf_counter() - started) * 1e3
+
+
+def one_call(work: Work, device: str = "cuda") -> float:
+    """Milliseconds of one call, for callers that do something between calls."""
+    return (_timed_on_gpu if device == "cuda" else _timed_on_cpu)(work, 1)[0]
+
+
+def workspace_bytes(work: Work, device: str = "cuda") -> int | None:
+    """Device memory that a call takes at its peak beyond what it returns; None on a CPU, where the call is just made."""
+    if device != "cuda":
+        work()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = work()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak - kept
+
+
+def _timed_on_gpu(work: Work, calls: int) -> list[float]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
+    for start, end in marks:
+        flush.zero_()
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in marks]
+
+
+def _timed_on_cpu(work: Work, calls: int) -> list[float]:
+    return [cpu_milliseconds(work) for _ in range(calls)]
+
+
+def _on_streams(work: Work, count: int) -> Work:
+    """Runs `work` on each of `count` CUDA streams at once, and has the current stream wait for all."""
+    streams = [torch.cuda.Stream() for _ in range(count)]  # type: ignore[no-untyped-call]
+
+    def all_of_them() -> None:
+        current = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                work()
+        for stream in streams:
+            current.wait_stream(stream)
+
+    return all_of_them

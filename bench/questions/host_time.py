@@ -1,0 +1,279 @@
+"""How much host time does one call take beyond its backend: checks, the decision, autograd, events, torch.compile?
+
+    python -m nsa_sel.bench.questions.host_time --out bench/results/h200/overhead.jsonl
+
+Tensors are tiny, so that the host is the bottleneck. Every backend is measured, and "nothing": a stand-in that returns new tensors and
+computes nothing. All parts of a backend take turns in one process. A round gives each part one median of many calls; differences and
+ratios are taken within a round, so that other load on the machine hits both sides.
+
+Parts, in microseconds:
+    call                        the whole call; with gradients, torch.autograd.grad of it
+    backend                     the backend's functions alone
+    check, decide               argument checks; request and decision, as calls make them. "decision, cached": the lookup alone
+    autograd, node              with gradients: an autograd node that does nothing; one that runs the backend and nothing else. PyTorch
+                                runs backward passes on a thread of its own, where a backend takes longer
+    beyond the backend          call - backend, or call - node with gradients
+    observing, off              call / call without event functions: what observability costs while it is off (a ratio)
+    graph, empty graph          the stand-in compiled: a graph of one call, and one of the same arguments without a call
+    further call                what each call beyond the first takes, from functions of nine calls and of one; "further compiled call":
+                                in a graph. "compiling adds" is the difference
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import numpy as np
+import torch
+import typer
+from rich.progress import track
+from tabulate import tabulate
+from torch import Tensor
+
+from nsa_sel.attention import selection_attention
+from nsa_sel.bench.core import environment
+from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.command_line import Device, device_of, echo, program
+from nsa_sel.bench.core.contenders import PACKED
+from nsa_sel.bench.core.markdown import spread
+from nsa_sel.bench.core.parity import Problem, make_problem
+from nsa_sel.bench.core.store import Row, as_lines, write_whole
+from nsa_sel.cli.output import output_file
+from nsa_sel.core import registry
+from nsa_sel.core.call import Call, device_info, request_of
+from nsa_sel.core.check import check_call
+from nsa_sel.core.decide import decide, select
+from nsa_sel.errors import BackendError
+from nsa_sel.telemetry import events
+
+CASE = Case("host", "random", 1, 4, 64, 1, 2, 16, 16, 2, 16, "bfloat16")
+CALLS = 50  # a round; few enough that a GPU's queue takes all their launches without waiting
+CHOSEN = "chosen"  # by the policy, instead of a backend forced by name
+NOTHING = "nothing"  # the stand-in, which runs in the place of packed SDPA
+MANY = 9  # calls in a function, for what each beyond the first takes
+UNOBSERVED = "call, without observing"
+FURTHER = {"further call": ("many calls", "call"), "further compiled call": ("graph of many", "graph")}  # of MANY calls, and of one
+Parts = dict[str, Callable[[], Any]]
+Times = dict[str, list[float]]  # microseconds, one a round
+
+
+def case_of(device: str, rows: int = CASE.S) -> Case:
+    """CASE with so many rows, float32 on a CPU."""
+    return CASE._replace(S=rows, S_kv=max(CASE.S_kv, rows), dtype="float32" if device == "cpu" else CASE.dtype)
+
+
+def prepared(case: Case, device: str, needs_grad: bool) -> Problem:
+    """The tensors of a case; q, k and v require gradients or do not."""
+    problem = make_problem(case, device)
+    for x in problem[1:4]:
+        x.requires_grad_(needs_grad)
+    return problem
+
+
+def direction_of(problem: Problem) -> str:
+    return "fwd+bwd" if problem.q.requires_grad else "fwd"
+
+
+def parts(problem: Problem, backend: str) -> Parts:
+    """What is timed, by name. Raises BackendError when `backend` refuses the call."""
+    selection, q, k, v, do = problem
+    needs_grad = q.requires_grad
+    forced = {CHOSEN: None, NOTHING: PACKED}.get(backend, backend)
+    scale = check_call(q, k, v, selection, None, None)[4]
+    device = device_info(q.device)
+    request = request_of(q, k, v, selection, needs_grad)
+    decision = decide(request, device, forced)
+    call = Call(q.detach(), k.detach(), v.detach(), selection, None, scale, decision.settings, device)
+    forward = registry.load(str(decision.forward)).forward
+    found: Parts = {
+        "call": _whole(problem, lambda q, k, v: selection_attention(q, k, v, selection, backend=forced)),
+        "backend": lambda: forward(call)[0],
+        "check": lambda: check_call(q, k, v, selection, None, None),
+        "decide": lambda: decide(request_of(q, k, v, selection, needs_grad), device_info(q.device), forced),
+        "decision, cached": lambda: select(request, device, forced),
+    }
+    if not needs_grad:
+        return found
+    backward = registry.load(str(decision.backward)).backward
+
+    def node(forward: Any, backward: Any) -> Callable[[], Any]:
+        return _whole(problem, lambda *inputs: _Node.apply(*inputs, call, forward, backward)[0])  # type: ignore[no-untyped-call]
+
+    found["backend"] = lambda: backward(call, *forward(call), do, None)
+    return found | {"autograd": node(empty_forward, empty_backward), "node": node(forward, backward)}
+
+
+def compiled_parts(problem: Problem, compiler: str) -> Parts:
+    """Calls of packed SDPA, or of what stands in for it: many in a function, and compiled by a backend of torch.compile."""
+    selection = problem.selection
+
+    def chain(calls: int) -> Callable[..., Tensor]:
+        def work(o: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for _ in range(calls):
+                o = selection_attention(o, k, v, selection, backend=PACKED)
+            return o
+
+        return work
+
+    def empty(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q * k.sum() * v.sum() * selection.ranges.sum()
+
+    def compiled(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return torch.compile(work, fullgraph=True, dynamic=True, backend=compiler)
+
+    works = {"many calls": chain(MANY), "graph": compiled(chain(1)), "graph of many": compiled(chain(MANY)), "empty graph": compiled(empty)}
+    return {name: _whole(problem, work) for name, work in works.items()}
+
+
+def _whole(problem: Problem, work: Callable[..., Tensor]) -> Callable[[], Any]:
+    """The forward, or with gradients both passes."""
+    inputs = problem[1:4]
+    return lambda: torch.autograd.grad(work(*inputs), inputs, problem.do) if problem.q.requires_grad else work(*inputs)
+
+
+def empty_forward(call: Call) -> tuple[Tensor, Tensor]:
+    """New tensors, unwritten, in the shapes of o and lse."""
+    rows = call.q.shape[:-1]
+    return call.q.new_empty(*rows, call.v.shape[-1]), torch.empty(rows, device=call.q.device)
+
+
+def empty_backward(call: Call, *_: Any) -> tuple[Tensor, ...]:
+    """New tensors, unwritten, in the shapes of dq, dk and dv."""
+    return torch.empty_like(call.q), torch.empty_like(call.k), torch.empty_like(call.v)
+
+
+class _Node(torch.autograd.Function):
+    """A node with the inputs and outputs of ours, that runs the functions it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, forward: Any, backward: Any) -> tuple[Tensor, Tensor]:
+        o, lse = forward(call)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.run = call, backward
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
+        return *ctx.run(ctx.call, *ctx.saved_tensors[3:], do, None), None, None, None
+
+
+@contextlib.contextmanager
+def without_observing() -> Iterator[None]:
+    """Calls inside the `with` block record, count and emit no events."""
+    module: Any = events
+    before = {name: getattr(module, name) for name in ("record", "follow", "count", "emit")}
+    for name in before:
+        setattr(module, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+
+
+@contextlib.contextmanager
+def standing_in() -> Iterator[None]:
+    """Calls inside the `with` block get unwritten tensors from whichever backend they are given to."""
+    stand_in, module, load = types.SimpleNamespace(forward=empty_forward, backward=empty_backward), cast(Any, registry), registry.load
+    module.load = lambda name: stand_in
+    try:
+        yield
+    finally:
+        module.load = load
+
+
+def microseconds(work: Callable[[], Any], calls: int, synchronize: Callable[[], None]) -> float:
+    """Median host time of one call, not counting the wait for what it queued. A mean would count other load on the core."""
+    synchronize()
+    marks = [time.perf_counter_ns()]
+    for _ in range(calls):
+        work()
+        marks.append(time.perf_counter_ns())
+    synchronize()
+    return float(np.median(np.diff(marks))) / 1e3
+
+
+def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: str = "") -> Times:
+    """Every part in each round, with the call without observing and what follows from them."""
+    synchronize: Callable[[], None] = torch.cuda.synchronize if problem.q.is_cuda else lambda: None
+    works = parts(problem, backend) | (compiled_parts(problem, compiler) if compiler else {})
+    times: Times = {name: [] for name in (*works, UNOBSERVED)}
+    for turn in track(range(rounds + 1), f"{backend}, {direction_of(problem)}"):
+        for name, work in works.items():
+            if name != "call":
+                times[name].append(microseconds(work, calls, synchronize))
+        # Which of the two goes first may matter: they alternate.
+        for observing in (True, False) if turn % 2 else (False, True):
+            with contextlib.nullcontext() if observing else without_observing():
+                times["call" if observing else UNOBSERVED].append(microseconds(works["call"], calls, synchronize))
+    times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
+    least = times["node" if problem.q.requires_grad else "backend"]
+    times["beyond the backend"] = _difference(times["call"], least)
+    if compiler:
+        for name, (many, one) in FURTHER.items():
+            times[name] = _difference(times.pop(many), times[one], MANY - 1)
+        times["compiling adds"] = _difference(times["further compiled call"], times["further call"])
+    return times
+
+
+def _difference(many: list[float], few: list[float], number: int = 1) -> list[float]:
+    """What one of `number` takes that the first have beyond the second, in each round."""
+    return [(a - b) / number for a, b in zip(many, few, strict=True)]
+
+
+def rows_of(case: Case, problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: Row) -> list[Row]:
+    """One row a part, in microseconds, and one with the ratio of a call to one without observing."""
+    with standing_in() if backend == NOTHING else contextlib.nullcontext():
+        times = measured(problem, backend, rounds, calls, compiler if backend == NOTHING else "")
+    common = {**case._asdict(), "direction": direction_of(problem), "backend": backend, "rounds": rounds, "calls_a_round": calls}
+    ratios = [a / b for a, b in zip(times["call"], times[UNOBSERVED], strict=True)]
+    rows = []
+    for part, unit, taken, digits in (*((name, "us", found, 3) for name, found in times.items()), ("observing, off", "ratio", ratios, 4)):
+        p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(digits).tolist()
+        rows.append({**common, "part": part, f"{unit}_median": median, f"{unit}_p20": p20, f"{unit}_p80": p80, **facts})
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Medians with their spread."""
+    lines = []
+    for row in rows:
+        unit = "us" if "us_median" in row else "ratio"
+        lines.append([row["backend"], row["direction"], row["part"], f"{row[f'{unit}_median']:.3g}", spread(row, unit=unit), unit])
+    return tabulate(lines, headers=["backend", "direction", "part", "median", "p20 to p80", ""], disable_numparse=True)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON-lines file of the rows; overwritten")],
+    rounds: Annotated[int, typer.Option(min=1, help="rounds, each of --calls calls of every part")] = 200,
+    calls: Annotated[int, typer.Option(min=1, help="calls of a part in a round")] = CALLS,
+    device: Device = "auto",
+    backends: Annotated[str, typer.Option(help=f"{NOTHING}, {CHOSEN} or backends, comma-separated; by default all")] = "",
+    compiler: Annotated[str, typer.Option(help="the backend of torch.compile for the stand-in's compiled calls")] = "inductor",
+    S: Annotated[int, typer.Option("--S", min=1, help="rows of a call")] = CASE.S,
+) -> None:
+    """Time the stand-in, the policy's choice, and every backend that takes the call, by name; print a table and write the rows."""
+    output_file("--out", out, make_folder=True)
+    where = device_of(device)
+    torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
+    facts = {**environment.stamp(where), "threads": 1}
+    rows, case = list[Row](), case_of(where, S)
+    for name in backends.split(",") if backends else (NOTHING, CHOSEN, *registry.backends()):
+        for needs_grad in (False, True):
+            try:
+                rows += rows_of(case, prepared(case, where, needs_grad), name, rounds, calls, compiler, facts)
+            except BackendError as error:
+                echo(str(error))
+                break
+    write_whole(out, as_lines(rows))
+    echo(table(rows))
+
+
+if __name__ == "__main__":
+    program(main)

@@ -1,0 +1,266 @@
+"""The report's panels on speed: each takes rows of one device and gives text, drawings, tables, or one line that says what is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.contenders import DENSE, PACKED
+from nsa_sel.bench.core.markdown import MARK, factor, ms, table
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.report import figures, roofline, summary
+from nsa_sel.bench.report.document import Panel, Table, table_of_texts
+from nsa_sel.bench.report.figures import Facet, Figure, Interval, Line, Mark, Slope, role_of, short
+from nsa_sel.bench.report.roofline import Peaks, Point
+from nsa_sel.bench.report.summary import OURS, Curve, break_even, curves, from_length, indexed, ours, ours_in, speed_up
+
+TITLES = {"fwd": "Forward", "bwd": "Backward", "fwd+bwd": "Forward + backward, one call", "decode": "Decode"}
+WORDS = {DENSE: "dense attention", PACKED: "packed SDPA"}
+KINDS = {"real": "text", "random": "random"}
+
+
+def thousands(S: float) -> str:
+    return f"{S / 1024:.0f}k" if S >= 1024 else f"{S:.0f}"
+
+
+def plain(x: float) -> str:
+    return f"{x:.0f}"
+
+
+def faster_in(rows: Sequence[Row], over: str) -> str:
+    """In how many cases ours is ahead of another backend, as a sentence."""
+    gains = [gain for of_case in indexed(rows).values() if (gain := speed_up(of_case, over)) is not None]
+    if not gains:
+        return f"No case has rows of ours and of {WORDS[over]}."
+    return f"Ours is faster than {WORDS[over]} in {sum(gain > 1 for gain in gains)} of {len(gains)} measured pairs of case and direction."
+
+
+def pays_from(rows: Sequence[Row]) -> str:
+    """From which length on ours is ahead of dense attention when training on text, as a sentence."""
+    found = [curve for curve in curves(rows) if (curve.direction, curve.kind) == ("fwd+bwd", "real")]
+    if not found:
+        return "Where selection starts to pay in training was not measured."
+    lengths = [f"{from_length(break_even(curve.lengths, curve.gains), curve.lengths)} tokens at h {curve.h}" for curve in found]
+    return f"Forward and backward over text, ours is faster than dense attention from these lengths on: {', '.join(lengths)}."
+
+
+def case_groups() -> dict[str, str]:
+    """Case name -> what kind of cases it belongs to; a case of several kinds to the first."""
+    groups: dict[str, list[Case]] = {
+        "text and random, 8k and 32k": cases.performance_cases(),
+        "decode, long caches": cases.decode_cases(),
+        "1024 rows of 8k keys, by L": [case for case in cases.threshold_cases() if case.S > 1],
+        "64 sequences decoded, by L": [case for case in cases.threshold_cases() if case.S == 1],
+        "other lengths, 1k to 128k": [*cases.breakeven_cases(), *cases.scaling_cases()],
+        "every layer of the model": [case for case in cases.layer_cases() if case.B == 1],
+        "four layers as a batch": [case for case in cases.layer_cases() if case.B > 1],
+    }
+    names: dict[str, str] = {}
+    for group, members in groups.items():
+        for case in members:
+            names.setdefault(case.case, group)
+    return names
+
+
+def verdict(rows: Sequence[Row]) -> Panel:
+    """Where ours is ahead of dense attention and where not, by kind of case, direction and h."""
+    panel = Panel("verdict", "Where selection beats dense attention, and where it does not")
+    group_of = case_groups()
+    order, directions = [*dict.fromkeys(group_of.values()), "other cases"], list(TITLES)
+    groups: dict[tuple[int, int, int], list[tuple[float, str]]] = {}
+    for (name, direction), found in indexed(rows).items():
+        best, gain = ours(found), speed_up(found)
+        if best is not None and gain is not None and direction in TITLES:
+            at = order.index(group_of.get(name, "other cases")), directions.index(direction), -best["h"]
+            groups.setdefault(at, []).append((gain, name))
+    if not groups:
+        missing = f"No case has rows of both ours ({', '.join(OURS)}) and {DENSE}: nothing to compare with dense attention."
+        return panel._replace(missing=missing)
+    lines = []
+    for (group, number, h), members in sorted(groups.items()):
+        (least, slowest), (most, _), middle = min(members), max(members), median(gain for gain, _ in members)
+        ahead = sum(gain > 1 for gain, _ in members)
+        lines.append((order[group], directions[number], -h, len(members), ahead, *map(factor, (least, middle, most)), slowest))
+    headers = ["cases", "direction", "h", "measured", "ours faster", "least", "median", "most", "least in"]
+    return panel._replace(
+        text="Dense attention reads every key, ours only those that rows select. Dense attention may be faster where texts are short,"
+        " groups have few heads, or rows select most keys.",
+        tables=(Table("Ours against dense attention", table_of_texts(headers, lines, 2)),),
+    )
+
+
+def speedup_by_S(rows: Sequence[Row], over: str) -> Panel:
+    """How many times faster ours is than another backend, over the length of the text."""
+    panel = Panel({DENSE: "speedup", PACKED: "speedup-packed"}[over], f"Speed-up over {WORDS[over]}, by length")
+    found = curves(rows, over)
+    if not found:
+        return panel._replace(missing=f"No length has rows of ours and {over}: the suites performance and breakeven have.")
+    facets, label = [], f"times faster than {WORDS[over]}"
+    for direction in dict.fromkeys(curve.direction for curve in found):
+        some = [curve for curve in found if curve.direction == direction]
+        lines = [_line(curve) for curve in some]
+        draw = figures.gains(TITLES[direction], "tokens S", label, lines, 1, f"{WORDS[over]} is faster", thousands)
+        facets.append(Facet(f"{TITLES[direction]}, {label}: {'; '.join(map(_ends, some))}.", draw))
+    cells = [
+        (curve.direction, KINDS[curve.kind], curve.h, thousands(S), f"{factor(gain)}{MARK * mark}", backend)
+        for curve in found
+        for S, gain, backend, mark in zip(curve.lengths, curve.gains, curve.backends, curve.scattered, strict=True)
+    ]
+    made = table(["direction", "selection", "h", "S", "faster by", "with"], cells, 2)
+    return panel._replace(
+        text="Text: the first S rows of what SmolLM2-135M selects in 8k tokens; random selections share few blocks. 4 groups of h heads,"
+        " 16 blocks of 64 keys a row. A point's color is the fastest backend of ours.",
+        figure=Figure(tuple(facets), _key(ours_in(rows)), ("text", "random selections")),
+        tables=(Table(f"Ours against {WORDS[over]}", made, folded=True),),
+    )
+
+
+def _key(backends: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((role_of(backend), backend) for backend in backends)
+
+
+def _line(curve: Curve) -> Line:
+    text = curve.kind == "real"
+    roles = [role_of(backend) for backend in curve.backends]
+    return Line(curve.lengths, curve.gains, roles, f"h {curve.h}", dashed=not text, at_start=text)
+
+
+def _ends(curve: Curve) -> str:
+    """A curve in words."""
+    first, last = (f"{factor(curve.gains[i])} at {thousands(curve.lengths[i])}" for i in (0, -1))
+    return f"{KINDS[curve.kind]}, h {curve.h}, from {first} to {last}"
+
+
+def speedup_by_L(rows: Sequence[Row]) -> Panel:
+    """How many times faster ours is, over the number of keys that a row selects."""
+    panel = Panel("speedup-by-L", "Speed-up by selected keys")
+    facets, cells, partners = [], [], []
+    for direction, title in (("fwd", "1024 rows of 8k keys, forward"), ("bwd", "The same, backward"), ("decode", "64 sequences decoded")):
+        lines = []
+        for over, D in ((over, D) for over in (PACKED, DENSE) for D in (64, 128)):
+            gains = by_L(rows, direction, D, over)
+            if gains:
+                partners.append(over)
+                words = f"{WORDS[over].split()[0]}, D {D}"
+                lines.append(Line(list(gains), list(gains.values()), [over] * len(gains), words, over, dashed=D == 64))
+                cells += [(direction, WORDS[over], D, L, factor(gain)) for L, gain in gains.items()]
+        if lines:
+            draw = figures.gains(title, "selected keys a row, L", "times faster", lines, 1, "the other is faster", plain)
+            said = [f"than {line.label}, {', '.join(f'{factor(y)} at {x}' for x, y in zip(line.x, line.y, strict=True))}" for line in lines]
+            facets.append(Facet(f"{title}, times faster by L: {'; '.join(said)}.", draw))
+    missing = " ".join(f"No case by L has rows of ours and {over}: the suite threshold has." for over in WORDS if over not in partners)
+    if not facets:
+        return panel._replace(missing=missing)
+    key = tuple((over, f"over {WORDS[over]}") for over in dict.fromkeys(partners))
+    return panel._replace(
+        text="Random selections, 2 groups of 4 heads. With half of all keys selected (L 4096 of 8192) selection has little left to spare.",
+        figure=Figure(tuple(facets), key, ("D 128", "D 64")),
+        tables=(Table("Speed-up by L", table(["direction", "against", "D", "L", "faster by"], cells, 2), folded=True),),
+        missing=missing,
+    )
+
+
+def by_L(rows: Sequence[Row], direction: str, D: int, over: str) -> dict[int, float]:
+    """L -> how many times faster ours is, over the threshold cases of one direction and head dimension."""
+    index = indexed(rows)
+    some = [case for case in cases.threshold_cases() if case.Dk == D and (case.S == 1) == (direction == "decode")]
+    found = {case.n * case.block: speed_up(index.get((case.case, direction), {}), over) for case in some}
+    return {L: gain for L, gain in found.items() if gain is not None}
+
+
+def breakeven(rows: Sequence[Row]) -> Panel:
+    """From which length on ours is faster than dense attention, by h."""
+    panel = Panel("break-even", "Where selection starts to pay against dense attention")
+    found = curves(rows)
+    if not found:
+        return panel._replace(missing=f"No length has rows of ours and {DENSE}: the suite breakeven has.")
+    span = min(curve.lengths[0] for curve in found), max(curve.lengths[-1] for curve in found)
+    facets = []
+    for direction in dict.fromkeys(curve.direction for curve in found):
+        intervals = [_interval(curve) for curve in found if curve.direction == direction]
+        draw = figures.lengths(TITLES[direction], "faster from so many tokens on", intervals, thousands, span)
+        alt = "; ".join(f"{interval.row}, {interval.words}" for interval in intervals)
+        facets.append(Facet(f"{TITLES[direction]}, faster than dense attention from so many tokens on: {alt}.", draw))
+    return panel._replace(
+        text="The length from which on every measured length is faster, interpolated linearly between logarithms. An arrow: it lies beyond"
+        " the measured lengths, which for text end at 8k and for random selections begin there.",
+        figure=Figure(tuple(facets)),
+        tables=(Table("Break-even", summary.breakeven_table(rows), folded=True),),
+    )
+
+
+def _interval(curve: Curve) -> Interval:
+    S = break_even(curve.lengths, curve.gains)
+    side, at = (-1, curve.lengths[0]) if S == 0 else (1, curve.lengths[-1]) if S == math.inf else (0, S)
+    role = "ink" if curve.kind == "real" else "muted"
+    return Interval(f"h {curve.h}", at, side, role, f"{KINDS[curve.kind]}: {from_length(S, curve.lengths)}")
+
+
+def times(rows: Sequence[Row]) -> Panel:
+    """Milliseconds of every backend, on the cases of the documents' table; where there are none of those, on all."""
+    caption = "Milliseconds a whole call, medians"
+    made = summary.performance_table(rows)
+    if made.count("\n") > 1:
+        text = "Factors compare the fastest of ours with dense attention and with packed SDPA."
+        return Panel("times", "Times", text, tables=(Table(caption, made),))
+    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    cells = [(*key, *(ms(found.get(backend)) for backend in backends)) for key, found in indexed(rows).items()]
+    return Panel("times", "Times", tables=(Table(caption, table_of_texts(["case", "direction", *backends], cells, 2)),))
+
+
+def roof(rows: Sequence[Row], peaks: Peaks | None) -> Panel:
+    """Every kernel under the roof of the device."""
+    panel = Panel("roofline", "Roofline")
+    points = roofline.points(rows, [case.case for case in (*cases.performance_cases(), *cases.decode_cases())])
+    if not points:
+        return panel._replace(missing=f"No row of {', '.join(roofline.COUNTED)} on the cases of the suites performance and decode.")
+    facets = []
+    for direction in (each for each in roofline.DIRECTIONS if any(point.direction == each for point in points)):
+        facets.append(_under_the_roof(direction, [point for point in points if point.direction == direction], peaks))
+    headers = ["case", "direction", "kernel", "ms", "GFLOP", "least MB", "moved MB", "FLOP a byte", "TFLOP/s", "TB/s moved"]
+    caption = "Counted work, and what was reached"
+    roofs = "This device's roofs are left out: no figures of it are on record, and none were given (--copy-tbs, --matmul-tflops)."
+    if peaks:
+        headers += ["least ms", "of the roof"]
+        roofs = f"Roofs: {peaks.copy_tbs:g} TB/s of a copy, {peaks.matmul_tflops:g} TFLOP/s of a bf16 product ({peaks.source})."
+        caption += "; least ms: the longer of the times that the operations, and the least bytes, take at the roofs"
+    return panel._replace(
+        text=f"{roofs} Operations are those that the result needs. Bytes are what the kernel loads and stores, counted from"
+        " sizes and from how many blocks neighboring rows share. Points above the memory line are served by the L2 cache (dashed: the most"
+        " that a kernel moves here). Circles: text; squares: random selections. Dense attention and packed SDPA are not shown: the bytes"
+        " of their kernels are not counted here.",
+        figure=Figure(tuple(facets), _key([name for name in roofline.COUNTED if name in ours_in(rows)])),
+        tables=(Table(caption, table(headers, [_cells(point, peaks) for point in points], 3), folded=True),),
+    )
+
+
+def _under_the_roof(direction: str, points: Sequence[Point], peaks: Peaks | None) -> Facet:
+    fastest, best = max(points, key=lambda point: point.moved_tbs), max(points, key=lambda point: point.tflops)
+    slopes = [Slope(peaks.copy_tbs, f"memory, {peaks.copy_tbs:g} TB/s", False)] if peaks else []
+    if not peaks or fastest.moved_tbs > peaks.copy_tbs:
+        slopes.append(Slope(fastest.moved_tbs, f"most moved here, {fastest.moved_tbs:.3g} TB/s", True))
+    # Points of one backend and h at about one intensity share a label, beside the highest.
+    highest = {(p.backend, p.h, round(2 * math.log(p.intensity))): p for p in sorted(points, key=lambda point: point.tflops)}
+    labelled = set(highest.values())
+    marks = []
+    for p in points:
+        label, shape = f"h {p.h}" if p in labelled else "", "o" if p.case.startswith("real") else "s"
+        marks.append(Mark(p.intensity, p.tflops, role_of(p.backend), label, shape, left=p.backend == roofline.BY_ROWS))
+    alt = (
+        f"{TITLES[direction]}, {len(points)} kernels and cases under the roof. Most operations: {best.backend} on {best.case},"
+        f" {best.tflops:.3g} TFLOP/s at {best.intensity:.3g} operations a byte. Most bytes: {fastest.backend} on {fastest.case},"
+        f" {fastest.moved_tbs:.3g} TB/s."
+    )
+    return Facet(alt, figures.roofline(TITLES[direction], marks, slopes, peaks.matmul_tflops if peaks else None))
+
+
+def _cells(point: Point, peaks: Peaks | None) -> tuple[str, ...]:
+    work = point.work
+    sizes = point.ms, work.operations / 1e9, work.least_bytes / 1e6, work.moved_bytes / 1e6
+    shown = [f"{figure:.3g}" for figure in (*sizes, point.intensity, point.tflops, point.moved_tbs)]
+    if peaks:
+        shown += [f"{point.least_ms(peaks):.3g}", f"{point.least_ms(peaks) / point.ms:.1%}"]
+    return (point.case, point.direction, short(point.backend), *shown)

@@ -1,0 +1,33 @@
+"""What tests of benches and tuning share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa_sel.bench.core import timing
+from nsa_sel.bench.core.timing import Spread, Timing
+
+
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> list[Timing]:
+    """Calls are made once and not waited for, and take 2 ms; how they were to be timed."""
+    asked: list[Timing] = []
+
+    def milliseconds(work: Any, *, timing: Timing, **_: Any) -> Spread:
+        work()
+        asked.append(timing)
+        return Spread(2.0, 1.0, 3.0, 1.5, 2.5, timing.calls or 7)
+
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    monkeypatch.setenv("NSA_SEL_COMMIT", "abc1234")
+    return asked
+
+
+@pytest.fixture
+def tuned_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where `nsa-sel tune` writes: in a cache folder of the test's own."""
+    monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tuned"

@@ -1,0 +1,143 @@
+"""The bench of host time: its parts, what it patches for a while, and that committed rows meet the targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nsa_sel
+from nsa_sel.bench.core import store
+from nsa_sel.bench.core.contenders import PACKED
+from nsa_sel.bench.questions import host_time
+from nsa_sel.bench.questions.host_time import (
+    CHOSEN,
+    FURTHER,
+    MANY,
+    NOTHING,
+    UNOBSERVED,
+    case_of,
+    compiled_parts,
+    measured,
+    parts,
+    prepared,
+    standing_in,
+    without_observing,
+)
+from nsa_sel.core import registry
+from nsa_sel.errors import BackendError
+from nsa_sel.telemetry import events
+from tests.helpers.paths import ROOT
+
+CASE = case_of("cpu")
+COMMITTED = sorted((ROOT / "bench" / "results").glob("*/overhead.jsonl"))
+DECISION_US, HOST_US = 3.0, 30.0  # the targets: a cached decision, and what a call takes beyond its backend
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_parts_do_what_they_say(needs_grad: bool) -> None:
+    problem = prepared(CASE, "cpu", needs_grad)
+    works = parts(problem, "numba")
+    assert ("autograd" in works) == ("node" in works) == needs_grad
+    whole, alone = works["call"](), works["backend"]()
+    if needs_grad:
+        for other in (alone, works["node"]()):
+            assert all(map(lambda a, b: (a - b).abs().max() < 1e-6, whole, other))
+        assert [x.shape for x in works["autograd"]()] == [x.shape for x in whole]
+    else:
+        assert (whole - alone).abs().max() < 1e-6
+    assert works["decision, cached"]() is works["decide"]()
+    assert nsa_sel.decisions()[-1].override.source == "argument"  # type: ignore[union-attr]
+    parts(problem, CHOSEN)["call"]()
+    assert nsa_sel.decisions()[-1].override is None
+
+
+def test_backends_that_refuse_say_so() -> None:
+    with pytest.raises(BackendError, match=r"'numbat'.*did you mean 'numba'"):
+        parts(prepared(CASE, "cpu", False), "numbat")
+
+
+def test_patched_functions_are_restored() -> None:
+    problem, functions, load = prepared(CASE, "cpu", False), vars(events).copy(), registry.load
+    works = parts(problem, "numba")
+    before = events.tallies()
+    with without_observing():
+        works["call"]()
+    assert events.tallies() == before
+    with standing_in():
+        assert parts(problem, NOTHING)["call"]().shape == problem.q.shape
+    assert registry.load == load
+    assert all(vars(events)[name] is functions[name] for name in ("record", "follow", "count", "emit"))
+    works["call"]()
+    assert events.tallies() != before
+
+
+@pytest.mark.parametrize(("needs_grad", "least"), [(False, "backend"), (True, "node")])
+def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatch, needs_grad: bool, least: str) -> None:
+    clock = iter(range(1, 1000))
+    monkeypatch.setattr(host_time, "microseconds", lambda *_: float(next(clock)))
+    times = measured(prepared(CASE, "cpu", needs_grad), CHOSEN, rounds=3, calls=1)
+    assert all(len(taken) == 3 for taken in times.values())
+    for call, backend, beyond in zip(times["call"], times[least], times["beyond the backend"], strict=True):
+        assert beyond == call - backend
+    firsts = [a < b for a, b in zip(times["call"], times[UNOBSERVED], strict=True)]
+    assert firsts == [True, False, True]  # they alternate in going first
+
+
+def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = MANY - 1
+    fake = {"call": 10.0, "many calls": 10.0 + 3 * more, "graph": 50.0, "empty graph": 20.0, "graph of many": 50.0 + 7 * more}
+    monkeypatch.setattr(host_time, "parts", lambda *_: {"call": lambda: fake["call"], "backend": lambda: 4.0})
+    monkeypatch.setattr(host_time, "compiled_parts", lambda *_: {name: lambda ms=ms: ms for name, ms in fake.items() if name != "call"})
+    monkeypatch.setattr(host_time, "microseconds", lambda work, *_: work())
+    times = measured(prepared(CASE, "cpu", False), NOTHING, rounds=1, calls=1, compiler="eager")
+    assert (times["further call"], times["further compiled call"], times["compiling adds"]) == ([3.0], [7.0], [4.0])
+    assert not {"many calls", "graph of many"} & set(times)
+
+
+def test_compiled_parts_do_the_same() -> None:
+    problem = prepared(CASE, "cpu", False)
+    works = compiled_parts(problem, "eager")
+    assert torch.equal(works["graph"](), parts(problem, PACKED)["call"]())
+    assert torch.equal(works["graph of many"](), works["many calls"]())
+    assert works["empty graph"]().shape == problem.q.shape
+
+
+def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, names = tmp_path / "overhead.jsonl", (NOTHING, CHOSEN, "numba")
+    threads = torch.get_num_threads()
+    host_time.main(out, rounds=2, calls=2, device="cpu", backends=",".join(names), compiler="eager", S=70)
+    torch.set_num_threads(threads)
+    rows = store.read(out)
+    assert {(row["backend"], row["direction"]) for row in rows} == {(name, way) for name in names for way in ("fwd", "fwd+bwd")}
+    assert {(row["S"], row["S_kv"]) for row in rows} == {(70, 70)}
+    assert all(row["device"] and row["threads"] == 1 and row["command"] for row in rows)
+    assert "observing, off" in capsys.readouterr().out
+    of_parts = {(row["backend"], row["part"]) for row in rows}
+    for part in ("graph", "empty graph", *FURTHER, "compiling adds"):
+        assert (NOTHING, part) in of_parts
+        assert (CHOSEN, part) not in of_parts
+
+
+@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.parent.name)
+def test_committed_rows_meet_the_targets(file: Path) -> None:
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        if row["part"] == "decision, cached":
+            assert row["us_median"] <= DECISION_US, row
+    (beyond,) = [row for row in rows if selects(row, NOTHING, "fwd", "beyond the backend")]
+    assert beyond["us_median"] <= HOST_US
+    for row in rows:
+        if row["part"] == "observing, off" and row["backend"] == CHOSEN:
+            assert row["ratio_p20"] <= 1 <= row["ratio_p80"], "observing costs a real call something, though it is off"
+
+
+def test_there_are_committed_rows() -> None:
+    assert "cpu" in [file.parent.name for file in COMMITTED]
+
+
+def selects(row: dict[str, Any], backend: str, direction: str, part: str) -> bool:
+    return (row["backend"], row["direction"], row["part"]) == (backend, direction, part)

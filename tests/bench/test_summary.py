@@ -1,0 +1,107 @@
+"""What tables make of rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.cases import layers_of
+from nsa_sel.bench.core.contenders import DENSE, PACKED
+from nsa_sel.bench.report import summary
+from tests.helpers.documents import table_lines
+
+
+def row(case: str, direction: str, backend: str, ms: float, workspace: int = 0) -> dict[str, Any]:
+    return {"case": case, "direction": direction, "backend": backend, "ms_median": ms, "workspace_bytes": workspace}
+
+
+def test_ours_is_the_fastest_of_our_backends() -> None:
+    found = {b: row("c", "fwd", b, ms) for b, ms in (("triton-tile", 2.0), ("triton-group", 3.0), (DENSE, 5.0), (PACKED, 1.0))}
+    assert summary.ours(found) is found["triton-tile"]
+    assert summary.speed_up(found) == 2.5
+    assert summary.ours({DENSE: found[DENSE]}) is None
+    assert summary.speed_up({"triton-tile": found["triton-tile"]}) is None
+
+
+def test_a_fit_finds_the_line() -> None:
+    slope, intercept, r2 = summary.fit([8, 32, 64, 128], [0.25 * S + 3 for S in (8, 32, 64, 128)])
+    assert (slope, intercept, r2) == pytest.approx((0.25, 3, 1))
+    assert summary.fit([8, 32, 64, 128], [S**2 for S in (8, 32, 64, 128)]).r2 < 0.99
+    assert summary.fit([8, 32], [1.0, 1.0]).r2 == 1
+
+
+def test_break_even_is_exact_for_powers() -> None:
+    lengths = [1024, 2048, 4096, 8192]
+    gains = [(1e-6 * S**2) / (3e-3 * S) for S in lengths]  # dense quadratic, ours linear: equal at 3000
+    assert summary.break_even(lengths, gains) == pytest.approx(3000)
+    assert summary.break_even(lengths, [1.0, 2, 4, 8]) == 0
+    assert summary.break_even(lengths, [0.1, 0.2, 0.4, 0.8]) == math.inf
+    assert summary.break_even(lengths, [2, 0.5, 2, 4]) == pytest.approx(2048 * 2**0.5)  # from there on it always wins
+    assert summary.break_even(lengths[:2], [0.5, 1]) == pytest.approx(2048)
+
+
+def test_tables_of_synthetic_rows() -> None:
+    rows = []
+    for case in (*cases.scaling_cases(), *cases.breakeven_cases()):
+        for direction, factor in (("fwd", 1), ("bwd", 2), ("fwd+bwd", 3)):
+            rows.append(row(case.case, direction, "triton-block", factor * 3e-4 * case.S))
+            rows.append(row(case.case, direction, DENSE, factor * 1e-7 * case.S**2))
+    rows += [row(case.case, "fwd", "triton-tile", 1 + layers_of(case.case)[0]) for case in cases.layer_cases()]
+    rows += [row(case.case, "fwd", DENSE, 15.5) for case in cases.layer_cases()]
+
+    scaling = {(line["direction"], line["h"]): line for line in table_lines(summary.scaling_table(rows))}
+    assert len(scaling) == 6
+    assert scaling["bwd", "4"]["slope, ms a 1024 rows"] == f"{2 * 3e-4 * 1024:.3g}"
+    assert (scaling["fwd", "1"]["last / first"], scaling["fwd", "1"]["dense: last / first"]) == ("1.00", "16.00")
+
+    even = {(line["direction"], line["selection"], line["h"]): line for line in table_lines(summary.breakeven_table(rows))}
+    assert len(even) == 3 * 2 * 3
+    assert even["fwd+bwd", "real", "16"]["faster from S"] == "2.9k"  # 3000 / 1024
+    assert even["fwd", "random", "1"]["faster from S"] == "below 8k"
+
+    layers = {(line["B"], line["h"]): line for line in table_lines(summary.layers_table(rows))}
+    assert len(layers) == 6
+    line = layers["1", "16"]
+    assert [line[x] for x in ("cases", "min", "median", "max", "slowest layer", "faster", "which")] == [
+        *("30", "1", "15.5", "30", "29", "15", "tile")
+    ]
+    assert (layers["4", "1"]["cases"], layers["4", "1"]["slowest layer"]) == ("8", "28-29-0-1")
+
+
+def test_targets_say_what_is_met() -> None:
+    (met, target), (missed, other), *_ = summary.TARGETS["fwd"].items()
+    rows = [row(met, "fwd", "triton-tile", target), row(missed, "fwd", "triton-tile", other * 1.5, 3 << 30)]
+    others = [
+        row(met, "fwd", name, ms) | {"computes": computes, "causal": causal, **wrong}
+        for name, ms, computes, causal, wrong in (
+            ("right", 3.0, "selection", True, {}), ("slower", 4.0, "selection", True, {}), ("dense", 1.0, "every key", True, {}),
+            ("sees the future", 1.0, "selection", False, {}), ("wrong", 1.0, "selection", True, {"wrong": "o is off"}),
+        )
+    ]  # fmt: skip
+    table = table_lines(summary.targets_table(rows, others))
+    assert [line["outcome"] for line in table] == ["met", "missed by 50.0%"]
+    assert [line["best measured peer"] for line in table] == ["3", "-"]  # a figure has a row, or there is none
+    (space,) = table_lines(summary.workspace_table(rows))
+    assert (space["most, MiB"], space["1 GiB"]) == ("3072", "over by 200%")
+    measured_cases = {case.case for case in (*cases.performance_cases(), *cases.decode_cases())}
+    assert {case for targets in summary.TARGETS.values() for case in targets} <= measured_cases
+
+
+@pytest.mark.parametrize("name", [name for name in dir(summary) if name.endswith("_table")])
+def test_tables_need_no_rows_and_later_rows_count(name: str) -> None:
+    table = getattr(summary, name)
+    assert len(table([]).splitlines()) == 2
+    old, new = (
+        [row(c, d, "triton-group", ms) for ms in (t,) for c in ("real-8k-h16", "random-8k-h16", "random-32k-h16") for d in ("fwd", "bwd")]
+        for t in (1.0, 2.0)
+    )
+    gone = [
+        {key: value for key, value in row.items() if key not in ("ms_median", "workspace_bytes")} | {"error": "out of memory"}
+        for row in new
+    ]
+    assert table([*new, *gone]) == table(new)
+    if name != "workspace_table":
+        assert table([*old, *new]) == table(new)
