@@ -198,9 +198,9 @@ def _grouped(events: Iterable[dict[str, Any]], *names: str) -> list[tuple[tuple[
 
 def _times(events: Iterable[dict[str, Any]]) -> tuple[Times, ...]:
     found = []
-    for key, group in _grouped(events, "backend", "direction", "length", "rows"):
+    for (backend, direction, length, rows), group in _grouped(events, "backend", "direction", "length", "rows"):
         ms = [fields["ms"] for fields in group]
-        found.append(Times(*key, len(ms), median(ms), max(ms)))
+        found.append(Times(backend, direction, length, rows, len(ms), median(ms), max(ms)))
     return tuple(sorted(found, key=lambda times: -times.median_ms))
 
 

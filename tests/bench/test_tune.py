@@ -107,7 +107,7 @@ def test_the_fastest_wins_where_spreads_are_apart_in_both_rounds() -> None:
     assert (result.measured, result.failed) == (1 + len(job.candidates), 0)
     file, table = tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")
     assert file.results == (result,)
-    assert table.launches == {(job.key.shape, job.key.way): {job.kernel: best}}
+    assert table.kernels == {(job.key.shape, job.key.way): {job.kernel: best}}
 
 
 TWO = ("real-blocks", "random-blocks")
@@ -142,7 +142,7 @@ def test_the_best_over_both_problems_wins() -> None:
     assert sorted(second, key=str) == sorted([(problem, config) for problem in TWO for config in (some_jobs()[0].committed, b)], key=str)
     file, table = tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")
     assert len(file.results) == 2
-    assert table.launches == {(results[0].key.shape, results[0].key.way): {results[0].kernel: b}}
+    assert table.kernels == {(results[0].key.shape, results[0].key.way): {results[0].kernel: b}}
 
 
 def test_what_loses_on_random_blocks_does_not_win_however_fast_it_is_on_text() -> None:
@@ -215,7 +215,7 @@ def test_overlapping_spreads_leave_the_committed_launch() -> None:
     result = tuned_with(lambda job, problem, config: SLOW if config == job.committed else (9.0, 8.0, 9.95))
     assert result.winner is None
     assert "no other is faster with its spread" in result.verdict
-    assert tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")[1].launches == {}
+    assert tuned.parse(tuned.file_of(STAMP).read_bytes(), "file")[1].kernels == {}
 
 
 def test_luck_in_one_round_is_not_enough() -> None:

@@ -228,7 +228,7 @@ def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, events: Any, 
     damaged = damage(file.read_text())
     assert damaged != file.read_text()
     file.write_text(damaged)
-    with pytest.warns(RuntimeWarning, match="is ignored, the committed launches run"):
+    with pytest.warns(RuntimeWarning, match="is ignored, the committed kernel configs are used"):
         assert launch() == COMMITTED
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -288,7 +288,7 @@ def test_a_file_that_others_may_write_is_not_used(folder: Path, damage: Any, wor
     damage(file)
     tuned.forget()
     nsa_sel.forget_decisions()
-    with pytest.warns(RuntimeWarning, match=f"is ignored, the committed launches run: .*{words}"):
+    with pytest.warns(RuntimeWarning, match=f"is ignored, the committed kernel configs are used: .*{words}"):
         assert launch() == COMMITTED
 
 
