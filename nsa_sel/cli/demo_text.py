@@ -61,9 +61,7 @@ def text(result: Result) -> str:
         lines.append(f"Not timed, or not with backward: {', '.join(untimed)}; it has no backward, or the time was up.")
     lines += [_fastest(result.rows, "forward", "forward"), _fastest(result.rows, "forward_backward", "forward + backward")]
     lines.append(f"{DENSE} computes something else: every row attends to all keys up to its position. It is what selection saves.")
-    lines.append(
-        "Times are medians; backends take turns. Each call has a new selection: its plans are part of the time, masks are not."
-    )
+    lines.append("Times are medians; backends take turns. Each call has a new selection: its plans are part of the time, masks are not.")
     if result.decision.device.kind == "cuda":
         lines.append("The GPU's L2 cache is flushed before each call.")
     lines.append(f"Compared with the oracle: {result.checked_rows} rows of each sequence, and dk and dv of a loss over these.")

@@ -276,21 +276,22 @@ def _read(device: DeviceInfo, folder: Path) -> Table | None:
         own = next((file for file in files if file.name == file_of(stamp).name), None)
         file = own or max(files, key=lambda file: file.lstat().st_mtime)
         content, table = parse(private.read(file), file.name)
-    except ConfigError as error:
-        return _ignore(file, "corrupt", str(error))
-    except private.Untrusted as error:
-        return _ignore(file, "unreadable", str(error.strerror))
-    except OSError as error:
-        return _ignore(file, "unreadable", f"{error.strerror}: mend the file's permissions")
-    differing = stamp.differences(content.stamp)
-    if differing:
+        differing = stamp.differences(content.stamp)
+        if not differing:
+            events.emit(
+                "sel.tuned.loaded", file=str(file), fingerprint=table.fingerprint, results=len(content.results),
+                thresholds=table.min_length, costs=sorted(table.costs.models) if table.costs else [], stamp=content.stamp,
+            )  # fmt: skip
+            return table
         words = f"measured in another environment: {'; '.join(differing)}. Run `nsa-sel tune` here, or remove the file"
-        return _ignore(file, "environment", words)
-    events.emit(
-        "sel.tuned.loaded", file=str(file), fingerprint=table.fingerprint, results=len(content.results), thresholds=table.min_length,
-        costs=sorted(table.costs.models) if table.costs else [], stamp=content.stamp,
-    )  # fmt: skip
-    return table
+        _ignore(file, "environment", words)
+    except ConfigError as error:
+        _ignore(file, "corrupt", str(error))
+    except private.Untrusted as error:
+        _ignore(file, "unreadable", str(error.strerror))
+    except OSError as error:
+        _ignore(file, "unreadable", f"{error.strerror}: mend the file's permissions")
+    return None
 
 
 def _ignore(file: Path | str, why: str, words: str) -> None:
