@@ -17,7 +17,6 @@ import torch
 import nsa_sel
 from nsa_sel import attention
 from nsa_sel.backends import _loads, numba_cpu
-from nsa_sel.core import registry
 from nsa_sel.core.call import Call, check_call
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.oracle import oracle_mask
@@ -448,10 +447,3 @@ def test_every_kind_of_counter_has_a_metric() -> None:
     sources = [file.read_text() for folder in ("nsa_sel", "backends") for file in (ROOT / folder).rglob("*.py")]
     kinds = {kind for source in sources for kind in re.findall(r'(?:events\.count\(|\byield (?:from \(\()?)"([a-z]+)"', source)}
     assert kinds == set(prometheus.METRICS)
-
-
-def test_broken_backends_cost_no_look_up_while_there_are_none() -> None:
-    assert not registry.is_broken("numba", SHORT)
-    registry.mark_broken("numba", SHORT, RuntimeError("x"))
-    assert registry.is_broken("numba", SHORT)
-    assert not registry.is_broken("numba", LONG)
