@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -142,3 +142,10 @@ def forget() -> None:
     tuned.forget()
     warmup.forget_warmups()
     attention.forget_decisions()
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[dict[str, Any]]]:
+    """logged(name) -> the fields of every event of that name; events are logged from the beginning of the test."""
+    caplog.set_level("INFO", logger="nsa_sel")
+    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import subprocess
@@ -38,12 +37,6 @@ COMMITTED = settings_for(H200).kernels[FORWARD]
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tuned"
-
-
-@pytest.fixture
-def events(caplog: pytest.LogCaptureFixture) -> Any:
-    caplog.set_level(logging.INFO, logger="nsa_sel")
-    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]
 
 
 def launch(request: Any = SHORT, device: DeviceInfo = H200, kernel: str = FORWARD) -> KernelConfig:
@@ -140,7 +133,7 @@ def test_the_file_is_read_once_until_it_is_forgotten(monkeypatch: pytest.MonkeyP
     assert explain_request(SHORT, H200).settings == settings_for(H200)
 
 
-def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, events: Any) -> None:
+def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     here = device_info(torch.device("cpu"))
     assert here.triton_interpret
     small = {"Dk": 16, "Dv": 16, "h": 2, "L": 64, "dtype": "float32"}
@@ -149,15 +142,15 @@ def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, events: 
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     q, k, v = make_qkv(S=9, h=2, S_kv=40)
     nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
-    (used,) = events("sel.triton.kernel")
+    (used,) = logged("sel.triton.kernel")
     assert used["config"] == winner.config_id("triton-group/forward-widest")
     assert used["source"] == nsa_sel.decisions()[-1].settings.tuned
-    (loaded,) = events("sel.tuned.loaded")
+    (loaded,) = logged("sel.tuned.loaded")
     assert loaded["fingerprint"] in used["source"]
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
     nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
-    assert events("sel.triton.kernel")[1]["config"] == COMMITTED_SMALL
-    assert events("sel.triton.kernel")[1]["source"] == "base.yaml"
+    assert logged("sel.triton.kernel")[1]["config"] == COMMITTED_SMALL
+    assert logged("sel.triton.kernel")[1]["source"] == "base.yaml"
 
 
 COMMITTED_SMALL = settings_for(H200).kernels["triton-group/forward-widest"].config_id("triton-group/forward-widest")
@@ -172,7 +165,7 @@ def test_it_costs_a_call_nothing_but_a_look_at_a_number() -> None:
 # What does not hold
 
 
-def test_another_environment_is_explained_once(events: Any) -> None:
+def test_another_environment_is_explained_once(logged: Any) -> None:
     write(result(), kernels="0" * 16, torch="2.0", driver="1.0")
     with pytest.warns(RuntimeWarning, match=r"torch was 2\.0, is .*; kernels was 0000000000000000, is \w{16}") as caught:
         assert launch() == COMMITTED
@@ -181,7 +174,7 @@ def test_another_environment_is_explained_once(events: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert launch(replace(SHORT, h=4)) == COMMITTED
-    (ignored,) = events("sel.tuned.ignored")
+    (ignored,) = logged("sel.tuned.ignored")
     assert ignored["why"] == "environment"
     assert "nsa_sel was" not in ignored["words"]
 
@@ -205,7 +198,7 @@ def test_environments_do_not_overwrite_each_other(folder: Path) -> None:
         (lambda text: text.replace(f'"kernel": "{FORWARD}"', '"kernel": "triton-group/sideways"'), "triton-group/sideways"),
     ],
 )
-def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, events: Any, damage: Any, words: str) -> None:
+def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, logged: Any, damage: Any, words: str) -> None:
     write(result())
     (file,) = folder.glob("*.json")
     damaged = damage(file.read_text())
@@ -218,7 +211,7 @@ def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, events: Any, 
         forget_settings()
         nsa_sel.forget_decisions()
         assert launch() == COMMITTED
-    (ignored,) = events("sel.tuned.ignored")
+    (ignored,) = logged("sel.tuned.ignored")
     assert (ignored["why"], words in ignored["words"]) == ("corrupt", True)
     assert "remove the file and run `nsa-sel tune` again" in ignored["words"]
 
@@ -261,7 +254,7 @@ def as_another_users(file: Path) -> None:
         (as_a_link_to_nothing, "is a symbolic link: remove it"),
     ],
 )
-def test_a_file_that_is_not_the_users_alone_is_not_used(folder: Path, events: Any, damage: Any, words: str) -> None:
+def test_a_file_that_is_not_the_users_alone_is_not_used(folder: Path, logged: Any, damage: Any, words: str) -> None:
     write(result())
     (file,) = folder.glob("*.json")
     assert launch() == OTHER
@@ -270,7 +263,7 @@ def test_a_file_that_is_not_the_users_alone_is_not_used(folder: Path, events: An
     nsa_sel.forget_decisions()
     with pytest.warns(RuntimeWarning, match=f"is ignored, the committed kernel configs are used: .*{words}"):
         assert launch() == COMMITTED
-    assert [event["why"] for event in events("sel.tuned.ignored")] == ["unreadable"]
+    assert [event["why"] for event in logged("sel.tuned.ignored")] == ["unreadable"]
 
 
 @pytest.mark.parametrize("umask", [0, 0o22])
