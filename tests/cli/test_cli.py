@@ -147,10 +147,6 @@ class TestExplain:
             assert reasons["triton-group"]["device-rule"] == "another: ADR-2025-08-M4-02"
         assert "ADR-2025-08-M4-02" in invoke("explain", "--device", "sm89").output
 
-    def test_flag_lifts_the_adr(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
-        assert ask("explain", "--device", "sm89", "--n", 64)["forward"].startswith("triton")
-
     def test_long_selection_on_an_a100_takes_triton(self) -> None:
         assert ask("explain", "--device", "a100", "--n", 64)["forward"].startswith("triton")
         assert "forward   triton" in invoke("explain", "--device", "a100", "--n", 64).output
@@ -175,9 +171,6 @@ class TestExplain:
         for word in ("forced by argument, refuses", "head-dim-multiple", "a multiple of 8", "device-rule", "NSA_TRITON_SEL_FORCE=1"):
             assert word in message
         assert ask("explain", "--device", "sm89", "--backend", "triton-group", exit_code=2)["forward"] is None
-
-    def test_forcing_overrides_what_is_merely_slower(self) -> None:
-        assert ask("explain", "--device", "h100", "--backend", "triton-token")["forward"] == "triton-token"
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
