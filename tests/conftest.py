@@ -116,6 +116,13 @@ def gpu_tests_wanted() -> bool:
     return text == "1"
 
 
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[dict[str, Any]]]:
+    """logged(name) -> the fields of every event of that name; events are logged from the beginning of the test."""
+    caplog.set_level("INFO", logger="nsa_sel")
+    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]
+
+
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Seeds set, NSA_* flags unset, settings, decisions and failures forgotten; a test's own flags end with the test.
@@ -142,10 +149,3 @@ def forget() -> None:
     tuned.forget()
     warmup.forget_warmups()
     attention.forget_decisions()
-
-
-@pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[dict[str, Any]]]:
-    """logged(name) -> the fields of every event of that name; events are logged from the beginning of the test."""
-    caplog.set_level("INFO", logger="nsa_sel")
-    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]

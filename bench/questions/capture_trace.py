@@ -222,8 +222,7 @@ def main(
     )
 
     maps_file = out_dir / "smollm2_maps.npz"
-    maps: dict[str, Any] = {f"G{G}": spread_maps(blocks, G) for G in MAPS}
-    np.savez_compressed(maps_file, **maps)
+    np.savez_compressed(maps_file, **{f"G{G}": spread_maps(blocks, G) for G in MAPS})  # type: ignore[arg-type]
 
     print(report(selections))
     for file in (trace_file, selections_file, maps_file):

@@ -12,7 +12,7 @@ from nsa_sel.core.call import Call
 from nsa_sel.telemetry import events
 
 T = TypeVar("T")
-Source = Literal["counted", "measured", "bound"]  # of a number of keys: NSA_DEBUG_TRITON, Selection.measure(), static bounds
+Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_DEBUG_TRITON, by Selection.measure(), from static facts
 
 
 def watched(call: Call, backend: str, direction: str, module: object, work: Callable[[], T]) -> T:
