@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -113,6 +113,13 @@ def gpu_tests_wanted() -> bool:
     if text not in ("0", "1"):
         raise pytest.UsageError(f"{flags.TEST_FLAG} is {text!r}; allowed: 0 or 1. Remedy: set it to 1 to run the GPU tests, or unset it.")
     return text == "1"
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[dict[str, Any]]]:
+    """logged(name) -> the fields of every event of that name; events are logged from the beginning of the test."""
+    caplog.set_level("INFO", logger="nsa_sel")
+    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import torch
@@ -46,35 +46,10 @@ _EXAMPLE = example_request()
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
-class Dtype(enum.StrEnum):
-    """The dtypes that q, k, v may have."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float64 = "float64"
-
-
-class Direction(enum.StrEnum):
-    """The directions whose kernel configs are tuned; decode is the forward pass with one query per sequence."""
-
-    forward = "forward"
-    backward = "backward"
-    decode = "decode"
-
-    @property
-    def way(self) -> Way:
-        """The name in configuration files."""
-        return self.value
-
-
-class Where(enum.StrEnum):
-    """The device that a command runs on."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
+# What typer offers as choices.
+Dtype = enum.StrEnum("Dtype", ["float16", "bfloat16", "float32", "float64"])
+Direction = enum.StrEnum("Direction", ["forward", "backward", "decode"])  # of kernel configs; decode: one query per sequence
+Where = enum.StrEnum("Where", ["auto", "cpu", "cuda"])
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Backend = Annotated[str | None, typer.Option(help="Force this backend; an error with all reasons when it refuses.")]
@@ -293,7 +268,7 @@ def tune(
     """
     with _errors(as_json):
         sizes = {"L": L, "h": h, "Dk": Dk, "Dv": Dv, "dtype": dtype and dtype.value}
-        plan = bench_door.tuning_plan(backend, direction.way if direction else None, quick=quick, dry_run=dry_run, **sizes)
+        plan = bench_door.tuning_plan(backend, cast(Way, direction.value) if direction else None, quick=quick, dry_run=dry_run, **sizes)
         if dry_run:
             _print(_pretty(plan.document()) if as_json else plan.text())
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from typing import Any
 
-import msgspec
 import torch
 
 import nsa_sel
@@ -24,68 +24,37 @@ PACKAGES = ("torch", "triton", "numba", "cupy", "numpy")
 _SHOWN_APART = ("profile", "provenance", "assumed", "fingerprint", "sources", "kernels", "triton_off", "costs")
 
 
-class BackendHere(msgspec.Struct, frozen=True):
-    """A backend on one device, and the reasons why no call can run on it there; without any it can."""
+def examine() -> dict[str, Any]:
+    """The report of this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata.
 
-    name: str
-    summary: str
-    lacks: tuple[Reason, ...]
-
-
-class DeviceHere(msgspec.Struct, frozen=True):
-    """One device: its settings, or the error of reading them, and the backends."""
-
-    device: DeviceInfo
-    settings: Settings | None
-    error: str | None
-    backends: tuple[BackendHere, ...]
-
-
-class UnknownVariable(msgspec.Struct, frozen=True):
-    """An environment variable that looks like a flag and is none."""
-
-    name: str
-    did_you_mean: str | None
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What `nsa-sel doctor` shows."""
-
-    nsa_sel: str
-    python: str
-    platform: str
-    packages: dict[str, str | None]  # import name -> version, None where it is not installed
-    devices: tuple[DeviceHere, ...]
-    flags: dict[str, str]  # the flags that the environment sets
-    unknown_variables: tuple[UnknownVariable, ...]
-
-
-def examine() -> Report:
-    """The report of this machine. Imports torch for the devices, and no kernel framework: versions come from package metadata."""
+    Returns:
+        nsa_sel, python, platform; packages (import name -> version, None where it is not installed); devices, each with its settings or
+        the error of reading them, and its backends with the reasons why no call can run on them; flags that are set; unknown_variables.
+    """
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     unknown = unknown_variables()
     flags = sorted(name for name in os.environ if name.startswith("NSA_") and name not in unknown)
-    return Report(
-        nsa_sel=nsa_sel.__version__,
-        python=platform.python_version(),
-        platform=platform.platform(),
-        packages={name: _version(name) for name in PACKAGES},
-        devices=tuple(_examine_device(device_info(device)) for device in devices),
-        flags={name: _utf8(os.environ[name]) for name in flags},
-        unknown_variables=tuple(UnknownVariable(_utf8(name), meant) for name, meant in unknown.items()),
-    )
+    return {
+        "nsa_sel": nsa_sel.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": [_examine_device(device_info(device)) for device in devices],
+        "flags": {name: _utf8(os.environ[name]) for name in flags},
+        "unknown_variables": [{"name": _utf8(name), "did_you_mean": meant} for name, meant in unknown.items()],
+    }
 
 
-def text(report: Report) -> str:
+def text(report: dict[str, Any]) -> str:
     """The report for a terminal."""
-    packages = [f"{name} {version or 'not installed'}" for name, version in report.packages.items()]
-    lines = [f"nsa-sel {report.nsa_sel}, Python {report.python}, {report.platform}", ", ".join(packages)]
-    for here in report.devices:
-        lines += ["", *_device_lines(here)]
-    lines += ["", "flags set: " + (", ".join(f"{name}={value}" for name, value in report.flags.items()) or "none")]
-    for unknown in report.unknown_variables:
-        hint = f"; did you mean {unknown.did_you_mean}?" if unknown.did_you_mean else ""
-        lines.append(f"unknown variable {unknown.name} has no effect{hint}")
+    packages = [f"{name} {version or 'not installed'}" for name, version in report["packages"].items()]
+    lines = [f"nsa-sel {report['nsa_sel']}, Python {report['python']}, {report['platform']}", ", ".join(packages)]
+    for here in report["devices"]:
+        lines += ["", *_device_lines(**here)]
+    lines += ["", "flags set: " + (", ".join(f"{name}={value}" for name, value in report["flags"].items()) or "none")]
+    for unknown in report["unknown_variables"]:
+        hint = f"; did you mean {unknown['did_you_mean']}?" if unknown["did_you_mean"] else ""
+        lines.append(f"unknown variable {unknown['name']} has no effect{hint}")
     return "\n".join(lines)
 
 
@@ -101,41 +70,40 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _examine_device(device: DeviceInfo) -> DeviceHere:
+def _examine_device(device: DeviceInfo) -> dict[str, Any]:
     try:
         decision = explain_request(example_request(needs_grad=True), device)
     except NsaSelError as error:
-        return DeviceHere(device, None, str(error), ())
-    summaries = {name: backend.summary for name, backend in registry.backends().items()}
-    found = []
+        return {"device": device, "settings": None, "error": str(error), "backends": []}
+    backends = []
     for verdict in decision.verdicts:
         # Reasons about the example request say nothing about the machine.
         reasons = dict.fromkeys((*verdict.forward, *verdict.backward))
-        lacks = tuple(r for r in reasons if r.kind in REFUSING_KINDS and not r.field.startswith("request."))
-        found.append(BackendHere(verdict.backend, summaries[verdict.backend], lacks))
-    return DeviceHere(device, decision.settings, None, tuple(found))
+        lacks = [reason for reason in reasons if reason.kind in REFUSING_KINDS and not reason.field.startswith("request.")]
+        backends.append({"name": verdict.backend, "summary": registry.backends()[verdict.backend].summary, "lacks": lacks})
+    return {"device": device, "settings": decision.settings, "error": None, "backends": backends}
 
 
-def _device_lines(here: DeviceHere) -> list[str]:
-    device, settings = here.device, here.settings
+def _device_lines(device: DeviceInfo, settings: Settings | None, error: str | None, backends: list[dict[str, Any]]) -> list[str]:
     facts = f", SM {device.sm // 10}.{device.sm % 10}, {device.sm_count} SMs, {device.shared_memory} bytes shared" if device.sm else ""
     lines = [f"device {device.name}{facts}"]
     if settings is None:
-        return [*lines, f"error: {here.error}"]
+        return [*lines, f"error: {error}"]
     lines += [f"profile {settings.profile}, fingerprint {settings.fingerprint}: {settings.provenance}"]
     lines += [f"assumed, not measured here: values of {settings.assumed}"] if settings.assumed else []
     if settings.triton_off:
         lines += [f"rule {settings.triton_off.rule}: {settings.triton_off.evidence}; to re-open: {settings.triton_off.reopen}"]
-    rows = []
-    for field in Settings.__struct_fields__:
-        if field not in _SHOWN_APART:
-            rows.append((field, _shown(getattr(settings, field)), settings.sources.get(field, "built-in")))
+    rows = [
+        (field, _shown(getattr(settings, field)), settings.sources.get(field, "built-in"))
+        for field in Settings.__struct_fields__
+        if field not in _SHOWN_APART
+    ]
     if settings.costs:
         rows.append(("costs", f"{len(settings.costs.models)} models, see --json: {settings.costs.provenance}", settings.sources["costs"]))
     rows.append(("kernels", f"{len(settings.kernels)} kernel configs, see --json", settings.tuned or "base.yaml and profile"))
-    lines += ["", table(["setting", "value", "source"], rows)]
-    standing = [(b.name, "\n".join(_lack(r) for r in b.lacks) or "available", b.summary) for b in here.backends]
-    return [*lines, "", table(["backend", "here", "what it is"], standing, width=70)]
+    standing = [(b["name"], "\n".join(_lack(r) for r in b["lacks"]) or "available", b["summary"]) for b in backends]
+    here = table(["backend", "here", "what it is"], standing, width=70)
+    return [*lines, "", table(["setting", "value", "source"], rows), "", here]
 
 
 def _lack(reason: Reason) -> str:

@@ -1,4 +1,4 @@
-"""Where commands write: texts that a terminal shows as they are meant, and files and folders that are looked at before the work begins."""
+"""The output of commands: text that is safe for a terminal, and files and folders that are checked before the work begins."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _KINDS = {
 
 
 def printable(text: str) -> str:
-    """`text` with every character that could command a terminal as `\\uXXXX`: what files and variables hold is shown, never obeyed.
+    """`text` with every character that could control a terminal as `\\uXXXX`: files and variables may hold such characters.
 
-    In a JSON document such characters stand in strings alone, where this is the same text.
+    In a JSON document they occur in strings alone, where the escape is the same text.
     """
     return _SUSPECT.sub(_shown, text)
 
@@ -38,7 +38,7 @@ def _shown(found: re.Match[str]) -> str:
 def regular(option: str, path: Path) -> Path:
     """The file that `path` names, links followed. Raises ArgumentError where it is, or can be, no regular file.
 
-    Commands replace a file at once, by renaming: a device, a FIFO or a link in its place would be lost.
+    Commands replace a file by renaming another one: a device, a FIFO or a link would be lost.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -69,7 +69,7 @@ def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
 
 
 def output_folder(option: str, path: Path) -> Path:
-    """`path`, made where it is missing. Raises ArgumentError where nothing can be written there."""
+    """`path`, created where it is missing. Raises ArgumentError where nothing can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         _try_to_write(path)
@@ -79,6 +79,6 @@ def output_folder(option: str, path: Path) -> Path:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Permissions don't tell: a file system may be read-only, or root on another machine nobody here."""
+    """Permissions are not enough: a file system may be read-only, or map root to nobody."""
     with tempfile.TemporaryFile(dir=folder):
         pass

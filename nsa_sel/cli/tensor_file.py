@@ -1,4 +1,4 @@
-"""One problem in a .safetensors file: q, k, v and a selection in, o and lse out. Every fault of a file is a clear error."""
+"""The files of `nsa-sel run`: q, k, v and a selection in, o and lse out, as .safetensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LAYOUT = (
 
 
 class Problem(NamedTuple):
-    """What a file asks for: q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], the selection of q's rows and their positions
-    (None: S_kv - S + s), and the facts that the file's metadata states about itself."""
+    """The content of a file: q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], the selection of q's rows and their positions
+    (None: S_kv - S + s), and the facts in the file's metadata."""
 
     q: Tensor
     k: Tensor
@@ -43,12 +43,17 @@ class Problem(NamedTuple):
 
 
 def read_problem(path: Path, block_size: int | None = None) -> Problem:
-    """The problem in `path`, on the CPU. Raises ArgumentError naming the tensor at fault and what the file holds.
+    """The problem in a file, on the CPU.
 
-    Tensors: q, k, v; `ranges` [B,S,G,n,2] int32/int64 or `block_indices` [B,S,G,n] of any integer dtype (-1 is padding; 255 of
-    uint8 is a block); optionally `q_pos`. The block size comes from the argument, else from the metadata (its entry
-    `block_size`, or that field of a JSON entry `provenance`). Ranges that are not blocks are merged, so a key that two ranges
-    of a row name counts once; blocks must be whole, and a row may name each of them once.
+    The file has q, k, v; `ranges` [B,S,G,n,2] int32/int64 or `block_indices` [B,S,G,n] of any integer dtype (-1 is padding; 255 of
+    uint8 is a block); optionally `q_pos`. Ranges that are not blocks are merged, so that a key in two ranges of a row counts once;
+    blocks must be whole, and a row may name each of them once.
+
+    Args:
+        block_size: keys per block; by default the metadata's entry `block_size`, or that field of a JSON entry `provenance`.
+
+    Raises:
+        ArgumentError: naming the tensor at fault and what the file holds.
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -93,7 +98,7 @@ def _check_names(tensors: dict[str, Tensor]) -> None:
             close = [other for other in unknown if other.lower().startswith(name)]
             remedy = f"rename {close[0]!r} to {name!r}" if close else f"add {name!r}"
             raise ArgumentError(f"tensor {name!r}", f"missing; {holds}", _LAYOUT, remedy)
-    # A misspelt q_pos that is passed over would give other numbers without a word.
+    # Ignoring a misspelt q_pos would silently give other numbers.
     for name in unknown:
         meant = difflib.get_close_matches(name.lower(), ALLOWED, n=1)
         remedy = f"rename it to {meant[0]!r}, or leave it out" if meant else "rename it, or leave it out"

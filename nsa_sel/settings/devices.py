@@ -1,5 +1,4 @@
-"""GPUs by the short name that `nsa-sel explain --device` takes, with the facts that a policy asks for; and the warning that nobody has
-measured the GPU of a call."""
+"""GPUs by the short names of `nsa-sel explain --device`, with the facts that a policy uses; and the warning about unmeasured GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.telemetry import events
 
-MEASURE = "nsa-sel tune"  # the command that measures a GPU; what it finds goes before every committed profile
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a block, by compute capability
+MEASURE = "nsa-sel tune"  # measures a GPU; its results override every committed profile
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes per block, by compute capability
 
 
 def _gpu(name: str, sm: int, sm_count: int) -> DeviceInfo:
@@ -31,7 +30,7 @@ GPUS = {
 
 
 def named(name: str) -> DeviceInfo | None:
-    """The GPU of `GPUS` that calls itself so, as rows record it; None for any other."""
+    """The GPU of `GPUS` with this full name, as rows record it; None for any other."""
     return next((device for device in GPUS.values() if device.name == name), None)
 
 
@@ -39,7 +38,7 @@ _told: set[DeviceInfo] = set()
 
 
 def warn_if_assumed(decision: Decision) -> None:
-    """Tell, once a process and device, that a policy chose by values that were not measured on the device, and how to measure them.
+    """Warn, once per process and device, that a policy used values that were not measured on the device, with the command to measure.
 
     Silent where a backend is forced, and where the user's own tuning or configuration file is in force.
     """

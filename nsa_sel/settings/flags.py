@@ -51,7 +51,7 @@ FLAGS = (
          "off: ignore what nsa-sel tune found; on: use it; warmup: compile at the first call per device; warmup-tune: tune lightly too"),
     Flag("NSA_USE_SEL_PACK", "use_sel_pack", "bool", "0 keeps packed SDPA out"),
     Flag("NSA_FORCE_PARITY", "force_parity", "bool", "1: packed SDPA, the reference path, for every call"),
-    Flag("NSA_DEBUG_TRITON", "debug_triton", "bool", f"1: sel.triton.* events for every launch; checks selections{_SHOWN}"),
+    Flag("NSA_DEBUG_TRITON", "debug_triton", "bool", f"1: sel.triton.* events for every kernel launch; checks selections{_SHOWN}"),
     Flag(LOG_FLAG, "debug_log", "log",
          "1 or stderr: events as JSON lines on stderr; a file (./1 for one named 1): appended to it; 0: no events"),
     Flag("NSA_DEBUG_TIMING", "debug_timing", "bool", f"1: events carry times (synchronises the device){_SHOWN}"),

@@ -1,7 +1,7 @@
-"""Files of the cache folder, which the user alone may write: machine code and launches are loaded from them.
+"""Files of the cache folder. Machine code and kernel configs are loaded from them: only the user may be able to write them.
 
-A file counts when it is a regular one, no symbolic link, and it and its folder belong to the user whose rights the process has, or to
-root, and nobody else may write to them. Folders above are not looked at: who may rename a folder can't make it the user's own.
+A file is accepted when it is a regular file, no symbolic link, and it and its folder belong to the process's effective user or to root
+and nobody else may write to them. Folders above are not checked: renaming a folder does not change its owner.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 
 
 class Untrusted(OSError):
-    """What stands at a path is no file of the user's own; `strerror` says why, and how to mend it."""
+    """A path is not a file of the user's own; `strerror` says why, with the remedy."""
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The first `most` bytes of a file that the user names, whoever owns it, through links too. Raises OSError; never waits for a FIFO."""
+    """The first `most` bytes of a file that the user names, of any owner, links followed. Raises OSError; never waits for a FIFO."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         _check_kind(path, os.fstat(file.fileno()))
         return file.read(most)
 
 
 def opened(path: Path, flags: int) -> int:
-    """A descriptor of a file of the user's own; with O_CREAT in `flags` it is made, for the user alone. Raises OSError."""
+    """A descriptor of a file of the user's own; with O_CREAT in `flags` it is created with mode 0600. Raises OSError."""
     folder = _opened_folder(path.parent)
     try:
         descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
@@ -53,7 +53,7 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file at once: readers see the old one or the new one, whenever the machine stops. Raises OSError, and leaves no part."""
+    """Replace a file atomically: readers see the old or the new content, even after a crash. Raises OSError, and leaves no part."""
     make_folder(path.parent)
     folder = _opened_folder(path.parent)
     part = f".{path.name}.{secrets.token_hex(8)}"
@@ -75,7 +75,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above that are missing, for the user alone. Raises OSError."""
+    """Create a folder and its missing parents with mode 0700. Raises OSError."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)

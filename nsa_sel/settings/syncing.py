@@ -1,4 +1,4 @@
-"""One table of what was tuned, launches, thresholds and costs, for all ranks of a torch.distributed job."""
+"""One table of tuned kernel configs, thresholds and costs for all ranks of a torch.distributed job."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from nsa_sel.settings.config import settings_for
 
 
 def sync_tuning(device: DeviceInfo | None = None) -> str | None:
-    """Use what rank 0's user tuned, or its absence, on every rank; all ranks call it, after init_process_group. A collective.
+    """Use rank 0's tuning results, or none where it has none, on every rank. A collective: all ranks call it, after init_process_group.
 
-    Returns the fingerprint of the table that all ranks now use on `device` (by default the current one), None for the committed
-    launches. Raises NsaSelError on all ranks, naming rank and field, where rank 0's table does not hold for another rank's
-    environment, or where ranks differ in NSA_SEL_AUTOTUNE. Without this call, launches that were tuned are ignored in a distributed
-    job: a look at rank 0 at the first call would hang where a rank makes none.
+    Without it a distributed job ignores tuning results: sharing them at the first call would hang where a rank makes none.
+
+    Args:
+        device: by default this rank's current one.
+
+    Returns:
+        The fingerprint of the table that all ranks now use on `device`, None for the committed kernel configs.
+
+    Raises:
+        NsaSelError: on all ranks, naming rank and field, where rank 0's table is not for another rank's environment, or where ranks
+            differ in NSA_SEL_AUTOTUNE; and outside of a distributed job.
     """
     from torch import distributed as dist
 
@@ -40,13 +47,15 @@ def sync_tuning(device: DeviceInfo | None = None) -> str | None:
     stamp, ignored, shared = found[0]
     for rank, (other, other_ignored, _) in enumerate(found):
         if other_ignored != ignored:
-            words = f"NSA_SEL_AUTOTUNE is {'off' if other_ignored else 'not off'} there, and the other way round on rank 0"
-            raise NsaSelError(f"rank {rank} would launch other kernels than rank 0: {words}. Remedy: set it alike on all ranks.")
+            words = f"NSA_SEL_AUTOTUNE is {'off' if other_ignored else 'not off'} there, and the opposite on rank 0"
+            raise NsaSelError(
+                f"rank {rank} would use other kernel configs than rank 0: {words}. Remedy: set it to the same value on all ranks."
+            )
         differing = other.differences(stamp)
         if shared is not None and not ignored and differing:
             raise NsaSelError(
-                f"what rank 0 tuned does not hold on rank {rank}: {'; '.join(differing)} (rank 0's first). Remedy: run all ranks in one"
-                " environment, or set NSA_SEL_AUTOTUNE=off."
+                f"rank 0's tuning results are not for the environment of rank {rank}: {'; '.join(differing)} (rank 0's first)."
+                " Remedy: run all ranks in one environment, or set NSA_SEL_AUTOTUNE=off."
             )
     agreed = None if shared is None or ignored else tuned.parse(shared[1], shared[0])[1]
     tuned.share(device, agreed)

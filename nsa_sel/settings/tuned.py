@@ -1,8 +1,8 @@
-"""What `nsa-sel tune` found on this very machine, launches, thresholds and costs: where it stands, when it holds, what a call gets.
+"""The results of `nsa-sel tune` on this machine: kernel configs, thresholds and costs, and the calls that use them.
 
-One file a device and environment: another GPU, driver, torch, triton or kernel source has a file of its own, which is explained and
-left alone. Nothing here is fatal: what can't be used is told once (`sel.tuned.ignored` and a RuntimeWarning), and the committed
-launches run. Read once a process: `forget` reads anew.
+There is one file per device and environment; the results of another GPU, driver, torch, triton or kernel source are not used. No fault
+of a file is fatal: it is reported once (`sel.tuned.ignored` and a RuntimeWarning), and the committed configs are used. Files are read once
+per process; `forget` reads them anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nsa_sel.settings.schema import Costs, KernelConfig, Settings, Threshold, Wa
 from nsa_sel.telemetry import events
 from nsa_sel.version import __version__
 
-MOST_HEADS, LEAST_LENGTH, MOST_LENGTH = 64, 64, 4096  # classes below and above are the outermost ones
+MOST_HEADS, LEAST_LENGTH, MOST_LENGTH = 64, 64, 4096  # sizes outside belong to the outermost classes
 ANEW = "remove the file and run `nsa-sel tune` again"
 KERNEL_SOURCES = re.compile(r"triton_\w+\.py")
 
@@ -39,7 +39,7 @@ Shape = tuple[int, int, int, int, str]  # Dk, Dv, class of h, bucket of L, dtype
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The environment that times hold for. `kernels` is a hash of the kernels' sources and of the committed launches."""
+    """The environment of measured times. `kernels` is a hash of the kernels' sources and of the committed kernel configs."""
 
     device: str
     sm: int | None
@@ -50,7 +50,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kernels: str
 
     def digest(self) -> str:
-        """What the file's name says of it."""
+        """The part of the file's name that stands for the environment."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:12]
 
     def differences(self, other: Stamp) -> list[str]:
@@ -60,7 +60,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which calls a result speaks for; `h` and `L` are classes, `class_of_heads` and `bucket_of_length`."""
+    """The calls that a result is for; `h` and `L` are classes, `class_of_heads` and `bucket_of_length`."""
 
     backend: str
     way: Way
@@ -72,12 +72,12 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def shape(self) -> Shape:
-        """The key without backend and way."""
+        """The key without backend and direction."""
         return self.Dk, self.Dv, self.h, self.L, self.dtype
 
 
 class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A launch and how long the whole direction took with it: median, 20th and 80th percentile in ms."""
+    """A kernel config and the time of the whole direction with it: median, 20th and 80th percentile in ms."""
 
     config: KernelConfig
     ms_median: float
@@ -86,17 +86,20 @@ class Timed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was found for one kernel on one problem. `winner` is the same for all its problems, None where no launch beat the committed
-    one over all of them, twice (nsa_sel/bench/tune/kernel_configs.py has the rule)."""
+    """The result for one kernel on one problem.
+
+    `winner` is the same for all problems of a kernel, None where no config was faster than the committed one over all of them, twice
+    (nsa_sel/bench/tune has the rule).
+    """
 
     key: Key
     kernel: str  # as configurations name it, "-wide" included
     problem: str  # of nsa_sel.bench.tune.search_space.PROBLEMS
     committed: Timed
     winner: KernelConfig | None
-    verdict: str  # in words
-    top: tuple[Timed, ...]  # the fastest launches and the winner, the committed one among them or not
-    measured: int  # launches
+    verdict: str  # a sentence
+    top: tuple[Timed, ...]  # the fastest configs and the winner, with or without the committed one
+    measured: int  # configs
     failed: int  # that did not compile, did not fit, or gave other results
 
 
@@ -111,29 +114,28 @@ class TunedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Table(NamedTuple):
-    """The launches of one file, by shape, way and kernel, its thresholds and its costs."""
+    """The kernel configs of one file by shape, direction and kernel, its thresholds and its costs."""
 
     name: str  # of the file, without its folder
     fingerprint: str
     data: bytes
-    launches: dict[tuple[Shape, Way], dict[str, KernelConfig]]
-    min_length: dict[Way, int]  # where it is decided
+    kernels: dict[tuple[Shape, Way], dict[str, KernelConfig]]
+    min_length: dict[Way, int]  # of the directions where it is decided
     costs: Costs | None
 
 
 def class_of_heads(h: int) -> int:
-    """The power of two that holds h, at most `MOST_HEADS`."""
+    """h rounded up to a power of two, at most `MOST_HEADS`."""
     return min(MOST_HEADS, 1 << (h - 1).bit_length())
 
 
 def bucket_of_length(L: int) -> int:
-    """The power of two that holds L, from `LEAST_LENGTH` to `MOST_LENGTH`."""
+    """L rounded up to a power of two, from `LEAST_LENGTH` to `MOST_LENGTH`."""
     return min(MOST_LENGTH, max(LEAST_LENGTH, 1 << (max(1, L) - 1).bit_length()))
 
 
 def shape_of(request: Request) -> Shape:
-    """The classes of a request. Its L is the static bound of the longest row, in place of the average: that would take reading the
-    device, and rows of whole blocks select alike."""
+    """The classes of a request. Its L is the static bound of the longest row: the average could only be read from the device."""
     return request.Dk, request.Dv, class_of_heads(request.h), bucket_of_length(request.max_length), request.dtype
 
 
@@ -141,22 +143,30 @@ NO_FOLDER = f"a folder to keep tuning and compiled kernels in, as {CACHE_FLAG}, 
 
 
 def cache_folder() -> Path | None:
-    """Where tuning is kept: NSA_SEL_CACHE, else nsa-sel in XDG_CACHE_HOME, else ~/.cache/nsa-sel; None, told once, without a home."""
+    """The folder of tuning results: NSA_SEL_CACHE, else nsa-sel in XDG_CACHE_HOME, else ~/.cache/nsa-sel.
+
+    Returns:
+        The folder, or None where the user has no home; that is reported once.
+    """
     own = os.environ.get(CACHE_FLAG)
     if own:
         return Path(own)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nsa-sel"
     except RuntimeError:  # neither HOME nor an entry in the list of users
-        if ("", "no folder") not in _told:
-            _told.add(("", "no folder"))
+        if ("", "no folder") not in _reported:
+            _reported.add(("", "no folder"))
             words = f"nsa-sel: nothing is kept on disk, for want of {NO_FOLDER}: set {CACHE_FLAG}"
             warnings.warn(words, RuntimeWarning, stacklevel=3)
         return None
 
 
 def file_of(stamp: Stamp) -> Path:
-    """The file of one environment. Raises ConfigError where there is no cache folder."""
+    """The file of one environment.
+
+    Raises:
+        ConfigError: where there is no cache folder.
+    """
     folder = cache_folder()
     if folder is None:
         raise ConfigError("the cache folder", None, NO_FOLDER, f"set {CACHE_FLAG}")
@@ -211,34 +221,38 @@ def _kernels() -> str:
 
 
 def parse(data: bytes, name: str) -> tuple[TunedFile, Table]:
-    """A file's content, strictly. Raises ConfigError naming the field that does not fit."""
+    """A file's content.
+
+    Raises:
+        ConfigError: naming the field with a bad value.
+    """
     try:
         file = msgspec.json.decode(data, type=TunedFile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(name, str(error), "what `nsa-sel tune` wrote", ANEW) from error
-    known = shipped_configs()["base.yaml"].kernels
-    launches: dict[tuple[Shape, Way], dict[str, KernelConfig]] = {}
+    committed = shipped_configs()["base.yaml"].kernels
+    kernels: dict[tuple[Shape, Way], dict[str, KernelConfig]] = {}
     for result in file.results:
-        if result.kernel not in known:
-            raise ConfigError(name, result.kernel, ", ".join(known), ANEW)
+        if result.kernel not in committed:
+            raise ConfigError(name, result.kernel, ", ".join(committed), ANEW)
         if result.winner is not None:
             check_kernel(name, result.kernel, result.winner, ANEW)
-            launches.setdefault((result.key.shape, result.key.way), {})[result.kernel] = result.winner
+            kernels.setdefault((result.key.shape, result.key.way), {})[result.kernel] = result.winner
     min_length = {way: found.value for way, found in file.thresholds.items() if found.value is not None}
     if file.costs is not None:
         check_costs(name, file.costs, ANEW)
-    return file, Table(name, hashlib.sha256(data).hexdigest()[:12], data, launches, min_length, file.costs)
+    return file, Table(name, hashlib.sha256(data).hexdigest()[:12], data, kernels, min_length, file.costs)
 
 
 _tables: dict[tuple[DeviceInfo, Path], Table | None] = {}
 _shared: dict[DeviceInfo, Table | None] | None = None  # by sync_tuning: the same on all ranks
-_told: set[tuple[str, str]] = set()
-_generation = 0
-_any = False  # whether a table was found: only then does a call ask whether the job is distributed
+_reported: set[tuple[str, str]] = set()
+_generation = 0  # counts the changes of what `in_force` returns
+_any = False  # whether a table was found: only then does a call look whether the job is distributed
 
 
 def read(device: DeviceInfo) -> Table | None:
-    """This machine's table for `device`, remembered, whatever other ranks have; None where there is none that holds."""
+    """This machine's table for `device`, cached; None where there is none for this environment."""
     global _any
     if device.kind != "cuda" and not device.triton_interpret:
         return None
@@ -262,39 +276,30 @@ def _read(device: DeviceInfo, folder: Path) -> Table | None:
         own = next((file for file in files if file.name == file_of(stamp).name), None)
         file = own or max(files, key=lambda file: file.lstat().st_mtime)
         content, table = parse(private.read(file), file.name)
+        differing = stamp.differences(content.stamp)
+        if not differing:
+            events.emit(
+                "sel.tuned.loaded", file=str(file), fingerprint=table.fingerprint, results=len(content.results),
+                thresholds=table.min_length, costs=sorted(table.costs.models) if table.costs else [], stamp=content.stamp,
+            )  # fmt: skip
+            return table
+        words = f"measured in another environment: {'; '.join(differing)}. Run `nsa-sel tune` here, or remove the file"
+        _ignore(file, "environment", words)
     except ConfigError as error:
         _ignore(file, "corrupt", str(error))
-        return None
     except private.Untrusted as error:
         _ignore(file, "unreadable", str(error.strerror))
-        return None
     except OSError as error:
         _ignore(file, "unreadable", f"{error.strerror}: mend the file's permissions")
-        return None
-    differing = stamp.differences(content.stamp)
-    if differing:
-        _ignore(
-            file, "environment", f"measured in another environment: {'; '.join(differing)}. Run `nsa-sel tune` here, or remove the file"
-        )
-        return None
-    events.emit(
-        "sel.tuned.loaded",
-        file=str(file),
-        fingerprint=table.fingerprint,
-        results=len(content.results),
-        thresholds=table.min_length,
-        costs=sorted(table.costs.models) if table.costs else [],
-        stamp=content.stamp,
-    )
-    return table
+    return None
 
 
 def _ignore(file: Path | str, why: str, words: str) -> None:
-    """Tell once a process that the committed launches run, and why."""
-    if (str(file), why) not in _told:
-        _told.add((str(file), why))
+    """Report once per process that the committed kernel configs are used, and why."""
+    if (str(file), why) not in _reported:
+        _reported.add((str(file), why))
         events.emit("sel.tuned.ignored", logging.WARNING, file=str(file), why=why, words=words)
-        warnings.warn(f"nsa-sel: {file} is ignored, the committed launches run: {words}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"nsa-sel: {file} is ignored, the committed kernel configs are used: {words}", RuntimeWarning, stacklevel=3)
 
 
 def distributed() -> bool:
@@ -304,10 +309,10 @@ def distributed() -> bool:
 
 
 def in_force(device: DeviceInfo) -> Table | None:
-    """The table that calls on `device` use: in a distributed job what `nsa_sel.sync_tuning()` shared, and nothing before that.
+    """The table for calls on `device`. In a distributed job it is the one that `nsa_sel.sync_tuning()` shared, and none before that.
 
-    To share at the first call would hang a job whose ranks do not all make one; ranks with launches of their own would differ in
-    the last digits, and in speed.
+    Sharing at the first call would hang a job in which some rank makes no call; ranks with kernel configs of their own would differ
+    in the last digits and in speed.
     """
     if not distributed():
         return read(device)
@@ -315,17 +320,17 @@ def in_force(device: DeviceInfo) -> Table | None:
         return _shared.get(device)
     table = read(device)
     if table is not None:
-        _ignore(table.name, "distributed", "ranks must launch alike; call nsa_sel.sync_tuning() on every rank to use that of rank 0")
+        _ignore(table.name, "distributed", "ranks must use the same configs; call nsa_sel.sync_tuning() on every rank to use rank 0's")
     return None
 
 
 def token() -> tuple[int, bool]:
-    """What remembered decisions depend on here; costs no look at the disk."""
+    """The state that cached decisions depend on. Reads no file."""
     return _generation, _any and distributed()
 
 
 def share(device: DeviceInfo, table: Table | None) -> None:
-    """Use `table` on `device` in this distributed job: what all ranks agreed on."""
+    """Use `table`, on which all ranks agreed, on `device` in this distributed job."""
     global _shared, _generation, _any
     _shared = {**(_shared or {}), device: table}
     _generation += 1
@@ -333,36 +338,36 @@ def share(device: DeviceInfo, table: Table | None) -> None:
 
 
 def forget() -> None:
-    """Read files anew, and forget what was shared and told."""
+    """Read files anew, and forget what was shared and reported."""
     global _shared, _generation, _any
     _tables.clear()
-    _told.clear()
+    _reported.clear()
     _shared, _any = None, False
     _generation += 1
 
 
 def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
-    """The settings for calls like `request`: where the user's own tuning is in force, with its thresholds and costs, and its launches
-    for them.
+    """The settings for calls like `request`, with the user's own tuning where it is in force.
 
-    What the file that NSA_SEL_CONFIG names says stays, and so do overrides by flags (`Settings.kernel`).
+    The values of the file that NSA_SEL_CONFIG names stay, and so do overrides by flags (`Settings.kernel`).
     """
     table = None if settings.autotune == "off" else in_force(device)
     if table is None:
         return settings
-    shape = shape_of(request)
-    own: dict[str, KernelConfig] = {}
-    for way in ("decode" if request.S == 1 else "forward", "backward"):
-        own |= table.launches.get((shape, way), {})  # type: ignore[call-overload]
-    held = settings.config_file
-    own = {kernel: config for kernel, config in own.items() if held is None or settings.sources.get(f"kernels.{kernel}") != held}
-    origin = f"tuned: {table.name} {table.fingerprint}"
+    shape, held, origin = shape_of(request), settings.config_file, f"tuned: {table.name} {table.fingerprint}"
+
+    def free(field: str, *flags: str) -> bool:
+        source = settings.sources.get(field)
+        return source is None or source not in (held, *flags)
+
+    forward: Way = "decode" if request.S == 1 else "forward"
+    own = {**table.kernels.get((shape, forward), {}), **table.kernels.get((shape, "backward"), {})}
+    own = {kernel: config for kernel, config in own.items() if free(f"kernels.{kernel}")}
     sources = {**settings.sources, **{f"kernels.{kernel}": origin for kernel in own}}
-    min_length = settings.sel_triton_min_L
-    if table.min_length and settings.sources.get("sel_triton_min_L") not in ("NSA_SEL_TRITON_MIN_L", held or ""):
+    min_length, costs = settings.sel_triton_min_L, settings.costs
+    if table.min_length and free("sel_triton_min_L", "NSA_SEL_TRITON_MIN_L"):
         min_length, sources["sel_triton_min_L"] = by_way(table.min_length, min_length), origin
-    costs = settings.costs
-    if table.costs is not None and settings.sources.get("costs") != (held or ""):
+    if table.costs is not None and free("costs"):
         costs, others = _over(table.costs, costs)
         sources["costs"] = origin + (f"; {', '.join(others)}: {settings.sources.get('costs', 'built-in')}" if others else "")
     return msgspec.structs.replace(
@@ -372,15 +377,14 @@ def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
 
 
 def _over(own: Costs, before: Costs | None) -> tuple[Costs, list[str]]:
-    """The user's costs, and those of a profile for the ways that the user's leave out, which are named.
+    """The user's costs, completed by those of a profile for the directions that the user's leave out, which are named.
 
-    Predictions are compared within a way, so that all models of one are from one machine.
+    Predictions are compared within a direction: all its models are from one machine.
     """
     ways = {name.rpartition("/")[2] for name in own.models}
     rest = {name: model for name, model in before.models.items() if name.rpartition("/")[2] not in ways} if before else {}
     if before is None or not rest:
         return own, []
-    merged = msgspec.structs.replace(
-        own, dtypes=tuple(dtype for dtype in own.dtypes if dtype in before.dtypes), models={**rest, **own.models}
-    )
+    dtypes = tuple(dtype for dtype in own.dtypes if dtype in before.dtypes)
+    merged = msgspec.structs.replace(own, dtypes=dtypes, models={**rest, **own.models})
     return merged, sorted({name.rpartition("/")[2] for name in rest})

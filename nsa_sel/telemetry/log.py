@@ -22,6 +22,8 @@ from nsa_sel.settings.schema import Settings
 
 DIRECTIONS = ("forward", "backward")
 TORN_SHOWN = 5  # numbers of torn lines
+KEPT_ENCODED = 256
+_encoded_decisions: dict[int, tuple[Decision, str, msgspec.Raw]] = {}  # by id: calls of one class share one Decision object
 _BAD_FIELDS = (msgspec.DecodeError, NsaSelError, RecursionError, LookupError, TypeError, ValueError, AttributeError)
 
 
@@ -56,14 +58,20 @@ def decision_events(decision: Decision, written: set[str]) -> list[tuple[str, di
     Returns:
         `sel.settings` where the log does not hold these settings yet, then `sel.decision`.
     """
-    shared = {"settings": decision.settings, "offers": decision.offers}
-    # Not the settings' own fingerprint alone, which covers neither their sources nor the backends offered.
-    fingerprint = f"{decision.settings.fingerprint}-{hashlib.sha256(msgspec.json.encode(shared)).hexdigest()[:8]}"
-    events: list[tuple[str, dict[str, Any]]] = []
+    kept = _encoded_decisions.get(id(decision))
+    if kept is None:
+        # Not the settings' own fingerprint alone, which covers neither their sources nor the backends offered.
+        shared = msgspec.json.encode((decision.settings, decision.offers))
+        fingerprint = f"{decision.settings.fingerprint}-{hashlib.sha256(shared).hexdigest()[:8]}"
+        if len(_encoded_decisions) >= KEPT_ENCODED:
+            _encoded_decisions.clear()
+        kept = _encoded_decisions[id(decision)] = decision, fingerprint, msgspec.Raw(_encoded(_short(decision)).encode())
+    _, fingerprint, short = kept
+    events: list[tuple[str, dict[str, Any]]] = [("sel.decision", {"settings": fingerprint, "decision": short})]
     if fingerprint not in written:
         written.add(fingerprint)
-        events.append(("sel.settings", {"fingerprint": fingerprint, **shared}))
-    return [*events, ("sel.decision", {"settings": fingerprint, "decision": _short(decision)})]
+        events.insert(0, ("sel.settings", {"fingerprint": fingerprint, "settings": decision.settings, "offers": decision.offers}))
+    return events
 
 
 def _short(decision: Decision) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the NSA_DEBUG_* flags tell about one pass of a backend: how long it took, what it read and computed, a range for profilers."""
+"""What the NSA_DEBUG_* flags record of one pass of a backend: its time, the keys it reads, its estimated work, an NVTX range."""
 
 from __future__ import annotations
 
@@ -33,13 +33,17 @@ def watched(call: Call, backend: str, direction: str, loads: LoadedKeys | None, 
 
 
 def keys_read(call: Call, count: bool) -> tuple[int, Source]:
-    """The keys that all rows of the call select after the causal clamp, summed over rows [B,S,G], and where the number is from.
+    """The number of keys that all rows [B,S,G] of the call select after the causal clamp, and its source.
 
-    counted: exact, from a look at the ranges, which waits for the device (kept with the selection); measured: exact, as
-    `Selection.measure(S_kv)` found; bound: from static facts, as if every row selected as many keys as it may.
+    Args:
+        count: read the ranges, which synchronises the device; the result is cached with the selection.
+
+    Returns:
+        The sum over rows, and "counted" or "measured" (by `Selection.measure(S_kv)`) where it is exact; "bound" where every row is taken
+        to select as many keys as it may.
     """
     selection, S_kv = call.selection, call.S_kv
-    elsewhere = call.q_pos is not None or call.lengths is not None  # not at the default positions
+    elsewhere = call.q_pos is not None or call.lengths is not None  # rows are not at the default positions
     B, S, G = call.q.shape[:3]
     if count and not call.capturing():
 

@@ -16,6 +16,7 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.telemetry.log import Line, read_log, torn_words
 from nsa_sel.telemetry.table import table
 
+Rows = list[dict[str, Any]]
 EVENT_FIELDS: dict[str, dict[str, type]] = {  # event -> the fields that the summary needs
     "sel.backend.failed": {"backend": str, "direction": str, "error": str},
     "sel.timing": {"backend": str, "direction": str, "ms": float},
@@ -28,97 +29,37 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {  # event -> the fields that the sum
     "sel.compare": {"backend": str, "direction": str, "reference": str, "mae": float},
 }
 OPTIONAL_FIELDS: dict[str, type] = {"length": int, "rows": int, "tflops": float, "gbps": float}  # of the same events
-
+TABLES = {  # part of the summary -> title
+    "won": "backends that ran, and by which rule",
+    "refusals": "refused",
+    "failures": "failed",
+    "buckets": "slowest buckets of packed SDPA",
+    "passes": "passes",
+    "kernels": "launches",
+    "reads": "read",
+    "backward": "backward, estimated work",
+    "worst_mae": "compared with packed SDPA",
+}
 _PREDICTIONS = re.compile(r"(?<=least predicted time): .*?(?= \((?!no prediction))")
 
 
-class Won(msgspec.Struct, frozen=True):
-    """Calls of one device with the same decision."""
-
-    device: str
-    forward: str | None
-    backward: str | None
-    rule: str
-    override: str | None  # what forced the backend
-    calls: int
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """How often a check refused a backend, and in how many of these calls the backend is preferred to the one that ran."""
-
-    backend: str
-    code: str
-    kind: str
-    calls: int
-    stepped_over: int
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """Exceptions in a backend."""
-
-    backend: str
-    direction: str
-    error: str
-    times: int
-
-
-class Times(msgspec.Struct, frozen=True):
-    """Times of a backend's passes (`length` and `rows` are None), or of packed SDPA's bucket of rows of one length."""
-
-    backend: str
-    direction: str
-    length: int | None
-    rows: int | None
-    passes: int
-    median_ms: float
-    worst_ms: float
-
-
-class Traffic(msgspec.Struct, frozen=True):
-    """Keys that the rows of a backend's calls select, and the bytes of their K and V."""
-
-    backend: str
-    calls: int
-    tokens: int
-    bytes: int
-    source: str  # where the numbers are from: counted, measured, bound
-
-
-class Backward(msgspec.Struct, frozen=True):
-    """Estimated work of a backend's backward passes; median rates of those that were timed."""
-
-    backend: str
-    passes: int
-    flops: int
-    bytes: int
-    tflops: float | None
-    gbps: float | None
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """All that `nsa-sel decisions` shows."""
-
-    log: str
-    lines: int
-    torn_lines: tuple[int, ...]  # their numbers; skipped
-    events: dict[str, int]
-    decisions: int
-    won: tuple[Won, ...]
-    refusals: tuple[Refusal, ...]
-    failures: tuple[Failure, ...]
-    buckets: tuple[Times, ...]  # the slowest first
-    passes: tuple[Times, ...]
-    kernels: dict[str, int]  # kernel config -> number of launches
-    reads: tuple[Traffic, ...]
-    backward: tuple[Backward, ...]
-    worst_mae: dict[str, float]  # backend and direction -> against packed SDPA
-
-
-def summarise(log: Path, top: int = 10) -> Summary:
+def summarise(log: Path, top: int = 10) -> dict[str, Any]:
     """The summary of a log.
 
     Args:
         top: how many of the slowest buckets it has.
+
+    Returns:
+        log, lines, torn_lines (numbers of the lines that were skipped), events (by name), decisions (how many), and the rows of `TABLES`:
+
+        won: calls of one device with the same decision; `override` is what forced the backend.
+        refusals: calls in which a check refused a backend; `stepped_over`: those in which it is preferred to the backend that ran.
+        failures: exceptions in a backend.
+        buckets, passes: times of packed SDPA's buckets of rows of one length, and of whole passes, the slowest first.
+        kernels: kernel config and path -> launches.
+        reads: keys that the rows of a backend's calls select, the bytes of their K and V, and the source of these numbers.
+        backward: estimated work of a backend's backward passes; median rates of those that were timed.
+        worst_mae: backend and direction -> the largest mean absolute error.
 
     Raises:
         ArgumentError: as `read_log`, for an empty log, and for an event without a field that the summary needs.
@@ -126,26 +67,32 @@ def summarise(log: Path, top: int = 10) -> Summary:
     lines, torn = read_log(log)
     if not lines:
         raise ArgumentError("LOG", f"{log}, which is empty", "JSON lines of NSA_DEBUG_LOG or Decision.to_json", "mend the path")
-    by_event: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    events: dict[str, Rows] = collections.defaultdict(list)
     for line in lines:
         fault = _fault(line)
         if fault:
             allowed = ", ".join(f"{field} ({kind.__name__})" for field, kind in EVENT_FIELDS[line.event].items())
             raise ArgumentError(f"line {line.number} of {log}", f"{line.event} {fault}", allowed, "drop the line")
-        by_event[line.event].append(line.fields)
+        events[line.event].append(line.fields)
     decisions = [line.decision for line in lines if line.decision is not None]
-    kernels = collections.Counter(f"{fields['config']} ({fields['path']})" for fields in by_event["sel.triton.kernel"])
-    worst: dict[str, float] = {}
-    for fields in by_event["sel.compare"]:
-        compared = f"{fields['backend']} {fields['direction']}"
-        worst[compared] = max(worst.get(compared, 0.0), fields["mae"])
-    return Summary(
-        log=str(log), lines=len(lines), torn_lines=torn, events=dict(collections.Counter(line.event for line in lines).most_common()),
-        decisions=len(decisions), won=_won(decisions), refusals=_refusals(decisions), failures=_failures(by_event["sel.backend.failed"]),
-        buckets=_times(by_event["sel.timing.bucket"])[:top], passes=_times(by_event["sel.timing"]), kernels=dict(kernels.most_common()),
-        reads=_reads([*by_event["sel.triton.reads"], *by_event["sel.reads"]]),
-        backward=_backward([*by_event["sel.triton.bwd"], *by_event["sel.bwd"]]), worst_mae=worst,
-    )  # fmt: skip
+    kernels = collections.Counter(f"{fields['config']} ({fields['path']})" for fields in events["sel.triton.kernel"])
+    compared = _grouped(events["sel.compare"], "backend", "direction")
+    return {
+        "log": str(log),
+        "lines": len(lines),
+        "torn_lines": torn,
+        "events": dict(collections.Counter(line.event for line in lines).most_common()),
+        "decisions": len(decisions),
+        "won": _won(decisions),
+        "refusals": _refusals(decisions),
+        "failures": _failures(events["sel.backend.failed"]),
+        "buckets": _times(events["sel.timing.bucket"])[:top],
+        "passes": _times(events["sel.timing"]),
+        "kernels": dict(kernels.most_common()),
+        "reads": _reads([*events["sel.triton.reads"], *events["sel.reads"]]),
+        "backward": _backward([*events["sel.triton.bwd"], *events["sel.bwd"]]),
+        "worst_mae": {f"{key['backend']} {key['direction']}": max(fields["mae"] for fields in group) for key, group in compared},
+    }
 
 
 def _fault(line: Line) -> str | None:
@@ -154,8 +101,8 @@ def _fault(line: Line) -> str | None:
     lacking = [field for field in needed if field not in line.fields]
     if lacking:
         return f"without {', '.join(lacking)}"
-    kinds = {**{field: kind for field, kind in OPTIONAL_FIELDS.items() if line.fields.get(field) is not None}, **needed} if needed else {}
-    for field, kind in kinds.items():
+    given = {field: kind for field, kind in OPTIONAL_FIELDS.items() if line.fields.get(field) is not None}
+    for field, kind in {**given, **needed}.items() if needed else ():
         try:
             msgspec.convert(line.fields[field], kind)
         except msgspec.ValidationError as error:
@@ -163,15 +110,16 @@ def _fault(line: Line) -> str | None:
     return None
 
 
-def _won(decisions: Iterable[Decision]) -> tuple[Won, ...]:
+def _won(decisions: Iterable[Decision]) -> Rows:
     # Predicted times differ from shape to shape; without them it is one rule.
+    keys = ("device", "forward", "backward", "rule", "override")
     found = collections.Counter(
         (d.device.name, d.forward, d.backward, _PREDICTIONS.sub("", d.rule), d.override.source if d.override else None) for d in decisions
     )
-    return tuple(Won(*key, calls) for key, calls in found.most_common())
+    return [{**dict(zip(keys, values, strict=True)), "calls": calls} for values, calls in found.most_common()]
 
 
-def _refusals(decisions: Iterable[Decision]) -> tuple[Refusal, ...]:
+def _refusals(decisions: Iterable[Decision]) -> Rows:
     calls: collections.Counter[tuple[str, str, str]] = collections.Counter()
     stepped_over: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for decision in decisions:
@@ -180,68 +128,64 @@ def _refusals(decisions: Iterable[Decision]) -> tuple[Refusal, ...]:
             for code, kind in dict.fromkeys((reason.code, reason.kind) for reason in (*verdict.forward, *verdict.backward)):
                 calls[verdict.backend, code, kind] += 1
                 stepped_over[verdict.backend, code, kind] += verdict.backend in ahead
-    return tuple(Refusal(*key, number, stepped_over[key]) for key, number in calls.most_common())
+    return [
+        {"backend": key[0], "code": key[1], "kind": key[2], "calls": number, "stepped_over": stepped_over[key]}
+        for key, number in calls.most_common()
+    ]
 
 
-def _failures(events: Iterable[dict[str, Any]]) -> tuple[Failure, ...]:
-    found = collections.Counter((e["backend"], e["direction"], (str(e["error"]).splitlines() or [""])[0]) for e in events)
-    return tuple(Failure(*key, times) for key, times in found.most_common())
-
-
-def _grouped(events: Iterable[dict[str, Any]], *names: str) -> list[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
+def _grouped(events: Rows, *names: str) -> list[tuple[dict[str, Any], Rows]]:
     """Events by the values of these fields."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = collections.defaultdict(list)
+    groups: dict[tuple[Any, ...], Rows] = collections.defaultdict(list)
     for fields in events:
         groups[tuple(fields.get(name) for name in names)].append(fields)
-    return list(groups.items())
+    return [(dict(zip(names, values, strict=True)), group) for values, group in groups.items()]
 
 
-def _times(events: Iterable[dict[str, Any]]) -> tuple[Times, ...]:
+def _failures(events: Rows) -> Rows:
+    first_lines = [{**fields, "error": (str(fields["error"]).splitlines() or [""])[0]} for fields in events]
+    found = [{**key, "times": len(group)} for key, group in _grouped(first_lines, "backend", "direction", "error")]
+    return sorted(found, key=lambda row: -row["times"])
+
+
+def _times(events: Rows) -> Rows:
     found = []
     for key, group in _grouped(events, "backend", "direction", "length", "rows"):
         ms = [fields["ms"] for fields in group]
-        backend, direction, length, rows = key
-        found.append(Times(backend, direction, length, rows, len(ms), median(ms), max(ms)))
-    return tuple(sorted(found, key=lambda times: -times.median_ms))
+        found.append({**key, "passes": len(ms), "median_ms": median(ms), "worst_ms": max(ms)})
+    return sorted(found, key=lambda row: -row["median_ms"])
 
 
-def _reads(events: Iterable[dict[str, Any]]) -> tuple[Traffic, ...]:
-    groups = _grouped(events, "backend", "source")
-    return tuple(Traffic(key[0], len(group), _sum(group, "tokens"), _sum(group, "bytes"), key[1]) for key, group in groups)
+def _reads(events: Rows) -> Rows:
+    return [{**key, "calls": len(group), **_sums(group, "tokens", "bytes")} for key, group in _grouped(events, "backend", "source")]
 
 
-def _backward(events: Iterable[dict[str, Any]]) -> tuple[Backward, ...]:
+def _backward(events: Rows) -> Rows:
     found = []
-    for (backend,), group in _grouped(events, "backend"):
-        rates = [[fields[name] for fields in group if name in fields] for name in ("tflops", "gbps")]
-        tflops, gbps = (median(rate) if rate else None for rate in rates)
-        found.append(Backward(backend, len(group), _sum(group, "flops"), _sum(group, "bytes"), tflops, gbps))
-    return tuple(found)
+    for key, group in _grouped(events, "backend"):
+        rates = {name: [fields[name] for fields in group if name in fields] for name in ("tflops", "gbps")}
+        medians = {name: median(rate) if rate else None for name, rate in rates.items()}
+        found.append({**key, "passes": len(group), **_sums(group, "flops", "bytes"), **medians})
+    return found
 
 
-def _sum(group: list[dict[str, Any]], name: str) -> int:
-    return sum(fields[name] for fields in group)
+def _sums(group: Rows, *names: str) -> dict[str, int]:
+    return {name: sum(fields[name] for fields in group) for name in names}
 
 
-def text(summary: Summary) -> str:
+def text(summary: dict[str, Any]) -> str:
     """The summary for a terminal, without empty tables."""
-    events = ", ".join(f"{n} {event}" for event, n in summary.events.items())
-    parts = [f"{summary.log}: {summary.lines} lines, {events}{torn_words(summary.torn_lines)}"]
-    tables: dict[str, Sequence[msgspec.Struct]] = {
-        "backends that ran, and by which rule": summary.won, "refused": summary.refusals, "failed": summary.failures,
-        "slowest buckets of packed SDPA": summary.buckets, "passes": summary.passes, "read": summary.reads,
-        "backward, estimated work": summary.backward,
-    }  # fmt: skip
-    for title, rows in tables.items():
+    events = ", ".join(f"{n} {event}" for event, n in summary["events"].items())
+    parts = [f"{summary['log']}: {summary['lines']} lines, {events}{torn_words(summary['torn_lines'])}"]
+    for name, title in TABLES.items():
+        rows = summary[name]
+        if isinstance(rows, dict):
+            headers: Sequence[str] = ("kernel config", "launches") if name == "kernels" else ("backend", "worst MAE")
+            cells = [list(row) for row in rows.items()]
+        else:
+            headers, cells = [key.replace("_", " ") for key in rows[0]] if rows else [], [list(row.values()) for row in rows]
         if rows:
-            fields = rows[0].__struct_fields__
-            cells = [[_shown(getattr(row, field)) for field in fields] for row in rows]
-            parts.append(f"{title}\n{table([field.replace('_', ' ') for field in fields], cells, width=72)}")
-    if summary.kernels:
-        parts.append("launches\n" + table(["kernel config", "launches"], summary.kernels.items()))
-    if summary.worst_mae:
-        rows_of_mae = [(backend, _shown(mae)) for backend, mae in summary.worst_mae.items()]
-        parts.append("compared with packed SDPA\n" + table(["backend", "worst MAE"], rows_of_mae))
+            parts.append(f"{title}\n{table(headers, [[_shown(cell) for cell in row] for row in cells], width=72)}")
     return "\n\n".join(parts)
 
 

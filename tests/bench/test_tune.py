@@ -106,7 +106,7 @@ def test_the_fastest_wins_where_spreads_are_apart_in_both_rounds() -> None:
     assert (result.measured, result.failed) == (1 + len(job.candidates), 0)
     file, table = content(STAMP)
     assert file.results == (result,)
-    assert table.launches == {(job.key.shape, job.key.way): {job.kernel: fastest(job)}}
+    assert table.kernels == {(job.key.shape, job.key.way): {job.kernel: fastest(job)}}
 
 
 JOB = some_jobs()[0]
@@ -136,7 +136,7 @@ def test_the_best_over_both_problems_wins() -> None:
     assert set(seen[6:]) == {(problem, config) for problem in TWO for config in (JOB.committed, B)}
     file, table = content(STAMP)
     assert len(file.results) == 2
-    assert table.launches == {(JOB.key.shape, JOB.key.way): {JOB.kernel: B}}
+    assert table.kernels == {(JOB.key.shape, JOB.key.way): {JOB.kernel: B}}
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_quick_tuning_measures_and_is_used(way: str) -> None:
     table = tuned.in_force(device)
     assert table is not None
     won = sum(result["winner"] is not None for result in kernels.values())
-    assert sum(len(configs) for configs in table.launches.values()) == won
+    assert sum(len(kernels) for kernels in table.kernels.values()) == won
     assert stamp_of(device).driver is not None
 
 

@@ -124,12 +124,14 @@ class TestDoctor:
         assert r"NSA_SEL_X\udcff has no effect" in shown or rf"{name} is 'x\udcff'; allowed: text in UTF-8" in " ".join(shown.split())
         ask("doctor")
 
-    def test_imports_no_kernel_framework(self) -> None:
+    def test_imports_no_kernel_framework_and_prints_nothing_else(self) -> None:
         code = (
-            "import sys; from nsa_sel.cli.app import app; app(['doctor'], standalone_mode=False);"
-            " print(sorted({'numba', 'cupy', 'matplotlib', 'nsa_sel.backends.triton_group'} & set(sys.modules)))"
+            "import sys; from nsa_sel.cli.app import app; app(['doctor', '--json'], standalone_mode=False);"
+            " sys.exit(str(sorted({'numba', 'cupy', 'matplotlib', 'nsa_sel.backends.triton_group'} & set(sys.modules))))"
         )
-        assert run_python("-c", code).stdout.splitlines()[-1] == "[]"
+        done = run_python("-c", code)
+        assert done.stderr == "[]\n"
+        assert json.loads(done.stdout)["nsa_sel"] == nsa_sel.__version__
 
 
 class TestExplain:
@@ -145,10 +147,6 @@ class TestExplain:
             reasons = {v.backend: {r.code: r.required for r in v.forward} for v in decision.verdicts}
             assert reasons["triton-group"]["device-rule"] == "another: ADR-2025-08-M4-02"
         assert "ADR-2025-08-M4-02" in invoke("explain", "--device", "sm89").output
-
-    def test_flag_lifts_the_adr(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
-        assert ask("explain", "--device", "sm89", "--n", 64)["forward"].startswith("triton")
 
     def test_long_selection_on_an_a100_takes_triton(self) -> None:
         assert ask("explain", "--device", "a100", "--n", 64)["forward"].startswith("triton")
@@ -175,9 +173,6 @@ class TestExplain:
             assert word in message
         assert ask("explain", "--device", "sm89", "--backend", "triton-group", exit_code=2)["forward"] is None
 
-    def test_forcing_overrides_what_is_merely_slower(self) -> None:
-        assert ask("explain", "--device", "h100", "--backend", "triton-token")["forward"] == "triton-token"
-
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
@@ -194,11 +189,6 @@ class TestExplain:
         monkeypatch.setenv("NSA_USE_TRITON_SEL", "perhaps")
         assert "NSA_USE_TRITON_SEL is 'perhaps'; allowed: 0 or 1" in refused("explain")
         assert "NSA_USE_TRITON_SEL" in ask("explain", exit_code=2)["error"]
-
-    def test_as_a_process(self) -> None:
-        process = run_python("-c", "from nsa_sel.cli.app import app; app()", "explain", "--json", "--device", "cpu")
-        assert (process.returncode, process.stderr) == (0, "")
-        assert json.loads(process.stdout)["forward"] == "numba"
 
 
 class TestRun:

@@ -120,20 +120,22 @@ def test_text_says_what_is_computed_why_and_who_is_fastest(trace: Path) -> None:
     assert result.output.index("are few (slow calls are)") < result.output.index("Fastest forward: ")
 
 
-def test_a_wrong_gradient_gives_exit_code_1(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = numba_cpu.backward
-
-    def wrong(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = right(*arguments)
-        return dq, dk * 1.001, dv
-
-    monkeypatch.setattr(numba_cpu, "backward", wrong)
+@pytest.mark.parametrize(
+    ("name", "change", "verdict"),
+    [
+        ("backward", lambda dq, dk, dv: (dq, dk * 1.001, dv), "mean dk off by"),
+        ("forward", lambda o, lse: (o + float("nan"), lse), "o off by nan"),
+    ],
+)
+def test_a_wrong_result_gives_exit_code_1(trace: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Any, verdict: str) -> None:
+    right = getattr(numba_cpu, name)
+    monkeypatch.setattr(numba_cpu, name, lambda *arguments: change(*right(*arguments)))
     result = run_demo(trace, "--json")
     assert result.exit_code == 1
     rows = rows_of(result)
-    assert rows["numba"]["verdict"].startswith("WRONG: mean dk off by")
-    assert not rows["numba"]["passed"]
-    assert rows["sdpa-packed"]["passed"]
+    assert rows["numba"]["verdict"].startswith("WRONG: ")
+    assert verdict in rows["numba"]["verdict"]
+    assert (rows["numba"]["passed"], rows["sdpa-packed"]["passed"]) == (False, True)
     assert "WRONG: numba." in run_demo(trace).output
 
 
@@ -149,20 +151,6 @@ def test_of_many_rows_some_are_checked_in_results_of_all(trace: Path, monkeypatc
     assert demo._sample(40, 9).tolist() == sorted({0, 39, *demo._sample(40, 9).tolist()})
     monkeypatch.setattr(numba_cpu, "backward", lambda *arguments: (*right(*arguments)[:2], right(*arguments)[2] * 1.001))
     assert run_demo(trace, "--json").exit_code == 1
-
-
-def test_a_nan_is_wrong(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = numba_cpu.forward
-
-    def wrong(call: Any) -> tuple[Tensor, Tensor]:
-        o, lse = right(call)
-        o[0, 0, 0, 0, 0] = float("nan")
-        return o, lse
-
-    monkeypatch.setattr(numba_cpu, "forward", wrong)
-    result = run_demo(trace, "--json")
-    assert result.exit_code == 1
-    assert "o off by nan" in rows_of(result)["numba"]["verdict"]
 
 
 def test_a_call_that_goes_elsewhere_is_found_in_the_record(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +198,18 @@ def test_the_shipped_trace_is_the_default() -> None:
     words = demo_text.introduction(setting)
     for part in ("SmolLM2-135M", "layer 18, KV head 1", "rounded to float8_e4m3fn", "its first 8192 tokens", "on 1024 of 8192 rows"):
         assert part in words
+
+
+def test_without_the_trace_the_demo_is_synthetic_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(bench_door, "real_selection", lambda G: Selection.from_blocks(torch.zeros(1, 8, G, 1, dtype=torch.int8), 4))
+    setting = demo.prepare()
+    assert setting.problem.q.shape == (1, 8, 1, 3, 64)
+    assert torch.equal(setting.problem.q, demo.prepare().problem.q)
+    words = demo_text.introduction(setting)
+    assert "q, k and v are seeded random numbers" in words
+    assert "From a checkout: nsa-sel demo --trace bench/data/smollm2_trace.safetensors" in words
+    assert "Model:" not in words
 
 
 def test_the_shipped_trace_is_small_and_selects_what_its_own_numbers_say() -> None:

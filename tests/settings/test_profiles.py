@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,16 +50,13 @@ from tests.helpers.policy_cases import (
 def test_a_profile_is_derived_from_its_rows(target: str) -> None:
     assert (ROOT / target).read_text() == render(PROFILES[target]())
     assert Path(target).name in shipped_configs()
+    assert set(PROFILES) == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
 
 
 def test_the_example_runs_on_triton_where_it_was_measured_faster() -> None:
     decision = explain_request(example_request(needs_grad=True), H200)
     assert (decision.forward, decision.backward) == ("triton-tile", "triton-tile")
     assert decision.settings.profile == "sm90_h200.yaml"
-
-
-def test_every_profile_is_derived() -> None:
-    assert set(PROFILES) == {file.relative_to(ROOT).as_posix() for file in (ROOT / "configs" / "devices").iterdir()}
 
 
 # Lookup: by name, by compute capability, none
@@ -161,20 +157,14 @@ def nobody_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     nsa_sel.reset()
 
 
-@pytest.fixture
-def events(caplog: pytest.LogCaptureFixture) -> Any:
-    caplog.set_level(logging.INFO, logger="nsa_sel")
-    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]
-
-
 @pytest.mark.usefixtures("nobody_told")
 @pytest.mark.parametrize("device", [*ELSEWHERE, H100, replace(H200, name="NVIDIA H20")], ids=lambda device: device.name)
-def test_an_assumed_profile_is_told_once_with_the_command_that_measures(device: DeviceInfo, events: Any) -> None:
+def test_an_assumed_profile_is_told_once_with_the_command_that_measures(device: DeviceInfo, logged: Any) -> None:
     (words,) = warned(SHORT, device)
     for part in (device.name, "nobody has measured", "values of sm90_h200.yaml", "Measure it with: nsa-sel tune"):
         assert part in words
     assert warned(replace(SHORT, S=1, S_kv=65536), device) == []
-    (event,) = events("sel.profile.assumed")
+    (event,) = logged("sel.profile.assumed")
     assert (event["device"], event["sm"], event["assumed"]) == (device.name, device.sm, "sm90_h200.yaml")
     assert (event["rule"], event["command"]) == (None, "nsa-sel tune")
     assert len(warned(SHORT, L40S)) == 1, "another device"

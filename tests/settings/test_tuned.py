@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import stat
 import subprocess
@@ -25,7 +23,7 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import forget_settings, settings_for
-from nsa_sel.settings.schema import KernelConfig
+from nsa_sel.settings.schema import KernelConfig, Way
 from nsa_sel.settings.tuned import bucket_of_length, class_of_heads, stamp_of
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_qkv, make_spans
@@ -40,12 +38,6 @@ COMMITTED = settings_for(H200).kernels[FORWARD]
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("NSA_SEL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tuned"
-
-
-@pytest.fixture
-def events(caplog: pytest.LogCaptureFixture) -> Any:
-    caplog.set_level(logging.INFO, logger="nsa_sel")
-    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]
 
 
 def launch(request: Any = SHORT, device: DeviceInfo = H200, kernel: str = FORWARD) -> KernelConfig:
@@ -75,21 +67,16 @@ def test_a_tuned_launch_is_used_and_the_decision_names_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "holds"),
+    ("changes", "way", "holds"),
     [
-        ({"h": 9}, True), ({"h": 8}, False), ({"h": 17}, False), ({"max_length": 513}, True), ({"max_length": 512}, False),
-        ({"Dk": 64}, False), ({"Dv": 64}, False), ({"dtype": "float16"}, False), ({"S": 1}, False), ({"B": 3, "G": 7, "n": 5}, True),
+        *(({field: size}, "forward", True) for field, size in (("h", 9), ("max_length", 513), ("B", 3), ("G", 7), ("n", 5))),
+        *(({field: size}, "forward", False) for field, size in (("h", 8), ("h", 17), ("max_length", 512), ("Dk", 64), ("Dv", 64))),
+        ({"dtype": "float16"}, "forward", False), ({"S": 1}, "forward", False), ({"S": 1}, "decode", True), ({}, "decode", False),
     ],
 )  # fmt: skip
-def test_a_launch_holds_for_its_key_alone(changes: dict[str, Any], holds: bool) -> None:
-    write(result())
+def test_a_kernel_config_holds_for_its_key_alone(changes: dict[str, Any], way: Way, holds: bool) -> None:
+    write(result(of=key(way)))
     assert launch(replace(SHORT, **changes)) == (OTHER if holds else COMMITTED)
-
-
-def test_decoding_has_launches_of_its_own() -> None:
-    write(result(of=key("decode")))
-    assert launch(replace(SHORT, S=1)) == OTHER
-    assert launch() == COMMITTED
 
 
 def test_classes() -> None:
@@ -129,19 +116,14 @@ def test_environment_and_configuration_override_tuning(monkeypatch: pytest.Monke
     assert (launch(kernel="triton-group/dkdv").block_l, launch(kernel="triton-group/dkdv").num_stages) == (128, 2)
 
 
-def test_the_file_is_read_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_read_once_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     write(result())
     first = explain_request(SHORT, H200)
     write(result(winner=KernelConfig(16, 1, 1, loads="tma")))
-    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read"))
-    assert explain_request(SHORT, H200) is first
-    assert launch(replace(SHORT, h=15)) == OTHER
-
-
-def test_what_was_remembered_is_forgotten_with_the_file(folder: Path) -> None:
-    write(result())
-    first = explain_request(SHORT, H200)
-    write(result(winner=KernelConfig(16, 1, 1, loads="tma")))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read"))
+        assert explain_request(SHORT, H200) is first
+        assert launch(replace(SHORT, h=15)) == OTHER
     tuned.forget()
     second = explain_request(SHORT, H200)
     assert (first.settings.kernels[FORWARD].block_l, second.settings.kernels[FORWARD].block_l) == (32, 16)
@@ -152,7 +134,7 @@ def test_what_was_remembered_is_forgotten_with_the_file(folder: Path) -> None:
     assert explain_request(SHORT, H200).settings == settings_for(H200)
 
 
-def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, events: Any) -> None:
+def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     here = device_info(torch.device("cpu"))
     assert here.triton_interpret
     small = {"Dk": 16, "Dv": 16, "h": 2, "L": 64, "dtype": "float32"}
@@ -161,15 +143,15 @@ def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, events: 
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     q, k, v = make_qkv(S=9, h=2, S_kv=40)
     nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
-    (used,) = events("sel.triton.kernel")
+    (used,) = logged("sel.triton.kernel")
     assert used["config"] == winner.config_id("triton-group/forward-widest")
     assert used["source"] == nsa_sel.decisions()[-1].settings.tuned
-    (loaded,) = events("sel.tuned.loaded")
+    (loaded,) = logged("sel.tuned.loaded")
     assert loaded["fingerprint"] in used["source"]
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
     nsa_sel.selection_attention(q, k, v, nsa_sel.Selection.from_ranges(make_spans("few", 1, 9, 1, 40, 20)), backend="triton-group")
-    assert events("sel.triton.kernel")[1]["config"] == COMMITTED_SMALL
-    assert events("sel.triton.kernel")[1]["source"] == "base.yaml"
+    assert logged("sel.triton.kernel")[1]["config"] == COMMITTED_SMALL
+    assert logged("sel.triton.kernel")[1]["source"] == "base.yaml"
 
 
 COMMITTED_SMALL = settings_for(H200).kernels["triton-group/forward-widest"].config_id("triton-group/forward-widest")
@@ -184,7 +166,7 @@ def test_it_costs_a_call_nothing_but_a_look_at_a_number() -> None:
 # What does not hold
 
 
-def test_another_environment_is_explained_once(events: Any) -> None:
+def test_another_environment_is_explained_once(logged: Any) -> None:
     write(result(), kernels="0" * 16, torch="2.0", driver="1.0")
     with pytest.warns(RuntimeWarning, match=r"torch was 2\.0, is .*; kernels was 0000000000000000, is \w{16}") as caught:
         assert launch() == COMMITTED
@@ -193,15 +175,9 @@ def test_another_environment_is_explained_once(events: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert launch(replace(SHORT, h=4)) == COMMITTED
-    (ignored,) = events("sel.tuned.ignored")
+    (ignored,) = logged("sel.tuned.ignored")
     assert ignored["why"] == "environment"
     assert "nsa_sel was" not in ignored["words"]
-
-
-def test_a_file_that_only_bears_the_right_name_is_refused(folder: Path) -> None:
-    write(result(), triton="2.0")
-    with pytest.warns(RuntimeWarning, match=r"triton was 2\.0"):
-        assert launch() == COMMITTED
 
 
 def test_environments_do_not_overwrite_each_other(folder: Path) -> None:
@@ -223,37 +199,27 @@ def test_environments_do_not_overwrite_each_other(folder: Path) -> None:
         (lambda text: text.replace(f'"kernel": "{FORWARD}"', '"kernel": "triton-group/sideways"'), "triton-group/sideways"),
     ],
 )
-def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, events: Any, damage: Any, words: str) -> None:
+def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, logged: Any, damage: Any, words: str) -> None:
     write(result())
     (file,) = folder.glob("*.json")
     damaged = damage(file.read_text())
     assert damaged != file.read_text()
     file.write_text(damaged)
-    with pytest.warns(RuntimeWarning, match="is ignored, the committed launches run"):
+    with pytest.warns(RuntimeWarning, match="is ignored, the committed kernel configs are used"):
         assert launch() == COMMITTED
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         forget_settings()
         nsa_sel.reset()
         assert launch() == COMMITTED
-    (ignored,) = events("sel.tuned.ignored")
+    (ignored,) = logged("sel.tuned.ignored")
     assert (ignored["why"], words in ignored["words"]) == ("corrupt", True)
     assert "remove the file and run `nsa-sel tune` again" in ignored["words"]
 
 
-def test_what_cannot_be_read_is_reported(folder: Path, events: Any) -> None:
-    write(result())
-    (file,) = folder.glob("*.json")
+def as_a_folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
-    with pytest.warns(RuntimeWarning, match="is a directory, not a regular file: remove it"):
-        assert launch() == COMMITTED
-    file.rmdir()
-    (folder / "NVIDIA-H200-sm90-000000000000.json").symlink_to("nowhere")
-    tuned.forget()
-    with pytest.warns(RuntimeWarning, match="is a symbolic link: remove it"):
-        assert launch() == COMMITTED
-    assert {event["why"] for event in events("sel.tuned.ignored")} == {"unreadable"}
 
 
 def as_a_fifo(file: Path) -> None:
@@ -263,6 +229,11 @@ def as_a_fifo(file: Path) -> None:
 
 def as_a_link(file: Path) -> None:
     file.symlink_to(file.rename(file.with_name("elsewhere")))
+
+
+def as_a_link_to_nothing(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("nowhere")
 
 
 def as_another_users(file: Path) -> None:
@@ -278,19 +249,22 @@ def as_another_users(file: Path) -> None:
         (lambda file: file.parent.chmod(0o770), r"tuned may be written by other users \(drwxrwx---\): remove it, or `chmod go-w` it"),
         (as_another_users, r"belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
         (lambda file: as_another_users(file.parent), r"tuned belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
+        (as_a_folder, "is a directory, not a regular file: remove it"),
         (as_a_fifo, "is a FIFO, not a regular file: remove it"),
         (as_a_link, "is a symbolic link: remove it"),
+        (as_a_link_to_nothing, "is a symbolic link: remove it"),
     ],
 )
-def test_a_file_that_others_may_write_is_not_used(folder: Path, damage: Any, words: str) -> None:
+def test_a_file_that_is_not_the_users_alone_is_not_used(folder: Path, logged: Any, damage: Any, words: str) -> None:
     write(result())
     (file,) = folder.glob("*.json")
     assert launch() == OTHER
     damage(file)
     tuned.forget()
     nsa_sel.reset()
-    with pytest.warns(RuntimeWarning, match=f"is ignored, the committed launches run: .*{words}"):
+    with pytest.warns(RuntimeWarning, match=f"is ignored, the committed kernel configs are used: .*{words}"):
         assert launch() == COMMITTED
+    assert [event["why"] for event in logged("sel.tuned.ignored")] == ["unreadable"]
 
 
 @pytest.mark.parametrize("umask", [0, 0o22])
@@ -384,10 +358,3 @@ def test_reading_needs_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == "True ['yaml']\n", done.stderr
-
-
-def test_the_written_file_is_json_that_people_can_read(folder: Path) -> None:
-    write(result())
-    (file,) = folder.iterdir()
-    assert json.loads(file.read_text())["results"][0]["winner"]["block_l"] == 32
-    assert kernel_configs.TOP == 5

@@ -289,14 +289,14 @@ def test_all_ranks_use_what_rank_0_tuned(tmp_path: Path) -> None:
     assert zero["unshared"] == one["unshared"] == [committed, None]
     for rank in (zero, one):
         (words,) = rank["warned"]
-        assert "ranks must launch alike; call nsa_sel.sync_tuning() on every rank" in words
+        assert "ranks must use the same configs; call nsa_sel.sync_tuning() on every rank" in words
     assert zero["agreed"] == one["agreed"] == zero["alone"][1]
     assert zero["shared"] == one["shared"] == zero["still shared"] == one["still shared"] == zero["alone"]
     assert zero["costs"] == one["costs"] == "measured by rank 0"
     assert zero["other driver"] == one["other driver"]
-    assert "does not hold on rank 1: driver was None, is 999.1" in one["other driver"]
+    assert "are not for the environment of rank 1: driver was None, is 999.1" in one["other driver"]
     assert zero["off on one"] == one["off on one"]
-    assert "rank 1 would launch other kernels than rank 0: NSA_SEL_AUTOTUNE is off there" in one["off on one"]
+    assert "rank 1 would use other kernel configs than rank 0: NSA_SEL_AUTOTUNE is off there" in one["off on one"]
     assert (zero["off on all"], one["off on all"], zero["rank 0 has none"], one["rank 0 has none"]) == (None,) * 4
     assert zero["none"] == one["none"] == [committed, None]
 

@@ -95,7 +95,7 @@ def test_a_line_that_a_crash_cut_short_costs_no_later_one(tmp_path: Path) -> Non
 def test_a_short_decision_of_wrong_fields_names_its_line(tmp_path: Path, field: str, value: object) -> None:
     log = tmp_path / "log.jsonl"
     (name, settings), (_, fields) = decision_events(decide(SHORT, H100), set())
-    fields["decision"][field] = value
+    fields["decision"] = {**msgspec.json.decode(fields["decision"]), field: value}
     log.write_bytes(b"\n".join(msgspec.json.encode(line) for line in ({"event": name, **settings}, {"event": "sel.decision", **fields})))
     with pytest.raises(ArgumentError, match=f"line 2 of {log} is no decision"):
         read_log(log)

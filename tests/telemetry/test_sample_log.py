@@ -35,7 +35,7 @@ def test_its_decisions_replay() -> None:
 def test_its_summary() -> None:
     """By hand: an automatic call, two forced ones, one that falls back, one after that, and that of the warm-up; all need gradients."""
     summary = summarise(LOG)
-    won = [(w.forward, w.backward, w.override, w.calls) for w in summary.won]
+    won = [(w["forward"], w["backward"], w["override"], w["calls"]) for w in summary["won"]]
     assert sorted(won, key=str) == [
         ("numba", "numba", None, 2),
         ("sdpa-packed", "sdpa-packed", "argument", 1),
@@ -43,18 +43,19 @@ def test_its_summary() -> None:
         ("sdpa-packed", "sdpa-packed", None, 1),
         ("triton-group", "triton-group", "argument", 1),
     ]
-    (failure,) = summary.failures
-    assert (failure.backend, failure.direction, failure.times) == ("numba", "forward", 1)
-    # The call that fell back records it too, but there numba stood behind the backend that was then named.
-    (before,) = [refusal for refusal in summary.refusals if refusal.code == "failed-before"]
-    assert (before.backend, before.kind, before.calls, before.stepped_over) == ("numba", "unavailable", 2, 1)
-    assert {times.length for times in summary.buckets} == {16, 24, 32}
-    assert [times.median_ms for times in summary.buckets] == sorted((times.median_ms for times in summary.buckets), reverse=True)
-    assert len(summarise(LOG, top=1).buckets) == 1
-    assert all(kernel.startswith("triton-group/") for kernel in summary.kernels)
-    assert {traffic.source for traffic in summary.reads} == {"counted"}
-    assert max(summary.worst_mae.values()) < 1e-6
-    assert summary.decisions == 6
+    (failure,) = summary["failures"]
+    assert (failure["backend"], failure["direction"], failure["times"]) == ("numba", "forward", 1)
+    # The call that fell back records it too, but there numba comes after the backend that was then named.
+    (before,) = [refusal for refusal in summary["refusals"] if refusal["code"] == "failed-before"]
+    assert tuple(before.values()) == ("numba", "failed-before", "unavailable", 2, 1)
+    assert {times["length"] for times in summary["buckets"]} == {16, 24, 32}
+    medians = [times["median_ms"] for times in summary["buckets"]]
+    assert medians == sorted(medians, reverse=True)
+    assert len(summarise(LOG, top=1)["buckets"]) == 1
+    assert all(kernel.startswith("triton-group/") for kernel in summary["kernels"])
+    assert {traffic["source"] for traffic in summary["reads"]} == {"counted"}
+    assert max(summary["worst_mae"].values()) < 1e-6
+    assert summary["decisions"] == 6
 
 
 def write() -> None:
