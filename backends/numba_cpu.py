@@ -78,8 +78,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     _parallel(kernels.dq_rows, rows, 3 * work, q, ready.k, kt, vt, o_, lse_, do_, dlse_, dq, delta, scale, problem)
     tiles = ready.tiles
     _parallel(kernels.dkdv_tiles, tiles.slot.size, 4 * work, q, kt, vt, tiles.at, tiles.rows, lse_, do_, delta, dk, dv, problem)
-    dq, dk, dv = (x.to(call.q.dtype) for x in grads)
-    return dq, dk, dv
+    return grads[0].to(call.q.dtype), grads[1].to(call.q.dtype), grads[2].to(call.q.dtype)
 
 
 def _accumulate(call: Call) -> torch.dtype:

@@ -31,8 +31,7 @@ def prepare() -> None:
     """One thread and a fast interpreter, as the tests have them."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    for fixture in (conftest.fast_sorts_in_the_interpreter, conftest.fast_calls_in_the_interpreter):
-        contextlib.contextmanager(fixture.__wrapped__)().__enter__()  # for as long as the process lives
+    contextlib.contextmanager(conftest.fast_interpreter.__wrapped__)().__enter__()  # for as long as the process lives
 
 
 def run(first: int, count: int, device: str) -> dict[str, Any]:
