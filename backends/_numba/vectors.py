@@ -1,8 +1,10 @@
-"""SIMD vectors for Numba kernels: one LLVM vector type and its operations; Numba itself leaves vectors to LLVM's guesses.
+"""SIMD vectors for Numba kernels: one LLVM vector type and the operations of matrix products and reductions.
 
-A vector holds 32 bytes of float32 or float64 (LLVM splits it where registers are narrower). Operations keep the order they are
-written in, so results don't depend on what the optimiser finds. After a change here, empty NUMBA_CACHE_DIR (or __pycache__):
-Numba's cache does not see that kernels in another file use this one.
+They stay because plain Numba loops take 1.5 to 1.9 times as long (bench/results/cpu/numba_vectors.jsonl): LLVM does not keep the sums
+of a product in registers. A vector holds 32 bytes of float32 or float64; LLVM splits it where registers are narrower. Operations run
+in the order they are written in, so results do not depend on the optimizer.
+
+After a change here, empty NUMBA_CACHE_DIR (or __pycache__): Numba's cache does not see that kernels in another file use this one.
 """
 
 # mypy: allow-untyped-decorators
@@ -20,7 +22,7 @@ _BYTES = 32
 
 
 class Vector(types.Type):  # type: ignore[misc]
-    """The Numba type of a vector of `element`, float32 or float64."""
+    """The Numba type of a vector of float32 or float64."""
 
     def __init__(self, element: types.Float) -> None:
         self.element = element
@@ -35,7 +37,7 @@ class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, i: Any, of: Any) -> Any:
-    """A pointer to array[i], for a value of Numba type `of` there."""
+    """A pointer to array[i], as a pointer to the Numba type `of`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [i]), context.get_value_type(of).as_pointer())
 
@@ -109,7 +111,7 @@ def splat(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, fused where the machine can."""
+    """a * b + c, fused where the CPU can."""
 
     def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.fadd(builder.fmul(args[0], args[1], ("contract",)), args[2], ("contract",))
@@ -125,7 +127,7 @@ def add(typing: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
-    """a where a > b, else b, lane by lane: a NaN in a is passed over."""
+    """a where a > b, else b, lane by lane: NaN in a gives b."""
     return a(a, b), lambda context, builder, sig, args: _larger(builder, *args)
 
 
