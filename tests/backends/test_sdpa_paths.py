@@ -14,9 +14,14 @@ from nsa_sel.backends import sdpa_packed
 from nsa_sel.backends._sdpa import attend, dense, gathered, key_tiles
 from nsa_sel.core.call import Call
 from nsa_sel.selection import Selection
-from tests.backends.test_sdpa_packed import check, run
+from tests.backends.test_cpu_backends import check_call
 from tests.helpers.cases import edge_selections, make_blocks, make_call, make_qkv, make_spans
 from tests.helpers.parity import check_both, check_poison
+
+
+def check(call: Call) -> None:
+    for way in ("sdpa-packed", "gathered", "key tiles"):
+        check_call(way, call)
 
 
 def windows(start: Tensor, end: Tensor | int) -> Tensor:
@@ -61,7 +66,7 @@ class TestPath:
     def test_ranges_written_in_place_are_met_anew(self) -> None:
         q, k, v = make_qkv(1, 64, 1, 2, 16)
         selection = make_blocks(1, 64, 1, 64, 2, 16)
-        run(make_call(q, k, v, selection))
+        check(make_call(q, k, v, selection))
         selection.ranges.copy_(make_blocks(1, 64, 1, 64, 2, 16, seed=5).ranges)
         check(make_call(q, k, v, selection))
 
