@@ -1,34 +1,30 @@
-"""Keys that kernels load, counted from the ranges of a call: what events of reads tell beside what the rows select.
-
-Only for debugging: all of these read the device.
-"""
+"""Counts of the keys that kernels load, from the ranges of a call, for debug events. All of these synchronize with the device."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from nsa_sel.core.call import Call
+from nsa_sel.core.call import Call
 
 
 class Lists(NamedTuple):
-    """Every (tile of rows, pair of batch entry and group, tile of keys) of which a row selects any key, in this order; fields [lists]."""
+    """Every (tile of rows, batch entry and group, tile of keys) with a key that one of the rows selects, in this order; fields [lists]."""
 
     number: Tensor  # (tile of rows * B * G + b * G + g) * tiles of keys + tile of keys
-    rows: Tensor  # that select any of its keys, a row once for each of its blocks
-    keys: Tensor  # from the first of the tile to the last that any row selects
-    selected: Tensor  # keys, summed over rows
+    rows: Tensor  # how many rows select any of its keys, a row once for each of its blocks
+    keys: Tensor  # how many keys, from the first of the tile to the last that any row selects
+    selected: Tensor  # how many keys the rows select, summed over rows
 
 
 def lists_of(call: Call, tokens: int, width: int) -> Lists:
-    """The lists of tiles of `tokens` adjacent rows and of `width` keys, of a call whose whole blocks are multiples of that."""
+    """The lists of tiles of `tokens` adjacent rows and of `width` keys, which divides the block size."""
     start, end = call.clamped_ranges()
     B, S, G, _ = start.shape
     block = call.selection.block_size
-    assert block is not None, "a backend of whole blocks alone joins rows"
+    assert block is not None, "only backends of whole blocks tile rows"
     first = start.unsqueeze(-1) + torch.arange(0, block, width, device=start.device)
     length = torch.minimum(end.unsqueeze(-1), first + width) - first
     pair = torch.arange(B * G, device=start.device).view(B, 1, G, 1, 1)
@@ -42,14 +38,14 @@ def lists_of(call: Call, tokens: int, width: int) -> Lists:
 
 
 def union_keys(call: Call, tokens: int) -> int:
-    """Keys that tiles of `tokens` adjacent rows load: of each tile those that any of its rows selects, once."""
-    assert call.selection.block_size is not None, "a backend of whole blocks alone joins rows"
+    """Keys that tiles of `tokens` adjacent rows load: each tile loads the union of its rows' keys once."""
+    assert call.selection.block_size is not None, "only backends of whole blocks tile rows"
     return int(lists_of(call, tokens, call.selection.block_size).keys.sum())
 
 
 def piecewise_keys(call: Call, width: int, section: int, pairs: int, piece: int) -> int:
-    """Keys that visits of tiles of `width` keys load: a tile once for each piece of `piece` rows that its list lies in. The lists of a
-    section of rows and of `pairs` pairs follow one another."""
+    """Keys loaded by tiles of `width` keys, each once for every piece of `piece` rows that its list overlaps. The lists of a section of
+    rows and of `pairs` (batch entry, group) pairs are consecutive."""
     B, _, G = call.q.shape[:3]
     lists = lists_of(call, section, width)
     at = lists.number // -(-call.S_kv // width)

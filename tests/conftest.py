@@ -1,4 +1,4 @@
-"""Every test starts alike: fixed seeds, no NSA_* flags, nothing remembered. GPU tests: `-m gpu` or NSA_TEST_TRITON_SEL=1."""
+"""Every test starts with fixed seeds, no NSA_* flags and empty caches. GPU tests: `-m gpu` or NSA_TEST_TRITON_SEL=1."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ hypothesis.settings.load_profile("nsa_sel")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One torch thread, and what runs: see `mode`."""
-    # Tests work on small tensors and share their cores: waking threads takes longer than the work.
+    """One torch thread, as waking threads takes longer than the work on small tensors; and what runs: see `mode`."""
     torch.set_num_threads(1)
     config.option.markexpr, interpreted = mode(config.option.markexpr, gpu_tests_wanted(), torch.cuda.is_available())
     # Triton reads this once, when a test file first imports it: its kernels then run on CPU tensors.
@@ -42,19 +41,26 @@ def mode(markers: str, wanted: bool, gpu: bool) -> tuple[str, bool]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def fast_sorts_in_the_interpreter() -> Iterator[None]:
-    """Triton's interpreter calls the functions of scans and of a sort's exclusive-or for every element: seconds for the thousand
-    entries that a plan sorts. NumPy computes the same at once."""
+def fast_interpreter() -> Iterator[None]:
+    """Speeds up Triton's interpreter without a change of results.
+
+    Scans and a sort's exclusive-or, which it computes by a Python call per element, go to NumPy: a plan sorts a thousand entries. Its
+    search through all of `tl` for builtins, at every call of a device function, is done once.
+    """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
+    import inspect
+
     import numpy as np
     from triton.language import standard
+    from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
     from nsa_sel.backends._triton.steps import larger
 
     slow_scan, slow_reduce = interpreter.ScanOps.generic_scan, interpreter.ReduceOps.generic_reduce
+    names: dict[Any, list[str]] = {}
 
     def scan(self: Any, arguments: Any) -> Any:
         if self.combine_fn is not larger:
@@ -66,27 +72,7 @@ def fast_sorts_in_the_interpreter() -> Iterator[None]:
             return slow_reduce(self, arguments)
         return [self.to_tensor(np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims), x.dtype) for x in arguments]
 
-    interpreter.ScanOps.generic_scan, interpreter.ReduceOps.generic_reduce = scan, reduce
-    yield
-    interpreter.ScanOps.generic_scan, interpreter.ReduceOps.generic_reduce = slow_scan, slow_reduce
-
-
-@pytest.fixture(autouse=True, scope="session")
-def fast_calls_in_the_interpreter() -> Iterator[None]:
-    """Triton's interpreter looks through all of `tl` at every call of a device function, for builtins to replace by its own. Which
-    names those are stays the same."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        yield
-        return
-    import inspect
-
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    slow = interpreter._patch_builtin
-    names: dict[Any, list[str]] = {}
-
-    def patch(package: Any, *others: Any) -> None:
+    def patch_builtin(package: Any, *others: Any) -> None:
         if package not in names:
             names[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
         for name in names[package]:
@@ -94,9 +80,11 @@ def fast_calls_in_the_interpreter() -> Iterator[None]:
             if is_builtin(member):  # and not replaced by an outer call
                 interpreter._patch_attr(package, name, member, *others)
 
-    interpreter._patch_builtin = patch
-    yield
-    interpreter._patch_builtin = slow
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.ScanOps, "generic_scan", scan)
+        patch.setattr(interpreter.ReduceOps, "generic_reduce", reduce)
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -124,10 +112,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[dict[str, A
 
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seeds set, NSA_* flags unset, settings, decisions and failures forgotten; a test's own flags end with the test.
-
-    What somebody tuned on this machine is out of sight.
-    """
+    """Seeds set, NSA_* flags unset, caches of settings, decisions and failures empty, tuned results of this machine out of sight."""
     for name in list(os.environ):
         if name.startswith("NSA_") and name != flags.TEST_FLAG:
             monkeypatch.delenv(name)

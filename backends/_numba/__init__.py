@@ -1,1 +1,1 @@
-"""What the Numba backend is built from: SIMD vectors."""
+"""The compiled loops of the Numba backend and their SIMD vectors."""

@@ -1,15 +1,16 @@
-"""SIMD vectors for Numba kernels: one LLVM vector type and its operations; Numba itself leaves vectors to LLVM's guesses.
+"""SIMD vectors for Numba kernels: one LLVM vector type and the operations of matrix products and reductions.
 
-A vector holds 32 bytes of float32 or float64 (LLVM splits it where registers are narrower). Operations keep the order they are
-written in, so results don't depend on what the optimiser finds. After a change here, empty NUMBA_CACHE_DIR (or __pycache__):
-Numba's cache does not see that kernels in another file use this one.
+They stay because plain Numba loops take 1.5 to 1.9 times as long (bench/results/cpu/numba_vectors.jsonl): LLVM does not keep the sums
+of a product in registers. A vector holds 32 bytes of float32 or float64; LLVM splits it where registers are narrower. Operations run
+in the order they are written in, so results do not depend on the optimizer.
+
+After a change here, empty NUMBA_CACHE_DIR (or __pycache__): Numba's cache does not see that kernels in another file use this one.
 """
 
 # mypy: allow-untyped-decorators
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,10 @@ from numba import types
 from numba.extending import intrinsic, models, register_model
 
 _BYTES = 32
-_LN2 = math.log(2.0)
 
 
 class Vector(types.Type):  # type: ignore[misc]
-    """The Numba type of a vector of `element`, float32 or float64."""
+    """The Numba type of a vector of float32 or float64."""
 
     def __init__(self, element: types.Float) -> None:
         self.element = element
@@ -37,7 +37,7 @@ class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, i: Any, of: Any) -> Any:
-    """A pointer to array[i], for a value of Numba type `of` there."""
+    """A pointer to array[i], as a pointer to the Numba type `of`."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [i]), context.get_value_type(of).as_pointer())
 
@@ -111,7 +111,7 @@ def splat(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, fused where the machine can."""
+    """a * b + c, fused where the CPU can."""
 
     def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.fadd(builder.fmul(args[0], args[1], ("contract",)), args[2], ("contract",))
@@ -126,20 +126,8 @@ def add(typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def subtract(typing: Any, a: Any, b: Any) -> Any:
-    """a - b."""
-    return a(a, b), lambda context, builder, sig, args: builder.fsub(*args)
-
-
-@intrinsic
-def multiply(typing: Any, a: Any, b: Any) -> Any:
-    """a * b."""
-    return a(a, b), lambda context, builder, sig, args: builder.fmul(*args)
-
-
-@intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
-    """a where a > b, else b, lane by lane: a NaN in a is passed over."""
+    """a where a > b, else b, lane by lane: NaN in a gives b."""
     return a(a, b), lambda context, builder, sig, args: _larger(builder, *args)
 
 
@@ -153,34 +141,3 @@ def total(typing: Any, a: Any) -> Any:
 def largest(typing: Any, a: Any) -> Any:
     """The largest lane."""
     return a.element(a), lambda context, builder, sig, args: _fold(builder, args[0], lambda x, y: _larger(builder, x, y))
-
-
-@intrinsic
-def exp2(typing: Any, x: Any) -> Any:
-    """2^x for x under the largest exponent, to 2 units in the last place; 0 where the result would be subnormal; NaN stays NaN.
-
-    2^x = 2^n 2^r with n = round(x): the Taylor series of 2^r for |r| <= 1/2, times a float built from the bits of n.
-    """
-    mantissa, bias, degree = (23, 127, 7) if x.element.bitwidth == 32 else (52, 1023, 13)
-
-    def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        vector = context.get_value_type(x)
-        bits = ir.VectorType(ir.IntType(x.element.bitwidth), vector.count)
-
-        def constant(value: float) -> Any:
-            return ir.Constant(vector, [value] * vector.count)
-
-        def whole(value: int) -> Any:
-            return ir.Constant(bits, [value] * vector.count)
-
-        # Adding 1.5 * 2^mantissa rounds to a whole number and leaves it in the lowest bits.
-        shifted = builder.fadd(args[0], constant(1.5 * 2.0**mantissa))
-        r = builder.fsub(args[0], builder.fsub(shifted, constant(1.5 * 2.0**mantissa)))
-        y = constant(_LN2**degree / math.factorial(degree))
-        for power in range(degree - 1, -1, -1):
-            y = builder.fadd(builder.fmul(y, r, ("contract",)), constant(_LN2**power / math.factorial(power)), ("contract",))
-        exponent = builder.add(builder.shl(builder.bitcast(shifted, bits), whole(mantissa)), whole(bias << mantissa))
-        y = builder.fmul(y, builder.bitcast(exponent, vector))
-        return builder.select(builder.fcmp_ordered("<", args[0], constant(1.0 - bias)), constant(0.0), y)
-
-    return x(x), code

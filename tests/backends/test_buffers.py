@@ -1,4 +1,4 @@
-"""Buffers made past PyTorch's dispatcher are what `new_empty` would have made; a caller's workspace holds temporaries alone."""
+"""Buffers made past PyTorch's dispatcher equal those of `new_empty`; a caller's workspace holds temporaries only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 import nsa_sel
+from nsa_sel.backends import _buffers
 from nsa_sel.backends._buffers import unwritten
 from nsa_sel.core import registry
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_grads, make_qkv
+from tests.helpers.poison import new_memory_is_nan
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 BACKENDS = ("sdpa-packed", "triton-token", "triton-group", "triton-tile", "triton-block")
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 3, 1, 5), (7,), (2, 0, 3), (0,)])
 def test_a_buffer_is_a_new_plain_tensor(device: str, inference: bool, sizes: tuple[int, ...]) -> None:
@@ -39,22 +41,18 @@ def test_a_buffer_is_a_new_plain_tensor(device: str, inference: bool, sizes: tup
         assert made._version == 1
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", GPU])
 def test_deterministic_algorithms_fill_it_with_nan(device: str) -> None:
-    """Benches and tuning see by that what a kernel left unwritten."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        made = unwritten(torch.zeros(1, device=device), 3, 5, dtype=torch.bfloat16)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert made.isnan().all()
+    """Benches and tuning rely on it to see what a kernel left unwritten."""
+    with new_memory_is_nan():
+        assert unwritten(torch.zeros(1, device=device), 3, 5, dtype=torch.bfloat16).isnan().all()
 
 
 # The caller's workspace
 
 
 def problem(device: str = "cpu", S: int = 2) -> tuple[Tensor, Tensor, Tensor, Selection]:
-    """Few rows, which the Triton backends split, and whose keys packed SDPA gathers."""
+    """Few rows: the Triton backends split them, and packed SDPA gathers their keys."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (x.to(device, dtype).requires_grad_() for x in make_qkv(1, S, 1, 2, 16, S_kv=160))
     return q, k, v, make_blocks(1, S, 1, 160, 5, 16, device=device)
@@ -83,9 +81,6 @@ def test_a_workspace_changes_no_result_and_holds_none(backend: str, device: str)
 
 @pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("cupy-cuda", marks=pytest.mark.gpu)])
 def test_a_pass_takes_its_temporaries_from_the_workspace(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that kernels are given beside it is that of results."""
-    from nsa_sel.backends import _buffers
-
     device = "cuda" if backend == "cupy-cuda" else "cpu"
     q, k, v, selection = problem(device)
     made: list[Tensor] = []
@@ -93,14 +88,13 @@ def test_a_pass_takes_its_temporaries_from_the_workspace(backend: str, monkeypat
     monkeypatch.setattr(_buffers, "unwritten", lambda *how, **more: made.append(real(*how, **more)) or made[-1])
     results(backend, (q, k, v, selection), torch.empty(1 << 20, dtype=torch.uint8, device=device))
     assert made == []
-    if backend != "sdpa-packed":  # whose buffers are new_empty's
-        results(backend, (q, k, v, selection), None)
-        assert made != []
+    results(backend, (q, k, v, selection), None)
+    assert made != []
 
 
 def refusal(backend: str, arguments: tuple[Any, ...], size: int) -> str | None:
-    """What is said of a workspace of so many bytes; None where it is enough."""
-    padded = torch.empty(size + 256, dtype=torch.uint8)  # sizes are told for a buffer that begins where this one does
+    """The message for a workspace of `size` bytes; None where it is enough."""
+    padded = torch.empty(size + 256, dtype=torch.uint8)  # the message assumes a start aligned to 256 bytes
     try:
         results(backend, arguments, padded[-padded.data_ptr() % 256 :][:size])
     except ArgumentError as error:
@@ -130,12 +124,12 @@ def test_too_small_a_workspace_says_how_large_it_should_be(backend: str) -> None
         (torch.empty(64, dtype=torch.uint8, device="meta"), "on meta"),
     ],
 )
-def test_what_is_no_workspace_is_refused(workspace: Any, value: str) -> None:
+def test_an_invalid_workspace_is_refused(workspace: Any, value: str) -> None:
     with pytest.raises(ArgumentError, match=rf"workspace.*{re.escape(value)}"):
         nsa_sel.selection_attention(*problem(), workspace=workspace)
 
 
-def test_a_workspace_is_refused_where_temporaries_are_not_ours() -> None:
+def test_a_workspace_is_refused_in_inference_mode_and_torch_compile() -> None:
     q, k, v, selection = problem()
     with torch.inference_mode():
         inner = torch.empty(64, dtype=torch.uint8)

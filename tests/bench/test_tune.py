@@ -152,7 +152,7 @@ def test_what_may_be_slower_by_the_mean_or_is_on_one_problem_does_not_win(real: 
     _, results = judged(real, random)
     assert {result.winner for result in results} == {winner}
     assert winner or all("no other is surely faster" in result.verdict for result in results)
-    assert winner or content(STAMP)[1].launches == {}
+    assert winner or content(STAMP)[1].kernels == {}
 
 
 def test_what_loses_on_the_first_problem_is_not_measured_on_the_second() -> None:

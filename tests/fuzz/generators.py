@@ -53,12 +53,8 @@ def digest(cases: Iterable[Case]) -> str:
 def _cpu_sizes(rng: random.Random) -> Facts:
     if rng.random() < 0.2:  # in Triton's interpreter, where a program takes 20 ms
         S = rng.choice((1, 1, 2, 3, 4))
-        z: Facts = {
-            "B": 1 if S > 2 else rng.choice((1, 2)),
-            "S": S,
-            "G": 1 if S > 1 else rng.choice((1, 2)),
-            "backends": [rng.choice(TRITON)],
-        }
+        z: Facts = {"B": 1 if S > 2 else rng.choice((1, 2)), "S": S, "G": 1 if S > 1 else rng.choice((1, 2))}
+        z["backends"] = [rng.choice(TRITON)]
         widths, dtypes = (8, 16, 16, 24, 40, 64, rng.choice((5, 8, 8, 8))), ("float16", "float32", "float32", "float64", "bfloat16")
         blocks, spare = (16, 16, 32, 48), (0, 1, 15, 30)
     else:
@@ -173,25 +169,15 @@ def _cache(rng: random.Random, z: Facts) -> Facts:
 DOORS = ("selection_attention", "explain", "selection_attention_varlen", "selection_attention_with_kvcache", "from_ranges", "from_blocks",
          "from_scores", "measure")  # fmt: skip
 ODD_VALUES = (  # what an argument x becomes, as Python
-    *("None", "True", "0", "-1", "3", "2**31", "2**63", "10**5000", "1.5", "float('nan')", "float('inf')", "1j", "'numba'", "''", "b'x'"),
-    *("[]", "[[0, 4]]", "(1,)", "{}", "object()", "np.zeros(3)", "np.float32(0.5)", "torch.tensor(0.5)", "torch.tensor([0, 2, 4])"),
-)
+    "None", "True", "0", "-1", "3", "2**31", "2**63", "10**5000", "1.5", "float('nan')", "float('inf')", "1j", "'numba'", "''", "b'x'",
+    "[]", "[[0, 4]]", "(1,)", "{}", "object()", "np.zeros(3)", "np.float32(0.5)", "torch.tensor(0.5)", "torch.tensor([0, 2, 4])",
+)  # fmt: skip
 ODD_TENSORS = (
-    *(
-        "x.double()",
-        "x.half()",
-        "x.int()",
-        "x.bool()",
-        "x.to(torch.complex64)",
-        "x.to(torch.float8_e4m3fn)",
-        "x.to('meta')",
-        "x[None]",
-        "x[0]",
-    ),
-    *("x[:0]", "x[..., :0]", "x[..., ::2]", "x[..., :1]", "x[:, :1]", "x.mT", "x.transpose(1, 2)", "x.flatten()", "x + 2**31", "-x"),
-    *("x.to_sparse()", "x.tolist()", "x.numpy()", "torch.nested.nested_tensor(list(x))", "torch.nn.Parameter(x)", "torch._neg_view(-x)"),
-    *("x.expand(2, *x.shape)", "torch.cat((x, x), 1)", "x.to_mkldnn()"),
-)
+    "x.double()", "x.half()", "x.int()", "x.bool()", "x.to(torch.complex64)", "x.to(torch.float8_e4m3fn)", "x.to('meta')", "x[None]",
+    "x[0]", "x[:0]", "x[..., :0]", "x[..., ::2]", "x[..., :1]", "x[:, :1]", "x.mT", "x.transpose(1, 2)", "x.flatten()", "x + 2**31", "-x",
+    "x.to_sparse()", "x.tolist()", "x.numpy()", "torch.nested.nested_tensor(list(x))", "torch.nn.Parameter(x)", "torch._neg_view(-x)",
+    "x.expand(2, *x.shape)", "torch.cat((x, x), 1)", "x.to_mkldnn()",
+)  # fmt: skip
 
 
 def _bad(rng: random.Random, z: Facts) -> Facts:
@@ -214,42 +200,14 @@ def _write(rng: random.Random, z: Facts) -> Facts:
 ALIASES = "a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b]\n"
 MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{i + 1}: &b{i + 1} {{<<: [{','.join([f'*b{i}'] * 10)}]}}\n" for i in range(8))
 TEXTS = (
-    *("\0", "\x1b]0;owned\a", "\x9b31m", "\ud800", "é\u202e", "\t", "\n", "\r", ": ", "- ", "#", "{", "}", "&a ", "*a", "<<: *a", "'", '"'),
-    *(
-        "!!python/object:os.system ",
-        "!!timestamp x",
-        "!!binary é",
-        "0x_",
-        "0o9",
-        "1_000",
-        "-1",
-        "0",
-        "1e999",
-        ".inf",
-        ".nan",
-        "null",
-        "true",
-    ),
-    *(
-        "~",
-        "٤",
-        "²",
-        "9" * 5000,
-        "[" * 5000,
-        "{a: " * 300,
-        "%YAML 9\n",
-        "---\n",
-        "2001-01-01",
-        "2001-99-99",
-        "runtime: {}\n",
-        ALIASES,
-        MERGES,
-    ),
-)
+    "\0", "\x1b]0;owned\a", "\x9b31m", "\ud800", "é\u202e", "\t", "\n", "\r", ": ", "- ", "#", "{", "}", "&a ", "*a", "<<: *a", "'", '"',
+    "!!python/object:os.system ", "!!timestamp x", "!!binary é", "0x_", "0o9", "1_000", "-1", "0", "1e999", ".inf", ".nan", "null", "true",
+    "~", "٤", "²", "9" * 5000, "[" * 5000, "{a: " * 300, "%YAML 9\n", "---\n", "2001-01-01", "2001-99-99", "runtime: {}\n", ALIASES, MERGES,
+)  # fmt: skip
 VALUES: tuple[Any, ...] = (
-    *(None, True, "", "x", "\x1b[2J", "\x9b31m", "0", "-1", [], {}, [[]], {"x": None}, [0, "a"], 0, -1, 1, 1.5, 48, 2**31, 2**63, 10**30),
-    *(float("nan"), float("inf"), 1e308, "9" * 5000, "float8", "cuda", "forward", "numba", "../../x", "warmup", "dense", "on", " "),
-)
+    None, True, "", "x", "\x1b[2J", "\x9b31m", "0", "-1", [], {}, [[]], {"x": None}, [0, "a"], 0, -1, 1, 1.5, 48, 2**31, 2**63, 10**30,
+    float("nan"), float("inf"), 1e308, "9" * 5000, "float8", "cuda", "forward", "numba", "../../x", "warmup", "dense", "on", " ",
+)  # fmt: skip
 
 
 def _text_edits(rng: random.Random, most: int) -> list[Any]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from nsa_sel.core.call import Call, device_info
+from nsa_sel.core.check import check_call
 from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
 from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
 
 DISTRIBUTIONS = ("few", "many", "mixed")
+RESULTS = ("o", "lse", "dq", "dk", "dv")
 
 
 def make_qkv(
@@ -40,7 +46,21 @@ def make_grads(q: Tensor, v: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     do = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator).to(q.dtype).to(q.device)
     dlse = torch.randn(q.shape[:-1], generator=generator)
-    return do, dlse.to(torch.float64 if q.dtype == torch.float64 else torch.float32).to(q.device)
+    return do, dlse.to(lse_dtype(q)).to(q.device)
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def make_call(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, scale: float | None = None, q_pos: Tensor | None = None,
+    **changed: Any,
+) -> Call:  # fmt: skip
+    """The checked call that a backend is given, with the settings of its device but for `changed`."""
+    q, k, v, selection, scale, q_pos = check_call(q, k, v, selection, scale, q_pos)
+    device = device_info(q.device)
+    return Call(q, k, v, selection, q_pos, scale, msgspec.structs.replace(settings_for(device), **changed), device)
 
 
 def make_spans(kind: str, B: int, S: int, G: int, S_kv: int, L: int, *, seed: int = 0, device: str = "cpu") -> Tensor:
@@ -156,43 +176,50 @@ def plain_torch(
     return torch.einsum("bsghk,bgkd->bsghd", p, v), lse
 
 
+def oracle_results(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, do: Tensor, dlse: Tensor | None = None, scale: float | None = None,
+    q_pos: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """o, lse, dq, dk, dv of the float64 oracle."""
+    return *oracle_forward(q, k, v, ranges, scale, q_pos), *oracle_backward(q, k, v, ranges, do, dlse, scale, q_pos)
+
+
+def plain_results(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, do: Tensor, dlse: Tensor | None = None, scale: float | None = None,
+    q_pos: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """o, lse, dq, dk, dv of the baseline."""
+    inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    o, lse = plain_torch(*inputs, ranges, scale, q_pos)
+    # The lse of an empty row is constant: its gradient counts for nothing.
+    outputs = (o,) if dlse is None else (o, lse.masked_fill(lse == -math.inf, 0.0))
+    return o.detach(), lse.detach(), *torch.autograd.grad(outputs, inputs, (do,) if dlse is None else (do, dlse))
+
+
 def assert_forward(
     got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None = None, q_pos: Tensor | None = None
 ) -> None:
     """o and lse have the contract's dtypes and are as close to the oracle as `assert_within_twice_baseline` asks."""
-    o, lse = got
-    assert o.dtype == q.dtype
-    assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    assert got[0].dtype == q.dtype
+    assert got[1].dtype == lse_dtype(q)
     oracle, plain = oracle_forward(q, k, v, ranges, scale, q_pos), plain_torch(q, k, v, ranges, scale, q_pos)
     for name, mine, exact, baseline in zip(("o", "lse"), got, oracle, plain, strict=True):
         assert_within_twice_baseline(mine, exact, baseline, name)
 
 
 def assert_gradients(
-    got: tuple[Tensor, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranges: Tensor,
-    do: Tensor,
-    dlse: Tensor | None = None,
-    scale: float | None = None,
-    q_pos: Tensor | None = None,
-) -> None:
+    got: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, do: Tensor, dlse: Tensor | None = None,
+    scale: float | None = None, q_pos: Tensor | None = None,
+) -> None:  # fmt: skip
     """dq, dk, dv are as close to the oracle as `assert_within_twice_baseline` asks, and exact zeros for keys that no row selects."""
-    inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    o, lse = plain_torch(*inputs, ranges, scale, q_pos)
-    # lse of an empty row is constant: its gradient counts for nothing.
-    wanted = (o,) if dlse is None else (o, lse.masked_fill(lse == -math.inf, 0.0))
-    plain = torch.autograd.grad(wanted, inputs, (do,) if dlse is None else (do, dlse))
     oracle = oracle_backward(q, k, v, ranges, do, dlse, scale, q_pos)
+    plain = plain_results(q, k, v, ranges, do, dlse, scale, q_pos)[2:]
     terms = gradient_terms(q.detach(), k.detach(), v.detach(), do, scale)
     for name, tensor, mine, exact, baseline, term in zip(("dq", "dk", "dv"), (q, k, v), got, oracle, plain, terms, strict=True):
         assert mine.dtype == tensor.dtype
         assert_within_twice_baseline(mine, exact, baseline, name, term)
     unused = ~oracle_mask(ranges, k.shape[2], q.shape[1] if q.dim() == 5 else 1, q_pos).any(1).to(k.device)
-    assert bool((got[1][unused] == 0).all())
-    assert bool((got[2][unused] == 0).all())
+    assert all(bool((x[unused] == 0).all()) for x in got[1:])
 
 
 def gradient_terms(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> tuple[float, float, float]:
@@ -225,3 +252,8 @@ def assert_within_twice_baseline(got: Tensor, oracle: Tensor, baseline: Tensor, 
     for name, of in (("max", torch.max), ("mean", torch.mean)):
         limit = 2 * of(allowed) + eps * of(size) + floor
         assert of(error) <= limit, f"{what}: {name} error {of(error):.3e}, allowed {limit:.3e} (baseline {of(allowed):.3e})"
+
+
+def assert_all_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], **how: Any) -> None:
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, **how)

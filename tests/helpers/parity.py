@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import nsa_sel
+from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from tests.helpers.cases import assert_forward, assert_gradients, make_grads
 
@@ -43,29 +44,21 @@ def check_both(
 
 def check_poison(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None = None) -> None:
     """NaN in every key and value that no row may read changes nothing; o and gradients stay finite and equal."""
-    from nsa_sel.oracle import oracle_mask
-
-    S_kv = k.shape[2]
-    unused = ~oracle_mask(selection.ranges, S_kv, q.shape[1], q_pos).any(1).to(k.device)
+    unused = ~oracle_mask(selection.ranges, k.shape[2], q.shape[1], q_pos).any(1).to(k.device)
     assert bool(unused.any()), "the case must leave keys unselected"
     poison = torch.where(unused.unsqueeze(-1), float("nan"), 0.0).to(k.dtype)
-    results = []
-    for extra in (torch.zeros_like(poison), poison):
-        inputs = [x.detach().requires_grad_() for x in (q, k + extra, v + extra)]
-        o, lse = attend(backend, *inputs, selection, q_pos=q_pos)
-        results.append((o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, make_grads(q, v)[0])))
-    for clean, poisoned in zip(*results, strict=True):
-        assert torch.equal(clean, poisoned)
+    clean, poisoned = (_results(backend, q, k + x, v + x, selection, q_pos) for x in (torch.zeros_like(poison), poison))
+    assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
 
 
 def check_deterministic(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, reruns: int) -> None:
     """Reruns are bit-equal, forward and backward, with plans built anew."""
-    do, _ = make_grads(q, v)
-    first: tuple[Tensor, ...] | None = None
-    for _ in range(reruns):
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        again = Selection(selection.ranges, selection.block_size)
-        o, lse = attend(backend, *inputs, again)
-        results = (o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, do))
-        first = first or results
-        assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
+    runs = [_results(backend, q, k, v, Selection(selection.ranges, selection.block_size)) for _ in range(reruns)]
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(runs[0], run, strict=True))
+
+
+def _results(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None = None) -> tuple[Tensor, ...]:
+    """o, lse, dq, dk, dv for a gradient of o alone."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    o, lse = attend(backend, *inputs, selection, q_pos=q_pos)
+    return o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, make_grads(q, v)[0])

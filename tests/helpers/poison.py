@@ -1,4 +1,4 @@
-"""What one row holds must not reach another. Checks compare a clean call with poisoned ones, in memory that is NaN before.
+"""Checks that what one row holds does not reach another: a clean call against poisoned ones, in new memory filled with NaN.
 
 A `Run` takes q, k, v, do, dlse and gives o, lse, dq, dk, dv. Rows are [B,S,G], keys [B,G,S_kv].
 """
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
-from tests.helpers.cases import make_grads
+from tests.helpers.cases import RESULTS, make_grads
 from tests.helpers.parity import attend
 
 Run = Callable[..., tuple[Tensor, ...]]
 POISONS = {"nan": float("nan"), "inf": float("inf"), "negative": float("-inf"), "huge": 1e38}  # huge: products overflow
 EMPTY_PLACES = ("q", "do", "dlse", "keys", "all")
-RESULTS = ("o", "lse", "dq", "dk", "dv")
 
 
 @contextlib.contextmanager
@@ -48,8 +47,8 @@ def through(backend: str, selection: Selection, *, q_pos: Tensor | None = None, 
 
 
 def rows_with_holes(B: int, S: int, G: int, S_kv: int, block: int, n: int, device: str = "cpu") -> tuple[Selection, int]:
-    """Blocks, and the number of a row that alone selects the last one and shares the one before. The first two rows, every fourth and the
-    last quarter but that row, as padding, select nothing; one block in the midst belongs to nobody. Wants n + 3 blocks, and S >= 8."""
+    """Blocks, and the index of a row that alone selects the last block and shares the one before. The first two rows, every fourth and the
+    last quarter but that row, as padding, select nothing; one block in the middle is not selected at all. S_kv >= n + 3 blocks, S >= 8."""
     blocks, rows = -(-S_kv // block), torch.arange(S)
     scores = torch.rand(B, S, G, blocks, generator=torch.Generator().manual_seed(3))
     scores[..., [blocks // 2, -2, -1]] = -1

@@ -1,0 +1,180 @@
+"""Rows bucketed by length, with the keys of each row gathered; runs any call on any device and reads nothing back from a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nsa_sel.backends._buffers import temporary
+from nsa_sel.backends._sdpa import attend
+from nsa_sel.core.call import Call
+from nsa_sel.telemetry import events
+
+_SMALLEST_BUCKET = 16  # keys
+_INDEX_BYTES = 48  # per key: its position, its indices in K and V, and the temporaries that make them
+_SORT_NUMBERS = 16  # per key: what index_put_ sorts with
+
+
+class Rows(NamedTuple):
+    """Rows of about one length, and where their keys are."""
+
+    ids: Tensor  # [r], (b * S + s) * G + g
+    keep: Tensor  # [r,L], False where padding repeats the first key (key 0 if there is none)
+    filled: Tensor  # [r], whether the row selects anything
+    position: Tensor  # [r,L]
+    tables: list[Tensor]  # K and V as rows [N,D]
+    indices: list[Tensor]  # [r,L], the row of each table that holds a key
+    buffers: list[Tensor]  # [rows of a step * L,D]; allocating them for every step costs a CPU as much time as the gather
+
+    def gather(self, step: slice) -> list[Tensor]:
+        """k [r,L,Dk] and v [r,L,Dv] of some of the rows, until the next gather."""
+        gathered = []
+        for table, index, buffer in zip(self.tables, self.indices, self.buffers, strict=True):
+            at = index[step]
+            out = buffer[: at.numel()]
+            gathered.append(torch.index_select(table, 0, at.reshape(-1), out=out).view(*at.shape, -1))
+        return gathered
+
+
+def forward(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> None:
+    """Fills o and lse; ranges start, end [B,S,G,n] are clamped."""
+    h, Dk = call.q.shape[3:]
+    q, o, lse = call.q.reshape(-1, h, Dk), o.view(-1, h, o.shape[4]), lse.view(-1, h)
+    for rows, steps in packed(call, start, end, 3 * h, "forward"):
+        q_rows, keep = q[rows.ids].unsqueeze(1), rows.keep[:, None, None]
+        parts = []
+        for step in steps:
+            k, v = rows.gather(step)
+            parts.append(attend.attend(q_rows[step], k.unsqueeze(1), v.unsqueeze(1), keep[step], call.scale))
+        o_rows, lse_rows = (torch.cat(part).squeeze(1) for part in zip(*parts, strict=True))
+        filled = rows.filled.unsqueeze(1)
+        o.index_copy_(0, rows.ids, torch.where(filled.unsqueeze(2), o_rows, 0))
+        lse.index_copy_(0, rows.ids, torch.where(filled, lse_rows, float("-inf")))
+
+
+def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq in q's dtype, dk and dv in the dtype of accumulation. Contributions are added by key after a stable sort."""
+    B, S, G, h, Dk = call.q.shape
+    S_kv, Dv = call.v.shape[2:]
+    q, do, lse, delta = call.q.reshape(-1, h, Dk), do.reshape(-1, h, Dv), lse.reshape(-1, h, 1), delta.reshape(-1, h, 1)
+    dq = torch.zeros_like(q)  # a row's dq is complete in one step
+    # Padding is added to spare rows behind the keys, as many as a row has keys, so that no single one collects all of it.
+    keys = B * G * S_kv
+    room = keys + _powers(call.selection.length_bound(S_kv))[-1]
+    dk, dv = lse.new_zeros(room, Dk), lse.new_zeros(room, Dv)
+    for rows, steps in packed(call, *call.clamped_ranges(), 4 * h + 2 * (Dk + Dv) + _SORT_NUMBERS, "backward"):
+        pair = rows.ids // (S * G) * G + rows.ids % G
+        spare = keys + torch.arange(rows.keep.shape[1], device=q.device)
+        index = torch.where(rows.keep, pair.unsqueeze(1) * S_kv + rows.position, spare)
+        for step in steps:
+            ids, drop = rows.ids[step], ~rows.keep[step].unsqueeze(1)
+            q_rows, do_rows = q[ids].to(lse.dtype), do[ids].to(lse.dtype)
+            k, v = (x.to(lse.dtype) for x in rows.gather(step))
+            p = torch.exp(call.scale * (q_rows @ k.transpose(1, 2)) - lse[ids]).masked_fill_(drop, 0)
+            ds = (do_rows @ v.transpose(1, 2)).sub_(delta[ids]).mul_(p).mul_(call.scale)
+            dq.index_copy_(0, ids, torch.where(rows.filled[step, None, None], ds @ k, 0).to(dq.dtype))
+            # On a GPU index_add_ would use atomics, in any order; index_put_ sorts.
+            at = (index[step].reshape(-1),)
+            dk.index_put_(at, (ds.transpose(1, 2) @ q_rows).view(-1, Dk), accumulate=True)
+            dv.index_put_(at, (p.transpose(1, 2) @ do_rows).view(-1, Dv), accumulate=True)
+    return dq.view(call.q.shape), dk[:keys].view(call.k.shape), dv[:keys].view(call.v.shape)
+
+
+def packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str) -> Iterator[tuple[Rows, list[slice]]]:
+    """All rows that may select anything, in chunks, each with the steps in which to gather its keys.
+
+    A chunk's indices take half of the budget, a step's keys and `per_key` numbers for each of them the other half. Indices are
+    small, and a CPU would spend its time on many short calls if they were made per step. A bucket's time covers all its chunks.
+    """
+    S, G = call.q.shape[1:3]
+    start, end = start.reshape(-1, call.selection.n), end.reshape(-1, call.selection.n)
+    (k_table, k_strides), (v_table, v_strides) = _table(call.k), _table(call.v)
+    wide = attend.accumulate(call.q.dtype)
+    copies = call.q.element_size() + (wide.itemsize if call.q.dtype != wide else 0)
+    key_bytes = (call.k.shape[3] + call.v.shape[3]) * copies + per_key * wide.itemsize
+    half = attend.budget(call) // 2
+    timed, device = call.timed(), call.q.device.type
+    steps = [(ids, L, min(max(1, half // (L * key_bytes)), attend.STEP_ROWS, len(ids))) for ids, L in buckets(call, start, end)]
+    most = max((step * L for _, L, step in steps), default=0)
+    buffers = [temporary(call, table, most, table.shape[1]) for table in (k_table, v_table)]
+    for ids_of_bucket, L, step in steps:
+        started = events.now(device) if timed else 0.0
+        for chunk in attend.slices(len(ids_of_bucket), max(step, half // (L * _INDEX_BYTES))):
+            ids = ids_of_bucket[chunk]
+            position, keep, filled = positions(start[ids], end[ids], L)
+            b, g = (ids // (S * G)).unsqueeze(1), (ids % G).unsqueeze(1)
+            index = {strides: position * strides[2] + (b * strides[0] + g * strides[1]) for strides in {k_strides, v_strides}}
+            rows = Rows(ids, keep, filled, position, [k_table, v_table], [index[k_strides], index[v_strides]], buffers)
+            yield rows, attend.slices(len(ids), step)
+        if timed:
+            ms = (events.now(device) - started) * 1e3
+            events.emit("sel.timing.bucket", backend="sdpa-packed", direction=direction, length=L, rows=len(ids_of_bucket), ms=ms)
+
+
+def _table(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """x [B,G,S_kv,D] as a table [N,D] of its rows, and the steps in the table from one b, g, position to the next. Copies only where
+    strides are no multiples of D."""
+    D = x.shape[3]
+    strides = [stride if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    if any(stride % D for stride in strides):
+        x = x.contiguous()
+        strides = list(x.stride()[:3])
+    steps = (strides[0] // D, strides[1] // D, strides[2] // D)
+    rows = 1 + sum((size - 1) * step for size, step in zip(x.shape[:3], steps, strict=True))
+    return x.as_strided((rows, D), (D, 1)), steps
+
+
+def buckets(call: Call, start: Tensor, end: Tensor) -> list[tuple[Tensor, int]]:
+    """(ids [r], L): each row in the bucket of the next power of two; by its length on a CPU, by a static bound on a GPU."""
+    if not attend.may_read(call):
+        return static_buckets(call)
+    total = (end - start).sum(1)
+    longest = int(total.max())
+    powers = _powers(longest)
+    level = torch.bucketize(total, total.new_tensor(powers))
+    ids = [((level == i) & (total > 0)).nonzero().squeeze(1) for i in range(len(powers))]
+    return [(rows, min(L, longest)) for rows, L in zip(ids, powers, strict=True) if len(rows)]
+
+
+def static_buckets(call: Call) -> list[tuple[Tensor, int]]:
+    """Row s selects at most min(length_bound, t + 1) keys, where t follows from s (no q_pos)."""
+    B, S, G = call.q.shape[:3]
+    S_kv = call.k.shape[2]
+    bound = call.selection.length_bound(S_kv)
+    device = call.q.device
+    sequence = torch.arange(B, device=device).unsqueeze(1) * (S * G)
+    found = []
+    s0 = 0
+    for L in _powers(bound):
+        s1 = S if L >= bound else s0 if call.q_pos is not None else min(S, max(s0, L - (S_kv - S)))
+        if s1 > s0 and bound > 0:  # with a bound of 0 there is nothing to gather
+            ids = (sequence + torch.arange(s0 * G, s1 * G, device=device)).view(-1)
+            found.append((ids, min(L, -(-bound // 16) * 16)))
+        s0 = s1
+    return found
+
+
+def _powers(longest: int) -> list[int]:
+    powers = [_SMALLEST_BUCKET]
+    while powers[-1] < longest:
+        powers.append(2 * powers[-1])
+    return powers
+
+
+def positions(start: Tensor, end: Tensor, L: int) -> tuple[Tensor, Tensor, Tensor]:
+    """position [r,L], keep [r,L], filled [r] of `Rows` from clamped ranges start, end [r,n]."""
+    # Clamped to L, a row that breaks a promised max_length loses keys, and nothing is written out of bounds.
+    reach = (end - start).cumsum(1).clamp_(max=L)
+    before = pad(reach[:, :-1], (1, 0))
+    total = reach[:, -1:]
+    # A range's keys are its slots in the row, shifted; one more range, of padding, makes every row L long.
+    shift = pad(start - before, (0, 1))
+    repeats = torch.cat((reach - before, L - total), 1)
+    slot = torch.arange(L, device=start.device)
+    position = torch.repeat_interleave(shift.view(-1), repeats.view(-1), output_size=len(start) * L).view(-1, L) + slot
+    keep = slot < total
+    return torch.where(keep, position, position[:, :1]), keep, total.squeeze(1) > 0

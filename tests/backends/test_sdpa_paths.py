@@ -1,0 +1,184 @@
+"""Which path packed SDPA takes through the rows of a call: dense tiles, gathered keys or tiles of keys; and results on each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa_sel
+from nsa_sel.backends import sdpa_packed
+from nsa_sel.backends._sdpa import attend, dense, gathered, key_tiles
+from nsa_sel.core.call import Call
+from nsa_sel.selection import Selection
+from tests.backends.test_cpu_backends import check_call
+from tests.helpers.cases import edge_selections, make_blocks, make_call, make_qkv, make_spans
+from tests.helpers.parity import check_both, check_poison
+
+
+def check(call: Call) -> None:
+    for way in ("sdpa-packed", "gathered", "key tiles"):
+        check_call(way, call)
+
+
+def windows(start: Tensor, end: Tensor | int) -> Tensor:
+    """Ranges [2,S,1,1,2]."""
+    return torch.stack((start, torch.as_tensor(end).expand_as(start)), -1).int()[None, :, None, None].expand(2, -1, 1, 1, 2)
+
+
+ROW = torch.arange(40)
+ALL = windows(0 * ROW, 256)
+
+
+class TestPath:
+    @pytest.mark.parametrize(
+        ("ranges", "path", "settings"),
+        [
+            pytest.param(windows(0 * ROW, ROW + 217), "dense", {}, id="one shared range"),
+            pytest.param(windows(ROW + 117, ROW + 217), "dense", {}, id="a sliding window"),
+            pytest.param(windows(torch.where(ROW % 3 == 0, 300, 0), 256), "dense", {}, id="some rows without keys"),
+            pytest.param(windows(ROW * 37 % 200, ROW * 37 % 200 + 7), "varlen", {}, id="ranges that lie apart"),
+            pytest.param(torch.cat((ALL, ALL * 0), 3), "varlen", {}, id="two ranges"),
+            pytest.param(ALL, "varlen", {"workspace_bytes": 1000}, id="a dense step beyond the workspace"),
+        ],
+    )
+    def test_path_of_a_cpu(self, ranges: Tensor, path: str, settings: dict[str, int]) -> None:
+        for Dv in (8, 16):
+            call = make_call(*make_qkv(2, 40, 1, 2, 16, Dv, S_kv=256), ranges, **settings)
+            check(call)
+        assert sdpa_packed.path(call) == path
+
+    def test_tiles_of_keys_are_taken_when_they_pay(self) -> None:
+        q, k, v = make_qkv(1, 128, 1, 2, 16)
+        blocks, spans = make_blocks(1, 128, 1, 128, 3, 32), make_spans("many", 1, 128, 1, 128, 40)
+        for call, pays in (
+            (make_call(q, k, v, blocks), True),
+            (make_call(q, k, v, spans), False),
+            (make_call(q[:, -9:], k, v, Selection.from_ranges(blocks.ranges[:, -9:], 32)), False),
+            (make_call(q, k, v / 0, blocks), False),
+        ):
+            assert sdpa_packed.path(call) == "varlen"
+            assert key_tiles.pays(call, *call.clamped_ranges()) == pays
+
+    def test_ranges_written_in_place_are_met_anew(self) -> None:
+        q, k, v = make_qkv(1, 64, 1, 2, 16)
+        selection = make_blocks(1, 64, 1, 64, 2, 16)
+        check(make_call(q, k, v, selection))
+        selection.ranges.copy_(make_blocks(1, 64, 1, 64, 2, 16, seed=5).ranges)
+        check(make_call(q, k, v, selection))
+
+    def test_rows_whose_first_keys_are_all_masked(self) -> None:
+        """The kernel walks over keys in pieces: a row may have nothing in the first ones."""
+        B, S, S_kv = 1, 8, 1500
+        q, k, v = make_qkv(B, S, 1, 2, 16, S_kv=S_kv)
+        start = torch.tensor([0, 0, 0, 1200, 0, 1300, 0, 0])
+        call = make_call(q, k, v, torch.stack((start, torch.full((S,), 1400)), -1).int()[None, :, None, None])
+        assert sdpa_packed.path(call) == "dense"
+        check(call)
+
+
+class TestPathOfAGpu:
+    """The dense path by static facts, as a GPU takes it, run on a CPU."""
+
+    @pytest.fixture(autouse=True)
+    def unread(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(attend, "may_read", lambda call: False)
+        monkeypatch.setattr(dense, "_ROWS_GPU", 16)  # several, the last one short
+
+    def call(self, start: int | Tensor, length: int | Tensor, *, S: int = 40, S_kv: int = 256, **how: Any) -> Call:
+        begin = torch.as_tensor(start).expand(S)
+        selection = Selection(windows(begin, begin + length), None, how.pop("max_length", None))
+        return make_call(*make_qkv(2, S, 1, 2, 16, S_kv=S_kv), selection, **how)
+
+    @pytest.mark.parametrize("Dv", [16, 8])
+    @pytest.mark.parametrize("edge", ["one_contiguous", "one_key", "own_key", "future_only"])
+    def test_edges(self, edge: str, Dv: int) -> None:
+        for positions in (None, torch.randint(0, 40, (2, 30))):
+            call = make_call(*make_qkv(2, 30, 2, 3, 16, Dv, S_kv=40), edge_selections(2, 30, 2, 40)[edge], q_pos=positions)
+            assert sdpa_packed.path(call) == "dense"
+            check(call)
+
+    def test_ranges_outside_of_the_keys(self) -> None:
+        for start, length in ((-5, 3), (-5, 30), (250, 100), (300, 9), (9, -4)):
+            call = self.call(start, length)
+            assert sdpa_packed.path(call) == "dense"
+            check(call)
+
+    def test_a_measured_selection_in_which_no_row_selects_anything(self) -> None:
+        """A decoding step whose sequences are done: the buckets must not be of no keys."""
+        for n in (1, 3):
+            call = make_call(*make_qkv(2, 30, 2, 3, 16, S_kv=40), Selection.from_blocks(torch.full((2, 30, 2, n), -1), 16))
+            call.selection.measure(40)
+            o, lse = sdpa_packed.forward(call)
+            assert bool((lse == float("-inf")).all())
+            assert not any(x.any() for x in (o, *gathered.backward(call, lse, torch.randn_like(o), torch.zeros_like(lse))))
+
+    def test_static_facts_say_where_rows_select_too_little(self) -> None:
+        """Slices are all that rows may see: dense up to so many times what they may select."""
+        waste = int(dense._WASTE_GPU)
+        assert sdpa_packed.path(self.call(0, 256 // waste, max_length=256 // waste + 1)) == "dense"
+        assert sdpa_packed.path(self.call(0, 256 // waste // 2, max_length=256 // waste // 2)) == "varlen"
+
+    def test_what_was_measured_counts(self) -> None:
+        call = self.call(0, 4)
+        assert sdpa_packed.path(call) == "dense"  # from static facts alone, each row may select all keys
+        call.selection.measure(S_kv=256)
+        assert sdpa_packed.path(call) == "varlen"
+
+    def test_the_flag_decides(self) -> None:
+        forced_call = self.call(ROW * 5, 7, max_length=7, triton_force_path="dense")
+        assert sdpa_packed.path(forced_call) == "dense"
+        check(forced_call)
+        assert sdpa_packed.path(self.call(0, 256, triton_force_path="varlen")) == "varlen"
+        two = make_call(*make_qkv(1, 8, 1, 2, 16), make_spans("many", 1, 8, 1, 8, 8), triton_force_path="dense")
+        assert sdpa_packed.path(two) == "varlen"  # the fallback runs everything
+
+    def test_copies_and_masks_stay_within_the_workspace(self) -> None:
+        copies = 2 * 2 * 256 * 16 * 4
+        assert sdpa_packed.path(self.call(0, 256, workspace_bytes=copies)) == "varlen"
+        assert sdpa_packed.path(self.call(0, 256, workspace_bytes=copies + 2 * 256 * 8)) == "dense"
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+    def test_what_is_not_finite_stays_with_its_rows(self, bad: float) -> None:
+        clean = self.call(ROW, 100)
+        poisoned = dataclasses.replace(clean, k=clean.k.clone(), v=clean.v.clone())
+        poisoned.k[:, :, 20], poisoned.v[:, :, 110] = bad, bad
+        assert sdpa_packed.path(poisoned) == "dense"
+        met = (ROW <= 20) | (ROW + 100 > 110)
+        for x, y in zip(sdpa_packed.forward(poisoned), sdpa_packed.forward(clean), strict=True):
+            assert x[:, met].isnan().all()
+            assert torch.equal(x[:, ~met], y[:, ~met])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("path", ["auto", "dense"])
+def test_the_dense_path_on_a_gpu(dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd numbers of keys, which the kernel's bias must not be laid out by, rows in several tiles, positions, and NaN beside the ranges."""
+    monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
+    monkeypatch.setattr(dense, "_ROWS_GPU", 64)
+    for S, h, Dv, start, end in ((1, 4, 64, 0, 250), (150, 4, 32, 0, 401), (150, 1, 64, 37, 301)):
+        q, k, v = (x.to("cuda", dtype) for x in make_qkv(2, S, 2, h, 64, Dv, S_kv=401))
+        ranges = torch.tensor([start, end], dtype=torch.int32, device="cuda").expand(2, S, 2, 1, 2)
+        selection = Selection.from_ranges(ranges)
+        positions = torch.randint(0, 401, (2, S), device="cuda")
+        assert sdpa_packed.path(make_call(q, k, v, selection, triton_force_path=path)) == "dense"
+        for q_pos in (None, positions):
+            check_both("sdpa-packed", q, k, v, selection, q_pos=q_pos)
+        if end < 401:
+            check_poison("sdpa-packed", q, k, v, selection)
+
+
+def test_the_event_tells_the_path(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16)
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    with caplog.at_level("INFO", "nsa_sel"):
+        for path in ("dense", "varlen"):
+            monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
+            nsa_sel.selection_attention(q, k, v, edge_selections(1, 8, 1, 16)["one_contiguous"], backend="sdpa-packed")
+            (event,) = [record.nsa_sel for record in caplog.records if record.getMessage() == "sel.path"]
+            assert event == {"backend": "sdpa-packed", "path": path}
+            caplog.clear()

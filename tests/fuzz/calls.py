@@ -1,0 +1,364 @@
+"""Checks of calls: results on every backend against the float64 oracle, with what must not matter poisoned."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import nsa_sel
+from nsa_sel.errors import BackendError, NsaSelError
+from nsa_sel.oracle import oracle_mask
+from nsa_sel.selection import Selection
+from tests.api.test_serving import gathered, make_cache, positions
+from tests.fuzz.generators import Case, Facts
+from tests.helpers.cases import RESULTS, assert_within_twice_baseline, lse_dtype, make_qkv, oracle_results, plain_results
+from tests.helpers.varlen_cases import Packed, bounds, seen_keys
+
+FAR = 2**40  # beyond every key and every int32
+Ran = Counter[str]
+Results = dict[str, Tensor]
+
+
+def clear(error: NsaSelError) -> Ran:
+    """A refusal whose message is of a sensible length."""
+    assert 20 < len(str(error)) < 10_000, str(error)[:200]
+    return Counter(refused=1)
+
+
+# Selections
+
+
+def _tensor(numbers: Any, shape: tuple[int, ...], dtype: str) -> Tensor:
+    return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def _q_pos(f: Facts) -> Tensor | None:
+    if f.get("q_pos") is None:
+        return None
+    shared = bool(f["q_pos"]) and not isinstance(f["q_pos"][0], list)
+    return _tensor(f["q_pos"], (f["S"],) if shared else (f["B"], f["S"]), f["q_pos_dtype"])
+
+
+def _changed(made: Selection, how: str) -> Selection:
+    """The selection after a method or a way to copy it; itself for an empty name."""
+    ways: dict[str, Callable[[], Selection]] = {
+        "merge": made.merge,
+        "copy": lambda: copy.copy(made),
+        "deepcopy": lambda: copy.deepcopy(made),
+        "pickle": lambda: pickle.loads(pickle.dumps(made)),
+        "to": lambda: made.to(made.ranges.device),
+    }
+    return ways.get(how, lambda: made)()
+
+
+def make_selection(f: Facts, device: str) -> Selection | Tensor:
+    """The selection as the case asks for it."""
+    s, rows = f["selection"], (f["B"], f["S"], f["G"])
+
+    def place(x: Tensor) -> Tensor:
+        return (x.squeeze(1) if f.get("decode") else x).to(device)
+
+    if s["how"] == "ranges":
+        ranges = place(_tensor(s["ranges"], (*rows, s["n"], 2), s["dtype"]))
+        if s["bare"]:
+            return ranges
+        spans = ranges.long().clamp(min=0).diff(dim=-1).clamp(min=0).sum((-1, -2))
+        made = Selection.from_ranges(ranges, None, max(1, int(spans.max())) if s["bounded"] and spans.numel() else None)
+    elif s["how"] == "blocks":
+        counts = None if s["counts"] is None else place(_tensor(s["counts"], rows, "int64"))
+        made = Selection.from_blocks(place(_tensor(s["blocks"], (*rows, s["n"]), s["dtype"])), s["block"], counts)
+    else:
+        scores, q_pos = _tensor(s["scores"], (*rows, -(-f["S_kv"] // s["block"])), s["dtype"]).to(device), _q_pos(f)
+        there: Facts = {"S_kv": f["S_kv"]} if q_pos is None else {"q_pos": q_pos.to(device)}
+        made = Selection.from_scores(scores, s["n"], s["block"], s["first"], s["local"], **there)
+    if s["then"] == "measure":
+        made.measure(f["S_kv"])
+    return _changed(made, s["then"])
+
+
+def expected_ranges(f: Facts) -> Tensor:
+    """[B,S,G,n+1,2] int64, the last one empty: what each row selects by the words of the contract, without the library's code."""
+    s, B, S, G = f["selection"], f["B"], f["S"], f["G"]
+    if s["how"] == "ranges":
+        return pad(_tensor(s["ranges"], (B, S, G, s["n"], 2), "int64"), (0, 0, 0, 1))
+    given, block = _q_pos(f), s["block"]
+    current = (torch.arange(f["S_kv"] - S, f["S_kv"]) if given is None else given).expand(B, S) // block
+
+    def row(b: int, at: int, g: int) -> list[list[int]]:
+        if s["how"] == "scores":
+            named = best_blocks(s["scores"][b][at][g], s["n"], s["first"], s["local"], int(current[b, at]))
+        else:
+            named = s["blocks"][b][at][g][: None if s["counts"] is None else max(0, s["counts"][b][at][g])]
+        spans = [[min(j * block, FAR), min((j + 1) * block, FAR)] for j in named if j >= 0]
+        return spans + [[0, 0]] * (s["n"] + 1 - len(spans))
+
+    made = [[[row(b, at, g) for g in range(G)] for at in range(S)] for b in range(B)]
+    return _tensor(made, (B, S, G, s["n"] + 1, 2), "int64")
+
+
+def best_blocks(scores: list[float], n: int, first: int, local: int, current: int) -> list[int]:
+    """What `Selection.from_scores` promises of one row: forced blocks, then by falling score, ties to the lower index."""
+    seen = range(min(len(scores), current + 1))
+    forced = [j for j in seen if j < first or j > current - local]
+    free = [j for j in seen if j not in forced and scores[j] > -math.inf]  # no NaN either
+    return [*forced, *sorted(free, key=lambda j: (-scores[j], j))][:n]
+
+
+# Results
+
+
+class Truth(NamedTuple):
+    """o, lse, dq, dk, dv by the oracle and by the baseline, and how large the terms are whose rounding counts."""
+
+    exact: tuple[Tensor, ...]
+    plain: tuple[Tensor, ...]
+    terms: tuple[float, ...]
+
+    @classmethod
+    def of(cls, inputs: list[Tensor], ranges: Tensor, do: Tensor, dlse: Tensor, scale: float | None = None, q_pos: Any = None) -> Truth:
+        """For q, k, v in the prefill form, on the CPU."""
+        exact, plain = (results(*inputs, ranges, do, dlse, scale, q_pos) for results in (oracle_results, plain_results))
+        q, k, v, do, dlse = (x.abs().double() for x in (*inputs, do, dlse))
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
+        # A logit is off by some roundings of itself, and p, o and the gradients by as much relative to their terms.
+        off = float(4 * (1 + scale * torch.einsum("bsghd,bgkd->bsghk", q, k).max()))
+        ds = off * scale * (torch.einsum("bsghd,bgkd->bsghk", do, v).max() + dlse.max())
+        # do.o is computed from the o that autograd keeps, which is rounded to q's dtype; this is in roundings of float32.
+        narrow = torch.finfo(inputs[0].dtype).eps / torch.finfo(torch.promote_types(inputs[0].dtype, torch.float32)).eps
+        ds += narrow / 2 * scale * float((do * exact[0].abs()).sum(-1).max())
+        of_lse = off + (1000 if inputs[0].element_size() == 2 else 0)  # PyTorch's exp for 16-bit types on a CPU is off by 5e-5
+        return cls(exact, plain, tuple(map(float, (off * v.max(), of_lse, ds * k.max(), ds * q.max(), off * do.max()))))
+
+    def hold(self, got: Results) -> None:
+        """AssertionError where a result is farther from the oracle than twice the baseline and roundings allow."""
+        for name, exact, plain, terms in zip(RESULTS, self.exact, self.plain, self.terms, strict=True):
+            if name in got:
+                wanted = torch.promote_types(plain.dtype, torch.float32) if name == "lse" else plain.dtype
+                assert got[name].dtype == wanted, f"{name} is {got[name].dtype}"
+                assert_within_twice_baseline(got[name], exact, plain, name, terms)
+
+
+def lay(x: Tensor, how: str) -> Tensor:
+    """The same values under other strides."""
+    if how == "keys first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "offset":
+        return torch.cat((x.new_zeros(3), x.flatten()))[3:].view(x.shape)
+    if how == "sliced":
+        return torch.cat((x, x[..., :1], x), -1)[..., : x.shape[-1]]
+    if how == "every other":
+        return torch.stack((x, x), 2).flatten(1, 2)[:, ::2] if x.shape[0] else x
+    return x[:1].expand_as(x) if how == "expanded" else x
+
+
+def _drawn(case: Case, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(case.seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _leaves(tensors: Any, device: str, wanted: Any = (True, True, True)) -> list[Tensor]:
+    return [x.detach().to(device).requires_grad_(bool(grad)) for x, grad in zip(tensors, wanted, strict=True)]
+
+
+def _run(
+    ran: Ran, backend: str | None, selected: bool, call: Callable[[], Any], inputs: list[Tensor], do: Tensor | None, dlse: Tensor | None,
+    decode: bool = False,
+) -> Results | None:  # fmt: skip
+    """o, lse and the gradients of those inputs that require them, as in the prefill form; None where the backend refuses.
+
+    The last decision must name the backend that was asked for; it counts as having run where any row selects anything.
+    """
+    try:
+        o, lse = call()
+    except BackendError:
+        if backend is None or not backend.startswith(("triton", "cupy")):  # without limits
+            raise
+        ran["refused"] += 1
+        return None
+    decision = nsa_sel.decisions()[-1]
+    assert backend in (None, decision.forward), f"{decision.forward} ran instead of {backend}"
+    names = {name: x for name, x in zip(("dq", "dk", "dv"), inputs, strict=True) if x.requires_grad}
+    used = [(x, (w.squeeze(1) if decode else w).to(x.device)) for x, w in ((o, do), (lse, dlse)) if w is not None]
+    grads = torch.autograd.grad([x for x, _ in used], list(names.values()), [w for _, w in used]) if names else ()
+    ran[f"{decision.forward} forward"] += selected
+    ran[f"{decision.backward} backward"] += bool(selected and names)
+    found = {"o": o.detach(), "lse": lse.detach(), **dict(zip(names, grads, strict=True))}
+    return {name: x.unsqueeze(1) if decode and name in ("o", "lse", "dq") else x for name, x in found.items()}
+
+
+# Calls
+
+
+def check_call(case: Case, f: Facts) -> Ran:
+    """Outputs and gradients on each backend, with what must not matter poisoned; unselected keys get exact zeros."""
+    B, S, G, h, S_kv, decode = f["B"], f["S"], f["G"], f["h"], f["S_kv"], f["decode"]
+    dtype = getattr(torch, f["dtype"])
+    q, k, v, do, dlse = _drawn(
+        case, (B, S, G, h, f["Dk"]), (B, G, S_kv, f["Dk"]), (B, G, S_kv, f["Dv"]), (B, S, G, h, f["Dv"]), (B, S, G, h)
+    )
+    q, k, v = (x[:1].expand_as(x) if how == "expanded" else x for x, how in zip((q * f["size"], k, v), f["layouts"], strict=True))
+    q, k, v, do = (x.to(dtype).clone() for x in (q, k, v, do if f["do"] == "random" else torch.ones_like(do)))
+    dlse = dlse.to(lse_dtype(q))
+    ranges, q_pos, ran = expected_ranges(f), _q_pos(f), Ran()
+    seen = oracle_mask(ranges, S_kv, S, q_pos)  # [B,S,G,S_kv]
+    truth = Truth.of([q, k, v], ranges, do * (f["uses"] != "lse"), dlse * (f["uses"] != "o"), f["scale"], q_pos) if B else None
+    if f["poison"]:
+        nothing, unseen, bad = ~seen.any(-1)[..., None, None], ~seen.any(1)[..., None], torch.tensor(float(f["poison"])).to(dtype)
+        q, do, dlse = q.masked_fill(nothing, bad), do.masked_fill(nothing, bad), dlse.masked_fill(nothing[..., 0], bad)
+        k, v = k.masked_fill(unseen, math.nan), v.masked_fill(unseen, math.nan)
+    selection, place = make_selection(f, case.device), None if q_pos is None else q_pos.to(case.device)
+    weights = (do if f["uses"] != "lse" else None), (dlse if f["uses"] != "o" else None)
+    given = q.squeeze(1) if decode else q, k, v
+
+    def results(backend: str | None) -> Results | None:
+        laid = [lay(x.to(case.device), how) for x, how in zip(given, f["layouts"], strict=True)]
+        inputs = _leaves(laid, case.device, [name in f["grads"] for name in "qkv"])
+        how = {"scale": f["scale"], "q_pos": place, "return_lse": True, "backend": None if f["flag"] else backend}
+        with patch.dict(os.environ, {"NSA_SEL_BACKEND": backend} if backend and f["flag"] else {}):
+            attend = lambda: nsa_sel.selection_attention(*inputs, selection, **how)  # noqa: E731
+            return _run(ran, backend, bool(seen.any()), attend, inputs, *weights, decode)
+
+    for backend in f["backends"]:
+        found = [got for _ in range(1 + f["again"]) if (got := results(backend)) is not None]
+        for got in found:
+            if truth is not None:
+                truth.hold(got)
+            for name in {"dk", "dv"} & got.keys():
+                assert int(torch.count_nonzero(got[name].cpu()[~seen.any(1)])) == 0, f"{name} of unselected keys"
+            assert all(torch.equal(found[0][name], x) for name, x in got.items()), "a repeat changes bits"
+    return ran
+
+
+def check_varlen(case: Case, f: Facts) -> Ran:
+    """Sequences of one batch, each as it would be alone; keys that no row sees and padding rows are poisoned."""
+    T, Tk, G, h, Dk, Dv = f["S"], sum(f["keys"]) + f["spare"], f["G"], f["h"], f["Dk"], f["Dv"]
+    q, k, v, do, dlse = _drawn(case, (T, G, h, Dk), (Tk, G, Dk), (Tk, G, Dv), (T, G, h, Dv), (T, G, h))
+    q, k, v, do = (x.to(getattr(torch, f["dtype"])) for x in (q, k, v, do))
+    dlse = dlse.to(lse_dtype(q))
+    packed = Packed(q, k, v, Selection(expected_ranges(f)), bounds(f["rows"]), bounds(f["keys"]))
+    seen, alone, truths = seen_keys(packed), torch.ones(T, dtype=torch.bool), []
+    for rows, keys in packed.each():
+        if rows.stop > rows.start and keys.stop > keys.start:
+            own = [q[rows][None].clone(), *(x[keys].transpose(0, 1)[None].clone() for x in (k, v))]
+            truths.append(((rows, keys), Truth.of(own, packed.ranges()[rows][None], do[rows][None], dlse[rows][None])))
+            alone[rows] = False
+    if f["poison"]:
+        q[packed.cu_q[-1] :] = k[~seen] = v[~seen] = math.nan
+    selection, ran, dtype = make_selection(f, case.device), Ran(), {"int32": torch.int32, "int64": torch.int64}.get(f["bounds"])
+    place = "cpu" if f["bounds"] == "on cpu" else case.device
+    cu_q, cu_k = (x if f["bounds"] == "list" else torch.tensor(x, dtype=dtype, device=place) for x in (packed.cu_q, packed.cu_k))
+    align = f["align"] if isinstance(selection, Selection) and selection.block_size else None
+    how = {"align": align, "cu_seqlens_k": None if packed.cu_q == packed.cu_k and T == Tk else cu_k, "return_lse": True}
+    for backend in f["backends"]:
+        inputs = _leaves((q, k, v), case.device)
+        attend = lambda: nsa_sel.selection_attention_varlen(*inputs, selection, cu_q, backend=backend, **how)  # noqa: B023, E731
+        found = _run(ran, backend, bool(seen.any()), attend, inputs, do, dlse)
+        if found is None:
+            continue
+        got = {name: x.cpu() for name, x in found.items()}
+        for (rows, keys), truth in truths:
+            mine = {name: got[name][rows][None] for name in RESULTS[:3]}
+            truth.hold(mine | {name: got[name][keys][None].transpose(1, 2) for name in RESULTS[3:]})
+        for name, x in got.items():  # of no sequence, or of one without keys
+            rest, nothing = (~seen if name in ("dk", "dv") else alone), -math.inf if name == "lse" else 0
+            assert bool((x[rest] == nothing).all()), f"{name} of what nobody selects"
+    return ran
+
+
+def check_cache(case: Case, f: Facts) -> Ran:
+    """The new tokens of sequences in a cache, which is NaN where no sequence has a key. Gradients without pages."""
+    sizes = {name: f[name] for name in ("G", "h", "Dk", "Dv")}
+    dtype = getattr(torch, f["dtype"])
+    cache = make_cache(tuple(f["lengths"]), f["page_size"], S_q=f["S"], block=1, n=1, room=f["S_kv"], dtype=dtype, seed=case.seed, **sizes)
+    (k, v), ranges, place, ran = gathered(cache), expected_ranges(f), positions(cache), Ran()
+    do, dlse = _drawn(case, (*cache.q.shape[:-1], f["Dv"]), cache.q.shape[:-1])
+    do, dlse, selected = do.to(dtype), dlse.to(lse_dtype(cache.q)), bool(oracle_mask(ranges, k.shape[2], f["S"], place).any())
+    truth = Truth.of([cache.q, k, v], ranges, do, dlse, None, place)
+    selection, index = make_selection(f, case.device), [x if x is None else x.to(case.device) for x in cache[4:]]
+    given = cache.q.squeeze(1) if f["decode"] else cache.q, *cache[1:3]
+    for backend in f["backends"]:
+        inputs = _leaves(given, case.device, [f["grads"] and f["page_size"] is None] * 3)
+        attend = lambda: nsa_sel.selection_attention_with_kvcache(*inputs, selection, *index, return_lse=True, backend=backend)  # noqa: B023, E731
+        got = _run(ran, backend, selected, attend, inputs, do, dlse, f["decode"])
+        if got is not None:
+            truth.hold({name: x.transpose(1, 2) if name in ("dk", "dv") else x for name, x in got.items()})
+    return ran
+
+
+# Writes
+
+
+class Written(NamedTuple):
+    """A problem before and after its ranges or positions are written."""
+
+    inputs: list[Tensor]
+    q_pos: Tensor | None
+    do: Tensor
+    new: Tensor
+    how: str
+
+    def attend(self, ran: Ran, backend: str, made: Selection, *, then_write: bool = False) -> Results:
+        def call() -> Any:
+            found = nsa_sel.selection_attention(*self.inputs, made, q_pos=self.q_pos, return_lse=True, backend=backend)
+            if then_write:
+                self.write(made)
+            return found
+
+        return _run(ran, backend, True, call, self.inputs, self.do, None) or {}
+
+    def write(self, to: Selection) -> None:
+        if self.how.startswith("replaced"):
+            to.ranges = self.new.clone()
+        elif self.how == "unseen":  # by PyTorch's version counter
+            to.ranges.data.copy_(self.new)
+            if self.new.is_cuda:
+                to.invalidate()
+        elif self.q_pos is None:
+            to.ranges.copy_(self.new)
+        else:
+            self.q_pos.zero_()
+
+
+def check_write(case: Case, f: Facts) -> Ran:
+    """What was made from ranges or positions before they were written is not used afterwards, or autograd says that it would be."""
+    B, S, G, S_kv, block, how = f["B"], f["S"], f["G"], f["S_kv"], f["block"], f["write"]
+    qkv = list(make_qkv(B, S, G, f["h"], f["Dk"], f["Dv"], S_kv=S_kv, dtype=getattr(torch, f["dtype"]), seed=case.seed))
+    old, new = (_tensor(f[name], (B, S, G, 2, 1), "int32") * block + torch.tensor([0, block]).int() for name in ("old", "new"))
+    do, dlse = torch.ones(*qkv[0].shape[:-1], f["Dv"]).to(qkv[0]), torch.zeros(qkv[0].shape[:-1], dtype=lse_dtype(qkv[0]))
+    before, after, ran = Truth.of(qkv, old, do, dlse), Truth.of(qkv, new, do, dlse), Ran()
+    for backend in f["backends"]:
+        selection = Selection.from_ranges(old.clone().to(case.device), block if f["whole"] else None)
+        if f["measured"]:
+            selection.measure(S_kv)
+        q_pos = torch.arange(S_kv - S, S_kv, device=case.device) if "q_pos" in how else None
+        problem = Written(_leaves(qkv, case.device), q_pos, do, new.to(case.device), how)
+        if how.endswith("backward"):
+            # Autograd or the selection says so; else the gradients are those of what the forward pass saw.
+            with contextlib.suppress(RuntimeError, NsaSelError):
+                before.hold(problem.attend(ran, backend, selection, then_write=True))
+            continue
+        before.hold(problem.attend(ran, backend, selection))
+        written = kept = selection
+        if " a copy" in how:
+            other = _changed(selection, f["copy"])
+            written, kept = (other, selection) if how == "of a copy" else (selection, other)
+        try:
+            problem.write(written)
+        except NsaSelError as error:
+            ran.update(clear(error))
+            continue
+        after.hold(problem.attend(ran, backend, written))
+        shared = written.ranges.data_ptr() == kept.ranges.data_ptr()
+        (after if shared else before).hold(problem.attend(ran, backend, kept))
+    return ran
