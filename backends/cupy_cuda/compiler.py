@@ -86,7 +86,7 @@ def _first_error(log: str, files: dict[str, str]) -> str:
 @functools.cache
 def sources(source: str) -> dict[str, str]:
     """The text of a file of this folder and of all that it includes, by name."""
-    text = (resources.files(__package__) / source).read_text()
+    text = (resources.files(__package__) / "kernels" / source).read_text()
     found = {source: text}
     for included in _INCLUDE.findall(text):
         found |= sources(included)

@@ -97,16 +97,16 @@ def _build(call: Call, ranges: Tensor, width: int, reach: int, piece: int) -> Li
     entries = torch.empty(capacity, dtype=torch.int64, device=device)
     macros, on = constants(BF16=0, DK=8, DV=8, ALIGNED=1), call.q.get_device()
     turned = (*launch.problem(call, ranges), each, reach, width, tiles, stretch, stretches)
-    launch.start("rank.cu", macros, on, B * G * stretches, RANKED, 0, TURNED + "2q", *turned, ranks.data_ptr(), counts.data_ptr())
+    launch.start("sort_rank.cu", macros, on, B * G * stretches, RANKED, 0, TURNED + "2q", *turned, ranks.data_ptr(), counts.data_ptr())
     ends = counts.cumsum(0)
     launch.start(
-        "place.cu", macros, on, -(-capacity // 256), 256, 0, TURNED + "4q",
+        "sort_scatter.cu", macros, on, -(-capacity // 256), 256, 0, TURNED + "4q",
         *turned, ranks.data_ptr(), ends.data_ptr(), entries.data_ptr(), capacity,
     )  # fmt: skip
     before = torch.empty(3, number + 1, dtype=torch.int64, device=device)
     begins, pieces, parts = before
     launch.start(
-        "pieces.cu", macros, on, 1, 512, 0, "7q",
+        "split_lists.cu", macros, on, 1, 512, 0, "7q",
         ends.data_ptr(), begins.data_ptr(), pieces.data_ptr(), parts.data_ptr(), number, stretches, piece,
     )  # fmt: skip
     most_pieces = min(capacity, capacity // piece + number)

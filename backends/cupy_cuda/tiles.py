@@ -177,7 +177,7 @@ def _build(call: Call, ranges: Tensor, tokens: int) -> Union:
     counts = torch.empty(number, 2, dtype=torch.int32, device=device)
     shared = 8 << (keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
     launch.start(
-        "union_of.cu", constants(BF16=0, DK=8, DV=8, ALIGNED=1, TOKENS=tokens, BLOCK=block), call.q.get_device(), number, 128, shared,
+        "tile_union.cu", constants(BF16=0, DK=8, DV=8, ALIGNED=1, TOKENS=tokens, BLOCK=block), call.q.get_device(), number, 128, shared,
         launch.PROBLEM + "5q", *launch.problem(call, ranges), blocks.data_ptr(), members.data_ptr(), counts.data_ptr(), tiles, capacity,
     )  # fmt: skip
     return Union(blocks, members, counts, tiles, capacity)

@@ -45,8 +45,8 @@ def reason_to_skip() -> str | None:
 WHY = reason_to_skip()
 needs_nvrtc = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
-HOPPERS = {"forward_blocks.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "union_of.cu"}
-ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent).glob("*.cu")}
+HOPPERS = {"forward_blocks.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
+ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")}
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[str, Any]]:

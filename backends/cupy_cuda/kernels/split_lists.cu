@@ -30,7 +30,7 @@ DEVICE int sum_before(int mine, int (&sums)[THREADS / 32], int &total) {
     return before + upto;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pieces(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS) split_lists(const __grid_constant__ Arguments x) {
     __shared__ int sums[THREADS / 32];
     i64 pieces = 0, parts = 0;  // of the lists before
     if (threadIdx.x == 0) x.begins[0] = x.pieces[0] = x.parts[0] = 0;

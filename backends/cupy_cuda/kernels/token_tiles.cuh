@@ -15,7 +15,7 @@
 //   BLOCK    keys of a block, a multiple of 64
 #pragma once
 #include "common.cuh"
-#include "hopper.cuh"
+#include "tma.cuh"
 
 constexpr int TQ = 64 / H, TOKENS = GROUPS * TQ;  // of a group, of a block
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;

@@ -10,7 +10,7 @@
 //   HEAD_WARPS  1, 2 or 4: warps of 16 heads each
 //   PER_SM      blocks of threads a multiprocessor
 #include "common.cuh"
-#include "hopper.cuh"
+#include "tma.cuh"
 
 struct Arguments {
     TensorMap k, v;

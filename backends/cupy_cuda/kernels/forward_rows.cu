@@ -4,7 +4,7 @@
 //   Q_REGISTERS  1: the row's q stays in registers; 0: it is read from shared memory at every tile (wide heads)
 //   SPLIT        1: o and lse are the parts' float32 [rows, h, parts, DV] and [rows, h, parts], lse in base 2
 //   CLUSTER      blocks of a cluster, which are a row's parts then; 1: no clusters
-#include "walk.cuh"
+#include "key_tiles.cuh"
 
 struct Arguments {
     Problem p;

@@ -1,7 +1,7 @@
 // dq of tiles of adjacent tokens on Hopper (tiles.cuh), and delta = sum(do * o) - dlse for dk and dv.
 //
 // s = q k^T and do v^T of one step and dq += ds k of the step before are under way together, while ds of the former is computed.
-#include "tiles.cuh"
+#include "token_tiles.cuh"
 
 constexpr int Q_BYTES = DK / 64 * PANEL, DO_BYTES = DV / 64 * PANEL, ROW_BYTES = Q_BYTES + DO_BYTES;  // of a group
 

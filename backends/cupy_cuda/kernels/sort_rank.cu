@@ -1,5 +1,5 @@
 // The rank of every entry within its stretch of rows and its list, and how many of each list a stretch has (lists.cuh).
-#include "lists.cuh"
+#include "key_to_rows.cuh"
 
 constexpr int THREADS = 256;
 
@@ -10,7 +10,7 @@ struct Arguments {
     int *counts;  // [lists, stretches], zeros
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) rank(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS) sort_rank(const __grid_constant__ Arguments x) {
     __shared__ int4 fours[THREADS / 4];
     int *tiles = reinterpret_cast<int *>(fours);
     const int thread = threadIdx.x, lane = thread % 32;

@@ -7,8 +7,8 @@
 //
 //   H       heads a group of queries
 //   STAGES  steps under way
-#include "hopper.cuh"
-#include "lists.cuh"
+#include "tma.cuh"
+#include "key_to_rows.cuh"
 
 constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
 constexpr bool BULK = H >= 8;

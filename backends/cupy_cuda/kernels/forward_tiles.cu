@@ -3,7 +3,7 @@
 // s = q k^T of one step and acc += p v of the step before are under way together, while the softmax of s is computed beside the latter.
 // Running maxima are kept loosely: they follow once a logit passes one by more than 2^SLACK allows, so that most steps need no maximum over
 // lanes and leave acc alone. p stays below 2^SLACK, and o = acc / l does not depend on m.
-#include "tiles.cuh"
+#include "token_tiles.cuh"
 
 constexpr int Q_BYTES = DK / 64 * PANEL;  // of a group
 constexpr float SLACK = 8.0f;

@@ -19,7 +19,7 @@ struct Arguments {
     i64 tiles, capacity;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) union_of(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];
     u64 *chosen = reinterpret_cast<u64 *>(memory);  // [blocks of keys]: the tokens, a bit each
     __shared__ int lowest, sums[WARPS], wholes[WARPS];

@@ -1,7 +1,7 @@
 // dq of one query row by the forward's walk over its keys, and delta = sum(do * o) - dlse for the KV side.
 //
 //   Q_REGISTERS  1: the row's q and do stay in registers; 0: they are read from shared memory at every tile (wide heads)
-#include "walk.cuh"
+#include "key_tiles.cuh"
 
 struct Arguments {
     Problem p;

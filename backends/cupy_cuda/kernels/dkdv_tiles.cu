@@ -8,7 +8,7 @@
 //   KEY_WARPS     warps along the keys: a tile has 16 * KEY_WARPS keys
 //   COLUMN_WARPS  1, or 2: two warps share 16 keys, and half of the columns of dk and dv each (wide heads: registers)
 //   PAIRS         16 or 32
-#include "lists.cuh"
+#include "key_to_rows.cuh"
 
 struct Arguments {
     Problem p;

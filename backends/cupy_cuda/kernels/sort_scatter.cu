@@ -1,5 +1,5 @@
 // Every entry to its place: where its list's share of its stretch begins, and its rank there (lists.cuh).
-#include "lists.cuh"
+#include "key_to_rows.cuh"
 
 struct Arguments {
     Problem p;
@@ -10,7 +10,7 @@ struct Arguments {
     i64 number;        // pairs * each
 };
 
-extern "C" __global__ void __launch_bounds__(256) place(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(256) sort_scatter(const __grid_constant__ Arguments x) {
     const i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x;
     if (i >= x.number) return;
     const u32 bg = i / x.t.each, e = i % x.t.each;
