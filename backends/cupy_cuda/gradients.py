@@ -37,7 +37,7 @@ class TileShape(NamedTuple):
         return 32 * self.key_warps * self.column_warps
 
     def macros(self) -> dict[str, int]:
-        return {"KEY_WARPS": self.key_warps, "COLUMN_WARPS": self.column_warps, "PAIRS": self.pairs}
+        return {"KEY_WARPS": self.key_warps, "COLUMN_WARPS": self.column_warps, "QUERIES": self.pairs}
 
 
 def tile_shape_of(call: Call) -> TileShape:
@@ -86,9 +86,9 @@ def query_gradient(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tenso
     head_tiles = shape.head_tiles(h)
     launch.start(
         "dq_rows.cu", constants(**launch.type_facts(call, do), **shape.macros()), device,
-        B * S * G * head_tiles, shape.threads, shape.shared, launch.PROBLEM + "6q" + DO_STRIDES + "q",
-        *launch.problem(call, ranges), o.data_ptr(), do.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
-        dq.data_ptr(), delta.data_ptr(), *do.stride()[:4], head_tiles,
+        B * S * G * head_tiles, shape.threads, shape.shared, launch.PROBLEM + "11q",
+        *launch.problem(call, ranges), *launch.strided(do), o.data_ptr(), lse.data_ptr(), 0 if dlse is None else dlse.data_ptr(),
+        dq.data_ptr(), delta.data_ptr(), head_tiles,
     )  # fmt: skip
     return dq, delta
 
@@ -107,17 +107,17 @@ def key_value_gradients(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, del
     dk, dv = unwritten(k, B, G, S_kv, Dk), unwritten(v, B, G, S_kv, Dv)
     facts = launch.type_facts(call, do)
     rest = (
-        lists.entries.data_ptr(), lists.begins.data_ptr(), lists.pieces.data_ptr(), lists.parts.data_ptr(), part_dk.data_ptr(),
-        part_dv.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        lists.entries.data_ptr(), lists.begins.data_ptr(), lists.pieces.data_ptr(), lists.parts.data_ptr(),
+        lists.number, lists.tiles, lists.each, reach, piece,
+        part_dk.data_ptr(), part_dv.data_ptr(), dk.data_ptr(), dv.data_ptr(),
     )  # fmt: skip
-    sizes = (lists.number, lists.tiles, lists.each, reach, piece)
     if on_hopper and Dk <= tiles.MOST_SUMS:
-        tiles.add_lists(call, ranges, lse, do, delta, lists.most_pieces, (*rest, *sizes))
+        tiles.add_lists(call, ranges, lse, do, delta, lists.most_pieces, rest)
     else:
         launch.start(
             "dkdv_tiles.cu", constants(**facts, **shape.macros()), device,
-            lists.most_pieces, shape.threads, shape.shared, launch.PROBLEM + "11q" + DO_STRIDES + "5q",
-            *launch.problem(call, ranges), do.data_ptr(), lse.data_ptr(), delta.data_ptr(), *rest, *do.stride()[:4], *sizes,
+            lists.most_pieces, shape.threads, shape.shared, launch.PROBLEM + "20q",
+            *launch.problem(call, ranges), *launch.strided(do), lse.data_ptr(), delta.data_ptr(), *rest,
         )  # fmt: skip
     launch.start(
         "sum_parts.cu", constants(BF16=facts["BF16"], DK=Dk, DV=Dv, ALIGNED=1, KEY_WARPS=shape.key_warps), device,

@@ -85,22 +85,26 @@ def clear(pointer: int, size: int, device: int) -> None:
     runtime.memsetAsync(pointer, 0, size, torch._C._cuda_getCurrentRawStream(device))
 
 
+def strided(x: Tensor) -> tuple[int, ...]:
+    """The values of `HeadsTensor` or `KeysTensor` (problem.cuh): a pointer and all strides but the last, which is 1."""
+    return (x.data_ptr(), *x.stride()[:-1])
+
+
 def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     """The values of `Problem` (common.cuh); `ranges` are the selection's, contiguous."""
     q, k, v, q_pos = call.q, call.k, call.v, call.q_pos
     _, S, G, h, _ = q.shape
-    position, position_bytes, position_steps = (0, 0, (0, 0)) if q_pos is None else (q_pos.data_ptr(), q_pos.element_size(), q_pos.stride())
+    positions = (0, 0, 0) if q_pos is None else (q_pos.data_ptr(), *q_pos.stride())
     return (
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), ranges.data_ptr(), position,
-        *q.stride()[:4], *k.stride()[:3], *v.stride()[:3], *position_steps,
-        ranges.element_size(), position_bytes,
+        *strided(q), *strided(k), *strided(v), *positions, ranges.data_ptr(),
+        0 if q_pos is None else q_pos.element_size(), ranges.element_size(),
         S, k.shape[2], G, h, call.selection.n, call.scale, call.scale_log2(),
     )  # fmt: skip
 
 
 def problem_aligned(call: Call, values: tuple[Any, ...]) -> bool:
     """`aligned` of q, k and v, from the addresses and steps of `problem`: mostly those are all that need be looked at."""
-    q, k, v, _, _, a, b, c, d, e, f, g, h, i, j = values[:15]
+    q, a, b, c, d, k, e, f, g, v, h, i, j = values[:13]
     return ((q | k | v) % 16 == 0 == (a | b | c | d | e | f | g | h | i | j) % 8) or aligned(call.q, call.k, call.v)
 
 

@@ -153,4 +153,4 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 @functools.cache
 def combining(bf16: bool, Dv: int) -> Constants:
     """The constants of combine.cu."""
-    return constants(BF16=int(bf16), DK=8, DV=Dv, ALIGNED=1, MOST_PARTS=MOST_PARTS)
+    return constants(BF16=int(bf16), DK=8, DV=Dv, ALIGNED=1, MOST_SPLITS=MOST_PARTS)

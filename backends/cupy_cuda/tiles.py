@@ -114,8 +114,8 @@ def query_gradient(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
     _start(
         "dq_tiles.cu", call, shape, union, DQ,
         row_map(q, tokens), row_map(do, tokens), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64),
-        *launch.problem(call, ranges), *union.arguments(call, taken), dq.data_ptr(), o.data_ptr(), do.data_ptr(), lse.data_ptr(),
-        0 if dlse is None else dlse.data_ptr(), delta.data_ptr(), *do.stride()[:4],
+        *launch.problem(call, ranges), *union.arguments(call, taken), *launch.strided(do), o.data_ptr(), lse.data_ptr(),
+        0 if dlse is None else dlse.data_ptr(), dq.data_ptr(), delta.data_ptr(),
     )  # fmt: skip
     return dq, delta
 
@@ -131,7 +131,7 @@ def add_lists(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor
     launch.start(
         "dkdv_groups.cu", macros, q.get_device(), pieces, 256, (stages + 1) * step, LISTS,
         row_map(q, 1), row_map(do, 1), tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64), *launch.problem(call, ranges),
-        lse.data_ptr(), delta.data_ptr(), *values, do.data_ptr(), *do.stride()[:4], own=True,
+        *launch.strided(do), lse.data_ptr(), delta.data_ptr(), *values, own=True,
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def _start(source: str, call: Call, shape: Shape, union: Union, fields: str, *va
     q, block = call.q, call.selection.block_size
     assert block is not None, "`takes` has said so"
     macros = constants(
-        BF16=int(q.dtype == torch.bfloat16), DK=q.shape[4], DV=call.v.shape[-1], ALIGNED=1, H=q.shape[3], GROUPS=shape.groups,
+        BF16=int(q.dtype == torch.bfloat16), DK=q.shape[4], DV=call.v.shape[-1], ALIGNED=1, H=q.shape[3], CONSUMERS=shape.groups,
         STAGES=shape.stages, BLOCK=block,
     )  # fmt: skip
     blocks = min(call.device.sm_count, union.counts.shape[0])

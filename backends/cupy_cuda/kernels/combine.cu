@@ -1,44 +1,50 @@
-// Partial results of one row and head, computed by several programs over disjoint keys, joined by their log-sum-exp in a fixed order:
-// o = sum_i w_i o_i with w_i = 2^(lse_i - lse), lse = log2 sum_i 2^lse_i; a part that saw no key has lse_i = -inf and w_i = 0.
-#include "common.cuh"
+// o and lse of rows that were split among several CTAs over disjoint keys (forward_rows.cu).
+//
+//   lse = log2 sum_i 2^lse_i,  o = sum_i 2^(lse_i - lse) o_i
+//
+// Grid: one CTA per 4 rows (of B*S*G*h), a warp each; splits are added in their order, so that results repeat bit by bit.
+// A split that saw no key has lse_i = -inf, and weight 0.
+//
+//   MOST_SPLITS  a multiple of 32
+#include "softmax.cuh"
 
 struct Arguments {
-    const float *part_o, *part_lse;  // [rows, parts, DV], [rows, parts], base 2; rows = B*S*G*h
-    u16 *o;                          // [rows, DV]
-    float *lse;                      // [rows], natural
-    i64 rows, parts;
+    const float *split_o, *split_lse;  // [rows, splits, DV], [rows, splits], base 2; rows = B*S*G*h
+    u16 *o;                            // [rows, DV]
+    float *lse;                        // [rows], natural
+    i64 rows, splits;
 };
 
-constexpr int WARPS = 4;  // one row each
+constexpr int WARPS = 4, PER_LANE = MOST_SPLITS / 32;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) combine(const __grid_constant__ Arguments x) {
     const i64 row = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
-    const int lane = threadIdx.x % 32, parts = x.parts;
+    const int lane = threadIdx.x % 32, splits = x.splits;
     if (row >= x.rows) return;
-    float mine[MOST_PARTS / 32];  // a part a lane: one after another, each would wait for memory by itself
+    float mine[PER_LANE];  // lse of split 32 * i + lane, and later its weight
 #pragma unroll
-    for (int i = 0; i < MOST_PARTS / 32; ++i) mine[i] = i * 32 + lane < parts ? x.part_lse[row * parts + i * 32 + lane] : -infinity();
+    for (int i = 0; i < PER_LANE; ++i) mine[i] = i * 32 + lane < splits ? x.split_lse[row * splits + i * 32 + lane] : -infinity();
     float highest = LOWEST, total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < MOST_PARTS / 32; ++i) highest = fmaxf(highest, mine[i]);
-    for (int far = 16; far > 0; far /= 2) highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, far));
+    for (int i = 0; i < PER_LANE; ++i) highest = fmaxf(highest, mine[i]);
+    highest = warp_max(highest);
 #pragma unroll
-    for (int i = 0; i < MOST_PARTS / 32; ++i) total += exp2_fast(mine[i] - highest);
-    for (int far = 16; far > 0; far /= 2) total += __shfl_xor_sync(ALL, total, far);
-    const bool seen = !(total == 0.0f);
-    const float lse = seen ? highest + log2f(total) : -infinity();
+    for (int i = 0; i < PER_LANE; ++i) total += exp2_fast(mine[i] - highest);
+    total = warp_sum(total);
+    const bool any_key = !(total == 0.0f);
+    const float lse = any_key ? highest + log2f(total) : -infinity();
 #pragma unroll
-    for (int i = 0; i < MOST_PARTS / 32; ++i) mine[i] = seen ? exp2_fast(mine[i] - lse) : 0.0f;  // the part's weight
+    for (int i = 0; i < PER_LANE; ++i) mine[i] = any_key ? exp2_fast(mine[i] - lse) : 0.0f;
     for (int first = 0; first < DV; first += 64) {
         const int column = first + 2 * lane;
         float low = 0.0f, high = 0.0f;
 #pragma unroll
-        for (int half = 0; half < MOST_PARTS / 32; ++half) {
+        for (int i = 0; i < PER_LANE; ++i) {
 #pragma unroll 8
-            for (int i = 0; i < min(32, parts - half * 32); ++i) {
-                const float weight = __shfl_sync(ALL, mine[half], i);
+            for (int j = 0; j < min(32, splits - i * 32); ++j) {
+                const float weight = __shfl_sync(ALL_LANES, mine[i], j);
                 if (column < DV) {
-                    const float2 part = *reinterpret_cast<const float2 *>(x.part_o + (row * parts + half * 32 + i) * DV + column);
+                    const float2 part = *reinterpret_cast<const float2 *>(x.split_o + (row * splits + i * 32 + j) * DV + column);
                     low += weight * part.x;
                     high += weight * part.y;
                 }

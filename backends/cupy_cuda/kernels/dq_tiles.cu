@@ -1,37 +1,30 @@
-// dq of tiles of adjacent tokens on Hopper (tiles.cuh), and delta = sum(do * o) - dlse for dk and dv.
+// dq of tiles of adjacent tokens on Hopper (token_tiles.cuh: grid, tiles, TMA, masks), and delta for dk and dv.
 //
-// s = q k^T and do v^T of one step and dq += ds k of the step before are under way together, while ds of the former is computed.
+//   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
 #include "token_tiles.cuh"
 
-constexpr int Q_BYTES = DK / 64 * PANEL, DO_BYTES = DV / 64 * PANEL, ROW_BYTES = Q_BYTES + DO_BYTES;  // of a group
+constexpr int Q_BYTES = DK / 64 * PANEL, DO_BYTES = DV / 64 * PANEL, ROW_BYTES = Q_BYTES + DO_BYTES;  // of a consumer
 
 struct Arguments {
     TensorMap q, d_o, k, v;
     Problem p;
-    Plan plan;
-    u16 *dq;                    // [B,S,G,h,DK]
-    const u16 *o, *d_out;       // [B,S,G,h,DV] contiguous; of any strides
-    const float *lse, *dlse;    // [B,S,G,h]; dlse may be null
-    float *delta;               // [B,S,G,h]
-    i64 stride_dob, stride_dos, stride_dog, stride_doh;
+    TilePlan plan;
+    HeadsTensor d_out;        // do [B,S,G,h,DV]
+    const u16 *o;             // [B,S,G,h,DV], contiguous
+    const float *lse, *dlse;  // [B,S,G,h]; dlse may be null
+    u16 *dq;                  // [B,S,G,h,DK]
+    float *delta;             // [B,S,G,h]
 };
 
-struct Shared {
-    Steps steps;
-    Turns turns;
-    u64 full[GROUPS], empty[GROUPS];
-};
-
-// delta of the group's rows, by two threads a row, to memory and to both of a row's threads here.
-DEVICE void row_sums(const Arguments &x, const Tile &tile, int group, float *sums) {
-    const int row = threadIdx.x % 128 / 2, half = threadIdx.x % 2, token = row / H;
-    const i64 s = static_cast<i64>(tile.i) * TOKENS + group * TQ + token;
-    float sum = 0.0f;
-    i64 out = ((tile.b * x.p.S + s) * x.p.G + tile.g) * H + row % H;
+// delta of a consumer's rows, two threads a row, to memory and to `sums`.
+DEVICE void compute_delta(const Arguments &x, const TokenTile &tile, int consumer, float *sums) {
+    const int row = threadIdx.x % 128 / 2, half = threadIdx.x % 2, token = row / H, head = row % H;
+    const i64 s = tile.token(consumer) + token, out = ((tile.b * x.p.S + s) * x.p.G + tile.g) * H + head;
     const bool exists = token < TQ && s < x.p.S;
+    float sum = 0.0f;
     if (exists) {
         const u16 *o = x.o + out * DV + half * (DV / 2);
-        const u16 *d_out = x.d_out + tile.b * x.stride_dob + s * x.stride_dos + tile.g * x.stride_dog + row % H * x.stride_doh + half * (DV / 2);
+        const u16 *d_out = x.d_out.heads(tile.b, s, tile.g) + head * x.d_out.stride_h + half * (DV / 2);
 #pragma unroll 4
         for (int i = 0; i < DV / 2; i += 8) {
             uint4 a = *reinterpret_cast<const uint4 *>(o + i), b = *reinterpret_cast<const uint4 *>(d_out + i);
@@ -40,7 +33,7 @@ DEVICE void row_sums(const Arguments &x, const Tile &tile, int group, float *sum
             for (int j = 0; j < 8; ++j) sum += to_float(as[j]) * to_float(bs[j]);
         }
     }
-    sum += __shfl_xor_sync(ALL, sum, 1);
+    sum += __shfl_xor_sync(ALL_LANES, sum, 1);
     if (exists && x.dlse) sum -= x.dlse[out];
     if (half == 0) {
         sums[row] = sum;
@@ -48,129 +41,83 @@ DEVICE void row_sums(const Arguments &x, const Tile &tile, int group, float *sum
     }
 }
 
-DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned char *memory, float *sums, Shared &shared, int group) {
-    const Problem &p = x.p;
-    const Plan &plan = x.plan;
-    const int lane = threadIdx.x % 32, row0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
-    const float c = p.scale_log2;
-    const u32 q_tile = uniform(operand(shared_address(memory))), do_tile = q_tile + Q_BYTES / 16;
-    Way way(shared.steps, group, stages);
-    Turn turn(shared.turns);
-    while (turn.take(plan)) {
-        Tile tile(turn.turn, plan, p.G);
-        Rows rows(p, tile, group);
-        const int cut = (turn.counts.y - turn.counts.x) * STEPS;
-        way.begin_tile(turn.counts.y * STEPS);
-        row_sums(x, tile, group, sums);
-        barrier<128>(group + 1);
-        float delta[2], lse2[2];  // a row that saw nothing has p = 0, too
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            delta[r] = sums[row0 + 8 * r];
-            float lse = rows.bit[r] ? x.lse[rows.place(p, tile, group, r)] : -infinity();
-            lse2[r] = lse == -infinity() ? infinity() : lse * LOG2_E;
-        }
-        float acc[DK / 2], s[KEYS / 2], dp[KEYS / 2];
-        u32 weights[KEYS / 16][4];  // ds as operand
+// What a consumer computes of a tile (consume_steps).
+struct QueryGradient {
+    StepReader &steps;
+    const u32 q_tile, do_tile;  // operands
+    const RowPair &rows;
+    const float c;
+    float delta[2], lse[2];  // lse in base 2; infinity for a row without keys, so that p = 0
+    float acc[DK / 2], s[KEYS / 2], dp[KEYS / 2];
+    u32 ds[KEYS / 16][4];  // an operand
+
+    DEVICE QueryGradient(StepReader &reader, u32 q, const RowPair &pair, float scale_log2)
+        : steps(reader), q_tile(q), do_tile(q + Q_BYTES / 16), rows(pair), c(scale_log2) {
 #pragma unroll
         for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
+    }
+    DEVICE void begin_products(const Step &step) {
+        const u32 keys = steps.keys(step);
+        wgmma_a_bt<DK>(s, q_tile, keys);
+        wgmma_a_bt<DV>(dp, do_tile, keys + K_BYTES / 16);
+        wgmma_commit();
+    }
+    DEVICE void begin_sums(const Step &step) {
+        wgmma_add_a_b<DK>(acc, ds, steps.keys(step) + TRANSPOSED);
+        wgmma_commit();
+    }
+    DEVICE void probabilities(const Step &step, int key) {
+        const float shift[2] = {step.rows & rows.bit[0] ? lse[0] : infinity(), step.rows & rows.bit[1] ? lse[1] : infinity()};
+        logit_gradients(s, dp, c, shift, delta);
+        if (key != NO_MASK) mask_columns(s, key, rows.limit, 0.0f);
+    }
+    DEVICE void finish_probabilities() {}
+    DEVICE void update_operand() { as_operand(ds, s); }
+};
 
-        auto begin_logits = [&](const Step &step) {
-            const u32 keys = way.keys(step);
-            begin_products<DK>(s, q_tile, keys);
-            begin_products<DV>(dp, do_tile, keys + K_BYTES / 16);
-            wgmma_end();
-        };
-        auto begin_keys = [&](const Step &step) {
-            begin_sum<DK>(acc, weights, way.keys(step) + ACROSS);
-            wgmma_end();
-        };
-        auto gradient = [&](u32 part) {
+DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned char *row_memory, float *sums, Shared &shared, int consumer) {
+    const Problem &p = x.p;
+    const u32 q_tile = uniform(operand(shared_address(row_memory)));
+    StepReader steps(shared.steps, consumer, stages);
+    TileScheduler scheduler(shared.tiles, x.plan);
+    while (scheduler.next_tile()) {
+        const TokenTile tile(scheduler.number, x.plan, p.G);
+        const RowPair rows(p, tile, consumer);
+        QueryGradient gradient(steps, q_tile, rows, p.scale_log2);
+        steps.begin_tile(scheduler.counts.y * STEPS);
+        compute_delta(x, tile, consumer, sums);
+        named_barrier<128>(consumer + 1);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float shift = part & rows.bit[r] ? lse2[r] : infinity();
-#pragma unroll
-                for (int i = 0; i < KEYS / 4; ++i) {
-                    const int at = i / 2 * 4 + 2 * r + i % 2;
-                    s[at] = exp2_fast(s[at] * c - shift) * (dp[at] - delta[r]);
-                }
-            }
-        };
-        auto mask = [&](int step) {
-            const int key = plan.blocks[tile.number * plan.capacity + (way.total - cut + step) / STEPS] * BLOCK + step % STEPS * KEYS;
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; ++i)
-                if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows.limit[i / 2 % 2]) s[i] = 0.0f;
-        };
-
-        Step coming;
-        // The next step; after the last one q and do are not read any more, and the next tile's may come.
-        auto find = [&](int end) {
-            Found found = way.find(coming, end);
-            if (found == END && lane == 0) arrive(&shared.empty[group]);
-            return found;
-        };
-
-        wait(&shared.full[group], turn.odd());
-        Found found = find(NO_END);
-        while (found == TAKES_PART) {
-            Step held = coming;  // its keys are still to be added
-            wgmma_begin();
-            begin_logits(held);
-            wgmma_wait<0>();
-            gradient(held.part);
-            if (held.number < cut) mask(held.number);
-            round_step(weights, s);
-            while ((found = find(held.number + STAGES)) == TAKES_PART && coming.number >= cut) {
-                wgmma_begin();
-                begin_logits(coming);
-                begin_keys(held);
-                wgmma_wait<1>();
-                gradient(coming.part);
-                wgmma_wait<0>();
-                way.give_back(held);
-                round_step(weights, s);
-                held = coming;
-            }
-            wgmma_begin();
-            begin_keys(held);
-            wgmma_wait<0>();
-            way.give_back(held);
-            if (found == GIVE_BACK) found = find(NO_END);
+        for (int r = 0; r < 2; ++r) {
+            gradient.delta[r] = sums[RowPair::row(r)];
+            const float lse = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
+            gradient.lse[r] = lse == -infinity() ? infinity() : lse * LOG2_E;
         }
+        shared.rows[consumer].wait_full({0, scheduler.parity()});
+        consume_steps(steps, x.plan, p.G, tile, scheduler.counts, shared.rows[consumer], gradient);
 
         float scale[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) scale[r] = lse2[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
-        write_rows<DK>(acc, scale, x.dq, p, tile, group);
-        barrier<128>(group + 1);  // all have read their sums
+        for (int r = 0; r < 2; ++r) scale[r] = gradient.lse[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
+        write_rows<DK>(gradient.acc, scale, x.dq, p, tile, consumer);
+        named_barrier<128>(consumer + 1);  // all have read their sums
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) dq_tiles(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // q and do of the groups, the stages
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_tiles(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // q and do of the consumers, the stages
     __shared__ Shared shared;
-    __shared__ float sums[GROUPS][64];
-    unsigned char *stages = memory + GROUPS * ROW_BYTES;
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 - 4 * GROUPS;
-    if (threadIdx.x == 0) {
-        shared.steps.init();
-        shared.turns.init();
-        for (int i = 0; i < GROUPS; ++i) {
-            barrier_init(&shared.full[i], 1);
-            barrier_init(&shared.empty[i], 4);  // a lane of every warp
-        }
-        barriers_are_ready();
-    }
+    __shared__ float sums[CONSUMERS][64];
+    unsigned char *stages = memory + CONSUMERS * ROW_BYTES;
+    const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
+    if (threadIdx.x == 0) shared.init();
     __syncthreads();
-    if (group == GROUPS) {
-        share_registers<GROUPS, COMPUTING, COPYING>(false);
-        if (warp == 0) copy_steps(x.k, x.v, x.p, x.plan, stages, shared.steps, shared.turns);
-        else if (warp <= GROUPS)
-            copy_rows<DK, DV>(x.q, x.d_o, x.p, x.plan, memory + (warp - 1) * ROW_BYTES, &shared.full[warp - 1], &shared.empty[warp - 1], warp - 1,
-                              shared.turns);
-    } else {
-        share_registers<GROUPS, COMPUTING, COPYING>(true);
-        differentiate(x, stages, memory + group * ROW_BYTES, sums[group], shared, group);
+    if (warpgroup < CONSUMERS) {
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(true);
+        differentiate(x, stages, memory + warpgroup * ROW_BYTES, sums[warpgroup], shared, warpgroup);
+        return;
     }
+    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
+    if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
+    else if (producer <= CONSUMERS) produce_rows<DK, DV>(x.q, x.d_o, x.p, x.plan, memory + (producer - 1) * ROW_BYTES, shared, producer - 1);
 }
