@@ -7,8 +7,8 @@
 //   in the registers from which dv += p^T do and dk += ds^T q read them.
 // Warpgroups: one consumer. In the producer warpgroup a warp loads lse and delta; q and do come by TMA, a token each, or, if those would be
 //   small (H < 8), by three warps with cp.async. The tile's K and V come by TMA.
-// Masks: rows stand in order, so that only the first entries of a list lie within the tile. There, k and v of keys that no row sees may be NaN:
-//   p and ds are replaced, not multiplied, by 0.
+// Masks: rows are in order, so that only the first entries of a list can lie within the tile. There, k and v of keys that no row sees may
+//   be NaN: p and ds are replaced, not multiplied, by 0.
 //
 //   H       heads of a group
 //   STAGES  stages of the pipeline of steps
@@ -171,7 +171,8 @@ DEVICE void probabilities(float (&s)[ROWS / 2], float (&dp)[ROWS / 2], const Sha
 }
 
 // p^T and ds^T = p^T * (dp^T - delta), rounded: operands.
-DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2], const float (&dp)[ROWS / 2], const float *deltas) {
+DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2], const float (&dp)[ROWS / 2],
+                        const float *deltas) {
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
         const float2 delta = *reinterpret_cast<const float2 *>(deltas + 8 * j + threadIdx.x % 4 * 2);
@@ -186,7 +187,8 @@ DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const f
 
 DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
     const Problem &p = x.p;
-    const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));
+    const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
+    const u32 stage0 = uniform(operand(shared_address(stages)));
     // Of rows in order, only the first KEYS entries of a list can lie within the tile.
     const i64 masked = p.q_pos ? list.steps : (x.lists.begins[list.list] + KEYS - list.begin + TQ - 1) / TQ;
     float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
@@ -228,7 +230,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_co
     const ListSteps list(x, blockIdx.x);
     if (threadIdx.x == 0) shared.init();
     if (TQ * H < ROWS)  // rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel
-        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += blockDim.x) *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
+        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += blockDim.x)
+            *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();
     __syncthreads();
     if (producer < 0) {

@@ -27,7 +27,8 @@ DEVICE void compute_delta(const Arguments &x, const RowHeads &heads, const u16 *
         const bool exists = heads.head0 + head < x.p.h;
         float sum = 0.0f;
         if (exists)
-            for (int column = lane; column < DV; column += 32) sum += to_float(x.o[out * DV + column]) * to_float(do_tile[head * VP + column]);
+            for (int column = lane; column < DV; column += 32)
+                sum += to_float(x.o[out * DV + column]) * to_float(do_tile[head * VP + column]);
         sum = warp_sum(sum);
         if (lane == 0) {
             if (exists && x.dlse) sum -= x.dlse[out];

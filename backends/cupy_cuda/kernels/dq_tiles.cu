@@ -119,5 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_tiles(const __grid_c
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
     if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
-    else if (producer <= CONSUMERS) produce_rows<DK, DV>(x.q, x.d_o, x.p, x.plan, memory + (producer - 1) * ROW_BYTES, shared, producer - 1);
+    else if (producer <= CONSUMERS)
+        produce_rows<DK, DV>(x.q, x.d_o, x.p, x.plan, memory + (producer - 1) * ROW_BYTES, shared, producer - 1);
 }

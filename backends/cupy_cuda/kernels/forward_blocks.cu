@@ -3,12 +3,12 @@
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
 // Grid: persistent CTAs, PER_SM a multiprocessor; each takes every gridDim.x-th (row, HEADS heads).
-// Warps: a producer warp loads a row's K and V by TMA, KEYS keys a step, through a pipeline of STAGES stages, and goes on with the next row while
-//   four consumer warps finish this one.
+// Warps: a producer warp loads a row's K and V by TMA, KEYS keys a step, through a pipeline of STAGES stages, and goes on with the next row
+//   while four consumer warps finish this one.
 // Tiles: the consumers are HEAD_WARPS times SHARES. Warps of the same 16 heads split a step's keys for s = q k^T, and, once p is in shared
 //   memory, the columns of v for acc += p v, so that no partial results are left to combine. All shares have one maximum, which is lazy, as
 //   in forward_tiles.cu.
-// Masks: only a row's last step of a range may have fewer than KEYS keys: their logits become -inf and their values zero, since p = 0 would not
+// Masks: only the last step of a range may have fewer than KEYS keys. Past them logits become -inf and values zero, since p = 0 would not
 //   cancel NaN.
 //
 //   STAGES      stages of the pipeline of steps
@@ -105,9 +105,9 @@ struct Consumer {
     u32 q[DK / 16][4];           // operand A
     float acc[COLUMNS / 8][4] = {};
 
-    DEVICE Consumer(Shared &memory, u16 *q_memory, u16 *p_memory, float c, float lazy)
+    DEVICE Consumer(Shared &memory, u16 *q_memory, u16 *p_memory, float c, float slack)
         : shared(memory), q_tile(q_memory), p_tile(p_memory), lane(threadIdx.x % 32), share(threadIdx.x / 32 / HEAD_WARPS),
-          warp_head(threadIdx.x / 32 % HEAD_WARPS * 16), slack(lazy), softmax(c) {}
+          warp_head(threadIdx.x / 32 % HEAD_WARPS * 16), slack(slack), softmax(c) {}
 
     DEVICE int head(int r) const { return warp_head + lane / 4 + 8 * r; }  // of a lane's two rows
 
@@ -144,7 +144,8 @@ struct Consumer {
             for (int d = 0; d < COLUMNS / 8; d += 2) {
                 const int column = share * COLUMNS + 8 * d;
                 u32 y[4];
-                ldmatrix_trans(y, reinterpret_cast<const u16 *>(values + column / 64 * PANEL + swizzled(k + lane % 16, column % 64 / 8 + lane / 16)));
+                const u32 at = column / 64 * PANEL + swizzled(k + lane % 16, column % 64 / 8 + lane / 16);
+                ldmatrix_trans(y, reinterpret_cast<const u16 *>(values + at));
                 mma(acc[d], a, y[0], y[1]);
                 mma(acc[d + 1], a, y[2], y[3]);
             }
@@ -189,7 +190,8 @@ struct Consumer {
             zero_values(v_tile, keys);
         }
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
-        if (named_barrier_any<THREADS>(1, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack)) raise(top);  // all have read the p before
+        const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
+        if (named_barrier_any<THREADS>(1, rises)) raise(top);  // all have read the p before, too
         softmax.exponentiate<2>(s);
 #pragma unroll
         for (int j = 0; j < SHARE / 8; ++j)

@@ -3,7 +3,7 @@
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
 // Grid: one CTA per (row, HEADS heads, split); with CLUSTER > 1 the splits of a row are the CTAs of a cluster.
-// Tiles: 16 heads by TILE gathered keys per warp and step; teams of warps take tiles in turn (key_tiles.cuh).
+// Tiles: 16 heads by TILE gathered keys per warp and step; the teams of warps share the tiles (key_tiles.cuh).
 // Copies: cp.async; no TMA, since ranges may begin at any key.
 // Masks: only a row's last tile of every 32 ranges has fewer than TILE keys; the rest of it is zeros, whose logits become -inf.
 // Splits: few rows are split among `splits` CTAs to fill the GPU. The CTAs of a cluster (sm_90) combine their results through shared
@@ -30,10 +30,11 @@ constexpr int MERGE = DVP + 8;  // floats of a head's row in shared memory, padd
 
 // The results of the teams, in shared memory; in a cluster those of the CTA, too: acc in place of the first team's.
 struct TeamResults {
-    float *acc, *m, *l;      // [TEAMS][HEADS][MERGE], [TEAMS][HEADS]
+    float *acc, *m, *l;    // [TEAMS][HEADS][MERGE], [TEAMS][HEADS]
     float *cta_m, *cta_l;  // [HEADS]
     DEVICE explicit TeamResults(u16 *memory)
-        : acc(reinterpret_cast<float *>(memory)), m(acc + TEAMS * HEADS * MERGE), l(m + TEAMS * HEADS), cta_m(l + TEAMS * HEADS), cta_l(cta_m + HEADS) {}
+        : acc(reinterpret_cast<float *>(memory)), m(acc + TEAMS * HEADS * MERGE), l(m + TEAMS * HEADS), cta_m(l + TEAMS * HEADS),
+          cta_l(cta_m + HEADS) {}
 
     DEVICE void store(const RowHeads &heads, const OnlineSoftmax &softmax, const float (&sums)[DVP / 8][4]) {
         const int lane = threadIdx.x % 32, row = heads.team * HEADS + heads.warp_head;
@@ -72,7 +73,8 @@ struct TeamResults {
     DEVICE PartialSums combine_cluster(float c, int head, int column) const {
         const float *at = acc + head * MERGE + column;
         return combine_partials<CLUSTER>(c, [&](int cta) {
-            return PartialSums{load_from_cta(cta_m + head, cta), load_from_cta(cta_l + head, cta), load_from_cta(at, cta), load_from_cta(at + 1, cta)};
+            auto load = [&](const float *mine) { return load_from_cta(mine, cta); };
+            return PartialSums{load(cta_m + head), load(cta_l + head), load(at), load(at + 1)};
         });
     }
 };
@@ -140,7 +142,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
     for (int i = first; i < HEADS * (DV / 2); i += step) {
         const int head = i / (DV / 2), column = i % (DV / 2) * 2;
         if (heads.head0 + head >= p.h) continue;
-        const PartialSums sum = CLUSTER > 1 ? results.combine_cluster(softmax.c, head, column) : results.combine_teams(softmax.c, head, column);
+        const PartialSums sum =
+            CLUSTER > 1 ? results.combine_cluster(softmax.c, head, column) : results.combine_teams(softmax.c, head, column);
         write_output(x, heads.index(p, head), split, softmax.c, column, sum);
     }
 #if CLUSTER > 1

@@ -28,8 +28,8 @@ struct Attention {
     u32 p[KEYS / 16][4];  // an operand
     bool rises = false;
 
-    DEVICE Attention(StepReader &reader, u32 q, const RowPair &pair, float c, float lazy)
-        : steps(reader), q_tile(q), rows(pair), slack(lazy), softmax(c) {
+    DEVICE Attention(StepReader &reader, u32 q, const RowPair &pair, float c, float slack)
+        : steps(reader), q_tile(q), rows(pair), slack(slack), softmax(c) {
 #pragma unroll
         for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
     }
@@ -104,5 +104,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_tiles(const __g
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
     if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
-    else if (producer <= CONSUMERS) produce_rows<DK, 0>(x.q, x.q, x.p, x.plan, memory + (producer - 1) * Q_BYTES, shared, producer - 1);
+    else if (producer <= CONSUMERS)
+        produce_rows<DK, 0>(x.q, x.q, x.p, x.plan, memory + (producer - 1) * Q_BYTES, shared, producer - 1);
 }

@@ -22,7 +22,8 @@ struct RowHeads {
     Row row;
     int head0, warp_head, team;
     DEVICE RowHeads(const Problem &p, u32 pid, u32 head_tiles)
-        : row(row_of(p, pid / head_tiles)), head0(pid % head_tiles * HEADS), warp_head(threadIdx.x % TEAM / 32 * 16), team(threadIdx.x / TEAM) {}
+        : row(row_of(p, pid / head_tiles)), head0(pid % head_tiles * HEADS), warp_head(threadIdx.x % TEAM / 32 * 16),
+          team(threadIdx.x / TEAM) {}
     // The index of a head of this CTA among B*S*G*h.
     DEVICE i64 index(const Problem &p, int head) const { return row.index * p.h + head0 + head; }
 };
@@ -36,8 +37,8 @@ struct KeyIterator {
     int step;   // tiles from one of this team to its next
     i64 next;   // number of the next tile's first key, among the keys of the 32 ranges
     i64 first_range = -32;
-    int keys = 0;        // of the 32 ranges
-    int prefix = 0;      // keys of the ranges up to and including this lane's
+    int keys = 0;         // of the 32 ranges
+    int prefix = 0;       // keys of the ranges up to and including this lane's
     int to_position = 0;  // from the number of a key of this lane's range to its position
 
     DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
@@ -88,8 +89,8 @@ template <int D, int PITCH>
 DEVICE void gather_keys(u16 *tile, const u16 *base, i64 stride, int position, int count) {
     constexpr int CHUNKS = (PITCH - 8) / 8, ALL_CHUNKS = TILE * CHUNKS;
 #pragma unroll
-    for (int turn = 0; turn < (ALL_CHUNKS + TEAM - 1) / TEAM; ++turn) {
-        const int i = turn * TEAM + static_cast<int>(threadIdx.x % TEAM);
+    for (int first = 0; first < ALL_CHUNKS; first += TEAM) {
+        const int i = first + static_cast<int>(threadIdx.x % TEAM);
         if (ALL_CHUNKS % TEAM && i >= ALL_CHUNKS) break;  // whole warps
         const int r = i / CHUNKS, column = i % CHUNKS * 8;
         const u32 key = __shfl_sync(ALL_LANES, position, r);

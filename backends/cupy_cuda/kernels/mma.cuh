@@ -112,8 +112,9 @@ template <int PITCH, int N>
 DEVICE void store_rows(float *matrix, const float (&acc)[N][4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int r = 0; r < 2; ++r) {
+        float *row = matrix + (lane / 4 + 8 * r) * PITCH + lane % 4 * 2;
 #pragma unroll
-        for (int j = 0; j < N; ++j)
-            *reinterpret_cast<float2 *>(matrix + (lane / 4 + 8 * r) * PITCH + 8 * j + lane % 4 * 2) = make_float2(acc[j][2 * r], acc[j][2 * r + 1]);
+        for (int j = 0; j < N; ++j) *reinterpret_cast<float2 *>(row + 8 * j) = make_float2(acc[j][2 * r], acc[j][2 * r + 1]);
+    }
 }

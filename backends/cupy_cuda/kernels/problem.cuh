@@ -27,7 +27,7 @@ struct KeysTensor {
     DEVICE const u16 *keys(i64 b, i64 g) const { return data + b * stride_b + g * stride_g; }
 };
 
-// What every kernel knows of the call. All fields have 8 bytes, so that nothing is padded (launch.py).
+// The call, as every kernel receives it. All fields have 8 bytes, so that nothing is padded (launch.py).
 struct Problem {
     HeadsTensor q;       // [B,S,G,h,DK]
     KeysTensor k, v;     // [B,G,S_kv,DK], [B,G,S_kv,DV]

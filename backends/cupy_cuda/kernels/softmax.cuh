@@ -92,7 +92,7 @@ struct OnlineSoftmax {
         return alpha;
     }
 
-    // p in place of the logits, TOGETHER of which are added to each other before they are added to l: the order of a sum is part of its bits.
+    // p in place of the logits; TOGETHER of them are added to each other first, then to l: the order is part of the result's bits.
     template <int TOGETHER, int N>
     DEVICE void exponentiate(float (&s)[N][4]) {
         const float shift[2] = {m[0] * c, m[1] * c};

@@ -1,7 +1,7 @@
 // The union of the blocks that a tile of TOKENS adjacent rows selected: one list a tile, ascending by block, with a bit per row for each
 // block (token_tiles.cuh).
 //
-// Grid: one CTA per (b, g, tile of rows). A mask of TOKENS bits per block of keys lies in shared memory; blocks with any bit go into the list.
+// Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys; blocks with any bit go into the list.
 // Whole blocks, which every row of the tile sees to their last key, come first: all up to the lowest row's limit.
 //
 //   TOKENS  rows of a tile, at most 64

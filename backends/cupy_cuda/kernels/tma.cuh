@@ -8,7 +8,9 @@ struct alignas(64) TensorMap {
 };
 
 // An mbarrier's phase ends with `count` arrivals and all expected bytes; it is waited for by the phase's parity.
-DEVICE void mbarrier_init(u64 *bar, int count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count)); }
+DEVICE void mbarrier_init(u64 *bar, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count));
+}
 DEVICE void mbarrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void mbarrier_arrive(u64 *bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory"); }
 DEVICE void mbarrier_arrive_expect(u64 *bar, int bytes) {
@@ -95,8 +97,8 @@ DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, 
 DEVICE void tma_load_keys_once(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
     asm volatile(
         "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], policy;"
-        "\n}" ::"r"(shared_address(to)),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;\n}" ::"r"(shared_address(to)),
         "l"(map), "r"(shared_address(bar)), "r"(column), "r"(key), "r"(g), "r"(b)
         : "memory");
 }

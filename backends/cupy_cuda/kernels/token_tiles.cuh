@@ -1,15 +1,15 @@
 // Persistent, warp-specialized kernels over tiles of adjacent tokens on Hopper: what forward_tiles.cu and dq_tiles.cu share.
 //
-// Grid: at most one CTA per multiprocessor. A tile has TOKENS = CONSUMERS * TQ adjacent tokens of one (b, g) with their H heads. CTAs pull tiles
-// from an atomic counter, because tiles differ in length.
+// Grid: at most one CTA per multiprocessor. A tile has TOKENS = CONSUMERS * TQ adjacent tokens of one (b, g) with their H heads. CTAs pull
+//   tiles from an atomic counter, because tiles differ in length.
 // Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator, TQ = 64 / H tokens times H heads. In the producer warpgroup
-//   warp 0 loads K and V of the union of the tile's blocks (tile_union.cu), once for all consumers, in steps of KEYS keys through a pipeline
-//   of STAGES stages; warp 1 + i loads q (and do) of consumer i. All by TMA.
+//   warp 0 loads K and V of the union of the tile's blocks (tile_union.cu), once for all consumers, in steps of KEYS keys, through a
+//   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i. All by TMA.
 // Every consumer waits for every step, and computes those that one of its tokens selected. Rows that did not select the step's block are
 // masked by a shift of their logits to -inf, at no cost per element.
-// Masks: a tile's list begins with its partial blocks, which the causal clamp or the end of the cache cuts for some row: they take a mask per
-//   element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN. Whole blocks follow,
-//   which every row of the tile sees to their last key: no mask.
+// Masks: a tile's steps begin with its partial blocks, which the causal clamp or the end of the cache cuts for some row: they take a mask
+//   per element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN. Whole blocks
+//   follow, which every row of the tile sees to their last key: no mask.
 //
 //   H          heads of a group (2 to 64)
 //   CONSUMERS  consumer warpgroups
@@ -20,6 +20,7 @@
 #include "wgmma.cuh"
 
 constexpr int TQ = 64 / H, TOKENS = CONSUMERS * TQ;
+constexpr u32 TOKEN_MASK = static_cast<u32>((1ull << TQ) - 1);  // of a consumer
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // steps of a block
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -61,7 +62,7 @@ struct TokenTile {
     DEVICE i64 token(int consumer) const { return static_cast<i64>(i) * TOKENS + consumer * TQ; }  // the first of a consumer
 };
 
-// The tiles of a CTA, on their way from the warp that fetches them to all others.
+// The tiles of a CTA, which one warp fetches for all others.
 struct TileQueue {
     static constexpr int AHEAD = 2;
     Pipeline<AHEAD> pipeline;
@@ -140,11 +141,13 @@ DEVICE int last_visible(const Problem &p, const TokenTile &tile, u64 rows) {
 DEVICE void zero_rows(unsigned char *stage, int first) {
 #pragma unroll 1
     for (int panel = 0; panel < STAGE_BYTES / PANEL; ++panel)
-        for (int i = first * 8 + threadIdx.x % 32; i < KEYS * 8; i += 32) *reinterpret_cast<uint4 *>(stage + panel * PANEL + i * 16) = make_uint4(0, 0, 0, 0);
+        for (int i = first * 8 + threadIdx.x % 32; i < KEYS * 8; i += 32)
+            *reinterpret_cast<uint4 *>(stage + panel * PANEL + i * 16) = make_uint4(0, 0, 0, 0);
 }
 
 // Producer warp: the tiles of the CTA, and K and V of their steps.
-DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const TilePlan &plan, unsigned char *stages, Shared &shared) {
+DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const TilePlan &plan, unsigned char *stages,
+                          Shared &shared) {
     StepPipeline &steps = shared.steps;
     const int lane = threadIdx.x % 32;
     int raw_parity = 0;
@@ -171,7 +174,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
                 const bool zeroes = key + KEYS > visible;
                 u64 *landed = zeroes ? &steps.raw : &steps.full[at.stage];
                 steps.wait_empty(at);
-                if (lane < CONSUMERS) steps.rows[at.stage][lane] = static_cast<u32>(selected_by >> lane * TQ) & static_cast<u32>((1ull << TQ) - 1);
+                if (lane < CONSUMERS) steps.rows[at.stage][lane] = static_cast<u32>(selected_by >> lane * TQ) & TOKEN_MASK;
                 __syncwarp();
                 if (lane == 0) {
                     mbarrier_arrive_expect(landed, STAGE_BYTES);
@@ -193,7 +196,8 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
 
 // Producer warp: a consumer's rows of one or two tensors [B,S,G,H,D], as soon as it needs those of the tile before no more.
 template <int COLUMNS, int MORE>
-DEVICE void produce_rows(const TensorMap &map, const TensorMap &more, const Problem &p, const TilePlan &plan, unsigned char *to, Shared &shared, int consumer) {
+DEVICE void produce_rows(const TensorMap &map, const TensorMap &more, const Problem &p, const TilePlan &plan, unsigned char *to,
+                         Shared &shared, int consumer) {
     Pipeline<1> &rows = shared.rows[consumer];
     TileScheduler scheduler(shared.tiles, plan);
     while (scheduler.next_tile()) {
@@ -217,7 +221,7 @@ struct Step {
 constexpr int NO_LIMIT = -1;
 enum Found { STEP, LIMIT, END };
 
-// A consumer's way through the steps of a tile.
+// The steps of a tile, as a consumer goes through them.
 struct StepReader {
     StepPipeline &pipeline;
     const int consumer;
@@ -281,7 +285,8 @@ struct RowPair {
 constexpr int NO_MASK = -1;
 
 template <class Math>
-DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const TokenTile &tile, int2 counts, Pipeline<1> &rows, Math &math) {
+DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const TokenTile &tile, int2 counts, Pipeline<1> &rows,
+                          Math &math) {
     const int partial_steps = (counts.y - counts.x) * STEPS;
     Step coming;
     auto find = [&](int limit) {
@@ -297,7 +302,8 @@ DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const 
         wgmma_wait<0>();
         int key = NO_MASK;
         if (held.number < partial_steps)
-            key = plan.blocks[tile.index(plan, G) * plan.capacity + (steps.total - partial_steps + held.number) / STEPS] * BLOCK + held.number % STEPS * KEYS;
+            key = plan.blocks[tile.index(plan, G) * plan.capacity + (steps.total - partial_steps + held.number) / STEPS] * BLOCK +
+                  held.number % STEPS * KEYS;
         math.probabilities(held, key);
         math.update_operand();
         while ((found = find(held.number + STAGES)) == STEP && coming.number >= partial_steps) {
@@ -320,10 +326,11 @@ DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const 
     }
 }
 
-// Rows of an accumulator, scaled and rounded, to [B,S,G,H,COLUMNS], straight from registers. Rows with scale 0 get zeros: a row that selected
-// nothing has met every step with p = 0, and NaN or infinity in its own q or do makes that NaN.
+// Rows of an accumulator, scaled and rounded, to [B,S,G,H,COLUMNS], straight from registers. Rows with scale 0 get zeros: a row that
+// selected nothing has met every step with p = 0, and NaN or infinity in its own q or do makes that NaN.
 template <int COLUMNS>
-DEVICE void write_rows(const float (&acc)[COLUMNS / 2], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile, int consumer) {
+DEVICE void write_rows(const float (&acc)[COLUMNS / 2], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile,
+                       int consumer) {
     const RowPair rows(p, tile, consumer);  // computed again: registers are scarce
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -13,7 +13,7 @@ DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Schedule the computation of x, which is never negative, before the next wait: as far as the compiler knows, it may be stored here.
+// Schedule the computation of x, which is never negative, before the next wait: the compiler must assume that it is stored here.
 DEVICE void compute_before_wait(float x, void *nowhere) {
     asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(shared_address(nowhere))
                  : "memory");
