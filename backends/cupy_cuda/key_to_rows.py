@@ -7,7 +7,7 @@ A counting sort (sort_rank.cu, a prefix sum, sort_scatter.cu) fixes the order of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ SEGMENTS_PER_SM = 4
 BYTES = 24  # that an entry needs: its rank, itself, and its share of the counts and their sums
 SORT_THREADS = 256  # of a CTA of sort_rank.cu
 MOST_CHUNKS = 4096  # CTAs of sort_rank.cu: enough for any GPU, few enough for a small table
+Plan = TypeVar("Plan")
 SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
 
 
@@ -69,20 +70,25 @@ def segment_length(call: Call, width: int, entries: int) -> int:
     return segment
 
 
-def lists_of(call: Call, ranges: Tensor, width: int) -> KeyToRows:
-    """The lists for tiles of `width` keys, cached in the selection for these keys and positions: the causal clamp depends on both.
+def cached_plan(call: Call, key: tuple[Any, ...], build: Callable[[], Plan]) -> Plan:
+    """What `build` returns, cached in the selection for these positions, which the causal clamp depends on.
 
     Built every time inside a CUDA graph: a replay must follow ranges that were written since, and what a capture builds holds nothing
     until it is replayed.
     """
+    if call.capturing():
+        return build()
+    plan: Plan = call.selection.plan(key, build, call.q_pos)
+    return plan
+
+
+def lists_of(call: Call, ranges: Tensor, width: int) -> KeyToRows:
+    """The lists for tiles of `width` keys."""
     B, S, G = call.q.shape[:3]
     reach = call.reach(width)
     segment = segment_length(call, width, B * G * S * call.selection.n * reach)
-    if call.capturing():
-        return _build(call, ranges, width, reach, segment)
     key = ("cupy-cuda lists", width, segment, tuple(call.k.shape[:3]))
-    lists: KeyToRows = call.selection.plan(key, lambda: _build(call, ranges, width, reach, segment), call.q_pos)
-    return lists
+    return cached_plan(call, key, lambda: _build(call, ranges, width, reach, segment))
 
 
 def _build(call: Call, ranges: Tensor, width: int, reach: int, segment: int) -> KeyToRows:

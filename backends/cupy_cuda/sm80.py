@@ -57,15 +57,6 @@ class RowPlan(NamedTuple):
     combined: bool  # whether splits are written and combined by combine.cu; else they are one CTA, or a cluster's
 
 
-class TileShape(NamedTuple):
-    """How a CTA shares a tile of keys (dkdv_tiles.cu)."""
-
-    key_warps: int
-    column_warps: int
-    queries: int
-    shared: int  # bytes of dynamic shared memory
-
-
 def pitches(Dk: int, Dv: int) -> tuple[int, int]:
     """Numbers of a key's and a value's row in shared memory: KP and VP of mma.cuh."""
     return -(-Dk // 16) * 16 + 8, -(-Dv // 16) * 16 + 8
@@ -164,8 +155,9 @@ def dq_rows(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse
     return dq, delta
 
 
-def tile_shape(call: Call) -> TileShape:
-    """The shape of a CTA of dkdv_tiles.cu: tiles of 64 keys, or of the largest power of two that divides the blocks."""
+def tile_shape(call: Call) -> tuple[int, int, int, int]:
+    """KEY_WARPS, COLUMN_WARPS, QUERIES of dkdv_tiles.cu, and bytes of dynamic shared memory. Tiles have 64 keys, or the largest power of
+    two that divides the blocks."""
     columns, block = sum(pitches(call.q.shape[-1], call.v.shape[-1])), call.selection.block_size
     width = 64 if block is None or block % 16 else min(64, block & -block)
     queries = 32
@@ -173,7 +165,7 @@ def tile_shape(call: Call) -> TileShape:
         shared = 2 * columns * (width + 2 * queries)
         fixed = 3 * 32 * queries  # in `__shared__` variables
         if shared + fixed <= call.device.shared_memory:
-            return TileShape(width // 16, 2 if columns > NARROW else 1, queries, shared)
+            return width // 16, 2 if columns > NARROW else 1, queries, shared
         if queries > 16:
             queries //= 2
         elif width > 16:

@@ -17,7 +17,7 @@ from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, key_value_gradients
+from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, cached_plan, key_value_gradients
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.specs import DQ_GROUPS, hopper_groups, on_hopper_tiles
 from nsa_sel.core.call import Call
@@ -55,14 +55,6 @@ class TilePlan(NamedTuple):
         key_bytes = 2 * call.k.shape[2] * (call.k.shape[3] + call.v.shape[3])
         interleaved = max(1, min(heads, L2_BYTES // key_bytes))
         return *launch.pointers(*self[:3]), self.tiles, self.capacity, self.counts.shape[0], interleaved, *launch.pointers(tile_counter)
-
-
-class BlockPlan(NamedTuple):
-    """The launch of forward_blocks.cu for calls of one kind."""
-
-    macros: Constants
-    per_sm: int  # CTAs a multiprocessor
-    shared: int  # bytes of dynamic shared memory
 
 
 def _mappable(*tensors: Tensor) -> bool:
@@ -149,12 +141,8 @@ def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps
 
 
 def plan_of(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
-    """The plan for tiles of `tokens` rows, cached in the selection as the lists of key_to_rows.py are."""
-    if call.capturing():
-        return _build(call, ranges, tokens)
-    key = ("cupy-cuda union", tokens, call.k.shape[2])
-    plan: TilePlan = call.selection.plan(key, lambda: _build(call, ranges, tokens), call.q_pos)
-    return plan
+    """The plan for tiles of `tokens` rows."""
+    return cached_plan(call, ("cupy-cuda union", tokens, call.k.shape[2]), lambda: _build(call, ranges, tokens))
 
 
 def _build(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
@@ -200,15 +188,15 @@ def head_tiles(h: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def block_plan(h: int, Dk: int, Dv: int, bf16: bool, alone: bool, shared_memory: int) -> BlockPlan:
-    """As many stages as shared memory has room for; two CTAs a multiprocessor, one if there are no more (`alone`), or if a warp has all
-    columns in registers."""
+def block_plan(h: int, Dk: int, Dv: int, bf16: bool, alone: bool, shared_memory: int) -> tuple[Constants, int, int]:
+    """The macros of forward_blocks.cu, CTAs a multiprocessor, and bytes of dynamic shared memory: as many stages as there is room for; two
+    CTAs a multiprocessor, one if there are no more (`alone`), or if a warp has all columns in registers."""
     head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
     per_sm = 1 if alone or head_warps == CONSUMER_WARPS else 2
     head_bytes, step_bytes = 2 * 16 * head_warps * (Dk + 8 + KEYS + 8), PANEL * (Dk + Dv) // 64  # q and p; keys and values
     stages = min(MOST_STAGES, ((shared_memory + 1024) // per_sm - STATIC - head_bytes) // step_bytes)
     macros = constants(BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm)
-    return BlockPlan(macros, per_sm, stages * step_bytes + head_bytes)
+    return macros, per_sm, stages * step_bytes + head_bytes
 
 
 def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
@@ -218,10 +206,10 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
     Dv = call.v.shape[-1]
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     work = B * S * G * head_tiles(h)
-    plan = block_plan(h, Dk, Dv, q.dtype == torch.bfloat16, work <= sm_count, call.device.shared_memory)
+    macros, per_sm, shared = block_plan(h, Dk, Dv, q.dtype == torch.bfloat16, work <= sm_count, call.device.shared_memory)
     ranges = call.selection.disjoint_ranges()
     launch.start(
-        "forward_blocks.cu", plan.macros, q.get_device(), min(work, plan.per_sm * sm_count), 32 * (CONSUMER_WARPS + 1), plan.shared,
+        "forward_blocks.cu", macros, q.get_device(), min(work, per_sm * sm_count), 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work,
         maps=(tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(call.v, KEYS, 64, promoted=False)),
         problem=launch.problem(call, ranges),

@@ -56,7 +56,7 @@ def test_edges(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
 
 @pytest.mark.parametrize("kind", ["few", "many", "mixed"])
 def test_ranges(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Up to 36 ranges a row: more than a warp walks at once."""
+    """Up to 36 ranges a row: more than a warp loads at once."""
     emulated(monkeypatch)
     check(*rows(B=1, S=4, S_kv=190), Selection.from_ranges(make_spans(kind, 1, 4, 2, 190, 143)))
 
@@ -71,8 +71,8 @@ def test_positions_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", [0, BACKWARDS, EAGER, BACKWARDS | EAGER])
-def test_lists_in_pieces_whatever_runs_first(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
-    """Every row chose block 0: its list has several pieces of several steps. The same bits in every order of threads and copies."""
+def test_segments_of_lists_whatever_runs_first(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    """Every row chose block 0: its list has several segments of several steps. The same bits in every order of threads and copies."""
     monkeypatch.setattr(key_to_rows, "SHORTEST", 16)
     q, k, v = rows(B=1, S=36, G=1, h=9)
     selection = make_blocks(1, 36, 1, 70, 3, 32)
@@ -130,15 +130,15 @@ def test_rows_begin_at_multiples_of_16_bytes(strides: tuple[int, ...], first: in
 
 @pytest.mark.parametrize("mode", [0, BACKWARDS])
 @pytest.mark.parametrize(("sm", "kernels"), [(86, ["forward_rows.cu", "combine.cu"]), (90, ["forward_rows.cu"])])
-def test_decode_in_parts(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: list[str], mode: int) -> None:
-    """Where there are clusters their blocks join a row's parts, elsewhere a second kernel does."""
+def test_decode_in_splits(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: list[str], mode: int) -> None:
+    """The CTAs of a cluster combine a row's splits; without clusters a second kernel does."""
     gpu = msgspec.structs.replace(GPU, sm=sm)
     q, k, v = rows(B=1, S=1, G=1, S_kv=400)
     emulated(monkeypatch, mode)
     started, start = [], launch.start
     monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (started.append(source), start(source, *rest, **own)))
     assert sm80.row_plan(1, 3, 16, 24, 192, False, True, sm, gpu.sm_count, gpu.shared_memory).splits > 1
-    lone = Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400)  # most parts see nothing
+    lone = Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400)  # most splits see nothing
     nothing = Selection.from_ranges(torch.zeros(1, 1, 1, 2, 2, dtype=torch.long), max_length=400)
     for selection in (make_blocks(1, 1, 1, 400, 12, 16), lone, nothing):
         started.clear()
@@ -151,7 +151,7 @@ def test_unselected_keys_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None
     emulated(monkeypatch)
     q, k, v = rows(B=1)
     lone = torch.tensor([[0, -1], [3, 0], [0, -1], [0, 1], [1, -1], [0, -1], [-1, -1], [3, 1]])
-    selection = Selection.from_blocks(lone[None, :, None].expand(1, 8, 2, 2), 16)  # rows 1 and 7 stand within block 3
+    selection = Selection.from_blocks(lone[None, :, None].expand(1, 8, 2, 2), 16)  # rows 1 and 7 are within block 3
     unused = ~oracle_mask(selection.ranges, 70, 8, None).any(1)
     poison = torch.where(unused.unsqueeze(-1), float("nan"), 0.0).half()
     results = []
@@ -241,7 +241,7 @@ def test_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         check_sequences(packed, (o, lse), (dq[0], dk[0].transpose(0, 1), dv[0].transpose(0, 1)), do, dlse)
 
 
-def test_lists_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_are_cached_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated(monkeypatch)
     q, k, v = rows(B=1)
     selection, positions = make_blocks(1, 8, 2, 70, 3, 16), torch.tensor([3, 69, 0, 17, 17, 30, 2, 5])
@@ -255,4 +255,4 @@ def test_lists_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> No
     positions[0] = 69
     assert kept() is not first
     call = call_of(q, k, v, selection)
-    assert int(kept().begins[-1]) > int(first.begins[-1])  # rows that stand later see more
+    assert int(kept().begins[-1]) > int(first.begins[-1])  # later rows see more

@@ -34,7 +34,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++,
 
 
 def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
-    """From here to the end of the test, launches run on the CPU; `mode`: in which order (`BACKWARDS`), and when copies happen (`EAGER`)."""
+    """Until the end of the test, launches run on the CPU. mode: BACKWARDS runs the last threads first, EAGER copies at once."""
 
     def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
         _, ctas, threads, shared, *values = grid_and_values

@@ -1,8 +1,8 @@
-// The kernels' hardware.cuh on a CPU: a block's threads, or a cluster's, are fibers of one thread, which run until they wait for each other.
-// Blocks of a cluster have dynamic shared memory of their own; `__shared__` variables would be one for all of them.
+// The kernels' hardware.cuh on a CPU. The threads of a CTA, or of a cluster, are fibers of one thread, which run until they wait for each
+// other. The CTAs of a cluster have dynamic shared memory of their own, but share `__shared__` variables.
 //
 // Which fiber runs first, and whether a copy happens at once or only when it is waited for, are chosen per run: a missing barrier or wait
-// shows as another result. Copies and matrix loads check alignment; shared memory is full of NaN when a block begins.
+// changes the result. Copies and ldmatrix check alignment; shared memory is full of NaN when a CTA begins.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -222,9 +222,9 @@ DEVICE int __reduce_min_sync(u32, int x) {
 }
 DEVICE u32 __match_any_sync(u32, int x) {
     const Slot *table = exchange(x);
-    u32 alike = 0;
-    for (unsigned lane = 0; lane < 32; ++lane) alike |= (from_lane<int>(table, lane) == x ? 1u : 0u) << lane;
-    return alike;
+    u32 equal = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) equal |= (from_lane<int>(table, lane) == x ? 1u : 0u) << lane;
+    return equal;
 }
 DEVICE int __popc(u32 x) { return __builtin_popcount(x); }
 DEVICE int atomicMax(int *at, int x) {
@@ -307,7 +307,7 @@ DEVICE void cp_async_wait() {
     }
 }
 
-// The matrix unit.
+// Tensor core.
 
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     struct Operands {
