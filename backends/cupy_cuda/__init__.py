@@ -1,18 +1,47 @@
 """cupy-cuda: CUDA C++ kernels, compiled at run time by NVRTC through CuPy, on torch's stream and torch's memory.
 
-rows.py      forward, one block a query row (forward_rows.cu, combine.cu)
-gradients.py dq by rows (dq_rows.cu); dk and dv by the lists of KV tiles (dkdv_tiles.cu, sum_parts.cu)
-lists.py     which rows chose a KV tile (rank.cu, place.cu)
-blocks.py    Hopper's own forward of many rows that share no keys, as of a batch that decodes (forward_blocks.cu)
-tiles.py     Hopper's own, too: forward and dq by tiles of adjacent tokens (union_of.cu, forward_tiles.cu, dq_tiles.cu), dk and dv by the
-             lists (dkdv_groups.cu)
-compiler.py, launch.py  from a file to machine code to a launch; tensor_map.py for bulk copies
+Which kernel computes a call is decided here. sm80.py launches the kernels of every GPU, sm90.py those of Hopper, key_to_rows.py builds the
+lists of rows for dk and dv. compiler.py makes machine code of kernels/*.cu, launch.py starts it, tensor_map.py encodes maps for TMA.
 CuPy is imported when a kernel is first compiled or loaded.
 """
 
 from __future__ import annotations
 
-from nsa_sel.backends.cupy_cuda.gradients import backward
-from nsa_sel.backends.cupy_cuda.rows import forward, loaded_keys
+from torch import Tensor
+
+from nsa_sel.backends.cupy_cuda import sm80, sm90
+from nsa_sel.core.call import Call
 
 __all__ = ["backward", "forward", "loaded_keys"]
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h]: on Hopper by tiles of tokens or by whole blocks, if the call allows; else row by row."""
+    if call.scale < 0:
+        return forward(call.with_positive_scale())
+    if sm90.supports_tiles(call):
+        return sm90.forward_tiles(call)
+    if sm90.supports_blocks(call):
+        return sm90.forward_blocks(call)
+    return sm80.forward_rows(call)
+
+
+def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, shaped and typed as q, k, v."""
+    if call.scale < 0:
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
+        return -dq, dk, dv
+    o, lse, ranges = o.contiguous(), lse.contiguous(), call.selection.disjoint_ranges()
+    dlse = None if dlse is None else dlse.contiguous()
+    on_tiles = sm90.supports_tiles(call, do)
+    dq, delta = (sm90.dq_tiles if on_tiles else sm80.dq_rows)(call, ranges, o, lse, do, dlse)
+    on_groups = on_tiles and call.q.shape[-1] <= sm90.MOST_DK
+    return dq, *(sm90.dkdv_groups if on_groups else sm80.dkdv_tiles)(call, ranges, lse, do, delta)
+
+
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: by tiles of tokens the union of their rows, else each row's, once for up to 64 heads; if not counted, at
+    most that."""
+    if count and sm90.supports_tiles(call):
+        return sm90.loaded_keys(call)
+    return selected * -(-call.q.shape[3] // 64)

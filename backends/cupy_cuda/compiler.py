@@ -1,6 +1,6 @@
-"""CUDA C++ to machine code by NVRTC, through CuPy; compiled once for a GPU and a class of shapes, and kept on disk.
+"""Compile kernels/*.cu to machine code with NVRTC, through CuPy, once per GPU and class of shapes, and cache it on disk.
 
-A kept file's name says what it was made from: a hash of the source, of all that it includes, of the options and of NVRTC's version.
+A cached file's name has a hash of the source, of all that it includes, of the macros, the options and NVRTC's version.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ _ERROR = re.compile(r"^(?P<file>[\w.]+)\((?P<line>\d+)\): (?:catastrophic )?erro
 
 
 def constants(**values: int) -> Constants:
-    """Macros for the compiler."""
     return tuple(sorted(values.items()))
 
 
 def architecture(sm: int, own: bool = False) -> str:
-    """The name of compute capability sm/10; `own`: with the instructions that later chips need not have, as Hopper's `wgmma`."""
+    """The name of compute capability sm/10; own: with instructions that later GPUs need not have, as Hopper's `wgmma`."""
     return f"sm_{sm}{'a' if own else ''}"
 
 
 def cubin(source: str, macros: Constants, arch: str) -> bytes:
-    """The machine code of a file of this folder for `arch`, from disk where it was kept. Raises BackendError as `compile_source` does."""
+    """The machine code of a file of kernels/ for `arch`, from the cache if it is there. Raises BackendError as `compile_source` does."""
     from cupy_backends.cuda.libs import nvrtc
 
     folder = cache_folder()
@@ -42,17 +41,17 @@ def cubin(source: str, macros: Constants, arch: str) -> bytes:
         return compile_source(source, macros, arch)[0]
     key = repr((OPTIONS, macros, arch, nvrtc.getVersion(), sorted(sources(source).items())))
     file = folder / "cubins" / f"{Path(source).stem}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
-    kept = _read(file)
-    if kept is None:
-        kept, _ = compile_source(source, macros, arch)
-        _write(file, kept)
-    return kept
+    code = _read(file)
+    if code is None:
+        code, _ = compile_source(source, macros, arch)
+        _write(file, code)
+    return code
 
 
 def compile_source(source: str, macros: Constants, arch: str, extra: Iterable[str] = ()) -> tuple[bytes, str]:
-    """The machine code of a file of this folder, and what the compiler says about it.
+    """The machine code of a file of kernels/, and the compiler's log.
 
-    Raises BackendError with the first error and the line of the source that it is about, or where NVRTC does not know `arch`.
+    Raises BackendError with the first error and its source line, or if NVRTC does not support `arch`.
     """
     from cupy_backends.cuda.libs import nvrtc
 
@@ -85,8 +84,8 @@ def _first_error(log: str, files: dict[str, str]) -> str:
 
 @functools.cache
 def sources(source: str) -> dict[str, str]:
-    """The text of a file of this folder and of all that it includes, by name."""
-    text = (resources.files(__package__) / source).read_text()
+    """The text of a file of kernels/ and of all that it includes, by name."""
+    text = (resources.files(__package__) / "kernels" / source).read_text()
     found = {source: text}
     for included in _INCLUDE.findall(text):
         found |= sources(included)
@@ -94,20 +93,20 @@ def sources(source: str) -> dict[str, str]:
 
 
 def _read(file: Path) -> bytes | None:
-    """What `_write` put there; None where there is nothing, not all of it, or what others may have written."""
+    """What `_write` wrote; None if it is missing, incomplete, or may have been written by others."""
     try:
         content = private.read(file)
     except private.Untrusted as error:
         _warn(file.parent, f"kernels kept on disk are not used, but compiled anew: {error.strerror}")
         return None
-    except OSError:  # there is none yet; what else it may be, writing it finds too
+    except OSError:  # missing; any other cause shows when it is written
         return None
     digest, code = content[:32], content[32:]
     return code if code and hashlib.sha256(code).digest() == digest else None
 
 
 def _write(file: Path, code: bytes) -> None:
-    """Keep the code with its hash; other processes see all of it or nothing. A folder that can't be written costs compiling again."""
+    """Write the code with its hash, atomically. A folder that can't be written costs compiling again."""
     try:
         private.write(file, hashlib.sha256(code).digest() + code)
     except private.Untrusted as error:
@@ -120,7 +119,7 @@ _warned: set[Path] = set()  # folders
 
 
 def _warn(folder: Path, words: str) -> None:
-    """Once a process and folder: what is wrong with it is wrong for every kernel."""
+    """Warn once per process and folder."""
     if folder not in _warned:
         _warned.add(folder)
         warnings.warn(f"nsa-sel: {words}", RuntimeWarning, stacklevel=4)

@@ -1,7 +1,6 @@
-"""Tensor maps: how the tensor memory accelerator (sm_90 and newer) addresses k or v, encoded by the driver for bulk copies of tiles.
+"""Tensor maps: how TMA (sm_90 and newer) addresses tiles of a tensor, encoded by the driver.
 
-A kernel takes the 128 bytes in its `Arguments`, which it takes as `const __grid_constant__`, in a field aligned to 64 bytes:
-`struct alignas(64) TensorMap { char bytes[128]; }`, packed as "128s" (launch.py).
+A kernel takes the 128 bytes as `TensorMap` (tma.cuh), in its `Arguments`, which are `const __grid_constant__`.
 """
 
 from __future__ import annotations
@@ -23,34 +22,33 @@ NO_PROMOTION, PROMOTE_TO_256_BYTES = 0, 3
 
 
 def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:
-    """The map of k or v [B,G,S_kv,D] (any outer strides that are multiples of 16 bytes) in tiles of box_rows keys by box_cols columns.
+    """The map of k or v [B,G,S_kv,D], in tiles of box_rows keys by box_cols columns. Outer strides are multiples of 16 bytes.
 
-    Tiles are swizzled by 128 bytes, so that box_cols is at most 64; coordinates are (column, key, g, b), and what lies outside reads as
-    zeros. promoted: the L2 cache fetches 256 bytes where 128 are asked for, which are a row of two tiles beside each other. Raises
-    BackendError where the driver refuses the tensor.
+    Tiles are swizzled by 128 bytes, so box_cols is at most 64. Coordinates are (column, key, g, b); what lies outside reads as zeros.
+    promoted: the L2 cache fetches 256 bytes for 128, which are a row of two adjacent tiles. Raises BackendError if the driver refuses.
     """
     return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, 1, box_rows, box_cols), promoted)
 
 
 def row_map(x: Tensor, tokens: int) -> bytes:
-    """The map of q or o [B,S,G,h,D] in tiles of so many tokens of one group, with all heads, by 64 columns; otherwise as `tensor_map`.
-    Coordinates are (column, head, g, s, b), rows of a tile (token, head)."""
+    """The map of q or do [B,S,G,h,D], in tiles of `tokens` tokens of one group, with all heads, by 64 columns; else as `tensor_map`.
+    Coordinates are (column, head, g, s, b); rows of a tile are (token, head)."""
     return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, tokens, 1, x.shape[3], 64), True)
 
 
-@functools.cache  # a cache that grows is a new tensor at every step, and finding the library would take longer than all else
+@functools.cache  # finding the library takes longer than encoding, and a growing KV cache is a new tensor at every step
 def _encode() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
 
 
-@functools.lru_cache(maxsize=1024)  # a map says nothing but these
+@functools.lru_cache(maxsize=1024)  # all that a map depends on
 def _encoded(
     device: int, dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promoted: bool
 ) -> bytes:  # fmt: skip
     from cupy_backends.cuda.api import runtime
 
     runtime.setDevice(device)  # encoding needs a context, and a new thread has none
-    rank, packed = len(shape), -(-shape[-1] // 8) * 8  # the stride of a dimension of one element is never used, but looked at
+    rank, packed = len(shape), -(-shape[-1] // 8) * 8  # the stride of a dimension of one element is never used, but checked
     sizes, boxes, ones = (ctypes.c_uint64 * rank)(*shape[::-1]), (ctypes.c_uint32 * rank)(*box[::-1]), (ctypes.c_uint32 * rank)(*[1] * rank)
     outer = zip(strides[-2::-1], shape[-2::-1], strict=True)
     steps = (ctypes.c_uint64 * (rank - 1))(*(2 * (step if size > 1 else packed) for step, size in outer))

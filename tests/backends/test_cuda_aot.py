@@ -20,12 +20,13 @@ import torch
 
 import nsa_sel
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import blocks, compiler, launch, rows, tensor_map, tiles
+from nsa_sel.backends.cupy_cuda import compiler, launch, sm80, sm90, tensor_map
 from nsa_sel.core import registry
 from nsa_sel.errors import BackendError
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.aot import OF_CUDA, TARGETS, target_call
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.emulate import packed
 
 pytestmark = pytest.mark.slow  # in all: a compiler at work
 
@@ -45,20 +46,20 @@ def reason_to_skip() -> str | None:
 WHY = reason_to_skip()
 needs_nvrtc = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
-HOPPERS = {"forward_blocks.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "union_of.cu"}
-ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent).glob("*.cu")}
+HOPPERS = {"forward_blocks.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
+ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")}
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[str, Any]]:
     """Every kernel that forward and backward launch for `shape` on a GPU of compute capability sm/10."""
     found: dict[object, dict[str, Any]] = {}
 
-    def start(source: str, macros: compiler.Constants, *rest: Any, own: bool = False) -> None:
-        _, blocks, threads, shared, fields, *values = rest
-        assert len(launch.layout(fields).pack(*values)) <= launch.MOST_BYTES
-        assert 0 < blocks < 2**31
+    def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
+        _, ctas, threads, shared, *values = grid_and_values
+        assert len(packed(*values, **others)) <= launch.MOST_BYTES
+        assert 0 < ctas < 2**31
         if (source, macros) not in found:
-            _, log = compiler.compile_source(source, macros, compiler.architecture(sm, own), ("--ptxas-options=-v",))
+            _, log = compiler.compile_source(source, macros, compiler.architecture(sm, "maps" in others), ("--ptxas-options=-v",))
             numbers = {name: re.search(rf"(\d+) bytes {name}", log) for name in ("spill stores", "stack frame", "smem")}
             spilled, stack, static = (int(match[1]) if match else 0 for match in numbers.values())
             registers = re.search(r"Used (\d+) registers", log)
@@ -70,8 +71,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "clear", lambda *_: None)
-    for module, name in ((tiles, "tensor_map"), (tiles, "row_map"), (blocks, "tensor_map")):  # the driver makes them
-        monkeypatch.setattr(module, name, lambda *_, **__: bytes(tensor_map.BYTES))
+    for name in ("tensor_map", "row_map"):  # the driver makes them
+        monkeypatch.setattr(sm90, name, lambda *_, **__: bytes(tensor_map.BYTES))
     call = target_call(shape, sm)
     o, lse = cupy_cuda.forward(call)
     if call.q.shape[1] > 1:
@@ -103,10 +104,10 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
         assert kernel["spilled"] <= 2 * SPILLS.get((sm, kernel["kernel"]), 0), kernel
     names = {kernel["kernel"] for kernel in kernels}
     if shape.startswith("decode-B64"):
-        assert names == {"forward_blocks.cu" if sm == tiles.HOPPER else "forward_rows.cu"}
+        assert names == {"forward_blocks.cu" if sm == sm90.SM else "forward_rows.cu"}
     elif shape.startswith("decode"):
-        assert names == {"forward_rows.cu"} if sm in rows.WITH_CLUSTERS else {"forward_rows.cu", "combine.cu"}
-    elif sm == tiles.HOPPER and shape != "h3-256":
+        assert names == {"forward_rows.cu"} if sm in sm80.WITH_CLUSTERS else {"forward_rows.cu", "combine.cu"}
+    elif sm == sm90.SM and shape != "h3-256":
         assert names == ALL_KERNELS - {
             "combine.cu",
             "forward_rows.cu",
@@ -121,16 +122,16 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
 @needs_nvrtc
 def test_a_compile_error_shows_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     files = dict(compiler.sources("combine.cu"))
-    files["common.cuh"] = files["common.cuh"].replace("DEVICE float infinity()", "DEVICE flaot infinity()")
+    files["problem.cuh"] = files["problem.cuh"].replace("DEVICE float infinity()", "DEVICE flaot infinity()")
     monkeypatch.setattr(compiler, "sources", lambda source: files)
-    line = 1 + files["common.cuh"].splitlines().index(next(line for line in files["common.cuh"].splitlines() if "flaot" in line))
-    with pytest.raises(BackendError, match=rf"combine\.cu for sm_80.*common\.cuh, line {line}: .*`DEVICE flaot infinity.*Remedy"):
+    line = 1 + files["problem.cuh"].splitlines().index(next(line for line in files["problem.cuh"].splitlines() if "flaot" in line))
+    with pytest.raises(BackendError, match=rf"combine\.cu for sm_80.*problem\.cuh, line {line}: .*`DEVICE flaot infinity.*Remedy"):
         compiler.compile_source("combine.cu", COMBINE, "sm_80")
     with pytest.raises(BackendError, match=r"sm_30.*Remedy"):
         compiler.compile_source("combine.cu", COMBINE, "sm_30")
 
 
-COMBINE = rows.combining(bf16=True, Dv=64)
+COMBINE = sm80.combine_macros(bf16=True, Dv=64)
 
 
 @needs_nvrtc

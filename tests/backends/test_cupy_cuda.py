@@ -9,8 +9,7 @@ from torch import Tensor
 
 from nsa_sel import varlen
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import launch, lists, tiles
-from nsa_sel.backends.cupy_cuda.rows import plan_of
+from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm80, sm90
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
@@ -58,7 +57,7 @@ def test_edges(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
 
 @pytest.mark.parametrize("kind", ["few", "many", "mixed"])
 def test_ranges(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Up to 36 ranges a row: more than a warp walks at once."""
+    """Up to 36 ranges a row: more than a warp loads at once."""
     emulated(monkeypatch)
     check(*rows(B=1, S=4, S_kv=190), Selection.from_ranges(make_spans(kind, 1, 4, 2, 190, 143)))
 
@@ -73,9 +72,9 @@ def test_positions_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", [0, BACKWARDS, EAGER, BACKWARDS | EAGER])
-def test_lists_in_pieces_whatever_runs_first(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
-    """Every row chose block 0: its list has several pieces of several steps. The same bits in every order of threads and copies."""
-    monkeypatch.setattr(lists, "SHORTEST", 16)
+def test_segments_of_lists_whatever_runs_first(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    """Every row chose block 0: its list has several segments of several steps. The same bits in every order of threads and copies."""
+    monkeypatch.setattr(key_to_rows, "SHORTEST", 16)
     q, k, v = rows(B=1, S=36, G=1, h=9)
     selection = make_blocks(1, 36, 1, 70, 3, 32)
     emulated(monkeypatch)
@@ -132,15 +131,15 @@ def test_rows_begin_at_multiples_of_16_bytes(strides: tuple[int, ...], first: in
 
 @pytest.mark.parametrize("mode", [0, BACKWARDS])
 @pytest.mark.parametrize(("sm", "kernels"), [(86, ["forward_rows.cu", "combine.cu"]), (90, ["forward_rows.cu"])])
-def test_decode_in_parts(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: list[str], mode: int) -> None:
-    """Where there are clusters their blocks join a row's parts, elsewhere a second kernel does."""
+def test_decode_in_splits(monkeypatch: pytest.MonkeyPatch, sm: int, kernels: list[str], mode: int) -> None:
+    """The CTAs of a cluster combine a row's splits; without clusters a second kernel does."""
     gpu = msgspec.structs.replace(GPU, sm=sm)
     q, k, v = rows(B=1, S=1, G=1, S_kv=400)
     emulated(monkeypatch, mode)
     started, start = [], launch.start
     monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (started.append(source), start(source, *rest, **own)))
-    assert plan_of(1, 3, 16, 24, 192, False, True, sm, gpu.sm_count, gpu.shared_memory).parts > 1
-    lone = Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400)  # most parts see nothing
+    assert sm80.row_plan(1, 3, 16, 24, 192, False, True, sm, gpu.sm_count, gpu.shared_memory).splits > 1
+    lone = Selection.from_ranges(torch.tensor([[0, 3], [0, 0]]).expand(1, 1, 1, 2, 2), max_length=400)  # most splits see nothing
     nothing = Selection.from_ranges(torch.zeros(1, 1, 1, 2, 2, dtype=torch.long), max_length=400)
     for selection in (make_blocks(1, 1, 1, 400, 12, 16), lone, nothing):
         started.clear()
@@ -153,7 +152,7 @@ def test_unselected_keys_are_never_used(monkeypatch: pytest.MonkeyPatch) -> None
     emulated(monkeypatch)
     q, k, v = rows(B=1)
     lone = torch.tensor([[0, -1], [3, 0], [0, -1], [0, 1], [1, -1], [0, -1], [-1, -1], [3, 1]])
-    selection = Selection.from_blocks(lone[None, :, None].expand(1, 8, 2, 2), 16)  # rows 1 and 7 stand within block 3
+    selection = Selection.from_blocks(lone[None, :, None].expand(1, 8, 2, 2), 16)  # rows 1 and 7 are within block 3
     unused = ~oracle_mask(selection.ranges, 70, 8, None).any(1)
     poison = torch.where(unused.unsqueeze(-1), float("nan"), 0.0).half()
     results = []
@@ -186,7 +185,7 @@ def test_a_list_of_rows_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
     emulated(monkeypatch)
     q, k, v = rows()
     call = call_of(q, k, v, Selection.from_ranges(make_spans("few", 2, 8, 2, 70, 30)))
-    monkeypatch.setattr(lists, "BYTES", 1 << 30)
+    monkeypatch.setattr(key_to_rows, "BYTES", 1 << 30)
     with pytest.raises(BackendError, match=r"needs \d+ bytes.*allowed: \d+ .*Remedy"):
         cupy_cuda.backward(call, torch.zeros(2, 8, 2, 3, 24).half(), torch.zeros(2, 8, 2, 3), torch.zeros(2, 8, 2, 3, 24).half(), None)
 
@@ -201,7 +200,7 @@ def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: in
     q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if with_positions else None
     selection = make_blocks(B, S, G, S_kv, n, block)
     call = call_of(q, k, v, selection, q_pos)
-    plan = tiles.union_of(call, selection.ranges, tokens)
+    plan = sm90.plan_of(call, selection.ranges, tokens)
     start, end = (x.tolist() for x in call.clamped_ranges())
     limits = (call.positions() + 1).clamp(max=S_kv).tolist()
     assert plan.tiles == -(-S // tokens)
@@ -216,7 +215,7 @@ def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: in
         whole, count = plan.counts[number].tolist()
         found = slice(number * plan.capacity, number * plan.capacity + count)
         assert plan.blocks[found].tolist() == sorted(members)
-        assert [bits % 2**64 for bits in plan.members[found].tolist()] == [members[key] for key in sorted(members)]
+        assert [bits % 2**64 for bits in plan.rows[found].tolist()] == [members[key] for key in sorted(members)]
         assert whole == sum((key + 1) * block <= lowest for key in members)
 
 
@@ -243,18 +242,18 @@ def test_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         check_sequences(packed, (o, lse), (dq[0], dk[0].transpose(0, 1), dv[0].transpose(0, 1)), do, dlse)
 
 
-def test_lists_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_are_cached_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated(monkeypatch)
     q, k, v = rows(B=1)
     selection, positions = make_blocks(1, 8, 2, 70, 3, 16), torch.tensor([3, 69, 0, 17, 17, 30, 2, 5])
     call = call_of(q, k, v, selection, positions)
 
-    def kept() -> lists.Lists:
-        return lists.lists_of(call, selection.ranges, 16, 1, 32)
+    def kept() -> key_to_rows.KeyToRows:
+        return key_to_rows.lists_of(call, selection.ranges, 16)
 
     first = kept()
     assert kept() is first
     positions[0] = 69
     assert kept() is not first
     call = call_of(q, k, v, selection)
-    assert int(kept().begins[-1]) > int(first.begins[-1])  # rows that stand later see more
+    assert int(kept().begins[-1]) > int(first.begins[-1])  # later rows see more

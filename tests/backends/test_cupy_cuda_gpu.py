@@ -76,7 +76,7 @@ def test_a_graph_follows_what_is_written(S: int) -> None:
     [(16, 128, 128, 64), (4, 128, 128, 64), (2, 64, 64, 64), (3, 128, 64, 128), (16, 192, 128, 64), (64, 64, 128, 64)],
 )
 def test_more_tiles_than_multiprocessors(h: int, Dk: int, Dv: int, block: int) -> None:
-    """On Hopper thread blocks stay and take tile after tile, and groups of warps pass steps by that others take part in."""
+    """On Hopper CTAs are persistent, and a consumer warpgroup skips steps that only others selected."""
     S, G = 1400, 8 if h < 16 else 2
     q, k, v = make_qkv(S=S, G=G, h=h, Dk=Dk, Dv=Dv, S_kv=S + 100, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     selection = make_blocks(1, S, G, S + 100, 7, block, device="cuda")
@@ -109,7 +109,7 @@ def assert_ran(started: list[str], of_hopper: str) -> None:
 )
 @pytest.mark.parametrize("keys_first", [False, True])
 def test_a_batch_that_decodes(started: list[str], S: int, h: int, Dk: int, Dv: int, block: int, keys_first: bool) -> None:
-    """On Hopper one warp copies the keys of each row; blocks of threads take several rows."""
+    """On Hopper one warp loads the keys of each row by TMA; CTAs take several rows."""
     B, G, S_kv = 150, 3, 1100
     q, k, v = make_qkv(B=B, S=S, G=G, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=torch.bfloat16, device="cuda")
     if keys_first:
@@ -200,7 +200,7 @@ def test_every_block_is_chosen() -> None:
 
 
 def test_streams_share_a_plan() -> None:
-    """Tiles are handed out by a count of each launch's own."""
+    """Each launch has a tile counter of its own."""
     q, k, v = make_qkv(S=1400, G=2, h=16, Dk=128, Dv=128, dtype=torch.bfloat16, device="cuda")
     selection = make_blocks(1, 1400, 2, 1400, 7, 64, device="cuda")
     expected = nsa_sel.selection_attention(q, k, v, selection, backend="cupy-cuda")
@@ -291,7 +291,7 @@ def test_the_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
     # Every allocation on its own, so that reads past a tensor's end are seen.
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(tmp_path)}
-    # racecheck and synccheck do not know bulk copies; to initcheck what they stored was never written.
+    # racecheck and synccheck do not support TMA; initcheck takes what it stores as never written.
     blocks = ("32", "64") if tool == "memcheck" else ("32",)
     command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, "tests/helpers/sanitize.py", "cupy-cuda", *blocks]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)

@@ -34,14 +34,19 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++,
 
 
 def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
-    """From here to the end of the test, launches run on the CPU; `mode`: in which order (`BACKWARDS`), and when copies happen (`EAGER`)."""
+    """Until the end of the test, launches run on the CPU. mode: BACKWARDS runs the last threads first, EAGER copies at once."""
 
-    def start(source: str, macros: compiler.Constants, *rest: Any, own: bool = False) -> None:
-        _, blocks, threads, shared, fields, *values = rest
-        arguments = ctypes.create_string_buffer(launch.layout(fields).pack(*values))
-        _library(source, macros).run(blocks, threads, shared, mode, arguments)
+    def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
+        _, ctas, threads, shared, *values = grid_and_values
+        arguments = ctypes.create_string_buffer(packed(*values, **others))
+        _library(source, macros).run(ctas, threads, shared, mode, arguments)
 
     monkeypatch.setattr(launch, "start", start)
+
+
+def packed(*values: int, maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] = ()) -> bytes:
+    """A kernel's `Arguments`, as `launch.start` packs them."""
+    return launch.layout(len(maps), bool(problem), len(values)).pack(*maps, *problem, *values)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 compute-sanitizer --tool memcheck --error-exitcode 86 python tests/helpers/sanitize.py cupy-cuda 32 64
 
-The numbers are block sizes. For blocks of 64 cupy-cuda has kernels of Hopper's own, whose bulk copies memcheck alone knows.
+The numbers are block sizes. Blocks of 64 run Hopper's kernels, whose TMA loads only memcheck supports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZES = (  # B, S, G, h, Dk, Dv, S_kv
     (1, 20, 1, 40, 64, 64, 150),
     (1, 10, 1, 4, 256, 192, 150),
     (1, 1, 2, 16, 128, 128, 600),
-    (150, 1, 2, 16, 128, 128, 200),  # more rows than blocks of threads: each has several
+    (150, 1, 2, 16, 128, 128, 200),  # more rows than CTAs: each has several
 )
 
 

@@ -1,8 +1,8 @@
-// The kernels' hardware.cuh on a CPU: a block's threads, or a cluster's, are fibers of one thread, which run until they wait for each other.
-// Blocks of a cluster have dynamic shared memory of their own; `__shared__` variables would be one for all of them.
+// The kernels' hardware.cuh on a CPU. The threads of a CTA, or of a cluster, are fibers of one thread, which run until they wait for each
+// other. The CTAs of a cluster have dynamic shared memory of their own, but share `__shared__` variables.
 //
 // Which fiber runs first, and whether a copy happens at once or only when it is waited for, are chosen per run: a missing barrier or wait
-// shows as another result. Copies and matrix loads check alignment; shared memory is full of NaN when a block begins.
+// changes the result. Copies and ldmatrix check alignment; shared memory is full of NaN when a CTA begins.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -15,6 +15,7 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef long long i64;
+typedef unsigned long long u64;
 
 #define DEVICE inline
 #define __global__
@@ -184,8 +185,8 @@ static T from_lane(const Slot *table, unsigned lane) {
 
 DEVICE void __syncthreads() { wait(block_gates[current / threads], threads); }
 DEVICE void __syncwarp() { wait(warp_gates[current / 32], 32); }
-DEVICE void cluster_barrier() { wait(cluster_gate, threads * CLUSTER); }
-DEVICE float of_block(const float *mine, u32 number) {
+DEVICE void cluster_sync() { wait(cluster_gate, threads * CLUSTER); }
+DEVICE float load_from_cta(const float *mine, u32 number) {
     size_t bytes = reinterpret_cast<const char *>(mine) - reinterpret_cast<const char *>(dynamic_memory);
     return *reinterpret_cast<const float *>(reinterpret_cast<const char *>(memories[number]) + bytes);
 }
@@ -221,9 +222,9 @@ DEVICE int __reduce_min_sync(u32, int x) {
 }
 DEVICE u32 __match_any_sync(u32, int x) {
     const Slot *table = exchange(x);
-    u32 alike = 0;
-    for (unsigned lane = 0; lane < 32; ++lane) alike |= (from_lane<int>(table, lane) == x ? 1u : 0u) << lane;
-    return alike;
+    u32 equal = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) equal |= (from_lane<int>(table, lane) == x ? 1u : 0u) << lane;
+    return equal;
 }
 DEVICE int __popc(u32 x) { return __builtin_popcount(x); }
 DEVICE int atomicMax(int *at, int x) {
@@ -235,9 +236,6 @@ DEVICE unsigned long long atomicOr(unsigned long long *at, unsigned long long bi
     unsigned long long old = *at;
     *at |= bits;
     return old;
-}
-DEVICE int __reduce_add_sync(u32, int x) {
-    return joined(x, [](int a, int b) { return a + b; });
 }
 
 // Numbers.
@@ -278,7 +276,7 @@ DEVICE void perform(const Copy &copy) {
         memset(copy.to, 0, 16);
 }
 
-DEVICE void copy_eight(u16 *to, const u16 *from, bool exists) {
+DEVICE void cp_async_16(u16 *to, const u16 *from, bool exists) {
     require(reinterpret_cast<uintptr_t>(to) % 16 == 0, "shared memory is not aligned");
     Copy copy{to, exists ? from : nullptr};
 #if ALIGNED
@@ -294,14 +292,14 @@ DEVICE void copy_eight(u16 *to, const u16 *from, bool exists) {
     perform(copy);
 }
 
-DEVICE void commit_copies() {
+DEVICE void cp_async_commit() {
     Fiber &self = fibers[current];
     require(self.groups < MOST_GROUPS, "more groups of copies than the emulation holds");
     self.copies[(self.first_group + self.groups++) % MOST_GROUPS] = 0;
 }
 
 template <int PENDING>
-DEVICE void wait_copies() {
+DEVICE void cp_async_wait() {
     Fiber &self = fibers[current];
     for (; self.groups > PENDING + 1; --self.groups) {
         for (u32 i = 0; i < self.copies[self.first_group]; ++i) perform(self.copy[self.first_group][i]);
@@ -309,9 +307,9 @@ DEVICE void wait_copies() {
     }
 }
 
-// The matrix unit.
+// Tensor core.
 
-DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     struct Operands {
         u16 a[8], b[4];
     } mine;
@@ -336,13 +334,13 @@ DEVICE const Slot *row_pointers(const u16 *row) {
     return exchange(row);
 }
 
-DEVICE void load_matrices(u32 (&x)[4], const u16 *row) {
+DEVICE void ldmatrix(u32 (&x)[4], const u16 *row) {
     const Slot *table = row_pointers(row);
     unsigned lane = threadIdx.x % 32;
     for (unsigned i = 0; i < 4; ++i) memcpy(&x[i], from_lane<const u16 *>(table, 8 * i + lane / 4) + lane % 4 * 2, 4);
 }
 
-DEVICE void load_transposed(u32 (&x)[4], const u16 *row) {
+DEVICE void ldmatrix_trans(u32 (&x)[4], const u16 *row) {
     const Slot *table = row_pointers(row);
     unsigned lane = threadIdx.x % 32;
     for (unsigned i = 0; i < 4; ++i) {

@@ -1,17 +1,38 @@
-// The matrix unit of a warp group on Hopper: 64 rows times N columns times 16. Long, since every accumulator is named.
+// Tensor core of a warpgroup on Hopper (wgmma): d (64 x N, N / 2 floats a thread) += a (64 x 16) b (16 x N). Long, since every accumulator
+// is named.
 //
-// d (64 x N, N / 2 floats a thread) += a b. Warp w of the group has rows 16w to 16w + 15; with r = lane / 4 and c = lane % 4 * 2, floats
-// 4j to 4j + 3 stand at (r, 8j + c), (r, 8j + c + 1), (r + 8, 8j + c), (r + 8, 8j + c + 1): as those of mma.sync for every eight columns.
+// Warp w of the warpgroup has rows [16 w, 16 w + 16); its floats 4j to 4j + 3 are those of mma.sync for columns [8 j, 8 j + 8).
 #pragma once
-#include "hardware.cuh"
+#include "tma.cuh"
 
-typedef unsigned long long u64;
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Wait until at most PENDING committed groups are in flight.
+template <int PENDING>
+DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 
-// a: a descriptor of 64 rows, b: of 64 rows of what is multiplied transposed. Not `add`: d is overwritten.
+// Schedule the computation of x, which is never negative, before the next wait: the compiler must assume that it is stored here.
+DEVICE void compute_before_wait(float x, void *nowhere) {
+    asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(x), "r"(shared_address(nowhere))
+                 : "memory");
+}
+
+// The same value in all lanes; the compiler then keeps it in a uniform register.
+DEVICE u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
+
+// Operands in shared memory are tiles in swizzled panels, given by the lower half of a matrix descriptor, which counts in 16 bytes: offsets
+// within a tile are added to it. All descriptors have the same upper half. In panels, the next eight rows follow after 1024 bytes.
+DEVICE u32 operand(u32 address) { return (address & 0x3ffff) >> 4; }
+constexpr u32 TRANSPOSED = PANEL / 16 << 16;  // is added if the tile's columns are the operand's rows; 64 columns further is the next panel
+DEVICE u64 descriptor(u32 lower) { return lower | static_cast<u64>(1024 >> 4 | 1 << 30) << 32; }
+
+// a, b: descriptors of 64 rows each; d += a b^T, or d = a b^T if not `add`.
 DEVICE void wgmma_shared(float (&d)[32], u64 a, u64 b, bool add) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." NUMBER "." NUMBER " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
         "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, "
         "1, 0, 0;"
         "\n}"
@@ -22,10 +43,10 @@ DEVICE void wgmma_shared(float (&d)[32], u64 a, u64 b, bool add) {
         : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
 }
 
-// a: as mma.sync's operand A of each warp; b: a descriptor of 16 rows of 64 columns.
+// a: operand A of mma.sync for each warp; b: descriptor of 16 rows of 64 columns.
 DEVICE void wgmma_registers(float (&d)[32], const u32 (&a)[4], u64 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." NUMBER "." NUMBER " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
         "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, "
         "%35}, %36, 1, 1, 1, 1;"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
@@ -35,10 +56,10 @@ DEVICE void wgmma_registers(float (&d)[32], const u32 (&a)[4], u64 b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// a: as mma.sync's operand A of each warp; b: a descriptor of 16 rows of 128 columns.
+// a: operand A of mma.sync for each warp; b: descriptor of 16 rows of 128 columns.
 DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." NUMBER "." NUMBER " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
         "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
         "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "
         "%58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
@@ -53,10 +74,10 @@ DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// a: as mma.sync's operand A of each warp; b: a descriptor of 16 rows of 192 columns.
+// a: operand A of mma.sync for each warp; b: descriptor of 16 rows of 192 columns.
 DEVICE void wgmma_registers(float (&d)[96], const u32 (&a)[4], u64 b) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32." NUMBER "." NUMBER " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
         "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "
         "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "
         "%58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, "
@@ -75,3 +96,23 @@ DEVICE void wgmma_registers(float (&d)[96], const u32 (&a)[4], u64 b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// d = a b^T, 64 x 64, for operands a and b of 64 rows and COLUMNS columns.
+template <int COLUMNS>
+DEVICE void wgmma_a_bt(float (&d)[32], u32 a, u32 b) {
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; ++k)
+        wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
+}
+// acc += a b, 64 x COLUMNS, for a (64 x 64) in registers and operand b of 64 rows, TRANSPOSED.
+template <int COLUMNS>
+DEVICE void wgmma_add_a_b(float (&acc)[COLUMNS / 2], const u32 (&a)[4][4], u32 b) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_registers(acc, a[k], descriptor(b + k * 2048 / 16));
+}
+// A 64 x 64 accumulator, rounded to 16 bits: operand a of wgmma_add_a_b.
+DEVICE void as_operand(u32 (&a)[4][4], const float (&s)[32]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[k][i] = pack(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
+}

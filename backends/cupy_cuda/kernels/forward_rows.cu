@@ -1,0 +1,152 @@
+// o and lse of one query row: K and V are read once for up to 64 heads of a group.
+//
+//   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
+//
+// Grid: one CTA per (row, HEADS heads, split); with CLUSTER > 1 the splits of a row are the CTAs of a cluster.
+// Tiles: 16 heads by TILE gathered keys per warp and step; the teams of warps share the tiles (key_tiles.cuh).
+// Copies: cp.async; no TMA, since ranges may begin at any key.
+// Masks: only a row's last tile of every 32 ranges has fewer than TILE keys; the rest of it is zeros, whose logits become -inf.
+// Splits: few rows are split among `splits` CTAs to fill the GPU. The CTAs of a cluster (sm_90) combine their results through shared
+// memory. Without clusters, or with more splits than a cluster has CTAs, they write partial results, which combine.cu adds.
+//
+//   SPLIT    1: o and lse are partial results, float32 [rows, h, splits, DV] and [rows, h, splits], lse in base 2
+//   CLUSTER  CTAs of a cluster; 1: no clusters
+#include "key_tiles.cuh"
+
+struct Arguments {
+    Problem p;
+    void *o;     // [rows, h, DV] of 16-bit numbers, or partial results
+    float *lse;  // [rows, h], natural, or partial results
+    i64 splits, head_tiles;
+};
+
+constexpr int MERGE = DVP + 8;  // floats of a head's row in shared memory, padded against bank conflicts
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+// The results of the teams, in shared memory; in a cluster those of the CTA, too: acc in place of the first team's.
+struct TeamResults {
+    float *acc, *m, *l;    // [TEAMS][HEADS][MERGE], [TEAMS][HEADS]
+    float *cta_m, *cta_l;  // [HEADS]
+    DEVICE explicit TeamResults(u16 *memory)
+        : acc(reinterpret_cast<float *>(memory)), m(acc + TEAMS * HEADS * MERGE), l(m + TEAMS * HEADS), cta_m(l + TEAMS * HEADS),
+          cta_l(cta_m + HEADS) {}
+
+    DEVICE void store(const RowHeads &heads, const OnlineSoftmax &softmax, const float (&sums)[DVP / 8][4]) {
+        const int lane = threadIdx.x % 32, row = heads.team * HEADS + heads.warp_head;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float total = quad_sum(softmax.l[r]);
+            if (lane % 4 == 0) {
+                m[row + lane / 4 + 8 * r] = softmax.m[r];
+                l[row + lane / 4 + 8 * r] = total;
+            }
+        }
+        store_rows<MERGE>(acc + row * MERGE, sums);
+    }
+
+    // Two columns of a head, over the teams in their order.
+    DEVICE PartialSums combine_teams(float c, int head, int column) const {
+        return combine_partials<TEAMS>(c, [&](int team) {
+            const int at = team * HEADS + head;
+            return PartialSums{m[at], l[at], acc[at * MERGE + column], acc[at * MERGE + column + 1]};
+        });
+    }
+
+    DEVICE void store_cta(float c) {
+        for (int i = threadIdx.x; i < HEADS * (DV / 2); i += THREADS) {
+            const int head = i / (DV / 2), column = i % (DV / 2) * 2;
+            const PartialSums sum = combine_teams(c, head, column);
+            *reinterpret_cast<float2 *>(acc + head * MERGE + column) = make_float2(sum.low, sum.high);
+            if (column == 0) {
+                cta_m[head] = sum.m;
+                cta_l[head] = sum.l;
+            }
+        }
+    }
+
+    // The same over the CTAs of the cluster.
+    DEVICE PartialSums combine_cluster(float c, int head, int column) const {
+        const float *at = acc + head * MERGE + column;
+        return combine_partials<CLUSTER>(c, [&](int cta) {
+            auto load = [&](const float *mine) { return load_from_cta(mine, cta); };
+            return PartialSums{load(cta_m + head), load(cta_l + head), load(at), load(at + 1)};
+        });
+    }
+};
+
+// Two columns of a head, divided by l.
+DEVICE void write_output(const Arguments &x, i64 out, int split, float c, int column, const PartialSums &sum) {
+    const RowTotals totals(c, sum.m, sum.l);
+    const float low = sum.low * totals.scale, high = sum.high * totals.scale;
+#if SPLIT
+    out = out * static_cast<u32>(x.splits) + split;
+    *reinterpret_cast<float2 *>(static_cast<float *>(x.o) + out * DV + column) = make_float2(low, high);
+    if (column == 0) x.lse[out] = totals.lse;
+#else
+    *reinterpret_cast<u32 *>(static_cast<u16 *>(x.o) + out * DV + column) = pack(low, high);
+    if (column == 0) x.lse[out] = totals.lse * LN_2;
+#endif
+}
+
+// The online softmax over this team's tiles.
+DEVICE void attend(const u16 *q_tile, const RowHeads &heads, KeyPipeline &keys, OnlineSoftmax &softmax, float (&acc)[DVP / 8][4]) {
+    const HeadsOperand<KP> q(q_tile, heads.warp_head);
+    for (int count = keys.next_tile(); count; count = keys.next_tile()) {
+        float s[TILE / 8][4] = {}, top[2];
+        q.add_products(s, keys.k());
+        if (count < TILE) mask_columns(s, 0, {count, count}, -infinity());
+#pragma unroll
+        for (int r = 0; r < 2; ++r) top[r] = quad_max(row_max(s, r));
+        if (__any_sync(ALL_LANES, top[0] > softmax.m[0] || top[1] > softmax.m[1])) {
+            const float alpha[2] = {softmax.raise(0, top[0]), softmax.raise(1, top[1])};
+            scale_rows(acc, alpha);
+        }
+        softmax.exponentiate<1>(s);
+        add_s_b<VP, DVP>(acc, s, keys.v(), 0);
+    }
+}
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(16) u16 memory[];  // q, then the teams' buffers; at the end the teams' results instead
+    const Problem &p = x.p;
+    const u32 splits = x.splits;
+    const int split = blockIdx.x % splits;
+    const RowHeads heads(p, blockIdx.x / splits, x.head_tiles);
+    OnlineSoftmax softmax(p.scale_log2);
+    float acc[DVP / 8][4] = {};
+
+    copy_heads<DK, KP, HEADS, THREADS>(memory, p.q, heads.row, heads.head0, p.h);
+    cp_async_commit();
+    const KeyIterator tiles(p, heads.row, split * TEAMS + heads.team, splits * TEAMS);
+    KeyPipeline keys(tiles, memory + HEADS * KP + heads.team * STAGES * STAGE, heads.row);
+    cp_async_wait<STAGES - 1>();
+    __syncthreads();  // q is there
+    attend(memory, heads, keys, softmax, acc);
+
+    cp_async_wait<0>();
+    __syncthreads();  // all have read their last tile
+    TeamResults results(memory);
+    results.store(heads, softmax, acc);
+    __syncthreads();
+    int first = threadIdx.x, step = THREADS;
+#if CLUSTER > 1
+    results.store_cta(softmax.c);
+    cluster_sync();
+    first += split * THREADS, step *= CLUSTER;  // each CTA writes a share
+#endif
+    for (int i = first; i < HEADS * (DV / 2); i += step) {
+        const int head = i / (DV / 2), column = i % (DV / 2) * 2;
+        if (heads.head0 + head >= p.h) continue;
+        const PartialSums sum =
+            CLUSTER > 1 ? results.combine_cluster(softmax.c, head, column) : results.combine_teams(softmax.c, head, column);
+        write_output(x, heads.index(p, head), split, softmax.c, column, sum);
+    }
+#if CLUSTER > 1
+    cluster_sync();  // shared memory stays until all have read it
+#endif
+}

@@ -1,0 +1,107 @@
+// PTX instructions of sm_80 and newer as functions: conversions, cp.async, clusters, mma.sync and ldmatrix.
+// Tests replace this file by one that does the same on a CPU (tests/helpers/emulation/hardware.cuh).
+//
+// Every kernel is compiled with these constants; NVRTC needs no include folder, since no header of the toolkit is used:
+//   BF16     1: bfloat16, 0: float16
+//   DK, DV   columns of a key and of a value, multiples of 8
+//   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: element by element
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+#if BF16
+#define DTYPE "bf16"
+#else
+#define DTYPE "f16"
+#endif
+
+// Two floats as a pair of 16-bit numbers; `low` comes first in memory.
+DEVICE u32 pack(float low, float high) {
+    u32 pair;
+    asm("cvt.rn." DTYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+DEVICE float to_float(u16 x) {
+#if BF16
+    return __uint_as_float(static_cast<u32>(x) << 16);
+#else
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
+    return wide;
+#endif
+}
+
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE u32 shared_address(const void *pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// Copy 16 bytes from global to shared memory. If not `exists`, nothing is read and zeros are written.
+DEVICE void cp_async_16(u16 *to, const u16 *from, bool exists) {
+#if ALIGNED
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
+#else
+    u32 pairs[4] = {0, 0, 0, 0};
+    if (exists)
+        for (int i = 0; i < 4; ++i) pairs[i] = from[2 * i] | static_cast<u32>(from[2 * i + 1]) << 16;
+    *reinterpret_cast<uint4 *>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+#endif
+}
+
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most PENDING of this thread's committed groups are in flight.
+template <int PENDING>
+DEVICE void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Barrier of all threads of a cluster (sm_90 and newer); earlier writes to shared memory are visible to the whole cluster after it.
+DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The float at the address of `mine`, but in the shared memory of CTA number `cta` of the cluster.
+DEVICE float load_from_cta(const float *mine, u32 cta) {
+    float x;
+    asm volatile("{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %1, %2;\nld.shared::cluster.f32 %0, [at];\n}"
+                 : "=f"(x)
+                 : "r"(shared_address(mine)), "r"(cta)
+                 : "memory");
+    return x;
+}
+
+// Tensor core, one warp: d (16 x 8) += a (16 x 16) b (16 x 8). With r = lane / 4 and c = lane % 4 * 2 a lane holds
+//   A  a0: (r, c) a1: (r + 8, c) a2: (r, c + 8) a3: (r + 8, c + 8), each with the number to its right
+//   B  b0: (c, r) b1: (c + 8, r), each with the number below it
+//   D  d0, d1: (r, c), (r, c + 1)  d2, d3: (r + 8, c), (r + 8, c + 1)
+// Two adjacent results, packed to 16 bits, are therefore the operand A of the next product.
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." DTYPE "." DTYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices from shared memory: lane l passes the address of row l % 8 of matrix l / 8, and receives the pair (r, c) of each.
+DEVICE void ldmatrix(u32 (&x)[4], const u16 *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+DEVICE void ldmatrix_trans(u32 (&x)[4], const u16 *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}

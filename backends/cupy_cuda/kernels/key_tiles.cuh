@@ -1,0 +1,162 @@
+// The keys of one query row, gathered into tiles of TILE keys through a cp.async pipeline: what forward_rows.cu and dq_rows.cu share.
+//
+// A CTA computes HEADS heads of a row. Its warps form teams. Team t takes every TEAMS-th tile through STAGES buffers of its own, so that
+// teams never wait for each other; the kernel adds their results at the end. All warps of a team share its tiles, and each has 16 heads.
+//
+//   TILE         keys of a tile: 16 or 32
+//   STAGES       buffers of a team, 2 or more
+//   TEAMS        teams of a CTA; 1 if a team has several warps
+//   HEAD_WARPS   warps of a team
+//   Q_REGISTERS  1: q (and do) stay in registers; 0: they are read from shared memory for every tile (wide heads)
+#pragma once
+#include "mma.cuh"
+#include "softmax.cuh"
+
+constexpr int HEADS = 16 * HEAD_WARPS;
+constexpr int TEAM = 32 * HEAD_WARPS;  // threads
+constexpr int THREADS = TEAM * TEAMS;
+constexpr int STAGE = TILE * (KP + VP);  // numbers of a buffer: a tile's keys, then its values
+
+// What a CTA computes: heads [head0, head0 + HEADS) of a row. A warp has 16 of them, from `warp_head` on.
+struct RowHeads {
+    Row row;
+    int head0, warp_head, team;
+    DEVICE RowHeads(const Problem &p, u32 pid, u32 head_tiles)
+        : row(row_of(p, pid / head_tiles)), head0(pid % head_tiles * HEADS), warp_head(threadIdx.x % TEAM / 32 * 16),
+          team(threadIdx.x / TEAM) {}
+    // The index of a head of this CTA among B*S*G*h.
+    DEVICE i64 index(const Problem &p, int head) const { return row.index * p.h + head0 + head; }
+};
+
+// The tiles of a row, for one team. The ranges are laid end to end, 32 at a time, one a lane: short and unaligned ranges fill whole tiles,
+// and only the last tile of every 32 ranges may be partial.
+struct KeyIterator {
+    const Problem &p;
+    i64 row;    // index among B*S*G
+    int limit;  // one past the last key that the row may see
+    int step;   // tiles from one of this team to its next
+    i64 next;   // number of the next tile's first key, among the keys of the 32 ranges
+    i64 first_range = -32;
+    int keys = 0;         // of the 32 ranges
+    int prefix = 0;       // keys of the ranges up to and including this lane's
+    int to_position = 0;  // from the number of a key of this lane's range to its position
+
+    DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
+        : p(problem), row(row.index), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
+
+    // The next tile: how many keys it has, 0 after the last; `position` is that of its key number lane % TILE, 0 past the keys.
+    DEVICE int next_tile(int &position) {
+        const int lane = threadIdx.x % 32;
+        while (next >= keys) {
+            next -= (keys + TILE - 1) / TILE * TILE;  // tiles are numbered on from one 32 ranges to the next
+            first_range += 32;
+            if (first_range >= p.n) {
+                keys = 0;
+                return 0;
+            }
+            load_ranges(lane);
+        }
+        const int key = static_cast<int>(next) + lane % TILE, count = min(TILE, keys - static_cast<int>(next));
+        int range = 0;  // how many ranges end at or before the key: a binary search over the lanes
+        for (int jump = 16; jump; jump /= 2)
+            if (__shfl_sync(ALL_LANES, prefix, range + jump - 1) <= key) range += jump;
+        position = key + __shfl_sync(ALL_LANES, to_position, range);
+        if (lane % TILE >= count) position = 0;
+        next += static_cast<i64>(step) * TILE;
+        return count;
+    }
+
+    DEVICE void load_ranges(int lane) {
+        int start = 0, end = 0;
+        if (first_range + lane < p.n) clamped_range(p, row * p.n + first_range + lane, limit, start, end);
+        prefix = warp_prefix_sum(end - start);
+        to_position = start - (prefix - (end - start));
+        keys = __shfl_sync(ALL_LANES, prefix, 31);
+    }
+};
+
+// Barrier of a team.
+DEVICE void team_sync() {
+    static_assert(HEAD_WARPS == 1 || TEAMS == 1, "no barrier of some warps");
+    if (HEAD_WARPS == 1)
+        __syncwarp();
+    else
+        __syncthreads();
+}
+
+// Gather keys into a tile: row r comes from the position that lane r holds; zeros from row `count` and from column D on.
+template <int D, int PITCH>
+DEVICE void gather_keys(u16 *tile, const u16 *base, i64 stride, int position, int count) {
+    constexpr int CHUNKS = (PITCH - 8) / 8, ALL_CHUNKS = TILE * CHUNKS;
+#pragma unroll
+    for (int first = 0; first < ALL_CHUNKS; first += TEAM) {
+        const int i = first + static_cast<int>(threadIdx.x % TEAM);
+        if (ALL_CHUNKS % TEAM && i >= ALL_CHUNKS) break;  // whole warps
+        const int r = i / CHUNKS, column = i % CHUNKS * 8;
+        const u32 key = __shfl_sync(ALL_LANES, position, r);
+        const u16 *from = base + column + key * static_cast<u64>(stride);  // of a row that does not exist it is not read
+        cp_async_16(tile + r * PITCH + column, from, r < count && column < D);
+    }
+}
+
+// A team's pipeline: `next_tile` waits for the next tile and starts the copies of a later one.
+struct KeyPipeline {
+    KeyIterator tiles;
+    u16 *buffers;  // STAGES of STAGE numbers
+    const u16 *k_base, *v_base;
+    int counts[STAGES];      // keys of the tiles in flight, the next one first
+    int stage = STAGES - 1;  // of the tile that `next_tile` returned last
+
+    DEVICE KeyPipeline(const KeyIterator &iterator, u16 *memory, const Row &row)
+        : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(row.b, row.g)), v_base(iterator.p.v.keys(row.b, row.g)) {
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; ++i) counts[i] = copy_next(i);
+    }
+
+    DEVICE int copy_next(int into) {
+        int position, count = tiles.next_tile(position);
+        if (count) {
+            gather_keys<DK, KP>(buffers + into * STAGE, k_base, tiles.p.k.stride_n, position, count);
+            gather_keys<DV, VP>(buffers + into * STAGE + TILE * KP, v_base, tiles.p.v.stride_n, position, count);
+        }
+        cp_async_commit();  // empty groups, too: their number tells what has arrived
+        return count;
+    }
+
+    // The next tile's number of keys, 0 after the last. k() and v() hold it until the next call.
+    DEVICE int next_tile() {
+        cp_async_wait<STAGES - 2>();
+        team_sync();  // the tile is there for all, and nobody reads the one before any more: its buffer is free
+        counts[STAGES - 1] = copy_next(stage);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        const int count = counts[0];
+#pragma unroll
+        for (int i = 1; i < STAGES; ++i) counts[i - 1] = counts[i];
+        return count;
+    }
+
+    DEVICE const u16 *k() const { return buffers + stage * STAGE; }
+    DEVICE const u16 *v() const { return buffers + stage * STAGE + TILE * KP; }
+};
+
+// A warp's 16 heads of q or do as operand A.
+template <int PITCH>
+struct HeadsOperand {
+    static constexpr int STEPS = (PITCH - 8) / 16;
+#if Q_REGISTERS
+    u32 a[STEPS][4];
+    DEVICE HeadsOperand(const u16 *tile, int warp_head) {
+#pragma unroll
+        for (int k = 0; k < STEPS; ++k) load_a<PITCH>(a[k], tile, warp_head, 16 * k);
+    }
+    // s += heads * keys^T
+    template <int N>
+    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const { add_a_bt<PITCH, STEPS>(s, a, keys); }
+#else
+    const u16 *tile;
+    int warp_head;
+    DEVICE HeadsOperand(const u16 *heads, int head) : tile(heads), warp_head(head) {}
+    template <int N>
+    DEVICE void add_products(float (&s)[N][4], const u16 *keys) const { add_a_bt<PITCH, STEPS>(s, tile, warp_head, keys); }
+#endif
+};

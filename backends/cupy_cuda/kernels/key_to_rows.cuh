@@ -1,0 +1,102 @@
+// The inverse of the selection: for every tile of keys the list of rows that selected any of them (key_to_rows.py), and what the kernels of
+// dk and dv share.
+//
+// With bg = b * G + g, entry e of bg is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys that the range reaches.
+// List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort makes the lists: sort_rank.cu, a prefix sum,
+// sort_scatter.cu. split_lists.cu splits long lists into segments, one CTA's work each.
+//
+// Entries, lists and their products fit 32 bits, which is used throughout: 64-bit divisions are slow.
+#pragma once
+#include "softmax.cuh"
+
+struct KeyToRows {
+    const i64 *entries;   // bg * entries_per_bg + e, list after list
+    const i64 *begins;    // [lists + 1]: where a list begins among the entries
+    const i64 *segments;  // [lists + 1]: segments of the lists before
+    const i64 *parts;     // [lists + 1]: segments of the lists before that have several
+    i64 lists, tiles, entries_per_bg, reach, segment;  // tiles of one bg, entries of a segment at most
+};
+
+// dk and dv. A list of one segment is written as it is; of others the segments' float32 sums go to the parts, which sum_parts.cu adds.
+struct KeyGradients {
+    float *part_dk, *part_dv;  // [parts, width, DK], [parts, width, DV]
+    u16 *dk, *dv;              // [B*G, S_kv, DK], [B*G, S_kv, DV]
+};
+
+// What a CTA computes: a segment of the list of one tile of WIDTH keys.
+template <int WIDTH>
+struct Segment {
+    i64 list, number, begin, end, b, g, bg;
+    int first_key;
+    bool final;  // the list has no other segment
+
+    DEVICE Segment(const KeyToRows &lists, i64 G, i64 index) {
+        list = list_of(lists.segments, lists.lists, index);
+        number = index - lists.segments[list];
+        final = lists.segments[list + 1] - lists.segments[list] == 1;
+        begin = lists.begins[list] + number * lists.segment;
+        end = min(begin + lists.segment, lists.begins[list + 1]);
+        bg = list / lists.tiles;
+        b = bg / G;
+        g = bg % G;
+        first_key = static_cast<int>(list % lists.tiles) * WIDTH;
+    }
+
+    // The last list whose segments begin at or before number `index`.
+    static DEVICE i64 list_of(const i64 *segments, i64 lists, i64 index) {
+        i64 list = 0;
+        for (i64 beyond = lists; beyond - list > 1;) {
+            i64 middle = (list + beyond) / 2;
+            (segments[middle] <= index ? list : beyond) = middle;
+        }
+        return list;
+    }
+};
+
+// Where a warp's 16 keys from `key0` on go.
+struct GradientRows {
+    i64 part_row, row, keys_left;  // among the parts' rows, among dk's rows; keys that exist
+    bool final;
+
+    template <int WIDTH>
+    DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
+        : part_row((lists.parts[segment.list] + segment.number) * WIDTH + key0), row(segment.bg * S_kv + segment.first_key + key0),
+          keys_left(S_kv - segment.first_key - key0), final(segment.final) {}
+
+    // acc * factor, columns from `column0` on; D: columns of a row of dk or dv.
+    template <int D, class Tile>
+    DEVICE void write(Tile &acc, float factor, int column0, float *parts, u16 *result) const {
+        parts += part_row * D;
+        result += row * D;
+#pragma unroll
+        for (int i = 0; i < elements<Tile>; i += 2)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int key = threadIdx.x % 32 / 4 + 8 * r, column = column0 + column_of(i);
+                if (column >= D) continue;
+                const float low = element(acc, r, i) * factor, high = element(acc, r, i + 1) * factor;
+                if (!final)
+                    *reinterpret_cast<float2 *>(parts + key * D + column) = make_float2(low, high);
+                else if (key < keys_left)
+                    *reinterpret_cast<u32 *>(result + key * D + column) = pack(low, high);
+            }
+    }
+};
+
+// How the counting sort shares the work: a CTA numbers the entries of a chunk of rows.
+struct Sort {
+    i64 entries_per_bg, reach, width, tiles;  // tiles that a range may reach, keys of a tile, tiles of one bg
+    i64 chunk_rows, chunks;                   // of one bg
+
+    // The tile of entry e of bg; -1 if the range does not reach that far, or the row may not see it.
+    DEVICE int tile_of(const Problem &p, u32 bg, u32 e) const {
+        const u32 G = p.G, n = p.n, w = width, b = bg / G, g = bg % G, at = e / static_cast<u32>(reach), s = at / n;
+        int start, end;
+        clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + at % n, row_limit(p, b, s), start, end);
+        const u32 tile = static_cast<u32>(start) / w + e % static_cast<u32>(reach);
+        return end > start && tile * width < end ? static_cast<int>(tile) : -1;
+    }
+
+    // Where the entries that a list has from a chunk are counted: [lists, chunks].
+    DEVICE i64 count_index(u32 bg, u32 tile, u32 chunk) const { return (bg * tiles + tile) * chunks + chunk; }
+};

@@ -1,0 +1,74 @@
+// The arguments of a call, the ranges of a row clamped to the keys that it sees, and the mathematics.
+//
+// With logits s = scale * q k^T over the selected keys of a row, L = log sum_j exp(s_j) and p = exp(s - L):
+//   forward    o = sum_j p_j v_j
+//   backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
+// Kernels work in base 2, with c = scale * log2 e, because exp2 is one instruction; lse in memory is a natural logarithm.
+#pragma once
+#include "warp.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
+// q or do [B,S,G,h,D], of any strides.
+struct HeadsTensor {
+    const u16 *data;
+    i64 stride_b, stride_s, stride_g, stride_h;
+    DEVICE const u16 *group(i64 b, i64 g) const { return data + b * stride_b + g * stride_g; }  // of row 0
+    DEVICE const u16 *heads(i64 b, i64 s, i64 g) const { return data + b * stride_b + s * stride_s + g * stride_g; }
+};
+
+// k or v [B,G,S_kv,D], of any strides.
+struct KeysTensor {
+    const u16 *data;
+    i64 stride_b, stride_g, stride_n;
+    DEVICE const u16 *keys(i64 b, i64 g) const { return data + b * stride_b + g * stride_g; }
+};
+
+// The call, as every kernel receives it. All fields have 8 bytes, so that nothing is padded (launch.py).
+struct Problem {
+    HeadsTensor q;       // [B,S,G,h,DK]
+    KeysTensor k, v;     // [B,G,S_kv,DK], [B,G,S_kv,DV]
+    const char *q_pos;   // [B,S], or null: positions are S_kv - S + s
+    i64 stride_pb, stride_ps;
+    const char *ranges;  // [B,S,G,n,2], contiguous
+    i64 pos_bytes, range_bytes;  // of one integer: 4 or 8
+    i64 S, S_kv, G, h, n;
+    double scale, scale_log2;
+};
+
+// Number i of an array of 4- or 8-byte integers.
+DEVICE i64 integer(const char *array, i64 bytes, i64 i) {
+    return bytes == 8 ? reinterpret_cast<const i64 *>(array)[i] : reinterpret_cast<const int *>(array)[i];
+}
+
+// One past the last key that row s may see: min(t + 1, S_kv).
+DEVICE int row_limit(const Problem &p, i64 b, i64 s) {
+    i64 t = p.q_pos ? integer(p.q_pos, p.pos_bytes, b * p.stride_pb + s * p.stride_ps) : p.S_kv - p.S + s;
+    return static_cast<int>(max(0ll, min(t, p.S_kv - 1) + 1));
+}
+
+// Range `at` of all ranges as [max(start, 0), min(end, limit)), end >= start; clamped before the cast: int64 may hold any bound.
+DEVICE void clamped_range(const Problem &p, i64 at, int limit, int &start, int &end) {
+    i64 begin = integer(p.ranges, p.range_bytes, 2 * at), stop = integer(p.ranges, p.range_bytes, 2 * at + 1);
+    start = static_cast<int>(min(max(begin, 0ll), static_cast<i64>(limit)));
+    end = max(start, static_cast<int>(max(min(stop, static_cast<i64>(limit)), 0ll)));
+}
+
+// A query row: position s of batch entry b and group g, and its index among B*S*G.
+struct Row {
+    i64 b, s, g, index;
+};
+
+// Row number `pid` in the order [B,G,S]: adjacent CTAs share a group, and often keys.
+DEVICE Row row_of(const Problem &p, u32 pid) {  // 32 bits: a grid has fewer than 2^31 CTAs, and 64-bit divisions are slow
+    u32 S = p.S, G = p.G;
+    Row row;
+    row.s = pid % S;
+    row.b = pid / S / G;
+    row.g = pid / S % G;
+    row.index = (row.b * p.S + row.s) * p.G + row.g;
+    return row;
+}

@@ -1,0 +1,76 @@
+// The union of the blocks that a tile of TOKENS adjacent rows selected: one list a tile, ascending by block, with a bit per row for each
+// block (token_tiles.cuh).
+//
+// Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys; blocks with any bit go into the list.
+// Whole blocks, which every row of the tile sees to their last key, come first: all up to the lowest row's limit.
+//
+//   TOKENS  rows of a tile, at most 64
+//   BLOCK   keys of a block
+#include "problem.cuh"
+
+constexpr int THREADS = 128;
+
+struct Arguments {
+    Problem p;
+    int *blocks;  // [tiles of all * capacity]
+    u64 *rows;    // likewise; bit r: row r of the tile selected the block
+    int2 *counts;  // whole blocks, all blocks
+    i64 tiles, capacity;  // of one bg; of a list
+};
+
+// The smallest row_limit of the tile; a warp calls this.
+DEVICE int lowest_limit(const Problem &p, i64 b, i64 first_row) {
+    int lowest = static_cast<int>(p.S_kv);
+    for (int r = threadIdx.x; r < TOKENS && first_row + r < p.S; r += 32) lowest = min(lowest, row_limit(p, b, first_row + r));
+    return __reduce_min_sync(ALL_LANES, lowest);
+}
+
+// A bit for every row that selected a block.
+DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, u64 *rows) {
+    const u32 n = p.n;
+    for (u32 e = threadIdx.x; e < TOKENS * n; e += THREADS) {
+        const u32 r = e / n;
+        const i64 s = first_row + r;
+        if (s >= p.S) break;
+        int start, end;
+        clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + e % n, row_limit(p, b, s), start, end);
+        if (end > start) atomicOr(&rows[start / BLOCK], 1ull << r);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(16) u16 memory[];
+    u64 *rows = reinterpret_cast<u64 *>(memory);  // [blocks of keys]
+    __shared__ int lowest;
+    const Problem &p = x.p;
+    const int thread = threadIdx.x, all_blocks = (static_cast<int>(p.S_kv) + BLOCK - 1) / BLOCK;
+    const u32 tiles = x.tiles, G = p.G, bg = blockIdx.x / tiles, b = bg / G, g = bg % G;  // 64-bit divisions are slow
+    const i64 first_row = static_cast<i64>(blockIdx.x % tiles) * TOKENS;
+
+    for (int block = thread; block < all_blocks; block += THREADS) rows[block] = 0;
+    if (thread < 32) {
+        const int limit = lowest_limit(p, b, first_row);
+        if (thread == 0) lowest = limit;
+    }
+    __syncthreads();
+    mark_rows(p, b, g, first_row, rows);
+    __syncthreads();
+
+    // Each thread has some adjacent blocks. It counts those that have rows; the prefix sum is where its own begin in the list.
+    const int share = (all_blocks + THREADS - 1) / THREADS, first = thread * share, end = min(first + share, all_blocks);
+    int upto[2] = {0, 0}, total[2];  // all blocks, whole blocks
+    for (int block = first; block < end; ++block) {
+        if (!rows[block]) continue;
+        ++upto[0];
+        upto[1] += (block + 1) * static_cast<i64>(BLOCK) <= lowest;
+    }
+    const int own = upto[0];
+    block_prefix_sum<THREADS>(upto, total);
+    if (thread == 0) x.counts[blockIdx.x] = make_int2(total[1], total[0]);
+    i64 at = blockIdx.x * x.capacity + upto[0] - own;
+    for (int block = first; block < end; ++block) {
+        if (!rows[block]) continue;
+        x.blocks[at] = block;
+        x.rows[at++] = rows[block];
+    }
+}

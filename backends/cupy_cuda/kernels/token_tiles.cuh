@@ -1,0 +1,348 @@
+// Persistent, warp-specialized kernels over tiles of adjacent tokens on Hopper: what forward_tiles.cu and dq_tiles.cu share.
+//
+// Grid: at most one CTA per multiprocessor. A tile has TOKENS = CONSUMERS * TQ adjacent tokens of one (b, g) with their H heads. CTAs pull
+//   tiles from an atomic counter, because tiles differ in length.
+// Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator, TQ = 64 / H tokens times H heads. In the producer warpgroup
+//   warp 0 loads K and V of the union of the tile's blocks (tile_union.cu), once for all consumers, in steps of KEYS keys, through a
+//   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i. All by TMA.
+// Every consumer waits for every step, and computes those that one of its tokens selected. Rows that did not select the step's block are
+// masked by a shift of their logits to -inf, at no cost per element.
+// Masks: a tile's steps begin with its partial blocks, which the causal clamp or the end of the cache cuts for some row: they take a mask
+//   per element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN. Whole blocks
+//   follow, which every row of the tile sees to their last key: no mask.
+//
+//   H          heads of a group (2 to 64)
+//   CONSUMERS  consumer warpgroups
+//   STAGES     stages of the pipeline of steps
+//   BLOCK      keys of a block, a multiple of 64
+#pragma once
+#include "softmax.cuh"
+#include "wgmma.cuh"
+
+constexpr int TQ = 64 / H, TOKENS = CONSUMERS * TQ;
+constexpr u32 TOKEN_MASK = static_cast<u32>((1ull << TQ) - 1);  // of a consumer
+constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // steps of a block
+constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224, PRODUCER_REGISTERS = 56;  // a thread
+
+// The lists of all tiles, and the order in which CTAs take tiles.
+struct TilePlan {
+    const int *blocks;   // [all_tiles * capacity]: the union of a tile's blocks, whole ones first
+    const u64 *rows;     // bit r: token r of the tile selected the block
+    const int2 *counts;  // [all_tiles]: whole blocks, all blocks
+    i64 tiles, capacity, all_tiles;  // tiles of one (b, g), blocks of a list at most
+    i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
+    u32 *tile_counter;               // tiles taken beyond each CTA's first, zero at first; null if there are none
+
+    // One warp: the number of a tile that no other CTA has.
+    DEVICE u32 fetch_tile() const {
+        const u32 before = threadIdx.x % 32 == 0 && tile_counter ? atomicAdd(tile_counter, 1u) : static_cast<u32>(all_tiles);
+        return gridDim.x + __shfl_sync(ALL_LANES, before, 0);
+    }
+    // Where block e of a tile, in the order of steps (partial blocks first), is in the lists.
+    DEVICE i64 list_offset(u32 tile, int2 count, int e) const {
+        const int partial = count.y - count.x;
+        return tile * capacity + (e < partial ? count.x + e : e - partial);
+    }
+};
+
+// Tile number `number` in the order of the scheduler: late tokens, which see the most blocks, first; the last tiles are short then.
+struct TokenTile {
+    u32 i, b, g;  // tile i of (b, g)
+    DEVICE TokenTile(u32 number, const TilePlan &plan, u32 G) {
+        const u32 tiles = plan.tiles, heads = plan.interleaved_heads, all_heads = static_cast<u32>(plan.all_tiles) / tiles;
+        const u32 first = number / (tiles * heads) * heads, width = min(heads, all_heads - first), rest = number - first * tiles;
+        const u32 bg = first + rest % width;
+        i = tiles - 1 - rest / width;
+        b = bg / G;
+        g = bg % G;
+    }
+    DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) * static_cast<u32>(plan.tiles) + i; }  // among all lists
+    DEVICE i64 token(int consumer) const { return static_cast<i64>(i) * TOKENS + consumer * TQ; }  // the first of a consumer
+};
+
+// The tiles of a CTA, which one warp fetches for all others.
+struct TileQueue {
+    static constexpr int AHEAD = 2;
+    Pipeline<AHEAD> pipeline;
+    u32 number[AHEAD];
+    int2 counts[AHEAD];
+};
+
+// A warp's view of the queue: which tile it is at.
+struct TileScheduler {
+    TileQueue &queue;
+    const TilePlan &plan;
+    int taken = 0;
+    u32 number;   // of the tile
+    int2 counts;  // its whole blocks, all blocks
+
+    DEVICE TileScheduler(TileQueue &shared, const TilePlan &lists) : queue(shared), plan(lists) {}
+    DEVICE PipelineState<TileQueue::AHEAD> state() const { return {taken % TileQueue::AHEAD, taken / TileQueue::AHEAD % 2}; }
+    DEVICE int parity() const { return (taken - 1) % 2; }  // of barriers with one phase per tile
+
+    // The producer of steps: publish a tile, past the last one, too; returns whether it is one.
+    DEVICE bool publish(u32 tile, u32 G) {
+        const auto at = state();
+        number = tile;
+        counts = number < plan.all_tiles ? plan.counts[TokenTile(number, plan, G).index(plan, G)] : make_int2(0, 0);
+        queue.pipeline.wait_empty(at);
+        if (threadIdx.x % 32 == 0) {
+            queue.number[at.stage] = number;
+            queue.counts[at.stage] = counts;
+            mbarrier_arrive(&queue.pipeline.full[at.stage]);
+        }
+        ++taken;
+        return number < plan.all_tiles;
+    }
+    // All other warps: whether there is another tile.
+    DEVICE bool next_tile() {
+        const auto at = state();
+        queue.pipeline.wait_full(at);
+        number = queue.number[at.stage];
+        counts = queue.counts[at.stage];
+        __syncwarp();
+        queue.pipeline.release(at.stage);
+        ++taken;
+        return number < plan.all_tiles;
+    }
+};
+
+// K and V of the steps, and which tokens selected them.
+struct StepPipeline : Pipeline<STAGES> {
+    u64 raw;                      // K and V that are still to be zeroed in part
+    u32 rows[STAGES][CONSUMERS];  // bit r: token r of the consumer selected the step's block
+};
+
+struct Shared {
+    StepPipeline steps;
+    TileQueue tiles;
+    Pipeline<1> rows[CONSUMERS];  // q (and do)
+
+    DEVICE void init() {
+        steps.init(1, 4 * CONSUMERS);           // a lane of every consumer warp
+        tiles.pipeline.init(1, 5 * CONSUMERS);  // likewise, and of the warps that load rows
+        for (int i = 0; i < CONSUMERS; ++i) rows[i].init(1, 4);
+        mbarrier_init(&steps.raw, 1);
+        mbarrier_fence_init();
+    }
+};
+
+// One past the last key that some row of `rows`, which are the tile's, may see.
+DEVICE int last_visible(const Problem &p, const TokenTile &tile, u64 rows) {
+    int last = 0;
+    for (int r = threadIdx.x % 32; r < TOKENS; r += 32)
+        if (rows >> r & 1) last = max(last, row_limit(p, tile.b, static_cast<i64>(tile.i) * TOKENS + r));
+    return __reduce_max_sync(ALL_LANES, last);
+}
+
+// Zero a step's keys and values from row `first` on. Whole rows: the swizzle within them does not matter.
+DEVICE void zero_rows(unsigned char *stage, int first) {
+#pragma unroll 1
+    for (int panel = 0; panel < STAGE_BYTES / PANEL; ++panel)
+        for (int i = first * 8 + threadIdx.x % 32; i < KEYS * 8; i += 32)
+            *reinterpret_cast<uint4 *>(stage + panel * PANEL + i * 16) = make_uint4(0, 0, 0, 0);
+}
+
+// Producer warp: the tiles of the CTA, and K and V of their steps.
+DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const Problem &p, const TilePlan &plan, unsigned char *stages,
+                          Shared &shared) {
+    StepPipeline &steps = shared.steps;
+    const int lane = threadIdx.x % 32;
+    int raw_parity = 0;
+    PipelineState<STAGES> at;
+    TileScheduler scheduler(shared.tiles, plan);
+    for (bool more = scheduler.publish(blockIdx.x, p.G); more; more = scheduler.publish(plan.fetch_tile(), p.G)) {
+        const TokenTile tile(scheduler.number, plan, p.G);
+        const u32 list = tile.index(plan, p.G);
+        const int2 counts = scheduler.counts;
+        const int partial = counts.y - counts.x;
+        int block = 0;
+        u64 rows = 0;
+        for (int e = 0; e < counts.y; ++e) {
+            if (e % 32 == 0 && e + lane < counts.y) {
+                const i64 offset = plan.list_offset(list, counts, e + lane);
+                block = plan.blocks[offset];
+                rows = plan.rows[offset];
+            }
+            const int first = __shfl_sync(ALL_LANES, block, e % 32) * BLOCK;
+            const u64 selected_by = __shfl_sync(ALL_LANES, rows, e % 32);
+            const int visible = e < partial ? last_visible(p, tile, selected_by) : first + BLOCK;
+            for (int key = first; key < first + BLOCK; key += KEYS, at.next()) {
+                unsigned char *stage = stages + at.stage * STAGE_BYTES;
+                const bool zeroes = key + KEYS > visible;
+                u64 *landed = zeroes ? &steps.raw : &steps.full[at.stage];
+                steps.wait_empty(at);
+                if (lane < CONSUMERS) steps.rows[at.stage][lane] = static_cast<u32>(selected_by >> lane * TQ) & TOKEN_MASK;
+                __syncwarp();
+                if (lane == 0) {
+                    mbarrier_arrive_expect(landed, STAGE_BYTES);
+                    tma_load_key_tile<DK>(stage, &k_map, landed, key, tile.g, tile.b);
+                    tma_load_key_tile<DV>(stage + K_BYTES, &v_map, landed, key, tile.g, tile.b);
+                }
+                if (zeroes) {
+                    mbarrier_wait(landed, raw_parity);
+                    raw_parity ^= 1;
+                    zero_rows(stage, max(visible - key, 0));
+                    fence_async_proxy();
+                    __syncwarp();
+                    steps.announce(at.stage);
+                }
+            }
+        }
+    }
+}
+
+// Producer warp: a consumer's rows of one or two tensors [B,S,G,H,D], as soon as it needs those of the tile before no more.
+template <int COLUMNS, int MORE>
+DEVICE void produce_rows(const TensorMap &map, const TensorMap &more, const Problem &p, const TilePlan &plan, unsigned char *to,
+                         Shared &shared, int consumer) {
+    Pipeline<1> &rows = shared.rows[consumer];
+    TileScheduler scheduler(shared.tiles, plan);
+    while (scheduler.next_tile()) {
+        const TokenTile tile(scheduler.number, plan, p.G);
+        rows.wait_empty({0, scheduler.parity()});
+        __syncwarp();  // all lanes have seen it: the next phase may pass
+        if (threadIdx.x % 32) continue;
+        const int s = static_cast<int>(tile.token(consumer));
+        mbarrier_arrive_expect(&rows.full[0], (COLUMNS + MORE) / 64 * TQ * H * 128);
+        tma_load_row_tile<COLUMNS>(to, &map, &rows.full[0], tile.g, s, tile.b);
+        tma_load_row_tile<MORE>(to + COLUMNS / 64 * PANEL, &more, &rows.full[0], tile.g, s, tile.b);
+    }
+}
+
+// A step of a tile, and which of the consumer's tokens selected it.
+struct Step {
+    int number, stage;
+    u32 rows;
+};
+
+constexpr int NO_LIMIT = -1;
+enum Found { STEP, LIMIT, END };
+
+// The steps of a tile, as a consumer goes through them.
+struct StepReader {
+    StepPipeline &pipeline;
+    const int consumer;
+    const u32 stages;  // the first stage, an operand
+    PipelineState<STAGES> at;  // of the next step
+    int next, total;
+
+    DEVICE StepReader(StepPipeline &steps, int number, const unsigned char *memory)
+        : pipeline(steps), consumer(number), stages(uniform(operand(shared_address(memory)))) {}
+
+    DEVICE void begin_tile(int steps) {
+        next = 0;
+        total = steps;
+    }
+    // The next step that a row of this consumer selected. The producer waits for stages to be released: a consumer that holds one must not
+    // wait for step `limit`, which is to be loaded there.
+    DEVICE Found find(Step &step, int limit) {
+        while (next < total) {
+            if (next == limit) return LIMIT;
+            pipeline.wait_full(at);
+            step = {next++, at.stage, pipeline.rows[at.stage][consumer]};
+            at.next();
+            if (step.rows) return STEP;
+            __syncwarp();  // all lanes have read it
+            release(step);
+        }
+        return END;
+    }
+    DEVICE u32 keys(const Step &step) const { return uniform(stages + step.stage * (STAGE_BYTES / 16)); }  // an operand
+    DEVICE void release(const Step &step) { pipeline.release(step.stage); }
+};
+
+// A thread's two rows, (token, head) of the consumer's accumulator, 8 apart.
+struct RowPair {
+    u32 bit[2];    // of the token in Step::rows; 0: the row does not exist
+    int limit[2];  // one past the last key that it may see
+    DEVICE RowPair(const Problem &p, const TokenTile &tile, int consumer) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int token = row(r) / H;
+            const i64 s = tile.token(consumer) + token;
+            const bool exists = token < TQ && s < p.S;
+            bit[r] = exists ? 1u << token : 0u;
+            limit[r] = exists ? row_limit(p, tile.b, s) : 0;
+        }
+    }
+    static DEVICE int row(int r) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
+    // Among B*S*G*H.
+    static DEVICE i64 index(const Problem &p, const TokenTile &tile, int consumer, int r) {
+        return ((tile.b * p.S + tile.token(consumer) + row(r) / H) * p.G + tile.g) * H + row(r) % H;
+    }
+};
+
+// A consumer's steps of a tile: the products of one step and the sums of the step before are in flight together, while the former's
+// probabilities are computed. `math` has
+//   begin_products(step)      s = q k^T, asynchronous
+//   probabilities(step, key)  from s, in registers; `key`: the step's first if rows need a mask, else NO_MASK
+//   finish_probabilities()    what the wait must not delay
+//   update_operand()          rounds them to an operand, once the sums of the step before are done
+//   begin_sums(step)          acc += operand * keys or values, asynchronous
+constexpr int NO_MASK = -1;
+
+template <class Math>
+DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const TokenTile &tile, int2 counts, Pipeline<1> &rows,
+                          Math &math) {
+    const int partial_steps = (counts.y - counts.x) * STEPS;
+    Step coming;
+    auto find = [&](int limit) {
+        const Found found = steps.find(coming, limit);
+        if (found == END) rows.release(0);  // q and do are not read any more
+        return found;
+    };
+    Found found = find(NO_LIMIT);
+    while (found == STEP) {
+        Step held = coming;  // its sums are still to be added
+        wgmma_fence();
+        math.begin_products(held);
+        wgmma_wait<0>();
+        int key = NO_MASK;
+        if (held.number < partial_steps)
+            key = plan.blocks[tile.index(plan, G) * plan.capacity + (steps.total - partial_steps + held.number) / STEPS] * BLOCK +
+                  held.number % STEPS * KEYS;
+        math.probabilities(held, key);
+        math.update_operand();
+        while ((found = find(held.number + STAGES)) == STEP && coming.number >= partial_steps) {
+            wgmma_fence();
+            math.begin_products(coming);
+            math.begin_sums(held);
+            wgmma_wait<1>();
+            math.probabilities(coming, NO_MASK);
+            math.finish_probabilities();
+            wgmma_wait<0>();
+            steps.release(held);
+            math.update_operand();
+            held = coming;
+        }
+        wgmma_fence();
+        math.begin_sums(held);
+        wgmma_wait<0>();
+        steps.release(held);
+        if (found == LIMIT) found = find(NO_LIMIT);
+    }
+}
+
+// Rows of an accumulator, scaled and rounded, to [B,S,G,H,COLUMNS], straight from registers. Rows with scale 0 get zeros: a row that
+// selected nothing has met every step with p = 0, and NaN or infinity in its own q or do makes that NaN.
+template <int COLUMNS>
+DEVICE void write_rows(const float (&acc)[COLUMNS / 2], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile,
+                       int consumer) {
+    const RowPair rows(p, tile, consumer);  // computed again: registers are scarce
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        u16 *row = to + RowPair::index(p, tile, consumer, r) * COLUMNS + threadIdx.x % 4 * 8;
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; j += 4) {
+            u32 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                x[i] = scale[r] == 0.0f ? 0 : pack(acc[4 * (j + i) + 2 * r] * scale[r], acc[4 * (j + i) + 2 * r + 1] * scale[r]);
+            quad_transpose(x);
+            if (rows.bit[r]) *reinterpret_cast<uint4 *>(row + 8 * j) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+    }
+}

@@ -1,0 +1,147 @@
+"""The inverse of the selection, for dk and dv: for every tile of keys the rows that selected any of them, in ascending order.
+
+A counting sort (sort_rank.cu, a prefix sum, sort_scatter.cu) fixes the order of every list. Long lists are split into segments
+(split_lists.cu), one CTA's work each: every row may have selected block 0. All sizes are static bounds: nothing here reads the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda.compiler import constants
+from nsa_sel.core.call import Call
+from nsa_sel.errors import BackendError
+
+SHORTEST = 32  # entries of a segment: with fewer, loading the tile and writing its part is most of the work
+SEGMENTS_PER_SM = 4
+BYTES = 24  # that an entry needs: its rank, itself, and its share of the counts and their sums
+SORT_THREADS = 256  # of a CTA of sort_rank.cu
+MOST_CHUNKS = 4096  # CTAs of sort_rank.cu: enough for any GPU, few enough for a small table
+Plan = TypeVar("Plan")
+SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
+
+
+class KeyToRows(NamedTuple):
+    """The lists: `KeyToRows` and `Segment` of key_to_rows.cuh say what they hold."""
+
+    entries: Tensor  # [entries_per_bg * B * G] int64; unwritten past the last list's end
+    begins: Tensor  # [lists + 1] int64
+    segments: Tensor  # [lists + 1] int64
+    parts: Tensor  # [lists + 1] int64
+    lists: int
+    tiles: int  # of one batch entry and group
+    entries_per_bg: int
+    reach: int
+    segment: int  # entries, at most
+
+    def arguments(self) -> tuple[int, ...]:
+        return (*launch.pointers(*self[:4]), *self[4:])
+
+    def most_segments(self) -> int:
+        capacity = self.entries.shape[0]
+        return min(capacity, capacity // self.segment + self.lists)
+
+
+def most_parts(entries: int, segment: int) -> int:
+    """A bound on the segments of lists that have several: such a list is longer than a segment, and has less than twice the segments that
+    its entries fill."""
+    return max(1, min(entries, 2 * entries // segment))
+
+
+def segment_length(call: Call, width: int, entries: int) -> int:
+    """Entries of a segment: few enough to give every multiprocessor some and for balance, and enough for the segments' float32 parts to fit
+    the workspace beside the lists."""
+    h, Dk = call.q.shape[3:]
+    part_bytes = 4 * width * (Dk + call.v.shape[-1])
+    longest = max(256, min(1024, 4096 // h))  # longer if a row brings fewer heads: each segment writes its part
+    segment = SHORTEST
+    while segment < longest and entries > segment * SEGMENTS_PER_SM * call.device.sm_count:
+        segment *= 2
+    bound = call.settings.workspace_bytes
+    budget = max(bound - BYTES * entries, bound // 8)
+    while most_parts(entries, segment) * part_bytes > budget and 2 * segment * h < 2**31:
+        segment *= 2
+    return segment
+
+
+def cached_plan(call: Call, key: tuple[Any, ...], build: Callable[[], Plan]) -> Plan:
+    """What `build` returns, cached in the selection for these positions, which the causal clamp depends on.
+
+    Built every time inside a CUDA graph: a replay must follow ranges that were written since, and what a capture builds holds nothing
+    until it is replayed.
+    """
+    if call.capturing():
+        return build()
+    plan: Plan = call.selection.plan(key, build, call.q_pos)
+    return plan
+
+
+def lists_of(call: Call, ranges: Tensor, width: int) -> KeyToRows:
+    """The lists for tiles of `width` keys."""
+    B, S, G = call.q.shape[:3]
+    reach = call.reach(width)
+    segment = segment_length(call, width, B * G * S * call.selection.n * reach)
+    key = ("cupy-cuda lists", width, segment, tuple(call.k.shape[:3]))
+    return cached_plan(call, key, lambda: _build(call, ranges, width, reach, segment))
+
+
+def _build(call: Call, ranges: Tensor, width: int, reach: int, segment: int) -> KeyToRows:
+    B, S, G = call.q.shape[:3]
+    n, on, device = call.selection.n, call.q.get_device(), call.q.device
+    tiles = -(-call.k.shape[2] // width)
+    entries_per_bg, lists = S * n * reach, B * G * tiles
+    capacity = B * G * entries_per_bg
+    bound = max(call.settings.workspace_bytes, 1 << 20)
+    if BYTES * capacity > bound or max(entries_per_bg, lists) >= 2**31:
+        raise BackendError(
+            f"the list of rows of every KV tile needs {BYTES * capacity} bytes, because any of the {n} ranges of a row may span"
+            f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"
+            " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
+        )
+    # Rows of a chunk: enough for a table of counts that is no longer than the lists.
+    chunk = max(1, SORT_THREADS // (n * reach), -(-S * B * G // MOST_CHUNKS), -(-tiles // (n * reach)))
+    chunks = -(-S // chunk)
+    problem, sort = launch.problem(call, ranges), (entries_per_bg, reach, width, tiles, chunk, chunks)
+    ranks = torch.empty(capacity, dtype=torch.int32, device=device)
+    counts = torch.zeros(lists * chunks, dtype=torch.int32, device=device)
+    entries = torch.empty(capacity, dtype=torch.int64, device=device)
+    begins, segments, parts = torch.empty(3, lists + 1, dtype=torch.int64, device=device)
+    launch.start(
+        "sort_rank.cu", SORT_MACROS, on, B * G * chunks, SORT_THREADS, 0, *sort, *launch.pointers(ranks, counts), problem=problem
+    )  # fmt: skip
+    ends = counts.cumsum(0)
+    launch.start(
+        "sort_scatter.cu", SORT_MACROS, on, -(-capacity // 256), 256, 0,
+        *sort, *launch.pointers(ranks, ends, entries), capacity, problem=problem,
+    )  # fmt: skip
+    launch.start(
+        "split_lists.cu", SORT_MACROS, on, 1, 512, 0, *launch.pointers(ends, begins, segments, parts), lists, chunks, segment
+    )  # fmt: skip
+    return KeyToRows(entries, begins, segments, parts, lists, tiles, entries_per_bg, reach, segment)
+
+
+def key_value_gradients(
+    call: Call, ranges: Tensor, width: int, start: Callable[[int, tuple[int, ...]], None]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(ctas, values): the kernel over the lists of tiles of `width` keys, given the values of
+    its `KeyToRows` and `KeyGradients`."""
+    k, v = call.k, call.v
+    (B, G, S_kv, Dk), Dv = k.shape, v.shape[-1]
+    lists = lists_of(call, ranges, width)
+    parts = most_parts(lists.entries.shape[0], lists.segment)
+    part_dk = temporary(call, k, parts, width, Dk, dtype=torch.float32)
+    part_dv = temporary(call, k, parts, width, Dv, dtype=torch.float32)
+    dk, dv = unwritten(k, B, G, S_kv, Dk), unwritten(v, B, G, S_kv, Dv)
+    gradients = launch.pointers(part_dk, part_dv, dk, dv)
+    start(lists.most_segments(), (*lists.arguments(), *gradients))
+    launch.start(
+        "sum_parts.cu", launch.macros(call, KEY_WARPS=width // 16), k.get_device(), lists.lists * (width // 8), 128, 0,
+        *launch.pointers(lists.segments, lists.parts), *gradients, S_kv, lists.tiles,
+    )  # fmt: skip
+    return dk, dv

@@ -1,0 +1,189 @@
+"""Kernels for every GPU from sm_80 on.
+
+forward_rows.cu, dq_rows.cu  one CTA per query row; combine.cu adds the splits of a row
+dkdv_tiles.cu                over the lists of key_to_rows.py
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
+from nsa_sel.backends.cupy_cuda.key_to_rows import key_value_gradients
+from nsa_sel.core.call import Call
+
+TILE, STAGES = 16, 2  # keys of a tile, buffers of a team: key_tiles.cuh
+MOST_SPLITS = 64  # of a row
+WITH_CLUSTERS = (90, 100)  # GPUs on which CTAs read each other's shared memory; untried on consumers' ones
+MOST_CTAS = 8  # of a cluster, on each of these GPUs
+MOST_CLUSTER_TILES = 8  # tiles of a team in a cluster; with more, more splits than a cluster has CTAs may be faster
+CTAS_PER_SM = 2  # that rows are split into, if there are fewer
+NARROW = 272  # columns of a key and a value together, padded, up to which one warp holds 16 keys' dk and dv in registers
+
+
+class RowShape(NamedTuple):
+    """How the warps of a CTA share a row (key_tiles.cuh)."""
+
+    head_warps: int
+    teams: int
+    registers: bool  # whether q (and do) stay in registers
+    shared: int  # bytes of dynamic shared memory
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.head_warps * self.teams
+
+    def head_tiles(self, h: int) -> int:
+        """CTAs that the heads of a row take."""
+        return -(-h // (16 * self.head_warps))
+
+    def macros(self) -> dict[str, int]:
+        return {"TILE": TILE, "STAGES": STAGES, "TEAMS": self.teams, "HEAD_WARPS": self.head_warps, "Q_REGISTERS": int(self.registers)}
+
+
+class RowPlan(NamedTuple):
+    """The launch of forward_rows.cu for calls of one kind."""
+
+    macros: Constants
+    shape: RowShape
+    head_tiles: int
+    splits: int  # CTAs of a row
+    combined: bool  # whether splits are written and combined by combine.cu; else they are one CTA, or a cluster's
+
+
+def pitches(Dk: int, Dv: int) -> tuple[int, int]:
+    """Numbers of a key's and a value's row in shared memory: KP and VP of mma.cuh."""
+    return -(-Dk // 16) * 16 + 8, -(-Dv // 16) * 16 + 8
+
+
+@functools.lru_cache(maxsize=1024)
+def row_shape(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backward: bool) -> RowShape:
+    """The shape of a CTA of forward_rows.cu, or of dq_rows.cu, for rows of at most `longest` keys: as many teams as there are tiles and
+    shared memory for."""
+    key, value = pitches(Dk, Dv)
+    head_warps = min(4, -(-h // 16))
+    teams = 4 if head_warps == 1 else 1
+    while teams > max(1, -(-longest // TILE)):
+        teams //= 2
+    # Operands and accumulators that a thread holds: beyond 136 registers of them it would have to spill.
+    registers = (key + value + 2 * key if backward else key + 2 * value) // 4 <= 136
+    while True:
+        heads = 16 * head_warps
+        own = 2 * heads * (key + value if backward else key)
+        results = 4 * teams * heads * key if backward else 4 * teams * heads * (value + 2) + 8 * heads
+        fixed = 8 * heads if backward else 0  # in `__shared__` variables
+        shared = max(own + 2 * teams * STAGES * TILE * (key + value), results)
+        if shared + fixed <= shared_memory:
+            return RowShape(head_warps, teams, registers, shared)
+        if teams > 1:
+            teams //= 2
+        elif head_warps > 1:
+            head_warps //= 2
+        else:
+            launch.refuse_shared_memory(shared + fixed, shared_memory)
+
+
+@functools.lru_cache(maxsize=1024)
+def row_plan(
+    rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm: int | None, sm_count: int, shared_memory: int
+) -> RowPlan:  # fmt: skip
+    """The launch for `rows` rows of at most `longest` keys: each split among as many CTAs as fill the GPU, one if there are rows enough."""
+    shape = row_shape(h, Dk, Dv, longest, shared_memory, False)
+    head_tiles = shape.head_tiles(h)
+    tiles = -(-longest // (TILE * shape.teams))  # of a team
+    splits = max(1, min(MOST_SPLITS, tiles, CTAS_PER_SM * sm_count // (rows * head_tiles)))
+    cluster = 1
+    if sm in WITH_CLUSTERS and tiles <= MOST_CLUSTER_TILES * MOST_CTAS:
+        splits = cluster = 1 << min(splits, MOST_CTAS).bit_length() - 1
+    combined = splits > cluster
+    macros = constants(BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=int(aligned), SPLIT=int(combined), CLUSTER=cluster, **shape.macros())
+    return RowPlan(macros, shape, head_tiles, splits, combined)
+
+
+@functools.cache
+def combine_macros(bf16: bool, Dv: int) -> Constants:
+    return constants(BF16=int(bf16), DK=8, DV=Dv, ALIGNED=1, MOST_SPLITS=MOST_SPLITS)
+
+
+def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    q, device, facts = call.q, call.q.get_device(), call.device
+    B, S, G, h, Dk = q.shape
+    _, _, S_kv, Dv = call.v.shape
+    rows, bf16 = B * S * G, q.dtype == torch.bfloat16
+    ranges = call.selection.disjoint_ranges()
+    problem = launch.problem(call, ranges)
+    longest, aligned = call.selection.length_bound(S_kv), launch.problem_aligned(call, problem)
+    macros, shape, head_tiles, splits, combined = row_plan(
+        rows, h, Dk, Dv, longest, bf16, aligned, facts.sm, facts.sm_count, facts.shared_memory
+    )  # fmt: skip
+    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    split_o, split_lse = o, lse
+    if combined:
+        split_o = temporary(call, q, rows * h * splits * Dv, dtype=torch.float32)
+        split_lse = temporary(call, q, rows * h * splits, dtype=torch.float32)
+    launch.start(
+        "forward_rows.cu", macros, device, rows * head_tiles * splits, shape.threads, shape.shared,
+        split_o.data_ptr(), split_lse.data_ptr(), splits, head_tiles, problem=problem,
+    )  # fmt: skip
+    if combined:
+        launch.start(
+            "combine.cu", combine_macros(bf16, Dv), device, -(-rows * h // 4), 128, 0,
+            *launch.pointers(split_o, split_lse, o, lse), rows * h, splits,
+        )  # fmt: skip
+    return o, lse
+
+
+def dq_rows(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    q = call.q
+    B, S, G, h, Dk = q.shape
+    dq, delta = unwritten(q, B, S, G, h, Dk), temporary(call, lse, B, S, G, h)
+    shape = row_shape(h, Dk, call.v.shape[-1], call.selection.length_bound(call.k.shape[2]), call.device.shared_memory, True)
+    head_tiles = shape.head_tiles(h)
+    macros = launch.macros(call, aligned=launch.aligned(q, call.k, call.v, do), **shape.macros())
+    launch.start(
+        "dq_rows.cu", macros, q.get_device(), B * S * G * head_tiles, shape.threads, shape.shared,
+        *launch.strided(do), *launch.pointers(o, lse, dlse, dq, delta), head_tiles, problem=launch.problem(call, ranges),
+    )  # fmt: skip
+    return dq, delta
+
+
+def tile_shape(call: Call) -> tuple[int, int, int, int]:
+    """KEY_WARPS, COLUMN_WARPS, QUERIES of dkdv_tiles.cu, and bytes of dynamic shared memory. Tiles have 64 keys, or the largest power of
+    two that divides the blocks."""
+    columns, block = sum(pitches(call.q.shape[-1], call.v.shape[-1])), call.selection.block_size
+    width = 64 if block is None or block % 16 else min(64, block & -block)
+    queries = 32
+    while True:
+        shared = 2 * columns * (width + 2 * queries)
+        fixed = 3 * 32 * queries  # in `__shared__` variables
+        if shared + fixed <= call.device.shared_memory:
+            return width // 16, 2 if columns > NARROW else 1, queries, shared
+        if queries > 16:
+            queries //= 2
+        elif width > 16:
+            width //= 2
+        else:
+            launch.refuse_shared_memory(shared + fixed, call.device.shared_memory)
+
+
+def dkdv_tiles(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
+    key_warps, column_warps, queries, shared = tile_shape(call)
+    aligned = launch.aligned(call.q, call.k, call.v, do)
+    macros = launch.macros(call, aligned=aligned, KEY_WARPS=key_warps, COLUMN_WARPS=column_warps, QUERIES=queries)
+
+    def start(ctas: int, lists: tuple[int, ...]) -> None:
+        launch.start(
+            "dkdv_tiles.cu", macros, call.q.get_device(), ctas, 32 * key_warps * column_warps, shared,
+            *launch.strided(do), *launch.pointers(lse, delta), *lists, problem=launch.problem(call, ranges),
+        )  # fmt: skip
+
+    return key_value_gradients(call, ranges, 16 * key_warps, start)

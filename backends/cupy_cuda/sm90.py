@@ -1,0 +1,217 @@
+"""Hopper's kernels (TMA, wgmma), and which calls they take.
+
+forward_tiles.cu, dq_tiles.cu  tiles of adjacent tokens, with the union of their blocks (tile_union.cu)
+dkdv_groups.cu                 over the lists of key_to_rows.py
+forward_blocks.cu              many rows of whole blocks that share no keys with their neighbors, as when a batch decodes
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._loads import union_keys
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
+from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, cached_plan, key_value_gradients
+from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
+from nsa_sel.backends.specs import HOPPER_TILES
+from nsa_sel.core.call import Call
+
+SM = 90  # wgmma is this chip's alone
+ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a consumer warpgroup, keys of a step, bytes of 64 rows of 64 columns
+STATIC = 2048  # bytes of `__shared__` variables and of the system, to the next multiple of 1024
+MOST_STAGES = 6  # of forward_blocks.cu and dkdv_groups.cu
+MOST_DK = 128  # columns of dk that registers hold beside dv in dkdv_groups.cu
+L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
+STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
+CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
+
+
+class TileShape(NamedTuple):
+    """Consumer warpgroups, tokens of a tile, stages, and bytes of dynamic shared memory."""
+
+    consumers: int
+    tokens: int
+    stages: int
+    shared: int
+
+
+class TilePlan(NamedTuple):
+    """The lists of blocks of all tiles: `TilePlan` of token_tiles.cuh."""
+
+    blocks: Tensor  # [all tiles * capacity] int32
+    rows: Tensor  # [all tiles * capacity] int64
+    counts: Tensor  # [all tiles, 2] int32
+    tiles: int  # of a batch entry and group
+    capacity: int
+
+    def arguments(self, call: Call, tile_counter: Tensor | None) -> tuple[int, ...]:
+        heads = call.k.shape[0] * call.k.shape[1]
+        key_bytes = 2 * call.k.shape[2] * (call.k.shape[3] + call.v.shape[3])
+        interleaved = max(1, min(heads, L2_BYTES // key_bytes))
+        return *launch.pointers(*self[:3]), self.tiles, self.capacity, self.counts.shape[0], interleaved, *launch.pointers(tile_counter)
+
+
+def _mappable(*tensors: Tensor) -> bool:
+    """Whether TMA can load them: no stride of 0, rows that begin at multiples of 16 bytes."""
+    return not any(0 in x.stride() for x in tensors) and launch.aligned(*tensors)
+
+
+def supports_tiles(call: Call, *others: Tensor) -> bool:
+    """Whether the kernels of tiles compute this call; `others` are read row by row as q, k and v are."""
+    _, S, _, h, Dk = call.q.shape
+    return (
+        call.device.sm == SM
+        and HOPPER_TILES.fits(S, call.k.shape[2], h, Dk, call.v.shape[-1], call.selection.block_size)
+        and _mappable(call.q, call.k, call.v, *others)
+    )
+
+
+def supports_blocks(call: Call) -> bool:
+    """Whether forward_blocks.cu computes this call: rows enough for most multiprocessors, of blocks of 64 keys or a multiple."""
+    size, device = call.selection.block_size, call.device
+    B, S, G, h, Dk = call.q.shape
+    if device.sm != SM or size is None or size % KEYS or 2 * B * S * G * head_tiles(h) <= device.sm_count:
+        return False
+    return Dk in (64, 128) and call.v.shape[-1] in (64, 128) and _mappable(call.k, call.v) and launch.aligned(call.q)
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_shape(consumers: int, h: int, Dk: int, Dv: int, columns: int, shared_memory: int) -> TileShape:
+    """For consumers that have 64 rows of so many columns each in shared memory, beside the stages of 64 keys and values."""
+    row_bytes, step_bytes = consumers * PANEL * columns // 64, PANEL * (Dk + Dv) // 64
+    stages = (shared_memory - STATIC - row_bytes) // step_bytes
+    return TileShape(consumers, consumers * (ROWS // h), stages, row_bytes + stages * step_bytes)
+
+
+def forward_shape(call: Call) -> TileShape:
+    h, Dk = call.q.shape[3:]
+    return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, call.v.shape[-1], Dk, call.device.shared_memory)
+
+
+def _key_maps(call: Call) -> tuple[bytes, bytes]:
+    return tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64)
+
+
+def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    q, shape = call.q, forward_shape(call)
+    B, S, G, h, _ = q.shape
+    o, lse = unwritten(q, B, S, G, h, call.v.shape[-1]), unwritten(q, B, S, G, h, dtype=torch.float32)
+    maps = (row_map(q, ROWS // h), *_key_maps(call))
+    _start_tiles("forward_tiles.cu", call, call.selection.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
+    return o, lse
+
+
+def loaded_keys(call: Call) -> int:
+    """Keys that the forward loads: the union of each tile's rows. Counted, which waits for the device."""
+    return union_keys(call, forward_shape(call).tokens)
+
+
+def dq_tiles(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    q = call.q
+    dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
+    h, Dk, Dv = *q.shape[3:], call.v.shape[-1]
+    shape = tile_shape(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, Dk + Dv, call.device.shared_memory)
+    maps = (row_map(q, ROWS // h), row_map(do, ROWS // h), *_key_maps(call))
+    _start_tiles("dq_tiles.cu", call, ranges, shape, maps, *launch.strided(do), *launch.pointers(o, lse, dlse, dq, delta))
+    return dq, delta
+
+
+def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps: tuple[bytes, ...], *values: int) -> None:
+    """At most one CTA a multiprocessor, which takes tile after tile."""
+    q, block = call.q, call.selection.block_size
+    assert block is not None, "supports_tiles"
+    plan, sm_count = plan_of(call, ranges, shape.tokens), call.device.sm_count
+    macros = launch.macros(call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, BLOCK=block)
+    all_tiles, counter = plan.counts.shape[0], None
+    if all_tiles > sm_count:
+        counter = temporary(call, q, 1, dtype=torch.int32)
+        launch.clear(counter.data_ptr(), 4, q.get_device())
+    launch.start(
+        source, macros, q.get_device(), min(sm_count, all_tiles), 128 * (shape.consumers + 1), shape.shared,
+        *plan.arguments(call, counter), *values, maps=maps, problem=launch.problem(call, ranges),
+    )  # fmt: skip
+
+
+def plan_of(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
+    """The plan for tiles of `tokens` rows."""
+    return cached_plan(call, ("cupy-cuda union", tokens, call.k.shape[2]), lambda: _build(call, ranges, tokens))
+
+
+def _build(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
+    B, S, G = call.q.shape[:3]
+    n, block, device = call.selection.n, call.selection.block_size, call.q.device
+    assert block is not None, "supports_tiles"
+    blocks_of_keys = -(-call.k.shape[2] // block)
+    tiles, capacity = -(-S // tokens), min(tokens * n, blocks_of_keys)
+    all_tiles = B * G * tiles
+    blocks = torch.empty(all_tiles * capacity, dtype=torch.int32, device=device)
+    rows = torch.empty(all_tiles * capacity, dtype=torch.int64, device=device)
+    counts = torch.empty(all_tiles, 2, dtype=torch.int32, device=device)
+    shared = 8 << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
+    launch.start(
+        "tile_union.cu", constants(**dict(SORT_MACROS), TOKENS=tokens, BLOCK=block), call.q.get_device(), all_tiles, 128, shared,
+        *launch.pointers(blocks, rows, counts), tiles, capacity, problem=launch.problem(call, ranges),
+    )  # fmt: skip
+    return TilePlan(blocks, rows, counts, tiles, capacity)
+
+
+def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
+    q = call.q
+    h, Dk, Dv = q.shape[3], q.shape[4], call.v.shape[-1]
+    step_bytes = PANEL * (Dk + Dv) // 64
+    of_cta = (call.device.shared_memory + 1024) // 2 - STATIC - MOST_STAGES * STATISTICS  # of two CTAs a multiprocessor
+    stages = min(MOST_STAGES, of_cta // step_bytes - 1)
+    macros = launch.macros(call, H=h, STAGES=stages)
+
+    def start(ctas: int, lists: tuple[int, ...]) -> None:
+        launch.start(
+            "dkdv_groups.cu", macros, q.get_device(), ctas, 256, (stages + 1) * step_bytes,
+            *launch.strided(do), *launch.pointers(lse, delta), *lists,
+            maps=(row_map(q, 1), row_map(do, 1), *_key_maps(call)), problem=launch.problem(call, ranges),
+        )  # fmt: skip
+
+    return key_value_gradients(call, ranges, KEYS, start)
+
+
+def head_tiles(h: int) -> int:
+    """CTAs of forward_blocks.cu that the heads of a row take."""
+    return -(-h // (16 * CONSUMER_WARPS))
+
+
+@functools.lru_cache(maxsize=1024)
+def block_plan(h: int, Dk: int, Dv: int, bf16: bool, alone: bool, shared_memory: int) -> tuple[Constants, int, int]:
+    """The macros of forward_blocks.cu, CTAs a multiprocessor, and bytes of dynamic shared memory: as many stages as there is room for; two
+    CTAs a multiprocessor, one if there are no more (`alone`), or if a warp has all columns in registers."""
+    head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
+    per_sm = 1 if alone or head_warps == CONSUMER_WARPS else 2
+    head_bytes, step_bytes = 2 * 16 * head_warps * (Dk + 8 + KEYS + 8), PANEL * (Dk + Dv) // 64  # q and p; keys and values
+    stages = min(MOST_STAGES, ((shared_memory + 1024) // per_sm - STATIC - head_bytes) // step_bytes)
+    macros = constants(BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm)
+    return macros, per_sm, stages * step_bytes + head_bytes
+
+
+def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    q, sm_count = call.q, call.device.sm_count
+    B, S, G, h, Dk = q.shape
+    Dv = call.v.shape[-1]
+    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    work = B * S * G * head_tiles(h)
+    macros, per_sm, shared = block_plan(h, Dk, Dv, q.dtype == torch.bfloat16, work <= sm_count, call.device.shared_memory)
+    ranges = call.selection.disjoint_ranges()
+    launch.start(
+        "forward_blocks.cu", macros, q.get_device(), min(work, per_sm * sm_count), 32 * (CONSUMER_WARPS + 1), shared,
+        o.data_ptr(), lse.data_ptr(), head_tiles(h), work,
+        maps=(tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(call.v, KEYS, 64, promoted=False)),
+        problem=launch.problem(call, ranges),
+    )  # fmt: skip
+    return o, lse
