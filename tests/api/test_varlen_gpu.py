@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel import compat, varlen
+from nsa_sel import compat
 from nsa_sel.selection import Selection
 from tests.helpers.varlen_cases import Packed, attend_varlen, check_varlen, pack, seen_keys
 from tests.test_triton_sel_parity_gpu import DTYPES, on_gpu, on_ranges
@@ -65,7 +65,7 @@ def test_a_copy_is_made_where_it_pays_and_nobody_forbids_it() -> None:
     options = on_device(packed)
     nsa_sel.selection_attention_varlen(*packed[:4], **options, align=True)
     decision = nsa_sel.decisions()[-1]
-    for_blocks = varlen._is_for_blocks(str(decision.forward), decision.request, decision.device)
+    for_blocks = packed_batches._prefers_blocks(decision.forward, decision.request, decision.device)
     nsa_sel.selection_attention_varlen(*packed[:4], **options)
     assert nsa_sel.decisions()[-1].request.block_size == (64 if for_blocks else None)
     for align, backend in ((False, None), (None, "triton-group")):

@@ -26,6 +26,8 @@ from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings import config
 from nsa_sel.settings.devices import GPUS
+from nsa_sel.settings.flags import CONFIG_FLAG, FLAGS
+from nsa_sel.settings.schema import ConfigFile
 from tests import conftest
 from tests.fuzz.calls import Ran, clear
 from tests.fuzz.generators import ODD_TENSORS, Case, Facts
@@ -136,7 +138,7 @@ def edit_tree(tree: Any, edits: list[Any]) -> Any:
 
 def check_config(case: Case, f: Facts) -> Ran:
     """A configuration file, or texts of flags: an error, or settings that decide on every device."""
-    names = [*(flag.name for flag in config.FLAGS), config.CONFIG_FLAG]
+    names = [*(flag.name for flag in FLAGS), CONFIG_FLAG]
     flags = {names[int(share * len(names))]: text.replace("\0", "").replace("\ud800", "\udcff") for share, text in f["flags"]}
     ran = Ran()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -144,10 +146,10 @@ def check_config(case: Case, f: Facts) -> Ran:
             shipped = sorted((ROOT / "configs").rglob("*.yaml"))
             tree = edit_tree(yaml.safe_load(shipped[int(f["file"] * len(shipped))].read_text()), f["tree"])
             text = edit_text(yaml.safe_dump(tree, sort_keys=False), f["text"]).encode("utf-8", "surrogatepass")
-            flags = {config.CONFIG_FLAG: f"{folder}/fuzz.yaml"}
-            Path(flags[config.CONFIG_FLAG]).write_bytes(text)
+            flags = {CONFIG_FLAG: f"{folder}/fuzz.yaml"}
+            Path(flags[CONFIG_FLAG]).write_bytes(text)
             with contextlib.suppress(ConfigError):
-                assert isinstance(config.parse_config(text, "fuzz.yaml"), config.ConfigFile)
+                assert isinstance(config.parse_config(text, "fuzz.yaml"), ConfigFile)
         stack.enter_context(patch.dict(os.environ, flags))
         stack.callback(conftest.forget)
         for device in (DeviceInfo(kind="cpu"), *GPUS.values()):
