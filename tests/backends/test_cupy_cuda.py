@@ -17,6 +17,7 @@ from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
+from nsa_sel.varlen import selection_attention_varlen
 from tests.helpers.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
@@ -234,7 +235,7 @@ def test_packed_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"G": 2, "h": 3, "spare": 1, "dtype": torch.float16}
     for packed in (pack((3, 0, 1, 5), block_size=None, **sizes), pack((2, 1, 0, 3), (21, 16, 9, 2), n=2, **sizes)):  # type: ignore[arg-type]
         cu_k = None if packed.cu_q == packed.cu_k else packed.cu_k
-        o, lse = varlen.selection_attention_varlen(*packed[:4], packed.cu_q, cu_k, return_lse=True)
+        o, lse = selection_attention_varlen(*packed[:4], packed.cu_q, cu_k, return_lse=True)
         assert (calls[-1].q_pos is None) == (cu_k is None)
         do, dlse = (x[0] for x in make_grads(calls[-1].q, calls[-1].v))
         dlse = torch.where(lse == float("-inf"), 0.0, dlse)
