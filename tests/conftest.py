@@ -53,7 +53,7 @@ def fast_sorts_in_the_interpreter() -> Iterator[None]:
     from triton.language import standard
     from triton.runtime import interpreter
 
-    from nsa_sel.backends._triton.steps import larger
+    from nsa_sel.backends._triton.softmax import larger
 
     slow_scan, slow_reduce = interpreter.ScanOps.generic_scan, interpreter.ReduceOps.generic_reduce
 

@@ -29,12 +29,12 @@ def test_edges(backend: str, edge: str) -> None:
 def test_one_range_a_row_takes_the_path_that_the_flag_names(
     backend: str, S: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from nsa_sel.backends._triton import launch
+    from nsa_sel.backends._triton import arguments
 
     q, k, v = make_qkv(B=1, S=S, G=2, h=2, Dk=8, Dv=16, S_kv=20)
     one = Selection.from_ranges(edge_selections(1, S, 2, 20)["one_contiguous"])
-    walks, width = [], launch.walk_width
-    monkeypatch.setattr(launch, "walk_width", lambda call: walks.append(width(call)) or walks[-1])
+    walks, width = [], arguments.walk_width
+    monkeypatch.setattr(arguments, "walk_width", lambda call: walks.append(width(call)) or walks[-1])
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     caplog.set_level("INFO", "nsa_sel")
     for flag, path, walk in (("dense", "dense", 1), ("auto", "dense", 1), ("varlen", "varlen", 2)):

@@ -10,11 +10,12 @@ import torch
 
 import nsa_sel
 from nsa_sel import attention
-from nsa_sel.backends._triton import inverse as inverse_module
-from nsa_sel.backends._triton import launch
-from nsa_sel.backends._triton import union as union_module
-from nsa_sel.backends._triton.inverse import inverse
-from nsa_sel.backends._triton.union import union
+from nsa_sel.backends._common import remembered_plan
+from nsa_sel.backends._triton import arguments
+from nsa_sel.backends._triton import block_union as block_union_module
+from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
+from nsa_sel.backends._triton.block_union import block_union
+from nsa_sel.backends._triton.key_to_rows import key_to_rows
 from nsa_sel.core.call import Call, check_call, device_info
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
@@ -64,8 +65,8 @@ def test_keys_in_two_tiles(backend: str, Dk: int) -> None:
     q, k, v = make_qkv(S=5, G=2, h=3, Dk=Dk, Dv=128, S_kv=50, dtype=torch.float16, seed=Dk)
     selection = make_blocks(1, 5, 2, 50, 3, 16)
     device = device_info(q.device)
-    facts = launch.split_facts(launch.heads(Call(q, k, v, selection, None, Dk**-0.5, config.settings_for(device), device)))
-    assert (facts["BLOCK_D"], facts["BLOCK_REST"]) == (128, 64)
+    dims = arguments.split_dims(arguments.heads(Call(q, k, v, selection, None, Dk**-0.5, config.settings_for(device), device)))
+    assert (dims.BLOCK_D, dims.BLOCK_REST) == (128, 64)
     check_both(backend, q, k, v, selection)
 
 
@@ -217,7 +218,7 @@ def test_the_inverse_lists_every_row_of_a_tile_in_order(blocks: bool, section: i
     B, S, G, S_kv, width = 2, 70, 2, 100, 16
     ranges = make_blocks(B, S, G, S_kv, 3, 32) if blocks else Selection.from_ranges(make_spans("mixed", B, S, G, S_kv, 40))
     call = _call(B, S, G, 1, S_kv, ranges)
-    plan = inverse(call, width, section, pairs, piece)
+    plan = key_to_rows(call, width, section, pairs, piece)
     ends = plan.ends.view(-1, plan.stretches)[:, -1].tolist()
     starts = [0, *ends[:-1]]
     start, end = (x.tolist() for x in call.clamped_ranges())
@@ -247,16 +248,16 @@ def test_the_inverse_lists_every_row_of_a_tile_in_order(blocks: bool, section: i
 def test_plans_are_shared_and_follow_the_ranges() -> None:
     selection = make_blocks(1, 20, 1, 64, 2, 16)
     call = _call(1, 20, 1, 2, 64, selection)
-    assert union(call, 4) is union(call, 4)
-    assert union(call, 4) is not union(call, 8)
-    before = union(call, 4)
+    assert block_union(call, 4) is block_union(call, 4)
+    assert block_union(call, 4) is not block_union(call, 8)
+    before = block_union(call, 4)
     selection.ranges.fill_(0)
-    assert int(union(call, 4).counts.sum()) == 0
-    assert before is not union(call, 4)
-    assert launch.remembered(call, ("x",), lambda: 1) == 1
+    assert int(block_union(call, 4).counts.sum()) == 0
+    assert before is not block_union(call, 4)
+    assert remembered_plan(call, ("x",), lambda: 1) == 1
 
 
-@pytest.mark.parametrize(("backend", "module"), [("triton-tile", union_module), ("triton-group", inverse_module)])
+@pytest.mark.parametrize(("backend", "module"), [("triton-tile", block_union_module), ("triton-group", key_to_rows_module)])
 def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backend: str, module: object) -> None:
     """Forward, backward and the next layer share them, until the positions are others or written."""
     q, k, v = make_qkv(S=2, G=1, h=1, S_kv=32, requires_grad=True)

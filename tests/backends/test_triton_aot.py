@@ -29,11 +29,11 @@ SPILLS = {
     "partial_dkdv_kernel": 640,
     "partial_kernel": 160,
     "rank_kernel": 16,
-    "place_kernel": 16,
+    "scatter_kernel": 16,
     "sum_parts_kernel": 16,
 }
 WIDE_TILE, TILE = 448, 64  # triton-tile with head dims of 256, or of 192 on sm_120, and with others
-SHARED = {"rank_kernel", "place_kernel", "partial_dkdv_kernel", "sum_parts_kernel"}
+SHARED = {"rank_kernel", "scatter_kernel", "partial_dkdv_kernel", "sum_parts_kernel"}
 GROUP = {"forward_ranges_kernel", "forward_blocks_kernel", "dq_kernel", "dq_blocks_kernel"}
 KERNELS = {
     "triton-group": SHARED | GROUP,

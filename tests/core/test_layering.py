@@ -151,7 +151,7 @@ def imports(nodes: Iterable[ast.AST], lazy: bool) -> Iterator[str]:
 
 
 def floor_of(module: str) -> int:
-    """The floor of "decision", "backends._triton.launch", also of "decision.Reason"; the longest listed prefix counts."""
+    """The floor of "decision", "backends._triton.arguments", also of "decision.Reason"; the longest listed prefix counts."""
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         for floor, names in enumerate(FLOORS):
