@@ -1,4 +1,4 @@
-"""Launches that go straight to a compiled kernel: only where the compiler would have chosen the same one."""
+"""Launches that go straight to a compiled kernel (_triton/kernel.py): only where Triton would have compiled the same one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton import combine, tma
 from nsa_sel.backends._triton import kernel as kernel_module
+from nsa_sel.backends._triton.arguments import Strides
 from nsa_sel.backends._triton.kernel import Kernel, number_kinds, tensor_kinds
 from nsa_sel.backends._triton.tma import CheckedDescriptor
 from nsa_sel.backends.specs import SPECS
@@ -35,8 +36,8 @@ def tensors() -> list[torch.Tensor]:
 
 
 def kinds(x: Any) -> object:
-    """What a launch takes to tell arguments like x apart."""
-    return number_kinds((x,))[0] if isinstance(x, int | float) else tensor_kinds((x,))[0][0]
+    """What tells arguments like x apart in the cache of compiled kernels."""
+    return number_kinds((x,))[0] if isinstance(x, int | float | tuple) else tensor_kinds((x,))[0][0]
 
 
 def test_arguments_of_one_kind_take_one_kernel() -> None:
@@ -44,7 +45,8 @@ def test_arguments_of_one_kind_take_one_kernel() -> None:
     makers = (TensorDescriptor, CheckedDescriptor)
     blocks = ([16, 32], [32, 32])
     descriptors = [make(x, [64, 32], [32, 1], block) for x in tensors()[:3] for block in blocks for make in makers]
-    arguments = [None, 0.5, 2.0, *NUMBERS, *tensors(), *descriptors]
+    tuples = [(48, 1), (48, 2), (48, (1, 2**31)), (32, (1, 2**40)), Strides((1, 16), (3,), (), (0, 5)), Strides((1, 32), (5,), (), (16, 7))]
+    arguments = [None, 0.5, 2.0, *NUMBERS, *tuples, *tensors(), *descriptors]
     seen = [(kinds(x), native_specialize_impl(CUDABackend, x, False, True, True)) for x in arguments]
     for (one, theirs), (other, their_other) in itertools.combinations(seen, 2):
         assert one != other or theirs == their_other
@@ -71,7 +73,7 @@ class Compiled:
 
 
 class Function:
-    """Stands for a kernel of two arguments and one constant: every launch by way of the compiler makes a new compiled kernel."""
+    """Stands for a kernel of two arguments and one constant: every launch through Triton makes a new compiled kernel."""
 
     arg_names = ("x", "n", "D")
 
@@ -112,7 +114,7 @@ def test_a_like_launch_skips_the_compiler(function: Function) -> None:
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_of_launches_are_served(function: Function, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A hook in the chain, or one in the chain's place, gets its launches by the compiler's own way; None is no hook."""
+    """A hook in the chain, or one that replaces the chain, gets its launches through Triton; None is no hook."""
     fill, x = Kernel(function, D=64), torch.zeros(8)
     chain = getattr(triton.knobs.runtime, name)
     assert not kernel_module.hooked()
@@ -160,7 +162,7 @@ def no_launches() -> Iterator[None]:
 @pytest.mark.parametrize("name", [spec.name for spec in SPECS if spec.framework == "triton"])
 @pytest.mark.parametrize("S", [1, 40])  # one row is split among programs
 def test_later_calls_run_what_the_first_had_compiled(function: Function, monkeypatch: pytest.MonkeyPatch, name: str, S: int) -> None:
-    """Every argument in its place, and nothing of the first call kept: forward and backward, with their plans, twice."""
+    """Arguments in their order, and nothing of the first call kept: forward and backward, with their plans, twice."""
     compiled: list[tuple[str, list[Any]]] = []
     run: list[tuple[str, list[Any]]] = []
 
