@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_sel.backends._triton.rows import locate_heads, locate_row, page_of, row_limit, split_blocks, whole_block
+from nsa_sel.backends._triton.group_ranges import row_heads
+from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
 from nsa_sel.backends._triton.softmax import (
     LN_2,
     LOWEST,
@@ -56,16 +57,12 @@ def forward_blocks_kernel(
     v_desc are descriptors of k, v [B,G,S_kv,D], or of pages [pages,G,PAGE,D], each of which holds whole steps of BLOCK_L keys; None:
     pointers. LENGTHS and PAGE as in `forward_ranges_kernel`.
     """
-    S, S_kv, G = sizes
     ACC: tl.constexpr = lse.dtype.element_ty
     TMA: tl.constexpr = k_desc is not None
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
-    number, head = locate_heads(tl.program_id(0), dims.h, BLOCK_H)
-    b, g, s, row = locate_row(number, S, G)
-    is_head = head < dims.h
-    limit = row_limit(q_pos, strides.pos, b, s, S, S_kv, LENGTHS)
-    row_ranges = ranges + row * n * 2
-    q_tile = load_columns(row_pointers(q, strides.q, b, g, s.to(tl.int64), head), is_head, 0, dims.Dk, dims.BLOCK_D)
+    b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H, LENGTHS
+    )
 
     table = block_table + b * stride_table if PAGE > 0 else block_table
     listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
@@ -101,7 +98,6 @@ def forward_blocks_kernel(
         acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
 
     o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
-    out = row * dims.h + head
     store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
     tl.store(lse + out, lse_rows * LN_2, mask=is_head)
 
@@ -116,18 +112,11 @@ def dq_blocks_kernel(
 
     Grid: one program per row and tile of heads. Tiles: q, dq [BLOCK_H, BLOCK_D], do [BLOCK_H, BLOCK_DV], k and v as in the forward.
     """
-    S, S_kv, G = sizes
     BLOCK_D: tl.constexpr = dims.BLOCK_D
-    number, head = locate_heads(tl.program_id(0), dims.h, BLOCK_H)
-    b, g, s, row = locate_row(number, S, G)
-    is_head = head < dims.h
-    q_tile = load_columns(row_pointers(q, strides.q, b, g, s.to(tl.int64), head), is_head, 0, dims.Dk, BLOCK_D)
-    do_tile = load_columns(row_pointers(do, stride_do, b, g, s.to(tl.int64), head), is_head, 0, dims.Dv, dims.BLOCK_DV)
-    out = row * dims.h + head
+    b, g, s, head, is_head, out, limit, row_ranges, q_tile = row_heads(q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H)
+    do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), is_head, 0, dims.Dv, dims.BLOCK_DV)
     delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, is_head, dims)
 
-    limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-    row_ranges = ranges + row * n * 2
     listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
     acc = tl.zeros([BLOCK_H, BLOCK_D], delta.dtype.element_ty)
     for step in range(0, listed * (BLOCK // BLOCK_L)):

@@ -25,6 +25,19 @@ from nsa_sel.backends._triton.tiles import cached_pointers, key_pointers, load_c
 
 
 @triton.jit
+def row_heads(q, ranges, q_pos, strides, sizes, n, program, dims: tl.constexpr, BLOCK_H: tl.constexpr, LENGTHS: tl.constexpr = False):
+    """The row and heads of `program`: b, g, s, heads [BLOCK_H], whether they exist, their index in [B,S,G,h], the row's limit and ranges,
+    and its tile of q."""
+    S, S_kv, G = sizes
+    number, head = locate_heads(program, dims.h, BLOCK_H)
+    b, g, s, row = locate_row(number, S, G)
+    limit = row_limit(q_pos, strides.pos, b, s, S, S_kv, LENGTHS)
+    s = s.to(tl.int64)
+    q_tile = load_columns(row_pointers(q, strides.q, b, g, s, head), head < dims.h, 0, dims.Dk, dims.BLOCK_D)
+    return b, g, s, head, head < dims.h, row * dims.h + head, limit, ranges + row * n * 2, q_tile
+
+
+@triton.jit
 def forward_ranges_kernel(
     q, k, v, ranges, q_pos, block_table, o, lse, strides, stride_table, sizes, n, parts, scale_log2,
     dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, SPLIT: tl.constexpr, ONE_WALK: tl.constexpr,
@@ -36,19 +49,15 @@ def forward_ranges_kernel(
     takes NP ranges at once, with ONE_WALK all ranges of a split row. With LENGTHS, q_pos holds the sequences' lengths; where PAGE > 0,
     k and v are pages [pages,G,PAGE,D], and with ONE_PAGE each range lies within one.
     """
-    S, S_kv, G = sizes
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     part = tl.program_id(0) % parts
-    number, head = locate_heads(tl.program_id(0) // parts, dims.h, BLOCK_H)
-    b, g, s, row = locate_row(number, S, G)
-    is_head = head < dims.h
-    limit = row_limit(q_pos, strides.pos, b, s, S, S_kv, LENGTHS)
-    row_ranges = ranges + row * n * 2
-    q_tile = load_columns(row_pointers(q, strides.q, b, g, s.to(tl.int64), head), is_head, 0, dims.Dk, dims.BLOCK_D)
+    b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // parts, dims, BLOCK_H, LENGTHS
+    )
 
     table = block_table + b * stride_table if PAGE > 0 else block_table
-    low, high = 0, S_kv
+    low, high = 0, sizes[1]
     if ONE_WALK:
         shift, before, after, total = walk_keys(row_ranges, 0, n, limit, table, NP, PAGE, ONE_PAGE)
     elif SPLIT:
@@ -87,7 +96,7 @@ def forward_ranges_kernel(
         base += keys
 
     o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
-    out = (row * dims.h + head) * parts + part
+    out = out * parts + part
     store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
     tl.store(lse + out, lse_rows if SPLIT else lse_rows * LN_2, mask=is_head)
 
@@ -102,16 +111,9 @@ def dq_kernel(
 
     Grid: one program per row and tile of heads. Tiles: q, dq [BLOCK_H, BLOCK_D], do [BLOCK_H, BLOCK_DV], k and v as in the forward.
     """
-    S, S_kv, G = sizes
     BLOCK_D: tl.constexpr = dims.BLOCK_D
-    number, head = locate_heads(tl.program_id(0), dims.h, BLOCK_H)
-    b, g, s, row = locate_row(number, S, G)
-    is_head = head < dims.h
-    limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
-    row_ranges = ranges + row * n * 2
-    q_tile = load_columns(row_pointers(q, strides.q, b, g, s.to(tl.int64), head), is_head, 0, dims.Dk, BLOCK_D)
-    do_tile = load_columns(row_pointers(do, stride_do, b, g, s.to(tl.int64), head), is_head, 0, dims.Dv, dims.BLOCK_DV)
-    out = row * dims.h + head
+    b, g, s, head, is_head, out, limit, row_ranges, q_tile = row_heads(q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H)
+    do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), is_head, 0, dims.Dv, dims.BLOCK_DV)
     delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, is_head, dims)
 
     acc = tl.zeros([BLOCK_H, BLOCK_D], delta.dtype.element_ty)
