@@ -1,23 +1,26 @@
-"""triton-token: one program per query row and head, products on the ordinary arithmetic units; the plainest of the Triton backends.
+"""triton-token: one program per query row and head, products without tensor cores; the plainest of the Triton backends.
 
-Every head loads K and V for itself, so it is bound by cache traffic from h = 2 on; it wins on tiny shapes, and it is the cross-check
-of the others, with which it shares the walk over the ranges (steps.py), the join of split rows (combine.py) and dK/dV (dkdv.py).
+Every head loads K and V for itself, so it is bound by cache traffic from h = 2 on. It wins on tiny shapes, and is the cross-check
+of the others, with which it shares the walk over the ranges (rows.py), the join of split rows (combine.py) and dK/dV (dkdv.py).
 """
 
 from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._buffers import temporary
-from nsa_sel.backends._triton import launch
+from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
+from nsa_sel.backends._triton import arguments
+from nsa_sel.backends._triton.combine import combine, multiprocessors, split_parts
 from nsa_sel.backends._triton.dkdv import key_value_gradients
-from nsa_sel.backends._triton.start import REMEMBERED, Launch
-from nsa_sel.backends._triton.steps import LN_2, LOG2_E, LOWEST, positions_of, reciprocal, row_limit, walk_ranges
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.rows import count_keys, locate_row, positions_of, row_limit, share_of, walk_ranges
+from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, LOWEST, reciprocal
+from nsa_sel.backends._triton.tiles import key_pointers, load_columns, row_pointers
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
@@ -25,41 +28,40 @@ SPLIT_KEYS = 32  # the fewest keys worth a program of their own
 
 
 @triton.jit
+def locate(S, G, program, h: tl.constexpr):
+    """Batch entry, group, row s, row index in [B,S,G] and head of `program`; b, g, and head are int64."""
+    b, g, s, row = locate_row(program // h, S, G)
+    return b, g, s, row, (program % h).to(tl.int64)
+
+
+@triton.jit
+def load_row(x, stride, b, g, s, head, D: tl.constexpr, BLOCK_D: tl.constexpr, dtype: tl.constexpr):
+    """The columns [BLOCK_D] of one row and head of x [B,S,G,h,D], zeros past D."""
+    d = tl.arange(0, BLOCK_D)
+    return tl.load(row_pointers(x, stride, b, g, s.to(tl.int64), head) + d, mask=d < D, other=0.0).to(dtype)
+
+
+@triton.jit
 def forward_kernel(
-    q, k, v, ranges, q_pos, o, lse,
-    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
-    S, S_kv, G, n, parts, scale_log2,
-    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, SPLIT: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+    q, k, v, ranges, q_pos, o, lse, strides, sizes, n, parts, scale_log2,
+    dims: tl.constexpr, SPLIT: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one row and head; with SPLIT, the float32 partials [rows, parts, ...] of one part of the walk, lse in base 2."""
-    pid = tl.program_id(0)
-    part = pid % parts
-    pid = pid // parts
-    head = pid % h
-    pid = pid // h
-    s = pid % S
-    b = (pid // S // G).to(tl.int64)
-    g = (pid // S % G).to(tl.int64)
-    row = (b * S + s) * G + g
-    limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    """o and lse of one row and head; with SPLIT, the float32 partials [rows, parts, ...] of one part of the walk, lse in base 2.
+
+    Grid: one program per row, head and part. Tiles of BLOCK_L keys; the walk takes NP ranges at once.
+    """
+    S, S_kv, G = sizes
+    ACC: tl.constexpr = lse.dtype.element_ty
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    part = tl.program_id(0) % parts
+    b, g, s, row, head = locate(S, G, tl.program_id(0) // parts, dims.h)
+    limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
     row_ranges = ranges + row * n * 2
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_row = tl.load(
-        q + b * stride_qb + s.to(tl.int64) * stride_qs + g * stride_qg + head.to(tl.int64) * stride_qh + d, mask=d < Dk, other=0.0
-    ).to(ACC)
-    k_base = k + b * stride_kb + g * stride_kg
-    v_base = v + b * stride_vb + g * stride_vg
+    q_row = load_row(q, strides.q, b, g, s, head, dims.Dk, dims.BLOCK_D, ACC)
 
     low, high = 0, S_kv
-    if SPLIT:  # this program's share of the walk over the row's keys, in whole tiles
-        total = 0
-        for first in range(0, n, NP):
-            _, _, _, keys = walk_ranges(row_ranges, first, n, limit, NP)
-            total += keys
-        share = tl.cdiv(tl.cdiv(total, BLOCK_L), parts) * BLOCK_L
-        low = part * share
-        high = low + share
+    if SPLIT:
+        low, high = share_of(part, parts, count_keys(row_ranges, n, limit, NP), BLOCK_L)
 
     acc = tl.zeros([BLOCK_DV], ACC)
     l = tl.sum(tl.zeros([1], ACC), 0)
@@ -70,11 +72,10 @@ def forward_kernel(
         stop = tl.minimum(keys, high - base)
         for w0 in range(tl.maximum(low - base, 0), stop, BLOCK_L):
             w = w0 + tl.arange(0, BLOCK_L)
-            valid = w < stop
-            position = positions_of(w, shift, before, after).to(tl.int64)
-            k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
-            v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
-            logits = tl.where(valid, tl.sum(k_tile.to(ACC) * q_row[None, :], 1), float("-inf"))
+            position = positions_of(w, shift, before, after)
+            k_tile = load_columns(key_pointers(k, strides.k, b, g, position), w < stop, 0, dims.Dk, dims.BLOCK_D)
+            v_tile = load_columns(key_pointers(v, strides.v, b, g, position), w < stop, 0, dims.Dv, BLOCK_DV)
+            logits = tl.where(w < stop, tl.sum(k_tile.to(ACC) * q_row[None, :], 1), float("-inf"))
             m_new = tl.maximum(m, tl.max(logits, 0))
             alpha = tl.exp2((m - m_new) * scale_log2)
             p = tl.exp2((logits - m_new) * scale_log2)
@@ -85,120 +86,99 @@ def forward_kernel(
 
     seen = l != 0
     total = tl.where(seen, l, 1.0)
-    out = (row * h + head) * parts + part
-    tl.store(o + out * Dv + dv, (acc * reciprocal(total)).to(o.dtype.element_ty), mask=dv < Dv)
+    out = (row * dims.h + head) * parts + part
+    dv = tl.arange(0, BLOCK_DV)
+    tl.store(o + out * dims.Dv + dv, (acc * reciprocal(total)).to(o.dtype.element_ty), mask=dv < dims.Dv)
     lse2 = tl.where(seen, m * scale_log2 + tl.log2(total), float("-inf"))
     tl.store(lse + out, lse2 if SPLIT else lse2 * LN_2)
 
 
 @triton.jit
 def dq_kernel(
-    q, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta,
-    stride_qb, stride_qs, stride_qg, stride_qh, stride_kb, stride_kg, stride_kn, stride_vb, stride_vg, stride_vn, stride_pb, stride_ps,
-    stride_dob, stride_dos, stride_dog, stride_doh, S, S_kv, G, n, scale, scale_log2,
-    h: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, HAS_POS: tl.constexpr, HAS_DLSE: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+    q, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta, strides, stride_do, sizes, n, scale, scale_log2,
+    dims: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """dq of one row and head, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side."""
-    pid = tl.program_id(0)
-    head = pid % h
-    pid = pid // h
-    s = pid % S
-    b = (pid // S // G).to(tl.int64)
-    g = (pid // S % G).to(tl.int64)
-    row = (b * S + s) * G + g
-    limit = row_limit(q_pos, b, s, S, S_kv, stride_pb, stride_ps, HAS_POS)
+    """dq of one row and head, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side. Grid: one program per row and head."""
+    S, S_kv, G = sizes
+    ACC: tl.constexpr = delta.dtype.element_ty
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
+    b, g, s, row, head = locate(S, G, tl.program_id(0), dims.h)
+    limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
     row_ranges = ranges + row * n * 2
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    head = head.to(tl.int64)
-    q_row = tl.load(q + b * stride_qb + s.to(tl.int64) * stride_qs + g * stride_qg + head * stride_qh + d, mask=d < Dk, other=0.0).to(ACC)
-    do_row = tl.load(do + b * stride_dob + s.to(tl.int64) * stride_dos + g * stride_dog + head * stride_doh + dv, mask=dv < Dv, other=0.0)
-    do_row = do_row.to(ACC)
-    out = row * h + head
-    delta_row = tl.sum(tl.load(o + out * Dv + dv, mask=dv < Dv, other=0.0).to(ACC) * do_row, 0)
-    if HAS_DLSE:
+    q_row = load_row(q, strides.q, b, g, s, head, dims.Dk, BLOCK_D, ACC)
+    do_row = load_row(do, stride_do, b, g, s, head, dims.Dv, dims.BLOCK_DV, ACC)
+    out = row * dims.h + head
+    dv = tl.arange(0, dims.BLOCK_DV)
+    delta_row = tl.sum(tl.load(o + out * dims.Dv + dv, mask=dv < dims.Dv, other=0.0).to(ACC) * do_row, 0)
+    if dlse is not None:
         delta_row -= tl.load(dlse + out)
     tl.store(delta + out, delta_row)
     lse2 = tl.load(lse + out) * LOG2_E
-    k_base = k + b * stride_kb + g * stride_kg
-    v_base = v + b * stride_vb + g * stride_vg
 
     acc = tl.zeros([BLOCK_D], ACC)
     for first in range(0, n, NP):
         shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
         for w0 in range(0, keys, BLOCK_L):
             w = w0 + tl.arange(0, BLOCK_L)
-            valid = w < keys
-            position = positions_of(w, shift, before, after).to(tl.int64)
-            k_tile = tl.load(k_base + position[:, None] * stride_kn + d[None, :], mask=valid[:, None] & (d < Dk)[None, :], other=0.0)
-            v_tile = tl.load(v_base + position[:, None] * stride_vn + dv[None, :], mask=valid[:, None] & (dv < Dv)[None, :], other=0.0)
-            k_tile = k_tile.to(ACC)
-            p = tl.where(valid, tl.exp2(tl.sum(k_tile * q_row[None, :], 1) * scale_log2 - lse2), 0.0)
+            position = positions_of(w, shift, before, after)
+            k_tile = load_columns(key_pointers(k, strides.k, b, g, position), w < keys, 0, dims.Dk, BLOCK_D).to(ACC)
+            v_tile = load_columns(key_pointers(v, strides.v, b, g, position), w < keys, 0, dims.Dv, dims.BLOCK_DV)
+            p = tl.where(w < keys, tl.exp2(tl.sum(k_tile * q_row[None, :], 1) * scale_log2 - lse2), 0.0)
             dp = tl.sum(v_tile.to(ACC) * do_row[None, :], 1)
             acc += tl.sum((p * (dp - delta_row))[:, None] * k_tile, 0)
-    tl.store(dq + out * Dk + d, (acc * scale).to(dq.dtype.element_ty), mask=d < Dk)
+    d = tl.arange(0, BLOCK_D)
+    tl.store(dq + out * dims.Dk + d, (acc * scale).to(dq.dtype.element_ty), mask=d < dims.Dk)
 
 
+@forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
-    if call.scale < 0:  # the kernel keeps the largest product, which must belong to the largest logit
-        return forward(call.with_positive_scale())
     B, S, G, h, _ = call.q.shape
-    o, lse = launch.outputs(call)
-    parts = launch.split_parts(call, B * S * G * h, 2 * launch.multiprocessors(call), SPLIT_KEYS)
-    heads = launch.heads(call)
-    config = launch.kernel_config(call, heads, "triton-token/forward" if parts == 1 else "triton-token/decode")
+    o, lse = arguments.outputs(call)
+    parts = split_parts(call, B * S * G * h, 2 * multiprocessors(call), SPLIT_KEYS)
+    heads = arguments.heads(call)
+    config = arguments.kernel_config(call, heads, "triton-token/forward" if parts == 1 else "triton-token/decode")
     if parts == 1:
         to_o, to_lse = o, lse
     else:
         to_o = temporary(call, lse, lse.numel(), parts, o.shape[-1])
         to_lse = temporary(call, lse, lse.numel(), parts)
-    kernel = _forward_launch(heads, config, launch.walk_width(call), parts > 1)
-    kernel.start(
+    _forward(heads, config, arguments.walk_width(call), parts > 1).launch(
         B * S * G * h * parts,
         (call.q, call.k, call.v, call.selection.disjoint_ranges(), call.q_pos, to_o, to_lse),
-        (*launch.strides(call), S, call.k.shape[2], G, call.selection.n, parts, call.scale_log2()),
+        (arguments.strides(call), arguments.sizes(call), call.selection.n, parts, call.scale_log2()),
     )
     if parts > 1:
-        launch.combine(to_o, to_lse, o, lse, parts)
+        combine(to_o, to_lse, o, lse, parts)
     return o, lse
 
 
+@backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; dq by rows and heads, dk and dv by KV tiles over the rows that chose them, in ascending row order."""
-    if call.scale < 0:
-        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
-        return -dq, dk, dv
-    B, S, G, h, _ = call.q.shape
-    heads = launch.heads(call)
-    config = launch.kernel_config(call, heads, "triton-token/dq")
-    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
-    dlse = None if dlse is None else dlse.contiguous()
-    _dq_launch(heads, config, launch.walk_width(call), dlse is not None).start(
-        B * S * G * h,
+    """dq, dk, dv; dq by rows and heads, dk and dv by KV tiles over the rows that select them, in ascending row order."""
+    heads = arguments.heads(call)
+    config = arguments.kernel_config(call, heads, "triton-token/dq")
+    dq, delta = arguments.row_gradients(call, lse)
+    _dq(heads, config, arguments.walk_width(call)).launch(
+        lse.numel(),
         (call.q, call.k, call.v, call.selection.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta),
-        (*launch.strides(call), *do.stride()[:4], S, call.k.shape[2], G, call.selection.n, call.scale, call.scale_log2()),
+        (arguments.strides(call), do.stride()[:4], arguments.sizes(call), call.selection.n, call.scale, call.scale_log2()),
     )
-    dk, dv = key_value_gradients(call, heads, lse, do, delta, launch.kernel_config(call, heads, "triton-token/dkdv"))
+    dk, dv = key_value_gradients(call, heads, lse, do, delta, arguments.kernel_config(call, heads, "triton-token/dkdv"))
     return dq, dk, dv
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
-    """Keys that the forward loads: each row's, once a head."""
+    """Keys that the forward loads: each row's, once per head."""
     return selected * call.q.shape[3]
 
 
 @functools.lru_cache(REMEMBERED)
-def _forward_launch(heads: launch.Heads, config: KernelConfig, walk: int, split: bool) -> Launch:
-    return Launch(
-        forward_kernel, **launch.facts(heads), SPLIT=split, BLOCK_L=config.block_l, NP=walk,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+def _forward(heads: arguments.Heads, config: KernelConfig, walk: int, split: bool) -> Kernel:
+    constants = {"dims": arguments.dims(heads), "SPLIT": split, "BLOCK_L": config.block_l, "NP": walk}
+    return Kernel(forward_kernel, **constants, **arguments.options(config))
 
 
 @functools.lru_cache(REMEMBERED)
-def _dq_launch(heads: launch.Heads, config: KernelConfig, walk: int, has_dlse: bool) -> Launch:
-    return Launch(
-        dq_kernel, **launch.facts(heads), HAS_DLSE=has_dlse, BLOCK_L=config.block_l, NP=walk,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+def _dq(heads: arguments.Heads, config: KernelConfig, walk: int) -> Kernel:
+    return Kernel(dq_kernel, dims=arguments.dims(heads), BLOCK_L=config.block_l, NP=walk, **arguments.options(config))

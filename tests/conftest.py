@@ -57,7 +57,7 @@ def fast_interpreter() -> Iterator[None]:
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
-    from nsa_sel.backends._triton.steps import larger
+    from nsa_sel.backends._triton.softmax import larger
 
     slow_scan, slow_reduce = interpreter.ScanOps.generic_scan, interpreter.ReduceOps.generic_reduce
     names: dict[Any, list[str]] = {}

@@ -8,13 +8,15 @@ import torch
 import nsa_sel
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
-from tests.helpers.cases import assert_forward, edge_selections, make_blocks, make_grads, make_qkv
+from tests.helpers.cases import assert_forward, edge_block_lists, edge_selections, make_blocks, make_grads, make_qkv
 from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
 from tests.helpers.poison import POISONS, check_empty_rows, check_one_row, new_memory_is_nan, put, rows_with_holes, selected, through
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-group", "triton-token")
-ALL_BACKENDS = ("sdpa-packed", "numba", *BACKENDS, "triton-tile", "triton-block")
+BLOCKS = ("triton-tile", "triton-block")  # of whole blocks alone
+TRITON = (*BACKENDS, *BLOCKS)
+ALL_BACKENDS = ("sdpa-packed", "numba", *TRITON)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -24,17 +26,24 @@ def test_edges(backend: str, edge: str) -> None:
     check_both(backend, q, k, v, Selection.from_ranges(edge_selections(1, 6, 2, 20)[edge]))
 
 
+@pytest.mark.parametrize("backend", BLOCKS)
+@pytest.mark.parametrize("edge", sorted(edge_block_lists(1, 2, 1, 64, 16)))
+def test_edges_of_block_lists(backend: str, edge: str) -> None:
+    q, k, v = make_qkv(S=6, G=2, h=2, Dk=8, Dv=16, S_kv=70)
+    check_both(backend, q, k, v, Selection.from_blocks(edge_block_lists(1, 6, 2, 70, 16)[edge], 16))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("S", [1, 6])
 def test_one_range_a_row_takes_the_path_that_the_flag_names(
     backend: str, S: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from nsa_sel.backends._triton import launch
+    from nsa_sel.backends._triton import arguments
 
     q, k, v = make_qkv(B=1, S=S, G=2, h=2, Dk=8, Dv=16, S_kv=20)
     one = Selection.from_ranges(edge_selections(1, S, 2, 20)["one_contiguous"])
-    walks, width = [], launch.walk_width
-    monkeypatch.setattr(launch, "walk_width", lambda call: walks.append(width(call)) or walks[-1])
+    walks, width = [], arguments.walk_width
+    monkeypatch.setattr(arguments, "walk_width", lambda call: walks.append(width(call)) or walks[-1])
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     caplog.set_level("INFO", "nsa_sel")
     for flag, path, walk in (("dense", "dense", 1), ("auto", "dense", 1), ("varlen", "varlen", 2)):
@@ -48,7 +57,7 @@ def test_one_range_a_row_takes_the_path_that_the_flag_names(
         walks.clear()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRITON)
 def test_fewer_keys_than_blocks(backend: str) -> None:
     q, k, v = make_qkv(S=5, G=1, h=2, Dk=16)
     check_both(backend, q, k, v, make_blocks(1, 5, 1, 5, 4, 16))
@@ -61,11 +70,15 @@ def test_padding_anywhere_in_a_block_list(backend: str) -> None:
     check_both(backend, q, k, v, Selection.from_blocks(indices[None, :, None], 16))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRITON)
 def test_unselected_and_future_keys_are_never_used(backend: str) -> None:
     q, k, v = make_qkv(S=6, G=1, h=3, Dk=16, S_kv=90)
     check_poison(backend, q, k, v, Selection.from_blocks(torch.tensor([0, 4]).int().expand(1, 6, 1, 2), 16))
-    check_poison(backend, q, k, v, Selection.from_ranges(torch.tensor([[1, 3], [40, 59]]).int().expand(1, 6, 1, 2, 2)))
+    # Row 1 alone selects its own block, and has a position in its midst: what follows in that block belongs to nobody.
+    lone = torch.tensor([[0, -1], [5, 0], [0, -1], [0, 1], [1, -1], [0, -1]]).int()
+    check_poison(backend, q, k, v, Selection.from_blocks(lone[None, :, None], 16))
+    if backend in BACKENDS:
+        check_poison(backend, q, k, v, Selection.from_ranges(torch.tensor([[1, 3], [40, 59]]).int().expand(1, 6, 1, 2, 2)))
     later = torch.cat((k, torch.full_like(k, float("nan"))), 2), torch.cat((v, torch.full_like(v, float("nan"))), 2)
     positions = torch.arange(84, 90)
     selection = make_blocks(1, 6, 1, 90, 3, 16)
@@ -73,7 +86,7 @@ def test_unselected_and_future_keys_are_never_used(backend: str) -> None:
     assert torch.equal(clean, attend(backend, q, *later, selection, q_pos=positions)[0])
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "triton-tile", "triton-block"])
+@pytest.mark.parametrize("backend", TRITON)
 def test_keys_after_unordered_positions_are_never_used(backend: str) -> None:
     q, k, v = make_qkv(S=3, G=1, h=2, Dk=16, S_kv=160)
     indices = torch.tensor([[0, 1], [2, 0], [1, 0]]).int()
@@ -92,7 +105,7 @@ def test_rows_without_keys_have_no_gradient_whatever_comes_in(backend: str) -> N
     assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "triton-tile", "triton-block"])
+@pytest.mark.parametrize("backend", TRITON)
 def test_one_range_of_one_row_of_many_pairs(backend: str) -> None:
     """Programs hold far more lanes than there are entries: none of them may read past the plan."""
     q, k, v = make_qkv(B=3, S=1, G=3, h=1, Dk=16, S_kv=70)
@@ -110,7 +123,7 @@ def test_blocks_that_straddle_kv_tiles_take_little_room() -> None:
     assert call.reach(64) == 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", TRITON)
 def test_reruns_are_bit_equal(backend: str) -> None:
     q, k, v = make_qkv(S=8, G=1, h=2, Dk=16, S_kv=64)
     check_deterministic(backend, q, k, v, make_blocks(1, 8, 1, 64, 3, 16), reruns=3)

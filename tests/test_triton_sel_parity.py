@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,92 +12,108 @@ from tests.helpers.cases import make_blocks, make_qkv, make_spans
 from tests.helpers.parity import attend, check_both, check_forward
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
-BACKENDS = ("triton-group", "triton-token")
+RANGES = ("triton-group", "triton-token")
+BLOCKS = ("triton-tile", "triton-block")  # of whole blocks alone
+every = pytest.mark.parametrize("backend", [*RANGES, *BLOCKS])
+DIMS = [(64, 64), (64, 128), (128, 64), (128, 128)]
+MATRIX = [
+    *itertools.product(["triton-group"], ["few", "many", "mixed"], [64, 128, 256, 512], DIMS, [2, 8]),
+    *itertools.product(["triton-token"], ["few", "many", "mixed"], [64, 256], [(64, 128)], [2]),
+    *((name, block, L, dims, h) for name, (L, block), dims, h in itertools.product(
+        BLOCKS, [(64, 64), (128, 16), (256, 32), (512, 128)], DIMS, [2, 8])),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["few", "many", "mixed"])
-@pytest.mark.parametrize("h", [2, 8])
-@pytest.mark.parametrize(("Dk", "Dv"), [(64, 64), (64, 128), (128, 64), (128, 128)])
-@pytest.mark.parametrize("L", [64, 128, 256, 512])
-def test_forward_matrix(L: int, Dk: int, Dv: int, h: int, kind: str) -> None:
-    q, k, v = make_qkv(S=2, G=1, h=h, Dk=Dk, Dv=Dv, S_kv=L + 88, seed=L + Dk + h)
-    check_forward("triton-group", q, k, v, Selection.from_ranges(make_spans(kind, 1, 2, 1, L + 88, L)))
+@pytest.mark.parametrize(("backend", "kind", "L", "dims", "h"), MATRIX)
+def test_forward_matrix(backend: str, kind: str | int, L: int, dims: tuple[int, int], h: int) -> None:
+    """kind: of spans, or the size of blocks."""
+    q, k, v = make_qkv(S=2, G=1, h=h, Dk=dims[0], Dv=dims[1], S_kv=L + 88, seed=L + dims[0] + h)
+    if isinstance(kind, int):
+        selection = make_blocks(1, 2, 1, L + 88, L // kind, kind)
+    else:
+        selection = Selection.from_ranges(make_spans(kind, 1, 2, 1, L + 88, L))
+    check_forward(backend, q, k, v, selection)
 
 
-@pytest.mark.parametrize("kind", ["few", "many", "mixed"])
-@pytest.mark.parametrize("L", [64, 256])
-def test_forward_matrix_by_token(L: int, kind: str) -> None:
-    q, k, v = make_qkv(S=2, G=1, h=2, Dk=64, Dv=128, S_kv=L + 88, seed=L)
-    check_forward("triton-token", q, k, v, Selection.from_ranges(make_spans(kind, 1, 2, 1, L + 88, L)))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("h", [1, 3, 6, 12])
+@every
+@pytest.mark.parametrize("h", [1, 3, 6, 12, 70])
 def test_gradients_for_any_number_of_heads(backend: str, h: int) -> None:
-    q, k, v = make_qkv(S=10, G=1, h=h, Dk=16, Dv=32, S_kv=40, seed=h)
-    check_both(backend, q, k, v, make_blocks(1, 10, 1, 40, 3, 8))
+    """70 heads take more than one tile; 70 rows of one head take a whole tile and a ragged one."""
+    S, S_kv, block = (70 if h == 1 else 10, 80, 16) if backend in BLOCKS else (10, 40, 8)
+    q, k, v = make_qkv(S=S, G=1, h=h, Dk=16, Dv=32, S_kv=S_kv, seed=h)
+    check_both(backend, q, k, v, make_blocks(1, S, 1, S_kv, 3, block))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every
 @pytest.mark.parametrize(("Dk", "Dv"), [(8, 8), (8, 16), (16, 8), (24, 40), (192, 128), (256, 256)])
 def test_gradients_for_any_head_dim(backend: str, Dk: int, Dv: int) -> None:
     q, k, v = make_qkv(S=4, G=2, h=2, Dk=Dk, Dv=Dv, S_kv=36, seed=Dk)
     check_both(backend, q, k, v, make_blocks(1, 4, 2, 36, 2, 16))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every
 def test_half_precision(backend: str) -> None:
     q, k, v = make_qkv(S=6, G=1, h=4, Dk=32, Dv=16, S_kv=50, dtype=torch.float16)
     check_both(backend, q, k, v, make_blocks(1, 6, 1, 50, 3, 16))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_batch_of_unaligned_ranges_and_transposed_views(backend: str) -> None:
-    q, k, v = make_qkv(B=3, S=5, G=2, h=2, Dk=16, Dv=24, S_kv=45)
+@every
+def test_batch_of_transposed_views_and_unaligned_ranges(backend: str) -> None:
+    q, k, v = make_qkv(B=3, S=5, G=2, h=2, Dk=16, Dv=24, S_kv=77)
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))  # a [B,S_kv,G,D] cache
-    check_both(backend, q, k, v, Selection.from_ranges(make_spans("mixed", 3, 5, 2, 45, 20)))
+    spans = Selection.from_ranges(make_spans("mixed", 3, 5, 2, 77, 20))
+    check_both(backend, q, k, v, make_blocks(3, 5, 2, 77, 3, 16) if backend in BLOCKS else spans)
 
 
-def test_more_heads_than_one_tile() -> None:
-    q, k, v = make_qkv(S=3, G=1, h=70, Dk=16, S_kv=40)
-    check_both("triton-group", q, k, v, make_blocks(1, 3, 1, 40, 2, 16))
-
-
-def test_more_ranges_than_one_walk() -> None:
+@pytest.mark.parametrize("backend", RANGES)
+def test_more_ranges_than_one_walk(backend: str) -> None:
     ranges = (2 * torch.arange(70)[:, None] + torch.tensor([0, 1])).int().expand(1, 3, 1, 70, 2)
     q, k, v = make_qkv(S=3, G=1, h=2, Dk=16, S_kv=150)
-    for backend in BACKENDS:
-        check_both(backend, q, k, v, Selection.from_ranges(ranges))
+    check_both(backend, q, k, v, Selection.from_ranges(ranges))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_wider_and_narrower_than_a_step(backend: str) -> None:
-    for block_size in (16, 128):
-        q, k, v = make_qkv(S=3, G=1, h=2, Dk=16, S_kv=300, seed=block_size)
-        check_both(backend, q, k, v, make_blocks(1, 3, 1, 300, 3, block_size))
+@every
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+def test_blocks_wider_and_narrower_than_a_step(backend: str, block_size: int) -> None:
+    q, k, v = make_qkv(S=3, G=1, h=2, Dk=16, S_kv=300, seed=block_size)
+    check_both(backend, q, k, v, make_blocks(1, 3, 1, 300, 3, block_size))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every
 def test_decode_equals_the_last_row_of_prefill(backend: str) -> None:
-    q, k, v = make_qkv(B=2, S=70, G=2, h=4, Dk=16, S_kv=70)
-    selection = make_blocks(2, 70, 2, 70, 3, 16)
-    last = Selection.from_ranges(selection.ranges[:, -1])
-    decoded = attend(backend, q[:, -1], k, v, last)[0]
-    whole = attend(backend, q[:, -2:], k, v, Selection.from_ranges(selection.ranges[:, -2:]))[0]
+    q, k, v = make_qkv(B=2, S=70, G=1, h=4, Dk=16, S_kv=70)
+    ranges = make_blocks(2, 70, 1, 70, 3, 16).ranges
+    rows = 70 if backend in BLOCKS else 2
+    decoded = attend(backend, q[:, -1], k, v, Selection.from_ranges(ranges[:, -1], 16))[0]
+    whole = attend(backend, q[:, -rows:], k, v, Selection.from_ranges(ranges[:, -rows:], 16))[0]
     torch.testing.assert_close(decoded, whole[:, -1], atol=2e-6, rtol=0)
-    check_forward(backend, q[:, -1:], k, v, Selection.from_ranges(selection.ranges[:, -1:]))
+    check_forward(backend, q[:, -1:], k, v, Selection.from_ranges(ranges[:, -1:], 16))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every
 def test_equal_queries_give_equal_heads(backend: str) -> None:
     q, k, v = make_qkv(S=4, G=2, h=1, Dk=16, S_kv=40)
     o = attend(backend, q.expand(1, 4, 2, 5, 16), k, v, make_blocks(1, 4, 2, 40, 2, 16))[0]
     assert torch.equal(o, o[..., :1, :].expand_as(o))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@every
 def test_positions(backend: str) -> None:
-    q, k, v = make_qkv(B=2, S=4, G=1, h=2, Dk=16, S_kv=40)
-    positions = torch.tensor([[3, 39, 0, 20], [7, 7, 30, 1]])
-    check_both(backend, q, k, v, Selection.from_ranges(make_spans("few", 2, 4, 1, 40, 24)), q_pos=positions)
-    check_both(backend, q, k, v, make_blocks(2, 4, 1, 40, 2, 8), q_pos=positions[0].int())
+    q, k, v = make_qkv(B=2, S=4, G=1, h=2, Dk=16, S_kv=70)
+    positions = torch.tensor([[3, 69, 0, 20], [7, 7, 60, 1]])
+    if backend in RANGES:
+        check_both(backend, q, k, v, Selection.from_ranges(make_spans("few", 2, 4, 1, 70, 24)), q_pos=positions)
+    check_both(backend, q, k, v, make_blocks(2, 4, 1, 70, 3, 16), q_pos=positions)
+    check_both(backend, q, k, v, make_blocks(2, 4, 1, 70, 2, 32 if backend in BLOCKS else 8), q_pos=positions[0].int())
+
+
+@every
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scale(backend: str, scale: float) -> None:
+    q, k, v = make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40, requires_grad=True)
+    selection = make_blocks(1, 4, 1, 40, 2, 16)
+    results = []
+    for name in (backend, "sdpa-packed"):
+        o, lse = attend(name, q, k, v, selection, scale=scale)
+        results.append((o, lse, *torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v))))
+    torch.testing.assert_close(*results, atol=4e-6, rtol=0)

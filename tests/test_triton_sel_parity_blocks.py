@@ -1,4 +1,4 @@
-"""triton-tile and triton-block in the interpreter: parity, edges, poison, reruns, and their plans against plain loops."""
+"""What triton-tile and triton-block alone have, in the interpreter: TMA, units, refusals, and plans against plain loops."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends._triton import inverse as inverse_module
-from nsa_sel.backends._triton import launch
-from nsa_sel.backends._triton import union as union_module
-from nsa_sel.backends._triton.inverse import inverse
-from nsa_sel.backends._triton.union import union
+from nsa_sel.backends._common import remembered_plan
+from nsa_sel.backends._triton import arguments
+from nsa_sel.backends._triton import block_union as block_union_module
+from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
+from nsa_sel.backends._triton.block_union import block_union
+from nsa_sel.backends._triton.key_to_rows import key_to_rows
 from nsa_sel.core.call import Call, device_info
 from nsa_sel.core.check import check_call
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.settings import config, schema
-from tests.helpers.cases import edge_block_lists, make_blocks, make_qkv, make_spans
-from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
+from tests.helpers.cases import make_blocks, make_qkv, make_spans
+from tests.helpers.parity import attend, check_both
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-tile", "triton-block")
@@ -28,94 +29,19 @@ both = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @both
-@pytest.mark.parametrize("h", [2, 8])
-@pytest.mark.parametrize(("Dk", "Dv"), [(64, 64), (64, 128), (128, 64), (128, 128)])
-@pytest.mark.parametrize(("L", "block_size"), [(64, 64), (128, 16), (256, 32), (512, 128)])
-def test_forward_matrix(backend: str, L: int, block_size: int, Dk: int, Dv: int, h: int) -> None:
-    q, k, v = make_qkv(S=2, G=1, h=h, Dk=Dk, Dv=Dv, S_kv=L + 88, seed=L + Dk + h)
-    check_forward(backend, q, k, v, make_blocks(1, 2, 1, L + 88, L // block_size, block_size))
-
-
-@both
-@pytest.mark.parametrize("h", [1, 3, 6, 12, 70])
-def test_gradients_for_any_number_of_heads(backend: str, h: int) -> None:
-    S = 70 if h == 1 else 10  # more rows than one tile, and a ragged one
-    q, k, v = make_qkv(S=S, G=1, h=h, Dk=16, Dv=32, S_kv=80, seed=h)
-    check_both(backend, q, k, v, make_blocks(1, S, 1, 80, 3, 16))
-
-
-@both
-@pytest.mark.parametrize(("Dk", "Dv"), [(8, 16), (24, 40), (192, 128), (256, 256)])
-def test_gradients_for_any_head_dim(backend: str, Dk: int, Dv: int) -> None:
-    q, k, v = make_qkv(S=4, G=2, h=2, Dk=Dk, Dv=Dv, S_kv=36, seed=Dk)
-    check_both(backend, q, k, v, make_blocks(1, 4, 2, 36, 2, 16))
-
-
-@both
-def test_half_precision(backend: str) -> None:
-    q, k, v = make_qkv(S=6, G=1, h=4, Dk=32, Dv=16, S_kv=50, dtype=torch.float16)
-    check_both(backend, q, k, v, make_blocks(1, 6, 1, 50, 3, 16))
-
-
-@both
 @pytest.mark.parametrize("Dk", [136, 192])
 def test_keys_in_two_tiles(backend: str, Dk: int) -> None:
-    """16-bit keys of 129 to 192 columns stand in tiles of 128 and 64; S_kv % 16 leaves a cut block."""
+    """16-bit keys of 129 to 192 columns take tiles of 128 and 64; S_kv % 16 leaves a cut block."""
     q, k, v = make_qkv(S=5, G=2, h=3, Dk=Dk, Dv=128, S_kv=50, dtype=torch.float16, seed=Dk)
     selection = make_blocks(1, 5, 2, 50, 3, 16)
     device = device_info(q.device)
-    facts = launch.split_facts(launch.heads(Call(q, k, v, selection, None, Dk**-0.5, config.settings_for(device), device)))
-    assert (facts["BLOCK_D"], facts["BLOCK_REST"]) == (128, 64)
+    dims = arguments.split_dims(arguments.heads(Call(q, k, v, selection, None, Dk**-0.5, config.settings_for(device), device)))
+    assert (dims.BLOCK_D, dims.BLOCK_REST) == (128, 64)
     check_both(backend, q, k, v, selection)
 
 
-@both
-def test_batch_of_transposed_views(backend: str) -> None:
-    q, k, v = make_qkv(B=3, S=5, G=2, h=2, Dk=16, Dv=24, S_kv=77)
-    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))  # a [B,S_kv,G,D] cache
-    check_both(backend, q, k, v, make_blocks(3, 5, 2, 77, 3, 16))
-
-
-@both
-@pytest.mark.parametrize("block_size", [16, 48, 128])
-def test_blocks_wider_and_narrower_than_a_step(backend: str, block_size: int) -> None:
-    q, k, v = make_qkv(S=3, G=1, h=2, Dk=16, S_kv=300, seed=block_size)
-    check_both(backend, q, k, v, make_blocks(1, 3, 1, 300, 3, block_size))
-
-
-@both
-def test_positions(backend: str) -> None:
-    q, k, v = make_qkv(B=2, S=4, G=1, h=2, Dk=16, S_kv=70)
-    positions = torch.tensor([[3, 69, 0, 20], [7, 7, 60, 1]])
-    check_both(backend, q, k, v, make_blocks(2, 4, 1, 70, 3, 16), q_pos=positions)
-    check_both(backend, q, k, v, make_blocks(2, 4, 1, 70, 2, 32), q_pos=positions[0].int())
-
-
-@both
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_scale(backend: str, scale: float) -> None:
-    q, k, v = make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40)
-    selection = make_blocks(1, 4, 1, 40, 2, 16)
-    o, lse = attend(backend, q, k, v, selection, scale=scale)
-    expected = attend("sdpa-packed", q, k, v, selection, scale=scale)
-    torch.testing.assert_close((o, lse), expected, atol=2e-6, rtol=0)
-
-
-@both
-@pytest.mark.parametrize("edge", sorted(edge_block_lists(1, 2, 1, 64, 16)))
-def test_edges(backend: str, edge: str) -> None:
-    q, k, v = make_qkv(S=6, G=2, h=2, Dk=8, Dv=16, S_kv=70)
-    check_both(backend, q, k, v, Selection.from_blocks(edge_block_lists(1, 6, 2, 70, 16)[edge], 16))
-
-
-@both
-def test_fewer_keys_than_blocks(backend: str) -> None:
-    q, k, v = make_qkv(S=5, G=1, h=2, Dk=16)
-    check_both(backend, q, k, v, make_blocks(1, 5, 1, 5, 4, 16))
-
-
 @pytest.mark.parametrize("loads", ["tma", "pointer"])
-def test_tiles_by_bulk_copies_and_by_pointers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loads: str) -> None:
+def test_tiles_by_tma_and_by_pointers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loads: str) -> None:
     """GPUs before sm_90 take pointers: the same results, and the event tells which."""
     settings_for = config.settings_for
 
@@ -133,34 +59,6 @@ def test_tiles_by_bulk_copies_and_by_pointers(monkeypatch: pytest.MonkeyPatch, c
         taken = [name for name in configs if name.startswith(f"triton-tile/{kernel}")]
         assert taken
         assert all(f":{loads}" in name for name in taken)
-
-
-@both
-def test_unselected_and_future_keys_are_never_used(backend: str) -> None:
-    q, k, v = make_qkv(S=6, G=1, h=3, Dk=16, S_kv=90)
-    check_poison(backend, q, k, v, Selection.from_blocks(torch.tensor([0, 4]).int().expand(1, 6, 1, 2), 16))
-    # Row 1 alone chose its own block, and stands in its midst: what follows in that block belongs to nobody.
-    lone = torch.tensor([[0, -1], [5, 0], [0, -1], [0, 1], [1, -1], [0, -1]]).int()
-    check_poison(backend, q, k, v, Selection.from_blocks(lone[None, :, None], 16))
-    later = torch.cat((k, torch.full_like(k, float("nan"))), 2), torch.cat((v, torch.full_like(v, float("nan"))), 2)
-    selection = make_blocks(1, 6, 1, 90, 3, 16)
-    clean, _ = attend(backend, q, k, v, selection)
-    assert torch.equal(clean, attend(backend, q, *later, selection, q_pos=torch.arange(84, 90))[0])
-
-
-@both
-def test_reruns_are_bit_equal(backend: str) -> None:
-    q, k, v = make_qkv(S=8, G=1, h=2, Dk=16, S_kv=64)
-    check_deterministic(backend, q, k, v, make_blocks(1, 8, 1, 64, 3, 16), reruns=3)
-
-
-@both
-def test_decode_equals_the_last_row_of_prefill(backend: str) -> None:
-    q, k, v = make_qkv(B=2, S=70, G=1, h=2, Dk=16)
-    selection = make_blocks(2, 70, 1, 70, 3, 16)
-    last = Selection.from_ranges(selection.ranges[:, -1], 16)
-    decoded = attend(backend, q[:, -1], k, v, last)[0]
-    torch.testing.assert_close(decoded, attend(backend, q, k, v, selection)[0][:, -1], atol=2e-6, rtol=0)
 
 
 @both
@@ -193,10 +91,10 @@ def _call(B: int, S: int, G: int, h: int, S_kv: int, selection: Selection) -> Ca
 
 
 @pytest.mark.parametrize("TQ", [4, 21, 64])
-def test_the_union_names_each_block_once_with_its_rows(TQ: int) -> None:
+def test_the_block_union_names_each_block_once_with_its_rows(TQ: int) -> None:
     B, S, G, S_kv, block = 2, 70, 2, 100, 16
     selection = make_blocks(B, S, G, S_kv, 4, block)
-    plan = union(_call(B, S, G, 1, S_kv, selection), TQ)
+    plan = block_union(_call(B, S, G, 1, S_kv, selection), TQ)
     indices = selection.block_indices
     for tile in range(B * G * plan.tiles):
         b, g, first = tile // plan.tiles // G, tile // plan.tiles % G, tile % plan.tiles * TQ
@@ -215,11 +113,11 @@ def test_the_union_names_each_block_once_with_its_rows(TQ: int) -> None:
 
 @pytest.mark.parametrize(("section", "pairs", "piece"), [(70, 4, 16), (70, 3, 5), (32, 4, 64), (16, 1, 7)])
 @pytest.mark.parametrize("blocks", [True, False])
-def test_the_inverse_lists_every_row_of_a_tile_in_order(blocks: bool, section: int, pairs: int, piece: int) -> None:
+def test_key_to_rows_lists_every_row_of_a_tile_in_order(blocks: bool, section: int, pairs: int, piece: int) -> None:
     B, S, G, S_kv, width = 2, 70, 2, 100, 16
     ranges = make_blocks(B, S, G, S_kv, 3, 32) if blocks else Selection.from_ranges(make_spans("mixed", B, S, G, S_kv, 40))
     call = _call(B, S, G, 1, S_kv, ranges)
-    plan = inverse(call, width, section, pairs, piece)
+    plan = key_to_rows(call, width, section, pairs, piece)
     ends = plan.ends.view(-1, plan.stretches)[:, -1].tolist()
     starts = [0, *ends[:-1]]
     start, end = (x.tolist() for x in call.clamped_ranges())
@@ -249,16 +147,16 @@ def test_the_inverse_lists_every_row_of_a_tile_in_order(blocks: bool, section: i
 def test_plans_are_shared_and_follow_the_ranges() -> None:
     selection = make_blocks(1, 20, 1, 64, 2, 16)
     call = _call(1, 20, 1, 2, 64, selection)
-    assert union(call, 4) is union(call, 4)
-    assert union(call, 4) is not union(call, 8)
-    before = union(call, 4)
+    assert block_union(call, 4) is block_union(call, 4)
+    assert block_union(call, 4) is not block_union(call, 8)
+    before = block_union(call, 4)
     selection.ranges.fill_(0)
-    assert int(union(call, 4).counts.sum()) == 0
-    assert before is not union(call, 4)
-    assert launch.remembered(call, ("x",), lambda: 1) == 1
+    assert int(block_union(call, 4).counts.sum()) == 0
+    assert before is not block_union(call, 4)
+    assert remembered_plan(call, ("x",), lambda: 1) == 1
 
 
-@pytest.mark.parametrize(("backend", "module"), [("triton-tile", union_module), ("triton-group", inverse_module)])
+@pytest.mark.parametrize(("backend", "module"), [("triton-tile", block_union_module), ("triton-group", key_to_rows_module)])
 def test_plans_are_kept_for_positions_too(monkeypatch: pytest.MonkeyPatch, backend: str, module: object) -> None:
     """Forward, backward and the next layer share them, until the positions are others or written."""
     q, k, v = make_qkv(S=2, G=1, h=1, S_kv=32, requires_grad=True)

@@ -1,1 +1,1 @@
-"""What the Triton backends share: the softmax and gradient steps, the walk over a row's keys, the dK/dV visit of KV tiles, launches."""
+"""What the Triton backends share: online softmax and gradients, walks over a row's keys, plans, dK/dV by KV tiles, kernel launches."""

@@ -153,8 +153,8 @@ def test_blocks_of_pages(page_size: int, monkeypatch: pytest.MonkeyPatch) -> Non
     from nsa_sel.backends import triton_group
 
     loads: list[str] = []
-    real = triton_group._blocks_launch
-    monkeypatch.setattr(triton_group, "_blocks_launch", lambda *given: (loads.append(given[-1].loads), real(*given))[1])
+    real = triton_group._blocks
+    monkeypatch.setattr(triton_group, "_blocks", lambda *given: (loads.append(given[-1].loads), real(*given))[1])
     check(make_cache(page_size=page_size, S_q=2, block=32), "triton-group")
     assert loads == ["tma" if page_size == 64 else "pointer"]
 

@@ -9,6 +9,7 @@ import torch
 
 import nsa_sel
 from nsa_sel import compat
+from nsa_sel.core import packed as packed_batches
 from nsa_sel.selection import Selection
 from tests.helpers.varlen_cases import Packed, attend_varlen, check_varlen, pack, seen_keys
 from tests.test_triton_sel_parity_gpu import DTYPES, on_gpu, on_ranges

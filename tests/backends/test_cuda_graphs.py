@@ -23,7 +23,7 @@ S_KV = 200
 Step = Callable[[], tuple[Tensor, ...]]
 
 
-def places() -> list[Any]:
+def device_backends() -> list[Any]:
     """(device, backend): what a GPU runs, and two backends of a CPU for the tests' own sake."""
     found = [pytest.param("cpu", name) for name in ("numba", "sdpa-packed")]
     for name, backend in registry.backends().items():
@@ -33,13 +33,13 @@ def places() -> list[Any]:
     return found
 
 
-PLACES = places()
-everywhere = pytest.mark.parametrize(("device", "backend"), PLACES)
-on_gpu = pytest.mark.parametrize("backend", [pytest.param(place.values[1], marks=place.marks) for place in PLACES if place.marks])
+DEVICE_BACKENDS = device_backends()
+everywhere = pytest.mark.parametrize(("device", "backend"), DEVICE_BACKENDS)
+on_gpu = pytest.mark.parametrize("backend", [pytest.param(case.values[1], marks=case.marks) for case in DEVICE_BACKENDS if case.marks])
 
 
 class Rerun:
-    """What stands for a graph on a CPU: a replay runs the step anew and writes into the outputs of the capture."""
+    """A stand-in for a graph on a CPU: a replay runs the step anew and writes into the outputs of the capture."""
 
     def __init__(self, step: Step, outputs: tuple[Tensor, ...]) -> None:
         self.step, self.outputs = step, outputs
@@ -102,14 +102,14 @@ def test_training_follows_what_is_written(device: str, backend: str, S: int, mea
     q, k, v, do, blocks = problem(device, S, 0)
     static = Selection.from_blocks(torch.where(torch.arange(3, device=device) > 0, -1, blocks), BLOCK)
     if measured:
-        training(backend, q, k, v, do, static)  # what a capture runs is known before: it does not go by what was measured
+        training(backend, q, k, v, do, static)  # compiled before the capture, which ignores what was measured
         static.measure(S_KV)
     graph, outputs = captured(lambda: training(backend, q, k, v, do, static), device)
     for seed in (1, 2):
         *tensors, blocks = problem(device, S, seed)
         selection = Selection.from_blocks(blocks, BLOCK)
-        for place, new in zip((q, k, v, do, static.ranges), (*tensors, selection.ranges), strict=True):
-            place.copy_(new)
+        for old, new in zip((q, k, v, do, static.ranges), (*tensors, selection.ranges), strict=True):
+            old.copy_(new)
         assert_equal(replayed(graph, outputs), training(backend, *tensors, selection))
 
 

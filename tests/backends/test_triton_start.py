@@ -1,4 +1,4 @@
-"""Launches that go straight to a compiled kernel: only where the compiler would have chosen the same one."""
+"""Launches that go straight to a compiled kernel (_triton/kernel.py): only where Triton would have compiled the same one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._triton import launch, start
-from nsa_sel.backends._triton.launch import CheckedDescriptor
-from nsa_sel.backends._triton.start import Launch, number_kinds, tensor_kinds
+from nsa_sel.backends._triton import combine, tma
+from nsa_sel.backends._triton import kernel as kernel_module
+from nsa_sel.backends._triton.arguments import Strides
+from nsa_sel.backends._triton.kernel import Kernel, number_kinds, tensor_kinds
+from nsa_sel.backends._triton.tma import CheckedDescriptor
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
@@ -34,8 +36,8 @@ def tensors() -> list[torch.Tensor]:
 
 
 def kinds(x: Any) -> object:
-    """What a launch takes to tell arguments like x apart."""
-    return number_kinds((x,))[0] if isinstance(x, int | float) else tensor_kinds((x,))[0][0]
+    """What tells arguments like x apart in the cache of compiled kernels."""
+    return number_kinds((x,))[0] if isinstance(x, int | float | tuple) else tensor_kinds((x,))[0][0]
 
 
 def test_arguments_of_one_kind_take_one_kernel() -> None:
@@ -43,7 +45,8 @@ def test_arguments_of_one_kind_take_one_kernel() -> None:
     makers = (TensorDescriptor, CheckedDescriptor)
     blocks = ([16, 32], [32, 32])
     descriptors = [make(x, [64, 32], [32, 1], block) for x in tensors()[:3] for block in blocks for make in makers]
-    arguments = [None, 0.5, 2.0, *NUMBERS, *tensors(), *descriptors]
+    tuples = [(48, 1), (48, 2), (48, (1, 2**31)), (32, (1, 2**40)), Strides((1, 16), (3,), (), (0, 5)), Strides((1, 32), (5,), (), (16, 7))]
+    arguments = [None, 0.5, 2.0, *NUMBERS, *tuples, *tensors(), *descriptors]
     seen = [(kinds(x), native_specialize_impl(CUDABackend, x, False, True, True)) for x in arguments]
     for (one, theirs), (other, their_other) in itertools.combinations(seen, 2):
         assert one != other or theirs == their_other
@@ -52,7 +55,7 @@ def test_arguments_of_one_kind_take_one_kernel() -> None:
 
 def test_checked_descriptors_pass_the_checks_they_leave_out() -> None:
     x = torch.zeros(2, 3, 64, 40, dtype=torch.bfloat16).transpose(1, 2)[..., :32]
-    mine, own = launch.descriptor(x, 16, 32), TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, 16, 32])
+    mine, own = tma.descriptor(x, 16, 32), TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, 16, 32])
     assert (mine.base is own.base, [*mine.shape], [*mine.strides]) == (True, own.shape, own.strides)
     assert (mine.block_shape, mine.padding) == (own.block_shape, own.padding)
 
@@ -69,8 +72,8 @@ class Compiled:
         self.launches.append(arguments)
 
 
-class Kernel:
-    """Stands for a kernel of two arguments and one constant: every launch by way of the compiler makes a new compiled kernel."""
+class Function:
+    """Stands for a kernel of two arguments and one constant: every launch through Triton makes a new compiled kernel."""
 
     arg_names = ("x", "n", "D")
 
@@ -86,58 +89,58 @@ class Kernel:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+def function(monkeypatch: pytest.MonkeyPatch) -> Function:
     """With a driver whose current stream is number 5."""
-    monkeypatch.setattr(start, "CompiledKernel", Compiled)
+    monkeypatch.setattr(kernel_module, "CompiledKernel", Compiled)
     driver = types.SimpleNamespace(get_current_stream=lambda device: 5)
-    monkeypatch.setattr(start.triton.runtime, "driver", types.SimpleNamespace(active=driver))
-    return Kernel()
+    monkeypatch.setattr(kernel_module.triton.runtime, "driver", types.SimpleNamespace(active=driver))
+    return Function()
 
 
-def test_a_like_launch_skips_the_compiler(kernel: Kernel) -> None:
+def test_a_like_launch_skips_the_compiler(function: Function) -> None:
     x, y = torch.zeros(8), torch.ones(8)
-    fill = Launch(kernel, D=64, num_warps=4)
-    fill.start(3, (x,), (32,))
-    fill.start(5, (y,), (48,))
-    assert len(kernel.made) == 1
-    assert kernel.made[0].launches == [(5, 1, 1, 5, 7, (4, 1, 0), None, None, None, y.data_ptr(), 48, 64)]
+    fill = Kernel(function, D=64, num_warps=4)
+    fill.launch(3, (x,), (32,))
+    fill.launch(5, (y,), (48,))
+    assert len(function.made) == 1
+    assert function.made[0].launches == [(5, 1, 1, 5, 7, (4, 1, 0), None, None, None, y.data_ptr(), 48, 64)]
     others: list[tuple[torch.Tensor | None, int]] = [(x, 33), (x, 1), (x, 2**31), (x[1:], 32), (x.double(), 32)]
     for tensor, number in others:
-        fill.start(3, (tensor,), (number,))
-    assert len(kernel.made) == 1 + len(others)
-    Launch(kernel, D=128, num_warps=4).start(3, (x,), (32,))
-    assert len(kernel.made) == 2 + len(others)
+        fill.launch(3, (tensor,), (number,))
+    assert len(function.made) == 1 + len(others)
+    Kernel(function, D=128, num_warps=4).launch(3, (x,), (32,))
+    assert len(function.made) == 2 + len(others)
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_of_launches_are_served(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A hook in the chain, or one in the chain's place, gets its launches by the compiler's own way; None is no hook."""
-    fill, x = Launch(kernel, D=64), torch.zeros(8)
+def test_hooks_of_launches_are_served(function: Function, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A hook in the chain, or one that replaces the chain, gets its launches through Triton; None is no hook."""
+    fill, x = Kernel(function, D=64), torch.zeros(8)
     chain = getattr(triton.knobs.runtime, name)
-    assert not start.hooked()
-    fill.start(3, (x,), (32,))
+    assert not kernel_module.hooked()
+    fill.launch(3, (x,), (32,))
     for hook in (None, lambda _: None):
         monkeypatch.setattr(triton.knobs.runtime, name, hook)
-        fill.start(3, (x,), (32,))
-    assert len(kernel.made) == 2
+        fill.launch(3, (x,), (32,))
+    assert len(function.made) == 2
     monkeypatch.setattr(triton.knobs.runtime, name, chain)
     hook = print
     chain.add(hook)
     try:
-        fill.start(3, (x,), (32,))
+        fill.launch(3, (x,), (32,))
     finally:
         chain.remove(hook)
-    assert len(kernel.made) == 3
-    fill.start(3, (x,), (32,))
-    assert len(kernel.made) == 3
+    assert len(function.made) == 3
+    fill.launch(3, (x,), (32,))
+    assert len(function.made) == 3
 
 
-def test_what_launches_remember_is_bounded(kernel: Kernel) -> None:
-    fill, x = Launch(kernel, D=64), torch.zeros(8)
-    for S_kv in range(3 * start.REMEMBERED):
-        fill.start(3, (x,), (S_kv,))
-    assert len(kernel.made) == 3  # other numbers, 1, and multiples of 16
-    assert fill._number_kinds.cache_info().currsize == start.REMEMBERED
+def test_what_launches_remember_is_bounded(function: Function) -> None:
+    fill, x = Kernel(function, D=64), torch.zeros(8)
+    for S_kv in range(3 * kernel_module.REMEMBERED):
+        fill.launch(3, (x,), (S_kv,))
+    assert len(function.made) == 3  # other numbers, 1, and multiples of 16
+    assert fill._number_kinds.cache_info().currsize == kernel_module.REMEMBERED
 
 
 @pytest.fixture
@@ -158,8 +161,8 @@ def no_launches() -> Iterator[None]:
 @pytest.mark.usefixtures("no_launches")
 @pytest.mark.parametrize("name", [spec.name for spec in SPECS if spec.framework == "triton"])
 @pytest.mark.parametrize("S", [1, 40])  # one row is split among programs
-def test_later_calls_run_what_the_first_had_compiled(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, name: str, S: int) -> None:
-    """Every argument in its place, and nothing of the first call kept: forward and backward, with their plans, twice."""
+def test_later_calls_run_what_the_first_had_compiled(function: Function, monkeypatch: pytest.MonkeyPatch, name: str, S: int) -> None:
+    """Arguments in their order, and nothing of the first call kept: forward and backward, with their plans, twice."""
     compiled: list[tuple[str, list[Any]]] = []
     run: list[tuple[str, list[Any]]] = []
 
@@ -174,7 +177,7 @@ def test_later_calls_run_what_the_first_had_compiled(kernel: Kernel, monkeypatch
         return launch
 
     module: Any = registry.load(name)
-    monkeypatch.setattr(type(module.launch.combine_kernel), "__getitem__", launched)
+    monkeypatch.setattr(type(combine.combine_kernel), "__getitem__", launched)
     device = DeviceInfo(kind="cuda", sm=90, sm_count=132)
     q, k, do = torch.zeros(1, S, 2, 4, 64), torch.zeros(1, 2, 256, 64), torch.zeros(1, S, 2, 4, 64)
     selection = Selection.from_blocks(torch.arange(4).expand(1, S, 2, 4), 32)

@@ -1,8 +1,8 @@
-"""Compile what the Triton launchers would launch, for GPUs that are not here, and print a JSON line a kernel.
+"""Compile the kernels that the Triton backends would launch, for GPUs that are not here, and print a JSON line per kernel.
 
     python tests/helpers/aot.py 90 [SHAPE...]         # or several targets: 86,89
 
-The launchers run for real, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
+The backends run as they are, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
 target. Needs a process without TRITON_INTERPRET. Shared memory is in the kernel's metadata; registers and spills come from cuobjdump.
 Decoding is compiled forward alone: nothing trains on it.
 """
@@ -128,7 +128,7 @@ def resources(kernel: Any, sm: int) -> dict[str, Any]:
     return {
         "kernel": kernel.metadata.name, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages,
         "shared": kernel.metadata.shared, "registers": int(usage["REG"]), "spilled": int(usage["STACK"]) + int(usage["LOCAL"]),
-        "wgmma": "wgmma" in kernel.asm["ptx"], "bulk_copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
+        "wgmma": "wgmma" in kernel.asm["ptx"], "tma": "cp.async.bulk.tensor" in kernel.asm["ptx"],
     }  # fmt: skip
 
 

@@ -81,14 +81,14 @@ def test_16_blocks_of_64_run_on_a_kernel(device: DeviceInfo, shape: str) -> None
 @pytest.mark.parametrize(("device", "loads"), [(A100, "pointer"), (RTX3090, "pointer"), (H100, "tma"), (B200, "tma"), (RTX5090, "tma")])
 def test_kernels_load_as_the_chip_can(device: DeviceInfo, loads: str) -> None:
     """Launches that say tma fall back to pointers before SM 9.0."""
-    from nsa_sel.backends._triton import launch
+    from nsa_sel.backends._triton import arguments
     from nsa_sel.core.call import Call
     from tests.helpers.cases import make_blocks, make_qkv
 
     q, k, v = make_qkv(1, 8, 1, 4, 64, S_kv=256)
     call = Call(q, k, v, make_blocks(1, 8, 1, 256, 2, 64), None, 0.125, settings_for(device), device)
     assert call.settings.kernels["triton-group/forward-blocks"].loads == "tma"
-    assert launch.kernel_config(call, launch.heads(call), "triton-group/forward-blocks").loads == loads
+    assert arguments.kernel_config(call, arguments.heads(call), "triton-group/forward-blocks").loads == loads
 
 
 @lanes

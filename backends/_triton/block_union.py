@@ -1,8 +1,8 @@
-"""Which blocks a tile of adjacent rows chose between them, and which of its rows chose each: the plan of triton-tile.
+"""The union of the blocks that a tile of adjacent rows selects, and which of its rows selects each: the plan of triton-tile.
 
 A tile holds TQ rows of one batch entry and group. Its list names every block once, in ascending order, with a bit for each row
-that chose it; the blocks that every row of the tile sees to their last key come first, and the few that the causal clamp cuts,
-for some row, come last. One program sorts the entries of one tile, so the plan never reads the device and costs O(rows * n).
+that selects it. Blocks that every row of the tile sees to their last key come first; the few that the causal clamp cuts, for some
+row, come last. One program sorts the entries of one tile, so the plan never reads the device and costs O(rows * n).
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._triton import launch
-from nsa_sel.backends._triton.start import REMEMBERED, Launch
-from nsa_sel.backends._triton.steps import clamp_range, larger, row_limit
+from nsa_sel.backends._common import remembered_plan
+from nsa_sel.backends._triton.arguments import position_strides, sizes
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.rows import load_range, row_limit
+from nsa_sel.backends._triton.softmax import larger
+from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
@@ -25,24 +28,26 @@ MOST_ROWS = 64  # of a tile: one bit each, and six bits of the sorted keys
 MOST_BLOCKS = 2**31 // MOST_ROWS - 1  # the other bits
 
 
-class Union(NamedTuple):
+class BlockUnion(NamedTuple):
     """Tile number (b*G + g)*tiles + i holds the rows [i*TQ, (i+1)*TQ) of that batch entry and group; its list starts at
     tile * capacity."""
 
     blocks: Tensor  # [B*G*tiles * capacity] int32
-    rows: Tensor  # [B*G*tiles * capacity] int64, bit r: row i*TQ + r chose the block
+    rows: Tensor  # [B*G*tiles * capacity] int64, bit r: row i*TQ + r selects the block
     counts: Tensor  # [B*G*tiles, 2] int32: blocks that are whole for every row, all blocks
-    tiles: int
+    tiles: int  # of one batch entry and group
     capacity: int  # TQ * n
+    programs: int  # B*G*tiles
 
 
 @triton.jit
 def union_kernel(
-    ranges, q_pos, blocks, rows, counts, stride_pb, stride_ps, S, S_kv, G, tiles,
-    N: tl.constexpr, HAS_POS: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ENTRIES: tl.constexpr,
+    ranges, q_pos, blocks, rows, counts, stride_pos, sizes, tiles,
+    N: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Sort the (block, row) pairs of one tile; runs of one block become one entry of its list."""
+    """Sort the (block, row) pairs of one tile; runs of one block become one entry of its list. One program per tile."""
     NOWHERE: tl.constexpr = 2147483647
+    S, S_kv, G = sizes
     pid = tl.program_id(0)
     i = pid % tiles
     b = (pid // tiles // G).to(tl.int64)
@@ -51,19 +56,17 @@ def union_kernel(
     r = e // N
     s = i * TQ + r
     listed = (r < TQ) & (s < S)
-    limit = row_limit(q_pos, b, tl.minimum(s, S - 1), S, S_kv, stride_pb, stride_ps, HAS_POS)
+    limit = row_limit(q_pos, stride_pos, b, tl.minimum(s, S - 1), S, S_kv)
     lowest = tl.min(tl.where(listed, limit, NOWHERE), 0)
     entry = ((b * S + s) * G + g) * N + e % N
-    start = tl.load(ranges + 2 * entry, mask=listed, other=0)
-    end = tl.load(ranges + 2 * entry + 1, mask=listed, other=0)
-    start, end = clamp_range(start, end, limit)
+    start, end = load_range(ranges + 2 * entry, limit, listed)
     key = tl.sort(tl.where(end > start, start // BLOCK * 64 + r, NOWHERE))
 
     block = key >> 6
     real = key != NOWHERE
     first = real & ((e == 0) | (tl.gather(block, tl.maximum(e - 1, 0), 0) != block))
     last = real & ((e == ENTRIES - 1) | (tl.gather(block, tl.minimum(e + 1, ENTRIES - 1), 0) != block))
-    # A row names a block once, so the bits of a run never carry: the difference of a running sum is their union (modulo 2^64).
+    # A row names a block once, so the bits of a run never carry: the difference of a prefix sum is their union (modulo 2^64).
     bit = tl.where(real, tl.full([ENTRIES], 1, tl.int64) << (key & 63).to(tl.int64), 0)
     sums = tl.cumsum(bit, 0)
     run = tl.associative_scan(tl.where(first, e, 0), 0, larger)
@@ -77,13 +80,13 @@ def union_kernel(
     tl.store(counts + pid * 2 + 1, tl.sum(first.to(tl.int32), 0))
 
 
-def union(call: Call, TQ: int) -> Union:
+def block_union(call: Call, TQ: int) -> BlockUnion:
     """The plan for tiles of TQ <= 64 rows, remembered in the selection."""
-    plan: Union = launch.remembered(call, ("union", TQ), lambda: _build(call, TQ))
+    plan: BlockUnion = remembered_plan(call, ("block_union", TQ), lambda: _build(call, TQ))
     return plan
 
 
-def _build(call: Call, TQ: int) -> Union:
+def _build(call: Call, TQ: int) -> BlockUnion:
     B, S, G, n = call.selection.ranges.shape[:4]
     block, S_kv = call.selection.block_size, call.k.shape[2]
     assert block is not None, "Limits.block_aligned_only keeps other selections out"
@@ -94,15 +97,12 @@ def _build(call: Call, TQ: int) -> Union:
     blocks = torch.empty(B * G * tiles * TQ * n, dtype=torch.int32, device=device)
     rows = torch.empty(blocks.numel(), dtype=torch.int64, device=device)
     counts = torch.empty(B * G * tiles, 2, dtype=torch.int32, device=device)
-    ranges = call.selection.disjoint_ranges()
-    kernel = _launch(n, call.q_pos is not None, block, TQ)
-    kernel.start(
-        B * G * tiles, (ranges, call.q_pos, blocks, rows, counts), (*launch.position_strides(call), S, S_kv, G, tiles)
-    )  # fmt: skip
-    return Union(blocks, rows, counts, tiles, TQ * n)
+    tensors = (call.selection.disjoint_ranges(), call.q_pos, blocks, rows, counts)
+    _union(n, block, TQ).launch(B * G * tiles, tensors, (position_strides(call), sizes(call), tiles))
+    return BlockUnion(blocks, rows, counts, tiles, TQ * n, B * G * tiles)
 
 
 @functools.lru_cache(REMEMBERED)
-def _launch(n: int, has_pos: bool, block: int, TQ: int) -> Launch:
-    entries = launch.tile(TQ * n, 1)
-    return Launch(union_kernel, N=n, HAS_POS=has_pos, BLOCK=block, TQ=TQ, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)))
+def _union(n: int, block: int, TQ: int) -> Kernel:
+    entries = tile_size(TQ * n, 1)
+    return Kernel(union_kernel, N=n, BLOCK=block, TQ=TQ, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)))

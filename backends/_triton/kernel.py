@@ -1,8 +1,8 @@
-"""Start kernels for less host time than `kernel[grid](...)`, which has the compiler examine every argument at every launch.
+"""Launch compiled kernels for less host time than `kernel[grid](...)`, where Triton examines every argument of every launch.
 
-What the compiler makes depends on the constants, on the kind of each argument (`tensor_kinds`, `number_kinds`), and on the device.
-A launch like an earlier one goes straight to the compiled kernel's `run`, with addresses instead of tensors, which the driver would be
-asked about one by one; any other takes the compiler's own way, and so does every launch while somebody (Proton) hooks launches.
+What Triton compiles depends on the constants, on the kind of each argument (`tensor_kinds`, `number_kinds`), and on the device. A launch
+of a kind seen before goes straight to the compiled kernel's `run`, with addresses instead of tensors, which the driver would be asked
+about one by one. Any other takes Triton's own path, and so does every launch while a profiler (Proton) hooks launches.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-REMEMBERED = 256  # launches of one kernel, and a launch's sets of numbers: decoding brings another S_kv with every step
+REMEMBERED = 256  # specializations of one kernel, and sets of numbers of one specialization: every decoding step has another S_kv
 
 
-class Launch:
-    """A kernel with its constants: the constexpr parameters, which come last, and the compiler's options."""
+class Kernel:
+    """A kernel specialized by its constexpr parameters, which come last, and by compiler options."""
 
-    def __init__(self, kernel: Any, **constants: Any) -> None:
-        self.kernel, self.constants = kernel, constants
+    def __init__(self, function: Any, **constants: Any) -> None:
+        self.function, self.constants = function, constants
         self._compiled: dict[tuple[object, ...], tuple[CompiledKernel, tuple[object, ...]]] = {}
         self._number_kinds = functools.lru_cache(REMEMBERED)(number_kinds)
 
-    def start(self, grid: int, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[float, ...]) -> None:
-        """`kernel[grid,](*tensors, *numbers, **constants)` on the current device, where the tensors are; the first is no descriptor.
+    def launch(self, grid: int, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...]) -> None:
+        """`function[grid,](*tensors, *numbers, **constants)` on the current device, where the tensors are; the first is no descriptor.
 
-        A place among the numbers always takes the same type, int or float.
+        Numbers are ints, floats, or (nested, named) tuples of them; a parameter always takes the same type.
         """
         device = tensors[0].get_device()  # type: ignore[union-attr]
         kinds, addresses = tensor_kinds(tensors)
         key = (device, *kinds, self._number_kinds(numbers))
         found = self._compiled.get(key)
         if found is None or hooked():
-            compiled = self.kernel[(grid,)](*tensors, *numbers, **self.constants)
-            if isinstance(compiled, CompiledKernel):  # the interpreter gives nothing
-                names = self.kernel.arg_names[len(tensors) + len(numbers) :]
+            compiled = self.function[(grid,)](*tensors, *numbers, **self.constants)
+            if isinstance(compiled, CompiledKernel):  # the interpreter returns nothing
+                names = self.function.arg_names[len(tensors) + len(numbers) :]
                 self._compiled[key] = compiled, tuple(self.constants[name] for name in names)
             return
         compiled, parameters = found
@@ -50,11 +50,11 @@ class Launch:
 
 
 def tensor_kinds(tensors: Sequence[Tensor | TensorDescriptor | None]) -> tuple[list[object], list[object]]:
-    """All that the compiler distinguishes of tensors, descriptors and None, and what `run` takes in their places."""
+    """All that Triton distinguishes of tensors, descriptors and None, and what `run` takes for them."""
     kinds: list[object] = []
     addresses: list[object] = []
     for x in tensors:
-        if x is None:  # first: that it is no Tensor, Python would be told by a function of PyTorch's
+        if x is None:  # first: isinstance(None, Tensor) calls into PyTorch
             kinds.append(None)
             addresses.append(None)
         elif isinstance(x, Tensor):
@@ -67,13 +67,15 @@ def tensor_kinds(tensors: Sequence[Tensor | TensorDescriptor | None]) -> tuple[l
     return kinds, addresses
 
 
-def number_kinds(numbers: tuple[float, ...]) -> tuple[object, ...]:
-    """All that the compiler distinguishes of numbers: floats are float32 whatever their value; of ints, 1 becomes a constant, multiples
+def number_kinds(numbers: tuple[Any, ...]) -> tuple[object, ...]:
+    """All that Triton distinguishes of numbers: floats are float32 whatever their value; of ints, 1 becomes a constant, multiples
     of 16 allow wide loads, and 64-bit ones are another type."""
     return tuple(
-        float if isinstance(x, float) else (1 if x == 1 else 16 if x % 16 == 0 else 0) + (0 if -(2**31) <= x < 2**31 else 64)
+        number_kinds(x)
+        if isinstance(x, tuple)
+        else float if isinstance(x, float) else (1 if x == 1 else 16 if x % 16 == 0 else 0) + (0 if -(2**31) <= x < 2**31 else 64)
         for x in numbers
-    )
+    )  # fmt: skip
 
 
 def hooked() -> bool:

@@ -1,0 +1,49 @@
+"""What GPU backends share: scales of either sign, and plans remembered in the selection."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from nsa_sel.core.call import Call
+
+Forward = Callable[[Call], tuple[Tensor, Tensor]]
+Backward = Callable[[Call, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+
+
+def forward_of_any_scale(forward: Forward) -> Forward:
+    """Kernels keep the largest product, which must belong to the largest logit: a negative scale goes to them as (-q, -scale)."""
+
+    @functools.wraps(forward)
+    def run(call: Call) -> tuple[Tensor, Tensor]:
+        return forward(call if call.scale >= 0 else call.with_positive_scale())
+
+    return run
+
+
+def backward_of_any_scale(backward: Backward) -> Backward:
+    """As `forward_of_any_scale`; the gradient of -q changes its sign. dlse is contiguous."""
+
+    @functools.wraps(backward)
+    def run(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dlse = None if dlse is None else dlse.contiguous()
+        if call.scale >= 0:
+            return backward(call, o, lse, do, dlse)
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
+        return -dq, dk, dv
+
+    return run
+
+
+def remembered_plan(call: Call, key: tuple[object, ...], build: Callable[[], Any]) -> Any:
+    """A plan kept in the selection for this key, number of keys and positions: the causal clamp depends on both.
+
+    Inside a CUDA graph it is built every time: a replay must follow ranges that were written since the capture, and a plan that a capture
+    builds holds nothing until the graph is replayed.
+    """
+    if call.capturing():
+        return build()
+    return call.selection.plan((*key, call.k.shape[2]), build, call.q_pos)

@@ -1,0 +1,141 @@
+"""What Triton kernels take from a call: strides, sizes, constants of the heads, kernel config, and the tensors they write."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._triton.kernel import REMEMBERED
+from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.backends._triton.tma import tma_fits
+from nsa_sel.backends.specs import launch_class, tile_columns
+from nsa_sel.core.call import Call
+from nsa_sel.settings.schema import KernelConfig
+from nsa_sel.telemetry import events
+
+WALK, WALK_BLOCKS = 64, 16  # ranges that a program lays end to end at once: every key searches among them
+LONG_BLOCK = 64  # keys of a block of which fewer at once suffice
+
+
+def outputs(call: Call) -> tuple[Tensor, Tensor]:
+    """Unwritten o [B,S,G,h,Dv] and lse [B,S,G,h], contiguous; float64 inputs (the interpreter, for gradcheck) keep float64 statistics,
+    all others accumulate in float32."""
+    q = call.q
+    B, S, G, h, _ = q.shape  # one by one: PyTorch takes twice as long to read a torch.Size
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return unwritten(q, B, S, G, h, call.v.shape[3]), unwritten(q, B, S, G, h, dtype=lse_dtype)
+
+
+def row_gradients(call: Call, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Unwritten dq [B,S,G,h,Dk] and delta [B,S,G,h], contiguous."""
+    return torch.empty_like(call.q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
+
+
+class Strides(NamedTuple):
+    """In elements, as kernels take them; the last dimension is contiguous."""
+
+    q: tuple[int, ...]  # b, s, g, h
+    k: tuple[int, ...]  # b, g, n
+    v: tuple[int, ...]  # b, g, n
+    pos: tuple[int, ...]  # b, s of q_pos; b, 0 of lengths
+
+
+def strides(call: Call) -> Strides:
+    return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3], position_strides(call))
+
+
+def position_strides(call: Call) -> tuple[int, ...]:
+    """The strides of q_pos [b, s], or of lengths [b], as `row_limit` takes them."""
+    if call.lengths is not None:
+        return call.lengths.stride(0), 0
+    return (0, 0) if call.q_pos is None else call.q_pos.stride()
+
+
+def sizes(call: Call) -> tuple[int, int, int]:
+    """S, S_kv and G, as kernels take them."""
+    _, S, G, _, _ = call.q.shape
+    return S, call.S_kv, G
+
+
+def path(call: Call, kernel: str) -> Literal["dense", "varlen"]:
+    """dense: a program of `kernel` walks the one range, or one block, of its row. varlen: any number of ranges, a union of rows' blocks, or
+    a list of rows; NSA_SEL_TRITON_FORCE_PATH=varlen forces it for rows of one range, too."""
+    by_row = kernel.startswith(("triton-token/", "triton-group/")) and not kernel.endswith("/dkdv")
+    return "dense" if by_row and call.selection.n == 1 and call.settings.triton_force_path != "varlen" else "varlen"
+
+
+def walk_width(call: Call) -> int:
+    """How many ranges a program lays end to end at once: 1 on the dense path, where no key searches for its range."""
+    long = (call.selection.block_size or 0) >= LONG_BLOCK
+    return min(WALK_BLOCKS if long else WALK, tile_size(call.selection.n, 2 if call.settings.triton_force_path == "varlen" else 1))
+
+
+class Heads(NamedTuple):
+    """What a kernel's constants depend on beside its config and the selection's static facts: calls that share it share a `Kernel`."""
+
+    dtype: torch.dtype
+    h: int
+    Dk: int
+    Dv: int
+    block_d: int  # NSA_SEL_TRITON_BLOCK_D and _BLOCK_DV may widen the tiles that hold Dk and Dv (a guard refuses narrower ones)
+    block_dv: int
+
+
+class Dims(NamedTuple):
+    """The heads as kernels know them, one constexpr parameter: h heads of Dk and Dv columns, and the tiles that hold those."""
+
+    h: int
+    Dk: int
+    Dv: int
+    BLOCK_D: int
+    BLOCK_REST: int  # of the second tile of Dk, 0 where one holds it
+    BLOCK_DV: int
+
+
+def heads(call: Call) -> Heads:
+    q, settings = call.q, call.settings
+    _, _, _, h, Dk = q.shape
+    return Heads(q.dtype, h, Dk, call.v.shape[3], settings.block_d or 0, settings.block_dv or 0)
+
+
+def dims(of: Heads) -> Dims:
+    """One tile for Dk."""
+    return Dims(of.h, of.Dk, of.Dv, max(tile_size(of.Dk), of.block_d), 0, max(tile_size(of.Dv), of.block_dv))
+
+
+def split_dims(of: Heads) -> Dims:
+    """Two tiles for a Dk like 192, 128 + 64, where a power of two would pad it to 256."""
+    one = dims(of)
+    in_two = tile_columns(of.Dk, of.Dv, of.dtype.itemsize)[0] == 192 and one.BLOCK_D == 256 and of.block_d != 256
+    return one._replace(BLOCK_D=128, BLOCK_REST=64) if in_two else one
+
+
+@functools.lru_cache(REMEMBERED)
+def config_suffix(of: Heads) -> str:
+    """What follows a kernel's name in configs/ for such heads."""
+    tiles = split_dims(of)
+    return launch_class(tiles.BLOCK_D + tiles.BLOCK_REST + tiles.BLOCK_DV, of.dtype.itemsize)
+
+
+def kernel_config(call: Call, of: Heads, kernel: str, *, tma: bool | None = None) -> KernelConfig:
+    """The config of `kernel` for this call and its heads, with pointer loads where TMA does not fit (`tma`, if the caller has asked
+    already), and the event that names it."""
+    settings = call.settings
+    name = kernel + config_suffix(of)
+    config = settings.kernel(name)
+    if config.loads == "tma" and not (tma_fits(call) if tma is None else tma):
+        config = msgspec.structs.replace(config, loads="pointer")
+    if settings.debug_triton:
+        source = settings.sources.get(f"kernels.{name}", "base.yaml")
+        events.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), source=source, path=path(call, kernel))
+    return config
+
+
+def options(config: KernelConfig) -> dict[str, Any]:
+    """Compiler options."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -1,0 +1,136 @@
+"""triton-group over whole blocks: one program per query row and up to BLOCK_H of its group's heads, K and V by TMA where it fits.
+
+TMA cannot mask, so it takes whole blocks alone: of disjoint blocks at most one is cut (by t or by S_kv), and pointers load that one, in
+masked tiles of TAIL_L keys. A hole in the list (padding) loads the row's last whole block again and adds nothing (rows.whole_block).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_sel.backends._triton.group_ranges import row_heads
+from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
+from nsa_sel.backends._triton.softmax import (
+    LN_2,
+    LOWEST,
+    add_product,
+    chosen_step,
+    delta_and_lse,
+    finish_softmax,
+    p_and_ds,
+    products,
+    softmax_step,
+)
+from nsa_sel.backends._triton.tiles import cached_pointers, key_pointers, load_columns, row_pointers, store_columns
+
+
+@triton.jit
+def step_keys(row_ranges, step, limit, last_whole, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr):
+    """The first of the BLOCK_L keys that step number `step` loads, and whether they count."""
+    STEPS: tl.constexpr = BLOCK // BLOCK_L
+    c, is_whole = whole_block(row_ranges, step // STEPS, limit, last_whole, BLOCK)
+    return c + step % STEPS * BLOCK_L, is_whole
+
+
+@triton.jit
+def load_step(desc, x, stride, b, g, c, page, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr):
+    """The keys (or values) [c, c + BLOCK_L) of a whole block, by TMA, or by pointers where there is no descriptor. `page` is a number for
+    TMA, of steps within one page, and a vector for pointers."""
+    if desc is not None:
+        first = page.to(tl.int32) if PAGE > 0 else b.to(tl.int32)
+        return desc.load([first, g.to(tl.int32), c % PAGE if PAGE > 0 else c, 0]).reshape(BLOCK_L, BLOCK_D)
+    else:
+        position = c + tl.arange(0, BLOCK_L)
+        return load_columns(cached_pointers(x, stride, b, g, position, page, PAGE), None, 0, D, BLOCK_D)
+
+
+@triton.jit
+def forward_blocks_kernel(
+    q, k_desc, v_desc, k, v, ranges, q_pos, block_table, o, lse, strides, stride_table, sizes, n, scale_log2,
+    dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
+    TAIL_L: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """o and lse of one row's heads; every range is one block of BLOCK keys.
+
+    Grid: one program per row and tile of heads. Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]. TMA: k_desc and
+    v_desc are descriptors of k, v [B,G,S_kv,D], or of pages [pages,G,PAGE,D], each of which holds whole steps of BLOCK_L keys; None:
+    pointers. LENGTHS and PAGE as in `forward_ranges_kernel`.
+    """
+    ACC: tl.constexpr = lse.dtype.element_ty
+    TMA: tl.constexpr = k_desc is not None
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H, LENGTHS
+    )
+
+    table = block_table + b * stride_table if PAGE > 0 else block_table
+    listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], ACC)
+    l = tl.zeros([BLOCK_H], ACC)
+    m = tl.full([BLOCK_H], LOWEST, ACC)
+    w = tl.arange(0, BLOCK_L)
+    steps = listed * (BLOCK // BLOCK_L)
+    if PAGE > 0:
+        coming, coming_whole = step_keys(row_ranges, 0, limit, last_whole, BLOCK, BLOCK_L)
+        exists = steps > 0 if TMA else w < steps * BLOCK_L
+        coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
+    for step in range(0, steps):
+        if PAGE > 0:  # the next step's pages are read one step ahead, or every step would wait for them
+            c, page, is_whole = coming, coming_page, coming_whole
+            coming, coming_whole = step_keys(row_ranges, tl.minimum(step + 1, steps - 1), limit, last_whole, BLOCK, BLOCK_L)
+            coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
+        else:
+            c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
+            page = c
+        k_tile = load_step(k_desc, k, strides.k, b, g, c, page, dims.Dk, BLOCK_L, dims.BLOCK_D, PAGE)
+        logits = products(q_tile, k_tile)
+        v_tile = load_step(v_desc, v, strides.v, b, g, c, page, dims.Dv, BLOCK_L, BLOCK_DV, PAGE)
+        acc, l, m = chosen_step(logits, is_whole, v_tile, acc, l, m, scale_log2)
+
+    for c in range(cut_start, cut_end, TAIL_L):
+        position = c + tl.arange(0, TAIL_L)
+        valid = position < cut_end
+        page = page_of(position, valid, table, PAGE) if PAGE > 0 else position
+        k_tile = load_columns(cached_pointers(k, strides.k, b, g, position, page, PAGE), valid, 0, dims.Dk, dims.BLOCK_D)
+        logits = tl.where(valid[None, :], products(q_tile, k_tile), float("-inf"))
+        v_tile = load_columns(cached_pointers(v, strides.v, b, g, position, page, PAGE), valid, 0, dims.Dv, BLOCK_DV)
+        acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
+
+    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
+    store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
+    tl.store(lse + out, lse_rows * LN_2, mask=is_head)
+
+
+@triton.jit
+def dq_blocks_kernel(
+    q, k_desc, v_desc, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta, strides, stride_do, sizes, n, scale, scale_log2,
+    dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """dq = scale * ds k of one row's heads, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side; the walk of
+    `forward_blocks_kernel`, always by TMA.
+
+    Grid: one program per row and tile of heads. Tiles: q, dq [BLOCK_H, BLOCK_D], do [BLOCK_H, BLOCK_DV], k and v as in the forward.
+    """
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
+    b, g, s, head, is_head, out, limit, row_ranges, q_tile = row_heads(q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H)
+    do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), is_head, 0, dims.Dv, dims.BLOCK_DV)
+    delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, is_head, dims)
+
+    listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], delta.dtype.element_ty)
+    for step in range(0, listed * (BLOCK // BLOCK_L)):
+        c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
+        k_tile = load_step(k_desc, k, strides.k, b, g, c, c, dims.Dk, BLOCK_L, BLOCK_D, 0)
+        v_tile = load_step(v_desc, v, strides.v, b, g, c, c, dims.Dv, BLOCK_L, dims.BLOCK_DV, 0)
+        _, ds = p_and_ds(products(q_tile, k_tile), do_tile, v_tile, lse2, delta_rows, scale_log2, is_whole)
+        acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
+
+    for c in range(cut_start, cut_end, TAIL_L):
+        position = c + tl.arange(0, TAIL_L)
+        valid = position < cut_end
+        k_tile = load_columns(key_pointers(k, strides.k, b, g, position), valid, 0, dims.Dk, BLOCK_D)
+        v_tile = load_columns(key_pointers(v, strides.v, b, g, position), valid, 0, dims.Dv, dims.BLOCK_DV)
+        _, ds = p_and_ds(products(q_tile, k_tile), do_tile, v_tile, lse2, delta_rows, scale_log2, valid[None, :])
+        acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
+    store_columns(dq + out * dims.Dk, acc * scale, is_head, 0, dims.Dk)

@@ -1,0 +1,130 @@
+"""triton-group over ranges of any length: one program per query row and up to BLOCK_H of its group's heads, K and V by pointers.
+
+A row's ranges are laid end to end (rows.py), so that short and unaligned ranges fill whole tiles of BLOCK_L keys. Masks rely on: key
+numbers past the last key are loaded as zeros and get -inf logits (p = 0).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa_sel.backends._triton.rows import (
+    count_keys,
+    locate_heads,
+    locate_row,
+    page_of,
+    positions_of,
+    row_limit,
+    share_of,
+    walk_keys,
+    walk_ranges,
+)
+from nsa_sel.backends._triton.softmax import LN_2, LOWEST, add_product, delta_and_lse, finish_softmax, p_and_ds, products, softmax_step
+from nsa_sel.backends._triton.tiles import cached_pointers, key_pointers, load_columns, row_pointers, store_columns
+
+
+@triton.jit
+def row_heads(q, ranges, q_pos, strides, sizes, n, program, dims: tl.constexpr, BLOCK_H: tl.constexpr, LENGTHS: tl.constexpr = False):
+    """The row and heads of `program`: b, g, s, heads [BLOCK_H], whether they exist, their index in [B,S,G,h], the row's limit and ranges,
+    and its tile of q."""
+    S, S_kv, G = sizes
+    number, head = locate_heads(program, dims.h, BLOCK_H)
+    b, g, s, row = locate_row(number, S, G)
+    limit = row_limit(q_pos, strides.pos, b, s, S, S_kv, LENGTHS)
+    s = s.to(tl.int64)
+    q_tile = load_columns(row_pointers(q, strides.q, b, g, s, head), head < dims.h, 0, dims.Dk, dims.BLOCK_D)
+    return b, g, s, head, head < dims.h, row * dims.h + head, limit, ranges + row * n * 2, q_tile
+
+
+@triton.jit
+def forward_ranges_kernel(
+    q, k, v, ranges, q_pos, block_table, o, lse, strides, stride_table, sizes, n, parts, scale_log2,
+    dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, SPLIT: tl.constexpr, ONE_WALK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """o and lse of one row's heads; with SPLIT, the float32 partials [rows, parts, ...] of one part of the walk, lse in base 2.
+
+    Grid: one program per row, tile of heads, and part. Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]; the walk
+    takes NP ranges at once, with ONE_WALK all ranges of a split row. With LENGTHS, q_pos holds the sequences' lengths; where PAGE > 0,
+    k and v are pages [pages,G,PAGE,D], and with ONE_PAGE each range lies within one.
+    """
+    ACC: tl.constexpr = lse.dtype.element_ty
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    part = tl.program_id(0) % parts
+    b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
+        q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // parts, dims, BLOCK_H, LENGTHS
+    )
+
+    table = block_table + b * stride_table if PAGE > 0 else block_table
+    low, high = 0, sizes[1]
+    if ONE_WALK:
+        shift, before, after, total = walk_keys(row_ranges, 0, n, limit, table, NP, PAGE, ONE_PAGE)
+    elif SPLIT:
+        total = count_keys(row_ranges, n, limit, NP)
+    if SPLIT:
+        low, high = share_of(part, parts, total, BLOCK_L)
+
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], ACC)
+    l = tl.zeros([BLOCK_H], ACC)
+    m = tl.full([BLOCK_H], LOWEST, ACC)
+    base = 0
+    for first in range(0, n, NP):
+        if ONE_WALK:
+            keys = total
+        else:
+            shift, before, after, keys = walk_keys(row_ranges, first, n, limit, table, NP, PAGE, ONE_PAGE)
+        begin, stop = tl.maximum(low - base, 0), tl.minimum(keys, high - base)
+        if PAGE > 0 and not ONE_PAGE:
+            w = begin + tl.arange(0, BLOCK_L)
+            coming = positions_of(w, shift, before, after)
+            coming_page = page_of(coming, w < stop, table, PAGE)
+        for w0 in range(begin, stop, BLOCK_L):
+            w = w0 + tl.arange(0, BLOCK_L)
+            valid = w < stop
+            if PAGE > 0 and not ONE_PAGE:  # the next step's pages are read one step ahead, or every step would wait for them
+                position, page = coming, coming_page
+                coming = positions_of(w + BLOCK_L, shift, before, after)
+                coming_page = page_of(coming, w + BLOCK_L < stop, table, PAGE)
+            else:
+                position = positions_of(w, shift, before, after)
+                page = position // PAGE if PAGE > 0 else position
+            k_tile = load_columns(cached_pointers(k, strides.k, b, g, position, page, PAGE), valid, 0, dims.Dk, dims.BLOCK_D)
+            logits = tl.where(valid[None, :], products(q_tile, k_tile), float("-inf"))
+            v_tile = load_columns(cached_pointers(v, strides.v, b, g, position, page, PAGE), valid, 0, dims.Dv, BLOCK_DV)
+            acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
+        base += keys
+
+    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
+    out = out * parts + part
+    store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
+    tl.store(lse + out, lse_rows if SPLIT else lse_rows * LN_2, mask=is_head)
+
+
+@triton.jit
+def dq_kernel(
+    q, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta, strides, stride_do, sizes, n, scale, scale_log2,
+    dims: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """dq = scale * ds k of one row's heads, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side; the walk of
+    `forward_ranges_kernel`.
+
+    Grid: one program per row and tile of heads. Tiles: q, dq [BLOCK_H, BLOCK_D], do [BLOCK_H, BLOCK_DV], k and v as in the forward.
+    """
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
+    b, g, s, head, is_head, out, limit, row_ranges, q_tile = row_heads(q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H)
+    do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), is_head, 0, dims.Dv, dims.BLOCK_DV)
+    delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, is_head, dims)
+
+    acc = tl.zeros([BLOCK_H, BLOCK_D], delta.dtype.element_ty)
+    for first in range(0, n, NP):
+        shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
+        for w0 in range(0, keys, BLOCK_L):
+            w = w0 + tl.arange(0, BLOCK_L)
+            valid = w < keys
+            position = positions_of(w, shift, before, after)
+            k_tile = load_columns(key_pointers(k, strides.k, b, g, position), valid, 0, dims.Dk, BLOCK_D)
+            v_tile = load_columns(key_pointers(v, strides.v, b, g, position), valid, 0, dims.Dv, dims.BLOCK_DV)
+            _, ds = p_and_ds(products(q_tile, k_tile), do_tile, v_tile, lse2, delta_rows, scale_log2, valid[None, :])
+            acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
+    store_columns(dq + out * dims.Dk, acc * scale, is_head, 0, dims.Dk)

@@ -1,0 +1,201 @@
+"""The inverse of the selection: for every KV tile, the (row, range) pairs that reach into it, in ascending order of rows.
+
+A counting sort, so that each tile's list has a fixed order and sums over it are bit-equal from run to run:
+    rank        a program takes a stretch of one group's entries, sorts 256 at a time by tile, and numbers those of each tile
+    prefix sum  over (tile, stretch): where each stretch's entries of a tile begin
+    scatter     every entry goes to its tile's beginning plus its rank
+All sizes are static bounds: building and using the plan never reads the device.
+
+Kernels share the lists by pieces: a launch takes one unit (some rows of some groups), a program one piece of it, `piece`
+consecutive entries of however many tiles. Balance does not depend on the lists, and block 0, which every row selects, is many
+programs' work.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_sel.backends._common import remembered_plan
+from nsa_sel.backends._triton.arguments import position_strides, sizes
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.rows import load_range, row_limit
+from nsa_sel.backends._triton.softmax import larger
+from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.core.call import Call
+from nsa_sel.errors import BackendError
+
+SORTED = 256  # entries that a program sorts at once; eight bits of its keys
+MOST_TILES = 2**31 // SORTED - 1  # the other bits
+STRETCHES = 4096  # programs that rank: enough for any GPU, few enough for a small table
+
+
+class KeyToRows(NamedTuple):
+    """List number (section, b*G + g, j) belongs to the keys [j*width, (j+1)*width) of that batch entry and group and to the rows s
+    of that section. An entry is (s * n + range) * reach + step: row s, and the step-th tile of that range."""
+
+    entries: Tensor  # [capacity] int32, list after list
+    ends: Tensor  # [lists * stretches]: entries up to the end of each list's share of a stretch
+    piece_list: Tensor  # [units * pieces]: the list in which a unit's piece begins
+    width: int  # keys per tile
+    tiles: int  # KV tiles of one batch entry and group
+    reach: int  # the most tiles that one range may meet
+    stretches: int  # of a list
+    section: int  # rows of one batch entry and group in a unit
+    pairs: int  # (batch entry, group) pairs in a unit
+    piece: int  # entries per piece
+    pieces: int  # of a unit, at most
+
+
+class SortNumbers(NamedTuple):
+    """What both kernels of the sort take: B*G pairs of `tiles` tiles, sections of rows, stretches of `stretch` rows."""
+
+    tiles: int
+    pairs_all: int
+    section: int
+    stretch: int
+    stretches: int
+
+
+@triton.jit
+def list_start(ends, number, stretches):
+    """Where list `number` begins among the entries; the next one's beginning is its end."""
+    return tl.load(ends + tl.cast(number, tl.int64) * stretches - 1, mask=number > 0, other=0)
+
+
+@triton.jit
+def _tile_of(
+    ranges, q_pos, stride_pos, sizes, e, bg, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The KV tile of entry e of the pair bg; -1 where the range does not reach that far, or the row must not see it."""
+    S, S_kv, G = sizes
+    b = (bg // G).to(tl.int64)
+    s = e // (N * REACH)
+    inside = s < S
+    limit = row_limit(q_pos, stride_pos, b, tl.minimum(s, S - 1), S, S_kv)
+    start, end = load_range(ranges + (((b * S + s) * G + bg % G) * N + e // REACH % N) * 2, limit, inside)
+    tile = (start // WIDTH + e % REACH).to(tl.int32)
+    return tl.where((end > start) & (tile.to(tl.int64) * WIDTH < end), tile, -1)
+
+
+@triton.jit
+def _list_of(tile, bg, s, sort):
+    """The number of the list of (tile, bg) for row s: sections of rows, in each the pairs, in each the tiles."""
+    return (s // sort.section * sort.pairs_all + bg).to(tl.int64) * sort.tiles + tile
+
+
+@triton.jit
+def rank_kernel(
+    ranges, q_pos, ranks, counts, stride_pos, sizes, sort,
+    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
+    """Number the entries of one stretch of the pair bg within each tile, and count them; one program per (stretch, bg)."""
+    NOWHERE: tl.constexpr = 2147483647
+    S, _, _ = sizes
+    bg = tl.program_id(0) % sort.pairs_all
+    s0 = tl.program_id(0) // sort.pairs_all * sort.stretch
+    counts += _list_of(0, bg, s0, sort) * sort.stretches + s0 % sort.section // sort.stretch
+    i = tl.arange(0, SORTED)
+    e1 = tl.minimum(s0 + sort.stretch, S) * (N * REACH)
+    for e0 in range(s0 * (N * REACH), e1, SORTED):
+        tile = _tile_of(ranges, q_pos, stride_pos, sizes, e0 + i, bg, N, REACH, WIDTH)
+        key = tl.sort(tl.where((tile >= 0) & (e0 + i < e1), tile * SORTED + i, NOWHERE))
+        tile = key // SORTED
+        real = key != NOWHERE
+        first = real & ((i == 0) | (tl.gather(tile, tl.maximum(i - 1, 0), 0) != tile))
+        last = real & ((i == SORTED - 1) | (tl.gather(tile, tl.minimum(i + 1, SORTED - 1), 0) != tile))
+        rank = i - tl.associative_scan(tl.where(first, i, 0), 0, larger)
+        rank += tl.load(counts + tile.to(tl.int64) * sort.stretches, mask=real, other=0)
+        tl.debug_barrier()  # all have read the count of their tile before its last entry writes it
+        tl.store(counts + tile.to(tl.int64) * sort.stretches, rank + 1, mask=last)
+        tl.store(ranks + bg.to(tl.int64) * S * (N * REACH) + e0 + key % SORTED, rank, mask=real)
+        tl.debug_barrier()
+
+
+@triton.jit
+def scatter_kernel(
+    ranges, q_pos, ranks, ends, entries, piece_list, stride_pos, sizes, sort, pairs, piece, pieces,
+    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
+    """Put every entry in its list; the first entry of each piece tells in which list the piece begins. One program per SORTED entries of
+    a pair bg."""
+    S, _, _ = sizes
+    bg = tl.program_id(0) % sort.pairs_all
+    e = tl.program_id(0) // sort.pairs_all * SORTED + tl.arange(0, SORTED)
+    tile = _tile_of(ranges, q_pos, stride_pos, sizes, e, bg, N, REACH, WIDTH)
+    real = tile >= 0
+    s = tl.minimum(e // (N * REACH), S - 1)
+    number = _list_of(tile, bg, s, sort)
+    share = number * sort.stretches + s % sort.section // sort.stretch
+    at = tl.load(ends + share - 1, mask=real & (share > 0), other=0)
+    at += tl.load(ranks + bg.to(tl.int64) * S * (N * REACH) + e, mask=real, other=0)
+    tl.store(entries + at, e, mask=real)
+    unit_pair = bg // pairs * pairs
+    within = at - list_start(ends, _list_of(0, unit_pair, s, sort), sort.stretches)
+    unit = s // sort.section * tl.cdiv(sort.pairs_all, pairs) + bg // pairs
+    tl.store(piece_list + unit.to(tl.int64) * pieces + within // piece, number, mask=real & (within % piece == 0))
+
+
+def key_to_rows(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyToRows:
+    """The plan for tiles of `width` keys, units of `section` rows of `pairs` pairs, and pieces; remembered in the selection."""
+    key = ("key_to_rows", width, section, pairs, piece)
+    plan: KeyToRows = remembered_plan(call, key, lambda: _build(call, width, section, pairs, piece))
+    return plan
+
+
+def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyToRows:
+    B, S, G, n = call.selection.ranges.shape[:4]
+    tiles = -(-call.k.shape[2] // width)
+    reach = call.reach(width)
+    each = S * n * reach
+    capacity = B * G * each
+    section, pairs = min(section, S), min(pairs, B * G)
+    sections = -(-S // section)
+    # Stretches long enough for a table of counts that is no longer than the lists.
+    stretch = max(SORTED // (n * reach), -(-S * B * G // STRETCHES), tiles // (n * reach))
+    stretch = min(section, tile_size(stretch, 1))
+    if sections > 1:  # a stretch lies within one section
+        stretch = min(stretch, section & -section)
+    stretches = -(-section // stretch)
+    lists = sections * B * G * tiles
+    _check_size(call, 8 * (capacity + lists * stretches), each, reach, tiles, width)
+    device, index = call.q.device, torch.int32 if capacity < 2**31 else torch.int64
+    pieces = -(-section * pairs * n * reach // piece)
+    counts = torch.zeros(lists * stretches, dtype=torch.int32, device=device)
+    ranks = torch.empty(capacity, dtype=torch.int32, device=device)
+    entries = torch.empty(capacity, dtype=torch.int32, device=device)
+    piece_list = torch.empty(sections * -(-B * G // pairs) * pieces, dtype=torch.int64, device=device)
+    ranges, q_pos = call.selection.disjoint_ranges(), call.q_pos
+    numbers = (position_strides(call), sizes(call), SortNumbers(tiles, B * G, section, stretch, stretches))
+    rank, scatter = _sort(n, reach, width)
+    rank.launch(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)
+    ends = torch.cumsum(counts, 0, dtype=index)
+    tensors = (ranges, q_pos, ranks, ends, entries, piece_list)
+    scatter.launch(-(-each // SORTED) * B * G, tensors, (*numbers, pairs, piece, pieces))
+    return KeyToRows(entries, ends, piece_list, width, tiles, reach, stretches, section, pairs, piece, pieces)
+
+
+def _check_size(call: Call, needed: int, each: int, reach: int, tiles: int, width: int) -> None:
+    """BackendError for a plan that does not fit the workspace, or its 32-bit numbers."""
+    if each > 2**31 - SORTED or needed > max(call.settings.workspace_bytes, 1 << 20):
+        raise BackendError(
+            f"the list of rows of every KV tile needs {needed} bytes, because any of the {call.selection.n} ranges of a row may span"
+            f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"
+            " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
+        )
+    if tiles >= MOST_TILES:
+        raise BackendError(
+            f"k has {tiles} tiles of {width} keys; allowed: fewer than {MOST_TILES}. Remedy: use a larger block, or sdpa-packed."
+        )
+
+
+@functools.lru_cache(REMEMBERED)
+def _sort(n: int, reach: int, width: int) -> tuple[Kernel, Kernel]:
+    """The kernels that rank and scatter."""
+    constants = {"N": n, "REACH": reach, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
+    return Kernel(rank_kernel, **constants), Kernel(scatter_kernel, **constants)

@@ -1,0 +1,147 @@
+"""Which row a program works on, and which keys that row selects: limits, clamped ranges, walks over ranges and blocks.
+
+`limit` is one past the last key that a row may see. `row_ranges` points to a row's n ranges (start, end).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate_row(number, S, G):
+    """Query row `number` of B * G * S: batch entry and group (int64), position s in its sequence, and index in [B,S,G]."""
+    s = number % S
+    b = (number // S // G).to(tl.int64)
+    g = (number // S % G).to(tl.int64)
+    return b, g, s, (b * S + s) * G + g
+
+
+@triton.jit
+def locate_heads(program, h: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The row number and the heads [BLOCK_H] of `program`; more than BLOCK_H heads take several programs."""
+    HEAD_TILES: tl.constexpr = (h + BLOCK_H - 1) // BLOCK_H
+    return program // HEAD_TILES, program % HEAD_TILES * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
+
+
+@triton.jit
+def row_limit(q_pos, stride_pos, b, s, S, S_kv, LENGTHS: tl.constexpr = False):
+    """min(t + 1, S_kv) for row s, or a vector of rows, at position t. LENGTHS: q_pos holds sequence lengths; the S rows are the last."""
+    if q_pos is not None:
+        t = tl.load(q_pos + b * stride_pos[0] + s * stride_pos[1]).to(tl.int64)
+        if LENGTHS:
+            t += s - S
+        limit = tl.minimum(t + 1, S_kv).to(tl.int32)
+    else:
+        limit = S_kv - S + s + 1
+    return tl.maximum(limit, 0)
+
+
+@triton.jit
+def clamp_range(start, end, limit):
+    """[max(start, 0), min(end, limit)) as int32, empty ranges with end <= start; clamped before the cast: int64 may hold any bound."""
+    start = tl.minimum(tl.maximum(start, 0), limit).to(tl.int32)
+    end = tl.maximum(tl.minimum(end, limit), 0).to(tl.int32)
+    return start, end
+
+
+@triton.jit
+def load_range(pointer, limit, exists):
+    """The clamped (start, end) at each pointer; (0, 0) where it does not exist."""
+    return clamp_range(tl.load(pointer, mask=exists, other=0), tl.load(pointer + 1, mask=exists, other=0), limit)
+
+
+@triton.jit
+def starts_and_lengths(row_ranges, first, n, limit, NP: tl.constexpr):
+    """Ranges first .. first+NP of a row, clamped."""
+    i = first + tl.arange(0, NP)
+    start, end = load_range(row_ranges + 2 * i, limit, i < n)
+    return start, tl.maximum(end - start, 0)
+
+
+@triton.jit
+def walk_ranges(row_ranges, first, n, limit, NP: tl.constexpr):
+    """Ranges first .. first+NP of a row laid end to end: key number w in [before, after) has position w + shift.
+
+    So a kernel walks any mixture of ranges in full tiles, short and unaligned ones included.
+    """
+    start, length = starts_and_lengths(row_ranges, first, n, limit, NP)
+    after = tl.cumsum(length, 0)
+    before = after - length
+    return start - before, before, after, tl.sum(length, 0)
+
+
+@triton.jit
+def walk_pages(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.constexpr):
+    """`walk_ranges` where each range lies within one page: w + shift is the index page * PAGE + offset in the pool of pages.
+
+    Pages are read once per range, while the rest is computed, not once per key. table: the sequence's row of the block table.
+    """
+    start, length = starts_and_lengths(row_ranges, first, n, limit, NP)
+    page = page_of(start, length > 0, table, PAGE)
+    after = tl.cumsum(length, 0)
+    before = after - length
+    return (page * PAGE + start % PAGE).to(tl.int32) - before, before, after, tl.sum(length, 0)
+
+
+@triton.jit
+def walk_keys(row_ranges, first, n, limit, table, NP: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
+    """`walk_pages` where ONE_PAGE says that each range lies within one page, else `walk_ranges`."""
+    if ONE_PAGE:
+        return walk_pages(row_ranges, first, n, limit, table, NP, PAGE)
+    else:
+        return walk_ranges(row_ranges, first, n, limit, NP)
+
+
+@triton.jit
+def count_keys(row_ranges, n, limit, NP: tl.constexpr):
+    """How many keys a row selects."""
+    total = 0
+    for first in range(0, n, NP):
+        _, length = starts_and_lengths(row_ranges, first, n, limit, NP)
+        total += tl.sum(length, 0)
+    return total
+
+
+@triton.jit
+def share_of(part, parts, total, BLOCK_L: tl.constexpr):
+    """The keys [low, high) of part number `part` of a walk over `total` keys, in whole tiles of BLOCK_L."""
+    share = tl.cdiv(tl.cdiv(total, BLOCK_L), parts) * BLOCK_L
+    low = part * share
+    return low, low + share
+
+
+@triton.jit
+def positions_of(w, shift, before, after):
+    """Key positions of the key numbers w [BLOCK_L] (any value where w is past the last key)."""
+    here = (before[None, :] <= w[:, None]) & (w[:, None] < after[None, :])
+    return w + tl.sum(tl.where(here, shift[None, :], 0), 1)
+
+
+@triton.jit
+def page_of(position, exists, table, PAGE: tl.constexpr):
+    """The page number of each key `position`, from a sequence's row of the block table; read only where the key exists."""
+    return tl.load(table + position // PAGE, mask=exists, other=0)
+
+
+@triton.jit
+def split_blocks(row_ranges, n, limit, BLOCK: tl.constexpr, NP: tl.constexpr):
+    """A row whose ranges are blocks of BLOCK keys: entries up to the last whole block, that block's start, and [start, end) of the block
+    that the limit cuts (of disjoint blocks at most one), empty when none is cut."""
+    i = tl.arange(0, NP)
+    start, end = load_range(row_ranges + 2 * i, limit, i < n)
+    whole = end - start == BLOCK
+    cut = (end > start) & (end - start < BLOCK)
+    listed = tl.max(tl.where(whole, i + 1, 0), 0)
+    last_whole = tl.max(tl.where(whole, start, 0), 0)
+    return listed, last_whole, tl.max(tl.where(cut, start, 0), 0), tl.max(tl.where(cut, end, 0), 0)
+
+
+@triton.jit
+def whole_block(row_ranges, i, limit, last_whole, BLOCK: tl.constexpr):
+    """Where to read for entry i, and whether it counts. A hole in the list (padding, the cut block) reads the last whole block
+    again and adds nothing: a branch would stop the compiler from overlapping loads with arithmetic."""
+    start, end = clamp_range(tl.load(row_ranges + 2 * i), tl.load(row_ranges + 2 * i + 1), limit)
+    is_whole = end - start == BLOCK
+    return tl.where(is_whole, start, last_whole), is_whole

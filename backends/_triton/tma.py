@@ -1,0 +1,57 @@
+"""Descriptors by which TMA (sm_90 and newer) loads tiles of K and V."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_sel.backends._triton.tiles import MIN_TILE
+from nsa_sel.core.call import Call
+
+
+def tma_fits(call: Call) -> bool:
+    """Whether TMA can load this call's blocks: sm_90 and newer, whole blocks, 16-byte strides."""
+    size, k, v = call.selection.block_size, call.k, call.v
+    if size is None or size % MIN_TILE:
+        return False
+    if call.device.kind == "cuda" and (call.device.sm or 0) < 90:
+        return False
+    (k_batch, k_group, k_key, _), (v_batch, v_group, v_key, _) = k.stride(), v.stride()
+    numbers = k_batch | k_group | k_key | v_batch | v_group | v_key
+    return (k.data_ptr() | v.data_ptr() | numbers * k.element_size()) % 16 == 0 and k.shape[2] < 2**31
+
+
+class CheckedDescriptor(TensorDescriptor):  # type: ignore[misc]
+    """A descriptor without Triton's own checks, which repeat those of `tma_fits`."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def descriptor(x: Tensor, block_l: int, width: int) -> CheckedDescriptor:
+    """k or v for TMA: tiles of block_l keys of one batch entry and group, `width` columns wide."""
+    if x.is_cuda and x.get_device() not in _thread.bound:
+        _bind_context(x)
+    return CheckedDescriptor(x, x.shape, x.stride(), [1, 1, block_l, width])
+
+
+class _Thread(threading.local):
+    """The devices whose context this thread has bound."""
+
+    def __init__(self) -> None:
+        self.bound: set[int] = set()
+
+
+_thread = _Thread()
+
+
+def _bind_context(x: Tensor) -> None:
+    """Bind the device's context to this thread, once: encoding a descriptor needs it and does not bind it.
+
+    Autograd runs backward passes, and what they recompute, on threads of its own; where the first kernel of such a thread was compiled
+    elsewhere, nothing else has bound the context yet. A fill binds it, and is allowed in a CUDA graph.
+    """
+    x.new_zeros(1)
+    _thread.bound.add(x.get_device())

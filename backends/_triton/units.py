@@ -1,0 +1,147 @@
+"""Units: the shares of rows and (batch entry, group) pairs whose temporaries fit the workspace together, one launch each.
+
+A unit is some rows of some pairs with their lists of `key_to_rows`. Its programs take pieces of these lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_sel.backends._triton.key_to_rows import KeyToRows, key_to_rows, list_start
+from nsa_sel.backends._triton.rows import row_limit
+from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
+from nsa_sel.core.call import Call
+from nsa_sel.settings.schema import KernelConfig
+
+PROGRAMS = 512  # pieces that keep any GPU busy: three or four per multiprocessor
+SHORTEST = 32  # entries per piece: a few steps, else loading the tile and writing its parts is most of the work
+
+
+class UnitLists(NamedTuple):
+    """Where a unit's lists are, as kernels take them: fields of its `KeyToRows` and `Unit`."""
+
+    tiles: int
+    pairs_all: int  # B * G
+    stretches: int
+    first_list: int
+    end_list: int
+    piece: int
+    first_pair: int
+    first_row: int
+    section: int
+
+
+class UnitRows(NamedTuple):
+    """Which rows a unit holds, as kernels take them."""
+
+    rows: int
+    first_pair: int
+    first_row: int
+    pairs: int
+    section: int
+
+
+class Unit(NamedTuple):
+    """The pairs [first_pair, first_pair + pairs), the rows [first_row, first_row + rows) of each, and their lists."""
+
+    rows: UnitRows
+    lists: UnitLists
+    piece_list: Tensor  # the list in which each piece begins
+
+
+def units(call: Call, plan: KeyToRows) -> Iterator[Unit]:
+    """The units of a plan, in the order in which results are added: all sections of some pairs, then of the next."""
+    B, S, G = call.q.shape[:3]
+    for pair in range(0, B * G, plan.pairs):
+        pairs = min(plan.pairs, B * G - pair)
+        for row in range(0, S, plan.section):
+            section = row // plan.section
+            first = (section * B * G + pair) * plan.tiles
+            number = section * -(-B * G // plan.pairs) + pair // plan.pairs
+            yield Unit(
+                UnitRows(min(plan.section, S - row), pair, row, pairs, plan.section),
+                UnitLists(
+                    plan.tiles, B * G, plan.stretches, first, first + pairs * plan.tiles, plan.piece, pair, row, plan.section
+                ),
+                plan.piece_list[number * plan.pieces : (number + 1) * plan.pieces],
+            )  # fmt: skip
+
+
+@triton.jit
+def piece_bounds(ends, lists):
+    """The entries [e, stop) of this program's piece of the unit's lists; e >= stop where the lists are shorter."""
+    e = list_start(ends, lists.first_list, lists.stretches) + tl.program_id(0).to(tl.int64) * lists.piece
+    return e, tl.minimum(e + lists.piece, list_start(ends, lists.end_list, lists.stretches))
+
+
+@triton.jit
+def list_tile(number, lists, G, BLOCK_L: tl.constexpr):
+    """List `number`: its pair b*G + g, b, g, and the keys [BLOCK_L] of its tile."""
+    bg = number // lists.tiles % lists.pairs_all
+    return bg, bg // G, bg % G, (number % lists.tiles * BLOCK_L).to(tl.int32) + tl.arange(0, BLOCK_L)
+
+
+@triton.jit
+def load_entries(entries, e, pair, pairs, h: tl.constexpr):
+    """The entries of the (entry, head) pairs `pair` of the list that begins at e."""
+    return tl.load(entries + e + pair // h, mask=pair < pairs, other=0)
+
+
+@triton.jit
+def highest_limit(entries, q_pos, stride_pos, e, e1, b, S, S_kv, EACH: tl.constexpr):
+    """One past the last key that any row of the entries [e, e1) may see; in the default positions the last row sees most."""
+    s = tl.load(entries + e1 - 1) // EACH
+    highest = row_limit(q_pos, stride_pos, b, s, S, S_kv)
+    if q_pos is not None:
+        for i in range(e, e1, 128):
+            rows = tl.load(entries + i + tl.arange(0, 128), mask=i + tl.arange(0, 128) < e1, other=0) // EACH
+            limits = row_limit(q_pos, stride_pos, b, rows, S, S_kv)
+            highest = tl.maximum(highest, tl.max(tl.where(i + tl.arange(0, 128) < e1, limits, 0), 0))
+    return highest
+
+
+def most_parts(entries: int, pairs: int, tiles: int, piece: int) -> int:
+    """A bound on the parts of a unit of `pairs` pairs with at most `entries` entries each; see `dkdv.part_number`."""
+    return min(entries * pairs, -(-entries * pairs // piece) + pairs * tiles)
+
+
+def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -> KeyToRows:
+    """The plan whose float32 parts fit `budget` bytes: pieces short enough to give PROGRAMS of them and then for balance, fewer pairs
+    per unit, at last longer pieces.
+
+    Pieces grow only while they make most of the parts: every list has one part at least, however long pieces are.
+    """
+    S, _, h, Dk = call.q.shape[1:]
+    entries = min(section, S) * call.selection.n * call.reach(width)
+    tiles = -(-call.k.shape[2] // width)
+    part_bytes = width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
+    longest = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its parts
+    piece = min(longest, max(SHORTEST, tile_size(-(-entries * pairs // PROGRAMS), 1)))
+
+    def parts_bytes() -> int:
+        return most_parts(entries, pairs, tiles, piece) * part_bytes
+
+    while parts_bytes() > budget and piece < longest:
+        piece *= 2
+    while parts_bytes() > budget and pairs > 1:
+        pairs = -(-pairs // 2)
+    while parts_bytes() > budget and entries > piece * tiles:
+        piece *= 2
+    return key_to_rows(call, width, section, pairs, piece)
+
+
+def workspace_beside_plan(call: Call, width: int) -> int:
+    """Bytes that runtime.workspace_bytes leaves beside the plan (entries, and a table of at most as many numbers) and delta."""
+    bound, capacity = call.settings.workspace_bytes, call.selection.ranges[..., 0].numel() * call.reach(width)
+    return max(bound - 8 * capacity - 4 * call.q[..., 0].numel(), bound // 8)
+
+
+def tile_width(call: Call, config: KernelConfig) -> int:
+    """Keys per KV tile: what the kernel takes at once; a power of two that divides the blocks, where there are blocks."""
+    block = call.selection.block_size
+    return config.block_l if block is None or block % MIN_TILE else min(config.block_l, block & -block)
