@@ -87,7 +87,7 @@ class _ContextParallelRows(torch.autograd.Function):
         return total.view(len(total), *rows), dk, dv, *(None,) * 5
 
 
-def _local_call(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup) -> Call:
+def _local_call(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: Any) -> Call:
     """The call of all ranks' rows, in the order of ranks, over this rank's slice, whose first key is key 0."""
     ranks, rank, B, S, keys = dist.get_world_size(group), dist.get_rank(group), *q.shape[:2], k.shape[2]
     device = device_info(q.device)
