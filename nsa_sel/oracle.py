@@ -89,7 +89,7 @@ def oracle_backward(
     scale: float | None = None,
     q_pos: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of sum(o * do) + sum(lse * dlse) in float64, derived by hand. With J, s, p, o, lse of one row and head as in `oracle_forward`:
+    """The gradients of sum(o * do) + sum(lse * dlse) in float64, derived by hand; J, s, p, o, lse as in `oracle_forward`:
 
         dlse/ds_j = exp(s_j) / sum_i exp(s_i) = p_j
         dp_i/ds_j = p_i (delta_ij - p_j)                          since p_i = exp(s_i - lse)

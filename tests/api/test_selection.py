@@ -105,7 +105,7 @@ def test_block_indices_need_blocks() -> None:
 
 def test_debugging_refuses_a_block_named_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with pytest.raises(ArgumentError, match="names a block twice"):
+    with pytest.raises(ArgumentError, match="has a block twice"):
         Selection.from_blocks(torch.tensor([2, 0, 2]).reshape(1, 1, 1, 3), 16)
     Selection.from_blocks(torch.tensor([-1, 0, -1]).reshape(1, 1, 1, 3), 16)
 
@@ -262,7 +262,7 @@ def test_validate_accepts_disjoint_sorted_ranges(ranges: Tensor) -> None:
         (Selection.from_ranges(row((-4, 3), (-1, 2))), "overlapping or unsorted"),
         (Selection.from_ranges(row((0, 16), (16, 31)), block_size=16), "not one block of 16"),
         (Selection.from_ranges(row((8, 24),), block_size=16), "not one block of 16"),
-        (Selection.from_ranges(row((16, 32), (0, 16), (16, 32)), block_size=16), "names a block twice"),
+        (Selection.from_ranges(row((16, 32), (0, 16), (16, 32)), block_size=16), "has a block twice"),
         (Selection.from_ranges(row((0, 4), (6, 9)), max_length=6), "more than max_length = 6"),
     ],
 )  # fmt: skip

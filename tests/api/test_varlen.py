@@ -137,7 +137,7 @@ def test_forms_of_bounds(packed: Packed) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds lie where the host must not look, as on a GPU."""
-    monkeypatch.setattr("nsa_sel.core.bounds._is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr("nsa_sel.core.bounds._readable", lambda bounds: False)
 
 
 def tensors(packed: Packed) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack((5, 20))
     with pytest.raises(ArgumentError, match=r"block_aligned is True, but a sequence's first key is 5; allowed: multiples of .*16"):
         selection_attention_varlen(*packed[:4], packed.cu_q, block_aligned=True)
-    monkeypatch.setattr("nsa_sel.core.bounds._is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr("nsa_sel.core.bounds._readable", lambda bounds: False)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     with pytest.raises(ArgumentError, match="not one block of 16"):
         selection_attention_varlen(*packed[:4], **tensors(packed), block_aligned=True)
@@ -281,7 +281,7 @@ BAD = {
     "one number": ({"cu_seqlens_q": [0]}, r"cu_seqlens_q is \[0\]; allowed: a tensor"),
     "a number": ({"cu_seqlens_q": 8}, "cu_seqlens_q is a int; allowed"),
     "no zero": ({"cu_seqlens_q": [1, 8]}, "cu_seqlens_q is 1 first; allowed: 0 first"),
-    "falling": ({"cu_seqlens_q": [0, 5, 3, 8]}, "cu_seqlens_q is 5, then 3 at 2; allowed: .*never fall"),
+    "falling": ({"cu_seqlens_q": [0, 5, 3, 8]}, "cu_seqlens_q is 5, then 3 at 2; allowed: .*never decrease"),
     "too far": ({"cu_seqlens_q": [0, 9]}, "cu_seqlens_q is 9 last; allowed: at most 8, the number of q's rows"),
     "keys too far": ({"cu_seqlens_k": torch.tensor([0, 9])}, "cu_seqlens_k is 9 last; allowed: at most 8, the number of the keys"),
     "other sequences": ({"cu_seqlens_k": [0, 4, 8]}, "cu_seqlens_k is of 2 sequences; allowed: cu_seqlens_q's 1"),

@@ -32,7 +32,7 @@ def last_request() -> Request:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds lie where the host must not look, as on a GPU."""
-    monkeypatch.setattr(bounds, "_is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr(bounds, "_readable", lambda bounds: False)
 
 
 def tensors(packed: Packed) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def test_what_lies_between_sequences_is_zero(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bounds_that_are_none_read_and_write_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU checks what a GPU would not: an index outside a tensor is an error."""
-    monkeypatch.setattr(bounds, "_is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr(bounds, "_readable", lambda bounds: False)
     packed = pack((5, 9, 2), n=2)
     for wrong in ([0, 12, 3, 16], [-40, -7, 5, 90], [7, 7, 7, 7], [0, 1000, 2000, 3000], [9, 4, 2, -80]):
         o = selection_attention_varlen(*packed[:4], torch.tensor(wrong), align=True, backend="numba")
@@ -158,7 +158,7 @@ def test_sequences_that_begin_with_blocks_stay_where_they_are(monkeypatch: pytes
     monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
     packed = pack((16, 0, 32, 7))
     selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
-    monkeypatch.setattr(bounds, "_is_free_to_read", lambda bounds: False)
+    monkeypatch.setattr(bounds, "_readable", lambda bounds: False)
     selection_attention_varlen(*packed[:4], **tensors(packed), align=True, block_aligned=True)
     assert [x.data_ptr() for x in given] == [x.data_ptr() for x in packed[1:3]] * 2
 

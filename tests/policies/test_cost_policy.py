@@ -317,7 +317,7 @@ def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
 @pytest.mark.parametrize("at_once", [1, 1 << 22])
 @pytest.mark.parametrize("S", [1, 37, 64, 150])
 def test_measured_sharing_is_exact(monkeypatch: pytest.MonkeyPatch, S: int, at_once: int) -> None:
-    monkeypatch.setattr("nsa_sel.selection._SORTED_AT_ONCE", at_once)
+    monkeypatch.setattr("nsa_sel.core.ranges._SORTED_AT_ONCE", at_once)
     selection = make_blocks(2, S, 3, 160, n=5, block_size=8)
     found = selection.measure(S_kv=160).sharing
     assert found == pytest.approx([brute_force_sharing(selection, 160, tokens) for tokens in SHARING_TOKENS])
