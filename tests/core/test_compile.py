@@ -237,7 +237,7 @@ def traced_refusal(match: str, *arguments: Any, **options: Any) -> None:
 def test_bad_input_is_refused_while_tracing() -> None:
     q, k, v, selection = problem(64)
     other = Selection.from_ranges(selection.ranges[:, :32], BLOCK)
-    traced_refusal("selection is over rows.*Remedy: one set of ranges a query row and group", q, k, v, other)
+    traced_refusal("selection is over rows.*Remedy: one set of ranges per query row and group", q, k, v, other)
     traced_refusal("k is of head dimension.*Remedy: project q and k to the same size", q, k[..., :8], v, selection)
     traced_refusal("k is of strides.*Remedy: call k.contiguous", q, k.transpose(2, 3).contiguous().transpose(2, 3), v, selection)
     traced_refusal("k is of dtype torch.float64.*Remedy", q, k.double(), v, selection)

@@ -22,7 +22,7 @@ from torch import distributed as dist
 from nsa_sel import explain
 from nsa_sel.bench.questions import bench_scaling
 from nsa_sel.distributed import Exchange, agreement, check_ranks, context_parallel_attention, exchanged_bytes, rows_bytes
-from nsa_sel.distributed.agreement import _Report, _rank_0_decision
+from nsa_sel.distributed.agreement import _rank_0_decision, _Report
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
 from nsa_sel.distributed.exchange_blocks import chosen
 from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpacked
