@@ -1,4 +1,4 @@
-"""The command `nsa-sel`, also as `python -m nsa_sel`."""
+"""The command `nsa-sel`, also `python -m nsa_sel`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from nsa_sel.errors import NsaSelError, needs_extra
 
 
 def main() -> None:
-    """Run the command line, or say which package it lacks."""
+    """Run the command line; exit with a message if it lacks a package."""
     try:
         with needs_extra("cli", "nsa-sel"):
             from nsa_sel.cli.app import app

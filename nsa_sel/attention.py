@@ -1,4 +1,4 @@
-"""The public call, and the decision that it would take."""
+"""The public call, and `explain`, which shows its decision."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def selection_attention(
 def explain(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, q_pos: Tensor | None = None, backend: str | None = None
 ) -> Decision:
-    """The decision that `selection_attention` would take for these arguments. Runs no kernel; print it with `nsa_sel.describe`.
+    """The decision of `selection_attention` for these arguments, without running a kernel; `nsa_sel.describe` prints it.
 
     Args:
         q, k, v, selection, q_pos, backend: as of `selection_attention`.
@@ -85,6 +85,6 @@ def explain(
         ArgumentError: bad input.
     """
     check_tensors(q, k, v)
-    q, k, v = in_autocast_dtype(q, k, v)  # first: q, k, v need not be of one dtype before
+    q, k, v = in_autocast_dtype(q, k, v)  # before the checks, which want one dtype
     q, k, v, selection, _, q_pos = check_call(q, k, v, selection, None, q_pos)
     return select(request_of(q, k, v, selection, needs_grad(q, k, v)), device_info(q.device), backend)

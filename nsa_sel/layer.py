@@ -1,8 +1,8 @@
-"""The selected branch of NSA as a module, and the scores that its compressed branch gives it (arXiv 2502.11089, Eq. 8-12)."""
+"""NSA's selected branch as a module, and block scores from its compressed branch (arXiv 2502.11089, Eq. 8-12)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
@@ -12,11 +12,23 @@ from nsa_sel.selection import Selection
 
 
 def block_scores(p: Tensor, block_size: int, compress_block: int, compress_stride: int, S_kv: int) -> Tensor:
-    """Scores [B,S,G,blocks] of blocks of `block_size` keys from the compressed branch's attention p [B,S,G,h,compressed] (Eq. 9, 10).
+    """Scores of selection blocks from the compressed branch's attention (Eq. 9, 10). Not differentiable.
 
-    Compressed key i stands for the keys [i * compress_stride, i * compress_stride + compress_block). Each of its pieces of
-    compress_stride keys brings p to the block that it lies in, summed over the h heads of a group. blocks = ceil(S_kv / block_size).
-    No gradient flows through: which blocks are best is no differentiable question. Raises ArgumentError for sizes that do not divide.
+    Compressed key i covers the keys [i * compress_stride, i * compress_stride + compress_block). Each of its chunks of compress_stride
+    keys adds p, summed over the h heads of a group, to the block that contains the chunk.
+
+    Args:
+        p: [B,S,G,h,compressed keys], floating point: the softmax weights of the compressed branch.
+        block_size: keys of a selection block, a multiple of compress_stride.
+        compress_block: keys that a compressed key covers, a multiple of compress_stride.
+        compress_stride: keys from one compressed key to the next.
+        S_kv: keys of the sequence.
+
+    Returns:
+        [B,S,G,blocks] in p's dtype, blocks = ceil(S_kv / block_size): scores for `Selection.from_scores`.
+
+    Raises:
+        ArgumentError: p of another shape, or sizes that are no multiples of compress_stride.
     """
     if p.dim() != 5:
         raise ArgumentError("p", f"of shape {tuple(p.shape)}", "[B,S,G,h,compressed keys]", "split the heads into G groups of h")
@@ -25,19 +37,22 @@ def block_scores(p: Tensor, block_size: int, compress_block: int, compress_strid
             raise ArgumentError(name, size, f"a multiple of compress_stride = {compress_stride}", "choose sizes as in NSA's Eq. 9")
     blocks, step = -(-S_kv // block_size), block_size // compress_stride
     summed = p.detach().sum(3)
-    short = blocks * step - summed.shape[-1]  # pieces of keys that no compressed key begins at
-    pieces = nn.functional.pad(summed, (0, short))
+    short = blocks * step - summed.shape[-1]  # chunks at which no compressed key starts
+    chunks = nn.functional.pad(summed, (0, short))
     for n in range(1, compress_block // compress_stride):
-        pieces = pieces + nn.functional.pad(summed, (n, short - n))
-    return pieces.view(*pieces.shape[:-1], blocks, step).sum(-1)
+        chunks = chunks + nn.functional.pad(summed, (n, short - n))
+    return chunks.view(*chunks.shape[:-1], blocks, step).sum(-1)
 
 
 class NSASelection(nn.Module):
-    """Attention of every query to its n best blocks: `Selection.from_scores` and `selection_attention`, with their options kept.
+    """Attention of every query row to its n best blocks: `Selection.from_scores`, then `selection_attention`. It has no parameters.
 
-    n: blocks a row; block_size: keys of a block; first, local: how many blocks of the beginning, and last visible ones, are always
-    among the n (NSA takes 1 and 2). scale, backend: as of `selection_attention`. It has no parameters: q, k and v come projected,
-    and the scores from the compressed branch, by `block_scores`.
+    Args:
+        n: blocks per row.
+        block_size: keys of a block.
+        first: blocks at the start of the sequence that are always among the n.
+        local: last visible blocks that are always among the n.
+        scale, backend: as of `selection_attention`.
     """
 
     def __init__(
@@ -46,6 +61,16 @@ class NSASelection(nn.Module):
         super().__init__()
         self.n, self.block_size, self.first, self.local, self.scale, self.backend = n, block_size, first, local, scale, backend
 
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None = None, *, block_indices: Tensor | None = None,
+        q_pos: Tensor | None = None, return_lse: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None = None, *, block_indices: Tensor | None = None,
+        q_pos: Tensor | None = None, return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         q: Tensor,
@@ -57,12 +82,27 @@ class NSASelection(nn.Module):
         q_pos: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """o [B,S,G,h,Dv], or (o, lse), of q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], and either scores [B,S,G,blocks] or
-        block_indices [B,S,G,n] (-1 is padding, no forced blocks are added). q_pos: key positions [S] or [B,S], by default S_kv - S + s.
+        """Select blocks by their scores, or take them as given, and attend to them.
+
+        Args:
+            q: [B,S,G,h,Dk], projected; dtypes as of `selection_attention`, k and v likewise.
+            k: [B,G,S_kv,Dk].
+            v: [B,G,S_kv,Dv].
+            scores: [B,S,G,blocks] floating point, for example from `block_scores`; or block_indices.
+            block_indices: [B,S,G,n] integers, -1 for padding; no first or local blocks are added.
+            q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
+            return_lse: also return the log-sum-exp.
+
+        Returns:
+            o [B,S,G,h,Dv], or (o, lse) with lse [B,S,G,h].
+
+        Raises:
+            ArgumentError: bad input, or not exactly one of scores and block_indices.
+            BackendError: as `selection_attention`.
         """
         if (scores is None) == (block_indices is None):
             given = "neither" if scores is None else "both"
-            raise ArgumentError("scores, block_indices", f"{given} given", "one of them", "pass scores, or blocks that were chosen already")
+            raise ArgumentError("scores, block_indices", f"{given} given", "one of them", "pass scores, or selected blocks")
         if scores is not None:
             sizes = self.n, self.block_size, self.first, self.local
             selection = Selection.from_scores(scores, *sizes, S_kv=k.shape[2], q_pos=q_pos)
@@ -71,5 +111,5 @@ class NSASelection(nn.Module):
         return selection_attention(q, k, v, selection, scale=self.scale, q_pos=q_pos, return_lse=return_lse, backend=self.backend)
 
     def extra_repr(self) -> str:
-        """The options, for print(module)."""
+        """The options that print(module) shows."""
         return f"n={self.n}, block_size={self.block_size}, first={self.first}, local={self.local}, backend={self.backend}"

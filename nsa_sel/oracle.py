@@ -1,4 +1,4 @@
-"""The reference in float64: plain loops that read like the mathematics and share no code with any backend. For tests, not for speed."""
+"""The float64 reference: plain loops that share no code with any backend. For tests; slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """The tensors of one row are small: waking other threads for each would cost up to milliseconds a row."""
+    """Run on one thread: the tensors of a row are small, and waking other threads costs up to milliseconds per row."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -22,9 +22,16 @@ def _one_thread() -> Iterator[None]:
 
 
 def oracle_mask(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None = None) -> Tensor:
-    """[B,S,G,S_kv] bool on the CPU: which keys every row attends to, from ranges [B,S,G,n,2] or [B,G,n,2].
+    """Which keys every row attends to: at position t, the union of [max(start,0), min(end,t+1,S_kv)) over its ranges.
 
-    Row s at position t = q_pos[b,s] (q_pos [S] or [B,S], default S_kv - S + s) has the union of [max(start,0), min(end,t+1,S_kv)).
+    Args:
+        ranges: [B,S,G,n,2], or [B,G,n,2] for decode; any integer dtype; half-open.
+        S_kv: keys of a sequence.
+        S: rows of a sequence.
+        q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
+
+    Returns:
+        [B,S,G,S_kv] bool on the CPU.
     """
     ranges = ranges.unsqueeze(1) if ranges.dim() == 4 else ranges
     mask = torch.zeros(*ranges.shape[:3], S_kv, dtype=torch.bool, device="cpu")
@@ -37,15 +44,22 @@ def oracle_mask(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None = None) 
 def oracle_forward(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None = None, q_pos: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h] (natural logarithm), float64 on the CPU, from inputs of any float dtype and device.
-
-    q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], ranges [B,S,G,n,2] of any integer dtype; the decode form q [B,G,h,Dk],
-    ranges [B,G,n,2] gives o [B,G,h,Dv], lse [B,G,h]. Overlapping ranges, which backends do not
-    take, count a key once. With a row's keys J (NSA, arXiv 2502.11089, Eq. 10, over selected keys alone):
+    """The forward pass in float64. With a row's keys J (NSA, arXiv 2502.11089, Eq. 10, over selected keys only):
 
         s_j = scale q.k_j     lse = log sum_{j in J} exp(s_j)     p_j = exp(s_j - lse)     o = sum_{j in J} p_j v_j
 
-    and o = 0, lse = -inf where J is empty. Keys and values outside J are not read.
+    and o = 0, lse = -inf where J is empty. Keys and values outside J are not read. A key in two ranges counts once.
+
+    Args:
+        q: [B,S,G,h,Dk], or [B,G,h,Dk] for decode; any float dtype and device, k and v likewise.
+        k: [B,G,S_kv,Dk].
+        v: [B,G,S_kv,Dv].
+        ranges: [B,S,G,n,2], or [B,G,n,2] for decode; any integer dtype; half-open.
+        scale: factor of the logits, by default 1/sqrt(Dk).
+        q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
+
+    Returns:
+        o [B,S,G,h,Dv] and lse [B,S,G,h] (natural logarithm), without S for decode; float64 on the CPU.
     """
     if q.dim() == 4:
         o, lse = oracle_forward(q.unsqueeze(1), k, v, ranges, scale, q_pos)
@@ -75,10 +89,7 @@ def oracle_backward(
     scale: float | None = None,
     q_pos: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, shaped as q, k, v, float64 on the CPU: the gradients of sum(o * do) + sum(lse * dlse).
-
-    do [B,S,G,h,Dv], dlse [B,S,G,h] or None for zeros ([B,G,h,Dv] and [B,G,h] in the decode form); the rest as for
-    `oracle_forward`. Derived by hand, not by autograd. With J, s, p, o, lse of one row and head as there:
+    """The gradients of sum(o * do) + sum(lse * dlse) in float64, derived by hand; J, s, p, o, lse as in `oracle_forward`:
 
         dlse/ds_j = exp(s_j) / sum_i exp(s_i) = p_j
         dp_i/ds_j = p_i (delta_ij - p_j)                          since p_i = exp(s_i - lse)
@@ -87,6 +98,14 @@ def oracle_backward(
         dv_j += p_j do     dq = scale sum_j ds_j k_j     dk_j += scale ds_j q
 
     dk_j and dv_j sum over all rows and heads that attend to key j. An empty J contributes nothing.
+
+    Args:
+        do: [B,S,G,h,Dv], or [B,G,h,Dv] for decode: the gradient of o.
+        dlse: [B,S,G,h], or [B,G,h] for decode: the gradient of lse, None for zeros.
+        q, k, v, ranges, scale, q_pos: as of `oracle_forward`.
+
+    Returns:
+        dq, dk, dv with the shapes of q, k, v; float64 on the CPU.
     """
     if q.dim() == 4:
         dlse = dlse if dlse is None else dlse.unsqueeze(1)
@@ -103,13 +122,13 @@ def oracle_backward(
         D = (do_row * o_row).sum(-1) - dlse[b, s, g].double()
         ds = p * (do_row @ v_row.T - D[:, None])
         dq[b, s, g] = scale * (ds @ k_row)
-        dk[b, g, keys] += scale * (ds.T @ q_row)  # keys has no key twice, so nothing is lost in +=
+        dk[b, g, keys] += scale * (ds.T @ q_row)  # keys are unique, so += loses nothing
         dv[b, g, keys] += p.T @ do_row
     return dq, dk, dv
 
 
 def _rows(ranges: Tensor, S_kv: int, S: int, q_pos: Tensor | None) -> Iterator[tuple[int, int, int, Tensor]]:
-    """b, s, g and the ascending keys of every row that attends to anything."""
+    """b, s, g and the ascending keys of every row with at least one key."""
     rows = (ranges.unsqueeze(1) if ranges.dim() == 4 else ranges).tolist()
     for b, of_sequence in enumerate(rows):
         positions = range(S_kv - S, S_kv) if q_pos is None else (q_pos[b] if q_pos.dim() == 2 else q_pos).tolist()

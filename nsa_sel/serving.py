@@ -1,8 +1,8 @@
-"""Decoding over a KV cache, contiguous or paged: sequences of different lengths in one call, one new token each or several."""
+"""Decoding over a KV cache, contiguous or paged: sequences of different lengths in one call, with one or more new tokens each."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,16 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 
+@overload
+def selection_attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *,
+    scale: float | None = None, return_lse: Literal[False] = False, backend: str | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def selection_attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *,
+    scale: float | None = None, return_lse: Literal[True], backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def selection_attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -27,20 +37,31 @@ def selection_attention_with_kvcache(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """`selection_attention` of the last S_q tokens of each sequence over the keys that its cache holds, their own among them.
+    """`selection_attention` of each sequence's last S_q tokens over its KV cache; named after flash-attention's flash_attn_with_kvcache.
 
-    Named as flash-attention's flash_attn_with_kvcache. q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token a sequence. k_cache, v_cache:
-    [B,S_max,G,D]; or, with a block table, a pool of pages [pages,page_size,G,D] in vLLM's layout; strides are free, the last dimension
-    is contiguous, and the keys of the new tokens are already there. cache_seqlens: [B] int32 or int64, the keys of each sequence: new
-    token s of sequence b stands at cache_seqlens[b] - S_q + s, so that the new tokens see each other causally; tokens at positions
-    below 0 see nothing (o = 0, lse = -inf). block_table: [B, pages of a sequence] int32; key j of sequence b is key j % page_size of
-    page block_table[b, j // page_size]. Entries past a sequence's keys may hold anything. selection: blocks or ranges of positions in
-    each sequence, over rows [B,S_q,G]; its block size and the page size need not divide each other.
+    New token s of sequence b is at position cache_seqlens[b] - S_q + s, so new tokens see each other causally; a token below position 0
+    sees nothing (o = 0, lse = -inf). It never waits for a GPU: a CUDA graph of it may be replayed after its inputs were written in
+    place. Gradients are supported without pages only. Under torch.autocast nothing is cast: a cache keeps its dtype.
 
-    Returns o, or (o, lse), as `selection_attention` does. Never waits for a GPU, so that a CUDA graph of it may be replayed after q,
-    lengths, tables, selections and caches were written in place. Gradients of q, k_cache and v_cache for caches without pages alone.
-    Lengths and page numbers are checked on a CPU; on a GPU a length past the end is cut there, and a page that does not exist is
-    undefined behaviour. Under torch.autocast nothing is cast: a cache keeps its dtype. Raises ArgumentError and BackendError.
+    Args:
+        q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`.
+        k_cache: [B,S_max,G,Dk], or with a block table pages [pages,page_size,G,Dk] in vLLM's layout. Any strides with a contiguous last
+            dimension. The keys of the new tokens are already in it.
+        v_cache: likewise, with Dv.
+        selection: over rows [B,S_q,G], in positions of each row's own sequence: a `Selection`, or ranges [B,S_q,G,n,2]. Its block size
+            and the page size need not divide each other.
+        cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU; on a GPU a length past the end is clamped.
+        block_table: [B, pages of a sequence] int32. Key j of sequence b is key j % page_size of page block_table[b, j // page_size].
+            Entries past a sequence's keys may hold anything. Checked on a CPU; on a GPU a page that does not exist is undefined behavior.
+        scale, return_lse, backend: as of `selection_attention`.
+
+    Returns:
+        o [B,S_q,G,h,Dv] ([B,G,h,Dv] for q of 4 dimensions) in q's dtype. With return_lse=True (o, lse): lse [B,S_q,G,h] float32 (float64
+        for float64 inputs).
+
+    Raises:
+        ArgumentError: bad input; gradients over a paged cache.
+        BackendError: as `selection_attention`; make_fx or FakeTensorMode traces the call.
     """
     if not is_compiling():
         transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
@@ -51,19 +72,19 @@ def selection_attention_with_kvcache(
         q = q.unsqueeze(1)
     S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table)
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    # Of pages, stand-ins of the shape that a sequence's keys would have: nothing reads them.
-    k_whole, v_whole = k, v
+    # For pages, check views of the shape that contiguous keys would have; nothing reads them.
+    k_checked, v_checked = k, v
     if block_table is not None:
         B, _, G, _, _ = q.shape
-        k_whole, v_whole = (x.as_strided((B, G, S_kv, x.shape[3]), (0, 0, 0, x.stride(3))) for x in (k, v))
+        k_checked, v_checked = (x.as_strided((B, G, S_kv, x.shape[3]), (0, 0, 0, x.stride(3))) for x in (k, v))
     try:
-        q, _, _, selection, scale, _ = check_call(q, k_whole, v_whole, selection, scale, None)
+        q, _, _, selection, scale, _ = check_call(q, k_checked, v_checked, selection, scale, None)
     except ArgumentError as error:
         raise _of_cache(error) from None
     if transforms.needs_grad(q, k, v):
         if block_table is not None:
             name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
-            remedy = "call it under torch.no_grad(), or keep the keys in one piece"
+            remedy = "call it under torch.no_grad(), or use a cache without pages"
             raise ArgumentError(name, "a tensor that requires gradients", "none over a paged cache", remedy)
         found = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
     else:
@@ -75,12 +96,12 @@ def selection_attention_with_kvcache(
 def _with_gradients(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, lengths: Tensor, scale: float, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    """o and lse as of a plain call, in which a token below position 0 is one that selects nothing."""
+    """o and lse by a plain call, in which tokens below position 0 select nothing."""
     position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
     ranges = torch.where(position[:, :, None, None, None] < 0, 0, selection.ranges)
-    there = Selection(ranges, selection.block_size, selection.max_length, disjoint=selection.disjoint)
+    selection = Selection(ranges, selection.block_size, selection.max_length, disjoint=selection.disjoint)
     with torch.autocast(q.device.type, enabled=False):
-        o, lse = entry.selection_attention(q, k, v, there, scale=scale, q_pos=position.clamp(min=0), return_lse=True, backend=backend)
+        o, lse = entry.selection_attention(q, k, v, selection, scale=scale, q_pos=position.clamp(min=0), return_lse=True, backend=backend)
     return o, lse
 
 
@@ -98,10 +119,10 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
     B, S_q, G, _, _ = q.shape
     k_shape = k_cache.shape
     for name, shape in (("k_cache", k_shape), ("v_cache", v_cache.shape)):
-        alike = len(shape) == 4 and shape[2] == G and shape[:2] == k_shape[:2]
-        if not alike or (shape[0] != B if block_table is None else 0 in shape[:2]):
-            allowed = f"[B={B}, S_max, G={G}, D]" if block_table is None else f"[pages, page_size, G={G}, D] of one page or more"
-            allowed += "" if name == "k_cache" else f", the first two as k_cache's {tuple(k_shape[:2])}"
+        same = len(shape) == 4 and shape[2] == G and shape[:2] == k_shape[:2]
+        if not same or (shape[0] != B if block_table is None else 0 in shape[:2]):
+            allowed = f"[B={B}, S_max, G={G}, D]" if block_table is None else f"[pages, page_size, G={G}, D] with at least one page"
+            allowed += "" if name == "k_cache" else f", the first two equal to k_cache's {tuple(k_shape[:2])}"
             raise ArgumentError(name, f"of shape {tuple(shape)}", allowed, "move the axes; without pages leave block_table out")
     _check_index("cache_seqlens", cache_seqlens, q, "[B]", (B,), (torch.int32, torch.int64))
     if block_table is None:
@@ -110,36 +131,36 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
         _check_index("block_table", block_table, q, "[B, pages of a sequence]", (B, *(block_table.shape[1:2] or (1,))), (torch.int32,))
         S_kv = block_table.shape[1] * k_shape[1]
     if S_q > S_kv:
-        raise ArgumentError("q", f"of S_q = {S_q} tokens", f"at most the {S_kv} that the cache has room for", "pass the new tokens alone")
+        raise ArgumentError("q", f"of S_q = {S_q} tokens", f"at most the {S_kv} that the cache has room for", "pass only the new tokens")
     if q.is_cpu and B:
         _check_numbers(cache_seqlens, block_table, S_kv, *k_shape[:2])
     return S_kv
 
 
-def _check_index(name: str, x: Tensor, q: Tensor, words: str, shape: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_index(name: str, x: Tensor, q: Tensor, layout: str, shape: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     if tuple(x.shape) != shape or x.dtype not in dtypes or x.device != q.device:
         value = f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
-        allowed = f"{words} = {shape} of {' or '.join(map(str, dtypes))} on {q.device}"
-        raise ArgumentError(name, value, allowed, "one entry a sequence, moved and cast outside the decoding loop")
+        allowed = f"{layout} = {shape} of {' or '.join(map(str, dtypes))} on {q.device}"
+        raise ArgumentError(name, value, allowed, "pass one entry per sequence; move and cast it outside the decoding loop")
     if name == "block_table" and x.stride(1) != 1 and x.shape[1] > 1:
         raise ArgumentError(name, f"of strides {x.stride()}", "a contiguous last dimension", "call block_table.contiguous()")
 
 
 def _check_numbers(cache_seqlens: Tensor, block_table: Tensor | None, S_kv: int, pages: int, page_size: int) -> None:
-    """On a CPU, where looking costs nothing: lengths that fit, and pages that exist."""
+    """Check on a CPU, where reading is free, that lengths fit and pages exist."""
     if int(cache_seqlens.min()) < 0 or int(cache_seqlens.max()) > S_kv:
         value = f"from {int(cache_seqlens.min())} to {int(cache_seqlens.max())}"
-        raise ArgumentError("cache_seqlens", value, f"lengths in [0, {S_kv}], which the cache has room for", "count each sequence's keys")
+        raise ArgumentError("cache_seqlens", value, f"lengths in [0, {S_kv}], the room of the cache", "count each sequence's keys")
     if block_table is not None:
         used = torch.arange(block_table.shape[1], device=block_table.device) * page_size < cache_seqlens.unsqueeze(1)
         wrong = used & ((block_table < 0) | (block_table >= pages))
         if bool(wrong.any()):
             b, i = wrong.nonzero()[0].tolist()
             allowed = f"pages in [0, {pages}) for all keys of cache_seqlens[{b}] = {int(cache_seqlens[b])}"
-            raise ArgumentError(f"block_table[{b}, {i}]", int(block_table[b, i]), allowed, "give the sequence a page there, or shorten it")
+            raise ArgumentError(f"block_table[{b}, {i}]", int(block_table[b, i]), allowed, "give the sequence this page, or shorten it")
 
 
 def _of_cache(error: ArgumentError) -> ArgumentError:
-    """The same error under the names that the caller knows."""
+    """The same error with the names of this function's arguments."""
     name = {"k": "k_cache", "v": "v_cache"}.get(error.argument, error.argument)
     return ArgumentError(name, error.value, error.allowed, error.remedy.replace(f"{error.argument}.", f"{name}."))

@@ -1,4 +1,4 @@
-"""Packed batches: sequences of mixed lengths laid end to end, with their bounds in cu_seqlens."""
+"""Packed batches: sequences of mixed lengths, concatenated, with their bounds in cu_seqlens."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ def selection_attention_varlen(
     block_aligned: bool = False,
     align: bool | None = None,
 ) -> Any:
-    """`selection_attention` over sequences of mixed lengths that lie end to end, in one call. Never waits for a GPU.
+    """`selection_attention` over concatenated sequences of mixed lengths, in one call. Never waits for a GPU.
 
-    Rows are the last positions of their sequence: row s of len_q rows is at len_k - len_q + s; one before the first key sees nothing.
-    Sequences may be empty. Rows and keys behind the last sequence are padding: o = 0, lse = -inf, gradients 0.
+    Rows are the last positions of their sequence: row s of len_q rows is at len_k - len_q + s; a row before the first key sees nothing.
+    Sequences may be empty. Rows and keys after the last sequence are padding: o = 0, lse = -inf, gradients 0.
 
-    Some backends need whole blocks: every sequence then has to begin at a multiple of block_size. That is known of bounds on the CPU and of
-    a single sequence, and promised by `block_aligned`. Otherwise k and v can be copied, at every call, to where each sequence begins with a
-    block (room for Tk + N * (block_size - 1) keys; dk and dv are copied back).
+    Some backends need whole blocks: every sequence must then begin at a multiple of block_size. Bounds on a CPU are checked for that, a
+    single sequence always does, and `block_aligned` promises it. Otherwise k and v can be copied at every call so that each sequence
+    begins with a block: Tk + N * (block_size - 1) keys at most. dk and dv are copied back.
 
     Args:
         q: [T,G,h,Dk].
         k: [Tk,G,Dk].
         v: [Tk,G,Dv].
-        selection: over rows [T,G,n,2], in positions of each row's own sequence: a `Selection` of T rows, as `Selection.from_blocks` makes
-            it of [T,G,n], or ranges. Nothing of another sequence is ever selected.
+        selection: over rows [T,G,n,2], in positions of each row's own sequence: a `Selection` of T rows, for example from
+            `Selection.from_blocks` of [T,G,n], or ranges. Keys of other sequences are never selected.
         cu_seqlens_q: [N+1] int32 or int64 on the CPU or on q's device, or a list: sequence i has the rows
             [cu_seqlens_q[i], cu_seqlens_q[i+1]). Bounds on a GPU are not checked.
         cu_seqlens_k: likewise of keys, by default cu_seqlens_q.
         scale, return_lse, backend: as of `selection_attention`.
         block_aligned: promises that every sequence's first key is a multiple of block_size; only NSA_DEBUG_TRITON=1 checks it on a GPU.
-        align: whether to copy k and v so that blocks stay whole, where they are neither known nor promised to be.
-            True: copy. False: never; blocks then count as ranges.
-            None: on a GPU, copy where the policy's choice for whole blocks prefers them and the rows may select more keys than a copy
-            moves; on any device, copy where such a backend is forced. Under torch.compile, copy where `backend` names one that takes
-            nothing else.
+        align: whether to copy k and v so that blocks stay whole, where sequences are not block-aligned.
+            True: copy. False: never; blocks are then treated as ranges.
+            None: on a GPU, copy if the backend that the policy picks for whole blocks prefers them, and the rows may select more keys
+            than a copy moves; on any device, copy if such a backend is forced. Under torch.compile, copy if `backend` names one that
+            accepts only whole blocks.
 
     Returns:
         o [T,G,h,Dv], or (o, lse) with lse [T,G,h].
@@ -86,15 +86,18 @@ def selection_attention_varlen(
 def varlen_positions(
     cu_seqlens_q: CuSeqlens, cu_seqlens_k: CuSeqlens | None = None, *, T: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Where in its own sequence each row of a packed batch stands, as `Selection.from_scores(..., q_pos=)` takes it. Reads no GPU.
+    """The position of each row of a packed batch in its own sequence, for `Selection.from_scores(..., q_pos=)`. Never waits for a GPU.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: as of `selection_attention_varlen`.
-        T: rows.
+        T: number of rows.
         device: of the result.
 
     Returns:
-        [T] int64; -1, which selects nothing, for rows behind the last sequence and before their first key.
+        [T] int64; -1, which selects nothing, for rows after the last sequence or before their first key.
+
+    Raises:
+        ArgumentError: bad bounds.
     """
     like = torch.empty(0, device=device)
     bounds_q = Bounds.of("cu_seqlens_q", cu_seqlens_q, T, like)

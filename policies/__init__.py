@@ -1,1 +1,1 @@
-"""The policies: guards (can a backend run the call?), rules (should it?), cost (how long would it take?), and their chain, default."""
+"""Policies: guards (can a backend run the call?), rules (should it?), cost (how long does it take?), and default, their chain."""

@@ -1,10 +1,10 @@
-"""How long a backend would take: work counted from the request, weighed by coefficients that a profile fitted to measured rows.
+"""The predicted time of a backend: work counted from the request, times coefficients that a profile fitted to measured rows.
 
     ms = max(host, sum of coefficient x work)
 
-The host queues kernels while the device works, so that the slower of both is what a call takes. Every kind of work is something
-that a kernel provably does (bytes of K and V loaded, products on tensor cores, partial results moved); what one unit of it costs is
-measured, never assumed. Pure arithmetic: no tensors, no clock, and the same number on every machine.
+The host queues kernels while the device works, so a call takes as long as the slower of both. Work is what a kernel does (bytes of K
+and V loaded, products on tensor cores, partial results moved); the cost of a unit is measured. Pure arithmetic: no tensors, no clock,
+the same number on every machine.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from nsa_sel.core.decision import Case
 from nsa_sel.core.request import SHARING_TOKENS, Request
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-TILE_ROWS = 64  # tokens x heads that a tile, or a step of a block's rows, holds
-MOST_PARTS = 64  # a row of a small batch is split among at most so many programs, about one for each multiprocessor
+TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
+MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
 
 class Blocks(NamedTuple):
     """(row, block) pairs, summed over all rows of a request."""
 
     chosen: float
-    visible: float  # if every row chose all the blocks that it may see
+    visible: float  # if every row selected all visible blocks
 
 
 def blocks_of(request: Request) -> Blocks:
-    """The blocks of rows at the positions S_kv - S ... S_kv - 1: the first rows of a text see fewer than n."""
+    """The blocks of rows at the positions S_kv - S ... S_kv - 1; the first rows of a sequence see fewer than n."""
     block = request.block_size or 1
     first, last = max(0, request.S_kv - request.S), request.S_kv
 
     def started(keys: int) -> int:
-        """Sum of ceil(x / block) over x = 1 ... keys: the blocks that begin at or before each of so many positions."""
+        """Sum of ceil(x / block) over x = 1 ... keys: the visible blocks of the first `keys` positions."""
         whole, rest = divmod(keys, block)
         return block * whole * (whole + 1) // 2 + rest * (whole + 1)
 
@@ -49,21 +49,21 @@ def blocks_of(request: Request) -> Blocks:
 
 
 def sharing_at(sharing: tuple[float, ...], tokens: int) -> float:
-    """The blocks of so many adjacent tokens over those of one; between the sizes that are known, a line over the logarithm."""
-    place = math.log2(min(max(1, tokens), SHARING_TOKENS[-1]))
-    low = min(int(place), len(sharing) - 2)
-    return sharing[low] + (place - low) * (sharing[low + 1] - sharing[low])
+    """Distinct blocks of `tokens` adjacent tokens over those of one, interpolated linearly in log2(tokens)."""
+    at = math.log2(min(max(1, tokens), SHARING_TOKENS[-1]))
+    low = min(int(at), len(sharing) - 2)
+    return sharing[low] + (at - low) * (sharing[low + 1] - sharing[low])
 
 
 def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> float:
-    """(tile, block) pairs of tiles of so many adjacent tokens; no union passes what may be seen."""
+    """(tile, block) pairs for tiles of `tokens` adjacent tokens; a union is at most all visible blocks."""
     pairs, visible = blocks_of(request)
     tokens = min(tokens, max(1, request.S))
     return min(pairs * sharing_at(sharing, tokens), visible) / tokens
 
 
 def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count: int) -> dict[str, float]:
-    """The amount of every kind of work in `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole blocks.
+    """The amount of each kind of work in `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole blocks.
 
     sm_count: multiprocessors of the GPU.
     """
@@ -74,11 +74,11 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
     rows = request.B * request.S * request.G
     tokens = max(1, TILE_ROWS // h)
     tile_rows = TILE_ROWS * -(-h // TILE_ROWS)
-    wide_k, wide_v = tile_columns(Dk, Dv, size)  # on tensor cores; loads leave the padding out
-    # Products with one (row, key): logits and o; tiles then recompute logits and take dP and dQ; blocks logits, dP, dV and dK.
+    wide_k, wide_v = tile_columns(Dk, Dv, size)  # padded for tensor cores; loads are not padded
+    # Products per (row, key). Forward: logits, o. Backward of tiles: logits, dP, dQ; of blocks: logits, dP, dV, dK.
     tile_widths = 2 * wide_k + wide_v if backward else wide_k + wide_v
     exact_widths = 2 * wide_k + 2 * wide_v if backward else wide_k + wide_v
-    # What a pair moves through memory: q in and a partial o out and in; q and do in and a partial dq out and in.
+    # Elements moved per pair. Forward: q in, partial o out and in; backward: q and do in, partial dq out and in.
     partial_widths = Dk + Dv + 2 * Dk if backward else Dk + 2 * Dv
     walk = keys / max(1, rows) / 1e3
     parts = max(1, min(MOST_PARTS, sm_count // max(1, rows)))
@@ -104,8 +104,8 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
 def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     """Whether the backend's cost model covers such calls.
 
-    Paged caches: only a backend that reads the pages itself; for others the cost of gathering ranges was not measured.
-    Tile kernels: the model counts their work, and calls that they do not take run on other kernels.
+    Not for paged caches that the backend does not read itself: gathering their ranges was not measured. Not for calls that tile kernels
+    do not take: they run on other kernels.
     """
     if request.page_size is not None:
         return backend.reads_caches
@@ -115,9 +115,9 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
 
 
 def predict(case: Case, backend: Backend) -> float | None:
-    """Milliseconds to four digits; None where the profile's rows do not speak for such a request."""
+    """Milliseconds to four digits; None where the profile has no rows for such a request."""
     request, costs = case.request, case.settings.costs
-    model = costs and costs.models.get(f"{backend.name}/{case.way}")
+    model = costs and costs.models.get(f"{backend.name}/{case.phase}")
     if not costs or not model or request.dtype not in costs.dtypes or request.block_size is None:
         return None
     if not modelled(backend, request, case.direction == "backward"):

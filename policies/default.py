@@ -1,6 +1,6 @@
-"""The default policy: guards, then rules; of the backends that none of them turns away, the one with the least predicted time.
+"""The default policy: guards, then rules; of the backends that none of them refuses, the one with the least predicted time.
 
-Where the device's profile has no costs, or they do not speak for the request, the profile's order of preference decides.
+If the device's profile has no costs, or none for the request, the profile's order of preference decides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from nsa_sel.policies import cost, guards, rules
 
 
 def preference(case: Case) -> tuple[str, ...]:
-    """The profile's order for this direction: measured where a profile exists, else the conservative built-in."""
+    """The order of backends for this direction: measured where a profile exists, else conservative."""
     return case.settings.prefer_forward if case.direction == "forward" else case.settings.prefer_backward
 
 

@@ -1,4 +1,4 @@
-"""Can a backend run the call? One function that interprets `Limits`, and what its package needs; no opinion on speed."""
+"""Can a backend run the call? Its limits and what it needs; nothing about speed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from nsa_sel.core.decision import Case
 
 
 def available(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """What is missing or has failed on this machine."""
+    """Packages and libraries that are missing, and failures, on this machine."""
     return offer.missing
 
 
 def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """Every limit of the backend that the call or the device passes, with both values."""
+    """Every limit of the backend that the call or the device exceeds, with both values."""
     limits, request, device = offer.backend.limits, case.request, case.device
     interpreted = device.kind == "cpu" and device.triton_interpret and "interpreter" in limits.dtypes
     kind = "interpreter" if interpreted else device.kind
@@ -46,32 +46,24 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
         )
     if limits.block_aligned_only and request.page_size is not None:
         remedy = "let the policy choose a backend that reads block tables, or use a cache without pages"
-        reasons.append(Reason("paged", "unsupported", "request.page_size", request.page_size, "keys in one piece", remedy))
+        reasons.append(Reason("paged", "unsupported", "request.page_size", request.page_size, "a cache without pages", remedy))
     if request.block_size is not None and request.block_size % limits.block_multiple:
         required = f"a multiple of {limits.block_multiple}"
-        remedy = "select blocks of such a size, or use another backend"
+        remedy = "select blocks of that size, or use another backend"
         reasons.append(Reason("block-multiple", "unsupported", "request.block_size", request.block_size, required, remedy))
     if request.n > limits.ranges_max:
         required = f"<= {limits.ranges_max}"
         reasons.append(Reason("ranges-max", "unsupported", "request.n", request.n, required, "select fewer blocks, or use another backend"))
     if not limits.deterministic:
-        reasons.append(
-            Reason(
-                "not-deterministic",
-                "unsupported",
-                "limits.deterministic",
-                False,
-                True,
-                "make its sums run in a fixed order: results are bit-equal here",
-            )
-        )
+        remedy = "make its sums run in a fixed order: results must be bit-equal"
+        reasons.append(Reason("not-deterministic", "unsupported", "limits.deterministic", False, True, remedy))
     if request.needs_grad and not limits.backward:
         reasons.append(Reason("no-backward", "unsupported", "request.needs_grad", True, False, "use another backend, or torch.no_grad()"))
     return tuple(reasons)
 
 
 def tile_overrides(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """A Triton kernel holds a head dimension in one tile, and `dense` takes one range a row, by itself: overrides must agree."""
+    """Overrides must fit: a Triton kernel keeps a head dimension in one tile, and the `dense` path needs one range per row."""
     if offer.backend.framework != "triton":
         return ()
     reasons = []

@@ -1,4 +1,4 @@
-"""Should a backend take the call? Device rules (ADR), flags that forbid, and the evidence on where it is faster."""
+"""Should a backend run the call? Device rules (ADR), flags, and measurements of where it is faster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nsa_sel.core.decision import Case
 
 
 def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """A profile may turn Triton off for a device (ADR-2025-08-M4-02 on SM 8.9); only NSA_TRITON_SEL_FORCE=1 lifts it."""
+    """A profile may disable Triton on a device (ADR-2025-08-M4-02 on SM 8.9); only NSA_TRITON_SEL_FORCE=1 overrides it."""
     off = case.settings.triton_off
     if offer.backend.framework != "triton" or off is None or case.settings.triton_force:
         return ()
@@ -16,13 +16,13 @@ def device_rule(case: Case, offer: Offer) -> tuple[Reason, ...]:
 
 
 def switches(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """Settings that keep one backend out."""
+    """Settings that disable one backend."""
     off = [switch for switch in offer.backend.switches if not getattr(case.settings, switch.setting)]
     return tuple(Reason(switch.code, "disabled", f"settings.{switch.setting}", False, True, switch.remedy) for switch in off)
 
 
 def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """Flags and configuration that keep Triton out."""
+    """Flags and configuration that disable Triton."""
     settings, request = case.settings, case.request
     if offer.backend.framework != "triton":
         return ()
@@ -46,15 +46,15 @@ def triton_flags(case: Case, offer: Offer) -> tuple[Reason, ...]:
 
 
 def no_triton_on_cpu(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """The interpreter is for tests: it is never faster than any CPU backend."""
+    """The interpreter is for tests: every CPU backend is faster."""
     if offer.backend.framework != "triton" or case.device.kind != "cpu":
         return ()
     return (Reason("triton-on-cpu", "slower", "device.kind", "cpu", "cuda", "force it by name to run the interpreter"),)
 
 
 def min_length(case: Case, offer: Offer) -> tuple[Reason, ...]:
-    """The min-L gate, of Triton's kernels and of CUDA's: only where a row may select at least `sel_triton_min_L` keys, on a GPU."""
-    gate, length = case.settings.min_length(case.way), case.request.max_length
+    """The min-L gate of Triton and CUDA kernels on a GPU: a row must be able to select `sel_triton_min_L` keys."""
+    gate, length = case.settings.min_length(case.phase), case.request.max_length
     if offer.backend.framework not in ("triton", "cupy") or case.device.kind == "cpu" or length >= gate:
         return ()
     remedy = "lower NSA_SEL_TRITON_MIN_L or runtime.sel_triton_min_L when a measurement on this GPU shows a gain"

@@ -121,10 +121,10 @@ def exchanged(ranks: int) -> Row:
     from nsa_sel.distributed import exchanges
 
     last = exchanges()[-1]
-    taken = {"gather": last.gather, "blocks": last.blocks, "rows": last.rows}[last.way]
+    taken = {"gather": last.gather, "blocks": last.blocks, "rows": last.rows}[last.kind]
     assert taken is not None, "blocks were exchanged"
     return {
-        "ranks": ranks, "way": last.way, "bytes_forward": taken.forward, "bytes_backward": taken.backward,
+        "ranks": ranks, "way": last.kind, "bytes_forward": taken.forward, "bytes_backward": taken.backward,
         "gather_bytes": last.gather.total, "blocks_bytes": last.blocks and last.blocks.total,
         "rows_bytes": last.rows.total, "counted": last.counted,
     }  # fmt: skip

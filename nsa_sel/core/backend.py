@@ -1,4 +1,4 @@
-"""What a backend is: what it can run, what it needs, what it is made for. Policies, entry points, benches and documents read this data."""
+"""A backend as data: what it can run, needs and prefers. Policies, doors, benches and documents read it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ REFUSING_KINDS: tuple[ReasonKind, ...] = ("unavailable", "unsupported", "disable
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """One reason why a backend is not taken.
+    """One reason why a backend is not picked.
 
-    unavailable: it can't run on this machine; unsupported: not for this call; disabled: a rule or flag forbids it;
-    slower: it could run, but evidence says that another is faster (forcing it is then allowed).
+    unavailable: it can't run on this machine; unsupported: it can't run this call; disabled: a rule or flag forbids it;
+    slower: it can run, but measurements say that another backend is faster (it may be forced).
     """
 
     code: str  # stable, kebab-case: "head-dim-multiple"
@@ -31,7 +31,7 @@ class Reason(msgspec.Struct, frozen=True):
     actual: str | int | bool | None
     required: str | int | bool | None
     remedy: str
-    satisfied_by: int | None = None  # a value of the field that would lift this reason, where one number does
+    satisfied_by: int | None = None  # a value of the field that removes this reason, if one number does
 
     def __str__(self) -> str:
         return f"{self.code} ({self.kind}): {self.field} is {self.actual}, required {self.required}; {self.remedy}"
@@ -47,32 +47,32 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backward: bool = True
     deterministic: bool = True
     block_aligned_only: bool = False
-    ranges_max: int = 1 << 30  # ranges a row
-    block_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1  # of the block size, where the selection is of whole blocks
+    ranges_max: int = 1 << 30  # ranges per row
+    block_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1  # of the block size, for selections of whole blocks
 
 
 class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls that a backend serves with kernels that share K and V among a tile of adjacent tokens; other calls take its row kernels."""
+    """The calls that run on a backend's tile kernels, which share K and V loads between adjacent tokens; others run on its row kernels."""
 
-    sm: int  # the one compute capability they are for
+    sm: int  # the compute capability they are compiled for
     block_multiple: int
-    blocks_max: int  # KV blocks of a sequence: the plan of a tile holds them in shared memory
-    heads: tuple[int, int]  # least and most heads a group
+    blocks_max: int  # KV blocks of a sequence: a tile's plan keeps them in shared memory
+    heads: tuple[int, int]  # fewest and most heads per group
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]
     backward_key_dim_max: int
     warpgroup_rows: int = 64  # rows (tokens x heads) of one consumer warpgroup
 
     def warpgroups(self, h: int, Dk: int, backward: bool = False) -> int:
-        """Consumer warpgroups that share a tile: 3, or 2 where a tile would pass 64 tokens, keys are wide, or dq needs the registers."""
+        """Consumer warpgroups per tile: 3, or 2 if 3 would exceed 64 tokens, keys are wide, or dq needs the registers."""
         return 3 if not backward and Dk <= 128 and 3 * (self.warpgroup_rows // h) <= 64 else 2
 
     def tokens(self, h: int, Dk: int, backward: bool = False) -> int:
-        """Adjacent tokens of one tile."""
+        """Tokens per tile."""
         return self.warpgroups(h, Dk, backward) * (self.warpgroup_rows // h)
 
     def fits(self, S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
-        """Whether a call of these sizes runs on tiles, forward."""
+        """Whether the forward pass of these sizes runs on tiles."""
         if block_size is None or block_size % self.block_multiple or not self.heads[0] <= h <= self.heads[1]:
             return False
         if Dk not in self.key_dims or Dv not in self.value_dims:
@@ -93,16 +93,16 @@ class Requirement(msgspec.Struct, frozen=True):
 
 
 class Library(msgspec.Struct, frozen=True):
-    """A shared library that a backend needs: found by the loader as one of `files`, or brought by a Python distribution."""
+    """A shared library that a backend needs: one of `files` for the loader, or part of one of the Python `distributions`."""
 
     name: str
-    files: tuple[str, ...]  # one of them
-    distributions: tuple[str, ...]  # one of them will do
+    files: tuple[str, ...]
+    distributions: tuple[str, ...]
     remedy: str
 
 
 class Switch(msgspec.Struct, frozen=True):
-    """A boolean setting that keeps a backend out while it is false."""
+    """A boolean setting that disables a backend while it is false."""
 
     setting: str  # field of Settings
     code: str  # of the reason
@@ -114,39 +114,41 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str
     path: str  # dotted path of the module, see BackendModule
-    framework: str  # "torch", "numba", "triton", "cupy", or the name of another
+    framework: str  # "torch", "numba", "triton", "cupy", or another name
     limits: Limits
     requires: tuple[Requirement, ...] = ()
     libraries: tuple[Library, ...] = ()
     switches: tuple[Switch, ...] = ()
     summary: str = ""
-    fallback: bool = False  # serves a call whose chosen backend failed; exactly one backend does
-    decodes: bool = True  # worth a try for one query a sequence
-    reads_caches: bool = False  # its forward reads `Call.lengths` and `Call.block_table` itself
-    shares: Literal["rows", "tiles", "blocks"] = "rows"  # who shares loads of K and V: the heads of a row, a tile of tokens, a KV block
+    fallback: bool = False  # serves calls whose backend failed; true for exactly one backend
+    decodes: bool = True  # useful for one query per sequence
+    reads_caches: bool = False  # its forward reads `Call.lengths` and `Call.block_table`
+    shares: Literal["rows", "tiles", "blocks"] = (
+        "rows"  # what shares loads of K and V: the heads of a row, a tile of tokens, all rows of a KV block
+    )
     tiles: TileKernels | None = None
     cost_terms: Mapping[str, tuple[str, ...]] = {}  # "forward", "backward", "decode" -> the terms of its cost model
 
     def prefers_blocks(self, request: Request, device: DeviceInfo) -> bool:
-        """Whether it takes whole blocks alone, or has faster kernels for them on this device."""
+        """Whether it accepts only whole blocks, or has faster kernels for them on this device."""
         if self.limits.block_aligned_only:
             return True
         return self.tiles is not None and self.tiles.sm == device.sm and self.tiles.take(request)
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A backend as this machine offers it: its data, and what is missing or broken here."""
+    """A backend on this machine: its data, and what is missing or broken here."""
 
     backend: Backend
     missing: tuple[Reason, ...] = ()
 
 
 class BackendModule(Protocol):
-    """The functions in a backend's module. Both get a checked call whose tensors are on the current device, and may rely on the contract.
+    """The functions in a backend's module. Both get a checked call whose tensors are on the current device.
 
-    Only a backend with `reads_caches` is given `Call.lengths` and `Call.block_table`; for others core/pages.py turns them into positions
-    and ranges. A module may also have `loaded_keys(call, selected, count)`: for events, the number of keys that its forward loads of those
-    that the rows select; counted on the device with `count`, else from static facts.
+    Only a backend with `reads_caches` gets `Call.lengths` and `Call.block_table`; for others core/pages.py turns them into positions
+    and ranges. A module may also have `loaded_keys(call, selected, count)`, for events: how many of the selected keys its forward
+    loads, counted on the device if `count`, else from static facts.
     """
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:

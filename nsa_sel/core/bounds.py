@@ -1,4 +1,4 @@
-"""cu_seqlens of packed batches: checked bounds, and where their sequences' rows and keys stand."""
+"""cu_seqlens of packed batches: checked bounds, and the positions of their rows and keys."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from torch import Tensor
 from nsa_sel.core.indices import check_dense
 from nsa_sel.errors import ArgumentError, shown
 
-CuSeqlens = Tensor | list[int] | tuple[int, ...]  # as callers give them
+CuSeqlens = Tensor | list[int] | tuple[int, ...]  # as users pass them
 _DTYPES = (torch.int32, torch.int64)
 
 
 class Bounds(NamedTuple):
-    """Checked cu_seqlens: their numbers where the host may look at them, else the tensor."""
+    """Checked cu_seqlens: their numbers where the host may read them, else the tensor."""
 
     numbers: tuple[int, ...] | None
     tensor: Tensor | None
 
     @classmethod
     def of(cls, name: str, bounds: CuSeqlens, total: int | None, like: Tensor) -> Bounds:
-        """Of the argument `name` over `total` rows or keys (None: as many as it says), for tensors on like's device."""
+        """Bounds from the argument `name` over `total` rows or keys (None: any number), for tensors on like's device."""
         if isinstance(bounds, Tensor):
             check_dense(name, bounds)
             if bounds.dtype not in _DTYPES or bounds.dim() != 1:
                 value = f"{bounds.dtype} of shape {tuple(bounds.shape)}"
-                raise ArgumentError(name, value, "torch.int32 or torch.int64 [N+1]", "pass cumulative lengths, from 0 on")
+                raise ArgumentError(name, value, "torch.int32 or torch.int64 [N+1]", "pass cumulative lengths that start at 0")
             if bounds.device != like.device and not bounds.is_cpu:
                 raise ArgumentError(name, f"on {bounds.device}", f"q's device {like.device} or cpu", f"call {name}.to(q.device)")
             if bounds.numel() < 2:
                 raise ArgumentError(name, f"of {bounds.numel()} entries", "N + 1 of them for N >= 1 sequences", "pass [0, T] for one")
-            if not _is_free_to_read(bounds):
+            if not _readable(bounds):
                 return cls(None, bounds)
             numbers = tuple(bounds.tolist())
         elif isinstance(bounds, list | tuple) and len(bounds) > 1 and all(type(bound) is int for bound in bounds):
             numbers = tuple(bounds)
         else:
             value = shown(bounds) if isinstance(bounds, list | tuple) else f"a {type(bounds).__name__}"
-            raise ArgumentError(name, value, "a tensor [N+1], or a list of N + 1 ints, N >= 1", "pass cumulative lengths, from 0 on")
-        falls = [i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]]
-        if numbers[0] != 0 or falls:
-            value = f"{numbers[0]} first" if numbers[0] else f"{numbers[falls[0] - 1]}, then {numbers[falls[0]]} at {falls[0]}"
-            raise ArgumentError(name, value, "0 first, and numbers that never fall", "pass cumulative lengths, from 0 on")
+            raise ArgumentError(name, value, "a tensor [N+1], or a list of N + 1 ints, N >= 1", "pass cumulative lengths that start at 0")
+        drops = [i for i in range(1, len(numbers)) if numbers[i] < numbers[i - 1]]
+        if numbers[0] != 0 or drops:
+            value = f"{numbers[0]} first" if numbers[0] else f"{numbers[drops[0] - 1]}, then {numbers[drops[0]]} at {drops[0]}"
+            raise ArgumentError(name, value, "0 first, then numbers that never decrease", "pass cumulative lengths that start at 0")
         if total is not None and numbers[-1] > total:
             of = "q's rows" if name == "cu_seqlens_q" else "the keys"
             raise ArgumentError(name, f"{numbers[-1]} last", f"at most {total}, the number of {of}", "pass the bounds of this batch")
@@ -51,7 +51,7 @@ class Bounds(NamedTuple):
 
     @property
     def number(self) -> int:
-        """N, of sequences."""
+        """N, the number of sequences."""
         return (len(self.numbers) if self.numbers is not None else self.tensor.numel()) - 1  # type: ignore[union-attr]
 
     def on(self, like: Tensor) -> Tensor:
@@ -60,31 +60,31 @@ class Bounds(NamedTuple):
         return tensor.to(like.device, torch.int64, non_blocking=True)
 
     def longest(self, total: int) -> int:
-        """A bound on the keys of a sequence; rounded up to a power of two, so that batches share decisions."""
+        """An upper bound on the keys of a sequence, rounded up to a power of two so that batches share decisions."""
         if self.numbers is None:
             return total
         most = max(end - start for start, end in zip(self.numbers, self.numbers[1:], strict=False))
         return min(total, 1 << max(0, most - 1).bit_length())
 
 
-def _is_free_to_read(bounds: Tensor) -> bool:
-    """Whether the host may look at the numbers: on a CPU, and not while torch.compile traces."""
+def _readable(bounds: Tensor) -> bool:
+    """Whether the host may read the numbers: on a CPU, and not while torch.compile traces."""
     return bounds.is_cpu and not torch.compiler.is_compiling()
 
 
 def whole_blocks(keys: int, block: int) -> int:
-    """So many keys, rounded up."""
+    """`keys` rounded up to a multiple of `block`."""
     return -(-keys // block) * block
 
 
 def positions_in_sequences(cu_q: Tensor, cu_k: Tensor, T: int, begin: Tensor, room: int) -> tuple[Tensor, Tensor]:
     """first, limit [1,T] int64: the first key of each row's sequence, and how many of that sequence's keys the row may see.
 
-    begin [N or N+1]: where the keys of each sequence begin, of `room` places. Padding rows get first = room and limit = 0. Bounds that
-    are no bounds give keys that do not exist, which no backend reads.
+    begin [N or N+1]: the first key of each sequence, of `room` keys in all. Padding rows get first = room and limit = 0. Invalid bounds
+    give keys that do not exist, which no backend reads.
     """
     row = torch.arange(T, device=cu_q.device)
-    after = torch.searchsorted(cu_q, row, right=True)  # the sequence behind the row's own: empty ones are passed over
+    after = torch.searchsorted(cu_q, row, right=True)  # one past the row's sequence; skips empty ones
     padding = after == len(cu_q)
     after = after.clamp(1, len(cu_q) - 1)
     limit = (cu_k[after] - cu_k[after - 1] - (cu_q[after] - row) + 1).clamp(min=0).masked_fill(padding, 0)
@@ -92,8 +92,8 @@ def positions_in_sequences(cu_q: Tensor, cu_k: Tensor, T: int, begin: Tensor, ro
 
 
 def begin_with_blocks(cu_k: Tensor, Tk: int, block: int, room: int) -> tuple[Tensor, Tensor]:
-    """begin [N+1], place [Tk] int64: where each sequence begins once all begin with blocks, what lies behind the last as one more; and
-    where each key goes. Bounds that are no bounds give places within the room too."""
+    """begin [N+1], index [Tk] int64: the first key of each sequence once all begin with a block, then that of the padding; and the new
+    index of each key. Invalid bounds give indices below `room`, too."""
     begin = torch.nn.functional.pad((-(-cu_k.diff() // block) * block).cumsum(0), (1, 0)).clamp(0, room)
     key = torch.arange(Tk, device=cu_k.device)
     own = torch.searchsorted(cu_k, key, right=True).clamp(min=1) - 1
@@ -101,13 +101,13 @@ def begin_with_blocks(cu_k: Tensor, Tk: int, block: int, room: int) -> tuple[Ten
 
 
 def starts_with_blocks(bounds: Bounds, block_size: int | None, promised: bool) -> bool:
-    """Whether every sequence that has keys begins at a multiple of block_size, as far as the host sees or was promised."""
+    """Whether every non-empty sequence begins at a multiple of block_size, as read on the host or as promised."""
     if block_size is None or bounds.numbers is None:
         return block_size is not None and (promised or bounds.number == 1)
-    odd = [start for start, end in zip(bounds.numbers, bounds.numbers[1:], strict=False) if end > start and start % block_size]
-    if odd and promised:
+    unaligned = [start for start, end in zip(bounds.numbers, bounds.numbers[1:], strict=False) if end > start and start % block_size]
+    if unaligned and promised:
         raise ArgumentError(
-            "block_aligned", f"True, but a sequence's first key is {odd[0]}", f"multiples of block_size = {block_size}",
+            "block_aligned", f"True, but a sequence's first key is {unaligned[0]}", f"multiples of block_size = {block_size}",
             "pad sequences to whole blocks, or leave block_aligned out",
         )  # fmt: skip
-    return not odd
+    return not unaligned

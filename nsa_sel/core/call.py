@@ -1,4 +1,4 @@
-"""One checked call: what a backend is given, and the facts of it that a policy may use."""
+"""One checked call, as backends receive it, and its `Request`, as policies see it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,21 @@ DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "
 
 @dataclass(slots=True, eq=False)  # treated as immutable; frozen=True costs 1 us per construction
 class Call:
-    """q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] with contiguous last dims, a selection of the same rows, positions
-    q_pos [B,S] or None for S_kv - S + s, the softmax scale, and the settings and device facts
-    that the decision was taken with. Of a KV cache (nsa_sel/serving.py) also the lengths [B] of its sequences, in place of q_pos: row s
-    stands at lengths - S + s; and of a paged one block_table [B, pages of a sequence], which names for each sequence the pages
-    that k [pages,G,page_size,Dk] and v hold."""
+    """The checked arguments of one call, and the settings and device that its decision was made with.
+
+    Attributes:
+        q: [B,S,G,h,Dk]; float16, bfloat16, float32 or float64, with a contiguous last dimension; k and v likewise.
+        k: [B,G,S_kv,Dk], or pages [pages,G,page_size,Dk].
+        v: [B,G,S_kv,Dv], or pages [pages,G,page_size,Dv].
+        selection: over the rows [B,S,G].
+        q_pos: [B,S] int32 or int64, positions of the rows; None for S_kv - S + s.
+        scale: factor of the logits.
+        settings: of the decision.
+        device: of the decision.
+        lengths: [B] int32 or int64, keys of each cached sequence (nsa_sel/serving.py): row s is at lengths - S + s.
+        block_table: [B, pages of a sequence] int32, the pages of each sequence in a paged cache.
+        workspace: memory for temporaries, if the user passed one.
+    """
 
     q: Tensor
     k: Tensor
@@ -38,7 +48,7 @@ class Call:
     device: DeviceInfo = CPU
     lengths: Tensor | None = None
     block_table: Tensor | None = None
-    workspace: Workspace | None = None  # where backends take temporaries from
+    workspace: Workspace | None = None
 
     @property
     def S_kv(self) -> int:
@@ -46,7 +56,7 @@ class Call:
         return self.k.shape[2] if self.block_table is None else self.block_table.shape[1] * self.k.shape[2]
 
     def positions(self) -> Tensor:
-        """[B,S] int64: the position of every query row, below 0 where a cached sequence is shorter than S."""
+        """The position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
         B, S = self.q.shape[:2]
         if self.q_pos is not None:
             return self.q_pos.long()
@@ -56,30 +66,30 @@ class Call:
         return torch.arange(S_kv - S, S_kv, device=self.q.device).expand(B, S)
 
     def capturing(self) -> bool:
-        """Whether this call is being captured into a CUDA graph: then nothing may wait for the device."""
+        """Whether a CUDA graph captures this call, so that nothing may wait for the device."""
         return self.q.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def timed(self) -> bool:
-        """Whether NSA_DEBUG_TIMING is to take times of this call."""
+        """Whether NSA_DEBUG_TIMING times this call."""
         return self.settings.debug_timing and not self.capturing()
 
     def scale_log2(self) -> float:
-        """The factor from products to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
         return max(self.scale * LOG2_E, 1e-30)
 
     def with_positive_scale(self) -> Call:
-        """The same logits from -q and -scale: kernels keep the largest product, which must belong to the largest logit."""
+        """The same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""
         return replace(self, q=-self.q, scale=-self.scale)
 
     def reach(self, width: int) -> int:
-        """The most tiles of `width` keys that one range may meet."""
+        """The most tiles of `width` keys that one range can overlap."""
         block, S_kv = self.selection.block_size, self.k.shape[2]
         if block is not None and (width % block == 0 or block % width == 0):
-            return max(1, block // width)  # a whole block never straddles a tile
+            return max(1, block // width)  # blocks and tiles are aligned to each other
         return min(-(-S_kv // width), -(-self.selection.range_bound(S_kv) // width) + 1)
 
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
-        """start, end [B,S,G,n] int64 after the causal clamp [max(start, 0), min(end, t + 1, S_kv)), end >= start."""
+        """start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >= start."""
         start, end = self.selection.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
         limit = (self.positions() + 1).clamp(max=self.S_kv)[:, :, None, None]
@@ -87,13 +97,13 @@ class Call:
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool, block_table: Tensor | None = None) -> Request:
-    """The facts of a checked call that a policy may use."""
+    """The request of a checked call."""
     B, S, G, h, Dk = q.shape
     _, _, S_kv, Dv = v.shape
     page_size = None
     if block_table is not None:
         page_size, S_kv = S_kv, S_kv * block_table.shape[1]
-    # Element sizes are powers of two: all outer strides are multiples of 16 bytes if their bitwise or is.
+    # Element sizes are powers of two, so all outer strides are multiples of 16 bytes if their bitwise or is.
     q_batch, q_row, q_group, q_head, _ = q.stride()
     k_batch, k_group, k_key, _ = k.stride()
     v_batch, v_group, v_key, _ = v.stride()
@@ -109,7 +119,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad
 
 @functools.lru_cache(maxsize=64)
 def device_info(device: torch.device) -> DeviceInfo:
-    """The facts of a torch device that a policy may use."""
+    """The facts of a torch device that policies use."""
     if device.type == "cpu":
         return DeviceInfo(kind="cpu", name="cpu", triton_interpret=os.environ.get("TRITON_INTERPRET") == "1")
     facts = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""Checks of a call's arguments: before any kernel runs, and each error names the argument, its value, what is allowed and the remedy."""
+"""Checks of a call's arguments, before any kernel runs. Errors name argument, value, what is allowed, and the remedy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,20 @@ _LARGEST = sys.float_info.max
 def check_call(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None, fake: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Selection, float, Tensor | None]:
-    """The arguments of `selection_attention` in the prefill form, or ArgumentError. Never reads a GPU, nor fake tensors."""
-    # On the path of every call: a tensor builds its shape, strides and device anew at each access, so each is read once, and the code
-    # that names the culprit runs only when there is one.
+    """Check the arguments of `selection_attention`. Never reads a GPU or fake tensors.
+
+    Args:
+        q, k, v: tensors. selection, scale, q_pos: as of `selection_attention`.
+        fake: the tensors have no values.
+
+    Returns:
+        q [B,S,G,h,Dk] (S = 1 for decode), k, v, a Selection, the scale, and q_pos [B,S] or None.
+
+    Raises:
+        ArgumentError: the first bad argument.
+    """
+    # On the path of every call: PyTorch creates shape, strides and device at each access, so each is accessed once, and the culprit
+    # is only searched for after a check failed.
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
     decode = q.dim() == 4
@@ -45,10 +56,10 @@ def check_call(
         size = next(name for name, size in (("h", h), ("Dk", Dk), ("Dv", Dv), ("G", G)) if not size)
         raise ArgumentError("v" if size == "Dv" else "q", f"of size 0 in {size}", f"{size} >= 1", "drop the empty dimension")
     dtype, device = q.dtype, q.device
-    alike = dtype in DTYPES and k.dtype == v.dtype == dtype and k.device == v.device == device
-    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()  # asked first: it takes half the time of strides
-    if not alike or not (contiguous or q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1):
-        _check_alike(q, k, v)
+    same = dtype in DTYPES and k.dtype == v.dtype == dtype and k.device == v.device == device
+    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()  # first, since it takes half the time of strides
+    if not same or not (contiguous or q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1):
+        _check_dtypes(q, k, v)
     if not (q.is_cpu or q.is_cuda):
         raise ArgumentError("q", f"on {device}", "cpu or cuda", "move q, k, v there")
 
@@ -72,20 +83,28 @@ def check_call(
 
 
 def check_flag(name: str, value: object) -> None:
-    """ArgumentError for what is no bool."""
+    """ArgumentError unless `value` is a bool."""
     if not isinstance(value, bool):
         raise ArgumentError(name, shown(value), "True or False", "pass a bool")
 
 
 def check_tensors(q: object, k: object, v: object) -> None:
-    """ArgumentError for the first that is no tensor."""
+    """ArgumentError for the first that is not a tensor."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, Tensor):
             raise ArgumentError(name, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
 
 
 def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | None = None) -> Selection:
-    """A Selection, also of bare ranges, or ArgumentError. rows: [B,S,G] of q, by which block indices and scores are told from ranges."""
+    """The argument `selection` as a Selection.
+
+    Args:
+        selection: a Selection, or ranges.
+        rows: [B,S,G] of q, which helps to recognize block indices that were passed as ranges.
+
+    Raises:
+        ArgumentError: anything else.
+    """
     if isinstance(selection, Selection):
         return selection
     if not isinstance(selection, Tensor):
@@ -101,22 +120,22 @@ def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | Non
 
 
 def _other_rows(ranges: Tensor, q_shape: torch.Size, k_shape: torch.Size, decode: bool) -> ArgumentError:
-    """The error for ranges of other rows than q's, which may be due to a q that is laid out as flash-attn's."""
+    """The error for ranges of other rows than q's; a q in flash-attn's layout is one cause."""
     B, S, G, h, _ = q_shape
     rows = tuple(ranges.shape[:3])
     value = f"over rows [B,S,G] = {rows}" if rows != (B, S, G) else f"of ranges {tuple(ranges.shape)}"
-    remedy = "one set of ranges a query row and group"
+    remedy = "one set of ranges per query row and group"
     if decode and rows[:2] == (B, G) and rows[2] == k_shape[2]:  # q [B,S,heads,D], k [B,S_kv,G,D]
         remedy = f"of flash-attn's layout pass q.unflatten(2, ({rows[2]}, {h // rows[2]})), k.transpose(1, 2) and v.transpose(1, 2)"
     return ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {(B, S, G)}", remedy)
 
 
 def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: bool) -> ArgumentError:
-    """The error for a k or v of another B or G than q's, with the change of layout that would make them fit."""
+    """The error for a k or v of another B or G than q's, with the change of layout that fits."""
     B, _, G, h, Dk = q_shape
     allowed, remedies = f"[B={B}, G={G}, S_kv, D]", []
     if decode:
-        allowed += f", since q of shape {(B, G, h, Dk)} was read as decode [B,G,h,Dk]"
+        allowed += f", since q of shape {(B, G, h, Dk)} is decode [B,G,h,Dk]"
         remedies.append("a q [B,S,heads,D] is passed as q.unflatten(2, (G, h))")
     if len(shape) == 4 and (shape[0], shape[2]) == (B, G):
         remedies.append(f"a [B,S_kv,G,D] cache is passed as {name}.transpose(1, 2)")
@@ -125,8 +144,8 @@ def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: boo
     return ArgumentError(name, f"of shape {tuple(shape)}", allowed, "; ".join(remedies))
 
 
-def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """One of our dtypes, one device, contiguous last dimensions (a stride over a single element may be anything)."""
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check dtypes, devices, and contiguous last dimensions (any stride over a single element)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES:
             raise ArgumentError(name, f"of dtype {tensor.dtype}", ", ".join(DTYPES.values()), f"call {name}.to(torch.bfloat16)")
@@ -146,10 +165,10 @@ def _check_positions(q_pos: Tensor, q: Tensor, S_kv: int, fake: bool) -> Tensor:
     if q_pos.dtype not in (torch.int32, torch.int64):
         raise ArgumentError("q_pos", f"of dtype {q_pos.dtype}", "torch.int32 or torch.int64", "call .int() on it")
     if q_pos.shape not in ((S,), (B, S)):
-        raise ArgumentError("q_pos", f"of shape {tuple(q_pos.shape)}", f"[S={S}] or [B={B}, S={S}]", "one position a query row")
+        raise ArgumentError("q_pos", f"of shape {tuple(q_pos.shape)}", f"[S={S}] or [B={B}, S={S}]", "one position per query row")
     if q_pos.device != q.device:
         raise ArgumentError("q_pos", f"on {q_pos.device}", f"q's device {q.device}", "call q_pos.to(q.device)")
-    # On a GPU this would synchronise: there a position outside [0, S_kv) is clamped as the contract says.
+    # On a GPU this would synchronize; positions outside [0, S_kv) are clamped there.
     if not fake and q_pos.device.type == "cpu" and q_pos.numel() and (int(q_pos.min()) < 0 or int(q_pos.max()) >= S_kv):
         raise ArgumentError(
             "q_pos", f"from {int(q_pos.min())} to {int(q_pos.max())}", f"positions in [0, S_kv = {S_kv})", "give each row its key position"

@@ -1,4 +1,4 @@
-"""From a request to the decision that serves it: overrides, the policy, and the one memory of decisions."""
+"""From a request to its decision: overrides, the policy, and the one cache of decisions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events
 
 _forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
-_memory: dict[Any, Decision] = {}
-_MOST_REMEMBERED = 4096
+_cache: dict[Any, Decision] = {}
+_MOST_CACHED = 4096
 
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Force a backend for the calls inside the `with` block, of this thread or task.
+    """Force a backend for the calls of this thread or task inside the `with` block.
 
     The argument `backend=` of a call has precedence.
 
@@ -37,16 +37,16 @@ def use_backend(name: str) -> Iterator[None]:
         name: a backend's name (`nsa-sel doctor` lists them).
 
     Raises:
-        ArgumentError: `name` is no text.
+        ArgumentError: `name` is not a str.
         BackendError: inside torch.compile; and at the call, if the backend is unknown or refuses it.
     """
     if is_compiling():
         raise BackendError(
-            "use_backend is called in a function that torch.compile traces; allowed: the argument backend= of selection_attention there."
+            "use_backend is not supported inside torch.compile; allowed: the argument backend= of selection_attention."
             " Remedy: pass backend=, or set NSA_SEL_BACKEND."
         )
     if name is None:
-        raise ArgumentError("name", None, "a name of a backend", "leave the `with` out to let the policy choose")
+        raise ArgumentError("name", None, "the name of a backend", "leave out the `with` to let the policy decide")
     _check_name("name", name)
     token = _forced.set(name)
     try:
@@ -71,7 +71,7 @@ def forced() -> str | None:
 
 
 def explain_request(request: Request, device: DeviceInfo | None = None, backend: str | None = None) -> Decision:
-    """The decision for a request without tensors.
+    """The decision for a request, without tensors.
 
     Args:
         request: the sizes, dtype and flags of a call.
@@ -79,7 +79,7 @@ def explain_request(request: Request, device: DeviceInfo | None = None, backend:
         backend: a name to force.
 
     Returns:
-        The decision, remembered or new; `forward` is None when every backend refuses.
+        The decision, cached or new; `forward` is None when every backend refuses.
     """
     if device is None:
         device = device_info(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
@@ -87,25 +87,25 @@ def explain_request(request: Request, device: DeviceInfo | None = None, backend:
 
 
 def select(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
-    """The remembered or new decision for the request's class under the current flags; `forward` is None when all refuse."""
+    """The cached or new decision for the request's class under the current flags; `forward` is None when all refuse."""
     if backend is not None:
         _check_name("backend", backend)
     key = (request.request_class(), device, environment(), tuned.token(), backend, _forced.get())
-    decision = _memory.get(key)
+    decision = _cache.get(key)
     if decision is None:
         settings = tuned.apply(settings_for(device), key[0], device)
         offers = registry.offers(request)
         check_names(settings, offers)
         override = _override(backend, settings)
         decision = make_decision(key[0], device, load_policy("default"), settings, offers, override)
-        if len(_memory) >= _MOST_REMEMBERED:
-            _memory.clear()
-        _memory[(*key[:3], tuned.token(), *key[4:])] = decision  # `tuned.apply` may just have read a file
+        if len(_cache) >= _MOST_CACHED:
+            _cache.clear()
+        _cache[(*key[:3], tuned.token(), *key[4:])] = decision  # `tuned.apply` may just have read a file
     return decision
 
 
 def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> Decision:
-    """`select`, or BackendError with every reason when nothing may run the request."""
+    """`select`; BackendError with every reason when no backend may run the request."""
     decision = select(request, device, backend)
     message = refusal(decision)
     if message is not None:
@@ -116,7 +116,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
 
 
 def after_failure(decision: Decision, failed: str) -> Decision:
-    """The decision for the rest of a call after `failed` broke: the fallback backend, or BackendError if that refuses as well."""
+    """The decision after backend `failed` broke during a call: the fallback, or BackendError if that refuses as well."""
     override = Override(registry.fallback(), f"failure of {failed}")
     policy, offers = load_policy(decision.policy), registry.offers(decision.request)
     again = make_decision(decision.request, decision.device, policy, decision.settings, offers, override)
@@ -127,23 +127,23 @@ def after_failure(decision: Decision, failed: str) -> Decision:
 
 
 def forget_decisions() -> None:
-    """Decide again from now on: configuration files, tuned kernel configs or the list of broken backends have changed."""
-    _memory.clear()
+    """Drop cached decisions: configuration files, tuned kernel configs or the list of broken backends have changed."""
+    _cache.clear()
     forget_settings()
 
 
 def _check_name(argument: str, name: object) -> None:
     if not isinstance(name, str):
-        raise ArgumentError(argument, shown(name), "a name of a backend, as text", "see nsa_sel.core.registry.backends()")
+        raise ArgumentError(argument, shown(name), "the name of a backend, as a str", "see nsa_sel.core.registry.backends()")
 
 
 def _override(backend: str | None, settings: Settings) -> Override | None:
     """By precedence: argument, use_backend, NSA_FORCE_PARITY, NSA_SEL_BACKEND."""
     if backend is not None:
         return Override(backend, "argument")
-    forced_here = _forced.get()
-    if forced_here is not None:
-        return Override(forced_here, "use_backend")
+    surrounding = _forced.get()
+    if surrounding is not None:
+        return Override(surrounding, "use_backend")
     if settings.force_parity:
         return Override(registry.fallback(), "NSA_FORCE_PARITY")
     if settings.backend is not None:

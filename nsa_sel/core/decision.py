@@ -1,6 +1,6 @@
-"""The decision: which backend runs a class of calls, why not the others, from which facts. To and from JSON; replayed without tensors.
+"""The decision: which backend runs a class of calls, why not the others, and from which facts. Serializes to JSON.
 
-`make_decision(request, device, ...)` is pure: it needs no tensors, no torch and no GPU. `explain` and replay call the same function.
+`make_decision(request, device, ...)` is pure: it needs no tensors, torch or GPU. Calls, `explain` and replay all use it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nsa_sel.settings.schema import Settings, Way
 
 
 class Override(msgspec.Struct, frozen=True):
-    """A backend asked for by name, and by what: "argument", "use_backend", "NSA_SEL_BACKEND" or "NSA_FORCE_PARITY"."""
+    """A backend forced by name; source: "argument", "use_backend", "NSA_SEL_BACKEND" or "NSA_FORCE_PARITY"."""
 
     backend: str
     source: str
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What the policy found about one backend, for forward and (when gradients are needed) for backward."""
+    """The reasons against one backend, forward and (when gradients are needed) backward."""
 
     backend: str
     forward: tuple[Reason, ...] = ()
@@ -34,7 +34,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What the profile's costs say about one backend that no check turned away."""
+    """The predicted time of one backend that no check refused."""
 
     backend: str
     direction: Literal["forward", "backward"]
@@ -42,7 +42,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class FieldChange(msgspec.Struct, frozen=True):
-    """One field in which a replayed decision differs from the recorded one."""
+    """A field in which a replayed decision differs from the recorded one."""
 
     field: str
     recorded: Any
@@ -50,21 +50,21 @@ class FieldChange(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Which backend runs one class of calls, and the whole reasoning. Logging only serialises it."""
+    """Which backend runs one class of calls, with the whole reasoning. Logging only serializes it."""
 
     request: Request
     device: DeviceInfo
-    policy: str  # name of the policy that judged
+    policy: str  # name of the policy that decided
     settings: Settings  # the effective values with their sources
     offers: tuple[Offer, ...]
     override: Override | None
-    verdicts: tuple[Verdict, ...]  # in the order in which the forward considers them
+    verdicts: tuple[Verdict, ...]  # in the order of the forward pass
     rule: str  # the rule that decided, in words
-    steps: tuple[str, ...]  # what the preference puts before the choice and a check turned away, each with its reasons
-    forward: str | None  # None: nothing may run it, see `verdicts`
+    steps: tuple[str, ...]  # backends preferred to the choice that a check refused, each with its reasons
+    forward: str | None  # None: no backend may run it, see `verdicts`
     backward: str | None  # None when no gradients are needed
-    predictions: tuple[Prediction, ...] = ()  # least first, forward before backward; empty where the profile has no costs
-    runner_up: str | None = None  # what would run forward if the choice could not; None when forced
+    predictions: tuple[Prediction, ...] = ()  # fastest first, forward before backward; empty where the profile has no costs
+    runner_up: str | None = None  # what would run forward without the choice; None when forced
     runner_up_backward: str | None = None
 
     def to_json(self) -> str:
@@ -73,14 +73,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Decision:
-        """The decision that `to_json` wrote. Raises NsaSelError naming the field that does not fit."""
+        """The decision that `to_json` wrote; NsaSelError names a field that does not fit."""
         try:
             return msgspec.json.decode(line, type=cls)
         except msgspec.DecodeError as error:
             raise NsaSelError(f"not a decision record: {error}. Remedy: pass a line that Decision.to_json wrote.") from error
 
     def replay(self) -> tuple[FieldChange, ...]:
-        """Select again from the recorded facts with today's policy, without tensors or GPU.
+        """Decide again from the recorded facts with the current policy, without tensors or GPU.
 
         Returns:
             Every field that differs from the record, by its path.
@@ -90,7 +90,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(NamedTuple):
-    """What a check of a policy looks at, for one direction."""
+    """What a policy's checks see, for one direction."""
 
     request: Request
     device: DeviceInfo
@@ -98,8 +98,8 @@ class Case(NamedTuple):
     direction: Literal["forward", "backward"]
 
     @property
-    def way(self) -> Way:
-        """The direction, with the forward of one query a sequence apart."""
+    def phase(self) -> Way:
+        """The direction; "decode" for the forward pass of one query per sequence."""
         return "decode" if self.direction == "forward" and self.request.S == 1 else self.direction
 
 
@@ -107,23 +107,23 @@ Check = Callable[[Case, Offer], tuple[Reason, ...]]
 
 
 class Policy(NamedTuple):
-    """A policy: every check's reasons are kept; of the backends without any, the one with the least predicted time is picked.
+    """A policy: of the backends that no check refuses, the one with the least predicted time is picked.
 
-    Of a backend that can't run no reason `slower` is kept. Without predictions, and where the user's own file says what to prefer,
-    it is the first of the preference.
+    Without predictions, or where the user's own file sets the preference, it is the first of the preference. All reasons are kept,
+    except `slower` for a backend that can't run.
     """
 
     name: str
     checks: tuple[Check, ...]
     preference: Callable[[Case], tuple[str, ...]]
-    predict: Callable[[Case, Backend], float | None]  # ms of a backend, None where no evidence speaks
+    predict: Callable[[Case, Backend], float | None]  # milliseconds; None without measurements
 
 
-POLICIES = {"default": "nsa_sel.policies.default"}  # name -> module with POLICY; recorded decisions name it
+POLICIES = {"default": "nsa_sel.policies.default"}  # name -> module with POLICY; decisions record the name
 
 
 def load_policy(name: str) -> Policy:
-    """The policy that a decision names. Raises ArgumentError for a name that is none."""
+    """The policy of this name; ArgumentError for an unknown one."""
     if name not in POLICIES:
         raise ArgumentError("policy", repr(name), ", ".join(POLICIES), "record the decision with a policy of POLICIES")
     policy: Policy = importlib.import_module(POLICIES[name]).POLICY
@@ -138,10 +138,21 @@ def make_decision(
     offers: Sequence[Offer],
     override: Override | None = None,
 ) -> Decision:
-    """Judge every offered backend and pick one for forward and, when gradients are needed, one for backward.
+    """Judge every offered backend; pick one for forward and, when gradients are needed, one for backward.
 
-    A forced backend is taken although it may be slower, and refused (`forward` is None) for any other reason. Never
-    raises: the caller turns a decision without a winner into an error (`refusal`).
+    A forced backend is taken even if it is slower, and refused (`forward` is None) for any other reason. Never raises: callers turn
+    a decision without a winner into an error (`refusal`).
+
+    Args:
+        request: the call; pass the class (`Request.request_class`) for a decision that calls may share.
+        device: its device.
+        policy: checks, preference and predictions.
+        settings: the effective settings for the device.
+        offers: the backends.
+        override: a forced backend.
+
+    Returns:
+        The decision.
     """
     names = [offer.backend.name for offer in offers]
     forward = _choose(Case(request, device, settings, "forward"), policy, offers, override)
@@ -167,9 +178,9 @@ def make_decision(
 
 
 class _Choice(NamedTuple):
-    """What `make_decision` finds for one direction."""
+    """The choice for one direction."""
 
-    order: tuple[str, ...]  # all backends as they were considered
+    order: tuple[str, ...]  # all backends as considered
     reasons: dict[str, tuple[Reason, ...]]
     predictions: tuple[Prediction, ...]
     by_time: bool  # whether predictions decided
@@ -210,7 +221,7 @@ def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Overr
 
 
 def _reasons(case: Case, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
-    """What every check says; what can't run is not slower besides."""
+    """The reasons of all checks; of a backend that can't run, without `slower`."""
     found = tuple(reason for check in policy.checks for reason in check(case, offer))
     if any(reason.kind in ("unavailable", "unsupported") for reason in found):
         return tuple(reason for reason in found if reason.kind != "slower")
@@ -218,7 +229,7 @@ def _reasons(case: Case, offer: Offer, policy: Policy) -> tuple[Reason, ...]:
 
 
 def changes(path: str, old: Any, new: Any) -> list[FieldChange]:
-    """The leaves in which two values of dicts, lists and scalars differ, by their paths below `path`."""
+    """The leaves in which two nested values of dicts, lists and scalars differ, by path."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = list(dict.fromkeys([*old, *new]))
         return [c for key in keys for c in changes(f"{path}.{key}".lstrip("."), old.get(key), new.get(key))]

@@ -1,4 +1,4 @@
-"""`selection_attention` without its docstring: the one way in for the public call and for every other door."""
+"""`selection_attention` for the public function and for every other door."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def selection_attention(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, scale: float | None, q_pos: Tensor | None, return_lse: bool,
     backend: str | None, workspace: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """Check, decide, run: o, or (o, lse). Traced calls and calls of DTensors go through the ops."""
+    """Check, decide, run; returns o, or (o, lse). Traced calls and calls of DTensors go through the ops."""
     check_tensors(q, k, v)
     transforms.check_transforms(q, k, v)
     if transforms.traces(q, k, v):
         transforms.refuse_workspace(workspace, "a call that torch.compile, a dispatch mode or DTensor traces")
         if transforms.is_sharded(q):
-            from nsa_sel.core import sharding  # it imports torch.distributed.tensor, which takes half a second
+            from nsa_sel.core import sharding  # imports torch.distributed.tensor, which takes 0.5 s
 
             return sharding.sharded(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
         return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     check_flag("return_lse", return_lse)
     decode = q.dim() == 4
-    q, k, v = transforms.in_autocast_dtype(*transforms.materialized(q, k, v))  # first: q, k, v need not be of one dtype before
+    q, k, v = transforms.in_autocast_dtype(*transforms.materialized(q, k, v))  # before the checks, which want one dtype
     checked = check_call(q, k, v, selection, scale, q_pos)
     o, lse = run.attend(*checked, backend, workspace=workspace)
     if decode:

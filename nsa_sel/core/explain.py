@@ -1,4 +1,4 @@
-"""A decision in sentences: why nothing may run a call, and what would have to differ for another backend to be picked."""
+"""Sentences about a decision: why no backend may run a call, and what would make another backend win."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from nsa_sel.settings.schema import Settings
 
 
 def check_names(settings: Settings, offers: Sequence[Offer]) -> None:
-    """ConfigError for a name in the user's configuration file that no backend has; one of a package that is not installed is none.
+    """ConfigError for a backend's name in the user's configuration file that is not installed.
 
-    What a committed profile names, and is not there, is a step of the decision.
+    A missing backend of a committed profile is no error, but a step of the decision.
     """
     written = {
         "prefer_forward": settings.prefer_forward,
         "prefer_backward": settings.prefer_backward,
         "costs": [name.rpartition("/")[0] for name in settings.costs.models] if settings.costs else [],
     }
-    known = [offer.backend.name for offer in offers]
+    names = [offer.backend.name for offer in offers]
     own = [field for field in written if settings.sources.get(field, "") == settings.config_file]
-    unknown = [(field, name) for field in own for name in written[field] if name not in known]
+    unknown = [(field, name) for field in own for name in written[field] if name not in names]
     if unknown:
         field, name = unknown[0]
-        close = difflib.get_close_matches(name, known, n=1)
+        close = difflib.get_close_matches(name, names, n=1)
         meant = f" (did you mean {close[0]}?)" if close else ""
-        remedy = f"mend the name{meant}, or install the package that brings this backend"
-        raise ConfigError(f"{settings.config_file}: {field}", name, ", ".join(known), remedy)
+        remedy = f"correct the name{meant}, or install the package that brings this backend"
+        raise ConfigError(f"{settings.config_file}: {field}", name, ", ".join(names), remedy)
 
 
 def refusal(decision: Decision) -> str | None:
-    """Why nothing may run the call, with every reason of every candidate; None when something may."""
+    """Why no backend may run the call, with every reason of every candidate; None when one may."""
     if decision.forward is not None and (decision.backward is not None or not decision.request.needs_grad):
         return None
     names = [verdict.backend for verdict in decision.verdicts]
@@ -60,7 +60,7 @@ def refusal(decision: Decision) -> str | None:
 
 
 def counterfactuals(decision: Decision) -> tuple[str, ...]:
-    """What would have to differ for another backend to be picked; each sentence is checked by selecting again."""
+    """What would make another backend win; each sentence is checked by deciding again."""
     sentences = []
     for verdict in decision.verdicts:
         fixes = [reason for reason in verdict.forward if reason.satisfied_by is not None]

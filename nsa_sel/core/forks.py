@@ -1,6 +1,6 @@
-"""What a forked child must not inherit as it stood: a lock that another thread held, a pool whose threads stayed behind.
+"""Locks and thread pools that survive os.fork: a child must not inherit a held lock, or a pool without its threads.
 
-Nothing else of the package may hold a lock (tests/telemetry/test_events.py looks for them).
+All locks of the package are made here (a test in tests/telemetry/test_events.py checks that).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 def lock() -> threading.RLock:
-    """A lock that is free in every forked child: a fork waits until no other thread holds it, so that what it guards is whole there.
+    """A lock that is free in every forked child: a fork waits until no other thread holds it, so guarded data is consistent.
 
     Reentrant, for a fork in a signal handler that interrupted the holder.
     """
@@ -22,6 +22,6 @@ def lock() -> threading.RLock:
 
 
 def in_child(renew: Callable[[], object]) -> None:
-    """Call `renew` in every forked child, before anything else runs there."""
+    """Call `renew` first in every forked child."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=renew)

@@ -1,4 +1,4 @@
-"""Block indices, scores and positions that users pass: checked, and turned into ranges of keys."""
+"""Checks of block indices, scores and positions, and their conversion to ranges of keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = (1 << 31) - 1  # keys of a block, or of a row
 
 
 def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tensor | None) -> Tensor:
-    """Ranges [B,S,G,n,2] of whole blocks: of the arguments of `Selection.from_blocks`."""
+    """Ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`."""
     indices = as_tensor("block_indices", block_indices)
     if indices.dtype not in INDEX_DTYPES:
         if indices.dtype not in (torch.uint8, torch.int8, torch.int16):
@@ -34,13 +34,13 @@ def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tenso
         if counts.shape != indices.shape[:-1] or counts.device != indices.device:
             shape = f"of shape {tuple(counts.shape)} on {counts.device}"
             raise ArgumentError(
-                "block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count a row of block_indices"
+                "block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count per row of block_indices"
             )
         used = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
         indices = torch.where(used, indices, -1)
     if block_size > _WIDE_BLOCK:
         indices = indices.long()
-    # A block past every cache may not wrap around to a valid one.
+    # The product must not overflow to a valid block.
     indices = indices.clamp(max=torch.iinfo(indices.dtype).max // block_size - 1)
     start = torch.where(indices < 0, 0, indices * block_size)
     end = torch.where(indices < 0, 0, start + block_size)
@@ -48,7 +48,7 @@ def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tenso
 
 
 def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int | None, q_pos: Tensor | None) -> Tensor:
-    """Ascending block indices [B,S,G,n] int32, -1 padded: of the arguments of `Selection.from_scores`."""
+    """Ascending block indices [B,S,G,n] int32, padded with -1, from the arguments of `Selection.from_scores`."""
     scores = as_tensor("scores", scores)
     shape = f"{scores.dtype} of shape {tuple(scores.shape)}"
     if not scores.is_floating_point():
@@ -80,10 +80,10 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
     block = torch.arange(blocks, device=scores.device)
     forced = (block < first) | (block > current - local)
     wide = scores if scores.dtype == torch.float64 else scores.float()
-    wide = wide.clamp(max=torch.finfo(wide.dtype).max)  # only forced blocks are infinite
+    wide = wide.clamp(max=torch.finfo(wide.dtype).max)  # only forced blocks get infinity
     key = torch.where(forced, float("inf"), torch.where(scores.isnan(), float("-inf"), wide))
     key = torch.where(block <= current, key, float("-inf"))
-    # A stable sort, not topk: topk leaves the order of ties open.
+    # A stable sort: topk does not define the order of ties.
     key, order = torch.sort(key, dim=-1, descending=True, stable=True)
     chosen = torch.where(key > float("-inf"), order, blocks)[..., :n]
     chosen = torch.sort(chosen, dim=-1).values
@@ -100,7 +100,7 @@ def as_tensor(argument: str, value: object) -> Tensor:
 
 
 def check_dense(argument: str, value: Tensor) -> None:
-    """ArgumentError for a nested or sparse tensor, of which not even the shape may be asked."""
+    """ArgumentError for a nested or sparse tensor, which may not even have a shape."""
     if value.is_nested or value.layout is not torch.strided:
         kind, remedy = f"of layout {value.layout}", f"call {argument}.to_dense()"
         if value.is_nested:
@@ -122,7 +122,9 @@ def as_positions(q_pos: Tensor, B: int, S: int, device: torch.device) -> Tensor:
     q_pos = as_tensor("q_pos", q_pos)
     if q_pos.dtype not in INDEX_DTYPES or q_pos.shape not in ((S,), (B, S)) or q_pos.device != device:
         value = f"{q_pos.dtype} of shape {tuple(q_pos.shape)} on {q_pos.device}"
-        raise ArgumentError("q_pos", value, f"torch.int32 or torch.int64 [S={S}] or [B={B}, S={S}] on {device}", "one position a query row")
+        raise ArgumentError(
+            "q_pos", value, f"torch.int32 or torch.int64 [S={S}] or [B={B}, S={S}] on {device}", "one position per query row"
+        )
     return q_pos.expand(B, S)
 
 

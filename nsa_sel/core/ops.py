@@ -1,9 +1,8 @@
-"""`nsa_sel::selection_forward` and `selection_backward`: the call as torch.library ops, which torch.compile and torch.export see.
+"""The torch.library ops `nsa_sel::selection_forward` and `selection_backward`, for torch.compile, torch.export and dispatch modes.
 
-`selection_attention` becomes `traced` while one of these traces it; eager calls stay without the ops, whose dispatch costs more. Both
-ways run the same functions of core/run.py. Each op decides when it runs, from the sizes that it is given then: nothing of a
-decision is in the graph. Neither are a selection's plans. They can't go from one op to another: the memory of a graph's tensors
-is written without a new version, and a plan kept for such a tensor could be of ranges that are gone.
+Traced calls go through them; eager calls do not, to save the dispatch. Both run the same functions of core/run.py. An op decides when it
+runs, from the sizes at that time, so a graph holds no decision. Plans of a selection are not shared between ops: a graph's buffers are
+rewritten without a new tensor version, so a cached plan could belong to older ranges.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from nsa_sel.core.indices import check_dense
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
 
-# What both ops take: tensors as in `selection_attention` (q [B,S,G,h,Dk], ranges [B,S,G,n,2]), and the static facts of the selection.
+# Arguments of both ops: tensors as of `selection_attention` (q [B,S,G,h,Dk], ranges [B,S,G,n,2]), and the selection's static facts.
 _COMMON = "Tensor ranges, Tensor? q_pos, int? block_size, int? max_length, bool disjoint, float? scale, str? backend"
 _LIBRARY: Any = torch.library.Library("nsa_sel", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"selection_forward(Tensor q, Tensor k, Tensor v, {_COMMON}, bool needs_grad) -> (Tensor o, Tensor lse)")
@@ -44,7 +43,7 @@ def traced(
     return_lse: bool,
     backend: str | None,
 ) -> Any:
-    """`selection_attention` in terms of the op."""
+    """`selection_attention` through the op."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
     selection = as_selection(selection)
@@ -77,20 +76,21 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if needs_grad and backend is None and (name := forced()) is not None:
         raise BackendError(
-            f"use_backend({name!r}) stands around a compiled call, or one of DTensors, that needs gradients, whose backward pass may run"
-            " outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set NSA_SEL_BACKEND."
+            f"use_backend({name!r}) is not supported for compiled calls, or calls of DTensors, that need gradients, because the backward"
+            " pass may run outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set"
+            " NSA_SEL_BACKEND."
         )
     call, decision, request = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, needs_grad)
     o, lse, decision = run.run_forward(call, decision)
     run.finish(call, decision, request, o)
-    return o.contiguous(), lse.contiguous()  # as `_fake_forward` says: a backend of another package may think otherwise
+    return o.contiguous(), lse.contiguous()  # as `_fake_forward` promises, whatever a backend of another package returns
 
 
 def _backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, ranges: Tensor,
     q_pos: Tensor | None, block_size: int | None, max_length: int | None, disjoint: bool, scale: float | None, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    with contextlib.nullcontext() if forced() is None else use_no_backend():  # the forward pass was in none
+    with contextlib.nullcontext() if forced() is None else use_no_backend():  # the forward pass had none
         call, decision, _ = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, True)
     dq, dk, dv = run.gradients(call, decision, o, lse, do, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -139,13 +139,13 @@ class _Backward(torch.autograd.Function):
 
 
 def _differentiable(op: Any, function: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-    """The op's kernel of autograd. What torch.library.register_autograd makes takes 20 us of a call, with or without gradients."""
+    """The op's autograd kernel. torch.library.register_autograd's costs 20 us per call, with or without gradients."""
 
     def kernel(keys: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             transforms.check_transforms(*inputs)
             return function.apply(*inputs)
-        if _ends_in_a_backend(keys.raw_repr()):
+        if _runs_next(keys.raw_repr()):
             return real(*inputs)
         return op.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
 
@@ -153,8 +153,8 @@ def _differentiable(op: Any, function: Any, real: Callable[..., Any]) -> Callabl
 
 
 @functools.cache
-def _ends_in_a_backend(keys: int) -> bool:
-    """Whether a call with this set of dispatch keys meets nobody after autograd who traces it, fakes it or records it."""
+def _runs_next(keys: int) -> bool:
+    """Whether nothing after autograd traces, fakes or records a call with these dispatch keys."""
     rest = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
     return rest.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 

@@ -1,4 +1,4 @@
-"""Packed batches: sequences of mixed lengths laid end to end, served by one call over all of their rows and keys."""
+"""Packed batches: concatenated sequences of mixed lengths, as one call over all rows and keys."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, transformed
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 
-_PASSES = 3  # over keys and values that a copy takes: writing zeros, reading, writing
+_PASSES = 3  # over K and V that a copy makes: write zeros, read, write
 
 
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, cu_seqlens_q: CuSeqlens, cu_seqlens_k: CuSeqlens | None, *,
     scale: float | None, return_lse: bool, backend: str | None, block_aligned: bool, align: bool | None,
 ) -> Any:  # fmt: skip
-    """`selection_attention_varlen`, for its door and for compat."""
+    """`selection_attention_varlen`, for it and for compat."""
     _check_shapes(q, k, v)
     T, G, Tk = q.shape[0], q.shape[1], k.shape[0]
     if T and not Tk:
-        raise ArgumentError("k", f"of no keys for {T} rows", "one key at least", "leave the call out: there is nothing to attend to")
+        raise ArgumentError("k", f"of no keys for {T} rows", "at least one key", "skip the call: there is nothing to attend to")
     selection = _of_rows(selection, T, G, q.device)
     bounds_q = Bounds.of("cu_seqlens_q", cu_seqlens_q, T, q)
     if cu_seqlens_k is None and T != Tk:
@@ -44,47 +44,47 @@ def packed_attention(
     block = selection.block_size
     _check_align(align, block)
     whole = starts_with_blocks(bounds_k, block, block_aligned)
-    rows = _in_one_row(selection, Tk)
+    rows = _as_one_sequence(selection, Tk)
     q, k, v = q.unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
     room, longest, aligning = Tk, bounds_k.longest(Tk), False
     if block is not None and not whole and align is not False:
         room = whole_blocks(Tk + bounds_k.number * (block - 1), block)
         if torch.compiler.is_compiling():
-            aligning = align is True or (backend is not None and _takes_blocks_alone(backend))
+            aligning = align is True or (backend is not None and _needs_blocks(backend))
         else:
-            q, k, v = in_autocast_dtype(q, k, v)  # first: fewer bytes to copy, and the dtype that is decided on
-            check_call(q, k, v, rows, scale, q.new_empty(T, dtype=torch.int64), fake=True)  # before a copy meets what is no input
+            q, k, v = in_autocast_dtype(q, k, v)  # before copying and deciding
+            check_call(q, k, v, rows, scale, q.new_empty(T, dtype=torch.int64), fake=True)  # before the copy
             aligning = _aligns(q, k, v, rows, room, whole_blocks(longest, block), backend, align)
         room = room if aligning else Tk
-    most = room  # keys of a row; a block that stays whole counts as one where its sequence ends within
+    limit_keys = room  # most keys of a row; a block counts as whole even if its sequence ends within it
     if block is not None and (whole or aligning):
-        most, longest = whole_blocks(room, block), whole_blocks(longest, block)
+        limit_keys, longest = whole_blocks(room, block), whole_blocks(longest, block)
 
     def build() -> tuple[Selection, Tensor | None, Tensor | None]:
         cu_q = bounds_q.on(q)
         cu_k = cu_q if bounds_k is bounds_q else bounds_k.on(q)
-        begin, place = begin_with_blocks(cu_k, Tk, block, room) if block and aligning else (cu_k, None)
+        begin, index = begin_with_blocks(cu_k, Tk, block, room) if block and aligning else (cu_k, None)
         first, limit = positions_in_sequences(cu_q, cu_k, T, begin, room)
-        moved = rows.shifted(first, limit, most, whole_blocks=whole or aligning, max_length=longest)
+        moved = rows.shifted(first, limit, limit_keys, whole_blocks=whole or aligning, max_length=longest)
         if same and not aligning:
-            return moved, None, None  # row s at key s, as without q_pos
-        return moved, (first + limit - 1).clamp(0, room - 1), place
+            return moved, None, None  # row s is at key s, the default
+        return moved, (first + limit - 1).clamp(0, room - 1), index
 
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        moved, q_pos, place = build()  # what runs again must follow what was written since
+        moved, q_pos, index = build()  # a replay must follow writes into the bounds
     else:
         facts = Tk, whole, same, selection.sharing, selection.length_bound(Tk)
-        moved, q_pos, place = selection.plan(("varlen", q.device, aligning), build, *facts, *bounds_q, *bounds_k)
-    if place is not None:
-        k, v = (x.new_zeros(*x.shape[:2], room, x.shape[3]).index_copy(2, place, x) for x in (k, v))
+        moved, q_pos, index = selection.plan(("varlen", q.device, aligning), build, *facts, *bounds_q, *bounds_k)
+    if index is not None:
+        k, v = (x.new_zeros(*x.shape[:2], room, x.shape[3]).index_copy(2, index, x) for x in (k, v))
     found = entry.selection_attention(q, k, v, moved, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)
 
 
 def _aligns(q: Tensor, k: Tensor, v: Tensor, rows: Selection, room: int, longest: int, backend: str | None, align: bool | None) -> bool:
-    """Whether k and v are to be copied, so that whole blocks stay such; BackendError where the call after the copy is refused."""
+    """Whether to copy k and v so that blocks stay whole; BackendError if the call after the copy is refused."""
     if transformed():
-        return False  # the call says why it can't be served
+        return False  # the call itself raises
     copy_k, copy_v = (torch.empty(*x.shape[:2], room, x.shape[3], dtype=x.dtype, device="meta") for x in (k, v))
     request = request_of(q, copy_k, copy_v, rows, needs_grad(q, k, v))
     request, device = msgspec.structs.replace(request, max_length=min(request.max_length, longest)), device_info(q.device)
@@ -96,8 +96,8 @@ def _aligns(q: Tensor, k: Tensor, v: Tensor, rows: Selection, room: int, longest
 
 
 def _pays(request: Request, device: DeviceInfo, backend: str | None) -> bool:
-    """Whether to copy for a call of this request, which is the one after the copy: what runs it is for blocks, and a copy that nobody
-    forces moves no more keys than all rows may select, which a backend of ranges reads at most."""
+    """Whether a copy pays: `request`, the one after it, runs on a backend that prefers blocks, and the copy moves no more keys than all
+    rows may select, unless that backend is forced."""
     decision = select(request, device, backend)
     if decision.override is not None:
         return _prefers_blocks(decision.override.backend, request, device)
@@ -110,19 +110,19 @@ def _prefers_blocks(name: str | None, request: Request, device: DeviceInfo) -> b
     return name in registry.backends() and registry.backends()[name].prefers_blocks(request, device)
 
 
-def _takes_blocks_alone(name: str) -> bool:
+def _needs_blocks(name: str) -> bool:
     return name in registry.backends() and registry.backends()[name].limits.block_aligned_only
 
 
-# What torch.compiler.assume_constant_result does, which would import torch._dynamo, and Triton with it: 2 s, where nobody compiles.
-_takes_blocks_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# As torch.compiler.assume_constant_result does, which would import torch._dynamo and Triton: 2 s.
+_needs_blocks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_align(align: object, block_size: int | None) -> None:
     if align is not None and not isinstance(align, bool):
-        raise ArgumentError("align", shown(align), "True, False or None", "leave it out: k and v are copied where it pays")
+        raise ArgumentError("align", shown(align), "True, False or None", "leave it out to copy k and v where it pays")
     if align and block_size is None:
-        remedy = "build it with Selection.from_blocks, or leave align out: ranges are served where they lie"
+        remedy = "build it with Selection.from_blocks, or leave out align: ranges need no copy"
         raise ArgumentError("align", "True, but the selection has no block_size", "a selection of whole blocks", remedy)
 
 
@@ -136,11 +136,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 3 or x.shape[1] != q.shape[1] or x.shape[0] != k.shape[0]:
             keys = "Tk" if name == "k" else f"Tk={k.shape[0]}"
-            raise ArgumentError(name, f"of shape {tuple(x.shape)}", f"[{keys}, G={q.shape[1]}, D]", "give each place one a KV group")
+            raise ArgumentError(
+                name, f"of shape {tuple(x.shape)}", f"[{keys}, G={q.shape[1]}, D]", "pass one key per position and KV group"
+            )
 
 
 def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device) -> Selection:
-    """The selection, checked to be over T rows and G groups: [1,T,G,n,2], or [T,1,G,n,2] as [T,G,n,2] is kept."""
+    """The selection, checked to have T rows and G groups: [1,T,G,n,2], or [T,1,G,n,2] made from [T,G,n,2]."""
     if isinstance(selection, Tensor):
         selection = Selection.from_ranges(selection)
     if not isinstance(selection, Selection):
@@ -150,15 +152,15 @@ def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device
     if shape[:3] not in ((1, T, G), (T, 1, G)):
         raise ArgumentError(
             "selection", f"over rows {tuple(shape[:3])}", f"[T,G] = {(T, G)}, with a dimension of 1 before or between",
-            "one set of ranges a row of q and group",
+            "one set of ranges per query row and group",
         )  # fmt: skip
     if selection.ranges.device != device:
         raise ArgumentError("selection", f"on {selection.ranges.device}", f"q's device {device}", "call selection.to(q.device)")
     return selection
 
 
-def _in_one_row(selection: Selection, Tk: int) -> Selection:
-    """The selection as [1,T,G,n,2]. As T sequences of one row, what was measured of neighbours says nothing of these rows."""
+def _as_one_sequence(selection: Selection, Tk: int) -> Selection:
+    """The selection as [1,T,G,n,2], without the statistics of [T,1,G,n,2], which say nothing about adjacent rows."""
     if selection.ranges.shape[0] == 1:
         return selection
     bound = selection.length_bound(Tk)

@@ -1,7 +1,7 @@
-"""Calls over a KV cache for backends that read neither lengths nor a block table: plain ones that select the same keys.
+"""Calls over a KV cache as plain calls, for backends that read neither lengths nor a block table.
 
-All pages of a pool are one sequence then: the queries of all sequences are its rows, and ranges of key positions in each sequence
-become ranges of the pool, cut by the causal clamp and at the ends of pages. A block that lies in one page stays one range.
+All pages of a pool become one sequence with the queries of all sequences as its rows. Ranges of positions in each sequence become
+ranges of the pool, cut by the causal clamp and at the ends of pages. A block within one page stays one range.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from nsa_sel.selection import Selection
 
 
 def plain_forward(call: Call, forward: Callable[[Call], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h] of a call with lengths, by a `forward` that knows none."""
+    """o [B,S,G,h,Dv] and lse [B,S,G,h] of a call with lengths, by a `forward` that does not read them."""
     B, S = call.q.shape[:2]
     if call.block_table is None:
-        # Of one new token each, in one operation: as the forward pass takes a few microseconds, others would be felt.
+        # One operation for one new token each: the forward pass takes only a few microseconds.
         positions = call.lengths.unsqueeze(1) - 1 if S == 1 and call.lengths is not None else call.positions().clamp_(min=-1)
         return forward(replace(call, q_pos=positions, lengths=None))
     o, lse = forward(_over_the_pool(call, call.block_table))
@@ -29,21 +29,21 @@ def plain_forward(call: Call, forward: Callable[[Call], tuple[Tensor, Tensor]]) 
 
 
 def _over_the_pool(call: Call, block_table: Tensor) -> Call:
-    """The B*S rows as those of one sequence, q [1,B*S,G,h,Dk], over k, v [1,G,keys of all pages,D]; nothing is copied but ranges."""
-    (k, apart), (v, v_apart) = _pool("k_cache", call.k), _pool("v_cache", call.v)
-    if apart != v_apart:
-        raise _odd_pages("v_cache", call.v, f"{apart} keys apart, as those of k_cache")
-    ranges = pool_ranges(call, block_table, apart).flatten(0, 1).unsqueeze(0)
+    """The call of one sequence, q [1,B*S,G,h,Dk] over k, v [1,G,keys of all pages,D]; only ranges are copied."""
+    (k, page_keys), (v, v_page_keys) = _pool("k_cache", call.k), _pool("v_cache", call.v)
+    if page_keys != v_page_keys:
+        raise _odd_pages("v_cache", call.v, f"{page_keys} keys apart, as those of k_cache")
+    ranges = pool_ranges(call, block_table, page_keys).flatten(0, 1).unsqueeze(0)
     rows = ranges.shape[1]
-    last = torch.full((1, 1), k.shape[2] - 1, device=k.device).expand(1, rows)  # no clamp is left to do
+    last = torch.full((1, 1), k.shape[2] - 1, device=k.device).expand(1, rows)  # the ranges are clamped already
     selection = Selection(ranges, None, call.selection.length_bound(call.S_kv), disjoint=True)
     return replace(call, q=call.q.flatten(0, 1).unsqueeze(0), k=k, v=v, selection=selection, q_pos=last, lengths=None, block_table=None)
 
 
 def _pool(name: str, x: Tensor) -> tuple[Tensor, int]:
-    """Pages x [pages,G,page_size,D] as one sequence [1,G,keys,D], and how many keys lie between the first ones of two pages.
+    """Pages x [pages,G,page_size,D] as one sequence [1,G,keys,D], and the distance of pages in keys.
 
-    Between the pages of K there may be other things, such as those of V, which no range names.
+    Other data, such as the pages of V, may be between those of K; no range selects it.
     """
     pages, G, page_size, D = x.shape
     page, group, key, _ = x.stride()
@@ -51,28 +51,28 @@ def _pool(name: str, x: Tensor) -> tuple[Tensor, int]:
         return x, page_size
     if page % key:
         raise _odd_pages(name, x, "a whole number of keys apart")
-    apart = page // key
-    return x.as_strided((1, G, (pages - 1) * apart + page_size, D), (0, group, key, 1)), apart
+    page_keys = page // key
+    return x.as_strided((1, G, (pages - 1) * page_keys + page_size, D), (0, group, key, 1)), page_keys
 
 
 def _odd_pages(name: str, x: Tensor, allowed: str) -> ArgumentError:
-    value = f"pages {x.stride(0)} numbers and keys {x.stride(2)} numbers apart"
+    value = f"pages {x.stride(0)} elements and keys {x.stride(2)} elements apart"
     return ArgumentError(name, value, f"pages {allowed}, for a backend that reads no block table", "use triton-group, or copy the cache")
 
 
-def pool_ranges(call: Call, block_table: Tensor, apart: int) -> Tensor:
-    """Ranges [B,S,G,n * pieces,2] int64 of the pool, whose pages begin `apart` keys from each other: those of the call after the causal
-    clamp, cut at the ends of pages. Of the block table no more is read than what the ranges reach."""
+def pool_ranges(call: Call, block_table: Tensor, page_keys: int) -> Tensor:
+    """Ranges [B,S,G,n * pieces,2] int64 of the pool, whose pages begin `page_keys` keys apart: the call's ranges after the causal clamp,
+    cut at the ends of pages. Reads only the entries of the block table that the ranges reach."""
     page_size, block = call.k.shape[2], call.selection.block_size
     start, end = (x.unsqueeze(-1) for x in call.clamped_ranges())
     if block is not None and page_size % block == 0:
         pieces = 1
-    else:  # the pages that the longest range touches, wherever it begins
+    else:  # the most pages that a range can overlap
         pieces = min(block_table.shape[1], (min(block or call.S_kv, call.selection.length_bound(call.S_kv)) - 2) // page_size + 2)
     page = start // page_size + torch.arange(pieces, device=start.device)  # [B,S,G,n,pieces], in the sequence
     low, high = torch.maximum(start, page * page_size), torch.minimum(end, (page + 1) * page_size)
     filled = high > low
     sequence = torch.arange(len(block_table), device=start.device).view(-1, 1, 1, 1, 1)
-    there = block_table[sequence, torch.where(filled, page, 0)].long()
-    low, high = (torch.where(filled, x + there * apart - page * page_size, 0) for x in (low, high))
+    pool_page = block_table[sequence, torch.where(filled, page, 0)].long()
+    low, high = (torch.where(filled, x + pool_page * page_keys - page * page_size, 0) for x in (low, high))
     return torch.stack((low, high), -1).flatten(3, 4)

@@ -8,11 +8,11 @@ from torch import Tensor
 from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.errors import ArgumentError
 
-_SORTED_AT_ONCE = 1 << 22  # blocks that `sharing_of_blocks` sorts at a time, which bounds its memory
+_SORTED_AT_ONCE = 1 << 22  # blocks that `sharing_of_blocks` sorts at a time, to bound its memory
 
 
 def disjoint(ranges: Tensor) -> Tensor:
-    """The ranges of every row in order of their starts, each without the keys of those before it; empty ones are [0, 0)."""
+    """The ranges of every row sorted by start, each without the keys of those before it; empty ones are [0, 0)."""
     start, end = ranges.unbind(-1)
     start = start.clamp(min=0)
     filled = end > start
@@ -24,7 +24,7 @@ def disjoint(ranges: Tensor) -> Tensor:
 
 
 def merged(ranges: Tensor) -> Tensor:
-    """Sorted, disjoint ranges of the same keys: overlapping and touching ranges of a row become one, empty ones go last."""
+    """Sorted, disjoint ranges of the same keys: overlapping and adjacent ranges of a row become one, empty ones come last."""
     start, end = ranges.unbind(-1)
     start = start.clamp(min=0)
     empty = end <= start
@@ -53,7 +53,7 @@ def check_ranges(ranges: Tensor, block_size: int | None, max_length: int | None,
     if not in_order:
         order = torch.argsort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1)
         start, end, filled = (x.gather(-1, order) for x in (start, end, filled))
-    # Empty ranges take no part: they inherit the largest end before them.
+    # Empty ranges are skipped: they inherit the largest end before them.
     reach = torch.cummax(torch.where(filled, end, 0), dim=-1).values
     before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=0)
     if block_size is None:
@@ -62,7 +62,7 @@ def check_ranges(ranges: Tensor, block_size: int | None, max_length: int | None,
         far = torch.iinfo(start.dtype).max
         ordered = torch.sort(torch.where(filled, start, far), dim=-1).values
         twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < far)
-        _refuse(ranges, twice.any(-1), "names a block twice", "drop the duplicates, or call selection.merge()")
+        _refuse(ranges, twice.any(-1), "has a block twice", "drop the duplicates, or call selection.merge()")
     if max_length is not None:
         longer = torch.where(filled, end - start, 0).sum(-1) > max_length
         _refuse(ranges, longer, f"selects more than max_length = {max_length} keys", "raise max_length, or leave it out")
@@ -76,7 +76,7 @@ def _refuse(ranges: Tensor, bad: Tensor, what: str, remedy: str) -> None:
 
 
 def sharing_of_blocks(blocks: Tensor) -> tuple[float, ...]:
-    """Mean number of distinct blocks of tiles of adjacent rows over that of one row, from block indices [B,S,G,n], -1 for none."""
+    """Mean number of distinct blocks of each tile size over that of one row, from block indices [B,S,G,n] (-1: none)."""
     B, S, G, n = blocks.shape
     tiles = [B * G * -(-S // tokens) for tokens in SHARING_TOKENS]
     most = SHARING_TOKENS[-1]

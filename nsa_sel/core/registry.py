@@ -1,4 +1,4 @@
-"""Name -> backend: the built-in ones, those of installed packages (entry points), what is missing here, what broke."""
+"""The registry: built-in backends, those of installed packages (entry points), what they lack here, and which ones broke."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STICKY = ("illegal memory access", "misaligned address", "device-side assert", "
 
 @functools.cache
 def backends() -> dict[str, Backend]:
-    """All known backends by name. An entry point of the group `nsa_sel.backends` names a `Backend` object."""
+    """All backends by name. An entry point of the group `nsa_sel.backends` names a `Backend` object."""
     found = {spec.name: spec for spec in SPECS}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         spec = entry.load()
         if not isinstance(spec, Backend):
             raise BackendError(
                 f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} gives a {type(spec).__name__}; allowed: an"
-                " nsa_sel.core.backend.Backend. Remedy: mend or uninstall the package that declares it."
+                " nsa_sel.core.backend.Backend. Remedy: correct or uninstall the package that declares it."
             )
         if spec.name in found:
             raise BackendError(
@@ -43,7 +43,7 @@ def backends() -> dict[str, Backend]:
 
 @functools.cache
 def fallback() -> str:
-    """The name of the backend that takes over from one that failed."""
+    """The name of the backend that replaces one that failed."""
     return next(spec.name for spec in SPECS if spec.fallback)
 
 
@@ -52,14 +52,14 @@ def load(name: str) -> BackendModule:
     return _module(backends()[name].path)
 
 
-@functools.cache  # import_module takes longer, every time
+@functools.cache  # faster than import_module
 def _module(path: str) -> BackendModule:
     return cast(BackendModule, importlib.import_module(path))
 
 
 @functools.cache
 def missing(name: str) -> tuple[Reason, ...]:
-    """What `name` lacks on this machine, found without importing anything."""
+    """What `name` lacks on this machine, found without importing it."""
     reasons = []
     for need in backends()[name].requires:
         version = _version(need.package)
@@ -75,7 +75,7 @@ def missing(name: str) -> tuple[Reason, ...]:
 
 
 def _found(library: Library) -> bool:
-    """Whether a distribution brings the library, or the loader knows it."""
+    """Whether a distribution contains the library, or the loader finds it."""
     for distribution in library.distributions:
         try:
             importlib.metadata.version(distribution)
@@ -111,18 +111,18 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
 
 
-# Failures of automatically chosen kernels: (backend, request class) is not tried again in this process. Each use is one step of a
-# dict's own, so that no lock is needed.
+# Automatically chosen backends that failed: not tried again for this request class in this process. Each access is one dict operation,
+# so no lock is needed.
 _broken: dict[tuple[str, Request], Reason] = {}
 
 
 def _kind(request: Request) -> Request:
-    """The class of calls that compile and launch alike: what a selection was measured to share changes no kernel."""
+    """The class of calls that run the same kernels: the measured sharing of a selection changes none."""
     return msgspec.structs.replace(request.request_class(), sharing=None)
 
 
 def mark_broken(name: str, request: Request, error: BaseException) -> None:
-    """Remember that `name` failed to compile or launch for this class of requests."""
+    """Record that `name` failed to compile or launch for this class of requests."""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     reason = Reason(
         "failed-before", "unavailable", "kernel", f"{type(error).__name__}: {first_line}", "a kernel that compiles and launches",
@@ -132,7 +132,7 @@ def mark_broken(name: str, request: Request, error: BaseException) -> None:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether the error means that the CUDA context is lost: running anything else would only hide where it broke."""
+    """Whether the error means that the CUDA context is lost, so that nothing else can run."""
     return any(text in str(error) for text in STICKY)
 
 
@@ -142,12 +142,12 @@ def is_broken(name: str, request: Request) -> bool:
 
 
 def forget_broken() -> None:
-    """Try every backend again."""
+    """Allow every backend again."""
     _broken.clear()
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """Every known backend with what is missing or broken here for this class of requests."""
+    """Every backend, with what is missing or broken here for this class of requests."""
     key = _kind(request)
     return tuple(
         Offer(spec, missing(name) + ((reason,) if (reason := _broken.get((name, key))) else ())) for name, spec in backends().items()

@@ -1,4 +1,4 @@
-"""The call without its tensors: all that a policy may look at. Imports no torch, so that a decision can be replayed anywhere."""
+"""The request: what a policy sees of a call. Imports no torch, so that decisions can be replayed anywhere."""
 
 from __future__ import annotations
 
@@ -6,28 +6,34 @@ from typing import Literal
 
 import msgspec
 
-SHARING_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # sizes of tiles of adjacent query tokens for which `sharing` is known
+SHARING_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tile sizes, in adjacent query tokens, that `sharing` covers
 
 
 class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of one device that a policy may use. Inject one to see what another machine would decide."""
+    """The facts of one device that a policy sees. Pass one of another machine to see its decisions."""
 
     kind: Literal["cpu", "cuda"]
     name: str = "cpu"
     sm: int | None = None  # compute capability, 89 for 8.9
     sm_count: int = 0
-    shared_memory: int = 0  # bytes that one thread block may use
+    shared_memory: int = 0  # bytes per CTA
     triton_interpret: bool = False  # TRITON_INTERPRET=1: Triton kernels run on CPU tensors, for tests
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The static facts of one call of `selection_attention`: q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], n ranges a row.
+    """The static facts of one call of `selection_attention`.
 
-    `max_length` is the largest number of keys that one row may select (L of the min-L gate), a static bound unless
-    `Selection.measure()` made it exact. `aligned` tells that pointers and strides of q, k, v are multiples of 16 bytes.
-    `sharing` tells how many blocks a tile of 1, 2, 4 ... 64 adjacent tokens (`SHARING_TOKENS`) chooses between them, over the blocks
-    of one token, as `Selection.measure()` found; None: not measured, the prior `runtime.sharing_prior` stands in.
-    `page_size`: keys of a page where the keys are those of a paged cache; S_kv is then what a row of its block table has room for.
+    Attributes:
+        B, S, S_kv, G, h, Dk, Dv: sizes of q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv].
+        n: ranges per row.
+        block_size: keys of a block, None for ranges.
+        max_length: most keys that a row selects (L of the min-L gate): a static bound, or exact after `Selection.measure()`.
+        dtype: of q, for example "bfloat16".
+        needs_grad: whether there is a backward pass.
+        aligned: whether pointers and strides of q, k, v are multiples of 16 bytes.
+        sharing: distinct blocks of 1, 2, 4 ... 64 adjacent tokens (`SHARING_TOKENS`) over those of one token, from
+            `Selection.measure()`; None: not measured, `runtime.sharing_prior` is used.
+        page_size: keys of a page in a paged cache, else None. S_kv is then the room of a row of the block table.
     """
 
     B: int
@@ -47,32 +53,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int | None = None
 
     def request_class(self) -> Request:
-        """The key under which decisions are remembered: S_kv rounded up to a power of two, so that decode steps share one.
+        """The key of cached decisions: S_kv rounded up to a power of two, so that decode steps share one.
 
-        The S_kv of a prefill from the first token on stays: S is in the key anyway. Policies are given the class, never the
-        exact call: a remembered decision is the one that would be taken anew.
+        S_kv of a prefill from the first token stays exact, since S is in the key anyway. Policies see the class, never the exact call,
+        so a cached decision equals a new one.
         """
         S_kv = self.S_kv if self.S_kv == self.S else 1 << max(0, self.S_kv - 1).bit_length()
         if S_kv == self.S_kv:
             return self
-        # Where nothing but S_kv bounds a row, the bound grows with it: otherwise every decode step would be a class of its own.
+        # If only S_kv bounds a row, round that bound, too: otherwise every decode step would be its own class.
         return msgspec.structs.replace(self, S_kv=S_kv, max_length=S_kv if self.max_length == self.S_kv else self.max_length)
 
 
-# Requests of the two examples that the documents and `nsa-sel explain` use when nothing is given.
 def example_request(*, needs_grad: bool = False) -> Request:
-    """An 8k-token prefill of the NSA paper's shape: 16 blocks of 64 keys a row, 4 groups of 16 heads, bf16."""
+    """An 8k-token prefill of the NSA paper's shape: 16 blocks of 64 keys per row, 4 groups of 16 heads, bf16."""
     return Request(
-        B=1,
-        S=8192,
-        S_kv=8192,
-        G=4,
-        h=16,
-        Dk=128,
-        Dv=128,
-        n=16,
-        block_size=64,
-        max_length=1024,
-        dtype="bfloat16",
-        needs_grad=needs_grad,
-    )
+        B=1, S=8192, S_kv=8192, G=4, h=16, Dk=128, Dv=128, n=16, block_size=64, max_length=1024, dtype="bfloat16", needs_grad=needs_grad,
+    )  # fmt: skip

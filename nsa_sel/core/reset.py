@@ -1,4 +1,4 @@
-"""Forget what a process remembers of calls."""
+"""Reset what a process caches about calls."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from nsa_sel.core.decide import forget_decisions
 
 
 def reset() -> None:
-    """Start anew: decide again, read configuration files again, try backends that failed again, warm up again at the next first call.
+    """Drop cached decisions, configuration files, failed backends and warm-ups; counters and logs are kept.
 
-    For use after a configuration file, an installed package or a driver has changed. Counters and logs are kept.
+    For use after a configuration file, an installed package or a driver has changed.
     """
     forget_decisions()
     registry.forget_broken()

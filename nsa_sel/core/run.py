@@ -1,4 +1,4 @@
-"""Running a decided call: forward, gradients, the autograd Function, the fallback after a failure, and the comparison for debugging."""
+"""Run a decided call: forward, gradients, the autograd Function, the fallback after a failure, and the debugging comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Decided(NamedTuple):
-    """A checked call, the decision that serves it, and its exact request."""
+    """A checked call, its decision, and its exact request."""
 
     call: Call
     decision: Decision
@@ -53,7 +53,7 @@ def begin(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
     lengths: Tensor | None = None, block_table: Tensor | None = None,
 ) -> Decided:  # fmt: skip
-    """Decide on checked arguments, and do what the flags ask for before the call runs."""
+    """Decide on checked arguments, and do what flags ask for before the call runs."""
     request = request_of(q, k, v, selection, needs_grad, block_table)
     decision = decide(request, device_info(q.device), backend)
     events.follow(decision.settings)
@@ -66,7 +66,7 @@ def begin(
 
 
 def finish(call: Call, decision: Decision, request: Request, o: Tensor) -> None:
-    """Record what ran forward, and compare it where NSA_DEBUG_COMPARE asks for that."""
+    """Record what ran forward; with NSA_DEBUG_COMPARE compare its output."""
     events.record(decision, request)
     if call.settings.debug_compare and not call.capturing():
         _compare(call, decision, "forward", (o,))
@@ -77,7 +77,7 @@ class _SelectionAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided) -> tuple[Tensor, Tensor, Decision]:
         call = decided.call
         o, lse, decision = run_forward(call, decided.decision)
-        # Saved, so that autograd notices in-place writes to the selection and the positions too.
+        # Saved so that autograd notices in-place writes to the selection and positions, too.
         index = [x for x in (call.selection.ranges, call.q_pos) if x is not None and not x.is_inference()]
         ctx.save_for_backward(q, k, v, o, lse, *index)
         ctx.call = (call.selection, call.q_pos, call.scale, call.settings, call.device, call.lengths, call.block_table, call.workspace)
@@ -96,7 +96,7 @@ class _SelectionAttention(torch.autograd.Function):
 
 
 def run_forward(call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decision]:
-    """o, lse, and the decision after the decided backend, or the fallback, has run."""
+    """o, lse, and the decision of the backend that ran: the decided one, or the fallback."""
     if _nothing_to_do(call):
         shape = call.q.shape[:-1]
         lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
@@ -107,7 +107,7 @@ def run_forward(call: Call, decision: Decision) -> tuple[Tensor, Tensor, Decisio
 
 
 def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
-    """dq, dk, dv of a call whose forward gave o and lse; do or dlse is None if o or lse is unused."""
+    """dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
     transforms.check_gradients(do, dlse)
     if _nothing_to_do(call):
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
@@ -130,7 +130,7 @@ def _forward_by(name: str, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _loaded_keys(name: str, call: Call) -> Any:
-    """The backend's `loaded_keys`, unless it is given another call, made from this one."""
+    """The backend's `loaded_keys`, or None if it gets another call, made from this one."""
     if call.lengths is None or registry.backends()[name].reads_caches:
         return getattr(registry.load(name), "loaded_keys", None)
     return None
@@ -143,23 +143,23 @@ def _nothing_to_do(call: Call) -> bool:
 
 
 def _run(call: Call, decision: Decision, direction: str, work: Callable[[str], T]) -> tuple[T, Decision]:
-    """Run the decided backend. If an automatically chosen one fails, report it and let the fallback run instead."""
+    """Run the decided backend. If an automatically chosen one fails, report it and run the fallback."""
     name, fallback = decision.forward if direction == "forward" else decision.backward, registry.fallback()
     assert name is not None, "decide() refuses before any kernel"
-    if decision.override is None and registry.is_broken(name, decision.request):  # it broke after this graph was recorded
+    if decision.override is None and registry.is_broken(name, decision.request):  # it broke after autograd recorded the call
         events.count("fallbacks", name, "failed-before")
         decision, name = after_failure(decision, name), fallback
     try:
         return _on_device(call, name, direction, work), decision
-    except (torch.OutOfMemoryError, ArgumentError):  # the second: a workspace that is too small
+    except (torch.OutOfMemoryError, ArgumentError):  # ArgumentError: the workspace is too small
         raise
     except Exception as error:
         events.count("failed", name)
         events.emit("sel.backend.failed", logging.ERROR, backend=name, direction=direction, error=repr(error), request=decision.request)
         if decision.override is not None or name == fallback or registry.is_sticky(error):
             raise
-        # A warning, visible without any logging set-up, once per request class: that is not tried again.
-        words = f"nsa-sel: {name} failed, {fallback} takes over for calls of this class: {error!r}"
+        # A warning is visible without logging; once per request class, which is not tried again.
+        words = f"nsa-sel: {name} failed, {fallback} runs calls of this class from now on: {error!r}"
         warnings.warn(words, RuntimeWarning, stacklevel=2)
         registry.mark_broken(name, decision.request, error)
         forget_decisions()
@@ -169,7 +169,7 @@ def _run(call: Call, decision: Decision, direction: str, work: Callable[[str], T
 
 
 def _on_device(call: Call, name: str, direction: str, work: Callable[[str], T]) -> T:
-    """Call `work` with q's device as the current one: backends launch and allocate on the current device."""
+    """Call `work` with q's device current: backends launch and allocate there."""
     if call.q.is_cuda and call.q.get_device() != torch._C._cuda_getDevice():  # CUDA is initialized: q is there
         with torch.cuda.device(call.q.device):
             return _on_device(call, name, direction, work)
@@ -186,7 +186,7 @@ def _on_device(call: Call, name: str, direction: str, work: Callable[[str], T]) 
 
 
 def _compare(call: Call, decision: Decision, direction: str, got: tuple[Tensor, ...], *given: Tensor | None) -> None:
-    """The event of NSA_DEBUG_COMPARE: the largest mean absolute error of o, or of dq, dk, dv, against the fallback. Reads the device."""
+    """Emit the event of NSA_DEBUG_COMPARE: the mean absolute error of o, or the largest of dq, dk, dv, against the fallback."""
     silent = replace(call, settings=msgspec.structs.replace(call.settings, debug_timing=False, debug_triton=False), workspace=None)
     reference = registry.fallback()
     with torch.no_grad():

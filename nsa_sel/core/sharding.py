@@ -1,7 +1,7 @@
-"""Sharding rules of the ops for DTensors, and `selection_attention` of DTensors in terms of them.
+"""DTensor sharding rules of the ops, and `selection_attention` of DTensors.
 
-Batch entries, KV groups, rows and the heads of a group are all independent: each may be cut, on any dimension of a mesh, without
-communication forward. Rows and heads share keys, so that their dk and dv are partial sums, which DTensor adds up where it must.
+Batch entries, KV groups, rows and heads are independent: each may be sharded on any dimension of a mesh, without communication in the
+forward pass. Rows and heads share keys, so their dk and dv are partial sums, which DTensor adds where needed.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from nsa_sel.core.check import as_selection
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
-Placements = list[Any]  # of one dimension of a mesh: a placement a tensor, None for what is no tensor
+Placements = list[Any]  # on one dimension of a mesh: one per tensor, None for other arguments
 
 
 def sharded(q: Any, k: Any, v: Any, selection: Selection | Tensor, *, q_pos: Any, **others: Any) -> Any:
-    """`selection_attention` of DTensors: o and lse are cut as q is. Raises ArgumentError where plain tensors stand beside DTensors."""
+    """`selection_attention` of DTensors: o and lse are sharded as q; ArgumentError for plain tensors beside DTensors."""
     selection = as_selection(selection)
     for name, x in (("k", k), ("v", v), ("selection", selection.ranges), ("q_pos", q_pos)):
         if x is not None and not (isinstance(x, DTensor) and x.device_mesh == q.device_mesh):
             value = f"on {x.device_mesh}" if isinstance(x, DTensor) else f"a {type(x).__name__}"
             remedy = "distribute_tensor(x, mesh, placements), or DTensor.from_local; of a selection, its ranges: Selection.from_ranges(...)"
             raise ArgumentError(name, value, f"a DTensor on the mesh of q, {q.device_mesh}", remedy)
-    if q_pos is None and q.dim() == 5 and Shard(1) in q.placements:  # rows of a rank do not tell where they stand
+    if q_pos is None and q.dim() == 5 and Shard(1) in q.placements:  # a rank's rows do not imply their positions
         position = torch.arange(k.shape[2] - q.shape[1], k.shape[2], device=q.device)
         q_pos = DTensor.from_local(position, q.device_mesh, [Replicate()] * q.device_mesh.ndim, run_check=False)
     return ops.traced(q, k, v, selection, q_pos=q_pos, **others)
 
 
-def _cuts(q_pos: Any) -> list[tuple[Any, Any, Any, Any, Any]]:
-    """All ways to cut a call on one dimension of a mesh: placements of q, o and lse; of ranges; of k and v; of q_pos; of dk and dv."""
-    whole, alone = Replicate(), None if q_pos is None else Replicate()
-    batch = alone if q_pos is None or len(q_pos.shape) == 1 else Shard(0)
-    ways: list[Any] = [
-        (whole, whole, whole, alone, whole),
+def _strategies(q_pos: Any) -> list[tuple[Any, Any, Any, Any, Any]]:
+    """The shardings of a call on one dimension of a mesh: placements of q, o and lse; of ranges; of k and v; of q_pos; of dk and dv."""
+    whole, pos = Replicate(), None if q_pos is None else Replicate()
+    batch = pos if q_pos is None or len(q_pos.shape) == 1 else Shard(0)
+    strategies: list[Any] = [
+        (whole, whole, whole, pos, whole),
         (Shard(0), Shard(0), Shard(0), batch, Shard(0)),  # batch entries
-        (Shard(2), Shard(2), Shard(1), alone, Shard(1)),  # KV groups
-        (Shard(3), whole, whole, alone, Partial()),  # heads of a group
+        (Shard(2), Shard(2), Shard(1), pos, Shard(1)),  # KV groups
+        (Shard(3), whole, whole, pos, Partial()),  # heads of a group
     ]
     if q_pos is not None:
-        ways.append((Shard(1), Shard(1), whole, Shard(len(q_pos.shape) - 1), Partial()))  # rows
-    return ways
+        strategies.append((Shard(1), Shard(1), whole, Shard(len(q_pos.shape) - 1), Partial()))  # rows
+    return strategies
 
 
 def _forward(q: Any, k: Any, v: Any, ranges: Any, q_pos: Any, *static: Any) -> list[tuple[Placements, Placements]]:
     rest = [None] * len(static)
-    return [([rows, rows], [rows, keys, keys, index, position, *rest]) for rows, index, keys, position, _ in _cuts(q_pos)]
+    return [([rows, rows], [rows, keys, keys, index, position, *rest]) for rows, index, keys, position, _ in _strategies(q_pos)]
 
 
 def _backward(
@@ -64,7 +64,7 @@ def _backward(
             [rows, sums, sums],
             [None if do is None else rows, None if dlse is None else rows, rows, keys, keys, rows, rows, index, position, *rest],
         )
-        for rows, index, keys, position, sums in _cuts(q_pos)
+        for rows, index, keys, position, sums in _strategies(q_pos)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What PyTorch may do around a call: tracing, function transforms, autocast, lazy negation. Noticed, and refused, in this one module."""
+"""What PyTorch does around a call: tracing, function transforms, autocast, lazy negation. Detected and refused only here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # i
 _len_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _NO_DISPATCH = Tensor.__torch_dispatch__
 _PLAIN = (Tensor, torch.nn.Parameter)
-_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any device; asking for one by name takes longer
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any device; faster than asking for one by name
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -27,7 +27,7 @@ def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def is_sharded(q: Any) -> bool:
-    """Whether q is a DTensor; a program that has one has imported its module."""
+    """Whether q is a DTensor; only possible if its module was imported."""
     module = None if is_compiling() else sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(q, module.DTensor)
 
@@ -35,7 +35,7 @@ def is_sharded(q: Any) -> bool:
 def traces(*tensors: Any) -> bool:
     """Whether operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode, a FLOP counter), or a tensor subclass.
 
-    A call then goes through the ops of core/ops.py; what a backend does below the dispatcher would be missed.
+    A call then goes through the ops of core/ops.py, because backends work below the dispatcher.
     """
     if is_compiling() or _len_modes():
         return True
@@ -43,18 +43,18 @@ def traces(*tensors: Any) -> bool:
 
 
 def check_traced(name: str, *tensors: Any) -> None:
-    """BackendError when make_fx or FakeTensorMode traces a function that is no op."""
+    """BackendError when make_fx or FakeTensorMode traces `name`, which is not an op."""
     check_transforms(*tensors)
     modes = torch._C._TorchDispatchModeKey.__members__.values()
     if any(torch._C._get_dispatch_mode(mode) is not None for mode in modes) or (not _len_modes() and traces(*tensors)):
         raise BackendError(
             f"{name} is called while PyTorch traces or fakes operations (make_fx, FakeTensorMode); allowed: eager calls of plain tensors."
-            " Remedy: trace selection_attention, which is an op, or keep the call out of what is traced."
+            " Remedy: trace selection_attention, which is an op, or keep the call out of the traced code."
         )
 
 
 def check_transforms(*inputs: Any) -> None:
-    """BackendError for calls under transforms that no backend kernel supports."""
+    """BackendError under transforms that no backend supports."""
     if transformed():
         refuse_transforms("a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like)")
     if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
@@ -67,7 +67,7 @@ def check_transforms(*inputs: Any) -> None:
 
 
 def check_gradients(*gradients: Tensor | None) -> None:
-    """BackendError for a backward pass of batched gradients."""
+    """BackendError for batched gradients."""
     if transformed() or any(x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x)) for x in gradients):
         refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)")
 
@@ -77,35 +77,35 @@ def _has_tangent(x: object) -> bool:
 
 
 def refuse_transforms(what: str) -> NoReturn:
-    """BackendError: backends take plain tensors."""
+    """BackendError: backends need plain tensors."""
     raise BackendError(
         f"selection_attention is called inside {what}; allowed: plain tensors. Remedy: torch.autograd.grad or .backward() for gradients,"
-        " one output gradient at a time (no is_grads_batched, no vectorize); for vmap, put its dimension into the batch B of q, k, v,"
-        " selection."
+        " one output gradient at a time (no is_grads_batched, no vectorize); for vmap, make its dimension part of the batch B of q,"
+        " k, v and selection."
     )
 
 
 def refuse_second_derivative() -> NoReturn:
     """BackendError: the backends' backward passes are not differentiable."""
     raise BackendError(
-        "selection_attention has no second derivative, and the backward pass was asked for one (create_graph=True);"
+        "selection_attention has no second derivative, but the backward pass needs one (create_graph=True);"
         " allowed: create_graph=False. Remedy: detach, or compute that term with plain PyTorch attention."
     )
 
 
 def refuse_workspace(workspace: Tensor | None, where: str) -> None:
-    """ArgumentError for a workspace where none is taken."""
+    """ArgumentError for a workspace where none is supported."""
     if workspace is not None:
-        raise ArgumentError("workspace", f"given to {where}", "None there", "leave it out: temporaries are allocated")
+        raise ArgumentError("workspace", f"given to {where}", "None there", "leave it out; temporaries are then allocated")
 
 
 def materialized(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors without PyTorch's lazy negation, which kernels that read memory do not see."""
+    """The tensors without PyTorch's lazy negation, which kernels do not see in memory."""
     return tuple(x.resolve_neg() if isinstance(x, Tensor) else x for x in tensors)
 
 
 def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """q, k, v in the dtype of torch.autocast, as scaled_dot_product_attention casts them; float64 is left alone. Nothing is checked yet."""
+    """q, k, v, unchecked, cast by torch.autocast as scaled_dot_product_attention does; float64 is left alone."""
     if not _any_autocast():
         return q, k, v
     kind = "cuda" if getattr(q, "is_cuda", False) else "cpu"

@@ -1,4 +1,4 @@
-"""Warming up: run a request once with tensors of its sizes, so that its kernels compile, and are tuned if asked, before they are needed."""
+"""Warm-up: run a request once with tensors of its sizes, so that its kernels compile (and are tuned if asked) before they are needed."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import events
 
-TUNER = "nsa_sel.bench.tune.quick"  # module with tune_for(request, device): loaded by name, as backends and policies are
-Attend = Callable[..., tuple[Tensor, Tensor]]  # core.run.attend, which is one floor up
-_started: set[torch.device] = set()  # devices whose first call has warmed up, or is doing so
+TUNER = "nsa_sel.bench.tune.quick"  # module with tune_for(request, device), loaded by name like backends and policies
+Attend = Callable[..., tuple[Tensor, Tensor]]  # core.run.attend, which imports this module
+_started: set[torch.device] = set()  # devices whose first call has started its warm-up
 
 
 class Warmed(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a warm-up: the backends that ran it, and the time of each direction's first run, compilation included."""
+    """One warmed-up request: its backends, and each direction's first run in milliseconds, compilation included."""
 
     request: Request
     forward: str
     backward: str | None
     ms_forward: float
     ms_backward: float | None
-    ms_tuning: float | None = None  # of the quick tuning before
+    ms_tuning: float | None = None  # of quick tuning
 
 
 def first_call(request: Request, device: torch.device, attend: Attend) -> bool:
-    """NSA_SEL_AUTOTUNE=warmup before the first call on a device, outside of a capture. Returns whether it warmed up. Never fatal."""
+    """NSA_SEL_AUTOTUNE=warmup before the first call on a device, except in a capture. Returns whether it ran. Never raises."""
     if device in _started or capturing():
         return False
     _started.add(device)
@@ -47,7 +47,7 @@ def first_call(request: Request, device: torch.device, attend: Attend) -> bool:
         warm(request, device, tune, attend)
     except Exception as error:
         events.emit("sel.triton.warmup", logging.ERROR, request=request, error=repr(error))
-        warnings.warn(f"nsa-sel: the warm-up failed, calls compile when they come: {error!r}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"nsa-sel: the warm-up failed, kernels compile at their first call: {error!r}", RuntimeWarning, stacklevel=3)
     return True
 
 
@@ -62,7 +62,7 @@ def capturing() -> bool:
 
 
 def warm(request: Request, device: torch.device, tune: bool, attend: Attend) -> Warmed:
-    """Tune quickly where asked, then run `request` once on `device`, forward and, if it needs gradients, backward."""
+    """Tune quickly if asked, then run `request` once on `device`, forward and, if it needs gradients, backward."""
     facts = device_info(device)
     ms_tuning = _tune(request, device) if tune and facts.kind == "cuda" else None
     q, k, v, selection = _tensors(request, device)
@@ -90,7 +90,7 @@ def warm(request: Request, device: torch.device, tune: bool, attend: Attend) -> 
 
 
 def _tensors(request: Request, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Selection]:
-    """Zeros, and evenly spread ranges: what is compiled depends on sizes alone."""
+    """Zeros, and evenly spread ranges: compilation depends only on sizes."""
     B, S, S_kv, G, n = request.B, request.S, request.S_kv, request.G, request.n
     with torch.inference_mode(False):
         shapes = (B, S, G, request.h, request.Dk), (B, G, S_kv, request.Dk), (B, G, S_kv, request.Dv)
@@ -110,21 +110,21 @@ def _pages(request: Request, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lengths_and_table(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The lengths [B] of full sequences, and a block table that names the one page throughout."""
+    """The lengths [B] of full sequences, and a block table whose entries are all the one page."""
     lengths = torch.full((request.B,), request.S_kv, dtype=torch.int32, device=device)
     return lengths, torch.zeros(request.B, -(-request.S_kv // (request.page_size or 1)), dtype=torch.int32, device=device)
 
 
 def _tune(request: Request, device: torch.device) -> float | None:
-    """Milliseconds of tuning the chosen backends' kernel configs quickly; None where that is not possible."""
+    """Tune the chosen backends' kernel configs quickly. Returns milliseconds, or None where ranks would tune separately."""
     started = events.now("cuda")
     if tuned.distributed():
-        words = "ranks would tune apart; run `nsa-sel tune` before the job, and sync_tuning() in it"
+        words = "ranks would tune separately; run `nsa-sel tune` before the job, and sync_tuning() in it"
         events.emit("sel.tuned.ignored", logging.WARNING, file=None, why="distributed", words=words)
         return None
     tuner: Any = importlib.import_module(TUNER)
     try:
         tuner.tune_for(request, device)
-    except NsaSelError as error:  # another process tunes, or the folder can't be written: the warm-up goes on
+    except NsaSelError as error:  # another process tunes, or the folder can't be written; the warm-up continues
         events.emit("sel.tuned.ignored", logging.WARNING, file=None, why="not tuned", words=str(error))
     return (events.now("cuda") - started) * 1e3

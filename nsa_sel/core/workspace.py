@@ -1,4 +1,4 @@
-"""A caller's buffer for the temporaries of one call, forward and backward, so that these are allocated once and not a call."""
+"""A user's buffer for the temporaries of a call, forward and backward, instead of an allocation per call."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from nsa_sel.errors import ArgumentError
 
-ALIGNMENT = 256  # bytes: what bulk copies and 16-byte loads want, and more
+ALIGNMENT = 256  # bytes: enough for TMA and 16-byte loads
 
 
 class Workspace:
-    """The temporaries of a pass, end to end in the caller's buffer; the next pass begins anew. What a call returns is never there."""
+    """Allocates the temporaries of a pass one after another in the buffer; the next pass starts over. Results are never in it."""
 
     __slots__ = ("buffer", "taken")
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
-        self.taken = 0  # bytes of this pass, also those that were not there
+        self.taken = 0  # bytes that this pass asked for, also beyond the buffer
 
     @classmethod
     def of(cls, buffer: object, device: torch.device) -> Workspace:
-        """Of the argument `workspace` of a call on `device`; ArgumentError for what can't be one."""
+        """The argument `workspace` of a call on `device`; ArgumentError if it is not suitable."""
         allowed, remedy = (
             "a contiguous torch.uint8 tensor",
             f'pass torch.empty(size, dtype=torch.uint8, device="{device}"), or leave it out',
@@ -41,11 +41,11 @@ class Workspace:
         return cls(buffer.view(-1))
 
     def begin(self) -> None:
-        """A pass begins: what was taken before is free."""
+        """Start a pass: all memory is free."""
         self.taken = 0
 
     def take(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """Unwritten memory for a contiguous tensor until the pass ends; None where the buffer is too small, which `check` tells."""
+        """Uninitialized memory for a contiguous tensor until the pass ends; None if the buffer is too small, which `check` reports."""
         first = self.taken + -(self.buffer.data_ptr() + self.taken) % ALIGNMENT
         self.taken = first + math.prod(sizes) * dtype.itemsize
         if self.taken > self.buffer.numel():
@@ -53,7 +53,7 @@ class Workspace:
         return self.buffer[first : self.taken].view(dtype).view(sizes)
 
     def check(self, backend: str, direction: str) -> None:
-        """ArgumentError with the size that the pass needed, where it was more than there is."""
+        """ArgumentError with the size that the pass needed, if it exceeds the buffer."""
         size = self.buffer.numel()
         if self.taken > size:
             allowed = f"at least {self.taken} bytes for the {direction} pass of {backend}"

@@ -1,7 +1,7 @@
-"""Ranks agree: once per class of calls they compare what they decide by and take rank 0's decision; every call is held to it.
+"""Agreement of ranks: once per class of calls they compare their facts, and all take rank 0's decision.
 
-Ranks meet in the store that the job was set up with: a rank that nobody joins gets an error that says whom it waited for. In front of every
-exchange, forward and backward, they compare 8 bytes per rank: a digest of what was agreed on, with the number of the call.
+Facts are compared through the job's store; a rank that waits in vain raises, naming the missing rank. Before every exchange, forward and
+backward, ranks also compare 8 bytes each: a digest of what was agreed, plus the number of the call.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.schema import Settings
 
-SECONDS = 300.0  # that a rank waits for the others: a first call may compile for minutes
-MAY_DIFFER = ("debug_log", "fingerprint", "sources")  # of the settings: a log for each rank, and what only says where values are from
+SECONDS = 300.0  # a rank's wait for the others: a first call may compile for minutes
+MAY_DIFFER = ("debug_log", "fingerprint", "sources")  # settings that ranks need not share: their logs, and where values come from
 _PACKAGES = ("torch", "triton", "numba", "cupy-cuda13x", "cupy-cuda12x")
-_CLASSES = 1024  # that a group remembers: decoding over slices that grow makes one a step
-_MEETS = 0  # in place of a digest: this rank has not agreed on the class
+_CLASSES = 1024  # remembered per group: decoding over growing slices makes one per step
+_UNAGREED = 0  # instead of a digest: this rank has not agreed on the class
 
 
-class _Said(msgspec.Struct, frozen=True):
-    """What a rank puts into the store: what must be alike, why its backends refuse, its decision, and how many calls it has begun."""
+class _Report(msgspec.Struct, frozen=True):
+    """What a rank puts into the store."""
 
-    facts: dict[str, Any]
-    refusals: dict[str, str]
+    facts: dict[str, Any]  # must be equal on all ranks
+    refusals: dict[str, str]  # backend -> why this rank can't run it
     decision: Decision | None
-    calls: int
+    calls: int  # begun so far
 
 
 class _Group:
-    """What a process group has agreed on: a decision and a digest per class, how often it met, how many calls this rank has begun."""
+    """What a process group has agreed on."""
 
     def __init__(self) -> None:
-        self.meetings = 0
-        self.calls = 0
-        self.known: dict[Any, tuple[Decision, int]] = {}
-        self.last: dict[str, Any] | None = None
+        self.rounds = 0  # of comparing reports
+        self.calls = 0  # that this rank has begun
+        self.agreed: dict[Any, tuple[Decision, int]] = {}  # class of calls -> decision, digest
+        self.last_facts: dict[str, Any] = {}
 
 
 _groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
@@ -63,11 +63,11 @@ def _state(group: dist.ProcessGroup) -> _Group:
 
 
 def group_of(group: Any, caller: str) -> dist.ProcessGroup:
-    """The process group of `group`: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+    """The process group that the argument `group` of `caller` names; None is all ranks.
 
     Raises:
         NsaSelError: outside of a distributed job.
-        ArgumentError: `group` is something else, or this rank is not in it.
+        ArgumentError: it is neither a ProcessGroup nor a DeviceMesh of one dimension, or this rank is not in it.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise NsaSelError(
@@ -88,33 +88,33 @@ def group_of(group: Any, caller: str) -> dist.ProcessGroup:
 
 
 def check_ranks(group: Any = None, device: torch.device | None = None) -> None:
-    """Compare versions, settings and device profiles of all ranks of `group`; every one of them calls it.
+    """Compare versions, settings and device profiles of all ranks of `group`; each of them calls it.
 
-    For calls without an exchange, those of DTensors and of shards that are plain tensors: each rank decides for its own shard, by facts
-    that this finds to be alike. It also brings ranks together again after a call that failed on some of them alone.
+    For calls on shards and DTensors, which have no exchange of ours: each rank decides for its own shard, from facts that this checks. It
+    also lets ranks continue together after a call that failed on some of them.
 
     Args:
         group: ProcessGroup or DeviceMesh of one dimension, by default all ranks.
-        device: by default the current GPU, else the CPU.
+        device: whose facts to compare, by default the current GPU, else the CPU.
 
     Raises:
-        NsaSelError: on all ranks, naming rank and field, where they differ; after `SECONDS` where a rank does not come; outside of a
-            distributed job.
+        NsaSelError: ranks differ (on all of them, naming rank and field); a rank does not join within 300 s; there is no distributed job.
+        ArgumentError: `group` is no group with this rank.
     """
     group = group_of(group, "check_ranks")
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     info = device_info(device)
-    _meet(group, _Said(_facts(info, settings_for(info)), {}, None, _state(group).calls))
+    _compare_reports(group, _Report(_facts(info, settings_for(info)), {}, None, _state(group).calls))
 
 
 def begin_call(group: dist.ProcessGroup) -> None:
-    """Count a call, before anything of it can fail: a rank that fails alone and goes on is then one call ahead, and is told so."""
+    """Count a call before it can fail: a rank that fails alone and continues is then one call ahead, which the others notice."""
     _state(group).calls += 1
 
 
 class Agreed(NamedTuple):
-    """What the ranks of a group agreed on for one call; each of them decided `mine` and runs `decision`."""
+    """What the ranks of a group agreed on for one call: this rank decided `mine`, and all run `decision`."""
 
     decision: Decision
     group: dist.ProcessGroup
@@ -125,95 +125,103 @@ class Agreed(NamedTuple):
     arguments: dict[str, Any]
 
     def before_backward(self, device: torch.device) -> None:
-        """Hold the backward passes of all ranks to one call, in front of their exchange. Raises NsaSelError where they differ."""
-        if not _same(self.group, self.digest + 2 * self.call + 1, device, f"call {self.call}, backward"):
+        """NsaSelError unless all ranks run the backward pass of this call. Called before its exchange."""
+        if not _digests_match(self.group, self.digest + 2 * self.call + 1, device, f"call {self.call}, backward"):
             facts = _call_facts(self.call, "backward", self.device, self.mine, self.arguments)
-            _meet(self.group, _Said(facts, {}, None, _state(self.group).calls))
+            _compare_reports(self.group, _Report(facts, {}, None, _state(self.group).calls))
 
 
 def agree(
     request: Request, device: DeviceInfo, group: dist.ProcessGroup, backend: str | None, at: torch.device, **arguments: Any
 ) -> Agreed:
-    """Rank 0's decision for a call that all ranks of `group` make on devices `at`, each with its own `request`, which must be alike.
+    """Rank 0's decision for a call that all ranks of `group` make with equal requests.
 
-    Ranks meet in the store once per class, and again when a flag changes or, with NSA_DEBUG_TRITON=1, at every call. Before that each tells
-    the others what it knows (`_same`), so that on a CPU all of them meet where one makes another call than the rest. Only before they have
-    agreed on anything they meet at once: their tensors may not even be on devices of one kind.
+    Ranks compare reports once per class, again when a flag changes, and with NSA_DEBUG_TRITON=1 at every call. Before that they compare
+    digests, so that on a CPU all of them compare reports as soon as one makes another call than the rest. The group's first call skips
+    the digests: tensors may not even be on devices of one kind.
+
+    Args:
+        request: of this rank's call.
+        device: its facts.
+        group: the ranks.
+        backend: a name to force.
+        at: the device of this rank's tensors.
+        arguments: further values that must be equal.
 
     Raises:
-        NsaSelError: on all ranks, naming rank and field, where something differs; after `SECONDS` where a rank does not come.
+        NsaSelError: on all ranks, naming rank and field, where something differs; after `SECONDS` where a rank does not join.
         BackendError: on all ranks, where nothing may run the call.
     """
     mine = decide.select(request, device, backend)
     state = _state(group)
     key = (mine.request, device, _digest(mine.settings), mine.override, *sorted(arguments.items()))
-    decision, digest = (None, _MEETS) if mine.settings.debug_triton else state.known.get(key, (None, _MEETS))
-    told = _MEETS if decision is None else digest + 2 * state.calls
-    alike = not state.known or _same(group, told, at, f"call {state.calls}, forward")
-    if decision is None or not alike:
+    decision, digest = (None, _UNAGREED) if mine.settings.debug_triton else state.agreed.get(key, (None, _UNAGREED))
+    sent = _UNAGREED if decision is None else digest + 2 * state.calls
+    match = not state.agreed or _digests_match(group, sent, at, f"call {state.calls}, forward")
+    if decision is None or not match:
         refusals = {
             verdict.backend: "; ".join(str(reason) for reason in reasons)
             for verdict in mine.verdicts
             if (reasons := [reason for reason in (*verdict.forward, *verdict.backward) if reason.kind in REFUSING_KINDS])
         }
         facts = _call_facts(state.calls, "forward", device, mine, arguments)
-        said = _meet(group, _Said(facts, refusals, mine if dist.get_rank(group) == 0 else None, state.calls))
-        decision = _used(said)
-        first = msgspec.json.encode(said[0].facts, order="deterministic")  # of rank 0 on every rank
-        digest = int.from_bytes(hashlib.sha256(first).digest()[:8], "big") >> 2  # the number of a call is added
-        if len(state.known) >= _CLASSES:
-            state.known.clear()
-        state.known[key] = decision, digest
+        reports = _compare_reports(group, _Report(facts, refusals, mine if dist.get_rank(group) == 0 else None, state.calls))
+        decision = _rank_0_decision(reports)
+        rank_0_facts = msgspec.json.encode(reports[0].facts, order="deterministic")
+        digest = int.from_bytes(hashlib.sha256(rank_0_facts).digest()[:8], "big") >> 2  # leaves room to add the number of a call
+        if len(state.agreed) >= _CLASSES:
+            state.agreed.clear()
+        state.agreed[key] = decision, digest
     return Agreed(decision, group, state.calls, digest, mine, device, arguments)
 
 
-def _same(group: dist.ProcessGroup, told: int, device: torch.device, where: str) -> bool:
-    """Whether all ranks tell the same, in front of an exchange: one collective of 8 bytes per rank.
+def _digests_match(group: dist.ProcessGroup, digest: int, device: torch.device, where: str) -> bool:
+    """Whether all ranks send the same digest: one collective of 8 bytes per rank.
 
-    A CPU reads the answer at once. A GPU's host does not wait for it: the GPU compares, in four launches of a few bytes each, and where
-    ranks differ a device-side assert ends its CUDA context before the exchange begins. That is so on every rank that agreed on its call;
-    one that has yet to meet the others in the store gets its error there.
+    On a CPU the answer is read. On a GPU the host does not wait: the GPU compares, in four small kernels, and where digests differ a
+    device-side assert ends the CUDA context before the exchange. A rank that has not agreed yet has no assert: it gets its error when
+    reports are compared.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
         return True
-    mine = torch.full((1,), told, dtype=torch.int64, device=device)
+    mine = torch.full((1,), digest, dtype=torch.int64, device=device)
     every = mine.new_empty(ranks)
     try:
         all_gather(every, mine, group=group)
     except RuntimeError as error:
-        if device.type != "cpu":  # its host has waited for nobody: the error is about something else
+        if device.type != "cpu":  # its host does not wait: the error has another cause
             raise
         raise NsaSelError(
             f"rank {rank} could not compare its call with those of the other ranks ({where}): {error}. Remedy: look for the first error of"
-            " another rank, make the same calls on all ranks, and start the job anew."
+            " another rank, make the same calls on all ranks, and restart the job."
         ) from error
-    alike = (every == mine).all()
+    match = (every == mine).all()
     if device.type == "cpu":
-        return bool(alike)
-    if told != _MEETS:
-        torch._assert_async(alike, _trapped(rank, where))
+        return bool(match)
+    if digest != _UNAGREED:
+        torch._assert_async(match, _assert_message(rank, where))
     return True
 
 
-def _trapped(rank: int, where: str) -> str:
-    """What the device-side assert prints; it takes less than 255 characters."""
+def _assert_message(rank: int, where: str) -> str:
+    """The text of the device-side assert, which allows fewer than 255 characters."""
     return (
         f"nsa-sel: ranks make different calls of context_parallel_attention (rank {rank}, {where}). Remedy: make the same calls in the same"
         " order; with NSA_DEBUG_TRITON=1 ranks name what differs."
     )
 
 
-def _used(said: list[_Said]) -> Decision:
-    """Rank 0's decision, unless it can't run anywhere or not on one of the others."""
-    decision = said[0].decision
+def _rank_0_decision(reports: list[_Report]) -> Decision:
+    """Rank 0's decision; an error where it has no backend, or one that another rank can't run."""
+    decision = reports[0].decision
     assert decision is not None, "rank 0 sends its decision"
     message = refusal(decision)
     if message is not None:
         raise BackendError(message, decision)
-    for rank, other in enumerate(said):
+    for rank, other in enumerate(reports):
         for name in dict.fromkeys((decision.forward, decision.backward)):
-            if name in other.refusals and name not in said[0].refusals:
+            if name in other.refusals and name not in reports[0].refusals:
                 raise NsaSelError(
                     f"backend {name} is rank 0's choice, and rank {rank} refuses it: {other.refusals[name]}. Remedy: install the same"
                     " packages on all ranks, or force a backend that all have."
@@ -225,20 +233,20 @@ _digests: dict[str, str] = {}
 
 
 def _digest(settings: Settings) -> str:
-    """A fingerprint of the settings that must be alike: a log of one rank's own makes no other class of its calls."""
+    """A fingerprint of the settings that ranks must share."""
     if settings.fingerprint not in _digests:
-        values = msgspec.json.encode(_alike(settings), order="deterministic")
+        values = msgspec.json.encode(_shared(settings), order="deterministic")
         _digests[settings.fingerprint] = hashlib.sha256(values).hexdigest()
     return _digests[settings.fingerprint]
 
 
-def _alike(settings: Settings) -> dict[str, Any]:
+def _shared(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in msgspec.to_builtins(settings).items() if name not in MAY_DIFFER}
 
 
 def _facts(device: DeviceInfo, settings: Settings) -> dict[str, Any]:
     versions = {**msgspec.to_builtins(tuned.stamp_of(device)), **{name: _version(name) for name in _PACKAGES}}
-    return {"versions": versions, "device": msgspec.to_builtins(device), "settings": _alike(settings)}
+    return {"versions": versions, "device": msgspec.to_builtins(device), "settings": _shared(settings)}
 
 
 def _call_facts(call: int, direction: str, device: DeviceInfo, mine: Decision, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -253,11 +261,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _meet(group: dist.ProcessGroup, mine: _Said) -> list[_Said]:
-    """What every rank says, in order; NsaSelError where one does not come, or says something else than rank 0."""
+def _compare_reports(group: dist.ProcessGroup, mine: _Report) -> list[_Report]:
+    """The reports of all ranks, in their order; NsaSelError where a rank does not join, or its facts differ from rank 0's."""
     state = _state(group)
     rank, ranks, store = dist.get_rank(group), dist.get_world_size(group), group.get_group_store()
-    names = [f"nsa_sel/meeting{state.meetings}/rank{each}" for each in range(ranks)]
+    names = [f"nsa_sel/round{state.rounds}/rank{each}" for each in range(ranks)]
     store.set(names[rank], msgspec.json.encode(mine).decode())
     began = time.monotonic()
     for each, name in enumerate(names):
@@ -265,35 +273,35 @@ def _meet(group: dist.ProcessGroup, mine: _Said) -> list[_Said]:
         try:
             store.wait([name], datetime.timedelta(seconds=left))
         except RuntimeError as error:  # what a store raises depends on its kind
-            store.delete_key(names[rank])  # it is not what this rank says when the others come
-            raise NsaSelError(_alone(rank, each, mine, state)) from error
-    said = [msgspec.json.decode(store.get(name), type=_Said) for name in names]
-    done = f"nsa_sel/meeting{state.meetings}/done"
-    if store.add(done, 1) == ranks:  # a store may outlive its process group: the next one is to find nothing of this
+            store.delete_key(names[rank])  # outdated when the others join later
+            raise NsaSelError(_timeout_message(rank, each, mine, state)) from error
+    reports = [msgspec.json.decode(store.get(name), type=_Report) for name in names]
+    done = f"nsa_sel/round{state.rounds}/done"
+    if store.add(done, 1) == ranks:  # a store may outlive its process group, and serve the next one
         for name in (*names, done):
             store.delete_key(name)
-    state.meetings += 1
-    state.calls = max(other.calls for other in said)  # all raise now, or none does: they go on together
-    for each, other in enumerate(said):
-        differing = changes("", said[0].facts, other.facts)
+    state.rounds += 1
+    state.calls = max(other.calls for other in reports)  # all ranks raise now or none does: they continue together
+    for each, other in enumerate(reports):
+        differing = changes("", reports[0].facts, other.facts)
         if differing:
             found = "; ".join(f"{change.field} is {change.replayed!r} there, {change.recorded!r} on rank 0" for change in differing)
             raise NsaSelError(
                 f"rank {each} would not run what rank 0 runs: {found}. Remedy: make the same calls in the same order on all ranks of the"
                 " group, with the same sizes, flags, files and packages."
             )
-    state.last = mine.facts
-    return said
+    state.last_facts = mine.facts
+    return reports
 
 
-def _alone(rank: int, missing: int, mine: _Said, state: _Group) -> str:
-    """The error of a rank that waited for one that has agreed before, for another call than this, or is gone."""
-    facts, last = msgspec.json.decode(msgspec.json.encode(mine.facts)), state.last or {}
+def _timeout_message(rank: int, missing: int, mine: _Report, state: _Group) -> str:
+    """The error of a rank that waited in vain, with what has changed on it since ranks last agreed."""
+    facts, last = msgspec.json.decode(msgspec.json.encode(mine.facts)), state.last_facts
     common = [name for name in facts if name in last and name not in ("call", "direction")]
     changed = [change for name in common for change in changes(name, last[name], facts[name])]
     since = "; ".join(f"{change.field} was {change.recorded!r}, is {change.replayed!r}" for change in changed)
     return (
         f"rank {rank} waited {SECONDS:g} seconds for rank {missing} to agree. It makes a call that the ranks agreed on before, or it has"
         f" failed. Here, since they last agreed: {since or 'nothing has changed'}. Remedy: make the same calls on all ranks, with the same"
-        " flags; with NSA_DEBUG_TRITON=1 ranks meet at every call, and name the field."
+        " flags; with NSA_DEBUG_TRITON=1 ranks compare at every call, and name the field."
     )

@@ -1,9 +1,9 @@
-"""Context parallelism: each rank holds a slice of the sequence, of its queries with their selection and of its keys and values."""
+"""Context parallelism: each rank holds one slice of the sequence: its queries with their selection, and its keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import msgspec
 import torch
@@ -23,6 +23,18 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import events
 
 
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, group: Any = None, scale: float | None = None,
+    q_pos: Tensor | None = None, return_lse: Literal[False] = False, backend: str | None = None, exchange: cost.Choice = "auto",
+    count_blocks: bool = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, group: Any = None, scale: float | None = None,
+    q_pos: Tensor | None = None, return_lse: Literal[True], backend: str | None = None, exchange: cost.Choice = "auto",
+    count_blocks: bool = False,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -37,31 +49,37 @@ def context_parallel_attention(
     exchange: cost.Choice = "auto",
     count_blocks: bool = False,
 ) -> Any:
-    """`selection_attention` of a sequence that is cut into one slice a rank; all ranks of `group` call it, and its backward pass.
+    """`selection_attention` of a sequence that is split into one slice per rank.
 
-    Rank r of R holds rows [r*S, (r+1)*S) as q [B,S,G,h,Dk] with their selection [B,S,G,n,2], whose ranges are positions in the whole
-    sequence, and keys [r*keys, (r+1)*keys) as k [B,G,keys,Dk] and v [B,G,keys,Dv]: the same sizes on every rank. group: a
-    process group or a DeviceMesh of one dimension, by default all ranks. q_pos [S] or [B,S]: positions of the rank's rows in the
-    whole sequence, by default R*keys - R*S + r*S + s, as if the rows were its last. The other arguments and the result are those of
-    `selection_attention`, for the rank's rows. Where keys and values travel, o, lse and dq are bit-equal to one device's if its backend
-    sums a row alike, and dk, dv are sums over ranks; where rows do, o, lse and dq are. Such sums are in float32, and the same each time.
+    All ranks of `group` call it, and run its backward pass, in the same order. Rank r of R holds rows [r*S, (r+1)*S) and keys
+    [r*keys, (r+1)*keys) of the sequence; sizes are equal on all ranks. docs/distributed.md compares the exchanges, says which results
+    are bit-equal to one device's, and what happens when ranks differ. torch.compile is not supported.
 
-    exchange: "gather" brings all keys and values to every rank, "blocks" only those that its rows chose; with "rows" the queries travel
-    instead, to attend where the keys are, and a row's parts of o are joined by their lse; "auto" takes what `exchanged_bytes` and
-    `rows_bytes` say is least; `exchanges()` remembers why. Blocks have room for as many as static facts allow (rows times n, or
-    all); with count_blocks=True they are counted, which waits for the device at every call. They need whole blocks, and slices of a
-    multiple of them.
+    Args:
+        q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per rank (decode): this rank's rows.
+        k: [B,G,keys,Dk]: this rank's keys.
+        v: [B,G,keys,Dv]: this rank's values.
+        selection: of this rank's rows, in positions of the whole sequence: a `Selection`, or ranges [B,S,G,n,2] int32 or int64.
+        group: process group or DeviceMesh of one dimension, by default all ranks.
+        scale, backend: as of `selection_attention`.
+        q_pos: [S] or [B,S] int32 or int64, positions of this rank's rows in the whole sequence, by default R*keys - R*S + r*S + s.
+        return_lse: also return the log-sum-exp.
+        exchange: "gather" sends all keys and values to every rank. "blocks" sends only the blocks that the rank's rows select; it needs
+            whole blocks, and slices of a multiple of them. "rows" sends the queries to the ranks that hold the keys; each row's partial
+            results are merged by their lse. "auto" takes the one with the fewest bytes by `exchanged_bytes` and `rows_bytes`;
+            `exchanges()` records why.
+        count_blocks: count the selected blocks, which waits for the device at every call. By default their number is bounded by
+            static facts: rows times n, or all of a slice.
 
-    Ranks agree before anything travels: once per class of calls rank 0 decides for all. In front of the exchange of every call and of every
-    backward pass they compare 8 bytes per rank, which cover all of the above, what was agreed on and the number of the call. On a CPU ranks
-    that differ all raise. On a GPU that takes one collective and four small launches, and no host waits for it: where ranks differ, a
-    device-side assert ends the CUDA context of each of them before the exchange, and the next call that meets the GPU raises.
+    Returns:
+        o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) of this rank's rows in q's dtype. With return_lse=True (o, lse): lse [B,S,G,h] float32
+        (float64 for float64 inputs).
 
     Raises:
         ArgumentError: bad input.
-        BackendError: nothing may run the call.
-        NsaSelError: ranks differ in sizes, flags, versions, devices or in the order of calls (it names rank and field), a rank does not
-            come, or there is no distributed job.
+        BackendError: no backend may run the call; something traces it.
+        NsaSelError: ranks differ in sizes, flags, versions, devices or the order of calls (it names rank and field), a rank does not
+            join, or there is no distributed job. On a GPU, ranks that differ in an agreed call stop by a device-side assert instead.
     """
     check_tensors(q, k, v)
     _check_eager(q, k, v)
@@ -70,66 +88,29 @@ def context_parallel_attention(
     begin_call(group)
     if exchange not in get_args(cost.Choice):
         raise ArgumentError("exchange", shown(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = transforms.in_autocast_dtype(q, k, v)
-    selection = as_selection(selection)
-    q, _, _, selection, scale, q_pos = check_call(q, _repeated(k, ranks), _repeated(v, ranks), selection, scale, q_pos)
-    B, S, G, h, Dk = q.shape
-    keys, block, device = k.shape[2], selection.block_size, device_info(q.device)
-    needs_grad = transforms.needs_grad(q, k, v)
-    of = cost.Sizes(
-        ranks, B, S, G, h, keys, Dk, v.shape[3], selection.n, block, q.element_size(), selection.ranges.element_size(), q_pos is not None,
-        needs_grad,
-    )  # fmt: skip
-    alike = {"keys": keys, "exchange": exchange, "count_blocks": count_blocks, "scale": scale, "q_pos": of.has_pos, "block_size": block}
-
-    def agreed(request: Request, **more: Any) -> Agreed:
-        return agree(request, device, group, backend, q.device, **alike, **more)
-
-    done, route, chosen = _planned(q, k, v, selection, q_pos, of, exchange, count_blocks, agreed, group)
-    events.follow(settings_for(device))
-    if done.way == "rows":
-        k, v = exchange_rows.aligned(k), exchange_rows.aligned(v)
-        request = exchange_rows.request(q, k, v, selection, ranks, needs_grad)
-        o, lse = exchange_rows.attend(q, k, v, selection, q_pos, scale, agreed(request, index_size=of.index_size), request)
-    else:
-        request = _request(q, k, v, selection, of)
-        if route is not None and not of.within:  # what a row sees of a block may end within it
-            request = msgspec.structs.replace(request, block_size=None)
-        on = agreed(request)
-        if route is not None and chosen is None:
-            chosen = _chosen(selection, q, q_pos, of, rank)
-        seen = of.first(rank) + S if q_pos is None else ranks * keys
-        travels = None if chosen is None or route is None else (chosen, route, of.within)
-        o, lse = _ContextParallel.apply(  # type: ignore[no-untyped-call]
-            q, k, v, selection, q_pos, seen, scale, travels, on, request
-        )
-    cost.note(done)
+    o, lse = _attend(_checked(q, k, v, selection, q_pos, scale, group), exchange, count_blocks, backend)
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
 
 
-def _repeated(x: Any, ranks: int) -> Any:
-    """A view that is as large as all ranks' slices together, for checks of shapes; what is no slice stays as it is."""
-    if not isinstance(x, Tensor) or x.dim() != 4:
-        return x
-    if not x.shape[2]:
-        raise ArgumentError("k", f"of shape {tuple(x.shape)}", "at least one key on each rank", "give every rank a slice of the sequence")
-    B, G, keys, D = x.shape
-    batch, group, _, number = x.stride()
-    return x.as_strided((B, G, ranks * keys, D), (batch, group, 0, number))
+class _Slice(NamedTuple):
+    """This rank's checked arguments."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selection: Selection
+    q_pos: Tensor | None
+    scale: float
+    sizes: cost.Sizes
+    group: dist.ProcessGroup
 
-def _request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, of: cost.Sizes) -> Request:
-    """The facts that ranks have in common: a rank's rows over the keys of all, laid out as they are gathered.
-
-    What `measure()` found of one rank's rows is not among them.
-    """
-    both = k.new_empty(1, of.B, of.G, of.Dk + of.Dv).expand(of.ranks * of.keys, -1, -1, -1).permute(1, 2, 0, 3)
-    alike = Selection(selection.ranges, selection.block_size, selection.max_length)
-    return request_of(q, both[..., : of.Dk], both[..., of.Dk :], alike, of.needs_grad)
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
 
 
 def _check_eager(*tensors: Tensor) -> None:
@@ -142,61 +123,131 @@ def _check_eager(*tensors: Tensor) -> None:
     transforms.check_traced("context_parallel_attention", *tensors)
 
 
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, q_pos: Tensor | None, scale: float | None, group: dist.ProcessGroup
+) -> _Slice:
+    """Check this rank's slice against keys and values of the whole sequence."""
+    ranks = dist.get_world_size(group)
+    selection = as_selection(selection)
+    q, _, _, selection, scale, q_pos = check_call(q, _repeated(k, ranks), _repeated(v, ranks), selection, scale, q_pos)
+    B, S, G, h, Dk = q.shape
+    sizes = cost.Sizes(
+        ranks, B, S, G, h, k.shape[2], Dk, v.shape[3], selection.n, selection.block_size, q.element_size(),
+        selection.ranges.element_size(), q_pos is not None, transforms.needs_grad(q, k, v),
+    )  # fmt: skip
+    return _Slice(q, k, v, selection, q_pos, scale, sizes, group)
+
+
+def _repeated(x: Any, ranks: int) -> Any:
+    """A view as large as all ranks' slices together, to check shapes; anything but a 4-d tensor is returned as it is."""
+    if not isinstance(x, Tensor) or x.dim() != 4:
+        return x
+    if not x.shape[2]:
+        raise ArgumentError("k", f"of shape {tuple(x.shape)}", "at least one key on each rank", "give every rank a slice of the sequence")
+    B, G, keys, D = x.shape
+    batch, group, _, number = x.stride()
+    return x.as_strided((B, G, ranks * keys, D), (batch, group, 0, number))
+
+
+def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: str | None) -> tuple[Tensor, Tensor]:
+    """o and lse of this rank's rows, by the exchange that the ranks agree on."""
+    q, k, v, selection, q_pos, scale, sizes, group = part
+    device = device_info(q.device)
+    arguments = {
+        "keys": sizes.keys, "exchange": exchange, "count_blocks": count_blocks, "scale": scale, "q_pos": sizes.has_pos,
+        "block_size": sizes.block_size,
+    }  # fmt: skip
+
+    def agreed(request: Request, **more: Any) -> Agreed:
+        return agree(request, device, group, backend, q.device, **arguments, **more)
+
+    done, route, chosen = _planned(part, exchange, count_blocks, agreed)
+    events.follow(settings_for(device))
+    if done.kind == "rows":
+        k, v = exchange_rows.aligned(k), exchange_rows.aligned(v)
+        request = exchange_rows.request(q, k, v, selection, sizes.ranks, sizes.needs_grad)
+        on = agreed(request, index_size=sizes.index_size)
+        o, lse = exchange_rows.attend(q, k, v, selection, q_pos, scale, on, request)
+    else:
+        request = _request(part)
+        if route is not None and not sizes.within:  # rows may see only the beginning of a block
+            request = msgspec.structs.replace(request, block_size=None)
+        on = agreed(request)
+        blocks = None if route is None else (chosen or _chosen(part), route, sizes.within)
+        o, lse = _ContextParallel.apply(part, blocks, on, request, q, k, v, q_pos)  # type: ignore[no-untyped-call]
+    cost.note(done)
+    return o, lse
+
+
+def _request(part: _Slice) -> Request:
+    """The request that all ranks have in common: one rank's rows over the keys of all, laid out as they are gathered.
+
+    It leaves out what `measure()` found of one rank's rows.
+    """
+    of, selection = part.sizes, part.selection
+    both = part.k.new_empty(1, of.B, of.G, of.Dk + of.Dv).expand(of.ranks * of.keys, -1, -1, -1).permute(1, 2, 0, 3)
+    unmeasured = Selection(selection.ranges, selection.block_size, selection.max_length)
+    return request_of(part.q, both[..., : of.Dk], both[..., of.Dk :], unmeasured, of.needs_grad)
+
+
 def _planned(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, of: cost.Sizes, exchange: cost.Choice, count: bool,
-    agreed: Callable[[Request], Agreed], group: dist.ProcessGroup,
-) -> tuple[cost.Exchange, exchange_blocks.Route | None, exchange_blocks.Chosen | None]:  # fmt: skip
-    """The exchange to be done; how blocks travel, None where they don't; which of them the rank's rows chose, if they were counted."""
-    rank, obstacle = dist.get_rank(group), cost.obstacle(of)
+    part: _Slice, exchange: cost.Choice, count: bool, agreed: Callable[[Request], Agreed]
+) -> tuple[cost.Exchange, exchange_blocks.Route | None, exchange_blocks.Chosen | None]:
+    """The exchange to run; the route of blocks, None where none are sent; the blocks that the rank's rows chose, if counted."""
+    of, obstacle = part.sizes, cost.obstacle(part.sizes)
     counts = count and exchange in ("auto", "blocks") and obstacle is None
-    if counts or (exchange == "blocks" and obstacle is not None):  # what follows is a collective, or an error that all ranks raise
-        agreed(_request(q, k, v, selection, of))
+    if counts or (exchange == "blocks" and obstacle is not None):  # a collective follows, or an error that all ranks raise
+        agreed(_request(part))
     if exchange == "blocks" and obstacle is not None:
         remedy = "pass exchange='rows' or 'gather', or a selection of whole blocks and slices of a multiple of them"
         raise ArgumentError("exchange", f"'blocks', but {obstacle}", "rows, gather, auto", remedy)
     chosen = None
     if counts:
-        chosen = _chosen(selection, q, q_pos, of, rank)
-        slots: list[list[int]] | None = exchange_blocks.counted_slots(chosen.wanted, rank, group)
+        chosen = _chosen(part)
+        slots: list[list[int]] | None = exchange_blocks.counted_slots(chosen.wanted, part.rank, part.group)
         done = cost.cheapest_exchange(of, exchange, slots, counted=True)
     else:
         done, slots = cost.planned(of, exchange)
-    if done.way != "blocks" or slots is None or of.block_size is None:
+    if done.kind != "blocks" or slots is None or of.block_size is None:
         return done, None, None
     blocks = of.keys // of.block_size
     own = blocks if of.within else min(blocks, of.S * of.n)
-    return done, exchange_blocks.Route(slots, rank, of.block_size, of.keys, own), chosen
+    return done, exchange_blocks.Route(slots, part.rank, of.block_size, of.keys, own), chosen
 
 
-def _chosen(selection: Selection, q: Tensor, q_pos: Tensor | None, of: cost.Sizes, rank: int) -> exchange_blocks.Chosen:
-    first = of.first(rank)
-    positions = torch.arange(first, first + of.S, device=q.device).expand(of.B, of.S) if q_pos is None else q_pos.long()
+def _chosen(part: _Slice) -> exchange_blocks.Chosen:
+    of, q_pos = part.sizes, part.q_pos
+    first = of.first(part.rank)
+    positions = torch.arange(first, first + of.S, device=part.q.device).expand(of.B, of.S) if q_pos is None else q_pos.long()
     assert of.block_size is not None, "obstacle() is asked first"
-    return exchange_blocks.chosen(selection.ranges, positions, of.block_size, of.ranks * of.keys // of.block_size)
+    return exchange_blocks.chosen(part.selection.ranges, positions, of.block_size, of.ranks * of.keys // of.block_size)
 
 
 class _ContextParallel(torch.autograd.Function):
+    """The exchanges "gather" and "blocks". The tensors of `part` are also direct arguments, which autograd needs to see."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, seen: int, scale: float,
-        travels: tuple[exchange_blocks.Chosen, exchange_blocks.Route, bool] | None, agreed: Agreed, request: Request,
+        ctx: Any, part: _Slice, blocks: tuple[exchange_blocks.Chosen, exchange_blocks.Route, bool] | None, agreed: Agreed,
+        request: Request, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        device, group = device_info(q.device), agreed.group
-        travelled = None
-        if travels is None:
+        selection, sizes, group, sent = part.selection, part.sizes, part.group, None
+        if blocks is None:
+            seen = sizes.ranks * sizes.keys if q_pos is not None else sizes.first(part.rank) + sizes.S
             k_seen, v_seen = (x[:, :, :seen] for x in exchange_all.gather(k, v, group))
         else:
-            chosen, route, within = travels
-            k_seen, v_seen, travelled = exchange_blocks.exchange(k, v, chosen.wanted, route, group)
+            chosen, route, within = blocks
+            k_seen, v_seen, sent = exchange_blocks.exchange(k, v, chosen.wanted, route, group)
             selection, q_pos = exchange_blocks.compact_selection(selection, chosen, route, within)
-        call = Call(q, k_seen, v_seen, selection, q_pos, scale, settings_for(device), device)
+        device = device_info(q.device)
+        call = Call(q, k_seen, v_seen, selection, q_pos, part.scale, settings_for(device), device)
         if call.settings.debug_triton and not call.capturing():
             selection.validate()
         o, lse, decision = run.run_forward(call, agreed.decision)
         run.finish(call, decision, request, o)
         ctx.save_for_backward(q, k_seen, v_seen, o, lse, selection.ranges, q_pos)
-        ctx.facts, ctx.decision, ctx.agreed = (selection, scale, call.settings, device), decision, agreed
-        ctx.travelled, ctx.keys = travelled, k.shape[2]
+        ctx.facts, ctx.decision, ctx.agreed = (selection, part.scale, call.settings, device), decision, agreed
+        ctx.sent, ctx.keys = sent, sizes.keys
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -210,8 +261,8 @@ class _ContextParallel(torch.autograd.Function):
             do = torch.zeros_like(o)  # the other ranks wait for this one's gradients
         dq, dk, dv = run.gradients(Call(q, k_seen, v_seen, selection, q_pos, scale, settings, device), ctx.decision, o, lse, do, dlse)
         ctx.agreed.before_backward(q.device)
-        if ctx.travelled is None:
+        if ctx.sent is None:
             dk, dv = exchange_all.scatter_sums(dk, dv, ctx.keys, ctx.agreed.group)
         else:
-            dk, dv = exchange_blocks.return_sums(dk, dv, ctx.travelled, ctx.agreed.group)
-        return dq, dk, dv, *(None,) * 7
+            dk, dv = exchange_blocks.return_sums(dk, dv, ctx.sent, ctx.agreed.group)
+        return None, None, None, None, dq, dk, dv, None

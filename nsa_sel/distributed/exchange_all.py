@@ -1,4 +1,4 @@
-"""K and V of all ranks on every rank, and their gradients back to the owners, summed in the order of ranks."""
+"""The exchange "gather": K and V of all ranks on every rank; their gradients return to the owners, summed in the order of ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name, since torch 2.13 with a warning
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name, deprecated since torch 2.13
 
 
 def gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """k [B,G,keys,Dk] and v [B,G,keys,Dv] of all ranks, in their order: views [B,G,ranks*keys,D] of one tensor, from one collective.
+    """All ranks' k [B,G,keys,Dk] and v [B,G,keys,Dv] in the order of ranks: views [B,G,ranks*keys,D] of one tensor, from one collective.
 
-    Its dimensions are [keys,B,G,Dk+Dv]: slices of ranks lie one behind the other, and nothing is copied after they came.
+    That tensor is [ranks*keys,B,G,Dk+Dv], so that the received slices need no copy.
     """
     B, G, keys, Dk = k.shape
     mine = k.new_empty(keys, B, G, Dk + v.shape[-1])
@@ -24,10 +24,10 @@ def gather(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tens
 
 
 def scatter_sums(dk: Tensor, dv: Tensor, keys: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """From this rank's share of the gradients of all keys, dk [B,G,seen,Dk] and dv [B,G,seen,Dv], to those of its own `keys` keys.
+    """Gradients of this rank's own `keys` keys from its share for the first `seen` keys, dk [B,G,seen,Dk] and dv [B,G,seen,Dv].
 
-    `seen` keys from the first on; the others have none. What a reduce_scatter does, with the same bytes, but each rank adds what it
-    receives itself: in float32 and in the order of ranks, so that runs are bit-equal and 16-bit gradients are rounded once a rank.
+    A reduce_scatter with the same bytes as one, except that each rank adds what it receives, in float32 and in the order of ranks: runs
+    are bit-equal, and 16-bit gradients are rounded once per rank.
     """
     B, G, seen, Dk = dk.shape
     ranks = dist.get_world_size(group)

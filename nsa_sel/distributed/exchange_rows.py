@@ -1,8 +1,8 @@
-"""Queries travel instead of keys: each rank attends with the rows of all to its own slice, and a row's parts are joined where it is from.
+"""The exchange "rows": queries are sent instead of keys. Each rank attends with all ranks' rows to its own slice.
 
-What a row sees of a slice has its own o and lse; those of all slices add up to the row's by their log-sum-exp, the same each time. The
-backward pass asks every rank for its share with the row's own o and lse, from which each backend finds a key's weight: dk and dv of a
-slice are then whole where the slice is, and the shares of dq are added in float32.
+Every slice gives a row partial o and lse, which the row's rank merges by their log-sum-exp, in a fixed order. The backward pass sends
+the row's final o and lse to every rank, from which backends recompute the weights of keys. dk and dv of a slice are then complete on
+its rank, and the partial dq are added in float32.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from nsa_sel.settings.config import settings_for
 
 
 def aligned(x: Tensor) -> Tensor:
-    """k or v as it is, or a copy where 16-byte rows of it stand at odd places: all ranks decide by the same alignment."""
+    """x, copied where its rows could be 16-byte aligned and are not: ranks must decide by the same alignment."""
     row, *outer = (stride * x.element_size() for stride in (x.shape[-1], *x.stride()[:-1]))
     odd = functools.reduce(int.__or__, outer, x.data_ptr()) % ALIGNED
     return x.clone(memory_format=torch.contiguous_format) if odd and row % ALIGNED == 0 else x
 
 
 def request(q: Tensor, k: Tensor, v: Tensor, selection: Selection, ranks: int, needs_grad: bool) -> Request:
-    """The facts that ranks have in common: the rows of all over one slice, k and v `aligned`."""
+    """The request that all ranks have in common: all ranks' rows over one slice; k and v are `aligned`."""
     facts = request_of(q, k, v, selection.part(selection.ranges, ranks * k.shape[2], _whole(selection, k)), needs_grad)
     odd = any(x.shape[-1] * x.element_size() % ALIGNED for x in (k, v))
     return msgspec.structs.replace(facts, S=ranks * q.shape[1], aligned=not odd)
 
 
 def _whole(selection: Selection, k: Tensor) -> bool:
-    """Whether no range of whole blocks lies across two slices."""
+    """Whether no block is split between two slices."""
     return k.shape[2] % (selection.block_size or 1) == 0
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, agreed: Agreed, request: Request
 ) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h] of this rank's rows q [B,S,G,h,Dk] over the slices k, v of all ranks; all of them call it."""
+    """o [B,S,G,h,Dv] and lse [B,S,G,h] of this rank's rows q [B,S,G,h,Dk] over all ranks' slices; every rank calls it."""
     if request.needs_grad:
-        return _Visiting.apply(q, k, v, selection, q_pos, scale, agreed, request)  # type: ignore[no-any-return,no-untyped-call]
-    return _forward(_call_here(q, k, v, selection, q_pos, scale, agreed.group), agreed, request)[:2]
+        return _ContextParallelRows.apply(q, k, v, selection, q_pos, scale, agreed, request)  # type: ignore[no-any-return,no-untyped-call]
+    return _forward(_local_call(q, k, v, selection, q_pos, scale, agreed.group), agreed, request)[:2]
 
 
-class _Visiting(torch.autograd.Function):
+class _ContextParallelRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, agreed: Agreed,
         request: Request,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        call = _call_here(q, k, v, selection, q_pos, scale, agreed.group)
+        call = _local_call(q, k, v, selection, q_pos, scale, agreed.group)
         o, lse, ctx.decision = _forward(call, agreed, request)
         ctx.save_for_backward(call.q, k, v, o, lse, call.q_pos)
         ctx.facts, ctx.agreed = (call.selection, scale, call.settings, call.device), agreed
@@ -75,59 +75,59 @@ class _Visiting(torch.autograd.Function):
         q, k, v, o, lse, positions = ctx.saved_tensors
         selection, scale, settings, device = ctx.facts
         rows = *lse.shape[1:], q.shape[-1]
-        do = torch.zeros_like(o) if do is None else do  # the other ranks wait for these
+        do = torch.zeros_like(o) if do is None else do  # the other ranks wait for them
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         group = ctx.agreed.group
         ctx.agreed.before_backward(q.device)
-        do, o, lse, dlse = _of_all([do, o, lse, dlse], group)
+        do, o, lse, dlse = _gather_rows([do, o, lse, dlse], group)
         call = Call(q, k, v, selection, positions, scale, settings, device)
         dq, dk, dv = run.gradients(call, ctx.decision, o.contiguous(), lse.contiguous(), do, dlse)
-        shares = _home(_by_rank(dq, group).contiguous(), group)
+        shares = _return_parts(_by_rank(dq, group).contiguous(), group)
         total = shares.sum(0, dtype=torch.promote_types(dq.dtype, torch.float32)).to(dq.dtype)
         return total.view(len(total), *rows), dk, dv, *(None,) * 5
 
 
-def _call_here(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: dist.ProcessGroup) -> Call:
-    """The call of all ranks' rows, in the order of ranks, to this rank's slice: its first key is key 0, and it is all there is."""
+def _local_call(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, group: Any) -> Call:
+    """The call of all ranks' rows, in the order of ranks, over this rank's slice, whose first key is key 0."""
     ranks, rank, B, S, keys = dist.get_world_size(group), dist.get_rank(group), *q.shape[:2], k.shape[2]
     device = device_info(q.device)
     call = Call(q, k, v, selection, None, scale, settings_for(device), device)
     first, fits = rank * keys, ranks * keys < torch.iinfo(torch.int32).max
     parts = [q, selection.ranges if fits else selection.ranges.long()]
-    call.q, ranges, *given = _of_all(parts if q_pos is None else [*parts, q_pos.long()], group)
+    call.q, ranges, *given = _gather_rows(parts if q_pos is None else [*parts, q_pos.long()], group)
     if call.settings.debug_triton and not call.capturing():
-        selection.part(ranges, ranks * keys, True).validate()  # whole, so that it fails on all ranks or on none
+        selection.part(ranges, ranks * keys, True).validate()  # before cutting, so that it fails on all ranks or on none
     if given:
         call.q_pos = given[0] - first
     else:
-        after = (ranks - rank) * keys  # where the last of all rows stands, and one more
+        after = (ranks - rank) * keys  # one past the last row's position
         call.q_pos = torch.arange(after - ranks * S, after, device=q.device).expand(B, ranks * S)
-    # A row before this slice sees nothing of it, one behind it all: what backends make of positions outside the keys.
+    # Positions outside the slice are fine: backends let a row before it see nothing, and a row after it everything.
     ranges = (ranges.clamp(first, first + keys) - first).contiguous()
     call.selection = selection.part(ranges, ranks * keys, _whole(selection, k))
     return call
 
 
 def _forward(call: Call, agreed: Agreed, request: Request) -> tuple[Tensor, Tensor, Decision]:
-    """o and lse of this rank's rows, after all ranks' have met this rank's keys and its own those of all; and the decision that ran."""
+    """Attend with all ranks' rows to this slice, return the parts, and merge this rank's: o, lse and the decision that ran."""
     group = agreed.group
     o, lse, decision = run.run_forward(call, agreed.decision)
     run.finish(call, decision, request, o)
     rows = o.shape[1] // dist.get_world_size(group), *o.shape[2:]
-    came = _home(packed([_by_rank(o, group), _by_rank(lse, group)]), group)
-    part_o, part_lse = unpacked(came, [(o.dtype, rows), (lse.dtype, rows[:-1])])
-    return *joined(part_o, part_lse), decision
+    received = _return_parts(packed([_by_rank(o, group), _by_rank(lse, group)]), group)
+    part_o, part_lse = unpacked(received, [(o.dtype, rows), (lse.dtype, rows[:-1])])
+    return *merge_parts(part_o, part_lse), decision
 
 
-def joined(part_o: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """o [...,D] and lse [...] of rows from their parts [parts,...,D] and [parts,...] over disjoint keys; 0 and -inf where none has any."""
-    lse = part_lse.logsumexp(0)  # at once: added one after another, each part would be rounded
+def merge_parts(part_o: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """o [...,D] and lse [...] from parts [parts,...,D] and [parts,...] over disjoint keys; 0 and -inf where all are empty."""
+    lse = part_lse.logsumexp(0)  # at once: adding pairwise would round every time
     weights = (part_lse - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
     return (weights.unsqueeze(-1) * part_o).sum(0).to(part_o.dtype), lse
 
 
-def _of_all(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Each part [B,S,...] of this rank as that of all ranks, [B,ranks*S,...]: one collective."""
+def _gather_rows(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """All ranks' parts [B,ranks*S,...] from this rank's [B,S,...], in one collective."""
     mine = packed([part.contiguous().flatten(1) for part in parts])
     ranks, (B, size) = dist.get_world_size(group), mine.shape
     every = mine.new_empty(ranks * B, size)
@@ -137,20 +137,20 @@ def _of_all(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _by_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rows [B,ranks*S,...] by the rank that they are from: [ranks,B,numbers]."""
+    """Rows [B,ranks*S,...] split by the rank that owns them: [ranks,B,elements]."""
     ranks, (B, rows, *rest) = dist.get_world_size(group), x.shape
     return x.reshape(B, ranks, rows // ranks * math.prod(rest)).transpose(0, 1)
 
 
-def _home(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x[p] goes to rank p; what came from each rank, likewise."""
-    came = torch.empty_like(x)
-    dist.all_to_all_single(came, x, group=group)
-    return came
+def _return_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send x[p] to rank p; the result's entry p is from rank p."""
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
 
 
 def packed(parts: list[Tensor]) -> Tensor:
-    """[...,bytes] uint8 of parts [...,numbers] of any dtypes, side by side, each filled up to whole `ALIGNED` bytes."""
+    """Parts [...,elements] of any dtypes as one uint8 tensor [...,bytes], each part padded to `ALIGNED` bytes."""
     pieces: list[Tensor] = []
     for part in parts:
         piece = part.view(torch.uint8)
@@ -162,7 +162,7 @@ def packed(parts: list[Tensor]) -> Tensor:
 
 
 def unpacked(packets: Tensor, parts: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-    """The parts, views [...,*shape] of such packets, from their dtypes and shapes."""
+    """The inverse of `packed`: views [...,*shape] of the packets, for each part's dtype and shape."""
     found, begin = [], 0
     for dtype, shape in parts:
         size = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Selections: how they are made, merged, checked and measured, and which plans they remember."""
+"""Selections: making, merging, checking, measuring, and their cached plans."""
 
 from __future__ import annotations
 
@@ -43,19 +43,7 @@ def test_from_ranges_keeps_what_it_is_given(dtype: torch.dtype) -> None:
     assert selection.ranges is ranges
     assert selection.n == ranges.shape[-2]
     assert (selection.block_size, selection.max_length, selection.measured) == (None, 8, None)
-
-
-def test_from_ranges_takes_the_decode_form() -> None:
-    assert Selection.from_ranges(torch.zeros(2, 3, 4, 2, dtype=torch.int32)).ranges.shape == (2, 1, 3, 4, 2)
-
-
-def test_debugging_checks_ranges_at_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    overlapping = row((0, 5), (3, 8))
-    Selection.from_ranges(overlapping)
-    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with pytest.raises(ArgumentError, match=r"merge\(\)"):
-        Selection.from_ranges(overlapping)
-    Selection.from_ranges(row((0, 5), (5, 8)))
+    assert Selection.from_ranges(ranges[:, 0]).ranges.shape == (2, 1, *ranges.shape[2:])  # decode
 
 
 # from_blocks
@@ -93,7 +81,7 @@ def test_from_blocks_does_not_wrap_around() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1 << 20, 1 << 30, FAR])
-def test_from_blocks_of_huge_blocks_keep_their_keys(block_size: int) -> None:
+def test_huge_blocks_keep_their_keys(block_size: int) -> None:
     selection = Selection.from_blocks(torch.tensor([0, 1, 2], dtype=torch.int32).reshape(1, 1, 1, 3), block_size)
     assert selection.ranges.reshape(-1, 2).tolist() == [[j * block_size, (j + 1) * block_size] for j in range(3)]
 
@@ -103,10 +91,15 @@ def test_block_indices_need_blocks() -> None:
         _ = Selection.from_ranges(row((0, 3))).block_indices
 
 
-def test_debugging_refuses_a_block_named_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_validates_new_selections(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlapping, twice = row((0, 5), (3, 8)), torch.tensor([2, 0, 2]).reshape(1, 1, 1, 3)
+    Selection.from_ranges(overlapping)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with pytest.raises(ArgumentError, match="names a block twice"):
-        Selection.from_blocks(torch.tensor([2, 0, 2]).reshape(1, 1, 1, 3), 16)
+    with pytest.raises(ArgumentError, match=r"merge\(\)"):
+        Selection.from_ranges(overlapping)
+    with pytest.raises(ArgumentError, match="has a block twice"):
+        Selection.from_blocks(twice, 16)
+    Selection.from_ranges(row((0, 5), (5, 8)))
     Selection.from_blocks(torch.tensor([-1, 0, -1]).reshape(1, 1, 1, 3), 16)
 
 
@@ -168,17 +161,11 @@ def test_from_scores_by_hand() -> None:
     assert got[0, 23, 0].tolist() == [0, 1, 2, -1]
     assert got[0, 39, 0].tolist() == [0, 1, 3, 4]  # the tie of 1 and 3 is settled by the forced 3
     assert Selection.from_scores(scores, 2, 8, first=0, local=0).block_indices[0, 39, 0].tolist() == [1, 3]
-
-
-def test_infinite_scores_do_not_displace_forced_blocks() -> None:
-    scores = torch.full((1, 64, 1, 8), math.inf)
-    assert Selection.from_scores(scores, 4, 8).block_indices[0, 63, 0].tolist() == [0, 1, 6, 7]
-
-
-def test_float64_scores_keep_their_order() -> None:
-    scores = torch.zeros(1, 64, 1, 8, dtype=torch.float64)
-    scores[..., 2], scores[..., 3] = 1.0, 1.0 + 1e-12
-    assert Selection.from_scores(scores, 4, 8).block_indices[0, 63, 0].tolist() == [0, 3, 6, 7]
+    infinite = torch.full((1, 64, 1, 8), math.inf)  # does not displace forced blocks
+    assert Selection.from_scores(infinite, 4, 8).block_indices[0, 63, 0].tolist() == [0, 1, 6, 7]
+    close = torch.zeros(1, 64, 1, 8, dtype=torch.float64)
+    close[..., 2], close[..., 3] = 1.0, 1.0 + 1e-12
+    assert Selection.from_scores(close, 4, 8).block_indices[0, 63, 0].tolist() == [0, 3, 6, 7]
 
 
 def test_from_scores_takes_keys_before_the_queries_and_positions() -> None:
@@ -262,7 +249,7 @@ def test_validate_accepts_disjoint_sorted_ranges(ranges: Tensor) -> None:
         (Selection.from_ranges(row((-4, 3), (-1, 2))), "overlapping or unsorted"),
         (Selection.from_ranges(row((0, 16), (16, 31)), block_size=16), "not one block of 16"),
         (Selection.from_ranges(row((8, 24),), block_size=16), "not one block of 16"),
-        (Selection.from_ranges(row((16, 32), (0, 16), (16, 32)), block_size=16), "names a block twice"),
+        (Selection.from_ranges(row((16, 32), (0, 16), (16, 32)), block_size=16), "has a block twice"),
         (Selection.from_ranges(row((0, 4), (6, 9)), max_length=6), "more than max_length = 6"),
     ],
 )  # fmt: skip
@@ -313,27 +300,12 @@ def test_measure_does_not_overflow() -> None:
     assert rows.measure().total_length == 2 * FAR - 7
 
 
-def test_measured_bound_holds_at_other_positions() -> None:
+def test_the_measured_bound_holds_at_other_positions_until_the_ranges_are_written() -> None:
     selection = Selection.from_ranges(row((0, 4), (6, 9)))
     assert selection.measure(S_kv=12, q_pos=torch.tensor([2])).max_length == 3
     assert selection.length_bound(12) == 7
-
-
-def test_measured_bound_is_forgotten_when_ranges_are_written() -> None:
-    selection = Selection.from_ranges(row((0, 4), (6, 9)))
-    selection.measure()
-    assert selection.length_bound(100) == 7
     selection.ranges[..., 1] += 5
-    assert selection.length_bound(100) == 100
-
-
-def test_to_keeps_facts_and_drops_plans() -> None:
-    selection = Selection.from_ranges(row((0, 4), (6, 9)), max_length=9)
-    selection.measure()
-    selection.plan(("a",), lambda: 1)
-    moved = selection.to("cpu")
-    assert (moved.max_length, moved.measured, moved.length_bound(100)) == (9, selection.measured, 7)
-    assert moved.plan(("a",), lambda: 2) == 2
+    assert selection.length_bound(12) == 12
 
 
 def test_repr_shows_the_facts() -> None:
@@ -359,7 +331,7 @@ def test_plans_are_built_once_until_the_ranges_are_written() -> None:
     assert selection.plan(("a",), lambda: build("a")) == "a3"
 
 
-def test_plans_are_built_anew_when_what_else_they_are_made_from_differs() -> None:
+def test_plans_are_rebuilt_when_their_other_inputs_change() -> None:
     selection, made_from, built = Selection.from_ranges(row((0, 4))), torch.tensor([3, 5]), []
 
     def plan(*others: object) -> int:
@@ -375,7 +347,7 @@ def test_plans_are_built_anew_when_what_else_they_are_made_from_differs() -> Non
     assert plan(torch.from_numpy(positions)) == 8
 
 
-def test_plans_are_built_anew_after_a_write_that_pytorch_does_not_see() -> None:
+def test_plans_are_rebuilt_after_a_cpu_write_unseen_by_pytorch() -> None:
     buffer = np.array([[[[[0, 4]]]]])
     selection = Selection.from_ranges(torch.from_numpy(buffer))
     selection.measure()
@@ -384,14 +356,14 @@ def test_plans_are_built_anew_after_a_write_that_pytorch_does_not_see() -> None:
     assert (selection.plan(("a",), lambda: 2), selection.length_bound(100)) == (2, 100)
 
 
-def test_debugging_finds_a_write_on_a_gpu_that_nothing_else_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here a CPU tensor stands for one on a GPU, whose contents are compared under NSA_DEBUG_TRITON alone."""
+def test_debugging_finds_a_gpu_write_unseen_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU tensor treated like a GPU's, whose contents are only compared under NSA_DEBUG_TRITON=1."""
     buffer = np.array([[[[[0, 4]]]]])
     selection = Selection.from_ranges(torch.from_numpy(buffer))
     monkeypatch.setattr(Selection, "_on_gpu", property(lambda self: True))
     selection.plan(("a",), lambda: 1)
     buffer[..., 1] = 9
-    assert selection.plan(("a",), lambda: 2) == 1  # nobody looked
+    assert selection.plan(("a",), lambda: 2) == 1  # not compared
     selection.invalidate()
     assert selection.plan(("a",), lambda: 2) == 2
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
@@ -416,10 +388,12 @@ def saved_and_loaded(selection: Selection) -> Selection:
     return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), saved_and_loaded])
-def test_copies_keep_facts_and_drop_plans(clone: Callable[[Selection], Selection]) -> None:
+@pytest.mark.parametrize(
+    "clone", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), saved_and_loaded, lambda s: s.to("cpu")]
+)
+def test_copies_keep_facts_until_written_and_drop_plans(clone: Callable[[Selection], Selection]) -> None:
     ranges = row((0, 4), (6, 9))
-    ranges.copy_(ranges.clone())  # it is at version 1 now, its copies begin at 0
+    ranges.copy_(ranges.clone())  # version 1; copies start at 0
     selection = Selection.from_ranges(ranges, max_length=50, disjoint=True)
     selection.measure()
     selection.plan(("a",), lambda: 1)
@@ -429,16 +403,11 @@ def test_copies_keep_facts_and_drop_plans(clone: Callable[[Selection], Selection
     assert found.plan(("a",), lambda: 2) == 2
     found.ranges.copy_(row((0, 4), (6, 30)))
     assert (found.length_bound(100), found.plan(("a",), lambda: 3)) == (50, 3)
+    selection.ranges.copy_(row((0, 4), (6, 30)))
+    assert clone(selection).length_bound(100) == 50
 
 
-def test_a_copy_of_what_was_written_forgets_the_measure() -> None:
-    selection = Selection.from_ranges(row((0, 4)))
-    selection.measure()
-    selection.ranges[..., 1] = 9
-    assert copy.deepcopy(selection).length_bound(100) == 100
-
-
-def test_plans_do_not_pile_up() -> None:
+def test_the_number_of_plans_is_bounded() -> None:
     selection = Selection.from_ranges(row((0, 4)))
     for keys in range(100):
         assert selection.plan(("a", keys), lambda keys=keys: keys) == keys
@@ -450,14 +419,14 @@ def test_plans_do_not_pile_up() -> None:
 
 @settings(max_examples=300)
 @given(ranges=wild_rows())
-def test_disjoint_ranges_name_each_key_of_the_union_once(ranges: Tensor) -> None:
+def test_disjoint_ranges_have_each_key_of_the_union_once(ranges: Tensor) -> None:
     selection = Selection.from_ranges(ranges)
     found = selection.disjoint_ranges()
     assert (found.shape, found.dtype, found.is_contiguous()) == (ranges.shape, ranges.dtype, True)
     assert selection.n < 2 or selection.disjoint_ranges() is found
     for before, after in zip(ranges[0, :, 0], found[0, :, 0], strict=True):
-        named = [key for start, end in after.tolist() for key in range(max(start, 0), end)]
-        assert sorted(named) == sorted(keys_of(before))
+        covered = [key for start, end in after.tolist() for key in range(max(start, 0), end)]
+        assert sorted(covered) == sorted(keys_of(before))
 
 
 def test_disjoint_blocks_stay_whole() -> None:
@@ -468,13 +437,13 @@ def test_disjoint_blocks_stay_whole() -> None:
     assert (selection.measured.max_length, selection.length_bound(100)) == (8, 8)
 
 
-def test_a_promise_to_be_disjoint_costs_nothing() -> None:
+def test_disjoint_selections_use_their_ranges_as_they_are() -> None:
     ranges = row((6, 9), (0, 4))
     assert Selection.from_ranges(ranges, disjoint=True).disjoint_ranges() is ranges
     assert Selection.from_scores(torch.randn(1, 64, 1, 8), 4, 8).disjoint
 
 
-def test_inference_mode_has_no_versions_to_trust() -> None:
+def test_tensors_of_inference_mode_keep_no_plans() -> None:
     with torch.inference_mode():
         selection = Selection.from_ranges(row((0, 4)))
         assert [selection.plan(("a",), lambda number=number: number) for number in (1, 2)] == [1, 2]

@@ -283,7 +283,7 @@ def test_the_fallback_takes_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no")
 
     monkeypatch.setattr(registry.load("numba"), "forward", broken)
-    with pytest.warns(RuntimeWarning, match="sdpa-packed takes over"):
+    with pytest.warns(RuntimeWarning, match="sdpa-packed runs calls"):
         o = selection_attention_with_kvcache(*cache)
     assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
     assert torch.equal(o, check(cache, "sdpa-packed")[0])

@@ -73,5 +73,5 @@ def test_debugging_refuses_what_overlaps(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, v = tensors("cpu", "numba")
     selection = Selection.from_blocks(torch.tensor([3, 3]).expand(1, S, 2, 2), BLOCK)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with pytest.raises(ArgumentError, match="names a block twice"):
+    with pytest.raises(ArgumentError, match="has a block twice"):
         selection_attention(q, k, v, selection)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,15 +17,18 @@ from nsa_sel.varlen import selection_attention_varlen, varlen_positions
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.varlen_cases import (
     Packed,
-    assert_unseen_keys_do_not_matter,
+    assert_unselected_keys_change_nothing,
     attend_varlen,
     bounds,
     check_sequences,
     check_varlen,
+    hide_bounds,
     pack,
+    tensors,
 )
 
 CPU = ("sdpa-packed", "numba")
+unseen = pytest.mark.usefixtures("unreadable_bounds")
 ON_RANGES = (*CPU, "triton-group")
 ON_BLOCKS = ("triton-tile", "triton-block")
 BACKENDS = (*ON_RANGES, *ON_BLOCKS)
@@ -108,7 +109,7 @@ def test_what_other_sequences_hold_does_not_matter(backend: str) -> None:
 @pytest.mark.parametrize("backend", ON_BLOCKS)
 def test_keys_that_no_row_of_their_sequence_sees_do_not_matter(backend: str) -> None:
     packed = pack((2, 1, 1), (48, 16, 40), n=2, spare=4)
-    assert_unseen_keys_do_not_matter(backend, packed, first=48)
+    assert_unselected_keys_change_nothing(backend, packed, first=48)
 
 
 def test_blocks_that_are_none_any_more_are_refused_or_served_by_others() -> None:
@@ -134,18 +135,7 @@ def test_forms_of_bounds(packed: Packed) -> None:
     torch.testing.assert_close(raw, expected[0], atol=2e-6, rtol=0)
 
 
-@pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds lie where the host must not look, as on a GPU."""
-    monkeypatch.setattr("nsa_sel.core.bounds._is_free_to_read", lambda bounds: False)
-
-
-def tensors(packed: Packed) -> dict[str, Any]:
-    cu_q, cu_k = torch.tensor(packed.cu_q), torch.tensor(packed.cu_k, dtype=torch.int32)
-    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": None if packed.cu_q == packed.cu_k else cu_k}
-
-
-@pytest.mark.usefixtures("unseen")
+@unseen
 def test_bounds_that_the_host_does_not_see() -> None:
     for packed in (pack((16, 0, 3), n=2, spare=1), pack((1, 18, 0, 2), (32, 16, 16, 21), n=2)):
         check_varlen("numba", packed, **tensors(packed))
@@ -158,7 +148,7 @@ def test_bounds_that_the_host_does_not_see() -> None:
         assert nsa_sel.decisions()[-1].request.block_size == 16
 
 
-@pytest.mark.usefixtures("unseen")
+@unseen
 def test_one_sequence_begins_at_a_block() -> None:
     packed = pack((20,))
     selection_attention_varlen(*packed[:4], **tensors(packed))
@@ -169,7 +159,7 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack((5, 20))
     with pytest.raises(ArgumentError, match=r"block_aligned is True, but a sequence's first key is 5; allowed: multiples of .*16"):
         selection_attention_varlen(*packed[:4], packed.cu_q, block_aligned=True)
-    monkeypatch.setattr("nsa_sel.core.bounds._is_free_to_read", lambda bounds: False)
+    hide_bounds(monkeypatch)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     with pytest.raises(ArgumentError, match="not one block of 16"):
         selection_attention_varlen(*packed[:4], **tensors(packed), block_aligned=True)
@@ -215,7 +205,7 @@ def test_no_copies_of_q_k_v(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in packed[:3]]
 
 
-@pytest.mark.usefixtures("unseen")
+@unseen
 def test_what_is_made_of_a_selection_is_kept_until_something_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, made = pack((3, 5), (32, 18)), []
     places = packed_batches.positions_in_sequences
@@ -281,7 +271,7 @@ BAD = {
     "one number": ({"cu_seqlens_q": [0]}, r"cu_seqlens_q is \[0\]; allowed: a tensor"),
     "a number": ({"cu_seqlens_q": 8}, "cu_seqlens_q is a int; allowed"),
     "no zero": ({"cu_seqlens_q": [1, 8]}, "cu_seqlens_q is 1 first; allowed: 0 first"),
-    "falling": ({"cu_seqlens_q": [0, 5, 3, 8]}, "cu_seqlens_q is 5, then 3 at 2; allowed: .*never fall"),
+    "falling": ({"cu_seqlens_q": [0, 5, 3, 8]}, "cu_seqlens_q is 5, then 3 at 2; allowed: .*never decrease"),
     "too far": ({"cu_seqlens_q": [0, 9]}, "cu_seqlens_q is 9 last; allowed: at most 8, the number of q's rows"),
     "keys too far": ({"cu_seqlens_k": torch.tensor([0, 9])}, "cu_seqlens_k is 9 last; allowed: at most 8, the number of the keys"),
     "other sequences": ({"cu_seqlens_k": [0, 4, 8]}, "cu_seqlens_k is of 2 sequences; allowed: cu_seqlens_q's 1"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.bench.core.cases import packed_cases
-from nsa_sel.core import bounds, entry
+from nsa_sel.core import entry
 from nsa_sel.core import packed as packed_batches
 from nsa_sel.core.request import Request
 from nsa_sel.errors import ArgumentError, BackendError
@@ -18,26 +18,23 @@ from nsa_sel.selection import Selection
 from nsa_sel.varlen import selection_attention_varlen
 from tests.helpers.policy_cases import A100, H200, INTERPRETER
 from tests.helpers.policy_cases import CPU as PLAIN_CPU
-from tests.helpers.varlen_cases import Packed, assert_unseen_keys_do_not_matter, attend_varlen, check_varlen, pack
+from tests.helpers.varlen_cases import (
+    assert_unselected_keys_change_nothing,
+    attend_varlen,
+    check_varlen,
+    hide_bounds,
+    pack,
+    tensors,
+)
 
 CPU = ("sdpa-packed", "numba")
+unseen = pytest.mark.usefixtures("unreadable_bounds")
 ON_BLOCKS = ("triton-tile", "triton-block")
 MIXED = (5, 0, 1, 18, 16, 2)  # shorter than a block of 16, empty, one, and one that begins with a block after odd ones
 
 
 def last_request() -> Request:
     return nsa_sel.decisions()[-1].request
-
-
-@pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds lie where the host must not look, as on a GPU."""
-    monkeypatch.setattr(bounds, "_is_free_to_read", lambda bounds: False)
-
-
-def tensors(packed: Packed) -> dict[str, Any]:
-    cu_q, cu_k = torch.tensor(packed.cu_q), torch.tensor(packed.cu_k, dtype=torch.int32)
-    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": None if packed.cu_q == packed.cu_k else cu_k}
 
 
 # Results
@@ -62,7 +59,7 @@ def test_backends_of_whole_blocks_serve_any_bounds_when_forced(backend: str) -> 
     check_varlen(backend, packed._replace(selection=Selection(packed.selection.ranges.long(), 16)))
 
 
-@pytest.mark.usefixtures("unseen")
+@unseen
 def test_bounds_that_the_host_does_not_see() -> None:
     for packed in (pack(MIXED, n=2, spare=1), pack((1, 18, 0, 2), (33, 16, 5, 1), n=2)):
         check_varlen("numba", packed, align=True, **tensors(packed))
@@ -74,7 +71,7 @@ def test_bounds_that_the_host_does_not_see() -> None:
 def test_keys_that_no_row_of_their_sequence_sees_do_not_matter(backend: str) -> None:
     """Not even NaN among them, before, behind and between those that are seen, nor in the padding."""
     packed = pack((2, 1, 1), (43, 15, 38), n=2, spare=4)
-    assert_unseen_keys_do_not_matter(backend, packed, first=43, align=True)
+    assert_unselected_keys_change_nothing(backend, packed, first=43, align=True)
 
 
 @pytest.mark.parametrize("backend", ON_BLOCKS)
@@ -107,7 +104,7 @@ def test_what_lies_between_sequences_is_zero(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bounds_that_are_none_read_and_write_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU checks what a GPU would not: an index outside a tensor is an error."""
-    monkeypatch.setattr(bounds, "_is_free_to_read", lambda bounds: False)
+    hide_bounds(monkeypatch)
     packed = pack((5, 9, 2), n=2)
     for wrong in ([0, 12, 3, 16], [-40, -7, 5, 90], [7, 7, 7, 7], [0, 1000, 2000, 3000], [9, 4, 2, -80]):
         o = selection_attention_varlen(*packed[:4], torch.tensor(wrong), align=True, backend="numba")
@@ -158,7 +155,7 @@ def test_sequences_that_begin_with_blocks_stay_where_they_are(monkeypatch: pytes
     monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
     packed = pack((16, 0, 32, 7))
     selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
-    monkeypatch.setattr(bounds, "_is_free_to_read", lambda bounds: False)
+    hide_bounds(monkeypatch)
     selection_attention_varlen(*packed[:4], **tensors(packed), align=True, block_aligned=True)
     assert [x.data_ptr() for x in given] == [x.data_ptr() for x in packed[1:3]] * 2
 

@@ -239,7 +239,7 @@ class TestRun:
             ({"block_indices": None}, ("the selection is missing", "ranges [B,S,G,n,2]", "block_indices [B,S,G,n]")),
             ({"ranges": torch.zeros(1, S, G, 1, 2, dtype=torch.int32)}, ("given twice", "leave one of them out")),
             ({"k": torch.zeros(1, S_KV, G, D)}, ("k is of shape (1, 32, 2, 16)", "k.transpose(1, 2)")),
-            ({"block_indices": torch.zeros(1, S, G, 2, dtype=torch.int32)}, ("names a block twice",)),
+            ({"block_indices": torch.zeros(1, S, G, 2, dtype=torch.int32)}, ("has a block twice",)),
             ({"block_indices": torch.zeros(1, S, G, 2)}, ("block_indices is of dtype torch.float32", "an integer dtype")),
             ({"v": torch.zeros(1, G, S_KV, D).half()}, ("v is of dtype torch.float16", "q's dtype torch.float32")),
         ],

@@ -172,7 +172,7 @@ def test_a_failure_is_taken_over_as_in_eager_calls(monkeypatch: pytest.MonkeyPat
     wanted = results(attend, q, k, v, selection, backend="sdpa-packed")
     monkeypatch.setattr(numba_cpu, "forward", broken)
     monkeypatch.setattr(numba_cpu, "backward", broken)
-    with pytest.warns(RuntimeWarning, match="sdpa-packed takes over"):
+    with pytest.warns(RuntimeWarning, match="sdpa-packed runs calls"):
         got = results(compiled(attend), q, k, v, selection)
     assert_equal(got, wanted)
 
@@ -237,7 +237,7 @@ def traced_refusal(match: str, *arguments: Any, **options: Any) -> None:
 def test_bad_input_is_refused_while_tracing() -> None:
     q, k, v, selection = problem(64)
     other = Selection.from_ranges(selection.ranges[:, :32], BLOCK)
-    traced_refusal("selection is over rows.*Remedy: one set of ranges a query row and group", q, k, v, other)
+    traced_refusal("selection is over rows.*Remedy: one set of ranges per query row and group", q, k, v, other)
     traced_refusal("k is of head dimension.*Remedy: project q and k to the same size", q, k[..., :8], v, selection)
     traced_refusal("k is of strides.*Remedy: call k.contiguous", q, k.transpose(2, 3).contiguous().transpose(2, 3), v, selection)
     traced_refusal("k is of dtype torch.float64.*Remedy", q, k.double(), v, selection)
@@ -254,7 +254,7 @@ def test_bad_input_is_refused_when_the_call_runs(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BackendError, match="did you mean 'numba'"):
         compiled(attend, "eager")(q, k, v, selection, backend="nmba")
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with pytest.raises(ArgumentError, match="names a block twice"):
+    with pytest.raises(ArgumentError, match="has a block twice"):
         compiled(from_blocks, "eager")(q, k, v, torch.ones(2, 64, 2, 2, dtype=torch.int32))
 
 
@@ -305,16 +305,16 @@ def test_torch_func_is_refused() -> None:
         return torch.func.vmap(total)(q[None])
 
     for work in (mapped, torch.func.grad(total), torch.func.jacrev(total), lambda q: torch.func.jvp(total, (q,), (q,))):
-        with pytest.raises(BackendError, match="put its dimension into the batch"):
+        with pytest.raises(BackendError, match="make its dimension part of the batch B"):
             work(q)
-    with pytest.raises(RuntimeError, match="put its dimension into the batch"):
+    with pytest.raises(RuntimeError, match="make its dimension part of the batch B"):
         compiled(mapped)(q)
 
     def by_name(q: Tensor) -> Tensor:
         return OPS.selection_forward(q, k, v, selection.ranges, None, BLOCK, None, False, None, None, False)[0].sum()
 
     for work in (torch.func.grad(by_name), lambda q: torch.func.vmap(by_name)(q[None])):
-        with pytest.raises(BackendError, match="put its dimension into the batch"):
+        with pytest.raises(BackendError, match="make its dimension part of the batch B"):
             work(q)
 
 

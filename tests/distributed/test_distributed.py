@@ -22,10 +22,10 @@ from torch import distributed as dist
 from nsa_sel import explain
 from nsa_sel.bench.questions import weak_scaling
 from nsa_sel.distributed import Exchange, agreement, check_ranks, context_parallel_attention, exchanged_bytes, rows_bytes
-from nsa_sel.distributed.agreement import _Said, _used
+from nsa_sel.distributed.agreement import _rank_0_decision, _Report
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
 from nsa_sel.distributed.exchange_blocks import chosen
-from nsa_sel.distributed.exchange_rows import aligned, joined, packed, unpacked
+from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpacked
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv
@@ -114,10 +114,10 @@ def test_a_host_does_not_wait_for_a_gpu_to_compare(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(agreement, "all_gather", lambda every, mine, group: None)
     asked = []
     monkeypatch.setattr(torch, "_assert_async", lambda alike, words: asked.append((tuple(alike.shape), words)))
-    for told in (agreement._MEETS, 5):
-        assert agreement._same(object(), told, torch.device("meta"), "call 3, backward")  # type: ignore[arg-type]
-    assert asked == [((), agreement._trapped(1, "call 3, backward"))], "a rank that goes to a meeting is told there"
-    assert len(agreement._trapped(99_999, f"call {2**40}, backward")) < 255, "more is an error of torch"
+    for told in (agreement._UNAGREED, 5):
+        assert agreement._digests_match(object(), told, torch.device("meta"), "call 3, backward")  # type: ignore[arg-type]
+    assert asked == [((), agreement._assert_message(1, "call 3, backward"))], "a rank that goes to a meeting is told there"
+    assert len(agreement._assert_message(99_999, f"call {2**40}, backward")) < 255, "more is an error of torch"
 
 
 def test_a_group_forgets_classes_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_group_forgets_classes_of_calls(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         for S in (16, 17, 18, 19):
             context_parallel_attention(*make_qkv(S=S, S_kv=S), make_blocks(1, S, 1, S, 1, 16))
-        assert len(agreement._groups[dist.group.WORLD].known) == 2
+        assert len(agreement._groups[dist.group.WORLD].agreed) == 2
     finally:
         dist.destroy_process_group()
 
@@ -141,13 +141,13 @@ def test_inside_of_what_is_compiled_it_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_a_choice_that_another_rank_refuses() -> None:
     decision = explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend="numba")
-    lacking = _Said({}, {"numba": "package-missing (unavailable)"}, None, 1)
-    assert _used([_Said({}, {}, decision, 1), _Said({}, {"sdpa-packed": "not asked"}, None, 1)]) == decision
+    lacking = _Report({}, {"numba": "package-missing (unavailable)"}, None, 1)
+    assert _rank_0_decision([_Report({}, {}, decision, 1), _Report({}, {"sdpa-packed": "not asked"}, None, 1)]) == decision
     with pytest.raises(NsaSelError, match=r"backend numba is rank 0's choice, and rank 1 refuses it: package-missing"):
-        _used([_Said({}, {}, decision, 1), lacking])
+        _rank_0_decision([_Report({}, {}, decision, 1), lacking])
     nowhere = explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend="nothing-such")
     with pytest.raises(BackendError, match="'nothing-such'"):
-        _used([_Said({}, {}, nowhere, 1), lacking])
+        _rank_0_decision([_Report({}, {}, nowhere, 1), lacking])
 
 
 def test_bytes_by_hand() -> None:
@@ -162,7 +162,7 @@ def test_bytes_by_hand() -> None:
     assert cheapest(gather, None, gather) == ("gather", "gathering is no more bytes: 12288 gathered, 12288 by rows")
     assert cheapest(gather, blocks, Bytes(1, 2)) == ("rows", "rows are no more bytes: 12288 gathered, 7720 in blocks, 3 by rows")
     assert str(Exchange("blocks", 3, gather, blocks, Bytes(3, 4), 5, True, "why")) == (
-        "blocks, 3 ranks: gathering 0.01229 MB, blocks 0.00772 MB (counted: 5 a batch entry and group), rows 7e-06 MB,"
+        "blocks, 3 ranks: gathering 0.01229 MB, blocks 0.00772 MB (counted: 5 per batch entry and group), rows 7e-06 MB,"
         " to or from the busiest rank; why"
     )
 
@@ -188,24 +188,24 @@ def test_packets_hold_parts_of_any_dtype() -> None:
     assert all(x.data_ptr() % 16 == 0 for x in found)
 
 
-def test_parts_are_joined_by_their_lse() -> None:
+def test_parts_are_merge_parts_by_their_lse() -> None:
     """Softmax over 6 keys is that over 4 and 2, and what nobody saw stays empty."""
     logits, v = torch.randn(3, 6), torch.randn(6, 2)
     halves = [(logits[:, keys].softmax(-1) @ v[keys], logits[:, keys].logsumexp(-1)) for keys in (slice(4), slice(4, None))]
     o, lse = (torch.stack(parts) for parts in zip(*halves, strict=True))
     o[0, 1], lse[0, 1] = 0, float("-inf")
     o[:, 2], lse[:, 2] = 0, float("-inf")
-    found, found_lse = joined(o, lse)
+    found, found_lse = merge_parts(o, lse)
     torch.testing.assert_close(found, torch.stack((logits[0].softmax(-1) @ v, o[1, 1], torch.zeros(2))))
     torch.testing.assert_close(found_lse, torch.stack((logits[0].logsumexp(-1), lse[1, 1], torch.tensor(float("-inf")))))
 
 
 def test_many_parts_lose_no_more_than_one() -> None:
-    """64 parts, joined, have an lse as close to float64 as that of one softmax."""
+    """64 parts, merge_parts, have an lse as close to float64 as that of one softmax."""
     logits = torch.randn(1000, 64, 8, generator=torch.Generator().manual_seed(1))
     exact = logits.double().flatten(1).logsumexp(-1)
     parts = logits.logsumexp(-1).T.contiguous()
-    _, lse = joined(torch.zeros(64, 1000, 1), parts)
+    _, lse = merge_parts(torch.zeros(64, 1000, 1), parts)
     whole = logits.flatten(1).logsumexp(-1)
     assert (lse - exact).abs().mean() <= 2 * (whole - exact).abs().mean()
 
@@ -225,7 +225,7 @@ def test_a_plan_from_static_facts() -> None:
     """Few rows travel, rows of a prefill don't, nor do blocks that lie across slices."""
     few = Sizes(2, 1, 1, 2, 4, 4096, 64, 64, 16, 64, 2, 4, False, True)
     done, slots = planned(few, "auto")
-    assert (done.way, done.counted, slots) == ("rows", False, [[0, 16], [16, 0]])
+    assert (done.kind, done.counted, slots) == ("rows", False, [[0, 16], [16, 0]])
     assert planned(few, "auto") is planned(few, "auto"), "decided once a class"
     assert planned(few, "blocks")[0].why == "asked for by exchange="
     prefill = few._replace(S=4096)
@@ -233,7 +233,7 @@ def test_a_plan_from_static_facts() -> None:
     assert (prefill.first(1), few.first(1)) == (4096, 8191)
     assert planned(prefill, "auto") == (planned(prefill, "gather")[0]._replace(why=planned(prefill, "auto")[0].why), [[0, 0], [64, 0]])
     across, slots = planned(few._replace(keys=4100), "auto")
-    assert (across.way, across.blocks, slots) == ("rows", None, None)
+    assert (across.kind, across.blocks, slots) == ("rows", None, None)
     assert across.why.endswith("; a rank's 4100 keys are no multiple of the block size 64")
     assert obstacle(few._replace(block_size=None)) == "the selection is not of whole blocks"
 

@@ -74,7 +74,7 @@ def gathering_is_bit_equal() -> None:
     for backend in BACKENDS:
         for given in (problem(), problem(ROWS, 2 * ROWS)):
             assert_bits(*both_ways(*given, backend, exchange="gather"), backend)
-            assert exchanges()[-1].way == "gather"
+            assert exchanges()[-1].kind == "gather"
     spans = Selection(make_spans("mixed", 2, ROWS, 2, ROWS, 40, device=DEVICE))
     ragged = (
         "triton-group" if DEVICE == "cuda" else "numba"
@@ -87,7 +87,7 @@ def exchanged_blocks_are_within_the_bound() -> None:
     for backend in BACKENDS:
         for count in (False, True):
             got, wanted = both_ways(*problem(), backend, exchange="blocks", count_blocks=count)
-            assert (exchanges()[-1].way, exchanges()[-1].counted) == ("blocks", count)
+            assert (exchanges()[-1].kind, exchanges()[-1].counted) == ("blocks", count)
             if backend == "numba":  # a row's keys come in the same order, and numba sums them one by one
                 assert_bits(got, wanted, backend)
     for count in (False, True):  # rows that stand behind their slice: what they see of a block ends within it
@@ -106,14 +106,14 @@ def rows_visit_slices_within_the_bound() -> None:
         ragged = (across, (*problem(ROWS, 2 * ROWS)[:3], spans)) if backend in ANY_RANGES else ()
         for given in (problem(), *ragged, few):
             first, _ = both_ways(*given, backend, exchange="rows")
-            assert (exchanges()[-1].way, nsa_sel.decisions()[-1].request.S) == ("rows", given[0].shape[1])
+            assert (exchanges()[-1].kind, nsa_sel.decisions()[-1].request.S) == ("rows", given[0].shape[1])
             assert nsa_sel.decisions()[-1].request.S_kv < given[1].shape[2], "a slice of the keys"
         again, _ = both_ways(*few, backend, exchange="rows")
         assert all(map(torch.equal, again, first))
     with torch.no_grad():
         slices = mine(q, 1), mine(k, 2), mine(v, 2), Selection(mine(selection.ranges, 1), BLOCK)
         got = context_parallel_attention(*slices, return_lse=True, backend=backend)
-        assert exchanges()[-1].way == "rows", "auto takes the fewest bytes"
+        assert exchanges()[-1].kind == "rows", "auto takes the fewest bytes"
         assert all(map(torch.equal, got, first)), "the same with and without gradients"
         crooked = [torch.nn.functional.pad(x, (1, 7))[..., 1:-7] for x in slices[1:3]]
         assert all(map(torch.equal, context_parallel_attention(slices[0], *crooked, slices[3], return_lse=True, backend=backend), got))
@@ -175,7 +175,7 @@ def the_cheaper_way_is_taken() -> None:
     both_ways(q, k, v, selection, "sdpa-packed")
     few, others = exchanges()[-1], ranks() - 1
     assert few.blocks is not None
-    assert (few.way, few.counted, few.slots) == ("rows", False, 3 * others)
+    assert (few.kind, few.counted, few.slots) == ("rows", False, 3 * others)
     a_block = 2 * 2 * BLOCK * 2 * D * DTYPE.itemsize  # B, G, keys, Dk and Dv
     assert few.blocks.forward == few.slots * (a_block + 2 * 2 * 4)
     assert few.blocks.backward == few.slots * a_block
@@ -184,10 +184,10 @@ def the_cheaper_way_is_taken() -> None:
     assert few.rows == (2 * others * (2 * a_row + lse + ranges), 2 * others * (3 * a_row + 2 * lse))
     assert "rows are no more bytes" in str(few)
     both_ways(*problem(), "sdpa-packed")
-    assert (exchanges()[-1].way, exchanges()[-1].why.split(":")[0]) == ("gather", "gathering is no more bytes")
+    assert (exchanges()[-1].kind, exchanges()[-1].why.split(":")[0]) == ("gather", "gathering is no more bytes")
     nearby = problem()[:3], torch.arange(ROWS, device=DEVICE)[None, :, None, None].expand(2, -1, 2, 1) // BLOCK  # nothing of others
     both_ways(*nearby[0], Selection.from_blocks(nearby[1].contiguous(), BLOCK), "sdpa-packed", count_blocks=True)
-    assert (exchanges()[-1].way, exchanges()[-1].blocks) == ("blocks", (0, 0))
+    assert (exchanges()[-1].kind, exchanges()[-1].blocks) == ("blocks", (0, 0))
 
 
 def decode_form() -> None:
@@ -195,7 +195,7 @@ def decode_form() -> None:
     token = mine(q, 1)[:, 0], mine(k, 2), mine(v, 2), mine(selection.ranges, 1)[:, 0]
     o, lse = context_parallel_attention(*token, return_lse=True)
     assert o.dim() == 4
-    assert exchanges()[-1].way == "rows"
+    assert exchanges()[-1].kind == "rows"
     assert_forward((all_of(o.detach()[:, None], 1), all_of(lse.detach()[:, None], 1)), q, k, v, selection.ranges)
 
 
@@ -232,12 +232,12 @@ def call_of(S: int, **how: Any) -> Tensor:
 
 
 def ranks_agree() -> None:
-    meetings = agreement._groups[dist.group.WORLD].meetings
+    meetings = agreement._groups[dist.group.WORLD].rounds
     call_of(64)
     call_of(64)
-    assert agreement._groups[dist.group.WORLD].meetings == meetings + 1, "ranks meet once a class"
+    assert agreement._groups[dist.group.WORLD].rounds == meetings + 1, "ranks meet once a class"
     dist.barrier()
-    assert not dist.group.WORLD.get_group_store().check([f"nsa_sel/meeting{meetings}/rank0"]), "a new process group would find it"
+    assert not dist.group.WORLD.get_group_store().check([f"nsa_sel/round{meetings}/rank0"]), "a new process group would find it"
     check_ranks()
     with only_rank(1, "NSA_DEBUG_LOG", os.devnull):  # a log for each rank is fine
         call_of(64)
@@ -366,11 +366,11 @@ def who_comes_alone_is_told() -> None:
     agreement.SECONDS = seconds
     dist.barrier()
     check_ranks()
-    meetings = agreement._groups[dist.group.WORLD].meetings
+    meetings = agreement._groups[dist.group.WORLD].rounds
     with only_rank(rank(), "NSA_DEBUG_TRITON", "1"):  # every call is compared
         call_of(64)
         call_of(64)
-    assert agreement._groups[dist.group.WORLD].meetings == meetings + 2
+    assert agreement._groups[dist.group.WORLD].rounds == meetings + 2
 
 
 def another_default_device_changes_nothing() -> None:

@@ -1,12 +1,13 @@
-"""Packed batches for tests, and a reference that knows nothing of packing: it takes sequence after sequence."""
+"""Packed batches for tests, and a reference that runs each sequence by itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, ma
 
 
 class Packed(NamedTuple):
-    """Sequences end to end; `rows` and `keys` hold some more behind the last."""
+    """Concatenated sequences, and padding after the last."""
 
     q: Tensor  # [rows,G,h,Dk]
     k: Tensor  # [keys,G,Dk]
@@ -36,6 +37,17 @@ class Packed(NamedTuple):
     def ranges(self) -> Tensor:
         """[rows,G,n,2]"""
         return self.selection.ranges.reshape(-1, *self.selection.ranges.shape[2:])
+
+
+def tensors(packed: Packed) -> dict[str, Any]:
+    """The bounds as tensors."""
+    cu_q, cu_k = torch.tensor(packed.cu_q), torch.tensor(packed.cu_k, dtype=torch.int32)
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": None if packed.cu_q == packed.cu_k else cu_k}
+
+
+def hide_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host may not read tensors of bounds, as on a GPU."""
+    monkeypatch.setattr("nsa_sel.core.bounds._readable", lambda bounds: False)
 
 
 def bounds(lengths: Sequence[int]) -> list[int]:
@@ -57,8 +69,8 @@ def pack(
     device: str = "cpu",
     seed: int = 0,
 ) -> Packed:
-    """Sequences of these lengths; every row selects blocks as a model would in its own sequence, or for block_size None spans, which
-    may end behind it; `spare` rows and keys of padding at the end select what a row of a long sequence would."""
+    """Sequences of these lengths and `spare` rows and keys of padding. Every row selects blocks as a model would, or, for block_size None,
+    spans, which may end after its sequence."""
     lengths_k = lengths_q if lengths_k is None else lengths_k
     generator = torch.Generator().manual_seed(seed)
     T, Tk = sum(lengths_q) + spare, sum(lengths_k) + spare
@@ -88,7 +100,7 @@ def attend_varlen(backend: str, packed: Packed, *inputs: Tensor, **options: obje
 
 
 def check_varlen(backend: str, packed: Packed, **options: object) -> None:
-    """Forward and backward of every sequence are as close to the oracle as everywhere; what is no sequence's is zero."""
+    """Forward and backward of every sequence match the oracle; padding gets zeros."""
     q, k, v = (x.detach().requires_grad_() for x in packed[:3])
     o, lse = attend_varlen(backend, packed, q, k, v, **options)
     generator = torch.Generator().manual_seed(1)
@@ -99,7 +111,7 @@ def check_varlen(backend: str, packed: Packed, **options: object) -> None:
 
 
 def check_sequences(packed: Packed, outputs: tuple[Tensor, Tensor], gradients: tuple[Tensor, ...], do: Tensor, dlse: Tensor) -> None:
-    """o, lse [rows,...] and dq, dk, dv against the oracle and the baseline of every sequence alone."""
+    """Compare o, lse [rows,...] and dq, dk, dv with the oracle and the baseline of each sequence."""
     (o, lse), ranges = outputs, packed.ranges()
     assert (o.dtype, lse.dtype) == (packed.q.dtype, torch.float32)
     exact = [torch.zeros(x.shape, dtype=torch.float64) for x in (o, *gradients)]
@@ -113,10 +125,10 @@ def check_sequences(packed: Packed, outputs: tuple[Tensor, Tensor], gradients: t
         q = packed.q[rows][None].detach().requires_grad_()
         k, v = (x[keys].transpose(0, 1)[None].detach().requires_grad_() for x in packed[1:3])
         of_rows, own, grads = ranges[rows][None], (q, k, v), (do[rows][None], dlse[rows][None])
-        known = [oracle_forward(*own, of_rows), oracle_backward(*own, of_rows, *grads)]
+        found = [oracle_forward(*own, of_rows), oracle_backward(*own, of_rows, *grads)]
         o_, lse_ = plain_torch(*own, of_rows)
-        known += [(o_, lse_), torch.autograd.grad((o_, lse_.masked_fill(lse_ == -math.inf, 0.0)), own, grads)]
-        for into, (forward, backward) in ((exact, known[:2]), (plain, known[2:])):
+        found += [(o_, lse_), torch.autograd.grad((o_, lse_.masked_fill(lse_ == -math.inf, 0.0)), own, grads)]
+        for into, (forward, backward) in ((exact, found[:2]), (plain, found[2:])):
             into[0][rows], into[4][rows], into[1][rows] = forward[0][0].detach(), forward[1][0].detach(), backward[0][0]
             into[2][keys], into[3][keys] = (x[0].transpose(0, 1) for x in backward[1:])
         terms = [max(pair) for pair in zip(terms, gradient_terms(*(x.detach() for x in own), grads[0], None), strict=True)]
@@ -137,9 +149,8 @@ def seen_keys(packed: Packed) -> Tensor:
     return seen.to(packed.k.device)
 
 
-def assert_unseen_keys_do_not_matter(backend: str, packed: Packed, first: int, **how: object) -> None:
-    """NaN in the keys that no row of their sequence sees, some of the `first` and the last four, which are padding, among them, changes
-    no bit of o, lse, dq, dk, dv."""
+def assert_unselected_keys_change_nothing(backend: str, packed: Packed, first: int, **how: object) -> None:
+    """NaN in keys that no row sees, including some of the `first` and the four of padding, changes no bit of o, lse, dq, dk, dv."""
     unseen = ~seen_keys(packed)
     assert bool(unseen[:first].any())
     assert bool(unseen[-4:].all())

@@ -1,7 +1,7 @@
-"""Policies without tensors: guards, rules, recorded decisions. Availability and numbers are injected, never this machine's.
+"""Policies without tensors: guards, rules, recorded decisions. Availability and numbers are injected.
 
-`python -m tests.policies.test_decisions` writes tests/data/decisions.jsonl anew: run it when a policy was changed on purpose, and
-read the difference before committing it.
+`python -m tests.policies.test_decisions` rewrites tests/data/decisions.jsonl: run it after an intended change of a policy, and read the
+difference.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_every_limit_is_a_refusal_with_values(
         (toy(dtypes={"cpu": ("bfloat16",)}), {}, INTERPRETER),
     ],
 )
-def test_within_limits_is_silent(offer: Offer, changes: dict[str, Any], device: DeviceInfo) -> None:
+def test_offers_within_their_limits_have_no_reasons(offer: Offer, changes: dict[str, Any], device: DeviceInfo) -> None:
     case = Case(replace(SHORT, **changes), device, settings(), "forward")
     assert guards.within_limits(case, offer) == ()
     assert guards.tile_overrides(case, offer) == ()
@@ -105,15 +105,6 @@ def test_all_reasons_are_kept() -> None:
     assert [reason.code for reason in found] == [
         "dtype", "compute-capability", "head-dim-multiple", "head-dim-max", "head-dim-multiple", "head-dim-max",
     ]  # fmt: skip
-
-
-def test_what_is_missing_here_refuses() -> None:
-    lacking = Reason("package-missing", "unavailable", "package triton", None, ">= 3.4", "pip install triton")
-    offers = tuple(replace(offer, missing=(lacking,)) if offer.backend.framework == "triton" else offer for offer in OFFERS)
-    decision = decide(LONG, H100, offers)
-    assert decision.forward == "sdpa-packed"
-    assert decision.steps == ("triton-group: package-missing", "triton-token: package-missing")
-    assert "pip install triton" in str(refusal(decide(LONG, H100, offers, "triton-group")))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +129,7 @@ def test_overrides_that_fit_change_nothing() -> None:
     assert decide(replace(LONG, n=1, block_size=None), H100, triton_force_path="dense").forward == "triton-group"
 
 
-def test_the_dense_path_is_of_one_range_a_row_and_of_no_joined_rows() -> None:
+def test_the_dense_path_refuses_backends_of_whole_blocks() -> None:
     limits = Limits(dtypes={"cuda": ("bfloat16",)}, block_aligned_only=True)
     joining = Offer(Backend(name="joining", path="x", framework="triton", limits=limits))
     one = replace(LONG, n=1, block_size=64, max_length=64)
@@ -151,26 +142,14 @@ def test_the_dense_path_is_of_one_range_a_row_and_of_no_joined_rows() -> None:
 # Rules: should it?
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_sm89_lane_keeps_triton_off(needs_grad: bool) -> None:
-    """With the shipped profile: ADR-2025-08-M4-02."""
-    decision = make_decision(replace(LONG, needs_grad=needs_grad), RTX4090, load_policy("default"), settings_for(RTX4090), OFFERS)
-    assert decision.forward == "sdpa-packed"
-    assert decision.backward == ("sdpa-packed" if needs_grad else None)
-    for backend in ("triton-group", "triton-token"):
-        assert "device-rule" in codes(decision, backend)
-    text = describe(decision)
-    assert "ADR-2025-08-M4-02" in text
-    assert "NSA_TRITON_SEL_FORCE=1" in text
-
-
 @pytest.mark.parametrize("source", ["argument", "use_backend", "NSA_SEL_BACKEND"])
-def test_sm89_lane_refuses_forced_triton(source: str) -> None:
+def test_the_device_rule_refuses_forced_triton(source: str) -> None:
     decision = make_decision(LONG, RTX4090, load_policy("default"), settings_for(RTX4090), OFFERS, Override("triton-group", source))
     assert decision.forward is None
     message = str(refusal(decision))
     assert f"backend 'triton-group', forced by {source}, refuses this call:" in message
     assert "device-rule (disabled): device.sm is 89" in message
+    assert "NSA_TRITON_SEL_FORCE=1" in describe(decision)
 
 
 def test_only_the_force_flag_lifts_the_device_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,21 +194,16 @@ def test_min_length_gate_does_not_hold_a_forced_backend() -> None:
     assert codes(decision, "triton-token") == ["min-length"]
 
 
-def test_counterfactual_names_the_length() -> None:
-    sentence = "triton-group would be picked from L >= 4096; here L = 1024"
-    decision = decide(SHORT, H100)
-    assert sentence in counterfactuals(decision)
-    assert f"-> {sentence}" in describe(decision)
-
-
 def test_counterfactuals_are_true_sentences() -> None:
-    """triton-token has a reason that a length would lift, yet triton-group would still be ahead of it: no sentence."""
-    assert counterfactuals(decide(SHORT, H100)) == ("triton-group would be picked from L >= 4096; here L = 1024",)
+    """A longer row would also lift triton-token's reason, but triton-group would still win: no sentence."""
+    (sentence,) = counterfactuals(decide(SHORT, H100))
+    assert sentence == "triton-group would be picked from L >= 4096; here L = 1024"
+    assert f"-> {sentence}" in describe(decide(SHORT, H100))
     assert counterfactuals(decide(SHORT, H100, use_triton_sel=False)) == ()
     assert counterfactuals(decide(LONG, H100)) == ()
 
 
-def test_a_gpu_that_no_kernel_takes_gets_the_conservative_defaults() -> None:
+def test_an_unsupported_gpu_gets_the_conservative_defaults() -> None:
     built_in = settings_for(TOO_OLD)
     assert built_in.profile == "built-in"
     assert built_in.sel_triton_min_L == 4096
@@ -247,8 +221,7 @@ def test_triton_is_never_the_choice_on_a_cpu(dtype: str, device: DeviceInfo) -> 
         assert decide(LONG, CPU, backend="triton-group").forward is None
 
 
-def test_what_cannot_run_is_not_slower_besides() -> None:
-    """Its reasons say what is needed to make it run; advice on forcing it or on min-L would be of no use."""
+def test_a_backend_that_cannot_run_has_no_slower_reason() -> None:
     for request in (SHORT, LONG):
         assert codes(decide(request, CPU), "triton-group") == ["device-kind"]
         assert codes(decide(replace(request, dtype="float32"), INTERPRETER), "triton-group") == ["triton-on-cpu"]
@@ -263,30 +236,13 @@ def test_the_interpreter_runs_when_forced() -> None:
     assert "dtype" in codes(decide(LONG, INTERPRETER), "triton-group")  # bf16 dots are wrong there
 
 
-@pytest.mark.parametrize(("field", "width"), [("Dk", 100), ("Dv", 4)])
-def test_odd_head_dims_fall_back(field: str, width: int) -> None:
-    decision = decide(replace(LONG, **{field: width}), H100)
-    assert decision.forward == "sdpa-packed"
-    assert "head-dim-multiple" in codes(decision, "triton-group")
-
-
-def test_float64_falls_back_on_a_gpu() -> None:
-    decision = decide(replace(LONG, dtype="float64"), H100)
-    assert decision.forward == "sdpa-packed"
-    assert codes(decision, "triton-group") == ["dtype"]
-
-
-def test_gradients_pass_over_a_backend_without_backward() -> None:
+def test_each_direction_has_its_own_backend() -> None:
     first = Offer(Backend(name="first", path="x", framework="cupy", limits=Limits(dtypes={"cuda": ("bfloat16",)}, backward=False)))
     offers = (first, *OFFERS)
     prefer = ("first", *NAMES)
     for needs_grad, winner in ((False, "first"), (True, "triton-group")):
         decision = decide(replace(LONG, needs_grad=needs_grad), H100, offers, prefer_forward=prefer, prefer_backward=prefer)
-        assert decision.forward == winner
-        assert decision.backward == ("triton-group" if needs_grad else None)
-
-
-def test_forward_and_backward_are_chosen_apart() -> None:
+        assert (decision.forward, decision.backward) == (winner, "triton-group" if needs_grad else None)
     decision = decide(replace(LONG, needs_grad=True), H100, prefer_backward=("sdpa-packed", *NAMES))
     assert (decision.forward, decision.backward) == ("triton-group", "sdpa-packed")
 
@@ -298,7 +254,7 @@ def test_backends_outside_the_preference_come_last() -> None:
     assert decide(LONG, H100, (toy(), *OFFERS), prefer_forward=()).forward == "toy"
 
 
-def test_nothing_may_run_lists_every_backend() -> None:
+def test_a_refusal_lists_every_backend() -> None:
     decision = decide(LONG, CPU, use_sel_pack=False, offers=tuple(offer for offer in OFFERS if offer.backend.name != "numba"))
     message = str(refusal(decision))
     assert decision.forward is None
@@ -331,44 +287,38 @@ def test_decisions_survive_json(device: DeviceInfo, backend: str | None) -> None
     assert again.replay() == decision.replay() == ()
 
 
-def test_replay_names_a_doctored_winner() -> None:
-    decision = decide(replace(LONG, needs_grad=True), H100)
-    (change,) = replace(decision, forward="numba").replay()
-    assert (change.field, change.recorded, change.replayed) == ("forward", "numba", "triton-group")
-    fields = [change.field for change in replace(decision, backward=None, rule="whim").replay()]
-    assert fields == ["rule", "backward"]
-
-
-def test_replay_names_a_doctored_verdict() -> None:
-    decision = Decision.from_json(decide(SHORT, H100).to_json())
-    verdict = decision.verdicts[0]
-    doctored = replace(verdict, forward=(replace(verdict.forward[0], required=">= 1"), *verdict.forward[1:]))
-    (change,) = replace(decision, verdicts=(doctored, *decision.verdicts[1:])).replay()
-    assert change.field == "verdicts[0].forward[0].required"
-    assert (change.recorded, change.replayed) == (">= 1", ">= 4096")
-
-
-def test_replay_names_a_verdict_that_is_gone() -> None:
-    decision = decide(SHORT, H100)
-    doctored = replace(decision, verdicts=tuple(replace(verdict, forward=()) for verdict in decision.verdicts))
-    fields = [change.field for change in doctored.replay()]
+def test_replay_names_every_doctored_field() -> None:
+    decision = decide(replace(SHORT, needs_grad=True), H100, sel_triton_min_L=0)
+    first, *others = decide(SHORT, H100).verdicts
+    other_reason = replace(first, forward=(replace(first.forward[0], required=">= 1"), *first.forward[1:]))
+    doctored = [
+        (replace(decision, forward="numba"), ("forward", "numba", "triton-group")),
+        (replace(decision, backward=None), ("backward", None, "triton-group")),
+        (replace(decision, rule="whim"), ("rule", "whim", decision.rule)),
+        (replace(decide(SHORT, H100), verdicts=(other_reason, *others)), ("verdicts[0].forward[0].required", ">= 1", ">= 4096")),
+    ]
+    for record, expected in doctored:
+        (change,) = Decision.from_json(record.to_json()).replay()
+        assert (change.field, change.recorded, change.replayed) == expected
+    without_reasons = replace(decision, verdicts=tuple(replace(verdict, forward=()) for verdict in decision.verdicts))
+    fields = [change.field for change in without_reasons.replay()]
     assert fields
     assert all(field.startswith("verdicts[") and field.endswith("].forward") for field in fields)
 
 
 @pytest.mark.parametrize("line", ["", "{}", "[1]", '{"request": 3}', "nonsense"])
-def test_lines_that_are_no_decision(line: str) -> None:
+def test_other_lines_are_refused_as_decisions(line: str) -> None:
     with pytest.raises(NsaSelError, match="not a decision record"):
         Decision.from_json(line)
 
 
-def test_replay_of_an_unknown_policy() -> None:
+def test_replay_refuses_an_unknown_policy() -> None:
     with pytest.raises(NsaSelError, match=r"'whim'.*default"):
         replace(decide(LONG, H100), policy="whim").replay()
 
 
 def sample() -> list[Decision]:
-    """Decisions under the shipped configuration that any change of policy should be seen in."""
+    """Decisions under the shipped configuration that show changes of the policy."""
     policy = load_policy("default")
     lacking = Reason("package-missing", "unavailable", "package triton", None, ">= 3.4", "pip install triton")
     without_triton = tuple(replace(o, missing=(lacking,)) if o.backend.framework == "triton" else o for o in OFFERS)
@@ -398,7 +348,7 @@ def sample() -> list[Decision]:
 
 
 def test_the_committed_log_replays() -> None:
-    """A difference is a changed policy. If it was meant, see the head of this file."""
+    """A difference is a changed policy. If it is intended, see the head of this file."""
     lines = [line for line in read_log(LOG).lines if line.decision is not None]
     assert len(lines) >= 20
     differing = {line.number: changes for line in lines if line.decision and (changes := line.decision.replay())}

@@ -1,7 +1,6 @@
-"""Which backend each GPU gets under the shipped configuration: the CI lanes, with injected devices (`make lane-sm89`), and on a real one.
+"""Which backend each GPU gets under the shipped configuration: the CI lanes, with injected devices (`make lane-sm89`), and a real one.
 
-Every package is taken to be there, whatever this machine has. What a profile measured may change who wins among Triton's backends; that
-the ADR, the gate and the fallbacks hold may not.
+All packages count as installed. Measurements may change which kernel wins, but not the ADR, the gate and the fallbacks.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ def routed(
 
 
 def off(device: DeviceInfo) -> bool:
-    """Whether the ADR's rule is about this device."""
+    """Whether the ADR's rule covers this device."""
     return device.sm == 89
 
 
 @lanes
-def test_long_rows(device: DeviceInfo) -> None:
+def test_long_rows_run_on_kernels_unless_the_adr_forbids(device: DeviceInfo) -> None:
     decision = routed(device)
     if off(device):
         assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
@@ -65,14 +64,14 @@ SHAPES = {
 @lanes
 @pytest.mark.parametrize("shape", SHAPES)
 def test_16_blocks_of_64_run_on_a_kernel(device: DeviceInfo, shape: str) -> None:
-    """The paper's selection takes the reference on no GPU but the ADR's, and its kernel is one that runs there."""
+    """Except on the ADR's GPU, the paper's selection runs on a kernel that supports the GPU."""
     decision = routed(device, SHAPES[shape])
     if off(device):
         assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
         return
     measured = decision.settings.assumed is None or device.sm == 90
     for winner in (decision.forward, decision.backward):
-        # What cupy-cuda's cost model was measured on is Hopper's alone; Triton's launches are compiled for each chip by test_triton_aot.py.
+        # What cupy-cuda's cost model was measured on is Hopper's alone; Triton's configs are compiled for each chip by test_triton_aot.py.
         assert winner in (KERNELS if measured else TRITON)
         assert codes(decision, winner) == []
     assert measured or "sm90_h200.yaml (assumed)" in decision.rule
@@ -80,7 +79,7 @@ def test_16_blocks_of_64_run_on_a_kernel(device: DeviceInfo, shape: str) -> None
 
 @pytest.mark.parametrize(("device", "loads"), [(A100, "pointer"), (RTX3090, "pointer"), (H100, "tma"), (B200, "tma"), (RTX5090, "tma")])
 def test_kernels_load_as_the_chip_can(device: DeviceInfo, loads: str) -> None:
-    """Launches that say tma fall back to pointers before SM 9.0."""
+    """Kernel configs with TMA use pointers before SM 9.0."""
     from nsa_sel.backends._triton import arguments
     from nsa_sel.core.call import Call
     from tests.helpers.cases import make_blocks, make_qkv
@@ -92,7 +91,7 @@ def test_kernels_load_as_the_chip_can(device: DeviceInfo, loads: str) -> None:
 
 
 @lanes
-def test_rows_below_the_gate(device: DeviceInfo) -> None:
+def test_rows_below_the_gate_run_on_packed_sdpa(device: DeviceInfo) -> None:
     gate = settings_for(device).min_length("forward")
     decision = routed(device, replace(LONG, max_length=gate - 1))
     assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
@@ -101,7 +100,7 @@ def test_rows_below_the_gate(device: DeviceInfo) -> None:
 
 @lanes
 @pytest.mark.parametrize("backend", TRITON)
-def test_triton_by_name(device: DeviceInfo, backend: str) -> None:
+def test_forced_triton_runs_unless_the_adr_forbids(device: DeviceInfo, backend: str) -> None:
     decision = routed(device, backend=backend)
     if off(device):
         assert decision.forward is None
@@ -116,7 +115,7 @@ def test_triton_by_name(device: DeviceInfo, backend: str) -> None:
     [({"Dk": 100}, "head-dim-multiple"), ({"Dv": 264}, "head-dim-max"), ({"dtype": "float64"}, "dtype")],
     ids=["odd-dim", "wide-dim", "float64"],
 )
-def test_what_kernels_do_not_take_falls_back(device: DeviceInfo, changes: dict[str, object], code: str) -> None:
+def test_unsupported_requests_fall_back(device: DeviceInfo, changes: dict[str, object], code: str) -> None:
     decision = routed(device, replace(LONG, **changes))
     assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
     assert all(code in codes(decision, backend) for backend in KERNELS)
@@ -124,23 +123,22 @@ def test_what_kernels_do_not_take_falls_back(device: DeviceInfo, changes: dict[s
 
 @lanes
 @pytest.mark.parametrize("code", ["package-missing", "failed-before"])
-def test_what_is_not_there_falls_back(device: DeviceInfo, code: str) -> None:
+def test_missing_and_broken_backends_fall_back_and_refuse_when_forced(device: DeviceInfo, code: str) -> None:
     reason = Reason(code, "unavailable", "x", None, "y", "mend it")
     lacking = tuple(replace(offer, missing=(reason,)) if offer.backend.name in KERNELS else offer for offer in OFFERS)
     decision = routed(device, offers=lacking)
     assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
-    assert all(code in step for step in decision.steps)
     assert decision.steps
+    assert all(code in step for step in decision.steps)
+    assert "mend it" in str(refusal(routed(device, offers=lacking, backend="triton-group")))
 
 
 @lanes
 @pytest.mark.parametrize(("flag", "code"), [("NSA_USE_TRITON_SEL", "triton-off"), ("NSA_SEL_TRITON_ALLOW_GRAD", "grad-off")])
-def test_flags_keep_triton_out(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo, flag: str, code: str) -> None:
+def test_flags_disable_triton(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo, flag: str, code: str) -> None:
     monkeypatch.setenv(flag, "0")
     decision = routed(device)
-    others = ("sdpa-packed", "cupy-cuda")
-    assert decision.forward in others
-    assert decision.backward in others
+    assert {decision.forward, decision.backward} <= {"sdpa-packed", "cupy-cuda"}
     assert all(code in codes(decision, backend) for backend in TRITON)
 
 
@@ -153,8 +151,8 @@ def test_only_the_force_flag_lifts_the_rule(monkeypatch: pytest.MonkeyPatch, dev
 
 
 @pytest.mark.gpu
-def test_this_gpu() -> None:
-    """The real device is routed as its lane says, the call gives the oracle's result, and on SM 8.9 it says why it is packed SDPA."""
+def test_a_real_gpu_is_routed_as_its_lane() -> None:
+    """The result matches the oracle; on SM 8.9 the decision says why it is packed SDPA."""
     import nsa_sel
     from nsa_sel.core.call import device_info
     from tests.helpers.cases import assert_forward, make_blocks, make_qkv

@@ -148,7 +148,7 @@ def test_a_warmup_that_fails_is_told_and_the_call_runs(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError("no room for a warm-up")
 
     monkeypatch.setattr(core_warm, "_tensors", fail)
-    with pytest.warns(RuntimeWarning, match="the warm-up failed, calls compile when they come: .*no room"):
+    with pytest.warns(RuntimeWarning, match="the warm-up failed, kernels compile at their first call: .*no room"):
         assert call().isfinite().all()
     assert "no room" in events("sel.triton.warmup")[0]["error"]
     call()
