@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from nsa_sel.bench.core.measure import Timing
 from rich.console import Console
 from typer.testing import CliRunner
 
 import nsa_sel
 from nsa_sel.bench.core import contenders, session
 from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.app import app
 from nsa_sel.core import registry
 from nsa_sel.selection import Selection
