@@ -83,7 +83,7 @@ def test_the_least_predicted_time_wins() -> None:
 
 
 def test_measured_sharing_changes_the_choice() -> None:
-    """Neighbours that choose apart make a tile walk many blocks; the other strategies do not care."""
+    """If adjacent tokens select different blocks, a tile visits many; other strategies do not change."""
     alike, apart = ask(SHORT), ask(replace(SHORT, sharing=APART))
     assert (alike.forward, apart.forward) == (TILE, GROUP)
     before, after = ({p.backend: p.ms for p in decision.predictions} for decision in (alike, apart))
@@ -92,7 +92,7 @@ def test_measured_sharing_changes_the_choice() -> None:
     assert ask(replace(SHORT, sharing=ALIKE)).predictions == alike.predictions
 
 
-def test_forward_and_backward_are_predicted_apart() -> None:
+def test_each_direction_is_predicted() -> None:
     decision = ask(replace(SHORT, needs_grad=True))
     assert (decision.forward, decision.backward) == (TILE, BLOCK)
     assert (decision.runner_up, decision.runner_up_backward) == (GROUP, TILE)
@@ -100,7 +100,7 @@ def test_forward_and_backward_are_predicted_apart() -> None:
     assert f"; backward: least predicted time: {BLOCK} " in decision.rule
 
 
-def test_decoding_has_models_of_its_own() -> None:
+def test_decoding_has_its_own_models() -> None:
     decision = ask(replace(SHORT, S=1, S_kv=65536))
     assert [(p.backend, p.ms) for p in decision.predictions] == [(GROUP, 0.01)]
     assert (decision.forward, decision.runner_up) == (GROUP, TOKEN)
@@ -110,7 +110,7 @@ def test_decoding_has_models_of_its_own() -> None:
 @pytest.mark.parametrize(
     "changes", [{"dtype": "float32"}, {"block_size": None}, {"Dk": 192}, {"Dv": 256}], ids=["dtype", "ranges", "wide Dk", "wide Dv"]
 )
-def test_what_no_row_speaks_for_is_not_predicted(changes: dict[str, Any]) -> None:
+def test_requests_without_measured_rows_are_not_predicted(changes: dict[str, Any]) -> None:
     decision = ask(replace(SHORT, **changes))
     wide = "Dk" in changes or "Dv" in changes
     assert [p.backend for p in decision.predictions] == ([GROUP] if wide else [])  # the one with a price for wide launches
@@ -126,7 +126,7 @@ def test_ties_and_missing_predictions_keep_the_preference() -> None:
     assert ask(SHORT, {}).forward == GROUP
 
 
-def test_what_is_turned_away_is_not_predicted() -> None:
+def test_refused_backends_are_not_predicted() -> None:
     decision = ask(replace(SHORT, block_size=24, n=40), triton_group=False)
     assert [p.backend for p in decision.predictions] == []
     assert decision.forward == TOKEN
@@ -142,7 +142,7 @@ def test_a_forced_backend_has_no_runner_up() -> None:
     assert [p.backend for p in decision.predictions] == [TILE, GROUP, BLOCK]
 
 
-def test_a_file_of_ones_own_goes_before_predicted_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_users_preference_precedes_predicted_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     by_time = make_decision(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
     assert by_time.predictions
     assert by_time.rule.startswith("least predicted time")
@@ -156,7 +156,7 @@ def test_a_file_of_ones_own_goes_before_predicted_times(monkeypatch: pytest.Monk
     assert mine.predictions == by_time.predictions
 
 
-def test_costs_of_ones_own_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_users_costs_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     priced = "{host: 0.5, terms: {tile: 1.0}, rows: 9, median_error: 0.1, worst_error: 0.2}"
     file.write_text(f"provenance: mine\ncosts: {{provenance: mine, dtypes: [bfloat16], models: {{{TILE}/forward: {priced}}}}}\n")
@@ -167,14 +167,14 @@ def test_costs_of_ones_own_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert f"({file})" in decision.rule
 
 
-def test_profiles_without_costs_decide_as_before() -> None:
+def test_profiles_without_costs_decide_by_preference() -> None:
     for device in (CPU, RTX4090, TOO_OLD):
         assert settings_for(device).costs is None
     decision = ask(SHORT, costs=None)
     assert (decision.forward, decision.predictions, decision.rule) == (GROUP, (), "first of the preference (built-in)")
 
 
-def test_decisions_by_time_are_replayed() -> None:
+def test_decisions_by_time_replay() -> None:
     decision = ask(replace(SHORT, needs_grad=True, sharing=APART))
     again = Decision.from_json(decision.to_json())
     assert again == decision
@@ -183,7 +183,7 @@ def test_decisions_by_time_are_replayed() -> None:
     assert (change.field, change.recorded) == ("runner_up", TOKEN)
 
 
-def test_describe_shows_the_times_and_what_they_assume() -> None:
+def test_describe_shows_times_and_assumed_sharing() -> None:
     text = describe(ask(replace(SHORT, needs_grad=True)))
     assert "forward, ms" in text
     assert "backward, ms" in text
@@ -207,11 +207,11 @@ def test_blocks_are_counted_exactly(S: int, more: int, n: int, block: int) -> No
     assert blocks_of(request) == (6 * sum(min(n, blocks) for blocks in visible), 6 * sum(visible))
 
 
-def test_rows_at_positions_of_their_own_are_counted_in_the_mean() -> None:
+def test_rows_beyond_the_keys_are_counted_by_their_mean() -> None:
     assert blocks_of(replace(SHORT, S=30, S_kv=10, n=2, block_size=4, max_length=8)).chosen == 4 * 3 * (4 * 1 + 6 * 2)
 
 
-def test_every_term_is_counted() -> None:
+def test_work_has_every_cost_term() -> None:
     counted = [work(replace(SHORT, Dk=Dk), backward, ALIKE, 132) for Dk in (128, 192) for backward in (False, True)]
     assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
     assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
@@ -223,8 +223,8 @@ def test_every_term_is_counted() -> None:
     assert {term for terms in cost_fit.TERMS.values() for term in terms} <= set(COST_TERMS)
 
 
-def test_work_of_the_example() -> None:
-    """Worked by hand: 8192 rows of 4 groups, 16 blocks of 64 keys but for the first 15 blocks of rows, 256 bf16 numbers a key."""
+def test_work_of_the_example_equals_a_count_by_hand() -> None:
+    """8192 rows of 4 groups, 16 blocks of 64 keys except for the first 15 blocks of rows, 256 bf16 elements per key."""
     pairs = 4 * 64 * (sum(range(1, 16)) + 113 * 16)
     forward = work(SHORT, False, ALIKE, 132)
     assert forward["pairs"] == pytest.approx(pairs / 1e6)
@@ -238,22 +238,22 @@ def test_work_of_the_example() -> None:
     assert odd["exact"] == pytest.approx(forward["exact"] * 3 / 16 * 64 / 63)
 
 
-def test_a_union_never_passes_what_may_be_seen() -> None:
+def test_a_union_is_at_most_all_visible_blocks() -> None:
     request = replace(SHORT, S=1024, S_kv=1024)  # 16 blocks: every row chooses all that it sees
     pairs = blocks_of(request).chosen
     assert pairs == blocks_of(request).visible
     assert work(request, False, APART, 132)["tile"] == pytest.approx(pairs / 4 * 64 * 64 * 2 * 256 / 1e12)
 
 
-def test_sharing_between_known_sizes() -> None:
+def test_sharing_is_interpolated_between_measured_sizes() -> None:
     assert [sharing_at(APART, tokens) for tokens in SHARING_TOKENS] == list(APART)
     assert sharing_at(APART, 1000) == APART[-1]
     assert sharing_at(APART, 21) == pytest.approx(6.0 + 0.5 * math.log2(21 / 16))
 
 
-# Rows that are not split any more go to another kernel, which may be faster.
-EVERY = {f"{name}/{way}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", "split-walk")})
-         for name in (GROUP, TILE, BLOCK, TOKEN, "sdpa-packed") for way in ("forward", "backward")}  # fmt: skip
+# Without split-walk: rows that are no longer split run on another kernel, which may be faster.
+EVERY = {f"{name}/{direction}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", "split-walk")})
+         for name in (GROUP, TILE, BLOCK, TOKEN, "sdpa-packed") for direction in ("forward", "backward")}  # fmt: skip
 
 
 @pytest.mark.parametrize("shipped", [False, True])
@@ -281,7 +281,7 @@ def test_more_work_is_never_predicted_cheaper(
         assert before is None or after is None or before <= after * (1 + 1e-3), name
 
 
-def test_cupy_cuda_is_predicted_where_its_tiles_compute() -> None:
+def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     def asked(direction: str = "forward", **facts: object) -> float | None:
         return predict(Asked(replace(SHORT, **facts), H200, settings_for(H200), direction), backends()["cupy-cuda"])
 
@@ -307,10 +307,10 @@ def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
     def chosen(b: int, s: int, g: int) -> set[int]:
         return {start for start, end in ranges[b][s][g] if start < min(end, S_kv - S + s + 1)}
 
-    places = [(b, g) for b in range(B) for g in range(G)]
-    rows = [len(chosen(b, s, g)) for b, g in places for s in range(S)]
+    pairs = [(b, g) for b in range(B) for g in range(G)]
+    rows = [len(chosen(b, s, g)) for b, g in pairs for s in range(S)]
     stretches = [range(first, min(first + tokens, S)) for first in range(0, S, tokens)]
-    tiles = [len(set().union(*(chosen(b, s, g) for s in stretch))) for b, g in places for stretch in stretches]
+    tiles = [len(set().union(*(chosen(b, s, g) for s in stretch))) for b, g in pairs for stretch in stretches]
     return (sum(tiles) / len(tiles)) / (sum(rows) / len(rows))
 
 
@@ -324,36 +324,36 @@ def test_measured_sharing_is_exact(monkeypatch: pytest.MonkeyPatch, S: int, at_o
     assert selection.sharing == pytest.approx(found, abs=0.0051)
 
 
-def test_sharing_needs_whole_blocks_and_a_block() -> None:
+def test_sharing_needs_blocks() -> None:
     assert Selection.from_ranges(torch.tensor([[[[[0, 4]]]]])).measure(8).sharing is None
     nothing = Selection.from_blocks(torch.full((1, 4, 1, 2), -1), 8)
     assert nothing.measure(8).sharing == (1.0,) * 7
 
 
-def test_the_request_tells_what_was_measured() -> None:
+def test_the_request_has_the_measured_sharing() -> None:
     q, k, v = make_qkv(1, 48, 2, 3, 16, 16, S_kv=48)
     selection = make_blocks(1, 48, 2, 48, n=3, block_size=8)
-    told = lambda: request_of(*check_call(q, k, v, selection, None, None)[:4], False).sharing  # noqa: E731
-    assert told() is None
+    sharing = lambda: request_of(*check_call(q, k, v, selection, None, None)[:4], False).sharing  # noqa: E731
+    assert sharing() is None
     selection.measure(48)
-    assert told() == selection.sharing == selection.to("cpu").sharing
-    assert told() is not None
+    assert sharing() == selection.sharing == selection.to("cpu").sharing
+    assert sharing() is not None
     selection.ranges[..., 1] += 0
-    assert told() is None  # written since
+    assert sharing() is None  # written since
     one = make_blocks(1, 1, 2, 48, n=3, block_size=8)
     one.measure(48)
     assert request_of(*check_call(q[:, :1], k, v, one, None, None)[:4], False).sharing is None
 
 
-def test_alike_selections_share_a_decision() -> None:
+def test_equal_sharing_shares_a_decision() -> None:
     decide.forget_decisions()
     first = decide.select(replace(SHORT, sharing=APART), H200)
     assert decide.select(replace(SHORT, sharing=tuple(APART[:])), H200) is first
     assert decide.select(SHORT, H200) is not first
 
 
-def test_the_class_of_a_whole_prefill_keeps_its_length() -> None:
-    """Rounding S_kv up would tell the policy that early rows stand late and see more."""
+def test_the_class_of_a_full_prefill_keeps_its_length() -> None:
+    """With S_kv rounded up, early rows would seem to see more keys."""
     whole = replace(SHORT, S=5000, S_kv=5000)
     assert whole.request_class().S_kv == 5000
     assert replace(whole, S=5).request_class().S_kv == 8192
@@ -361,12 +361,12 @@ def test_the_class_of_a_whole_prefill_keeps_its_length() -> None:
         assert request.request_class().request_class() == request.request_class()
 
 
-def test_the_prior_is_that_of_the_committed_maps() -> None:
+def test_the_prior_equals_the_committed_maps() -> None:
     assert cost_fit.prior() == settings_for(UNKNOWN).sharing_prior
 
 
 @pytest.mark.parametrize("n", [1, 2, 16])
-def test_expected_sharing_of_random_selections(n: int) -> None:
+def test_expected_sharing_equals_that_of_random_selections(n: int) -> None:
     case = prefill("random", 2048, 16)._replace(n=n)
     measured = random_selection(case, "cpu", seed=0).measure(case.S_kv).sharing
     assert cost_fit.sharing_of(case) == pytest.approx(measured, rel=0.02)
@@ -375,7 +375,7 @@ def test_expected_sharing_of_random_selections(n: int) -> None:
 # Fitting
 
 
-def test_least_squares_finds_prices_that_are_not_negative() -> None:
+def test_least_squares_gives_no_negative_prices() -> None:
     random = np.random.default_rng(0)
     factors = random.random((30, 4))
     votes = np.ones(30)
@@ -399,7 +399,7 @@ def planted_rows(host: float, terms: dict[str, float]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_planted_model_is_found_again() -> None:
+def test_fitting_recovers_a_planted_model() -> None:
     terms = {"launch": 0.02, "tile": 2.0, "rows": 0.3}
     fitted = cost_fit.fit(f"{TILE}/forward", planted_rows(0.15, terms), 132)
     assert fitted.host == pytest.approx(0.15, rel=1e-3)
@@ -415,7 +415,7 @@ def test_rows_of_one_size_share_one_vote() -> None:
     assert cost_fit.fit(f"{TILE}/forward", rows[1:] + odd[:1], 132).terms["tile"] == pytest.approx(2.0, rel=0.2)
 
 
-def test_times_that_scatter_count_less() -> None:
+def test_noisy_times_have_less_weight() -> None:
     rows = planted_rows(0.0, {"tile": 2.0})
     wrong = {**rows[0], "case": "again", "ms_median": rows[0]["ms_median"] * 3}
     scattered = {**wrong, "ms_p20": wrong["ms_median"] / 3, "ms_p80": wrong["ms_median"] * 2}
@@ -426,7 +426,7 @@ def test_times_that_scatter_count_less() -> None:
     assert hardly < surely / 10
 
 
-def test_rows_of_others_are_passed_over() -> None:
+def test_rows_of_other_contenders_are_skipped() -> None:
     row = planted_rows(0.0, {"tile": 2.0})[0]
     assert cost_fit.is_cost_row(row)
     for field, value in (("backend", "dense-cudnn"), ("direction", "fwd+bwd")):
