@@ -6,31 +6,24 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_sel.bench.core.cases import Case, prefill, random_selection
+from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.bench.tune.derive import cost_rows
-from nsa_sel.core import decide
 from nsa_sel.core.backend import Backend, Limits, Offer
-from nsa_sel.core.call import request_of
-from nsa_sel.core.check import check_call
 from nsa_sel.core.decision import Case as Asked
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.errors import ConfigError
 from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import parse_config, settings_for
 from nsa_sel.settings.flags import CONFIG_FLAG
 from nsa_sel.settings.schema import COST_TERMS, CostModel, Costs
 from nsa_sel.telemetry.describe import describe
-from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings
 
 GROUP, TILE, BLOCK, TOKEN = "triton-group", "triton-tile", "triton-block", "triton-token"
@@ -294,144 +287,6 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     assert asked("backward", h=4) is not None
     assert asked("backward", Dk=192) is None
     assert asked(Dk=192) is not None
-
-
-# Sharing
-
-
-def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
-    """Distinct visible blocks of tiles over those of rows, with Python's sets."""
-    B, S, G, n = selection.ranges.shape[:4]
-    ranges = selection.ranges.tolist()
-
-    def chosen(b: int, s: int, g: int) -> set[int]:
-        return {start for start, end in ranges[b][s][g] if start < min(end, S_kv - S + s + 1)}
-
-    pairs = [(b, g) for b in range(B) for g in range(G)]
-    rows = [len(chosen(b, s, g)) for b, g in pairs for s in range(S)]
-    stretches = [range(first, min(first + tokens, S)) for first in range(0, S, tokens)]
-    tiles = [len(set().union(*(chosen(b, s, g) for s in stretch))) for b, g in pairs for stretch in stretches]
-    return (sum(tiles) / len(tiles)) / (sum(rows) / len(rows))
-
-
-@pytest.mark.parametrize("at_once", [1, 1 << 22])
-@pytest.mark.parametrize("S", [1, 37, 64, 150])
-def test_measured_sharing_is_exact(monkeypatch: pytest.MonkeyPatch, S: int, at_once: int) -> None:
-    monkeypatch.setattr("nsa_sel.core.ranges._SORTED_AT_ONCE", at_once)
-    selection = make_blocks(2, S, 3, 160, n=5, block_size=8)
-    found = selection.measure(S_kv=160).sharing
-    assert found == pytest.approx([brute_force_sharing(selection, 160, tokens) for tokens in SHARING_TOKENS])
-    assert selection.sharing == pytest.approx(found, abs=0.0051)
-
-
-def test_sharing_needs_blocks() -> None:
-    assert Selection.from_ranges(torch.tensor([[[[[0, 4]]]]])).measure(8).sharing is None
-    nothing = Selection.from_blocks(torch.full((1, 4, 1, 2), -1), 8)
-    assert nothing.measure(8).sharing == (1.0,) * 7
-
-
-def test_the_request_has_the_measured_sharing() -> None:
-    q, k, v = make_qkv(1, 48, 2, 3, 16, 16, S_kv=48)
-    selection = make_blocks(1, 48, 2, 48, n=3, block_size=8)
-    sharing = lambda: request_of(*check_call(q, k, v, selection, None, None)[:4], False).sharing  # noqa: E731
-    assert sharing() is None
-    selection.measure(48)
-    assert sharing() == selection.sharing == selection.to("cpu").sharing
-    assert sharing() is not None
-    selection.ranges[..., 1] += 0
-    assert sharing() is None  # written since
-    one = make_blocks(1, 1, 2, 48, n=3, block_size=8)
-    one.measure(48)
-    assert request_of(*check_call(q[:, :1], k, v, one, None, None)[:4], False).sharing is None
-
-
-def test_equal_sharing_shares_a_decision() -> None:
-    decide.forget_decisions()
-    first = decide.select(replace(SHORT, sharing=APART), H200)
-    assert decide.select(replace(SHORT, sharing=tuple(APART[:])), H200) is first
-    assert decide.select(SHORT, H200) is not first
-
-
-def test_the_class_of_a_full_prefill_keeps_its_length() -> None:
-    """With S_kv rounded up, early rows would seem to see more keys."""
-    whole = replace(SHORT, S=5000, S_kv=5000)
-    assert whole.request_class().S_kv == 5000
-    assert replace(whole, S=5).request_class().S_kv == 8192
-    for request in (whole, replace(whole, S=5), replace(SHORT, S=1, S_kv=1)):
-        assert request.request_class().request_class() == request.request_class()
-
-
-def test_the_prior_equals_the_committed_maps() -> None:
-    assert cost_fit.prior() == settings_for(UNKNOWN).sharing_prior
-
-
-@pytest.mark.parametrize("n", [1, 2, 16])
-def test_expected_sharing_equals_that_of_random_selections(n: int) -> None:
-    case = prefill("random", 2048, 16)._replace(n=n)
-    measured = random_selection(case, "cpu", seed=0).measure(case.S_kv).sharing
-    assert cost_fit.sharing_of(case) == pytest.approx(measured, rel=0.02)
-
-
-# Fitting
-
-
-def test_least_squares_gives_no_negative_prices() -> None:
-    random = np.random.default_rng(0)
-    factors = random.random((30, 4))
-    votes = np.ones(30)
-    planted = np.array([0.5, 0.0, 2.0, 0.25])
-    scaled = factors / (factors @ planted)[:, None]
-    assert cost_fit.least_squares(scaled, votes) == pytest.approx(planted, abs=1e-6)
-    against = np.hstack((scaled[:, :2], -scaled[:, 2:3], scaled[:, 3:]))  # whose best price would be -2
-    found = cost_fit.least_squares(against, votes)
-    assert (found >= 0).all()
-    assert found[2] == 0
-
-
-def planted_rows(host: float, terms: dict[str, float]) -> list[dict[str, Any]]:
-    cases = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
-    rows = []
-    for case in cases:
-        sharing = cost_fit.sharing_of(case)
-        amounts = work(cost_fit.request_of(case, sharing, False), False, sharing, 132)
-        ms = max(host, sum(price * amounts[term] for term, price in terms.items()))
-        rows.append({**case._asdict(), "direction": "fwd", "backend": TILE, "ms_median": ms, "ms_p20": ms, "ms_p80": ms})
-    return rows
-
-
-def test_fitting_recovers_a_planted_model() -> None:
-    terms = {"launch": 0.02, "tile": 2.0, "rows": 0.3}
-    fitted = cost_fit.fit(f"{TILE}/forward", planted_rows(0.15, terms), 132)
-    assert fitted.host == pytest.approx(0.15, rel=1e-3)
-    assert {term: price for term, price in fitted.terms.items() if price > 1e-3} == pytest.approx(terms, rel=1e-2)
-    assert fitted.worst_error < 0.01
-    assert "tile-wide" not in fitted.terms  # of which there is no row
-
-
-def test_rows_of_one_size_share_one_vote() -> None:
-    rows = planted_rows(0.0, {"tile": 2.0})
-    odd = [{**rows[0], "case": f"again {i}", "ms_median": rows[0]["ms_median"] * 3} for i in range(50)]
-    assert cost_fit.fit(f"{TILE}/forward", rows + odd, 132).median_error > 0.5  # by far the most rows, and not followed
-    assert cost_fit.fit(f"{TILE}/forward", rows[1:] + odd[:1], 132).terms["tile"] == pytest.approx(2.0, rel=0.2)
-
-
-def test_noisy_times_have_less_weight() -> None:
-    rows = planted_rows(0.0, {"tile": 2.0})
-    wrong = {**rows[0], "case": "again", "ms_median": rows[0]["ms_median"] * 3}
-    scattered = {**wrong, "ms_p20": wrong["ms_median"] / 3, "ms_p80": wrong["ms_median"] * 2}
-    surely, hardly = (
-        abs(cost_fit.fit(f"{TILE}/forward", [*rows[1:], row], 132).terms["tile"] - 2.0)
-        for row in ({**wrong, "ms_p20": wrong["ms_median"], "ms_p80": wrong["ms_median"]}, scattered)
-    )
-    assert hardly < surely / 10
-
-
-def test_rows_of_other_contenders_are_skipped() -> None:
-    row = planted_rows(0.0, {"tile": 2.0})[0]
-    assert cost_fit.is_cost_row(row)
-    for field, value in (("backend", "dense-cudnn"), ("direction", "fwd+bwd")):
-        assert not cost_fit.is_cost_row({**row, field: value})
-    assert not cost_fit.is_cost_row({"kernel": "tile", "bytes": 1})
 
 
 # Configuration
