@@ -54,7 +54,7 @@ def make_cache(
     device: str = "cpu",
     seed: int = 0,
 ) -> Cache:
-    """Sequences with random pages of one pool. NaN stands wherever no sequence has a key, -1 in the table past its last page.
+    """Sequences with random pages of one pool. NaN wherever no sequence has a key; -1 in the table after its last page.
 
     Blocks (or, with block None, ranges of 5 to 40 keys anywhere) are any of the first `room` keys, future ones among them.
     """
@@ -279,8 +279,8 @@ def test_empty_caches_give_empty_results() -> None:
     check(cache, None)
     empty = cache._replace(block_table=cache.block_table[:, :0], q=cache.q[:, :0], selection=Selection(cache.selection.ranges[:, :0]))
     assert selection_attention_with_kvcache(*empty).shape == (2, 0, 2, 2, 8)
-    nobody = Cache(cache.q[:0], *cache[1:3], Selection(cache.selection.ranges[:0]), cache.cache_seqlens[:0], cache.block_table[:0])
-    assert selection_attention_with_kvcache(*nobody).shape == (0, 1, 2, 2, 8)
+    no_sequences = Cache(cache.q[:0], *cache[1:3], Selection(cache.selection.ranges[:0]), cache.cache_seqlens[:0], cache.block_table[:0])
+    assert selection_attention_with_kvcache(*no_sequences).shape == (0, 1, 2, 2, 8)
 
 
 def test_warmup_runs_over_pages() -> None:
@@ -290,7 +290,7 @@ def test_warmup_runs_over_pages() -> None:
 
 
 def test_the_bench_compares_pages_with_contiguous_caches(tmp_path: Path) -> None:
-    """Its parity check is part of it; four tokens a sequence and pages of other sizes are told apart."""
+    """Including its parity check, for one and four tokens per sequence."""
     layouts = tuple(cached("sdpa-packed", size, layout) for layout in (KEYS_FIRST, GROUPS_FIRST) for size in (None, 64))
     jobs = [Job(bench_serving.QUICK._replace(S=S, case=f"S{S}"), layouts, ("decode",), 8) for S in (1, 4)]
     rows = run(jobs, tmp_path / "rows.jsonl", "cpu", stderr_console())

@@ -205,9 +205,9 @@ def test_measured_sharing_is_used_for_packed_rows() -> None:
     assert packed.selection.measure().sharing
     selection_attention_varlen(*packed[:4], packed.cu_q)
     assert nsa_sel.decisions()[-1].request.sharing == packed.selection.sharing
-    apart = Selection(packed.selection.ranges.transpose(0, 1), 16)
-    apart.measure()
-    selection_attention_varlen(*packed[:3], apart, packed.cu_q)
+    one_row_each = Selection(packed.selection.ranges.transpose(0, 1), 16)
+    one_row_each.measure()
+    selection_attention_varlen(*packed[:3], one_row_each, packed.cu_q)
     assert nsa_sel.decisions()[-1].request.sharing is None
 
 

@@ -203,21 +203,21 @@ def test_cupy_cuda_prefers_blocks_only_for_its_tile_kernels() -> None:
         assert not packed_batches._pays(packed_request(**changes), H200, "cupy-cuda")
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one entry of T rows", "T entries of one"])
+@pytest.mark.parametrize("one_row_each", [False, True], ids=["one entry of T rows", "T entries of one"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_the_predicted_decision_is_taken(monkeypatch: pytest.MonkeyPatch, apart: bool, grad: bool) -> None:
+def test_the_predicted_decision_is_taken(monkeypatch: pytest.MonkeyPatch, one_row_each: bool, grad: bool) -> None:
     predicted: list[Request] = []
     pays = packed_batches._pays
     monkeypatch.setattr(packed_batches, "_pays", lambda request, *rest: predicted.append(request) or pays(request, *rest))
     packed = pack(MIXED, n=3)  # 48 keys, and sequences of 32 at most
-    if apart:
+    if one_row_each:
         packed = packed._replace(selection=Selection(packed.selection.ranges.transpose(0, 1), 16))
     packed.selection.measure()
     q = packed.q.requires_grad_(grad)
     for cu in (packed.cu_q, torch.tensor(packed.cu_q)):
         selection_attention_varlen(q, *packed[1:4], cu, backend="triton-tile")
         assert predicted[-1].request_class() == last_request()
-        assert (last_request().sharing is None) == apart
+        assert (last_request().sharing is None) == one_row_each
         assert last_request().needs_grad == grad
 
 

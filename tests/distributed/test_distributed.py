@@ -54,7 +54,7 @@ def assert_passed(folder: Path, ranks: int, output: str, end: bool = False) -> N
 
 
 def run(command: list[str], log: Path, **more: str) -> str:
-    """The end of what the command and the processes that it started wrote; none of them stays behind."""
+    """The end of what the command and the processes that it started wrote; all of them end."""
     with log.open("wb") as opened:
         process = subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=opened, stderr=opened, start_new_session=True)
     try:
@@ -112,7 +112,7 @@ def test_the_host_does_not_wait_for_a_gpu_to_compare(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(agreement, "dist", SimpleNamespace(get_world_size=lambda group: 2, get_rank=lambda group: 1))
     monkeypatch.setattr(agreement, "all_gather", lambda every, mine, group: None)
     asked = []
-    monkeypatch.setattr(torch, "_assert_async", lambda alike, words: asked.append((tuple(alike.shape), words)))
+    monkeypatch.setattr(torch, "_assert_async", lambda match, words: asked.append((tuple(match.shape), words)))
     for digest in (agreement._UNAGREED, 5):
         assert agreement._digests_match(object(), digest, torch.device("meta"), "call 3, backward")  # type: ignore[arg-type]
     assert asked == [((), agreement._assert_message(1, "call 3, backward"))], "a rank that has not agreed gets its error elsewhere"
@@ -188,7 +188,7 @@ def test_packets_hold_parts_of_any_dtype() -> None:
 
 
 def test_parts_are_merge_parts_by_their_lse() -> None:
-    """Softmax over 6 keys is that over 4 and 2, and what nobody saw stays empty."""
+    """Softmax over 6 keys is that over 4 and 2, and rows without keys stay empty."""
     logits, v = torch.randn(3, 6), torch.randn(6, 2)
     halves = [(logits[:, keys].softmax(-1) @ v[keys], logits[:, keys].logsumexp(-1)) for keys in (slice(4), slice(4, None))]
     o, lse = (torch.stack(parts) for parts in zip(*halves, strict=True))

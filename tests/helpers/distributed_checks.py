@@ -198,7 +198,7 @@ def nan_in_unselected_keys_changes_nothing() -> None:
     """Even in unused slots that are sent."""
     q, k, v, selection = problem()
     first = Selection(selection.ranges.clone(), BLOCK)
-    first.ranges[first.ranges[..., 0] // BLOCK == 2] = 0  # nobody reads block 2
+    first.ranges[first.ranges[..., 0] // BLOCK == 2] = 0  # no row selects block 2
     results = []
     for bad in (0.0, float("nan")):
         slices = third_block_plus(bad, k, v)

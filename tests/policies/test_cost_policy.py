@@ -34,8 +34,8 @@ OFFERS = tuple(
     for name, limits in ((TOKEN, LIMITS), (GROUP, LIMITS), (BLOCK, BLOCKS), (TILE, BLOCKS))
 )
 PREFERENCE = (GROUP, TOKEN)
-ALIKE = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
-APART = (1.0, 1.9, 3.5, 5.0, 6.0, 6.5, 7.0)
+SIMILAR = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
+DIFFERENT = (1.0, 1.9, 3.5, 5.0, 6.0, 6.5, 7.0)
 
 
 def model(host: float = 0.0, **terms: float) -> CostModel:
@@ -57,7 +57,7 @@ MODELS = {
 def ask(request: Request, models: dict[str, CostModel] = MODELS, override: Override | None = None, **changes: Any) -> Decision:
     """The default policy's decision by `models`, on a GPU whose preference is group, token."""
     costs = Costs(provenance="invented", dtypes=("bfloat16",), models=models)
-    pinned = {"sel_triton_min_L": 0, "prefer_forward": PREFERENCE, "prefer_backward": PREFERENCE, "sharing_prior": ALIKE, "costs": costs}
+    pinned = {"sel_triton_min_L": 0, "prefer_forward": PREFERENCE, "prefer_backward": PREFERENCE, "sharing_prior": SIMILAR, "costs": costs}
     return make_decision(request, UNKNOWN, load_policy("default"), settings(**{**pinned, **changes}), OFFERS, override)
 
 
@@ -77,12 +77,12 @@ def test_the_least_predicted_time_wins() -> None:
 
 def test_measured_sharing_changes_the_choice() -> None:
     """If adjacent tokens select different blocks, a tile visits many; other strategies do not change."""
-    alike, apart = ask(SHORT), ask(replace(SHORT, sharing=APART))
-    assert (alike.forward, apart.forward) == (TILE, GROUP)
-    before, after = ({p.backend: p.ms for p in decision.predictions} for decision in (alike, apart))
-    assert after[TILE] == pytest.approx(before[TILE] * APART[2] / ALIKE[2], rel=1e-3)  # 4 tokens x 16 heads are a tile
+    similar, different = ask(SHORT), ask(replace(SHORT, sharing=DIFFERENT))
+    assert (similar.forward, different.forward) == (TILE, GROUP)
+    before, after = ({p.backend: p.ms for p in decision.predictions} for decision in (similar, different))
+    assert after[TILE] == pytest.approx(before[TILE] * DIFFERENT[2] / SIMILAR[2], rel=1e-3)  # 4 tokens x 16 heads are a tile
     assert (after[GROUP], after[BLOCK]) == (before[GROUP], before[BLOCK])
-    assert ask(replace(SHORT, sharing=ALIKE)).predictions == alike.predictions
+    assert ask(replace(SHORT, sharing=SIMILAR)).predictions == similar.predictions
 
 
 def test_each_direction_is_predicted() -> None:
@@ -168,7 +168,7 @@ def test_profiles_without_costs_decide_by_preference() -> None:
 
 
 def test_decisions_by_time_replay() -> None:
-    decision = ask(replace(SHORT, needs_grad=True, sharing=APART))
+    decision = ask(replace(SHORT, needs_grad=True, sharing=DIFFERENT))
     again = Decision.from_json(decision.to_json())
     assert again == decision
     assert again.replay() == ()
@@ -182,8 +182,8 @@ def test_describe_shows_times_and_assumed_sharing() -> None:
     assert "backward, ms" in text
     assert "4: 1.2" in text
     assert "(not measured: prior of base.yaml)" in text
-    assert "4: 3.5" in describe(ask(replace(SHORT, sharing=APART)))
-    assert "(measured)" in describe(ask(replace(SHORT, sharing=APART)))
+    assert "4: 3.5" in describe(ask(replace(SHORT, sharing=DIFFERENT)))
+    assert "(measured)" in describe(ask(replace(SHORT, sharing=DIFFERENT)))
     assert "ms" not in describe(ask(SHORT, costs=None)).split("reasons")[0].split("config")[1]
 
 
@@ -205,29 +205,29 @@ def test_rows_beyond_the_keys_are_counted_by_their_mean() -> None:
 
 
 def test_work_has_every_cost_term() -> None:
-    counted = [work(replace(SHORT, Dk=Dk), backward, ALIKE, 132) for Dk in (128, 192) for backward in (False, True)]
+    counted = [work(replace(SHORT, Dk=Dk), backward, SIMILAR, 132) for Dk in (128, 192) for backward in (False, True)]
     assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
     assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
     few = replace(SHORT, B=1, G=4, S=1)  # rows; 132 programs make 33 parts of each
-    assert work(few, False, ALIKE, 132)["split-walk"] == pytest.approx(work(few, False, ALIKE, 132)["walk"] / 33)
-    assert work(replace(few, B=16), False, ALIKE, 132)["split-walk"] == pytest.approx(work(few, False, ALIKE, 132)["walk"] / 2)
-    assert work(replace(few, B=33), False, ALIKE, 132)["split-walk"] == work(few, False, ALIKE, 132)["walk"]
-    assert work(replace(few, B=34), False, ALIKE, 132)["split-walk"] == work(SHORT, False, ALIKE, 132)["split-walk"] == 0
+    assert work(few, False, SIMILAR, 132)["split-walk"] == pytest.approx(work(few, False, SIMILAR, 132)["walk"] / 33)
+    assert work(replace(few, B=16), False, SIMILAR, 132)["split-walk"] == pytest.approx(work(few, False, SIMILAR, 132)["walk"] / 2)
+    assert work(replace(few, B=33), False, SIMILAR, 132)["split-walk"] == work(few, False, SIMILAR, 132)["walk"]
+    assert work(replace(few, B=34), False, SIMILAR, 132)["split-walk"] == work(SHORT, False, SIMILAR, 132)["split-walk"] == 0
     assert {term for terms in cost_fit.TERMS.values() for term in terms} <= set(COST_TERMS)
 
 
 def test_work_of_the_example_equals_a_count_by_hand() -> None:
     """8192 rows of 4 groups, 16 blocks of 64 keys except for the first 15 blocks of rows, 256 bf16 elements per key."""
     pairs = 4 * 64 * (sum(range(1, 16)) + 113 * 16)
-    forward = work(SHORT, False, ALIKE, 132)
+    forward = work(SHORT, False, SIMILAR, 132)
     assert forward["pairs"] == pytest.approx(pairs / 1e6)
     assert forward["read"] == pytest.approx(pairs * 64 * 256 * 2 / 1e9)
     assert forward["reread"] == pytest.approx(16 * forward["read"])
     assert forward["exact"] == pytest.approx(pairs * 64 * 16 * 2 * 256 / 1e12)
-    assert forward["tile"] == pytest.approx(pairs * ALIKE[2] / 4 * 64 * 64 * 2 * 256 / 1e12)
+    assert forward["tile"] == pytest.approx(pairs * SIMILAR[2] / 4 * 64 * 64 * 2 * 256 / 1e12)
     assert forward["partials"] == pytest.approx(pairs * 16 * (128 + 2 * 128) * 2 / 1e9)
-    assert work(SHORT, True, ALIKE, 132)["exact"] == pytest.approx(2 * forward["exact"])
-    odd = work(replace(SHORT, h=3), False, ALIKE, 132)  # 21 tokens x 3 heads are 63 of 64 rows
+    assert work(SHORT, True, SIMILAR, 132)["exact"] == pytest.approx(2 * forward["exact"])
+    odd = work(replace(SHORT, h=3), False, SIMILAR, 132)  # 21 tokens x 3 heads are 63 of 64 rows
     assert odd["exact"] == pytest.approx(forward["exact"] * 3 / 16 * 64 / 63)
 
 
@@ -235,13 +235,13 @@ def test_a_union_is_at_most_all_visible_blocks() -> None:
     request = replace(SHORT, S=1024, S_kv=1024)  # 16 blocks: every row chooses all that it sees
     pairs = blocks_of(request).chosen
     assert pairs == blocks_of(request).visible
-    assert work(request, False, APART, 132)["tile"] == pytest.approx(pairs / 4 * 64 * 64 * 2 * 256 / 1e12)
+    assert work(request, False, DIFFERENT, 132)["tile"] == pytest.approx(pairs / 4 * 64 * 64 * 2 * 256 / 1e12)
 
 
 def test_sharing_is_interpolated_between_measured_sizes() -> None:
-    assert [sharing_at(APART, tokens) for tokens in SHARING_TOKENS] == list(APART)
-    assert sharing_at(APART, 1000) == APART[-1]
-    assert sharing_at(APART, 21) == pytest.approx(6.0 + 0.5 * math.log2(21 / 16))
+    assert [sharing_at(DIFFERENT, tokens) for tokens in SHARING_TOKENS] == list(DIFFERENT)
+    assert sharing_at(DIFFERENT, 1000) == DIFFERENT[-1]
+    assert sharing_at(DIFFERENT, 21) == pytest.approx(6.0 + 0.5 * math.log2(21 / 16))
 
 
 # Without split-walk: rows that are no longer split run on another kernel, which may be faster.
@@ -252,10 +252,10 @@ EVERY = {f"{name}/{direction}": model(launch=1, **{t.replace("-", "_"): 1.0 for 
 @pytest.mark.parametrize("shipped", [False, True])
 @given(
     B=st.integers(1, 4), G=st.integers(1, 4), h=st.integers(1, 128), n=st.integers(1, 32), tiles=st.integers(1, 64),
-    direction=st.booleans(), grown=st.sampled_from(["B", "G", "h", "n", "tiles"]), by=st.integers(1, 3), apart=st.booleans(),
+    direction=st.booleans(), grown=st.sampled_from(["B", "G", "h", "n", "tiles"]), by=st.integers(1, 3), different=st.booleans(),
 )  # fmt: skip
 def test_more_work_is_never_predicted_cheaper(
-    shipped: bool, B: int, G: int, h: int, n: int, tiles: int, direction: bool, grown: str, by: int, apart: bool
+    shipped: bool, B: int, G: int, h: int, n: int, tiles: int, direction: bool, grown: str, by: int, different: bool
 ) -> None:
     costs = settings_for(H200).costs
     assert costs is not None
@@ -263,7 +263,7 @@ def test_more_work_is_never_predicted_cheaper(
 
     def asked(B: int, G: int, h: int, n: int, tiles: int) -> Asked:
         S = 64 * tiles
-        request = replace(SHORT, B=B, S=S, S_kv=S, G=G, h=h, n=n, max_length=min(n * 64, S), sharing=APART if apart else ALIKE)
+        request = replace(SHORT, B=B, S=S, S_kv=S, G=G, h=h, n=n, max_length=min(n * 64, S), sharing=DIFFERENT if different else SIMILAR)
         return Asked(request, H200, settings(costs=costs), "backward" if direction else "forward")
 
     facts = {"B": B, "G": G, "h": h, "n": n, "tiles": tiles}
@@ -295,7 +295,7 @@ GOOD = "provenance: test\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "fragments"),
     [
         ("runtime: {sharing_prior: [1.0, 1.1]}", ("runtime.sharing_prior", "7 rising numbers")),
         ("runtime: {sharing_prior: [1, 2, 3, 4, 5, 6, 5]}", ("runtime.sharing_prior", "7 rising numbers")),
@@ -308,10 +308,10 @@ GOOD = "provenance: test\n"
          ("costs.models.a/forward", "numbers >= 0")),
     ],
 )  # fmt: skip
-def test_bad_costs_are_refused(text: str, told: tuple[str, ...]) -> None:
+def test_bad_costs_are_refused(text: str, fragments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config((GOOD + text).encode(), "mine.yaml")
-    for part in told:
+    for part in fragments:
         assert part in str(caught.value)
 
 

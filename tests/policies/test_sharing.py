@@ -16,8 +16,8 @@ from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.policy_cases import H200, SHORT, UNKNOWN, replace
 
-ALIKE = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
-APART = (1.0, 1.9, 3.5, 5.0, 6.0, 6.5, 7.0)
+SIMILAR = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
+DIFFERENT = (1.0, 1.9, 3.5, 5.0, 6.0, 6.5, 7.0)
 
 
 def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
@@ -68,8 +68,8 @@ def test_the_request_has_the_measured_sharing() -> None:
 
 def test_equal_sharing_shares_a_decision() -> None:
     decide.forget_decisions()
-    first = decide.select(replace(SHORT, sharing=APART), H200)
-    assert decide.select(replace(SHORT, sharing=tuple(APART[:])), H200) is first
+    first = decide.select(replace(SHORT, sharing=DIFFERENT), H200)
+    assert decide.select(replace(SHORT, sharing=tuple(DIFFERENT[:])), H200) is first
     assert decide.select(SHORT, H200) is not first
 
 
