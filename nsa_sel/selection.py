@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.indices import as_positions, as_rows, as_tensor, best_blocks, check_positive, ranges_of_blocks
+from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, validates
 from nsa_sel.core.ranges import check_ranges, disjoint, merged, sharing_of_blocks
 from nsa_sel.errors import ArgumentError, shown
-from nsa_sel.settings.flags import debugging
 
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # can't be replaced
 _MOST_PLANS = 16
@@ -35,10 +35,9 @@ class Selection:
     Make one with `from_blocks`, `from_scores` or `from_ranges`. A row attends to the union of its ranges. Using a selection never reads
     the device.
 
-    A Selection is bound to its ranges tensor: the attributes below can't be replaced. Plans of backends and the statistics of `measure`
-    are cached here, so that forward and backward, and layers that share a selection, build them once. Writing into the ranges through
-    PyTorch, or in any way on a CPU, drops them. After a write on a GPU that PyTorch does not see (a kernel of your own) call
-    `invalidate()`; NSA_DEBUG_TRITON=1 checks that.
+    The attributes below can't be replaced. Plans of backends and the statistics of `measure` are cached here, for forward, backward and
+    layers that share a selection. Writing into the ranges through PyTorch, or in any way on a CPU, drops them. After a write on a GPU
+    that PyTorch does not see (a kernel of your own) call `invalidate()`; NSA_DEBUG_TRITON=1 checks that.
 
     Attributes:
         ranges: int32 or int64, `[start, end)` in key positions; a range with end <= start is empty.
@@ -57,9 +56,9 @@ class Selection:
         self.max_length = max_length
         self.disjoint = disjoint or self.n < 2
         self.measured: Measured | None = None
-        self._exact: _Exact | None = None
+        self._exact: Exact | None = None
         self._cut_block: int | None = None  # the block size of ranges that were blocks before they were cut; unsorted
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
         self._version: int | None = None  # of the ranges that `_plans` and `_exact` were made from
         self._copy: Tensor | None = None  # of those ranges, where comparing is cheap (CPU) or asked for (debugging)
 
@@ -97,7 +96,7 @@ class Selection:
             ArgumentError: another shape or dtype; under NSA_DEBUG_TRITON=1 also what `validate` finds.
         """
         selection = cls.unread(ranges, block_size, max_length, disjoint)
-        if _reading(selection.ranges):
+        if validates(selection.ranges):
             selection.validate()
         return selection
 
@@ -132,7 +131,7 @@ class Selection:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
         selection = cls(ranges_of_blocks(block_indices, block_size, block_counts), block_size, disjoint=disjoint)
-        if _reading(selection.ranges):
+        if validates(selection.ranges):
             selection.validate()
         return selection
 
@@ -215,7 +214,7 @@ class Selection:
         """
         if self.disjoint:
             return self.ranges.contiguous()
-        if _capturing(self.ranges):
+        if capturing(self.ranges):
             return disjoint(self.ranges)
         found: Tensor = self.plan(("disjoint",), lambda: disjoint(self.ranges))
         return found
@@ -233,15 +232,15 @@ class Selection:
         Returns:
             What `build` returned.
         """
-        states = [_state(x) for x in made_from]
-        if self.ranges.is_inference() or _UNKNOWN in states:
+        states = [state_of(x) for x in made_from]
+        if self.ranges.is_inference() or UNKNOWN in states:
             return build()
         if not self._is_current():
             self.invalidate()
             self._remember_version()
         kept = self._plans.get(key)
         if kept is None or kept.states != states:
-            kept = _Plan(states, made_from, build())
+            kept = Plan(states, made_from, build())
             if len(self._plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
                 self._plans.pop(next(iter(self._plans), None), None)
             self._plans[key] = kept
@@ -249,7 +248,7 @@ class Selection:
 
     def _holds(self) -> bool:
         """Whether cached statistics are valid: the ranges are unchanged, and no CUDA graph is captured, whose replays may see others."""
-        return not _capturing(self.ranges) and self._is_current()
+        return not capturing(self.ranges) and self._is_current()
 
     def _is_current(self) -> bool:
         """Whether the ranges are unchanged since `_remember_version`; ArgumentError where debugging finds an unannounced GPU write."""
@@ -269,7 +268,7 @@ class Selection:
         ranges = self.ranges
         if not ranges.is_inference():
             self._version = ranges._version
-            self._copy = ranges.detach().clone() if not self._on_gpu or _reading(ranges) else None
+            self._copy = ranges.detach().clone() if not self._on_gpu or validates(ranges) else None
 
     @property
     def _on_gpu(self) -> bool:
@@ -291,7 +290,7 @@ class Selection:
         return Selection(merged(self.ranges), None, bound if bound < far else None, disjoint=True)
 
     def shifted(self, first: Tensor, limit: Tensor, S_kv: int, *, whole_blocks: bool, max_length: int) -> Selection:
-        """Each row's ranges below its `limit`, moved by `first` keys: positions in one sequence of a batch become positions in all of it.
+        """Each row's ranges below its `limit`, moved by `first` keys: from positions in its sequence to positions in a whole batch.
 
         Args:
             first: [B,S], the first key of the row's sequence.
@@ -376,17 +375,14 @@ class Selection:
         if not self._is_current():
             self.invalidate()
             self._remember_version()
-        self._exact = _Exact(most, rounded, (S_kv, total) if S_kv is not None and q_pos is None else None)
+        self._exact = Exact(most, rounded, (S_kv, total) if S_kv is not None and q_pos is None else None)
         return self.measured
 
     def to(self, device: torch.device | str) -> Selection:
         """The same selection on another device, without plans.
 
         Args:
-            device: a torch.device, or its name.
-
-        Raises:
-            ArgumentError: it is neither.
+            device: a torch.device, or its name; ArgumentError for anything else.
         """
         if not isinstance(device, torch.device | str | int):
             raise ArgumentError("device", shown(device), "a torch.device or its name", "pass q.device; ranges keep their dtype")
@@ -400,41 +396,3 @@ class Selection:
     def __repr__(self) -> str:
         facts = f"block_size={self.block_size}, max_length={self.max_length}, disjoint={self.disjoint}, measured={self.measured}"
         return f"Selection(ranges={tuple(self.ranges.shape)} {self.ranges.dtype} on {self.ranges.device}, {facts})"
-
-
-def _reading(ranges: Tensor) -> bool:
-    """Whether to validate a selection when it is made. Not in a CUDA graph, which can't be read; compiled calls do it when they run."""
-    return not torch.compiler.is_compiling() and debugging() and not _capturing(ranges)
-
-
-def _capturing(ranges: Tensor) -> bool:
-    """Whether a CUDA graph is being captured; its replays see what is in the ranges by then."""
-    return ranges.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-class _Exact(NamedTuple):
-    """What `measure` found and decisions use."""
-
-    longest: int  # keys of the longest row, before the causal clamp
-    sharing: tuple[float, ...] | None  # to two digits
-    total: tuple[int, int] | None  # S_kv, and the keys of all rows at the default positions
-
-
-class _Plan(NamedTuple):
-    """A cached plan."""
-
-    states: list[Any]  # of `made_from` when it was built
-    made_from: tuple[Any, ...]  # kept alive, so that no other tensor reuses the memory
-    value: Any
-
-
-_UNKNOWN = "unknown"  # the state of a tensor without a version counter
-
-
-def _state(x: Any) -> Any:
-    """A value that changes when x is written or replaced; of a plain value the value itself."""
-    if not isinstance(x, Tensor):
-        return x
-    if x.is_cpu:  # its few values: a write through NumPy has no version
-        return x.dtype, x.shape, x.detach().contiguous().numpy().tobytes()
-    return _UNKNOWN if x.is_inference() else (x.data_ptr(), x.dtype, x.shape, x.stride(), x._version)

@@ -278,7 +278,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("wrong", CALLS + SELECTIONS, ids=lambda wrong: wrong.name)
-def test_wrong_calls(wrong: Wrong) -> None:
+def test_wrong_calls_name_argument_value_allowed_and_remedy(wrong: Wrong) -> None:
     message = message_of(wrong)
     assert_in_order(message, wrong.fragments)
     if wrong.error is ArgumentError:
@@ -286,14 +286,14 @@ def test_wrong_calls(wrong: Wrong) -> None:
 
 
 @pytest.mark.parametrize(("flag", "text", "fragments"), FLAGS)
-def test_wrong_flags(monkeypatch: pytest.MonkeyPatch, flag: str, text: str, fragments: tuple[str, ...]) -> None:
+def test_wrong_flags_are_named(monkeypatch: pytest.MonkeyPatch, flag: str, text: str, fragments: tuple[str, ...]) -> None:
     monkeypatch.setenv(flag, text)
     message = message_of(Wrong(flag, call(), error=ConfigError))
     assert_in_order(message, (f"{flag} is ", fragments[0], "; allowed: ", *fragments[1:], ". Remedy: unset it"))
 
 
 @pytest.mark.parametrize(("content", "fragments"), FILES)
-def test_wrong_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, fragments: tuple[str, ...]) -> None:
+def test_wrong_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, fragments: tuple[str, ...]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(content)
     monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
@@ -303,7 +303,7 @@ def test_wrong_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: s
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", ".", "fifo", "link to a fifo", "/dev/zero"])
-def test_files_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+def test_unreadable_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "fifo")  # opening or reading it would wait for ever
     (tmp_path / "link to a fifo").symlink_to("fifo")
     monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / name))
@@ -321,13 +321,13 @@ def test_a_configuration_may_be_a_link(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize("name", ["no such folder/events.jsonl", "fifo", "."])
-def test_logs_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+def test_unwritable_logs_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "fifo")  # that nobody reads: opening it would wait for ever
     monkeypatch.setenv("NSA_DEBUG_LOG", str(tmp_path / name))
     assert_in_order(message_of(Wrong("log", call(), error=ConfigError)), ("NSA_DEBUG_LOG is ", "; allowed: ", "Remedy: "))
 
 
-def test_use_backend_wants_a_name() -> None:
+def test_use_backend_needs_a_name() -> None:
     def attempt() -> None:
         with nsa_sel.use_backend(None):
             pass
@@ -344,7 +344,7 @@ def test_debugging_refuses_overlaps_in_a_call(monkeypatch: pytest.MonkeyPatch) -
     assert "overlapping" in message_of(Wrong("overlap", call(selection=made_before)))
 
 
-def test_nothing_is_remembered_of_wrong_calls() -> None:
+def test_wrong_calls_leave_no_decision() -> None:
     before = nsa_sel.decisions()
     for wrong in CALLS:
         message_of(wrong)
@@ -368,7 +368,7 @@ def every_error() -> list[NsaSelError]:
 
 
 @pytest.mark.parametrize("round_trip", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
-def test_errors_travel_between_processes(round_trip: Callable[[NsaSelError], NsaSelError]) -> None:
+def test_errors_survive_copies_and_pickles(round_trip: Callable[[NsaSelError], NsaSelError]) -> None:
     importlib.import_module("nsa_sel.bench.tune.runner")  # declares some
     errors = every_error()
     declared = {name for _, file in modules() for name in re.findall(r"^class (\w+)\(NsaSelError", file.read_text(), re.MULTILINE)}
@@ -379,7 +379,7 @@ def test_errors_travel_between_processes(round_trip: Callable[[NsaSelError], Nsa
         assert (str(again), repr(again), again.args, again.__dict__) == (str(error), repr(error), error.args, error.__dict__)
 
 
-def test_a_bad_value_of_great_length_is_shown_in_part() -> None:
+def test_long_bad_values_are_cut() -> None:
     message = str(ConfigError("x", "9" * 100_000, "y", "do"))
     assert len(message) < 2000
     assert_in_order(message, ("x is '999", "... (100002 characters); allowed: y. Remedy: do."))
@@ -394,8 +394,8 @@ def test_the_table_is_long() -> None:
 
 @pytest.mark.parametrize(("start", "row", "aligned"), [(0, 16, True), (0, 20, True), (0, 18, False), (4, 16, True), (2, 16, False)])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_alignment_is_a_fact_of_the_request(which: int, start: int, row: int, aligned: bool) -> None:
-    """Of pointers and of all strides but the last, in steps of 16 bytes, here four float32; any of the tensors may lack it."""
+def test_the_request_knows_the_alignment_of_all_tensors(which: int, start: int, row: int, aligned: bool) -> None:
+    """Pointers and all strides but the last are multiples of 16 bytes, four float32."""
     q, k, v = (torch.randn(1, 4, 1, 2, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16))
     tensors = [q, k, v]
     shape = tensors[which].shape

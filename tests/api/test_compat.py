@@ -1,4 +1,4 @@
-"""The calls of other libraries against references written from what the originals do, and where we differ from them on purpose."""
+"""The calls of other libraries against references of the originals, and intended differences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOPK = {"q": ..., "k": ..., "v": ..., "topk_idx": ..., "block_size": ..., "cu_se
 
 @pytest.fixture(autouse=True)
 def packed_sdpa() -> Iterator[None]:
-    """One backend for all: which of them serves a call is no business of these forms, and float64 is quickest there."""
+    """One backend for all tests: the fastest for float64."""
     with nsa_sel.use_backend("sdpa-packed"):
         yield
 
@@ -35,20 +35,20 @@ def packed_sdpa() -> Iterator[None]:
     ("call", "original"),
     [(parallel_nsa, PARALLEL_NSA), (topk_sparse_attention, TOPK), (FSA_topk_sparse_attention, TOPK)],
 )
-def test_names_order_and_defaults_are_the_originals(call: Callable[..., Tensor], original: dict[str, Any]) -> None:
+def test_signatures_are_the_originals(call: Callable[..., Tensor], original: dict[str, Any]) -> None:
     parameters = inspect.signature(call).parameters.values()
     taken = {p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
     assert list(taken.items()) == list(original.items())
 
 
-# References. Both written from the originals' documented behaviour; both give NaN where a row selects nothing.
+# References, written from the originals' documented behavior. Both give NaN where a row selects nothing.
 
 
 def fla_reference(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor | None, block_size: int, scale: float, cu_q: list[int], cu_k: list[int]
 ) -> Tensor:
-    """One sequence after another of [T,HQ,K]: for every query and head the keys of each listed block are gathered, those after the query
-    and those of negative blocks get -inf, and a softmax goes over the lot. Queries are the last of their sequence."""
+    """For every query and head of [T,HQ,K]: a softmax over the keys of all listed blocks, with -inf for keys after the query and keys of
+    negative blocks. Queries are the last of their sequence."""
     T, HQ, _ = q.shape
     out = []
     for i in range(len(cu_q) - 1):
@@ -59,18 +59,17 @@ def fla_reference(
             for head in range(HQ):
                 g = head // (HQ // k.shape[1])
                 taken = indices[t, g] if counts is None else indices[t, g, : counts[t, g]]
-                place = (taken[:, None] * block_size + torch.arange(block_size)).flatten()
-                hidden = (place > past + t - cu_q[i]) | (place < 0)
-                place = place.clamp(0, len(keys) - 1)
-                p = ((keys[place, g] @ q[t, head]) * scale).masked_fill(hidden, -math.inf).softmax(0)
-                rows.append(p @ values[place, g])
+                key = (taken[:, None] * block_size + torch.arange(block_size)).flatten()
+                hidden = (key > past + t - cu_q[i]) | (key < 0)
+                key = key.clamp(0, len(keys) - 1)
+                p = ((keys[key, g] @ q[t, head]) * scale).masked_fill(hidden, -math.inf).softmax(0)
+                rows.append(p @ values[key, g])
             out.append(torch.stack(rows))
     return torch.stack(out)
 
 
 def topk_reference(q: Tensor, k: Tensor, v: Tensor, topk_idx: Tensor, block_size: int, cu: list[int], scale: float) -> Tensor:
-    """Dense attention of [T,HQ,D] under a mask [HQ,T,T]: blocks after the query's own are struck out, the others marked key by key from
-    their sequence's first on, and what is above the diagonal is cut off."""
+    """Dense attention of [T,HQ,D] under a mask [HQ,T,T] of the listed blocks up to the query's own, below the diagonal."""
     H, T, _ = topk_idx.shape
     mask = torch.zeros(H, T, T, dtype=torch.bool)
     for start, end in itertools.pairwise(cu):
@@ -109,7 +108,7 @@ def assert_same(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("TQ", [20, 3])
-def test_parallel_nsa(TQ: int) -> None:
+def test_parallel_nsa_matches_its_reference(TQ: int) -> None:
     B, T, HQ, H, block = 2, 20, 6, 2, 4
     q, k, v, g_slc = inputs = normal((B, TQ, HQ, 8), (B, T, H, 8), (B, T, H, 5), (B, TQ, HQ))
     indices = distinct_blocks(B * TQ, H, 4, 6).view(B, TQ, H, 4)
@@ -125,7 +124,7 @@ def test_parallel_nsa(TQ: int) -> None:
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
-def test_parallel_nsa_of_packed_sequences(form: Callable[[list[int]], Any]) -> None:
+def test_parallel_nsa_matches_its_reference_on_packed_sequences(form: Callable[[list[int]], Any]) -> None:
     HQ, H, block = 4, 2, 4
     cu_q, cu_k = [0, 5, 5, 6, 18], [0, 9, 9, 10, 30]
     q, k, v = inputs = normal((1, 18, HQ, 8), (1, 30, H, 8), (1, 30, H, 8))
@@ -138,7 +137,7 @@ def test_parallel_nsa_of_packed_sequences(form: Callable[[list[int]], Any]) -> N
     assert_same(parallel_nsa(*own, block_indices=indices[None], block_size=block, cu_seqlens=form(cu_q)), wanted, inputs)
 
 
-def test_topk_sparse_attention() -> None:
+def test_topk_sparse_attention_matches_its_reference() -> None:
     cu, HQ, H, block = [0, 5, 5, 6, 23], 6, 2, 4
     q, k, v = inputs = normal((23, HQ, 8), (23, H, 8), (23, H, 8))
     topk_idx = distinct_blocks(23, H, 4, 6).transpose(0, 1).int().contiguous()
@@ -149,7 +148,7 @@ def test_topk_sparse_attention() -> None:
     assert torch.equal(topk_idx, given)  # the original's PyTorch twin strikes out future blocks in place
 
 
-def test_blocks_that_begin_sequences_stay_blocks() -> None:
+def test_aligned_sequences_keep_whole_blocks() -> None:
     q, k, v = normal((40, 2, 8), (40, 1, 8), (40, 1, 8))
     topk_idx = distinct_blocks(40, 1, 2, 2).transpose(0, 1)
     topk_sparse_attention(q, k, v, topk_idx, 16, [0, 32, 40])
@@ -158,10 +157,10 @@ def test_blocks_that_begin_sequences_stay_blocks() -> None:
     assert nsa_sel.decisions()[-1].request.block_size is None
 
 
-# Differences on purpose
+# Intended differences
 
 
-def test_rows_that_select_nothing_give_zeros_and_not_nan() -> None:
+def test_rows_without_selection_give_zeros_and_not_nan() -> None:
     q, k, v = inputs = normal((1, 8, 2, 8), (1, 8, 1, 8), (1, 8, 1, 8))
     indices = torch.where(torch.arange(8)[:, None, None] < 5, torch.tensor([-1, 7]), torch.tensor([0, 1]))[None]  # nothing or the future
     assert bool(fla_reference(q[0], k[0], v[0], indices[0], None, 4, 8**-0.5, [0, 8], [0, 8])[:5].isnan().all())
@@ -172,7 +171,7 @@ def test_rows_that_select_nothing_give_zeros_and_not_nan() -> None:
     assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(o.sum(), inputs))
 
 
-def test_any_number_of_heads_a_group() -> None:
+def test_groups_may_have_any_number_of_heads() -> None:
     for heads in (1, 3):  # the original: 16, 32 ...
         q, k, v = inputs = normal((1, 8, 2 * heads, 8), (1, 8, 2, 8), (1, 8, 2, 8))
         indices = distinct_blocks(8, 2, 2, 2)
@@ -180,7 +179,7 @@ def test_any_number_of_heads_a_group() -> None:
         assert_same(parallel_nsa(q, k, v, block_indices=indices[None], block_size=4), wanted, inputs)
 
 
-def test_no_copies_of_q_k_v(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_q_k_v_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def called(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -226,11 +225,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_not_computed_is_refused_with_a_remedy(name: str) -> None:
+def test_unsupported_arguments_are_refused_with_a_remedy(name: str) -> None:
     call, message = BAD[name]
     with pytest.raises(ArgumentError, match=message):
         call()
 
 
-def test_a_gate_without_a_window_counts_for_nothing() -> None:
+def test_a_gate_without_a_window_is_ignored() -> None:
     assert torch.equal(nsa()(), nsa(g_swa=torch.full((2, 8, 4), float("nan")))())

@@ -1,4 +1,4 @@
-"""NSASelection gives what the plain calls give; block scores are those of the paper's equations, written out."""
+"""NSASelection equals the plain calls; block scores follow the paper's equations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nsa_sel.selection import Selection
 from tests.helpers.cases import make_qkv
 
 
-def test_scores_and_blocks() -> None:
+def test_the_module_equals_the_plain_call_for_scores_and_blocks() -> None:
     q, k, v = make_qkv(B=2, S=48, G=2, S_kv=64, requires_grad=True)
     module = NSASelection(n=3, block_size=16, backend="sdpa-packed")
     scores = torch.randn(2, 48, 2, 4)
@@ -37,8 +37,8 @@ def test_positions_and_options_reach_the_call() -> None:
 
 @pytest.mark.parametrize(("block", "length", "stride"), [(64, 32, 16), (16, 16, 16), (32, 32, 8), (16, 32, 16)])
 @pytest.mark.parametrize("S_kv", [192, 200])
-def test_block_scores_are_those_of_the_paper(block: int, length: int, stride: int, S_kv: int) -> None:
-    """Every key of a compressed one carries its p / stride to its own block: the sum of Eq. 9 by geometry, and Eq. 10 over heads."""
+def test_block_scores_follow_the_paper(block: int, length: int, stride: int, S_kv: int) -> None:
+    """Eq. 9 key by key: every key of a compressed one adds p / stride to its block; Eq. 10 sums over heads."""
     compressed = (S_kv - length) // stride + 1
     p = torch.rand(1, 3, 2, 4, compressed, requires_grad=True)
     wanted = torch.zeros(1, 3, 2, -(-S_kv // block))
@@ -50,7 +50,7 @@ def test_block_scores_are_those_of_the_paper(block: int, length: int, stride: in
     assert not got.requires_grad
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     q, k, v = make_qkv(S=16)
     with pytest.raises(ArgumentError, match=r"^scores, block_indices is neither given"):
         NSASelection()(q, k, v)

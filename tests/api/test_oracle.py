@@ -42,7 +42,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None =
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
-def test_oracle_equals_dense_attention(shape: tuple[int, ...], kind: str) -> None:
+def test_the_oracle_equals_dense_attention(shape: tuple[int, ...], kind: str) -> None:
     B, S, G, h, Dk, Dv, S_kv = shape
     q, k, v = make_qkv(B, S, G, h, Dk, Dv, S_kv=S_kv, dtype=torch.float64)
     check(q, k, v, make_spans(kind, B, S, G, S_kv, L=12))
@@ -50,13 +50,13 @@ def test_oracle_equals_dense_attention(shape: tuple[int, ...], kind: str) -> Non
 
 @pytest.mark.parametrize("name", edge_selections(1, 1, 1, 16))
 @pytest.mark.parametrize("S", [1, 6, 16])
-def test_oracle_on_edge_selections(name: str, S: int) -> None:
+def test_the_oracle_equals_dense_attention_on_edge_selections(name: str, S: int) -> None:
     q, k, v = make_qkv(2, S, 2, 3, 8, 16, S_kv=16, dtype=torch.float64)
     check(q, k, v, edge_selections(2, S, 2, 16)[name])
 
 
 @pytest.mark.parametrize("per_sequence", [False, True])
-def test_oracle_takes_positions_and_scale(per_sequence: bool) -> None:
+def test_the_oracle_accepts_positions_and_scale(per_sequence: bool) -> None:
     q, k, v = make_qkv(2, 6, 2, 2, 16, 8, S_kv=40, dtype=torch.float64)
     q_pos = torch.randint(0, 40, (2, 6) if per_sequence else (6,))
     check(q, k, v, make_spans("mixed", 2, 6, 2, 40, L=24), scale=0.7, q_pos=q_pos)
@@ -72,7 +72,7 @@ def test_overlaps_count_a_key_once() -> None:
     check(q, k, v, overlapping)
 
 
-def test_decode_form_is_the_prefill_form_of_one_row() -> None:
+def test_decode_equals_a_prefill_of_one_row() -> None:
     q, k, v = make_qkv(3, 1, 2, 4, 16, 8, S_kv=24)
     ranges = make_spans("few", 3, 1, 2, 24, L=10)
     do, dlse = make_grads(q, v)
@@ -102,7 +102,7 @@ def test_inputs_are_upcast_exactly(dtype: torch.dtype, index: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_unselected_keys_are_never_touched(poison: float) -> None:
+def test_unselected_keys_are_never_read(poison: float) -> None:
     q, k, v = make_qkv(2, 6, 2, 2, 8, S_kv=32, dtype=torch.float64)
     ranges = make_spans("few", 2, 6, 2, 32, L=6)
     do, dlse = make_grads(q, v)
@@ -126,13 +126,13 @@ def test_rows_without_keys_are_exact_zeros() -> None:
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-def test_mask_by_hand() -> None:
+def test_the_mask_equals_one_by_hand() -> None:
     ranges = torch.tensor([[[[[0, 2], [3, 9]]], [[[-3, 1], [4, 2]]]]])  # two rows at positions 3 and 4
     assert oracle_mask(ranges, 5, 2)[0, :, 0].int().tolist() == [[1, 1, 0, 1, 0], [1, 0, 0, 0, 0]]
     assert oracle_mask(ranges, 5, 2, torch.tensor([4, 0]))[0, :, 0].int().tolist() == [[1, 1, 0, 1, 1], [1, 0, 0, 0, 0]]
 
 
-def test_hand_backward_agrees_with_differences() -> None:
+def test_the_backward_pass_equals_finite_differences() -> None:
     q, k, v = make_qkv(1, 3, 1, 2, 4, 3, S_kv=6, dtype=torch.float64)
     ranges = make_spans("few", 1, 3, 1, 6, L=4)
     do, dlse = make_grads(q, v)

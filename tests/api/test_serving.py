@@ -54,7 +54,7 @@ def make_cache(
     device: str = "cpu",
     seed: int = 0,
 ) -> Cache:
-    """Sequences with random pages of one pool. NaN stands wherever no sequence has a key, -1 in the table past its last page.
+    """Sequences with random pages of one pool. NaN wherever no sequence has a key; -1 in the table after its last page.
 
     Blocks (or, with block None, ranges of 5 to 40 keys anywhere) are any of the first `room` keys, future ones among them.
     """
@@ -126,21 +126,21 @@ def check(cache: Cache, backend: str | None) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("S_q", [1, 4])
-def test_contiguous(backend: str, S_q: int) -> None:
+def test_contiguous_caches_match_the_oracle(backend: str, S_q: int) -> None:
     check(make_cache(page_size=None, S_q=S_q, G=1), backend)
 
 
 @pytest.mark.parametrize(
     ("backend", "page_size"), [*((name, size) for name in ON_CPU if name != "triton-token" for size in PAGES), ("triton-token", 32)]
 )
-def test_pages(backend: str, page_size: int) -> None:
+def test_paged_caches_match_the_oracle(backend: str, page_size: int) -> None:
     few = backend.startswith("triton")  # programs: each takes 20 ms
     for S_q, block in ((1, 16), (2, 64)) if few else ((1, 16), (2, 32), (8, 64)):
         check(make_cache(page_size=page_size, S_q=S_q, block=block, G=1 if few else 2), backend)
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_ranges_that_cross_pages(backend: str) -> None:
+def test_ranges_may_cross_pages(backend: str) -> None:
     cache = make_cache((64, 150), page_size=16, block=None, S_q=2, G=1)
     check(cache, backend)
     longest = torch.tensor([15, 49]).expand(2, 2, 1, 1, 2)  # 34 keys on four pages, as many as 34 keys can touch
@@ -148,8 +148,8 @@ def test_ranges_that_cross_pages(backend: str) -> None:
 
 
 @pytest.mark.parametrize("page_size", [16, 24, 64])
-def test_blocks_of_pages(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows, so that no row is split: blocks come by bulk copies where pages hold whole steps, else, and the cut one, by pointers."""
+def test_only_pages_of_whole_steps_use_tma(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many rows none is split. TMA loads blocks if pages hold whole steps; pointers load the rest."""
     from nsa_sel.backends import triton_group
 
     loads: list[str] = []
@@ -159,28 +159,21 @@ def test_blocks_of_pages(page_size: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert loads == ["tma" if page_size == 64 else "pointer"]
 
 
-def test_small_pages_never_come_by_bulk_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a file says: a copy of 32 keys would run past a page of 16."""
-    file = tmp_path / "bulk.yaml"
-    launches = "".join(
-        f"  triton-group/decode-pages{of}: {{loads: tma, block_l: 32, num_warps: 1, num_stages: 1}}\n" for of in ("", "-widest")
-    )
-    file.write_text(f"provenance: a test\nkernels:\n{launches}")
+@pytest.mark.parametrize(("names", "block_l"), [(("pages", "pages-widest"), 32), (("blocks",), 16)], ids=["forced", "of other heads"])
+def test_small_pages_never_use_tma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], block_l: int) -> None:
+    """Whatever a file says: a load of 32 keys (float32) would exceed a page of 16."""
+    file = tmp_path / "mine.yaml"
+    configs = [f"  triton-group/decode-{name}: {{loads: tma, block_l: {block_l}, num_warps: 1, num_stages: 1}}\n" for name in names]
+    file.write_text(f"provenance: a test\nkernels:\n{''.join(configs)}")
     monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
     check(make_cache(page_size=16, S_q=2, block=32), "triton-group")
 
 
-def test_pages_are_compared_with_the_steps_of_these_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that another class of heads takes may fit a page where these do not."""
-    file = tmp_path / "narrow.yaml"
-    file.write_text("provenance: a test\nkernels:\n  triton-group/decode-blocks: {loads: tma, block_l: 16, num_warps: 1, num_stages: 1}\n")
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
-    check(make_cache(page_size=16, S_q=2, block=32), "triton-group")  # float32: steps of 32 keys
-
-
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_layouts_of_pages(backend: str) -> None:
-    """The pages of K between those of V, heads before keys, and one page alone: views, without copies, give the very same."""
+def test_pages_of_any_layout_give_equal_results(backend: str) -> None:
+    """Pages of K between those of V, heads before keys, and a single page: views, without copies. float16 and 64-bit lengths, too."""
+    half = make_cache((1, 70), dtype=torch.float16, G=1)
+    check(half._replace(cache_seqlens=half.cache_seqlens.long()), backend)
     cache = make_cache((40, 61), page_size=32, n=2, Dv=16)
     wanted = check(cache, backend)
     both = torch.stack((cache.k_cache, cache.v_cache), 1)
@@ -193,7 +186,7 @@ def test_layouts_of_pages(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sdpa-packed", "triton-group"])
-def test_one_token_without_its_axis(backend: str) -> None:
+def test_q_of_four_dimensions_is_one_token(backend: str) -> None:
     cache = make_cache((0, 20))
     o, lse = check(cache, backend)
     one = cache._replace(q=cache.q[:, 0])
@@ -203,20 +196,14 @@ def test_one_token_without_its_axis(backend: str) -> None:
     assert torch.equal(selection_attention_with_kvcache(*one, backend=backend), o[:, 0])
 
 
-@pytest.mark.parametrize(("lengths", "sizes"), [((9, 150), (16, 64)), (LENGTHS, (32, 64))], ids=["split", "bulk copies"])
-def test_pages_give_what_one_piece_gives(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    """Bit by bit, with triton-group: rows are split alike, and steps of bulk copies are as long where a page holds one."""
+@pytest.mark.parametrize(("lengths", "sizes"), [((9, 150), (16, 64)), (LENGTHS, (32, 64))], ids=["split", "tma"])
+def test_pages_are_bit_equal_to_a_contiguous_cache(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """With triton-group: rows are split equally, and TMA steps are equal where a page holds one."""
     G = 1 if len(lengths) == 2 else 2
     whole = check(make_cache(lengths, None, block=32, G=G), "triton-group")
     for page_size in sizes:
         paged = check(make_cache(lengths, page_size, block=32, G=G), "triton-group")
         assert all(torch.equal(a, b) for a, b in zip(paged, whole, strict=True))
-
-
-def test_half_precision_and_64_bit_lengths() -> None:
-    cache = make_cache((1, 70), dtype=torch.float16, G=1)
-    for backend in ON_CPU:
-        check(cache._replace(cache_seqlens=cache.cache_seqlens.long()), backend)
 
 
 def test_gradients_over_a_contiguous_cache() -> None:
@@ -235,7 +222,7 @@ def test_gradients_over_a_contiguous_cache() -> None:
     assert_gradients(got, q.detach(), k, v, cache.selection.ranges, do, dlse, q_pos=positions(cache))
 
 
-def test_pages_take_no_gradients() -> None:
+def test_pages_refuse_gradients() -> None:
     cache = make_cache()
     for name in ("q", "k_cache", "v_cache"):
         wanted = cache._replace(**{name: getattr(cache, name).clone().requires_grad_()})
@@ -252,8 +239,7 @@ def test_backends_of_whole_blocks_refuse_pages() -> None:
         check(make_cache((9, 70), page_size=None, S_q=4, G=1), backend)
 
 
-def test_the_same_class_of_requests_with_and_without_pages() -> None:
-    """So that a policy chooses alike: only page_size tells them apart."""
+def test_requests_with_and_without_pages_differ_only_in_page_size() -> None:
     import msgspec
 
     requests = []
@@ -264,8 +250,7 @@ def test_the_same_class_of_requests_with_and_without_pages() -> None:
     assert "pages of 64 keys" in nsa_sel.describe(nsa_sel.decisions()[-1])
 
 
-def test_events_and_comparison(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Tokens are counted in logical positions, and packed SDPA is given the same pages to compare with."""
+def test_events_count_logical_positions_and_compare_with_pages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")
     cache = make_cache(n=12, block=16)  # everything
@@ -276,7 +261,7 @@ def test_events_and_comparison(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert events["sel.compare"]["mae"] < 1e-6
 
 
-def test_the_fallback_takes_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fallback_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache()
 
     def broken(call: Any) -> Any:
@@ -289,25 +274,25 @@ def test_the_fallback_takes_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(o, check(cache, "sdpa-packed")[0])
 
 
-def test_nothing_to_do() -> None:
+def test_empty_caches_give_empty_results() -> None:
     cache = make_cache((0, 0))
     check(cache, None)
     empty = cache._replace(block_table=cache.block_table[:, :0], q=cache.q[:, :0], selection=Selection(cache.selection.ranges[:, :0]))
     assert selection_attention_with_kvcache(*empty).shape == (2, 0, 2, 2, 8)
-    nobody = Cache(cache.q[:0], *cache[1:3], Selection(cache.selection.ranges[:0]), cache.cache_seqlens[:0], cache.block_table[:0])
-    assert selection_attention_with_kvcache(*nobody).shape == (0, 1, 2, 2, 8)
+    no_sequences = Cache(cache.q[:0], *cache[1:3], Selection(cache.selection.ranges[:0]), cache.cache_seqlens[:0], cache.block_table[:0])
+    assert selection_attention_with_kvcache(*no_sequences).shape == (0, 1, 2, 2, 8)
 
 
-def test_a_warm_up_over_pages() -> None:
+def test_warmup_runs_over_pages() -> None:
     (warmed,) = nsa_sel.warmup("cpu", [{"S": 1, "S_kv": 100, "page_size": 16, "dtype": "float32", "needs_grad": False}])
     assert warmed.forward == "numba"
     assert (nsa_sel.decisions()[-1].request.page_size, nsa_sel.decisions()[-1].request.S) == (16, 1)
 
 
-def test_the_bench_compares_pages_with_one_piece(tmp_path: Path) -> None:
-    """Its parity check is part of it; four tokens a sequence and pages of other sizes are told apart."""
-    ways = tuple(cached("sdpa-packed", size, layout) for layout in (KEYS_FIRST, GROUPS_FIRST) for size in (None, 64))
-    jobs = [Job(paged_caches.QUICK._replace(S=S, case=f"S{S}"), ways, ("decode",), 8) for S in (1, 4)]
+def test_the_bench_compares_pages_with_contiguous_caches(tmp_path: Path) -> None:
+    """Including its parity check, for one and four tokens per sequence."""
+    layouts = tuple(cached("sdpa-packed", size, layout) for layout in (KEYS_FIRST, GROUPS_FIRST) for size in (None, 64))
+    jobs = [Job(paged_caches.QUICK._replace(S=S, case=f"S{S}"), layouts, ("decode",), 8) for S in (1, 4)]
     rows = run(jobs, tmp_path / "rows.jsonl", "cpu", stderr_console())
     assert [(row["case"], row["backend"]) for row in rows] == [
         (case, f"sdpa-packed, {name}, {layout}")
@@ -345,6 +330,6 @@ def test_the_bench_compares_pages_with_one_piece(tmp_path: Path) -> None:
         ({"selection": torch.zeros(4, 2, 2, 1, 2, dtype=torch.int32)}, r"^selection is over rows"),
     ],
 )
-def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         selection_attention_with_kvcache(*make_cache()._replace(**changes))

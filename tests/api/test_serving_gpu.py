@@ -1,4 +1,4 @@
-"""KV caches on a GPU: every backend that takes them, CUDA graphs over caches that change in place, and nothing that waits."""
+"""KV caches on a GPU: every backend, CUDA graphs over caches that change in place, no waiting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpu_cache(page_size: int | None, **sizes: object) -> Cache:
 
 @pytest.mark.parametrize("page_size", [None, *PAGES])
 @pytest.mark.parametrize("backend", NAMES)
-def test_caches(backend: str, page_size: int | None) -> None:
+def test_caches_match_the_oracle(backend: str, page_size: int | None) -> None:
     for S_q, block, h in ((1, 16, 16), (1, 64, 4), (2, 32, 1), (8, 64, 16)):
         check(gpu_cache(page_size, S_q=S_q, block=block, h=h), backend)
     check(gpu_cache(page_size, S_q=2, block=None), backend)
@@ -36,20 +36,22 @@ def test_caches(backend: str, page_size: int | None) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 24, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_many_rows(page_size: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows enough to fill the GPU are not split: from Hopper on their blocks come by bulk copies where pages hold whole steps."""
+def test_many_rows_use_tma_where_pages_hold_whole_steps(
+    page_size: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enough rows to fill the GPU are not split; TMA needs Hopper or newer."""
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     with caplog.at_level(logging.INFO, logger="nsa_sel"):
         check(gpu_cache(page_size, lengths=LENGTHS * 64, S_q=2, dtype=dtype), "triton-group")
     configs = [record.nsa_sel["config"] for record in caplog.records if record.getMessage() == "sel.triton.kernel"]  # type: ignore[attr-defined]
-    bulk = torch.cuda.get_device_capability() >= (9, 0) and page_size % 16 == 0
-    assert [config.split(":")[0].split("-wide")[0] for config in configs] == [f"triton-group/decode-{'blocks' if bulk else 'pages'}"]
+    tma = torch.cuda.get_device_capability() >= (9, 0) and page_size % 16 == 0
+    assert [config.split(":")[0].split("-wide")[0] for config in configs] == [f"triton-group/decode-{'blocks' if tma else 'pages'}"]
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 64])
 @pytest.mark.parametrize("backend", NAMES)
-def test_graph_replay_follows_what_was_written(backend: str, page_size: int | None) -> None:
-    """Other lengths, tables, selections, queries and pages in the captured tensors; o held NaN. The call of an eager step is the same."""
+def test_a_graph_follows_writes_into_its_inputs(backend: str, page_size: int | None) -> None:
+    """Lengths, tables, selections, queries and pages; o and lse held NaN. Bit-equal to an eager call."""
     first, other = (gpu_cache(page_size, lengths=lengths, seed=seed) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +80,7 @@ def test_graph_replay_follows_what_was_written(backend: str, page_size: int | No
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_nothing_waits_for_the_device(page_size: int | None) -> None:
+def test_calls_never_wait_for_the_device(page_size: int | None) -> None:
     cache = gpu_cache(page_size)
     for backend in ("triton-group", "sdpa-packed", None):
         selection_attention_with_kvcache(*cache, backend=backend)
@@ -89,8 +91,8 @@ def test_nothing_waits_for_the_device(page_size: int | None) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_lengths_past_the_end_are_cut() -> None:
-    """Nothing past a row of the table is read, whatever a length says."""
+def test_lengths_past_the_end_are_clamped() -> None:
+    """Nothing past a row of the table is read."""
     cache = gpu_cache(16, lengths=(192, 192))
     wanted = check(cache, "triton-group")
     got = selection_attention_with_kvcache(
@@ -99,7 +101,7 @@ def test_lengths_past_the_end_are_cut() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-def test_pools_past_two_to_the_31_elements() -> None:
+def test_pools_may_have_more_than_two_to_the_31_elements() -> None:
     """The last pages of a pool that 32-bit offsets can't reach."""
     D, page_size = 128, 64
     pages = 2**31 // (D * page_size) + 8

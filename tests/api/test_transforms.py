@@ -1,4 +1,4 @@
-"""Whoever looks at a call's operations (a tracer, a dispatch mode, autograd's other modes) sees attention, or is refused with a remedy."""
+"""Tracers, dispatch modes and autograd's other modes see the op, or are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_fake_tensors_give_shapes_and_run_nothing(backend: str) -> None:
         fake = [mode.from_tensor(x) for x in (q, k, v)]
         o, lse = selection_attention(*fake, selection, return_lse=True, backend=backend)
         assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:-1], torch.float32)
-    o = selection_attention(*fake, mode.from_tensor(selection.ranges), backend=backend)  # outside of the mode the tensors know it
+    o = selection_attention(*fake, mode.from_tensor(selection.ranges), backend=backend)  # outside of the mode
     assert (type(o), o.shape) == (type(fake[0]), q.shape)
     assert len(decisions()) == before
 
@@ -86,7 +86,7 @@ def test_dual_numbers_are_refused(backend: str, which: int) -> None:
         dual = [x.detach() for x in tensors]
         dual[which] = forward_ad.make_dual(dual[which], torch.ones_like(dual[which]))
         assert_refused(lambda: selection_attention(*dual, selection, backend=backend), "forward_ad")
-        selection_attention(*(x.detach() for x in tensors), selection, backend=backend)  # no tangent, nothing to lose
+        selection_attention(*(x.detach() for x in tensors), selection, backend=backend)  # without tangents
 
 
 @pytest.mark.parametrize("backend", CPU)
@@ -111,7 +111,7 @@ def test_jit_trace_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_tensors_that_are_not_dense_are_refused(name: str) -> None:
+def test_nested_and_sparse_tensors_are_refused(name: str) -> None:
     q, k, v, selection = problem()
     inputs = {"q": q.detach(), "k": k.detach(), "v": v.detach()}
     x = inputs[name]
@@ -124,7 +124,7 @@ def test_tensors_that_are_not_dense_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", CPU)
-def test_lazy_negation_is_carried_out(backend: str) -> None:
+def test_lazy_negation_is_resolved(backend: str) -> None:
     """x.imag of a conjugate is a view whose memory holds the negated numbers."""
     q, k, v, selection = problem()
     plain = [x.detach() for x in (q, k, v)]
@@ -159,7 +159,7 @@ def test_another_default_device_changes_nothing(backend: str, rows: int) -> None
     assert all(map(torch.equal, got, results(q, k, v, blocks, backend)))
 
 
-def test_a_call_over_a_cache_is_no_op_and_says_so() -> None:
+def test_tracing_a_call_over_a_cache_is_refused() -> None:
     q, k, v, selection = problem()
     tensors = [q.detach(), *(x.detach().transpose(1, 2) for x in (k, v))]
     lengths = torch.tensor([32])

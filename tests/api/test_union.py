@@ -1,4 +1,4 @@
-"""A row attends to the union of its ranges, by every backend, forward and backward; NSA_DEBUG_TRITON=1 refuses what overlaps."""
+"""A row attends to the union of its ranges, by every backend, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 
 from nsa_sel import Selection, selection_attention, selection_attention_varlen, selection_attention_with_kvcache
 from nsa_sel.core.registry import backends
-from nsa_sel.errors import ArgumentError
 from tests.helpers.cases import assert_forward, make_qkv
 from tests.helpers.parity import attend, check_both
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PLACES = [("cpu", name) for name in ("sdpa-packed", "numba")]
-PLACES += [("cpu", name) for name in backends() if name.startswith("triton") and INTERPRETED]
+CPU = [("cpu", name) for name in ("sdpa-packed", "numba")]
+CPU += [("cpu", name) for name in backends() if name.startswith("triton") and INTERPRETED]
 GPU = [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in backends() if name != "numba"]
 S, S_KV, BLOCK = 6, 64, 16
 
@@ -35,23 +34,23 @@ def tensors(device: str, backend: str) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", RANGES)
-@pytest.mark.parametrize(("device", "backend"), [*PLACES, *GPU])
+@pytest.mark.parametrize(("device", "backend"), [*CPU, *GPU])
 def test_ranges_that_overlap_are_their_union(device: str, backend: str, name: str) -> None:
     if backend in ("triton-tile", "triton-block"):
-        return  # they take whole blocks alone, and refuse ranges: tests/test_triton_sel_wrapper_cpu.py
+        return  # they refuse ranges: tests/test_triton_sel_wrapper_cpu.py
     ranges = torch.tensor(RANGES[name], device=device).expand(1, S, 2, -1, 2).clone()
     check_both(backend, *tensors(device, backend), Selection.from_ranges(ranges))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize(("device", "backend"), [*PLACES, *GPU])
-def test_blocks_named_twice_count_once(device: str, backend: str, name: str) -> None:
+@pytest.mark.parametrize(("device", "backend"), [*CPU, *GPU])
+def test_duplicate_blocks_count_once(device: str, backend: str, name: str) -> None:
     indices = torch.tensor(BLOCKS[name], device=device).expand(1, S, 2, -1).clone()
     check_both(backend, *tensors(device, backend), Selection.from_blocks(indices, BLOCK))
 
 
 @pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
-def test_the_other_ways_to_call_take_the_union_too(backend: str) -> None:
+def test_packed_cached_and_compiled_calls_use_the_union(backend: str) -> None:
     q, k, v = tensors("cpu", backend)
     selection = Selection.from_blocks(torch.tensor([3, 1, 3]).expand(1, S, 2, 3), BLOCK)
     o, lse = attend(backend, q, k, v, selection)
@@ -67,11 +66,3 @@ def test_the_other_ways_to_call_take_the_union_too(backend: str) -> None:
     torch.testing.assert_close(paged, o)
     compiled = torch.compile(lambda q, k, v, s: selection_attention(q, k, v, s, backend=backend), backend="eager", fullgraph=True)
     assert torch.equal(compiled(q, k, v, selection), o)
-
-
-def test_debugging_refuses_what_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = tensors("cpu", "numba")
-    selection = Selection.from_blocks(torch.tensor([3, 3]).expand(1, S, 2, 2), BLOCK)
-    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with pytest.raises(ArgumentError, match="has a block twice"):
-        selection_attention(q, k, v, selection)

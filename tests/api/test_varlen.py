@@ -32,7 +32,7 @@ unseen = pytest.mark.usefixtures("unreadable_bounds")
 ON_RANGES = (*CPU, "triton-group")
 ON_BLOCKS = ("triton-tile", "triton-block")
 BACKENDS = (*ON_RANGES, *ON_BLOCKS)
-MIXED = (5, 0, 1, 18, 16, 2)  # shorter than a block of 16, empty, one, unaligned behind
+MIXED = (5, 0, 1, 18, 16, 2)  # shorter than a block of 16, empty, one row, unaligned
 ALIGNED = (16, 0, 32, 7)  # all begin at multiples of 16
 
 
@@ -45,37 +45,28 @@ def test_sequences_of_any_length(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", [*ON_RANGES, "triton-token"])
-def test_short_sequences(backend: str) -> None:
+def test_sequences_of_a_few_rows_match_the_oracle(backend: str) -> None:
     check_varlen(backend, pack((3, 0, 1, 4), block_size=4, n=2, spare=1))
-
-
-@pytest.mark.parametrize("backend", [*ON_RANGES, "triton-token"])
-def test_a_few_rows_of_each(backend: str) -> None:
     check_varlen(backend, pack((1, 0, 2), (20, 3, 7), block_size=None, spare=1))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_aligned_sequences_keep_whole_blocks(backend: str) -> None:
+    """The last key of most sequences ends a block; the rows of the last outnumber its keys."""
+    for packed in (pack((2, 1, 0, 3), (32, 16, 16, 2), n=2), pack((16, 0, 2), n=2, spare=1)):
+        check_varlen(backend, packed)
+        assert nsa_sel.decisions()[-1].request.block_size == 16
+
+
 @pytest.mark.parametrize("backend", ON_RANGES)
-def test_more_keys_than_rows_and_fewer(backend: str) -> None:
-    """Rows stand at the last positions; those before the first key see nothing."""
+def test_rows_may_be_fewer_or_more_than_keys(backend: str) -> None:
+    """Rows are at the last positions; those before the first key see nothing."""
     packed = pack((2, 1, 0, 3, 1), (21, 1, 9, 2, 0), spare=1)
     check_varlen(backend, packed)
     everything = torch.tensor([-3, 2**31 - 1]).int().expand(1, 8, 1, 1, 2)
     check_varlen(backend, packed._replace(selection=Selection(everything)))
     packed = pack((3, 1, 2), (1, 4, 1))  # as many rows as keys, and yet not the same
     check_varlen(backend, packed._replace(selection=Selection(everything[:, :6])))
-
-
-@pytest.mark.parametrize("backend", ON_BLOCKS)
-def test_sequences_that_begin_with_blocks(backend: str) -> None:
-    check_varlen(backend, pack((16, 0, 2), n=2, spare=1))
-    assert nsa_sel.decisions()[-1].request.block_size == 16
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_positions_of_their_own_with_blocks(backend: str) -> None:
-    """The last key of most sequences ends a block; the rows of the last outnumber its keys."""
-    check_varlen(backend, pack((2, 1, 0, 3), (32, 16, 16, 2), n=2))
-    assert nsa_sel.decisions()[-1].request.block_size == 16
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -85,8 +76,8 @@ def test_half_precision_and_int64(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ON_RANGES)
-def test_what_other_sequences_hold_does_not_matter(backend: str) -> None:
-    """NaN in all keys and values of every second sequence and of the padding, which their own rows and nobody else's meet."""
+def test_nan_in_other_sequences_changes_nothing(backend: str) -> None:
+    """NaN in all keys and values of every second sequence and of the padding."""
     packed = pack((2, 1, 3, 1), (6, 20, 3, 5), block_size=None, spare=1)
     own = [(rows, keys) for rows, keys in packed.each()][::2]
     k, v = (torch.full_like(x, float("nan")) for x in packed[1:3])
@@ -102,27 +93,27 @@ def test_what_other_sequences_hold_does_not_matter(backend: str) -> None:
         results.append((o.detach(), lse.detach(), *torch.autograd.grad(o, inputs, do)))
     for i, (clean, poisoned) in enumerate(zip(*results, strict=True)):
         for rows, keys in own:
-            place = rows if i < 3 else keys
-            assert torch.equal(clean[place], poisoned[place])
+            where = rows if i < 3 else keys
+            assert torch.equal(clean[where], poisoned[where])
 
 
 @pytest.mark.parametrize("backend", ON_BLOCKS)
-def test_keys_that_no_row_of_their_sequence_sees_do_not_matter(backend: str) -> None:
+def test_nan_in_unselected_keys_changes_nothing(backend: str) -> None:
     packed = pack((2, 1, 1), (48, 16, 40), n=2, spare=4)
     assert_unselected_keys_change_nothing(backend, packed, first=48)
 
 
-def test_blocks_that_are_none_any_more_are_refused_or_served_by_others() -> None:
+def test_unaligned_blocks_become_ranges() -> None:
     packed = pack((8, 17), n=2)
     with pytest.raises(BackendError, match=r"block-aligned .*whole blocks"):
         attend_varlen("triton-tile", packed, align=False)
     selection_attention_varlen(*packed[:4], packed.cu_q)
     assert nsa_sel.decisions()[-1].request.block_size is None
-    assert nsa_sel.decisions()[-1].request.max_length == 25  # of 2 blocks of 16, or 17 rounded up to 32, as many as there are
+    assert nsa_sel.decisions()[-1].request.max_length == 25  # min(2 blocks of 16, 17 rounded up to 32, all keys)
 
 
 @pytest.mark.parametrize("packed", [pack(ALIGNED), pack((3, 5), (32, 18))], ids=["the same", "more keys"])
-def test_forms_of_bounds(packed: Packed) -> None:
+def test_all_forms_of_bounds_give_equal_results(packed: Packed) -> None:
     expected = attend_varlen("sdpa-packed", packed)
     for form in (tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)):
         got = attend_varlen("sdpa-packed", packed, cu_seqlens_q=form(packed.cu_q), cu_seqlens_k=form(packed.cu_k))
@@ -136,7 +127,10 @@ def test_forms_of_bounds(packed: Packed) -> None:
 
 
 @unseen
-def test_bounds_that_the_host_does_not_see() -> None:
+def test_bounds_on_a_gpu_align_only_by_promise_or_for_one_sequence() -> None:
+    packed = pack((20,))
+    selection_attention_varlen(*packed[:4], **tensors(packed))
+    assert nsa_sel.decisions()[-1].request.block_size == 16
     for packed in (pack((16, 0, 3), n=2, spare=1), pack((1, 18, 0, 2), (32, 16, 16, 21), n=2)):
         check_varlen("numba", packed, **tensors(packed))
         assert nsa_sel.decisions()[-1].request.block_size is None
@@ -148,14 +142,7 @@ def test_bounds_that_the_host_does_not_see() -> None:
         assert nsa_sel.decisions()[-1].request.block_size == 16
 
 
-@unseen
-def test_one_sequence_begins_at_a_block() -> None:
-    packed = pack((20,))
-    selection_attention_varlen(*packed[:4], **tensors(packed))
-    assert nsa_sel.decisions()[-1].request.block_size == 16
-
-
-def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_promise_of_alignment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack((5, 20))
     with pytest.raises(ArgumentError, match=r"block_aligned is True, but a sequence's first key is 5; allowed: multiples of .*16"):
         selection_attention_varlen(*packed[:4], packed.cu_q, block_aligned=True)
@@ -165,12 +152,14 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         selection_attention_varlen(*packed[:4], **tensors(packed), block_aligned=True)
 
 
-def test_blocks_that_begin_anywhere_meet_two_tiles_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not as many as all keys of a row fill: lists of rows would be as much longer."""
-    packed, moved = pack((5, 40, 40), block_size=16), []
-    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: moved.append(args[3]) or args[0])
+def test_an_unaligned_block_reaches_two_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, given = pack((5, 40, 40), block_size=16), []
+    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.append(args[:4]) or args[0])
     for cu in (packed.cu_q, [0, 85]):
         selection_attention_varlen(*packed[:4], cu)
+    for inputs in given:
+        assert [x.data_ptr() for x in inputs[:3]] == [x.data_ptr() for x in packed[:3]], "no copies of q, k, v"
+    moved = [inputs[3] for inputs in given]
     assert [selection.block_size for selection in moved] == [None, 16]
     assert [selection.length_bound(85) for selection in moved] == [48, 48]
     assert [selection.range_bound(85) for selection in moved] == [16, 16]
@@ -179,7 +168,7 @@ def test_blocks_that_begin_anywhere_meet_two_tiles_of_keys(monkeypatch: pytest.M
     assert [call.reach(16) for call in calls] == [2, 1]
 
 
-def test_blocks_in_any_order_are_no_error_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_accepts_blocks_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     q, k, v = pack((5, 9))[:3]
     for blocks, cu in (([2, -1, 0], [0, 14]), ([2, -1, 0], [0, 5, 14]), ([0, 0], [0, 5, 14])):
@@ -191,25 +180,11 @@ def test_blocks_in_any_order_are_no_error_when_debugging(monkeypatch: pytest.Mon
                 selection_attention_varlen(q, k, v, ranges, cu)
 
 
-def test_it_is_the_plain_call_for_one_sequence() -> None:
-    q, k, v = make_qkv(S=30, G=2, h=2)
-    selection = make_blocks(1, 30, 2, 30, 2, 8)
-    expected = nsa_sel.selection_attention(q, k, v, selection)
-    assert torch.equal(expected[0], selection_attention_varlen(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), selection, [0, 30]))
-
-
-def test_no_copies_of_q_k_v(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed, seen = pack(MIXED), []
-    monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: seen.extend(args[:3]) or args[0])
-    selection_attention_varlen(*packed[:4], packed.cu_q)
-    assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in packed[:3]]
-
-
 @unseen
-def test_what_is_made_of_a_selection_is_kept_until_something_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_selections_are_cached_until_an_input_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, made = pack((3, 5), (32, 18)), []
-    places = packed_batches.positions_in_sequences
-    monkeypatch.setattr(packed_batches, "positions_in_sequences", lambda *args: made.append(1) or places(*args))
+    real = packed_batches.positions_in_sequences
+    monkeypatch.setattr(packed_batches, "positions_in_sequences", lambda *args: made.append(1) or real(*args))
     cu_q, cu_k = torch.tensor(packed.cu_q), torch.tensor(packed.cu_k)
     for _ in range(2):  # two layers
         selection_attention_varlen(*packed[:4], cu_q, cu_k)
@@ -225,18 +200,18 @@ def test_what_is_made_of_a_selection_is_kept_until_something_is_written(monkeypa
     assert len(made) == 5
 
 
-def test_what_was_measured_holds_for_packed_rows() -> None:
+def test_measured_sharing_is_used_for_packed_rows() -> None:
     packed = pack(ALIGNED)
     assert packed.selection.measure().sharing
     selection_attention_varlen(*packed[:4], packed.cu_q)
     assert nsa_sel.decisions()[-1].request.sharing == packed.selection.sharing
-    apart = Selection(packed.selection.ranges.transpose(0, 1), 16)
-    apart.measure()
-    selection_attention_varlen(*packed[:3], apart, packed.cu_q)
+    one_row_each = Selection(packed.selection.ranges.transpose(0, 1), 16)
+    one_row_each.measure()
+    selection_attention_varlen(*packed[:3], one_row_each, packed.cu_q)
     assert nsa_sel.decisions()[-1].request.sharing is None
 
 
-def test_positions_in_sequences() -> None:
+def test_varlen_positions_restart_in_every_sequence() -> None:
     assert varlen_positions([0, 3, 3, 5], T=7).tolist() == [0, 1, 2, 0, 1, -1, -1]
     assert varlen_positions([0, 1, 5], torch.tensor([0, 5, 7]), T=5).tolist() == [4, -1, -1, 0, 1]
     scores = torch.randn(1, 7, 1, 2, generator=torch.Generator().manual_seed(0))
@@ -244,7 +219,7 @@ def test_positions_in_sequences() -> None:
     assert selection.block_indices[0, :, 0].tolist() == [[0, -1], [0, -1], [0, 1], [0, -1], [0, -1], [-1, -1], [-1, -1]]
 
 
-def test_under_inference_mode_and_without_rows() -> None:
+def test_inference_mode_empty_batches_and_one_sequence_equal_the_plain_call() -> None:
     packed = pack((3, 5), (32, 18))
     expected = selection_attention_varlen(*packed[:4], packed.cu_q, packed.cu_k)
     with torch.inference_mode():
@@ -253,6 +228,10 @@ def test_under_inference_mode_and_without_rows() -> None:
     empty = pack((0, 0))
     o, lse = selection_attention_varlen(*empty[:4], [0, 0, 0], return_lse=True)
     assert (o.shape, lse.shape) == ((0, 1, 2, 24), (0, 1, 2))
+    q, k, v = make_qkv(S=30, G=2, h=2)
+    selection = make_blocks(1, 30, 2, 30, 2, 8)
+    wanted = nsa_sel.selection_attention(q, k, v, selection)
+    assert torch.equal(wanted[0], selection_attention_varlen(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), selection, [0, 30]))
 
 
 BAD = {
@@ -289,8 +268,7 @@ def test_bad_input(name: str) -> None:
         selection_attention_varlen(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
-def test_the_reference_tells_rows_apart() -> None:
-    """The reference itself notices a sequence's rows that were given another's keys."""
+def test_the_reference_notices_swapped_rows() -> None:
     packed = pack((4, 4), block_size=None)
     o, lse = attend_varlen("sdpa-packed", packed)
     zeros = tuple(torch.zeros_like(x) for x in packed[:3])

@@ -1,4 +1,4 @@
-"""Packed batches whose keys are copied to where each sequence begins with a block: when that is done, and that nobody can tell after."""
+"""Packed batches whose keys are copied so that sequences begin with a block: when that happens, and that results are right."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_backends_of_whole_blocks_serve_any_bounds_when_forced(backend: str) -> 
 
 
 @unseen
-def test_bounds_that_the_host_does_not_see() -> None:
+def test_bounds_on_a_gpu_can_be_aligned() -> None:
     for packed in (pack(MIXED, n=2, spare=1), pack((1, 18, 0, 2), (33, 16, 5, 1), n=2)):
         check_varlen("numba", packed, align=True, **tensors(packed))
         assert last_request().block_size == 16
@@ -68,15 +68,14 @@ def test_bounds_that_the_host_does_not_see() -> None:
 
 
 @pytest.mark.parametrize("backend", ["numba", *ON_BLOCKS])
-def test_keys_that_no_row_of_their_sequence_sees_do_not_matter(backend: str) -> None:
-    """Not even NaN among them, before, behind and between those that are seen, nor in the padding."""
+def test_nan_in_unselected_keys_changes_nothing(backend: str) -> None:
     packed = pack((2, 1, 1), (43, 15, 38), n=2, spare=4)
     assert_unselected_keys_change_nothing(backend, packed, first=43, align=True)
 
 
 @pytest.mark.parametrize("backend", ON_BLOCKS)
-def test_a_seen_nan_goes_as_far_as_in_sequences_that_begin_with_blocks(backend: str) -> None:
-    """Bit for bit what the plain call gives for the same keys in blocks, laid there by hand."""
+def test_a_selected_nan_spreads_as_in_aligned_sequences(backend: str) -> None:
+    """Bit-equal to the plain call with keys that are aligned by hand."""
     everything = torch.tensor([[0, 16], [16, 32]]).int().expand(1, 4, 1, 2, 2)
     packed = pack((2, 1, 1), (21, 7, 18), n=2)._replace(selection=Selection(everything, 16))
     packed.k[20], packed.v[22] = float("nan"), float("nan")  # the last of a sequence, and the second of the next
@@ -91,18 +90,18 @@ def test_a_seen_nan_goes_as_far_as_in_sequences_that_begin_with_blocks(backend: 
         assert torch.equal(mine.nan_to_num(7.0), other[0].nan_to_num(7.0))
 
 
-def test_what_lies_between_sequences_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_has_zeros_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, given = pack((5, 0, 18), n=2, G=2, spare=2), []
     monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
     selection_attention_varlen(*packed[:4], packed.cu_q, align=True)
     for x, copy in zip(packed[1:3], given, strict=True):
         wanted = x.new_zeros(1, 2, 80, x.shape[-1])  # 25 keys and 3 * 15, in whole blocks
-        for place, keys in ((0, slice(0, 5)), (16, slice(5, 23)), (48, slice(23, 25))):
-            wanted[0, :, place : place + keys.stop - keys.start] = x[keys].transpose(0, 1)
+        for start, keys in ((0, slice(0, 5)), (16, slice(5, 23)), (48, slice(23, 25))):
+            wanted[0, :, start : start + keys.stop - keys.start] = x[keys].transpose(0, 1)
         assert torch.equal(copy, wanted)
 
 
-def test_bounds_that_are_none_read_and_write_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_bounds_access_no_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU checks what a GPU would not: an index outside a tensor is an error."""
     hide_bounds(monkeypatch)
     packed = pack((5, 9, 2), n=2)
@@ -111,7 +110,7 @@ def test_bounds_that_are_none_read_and_write_nothing_else(monkeypatch: pytest.Mo
         assert o.shape == (16, 1, 2, 24)
 
 
-def test_autocast_copies_what_it_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_casts_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, given = pack((5, 9), n=2), []
     call = entry.selection_attention
     monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[:3]) or call(*args, **options))
@@ -122,7 +121,7 @@ def test_autocast_copies_what_it_casts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(20,), (5, 9), (16, 5)], ids=str)
-def test_blocks_longer_than_their_sequence_are_no_error_when_debugging(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
+def test_debugging_accepts_blocks_longer_than_their_sequence(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     check_varlen("numba", pack(lengths, n=2), align=True)
     assert last_request().block_size == 16
@@ -131,7 +130,7 @@ def test_blocks_longer_than_their_sequence_are_no_error_when_debugging(monkeypat
 # When
 
 
-def test_a_cpu_copies_only_what_it_is_told_to() -> None:
+def test_a_cpu_copies_only_on_request() -> None:
     packed = pack((5, 9), n=2)
     for options, block_size in (({}, None), ({"align": False}, None), ({"align": True}, 16)):
         selection_attention_varlen(*packed[:4], packed.cu_q, **options)
@@ -141,7 +140,7 @@ def test_a_cpu_copies_only_what_it_is_told_to() -> None:
         assert last_request().block_size == found
 
 
-def test_the_environment_forces_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_forced_by_environment_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_BACKEND", "triton-block")
     packed = pack((5, 2), n=2)
     selection_attention_varlen(*packed[:4], packed.cu_q)
@@ -150,7 +149,7 @@ def test_the_environment_forces_too(monkeypatch: pytest.MonkeyPatch) -> None:
         selection_attention_varlen(*packed[:4], packed.cu_q, align=False)
 
 
-def test_sequences_that_begin_with_blocks_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aligned_sequences_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Tensor] = []
     monkeypatch.setattr(entry, "selection_attention", lambda *args, **options: given.extend(args[1:3]) or args[0])
     packed = pack((16, 0, 32, 7))
@@ -170,7 +169,7 @@ def packed_request(**changes: Any) -> Request:
 
 
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "and backward"])
-def test_a_gpu_copies_where_a_backend_of_blocks_would_run(needs_grad: bool) -> None:
+def test_a_gpu_copies_for_a_backend_of_blocks(needs_grad: bool) -> None:
     request = packed_request(needs_grad=needs_grad)
     decision = nsa_sel.explain_request(request, H200)
     assert {decision.forward, decision.backward} & set(ON_BLOCKS)
@@ -196,7 +195,7 @@ def test_a_few_rows_over_many_keys_copy_nothing() -> None:
     assert not packed_batches._pays(packed_request(S=3 * 1024 - 1, S_kv=1 << 20), H200, None)
 
 
-def test_cupy_cuda_is_for_blocks_where_its_hopper_kernels_run() -> None:
+def test_cupy_cuda_prefers_blocks_only_for_its_tile_kernels() -> None:
     request = packed_request()
     assert packed_batches._pays(request, H200, "cupy-cuda")
     assert not packed_batches._pays(request, A100, "cupy-cuda")
@@ -204,28 +203,28 @@ def test_cupy_cuda_is_for_blocks_where_its_hopper_kernels_run() -> None:
         assert not packed_batches._pays(packed_request(**changes), H200, "cupy-cuda")
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one entry of T rows", "T entries of one"])
+@pytest.mark.parametrize("one_row_each", [False, True], ids=["one entry of T rows", "T entries of one"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_the_decision_that_is_foreseen_is_the_one_that_is_taken(monkeypatch: pytest.MonkeyPatch, apart: bool, grad: bool) -> None:
-    foreseen: list[Request] = []
+def test_the_predicted_decision_is_taken(monkeypatch: pytest.MonkeyPatch, one_row_each: bool, grad: bool) -> None:
+    predicted: list[Request] = []
     pays = packed_batches._pays
-    monkeypatch.setattr(packed_batches, "_pays", lambda request, *rest: foreseen.append(request) or pays(request, *rest))
+    monkeypatch.setattr(packed_batches, "_pays", lambda request, *rest: predicted.append(request) or pays(request, *rest))
     packed = pack(MIXED, n=3)  # 48 keys, and sequences of 32 at most
-    if apart:
+    if one_row_each:
         packed = packed._replace(selection=Selection(packed.selection.ranges.transpose(0, 1), 16))
     packed.selection.measure()
     q = packed.q.requires_grad_(grad)
     for cu in (packed.cu_q, torch.tensor(packed.cu_q)):
         selection_attention_varlen(q, *packed[1:4], cu, backend="triton-tile")
-        assert foreseen[-1].request_class() == last_request()
-        assert (last_request().sharing is None) == apart
+        assert predicted[-1].request_class() == last_request()
+        assert (last_request().sharing is None) == one_row_each
         assert last_request().needs_grad == grad
 
 
-def test_what_is_made_of_a_selection_is_kept_and_the_copy_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_selections_are_cached_and_copies_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, made = pack((3, 5), (33, 18)), []
-    places = packed_batches.begin_with_blocks
-    monkeypatch.setattr(packed_batches, "begin_with_blocks", lambda *args: made.append(1) or places(*args))
+    real = packed_batches.begin_with_blocks
+    monkeypatch.setattr(packed_batches, "begin_with_blocks", lambda *args: made.append(1) or real(*args))
     call = lambda **options: selection_attention_varlen(*packed[:4], packed.cu_q, packed.cu_k, **options)  # noqa: E731
     first = call(align=True)
     call(align=False)
@@ -257,7 +256,7 @@ def test_a_compiled_call_copies_too() -> None:
 # Errors
 
 
-def test_what_cannot_be_aligned_is_refused() -> None:
+def test_align_without_blocks_is_refused() -> None:
     packed = pack((5, 9), block_size=None)
     with pytest.raises(ArgumentError, match=r"align is True, but the selection has no block_size; allowed: .*whole blocks.*from_blocks"):
         selection_attention_varlen(*packed[:4], packed.cu_q, align=True)

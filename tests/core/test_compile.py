@@ -1,6 +1,6 @@
-"""The call as torch.library ops: compiled calls equal eager ones bit by bit, one graph serves all lengths, and what is refused says so.
+"""The torch.library ops: compiled calls are bit-equal to eager ones, one graph serves all lengths, refusals have remedies.
 
-Also what eager calls owe PyTorch: checkpointing, deterministic algorithms, autocast, gradient scaling, torch.func.
+Also eager calls under PyTorch's features: checkpointing, deterministic algorithms, autocast, gradient scaling, torch.func.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nsa_sel import Selection, decisions, selection_attention, use_backend
 from nsa_sel.backends import numba_cpu
 from nsa_sel.core import ops
 from nsa_sel.errors import ArgumentError, BackendError
-from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, plain_torch
+from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
 
 OPS = torch.ops.nsa_sel
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -32,7 +32,7 @@ BLOCK = 16
 
 @pytest.fixture(autouse=True, scope="module")
 def shared_graphs() -> Iterator[None]:
-    """Tests that compile the same function for the same kind of arguments share its graph; PyTorch gives up at 8 graphs a function."""
+    """Share graphs between tests of a function; PyTorch stops compiling at 8 graphs per function."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64):
         yield
@@ -41,7 +41,7 @@ def shared_graphs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend that compiles nothing: which one serves a call is told where it matters."""
+    """The backend that compiles nothing; tests name another where it matters."""
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
 
 
@@ -60,7 +60,7 @@ def compiled(work: Callable[..., Any], backend: Any = "aot_eager") -> Callable[.
 def problem(
     S: int, G: int = 2, h: int = 3, *, B: int = 2, S_kv: int | None = None, Dv: int = 16, n: int = 3
 ) -> tuple[Tensor, Tensor, Tensor, Selection]:
-    """q, k, v that want gradients, and n blocks a row."""
+    """q, k, v that require gradients, and n blocks per row."""
     q, k, v = make_qkv(B, S, G, h, 16, Dv, S_kv=S_kv, seed=S, requires_grad=True)
     return q, k, v, make_blocks(B, S, G, k.shape[2], n, BLOCK, seed=S)
 
@@ -74,7 +74,7 @@ def results(work: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *others: 
 
 
 def assert_equal(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    """Bit for bit, and laid out alike."""
+    """Equal bits, dtypes and strides."""
     for mine, other in zip(got, wanted, strict=True):
         assert mine.dtype == other.dtype
         assert mine.stride() == other.stride()
@@ -85,7 +85,7 @@ def assert_equal(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 
 def counting() -> tuple[Any, Counter[str]]:
-    """A backend of torch.compile that runs graphs as they are, and the number of graphs that it was given."""
+    """A backend of torch.compile that runs graphs unchanged, and counts them."""
     graphs: Counter[str] = Counter()
 
     def taken(direction: str) -> Callable[..., Any]:
@@ -111,7 +111,7 @@ def test_one_graph_serves_every_length() -> None:
     assert graphs == {"forward": 1, "backward": 1}
 
 
-def test_inductor() -> None:
+def test_inductor_is_bit_equal_to_eager() -> None:
     def work(q: Tensor, k: Tensor, v: Tensor, selection: Selection, **options: Any) -> Any:
         return selection_attention(q * 2, k, v, selection, **options)
 
@@ -121,8 +121,8 @@ def test_inductor() -> None:
         assert_equal(results(fast, q, k, v, selection), results(work, q, k, v, selection))
 
 
-def test_every_form_of_the_call() -> None:
-    """Positions and scale, bare ranges, scores, decode, o alone: in one graph, as eager."""
+def test_every_form_of_the_call_compiles_into_one_graph() -> None:
+    """Positions and scale, ranges, scores, decode, only o."""
     q, k, v, selection = problem(64)
     q_pos, scores = torch.arange(64) // 2, torch.randn(2, 64, 2, 4)
 
@@ -146,7 +146,7 @@ def test_every_form_of_the_call() -> None:
     assert_equal(gradients(got), gradients(wanted))
 
 
-def test_flags_count_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_are_read_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     counter, graphs = counting()
     work = compiled(attend, counter)
     q, k, v, selection = problem(64)
@@ -157,13 +157,13 @@ def test_flags_count_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None
     assert graphs == {"forward": 1, "backward": 1}
 
 
-def test_eager_calls_do_without_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_calls_skip_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "traced", None)
     results(attend, *problem(64), backend="sdpa-packed")
     assert decisions()[-1].forward == "sdpa-packed"
 
 
-def test_a_failure_is_taken_over_as_in_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_calls_fall_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("out of order")
 
@@ -177,7 +177,7 @@ def test_a_failure_is_taken_over_as_in_eager_calls(monkeypatch: pytest.MonkeyPat
     assert_equal(got, wanted)
 
 
-def test_export() -> None:
+def test_export_keeps_the_op() -> None:
     class Model(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Any:
             return from_blocks(q, k, v, blocks)
@@ -203,19 +203,19 @@ def check_ops(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selectio
 
 
 @pytest.mark.parametrize("backend", CPU)
-def test_opcheck(backend: str) -> None:
+def test_the_ops_pass_opcheck(backend: str) -> None:
     q, k, v, selection = problem(2, 1, 1, B=1, S_kv=32, n=1)
     check_ops(backend, *(x.detach().half().requires_grad_() for x in (q, k, v)), selection, ALL_CHECKS)
 
 
 @pytest.mark.parametrize("backend", TRITON)
-def test_opcheck_of_interpreted_kernels(backend: str) -> None:
-    """What a backend can break: aliases, writes, shapes, dtypes, strides. The other checks are of the ops, and slow when interpreted."""
+def test_interpreted_kernels_pass_opcheck(backend: str) -> None:
+    """Only the checks that a backend can break (aliases, writes, shapes, dtypes, strides); the others are slow when interpreted."""
     check_ops(backend, *problem(2, 1, 1, B=1, S_kv=32, n=1), ("test_schema", "test_faketensor"), with_lse=False)
 
 
-def test_the_ops_are_right_when_called_by_name() -> None:
-    """opcheck does not see wrong gradients. Those of o alone, of lse alone, and of both."""
+def test_the_ops_have_right_gradients() -> None:
+    """Of o, of lse, and of both; opcheck does not compare them."""
     q, k, v, selection = problem(64)
     do, dlse = make_grads(q, v)
     for wanted in ((do, None), (torch.zeros_like(do), dlse), (do, dlse)):
@@ -229,7 +229,7 @@ def test_the_ops_are_right_when_called_by_name() -> None:
 
 
 def traced_refusal(match: str, *arguments: Any, **options: Any) -> None:
-    """With fullgraph=True the error is PyTorch's, about a call that it can't trace; ours is told in it."""
+    """With fullgraph=True PyTorch raises its own error, which contains ours."""
     with pytest.raises(RuntimeError, match=match):
         compiled(attend)(*arguments, **options)
 
@@ -247,7 +247,7 @@ def test_bad_input_is_refused_while_tracing() -> None:
 
 
 def test_bad_input_is_refused_when_the_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes the values, or this machine's backends, raises our own errors; nothing of it is decided while tracing."""
+    """Checks of values and of this machine's backends raise our own errors."""
     q, k, v, selection = problem(64)
     with pytest.raises(ArgumentError, match="q_pos is from 9 to 72; allowed"):
         compiled(attend, "eager")(q, k, v, selection, q_pos=torch.arange(64) + 9)
@@ -258,7 +258,7 @@ def test_bad_input_is_refused_when_the_call_runs(monkeypatch: pytest.MonkeyPatch
         compiled(from_blocks, "eager")(q, k, v, torch.ones(2, 64, 2, 2, dtype=torch.int32))
 
 
-def test_where_use_backend_may_stand() -> None:
+def test_use_backend_is_refused_around_compiled_calls_with_gradients() -> None:
     q, k, v, selection = problem(64)
 
     def inside(q: Tensor) -> Any:
@@ -279,12 +279,12 @@ def test_where_use_backend_may_stand() -> None:
     assert decisions()[-1].forward == "numba"
     o = work(q, k, v, selection)
     ran = nsa_sel.counters().get("backward.sdpa-packed", 0)
-    with use_backend("numba"):  # comes too late for this call
+    with use_backend("numba"):  # too late for this call
         o.sum().backward()
     assert nsa_sel.counters()["backward.sdpa-packed"] == ran + 1
 
 
-def test_no_second_derivative() -> None:
+def test_second_derivatives_are_refused() -> None:
     q, k, v, selection = problem(64)
     with pytest.raises(BackendError, match=r"no second derivative.*Remedy"):
         torch.autograd.grad(attend(q, k, v, selection).sum(), q, create_graph=True)
@@ -318,10 +318,10 @@ def test_torch_func_is_refused() -> None:
             work(q)
 
 
-# At home in PyTorch
+# PyTorch features
 
 
-def test_checkpointing() -> None:
+def test_checkpointing_is_bit_equal() -> None:
     def work(q: Tensor, k: Tensor, v: Tensor, selection: Selection, **options: Any) -> Any:
         return checkpoint(attend, q, k, v, selection, use_reentrant=False, **options)
 
@@ -335,7 +335,7 @@ def test_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("backend", CPU)
-def test_deterministic_algorithms(backend: str) -> None:
+def test_deterministic_algorithms_are_bit_equal(backend: str) -> None:
     q, k, v, selection = problem(64)
     wanted = results(attend, q, k, v, selection, backend=backend)
     torch.use_deterministic_algorithms(True)
@@ -348,8 +348,8 @@ def test_deterministic_algorithms(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
-    """Inputs are cast, gradients come back in float32; the op called by name has the same rule. float64 stays."""
+def test_autocast_casts_inputs_and_gradients(dtype: torch.dtype) -> None:
+    """Inputs are cast, gradients have the inputs' dtypes, for the op, too. float64 stays."""
     q, k, v, selection = problem(64)
     k_wide, do = k.detach().to(torch.bfloat16).requires_grad_(), make_grads(q, v)[0].to(dtype)
     cast = [x.detach().to(dtype).requires_grad_() for x in (q, k_wide, v)]
@@ -366,52 +366,3 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert_equal((o, *torch.autograd.grad(o, (q, k_wide, v), do)), wanted)
     with torch.autocast("cpu", dtype=dtype):
         assert attend(q.double(), k.double(), v.double(), selection).dtype == torch.float64
-
-
-class TinyModel(nn.Module):
-    """A projection to q, k, v, selection attention, and a projection back: enough to have something to learn."""
-
-    def __init__(self, width: int = 16, h: int = 2) -> None:
-        super().__init__()
-        self.h, self.width = h, width
-        self.qkv = nn.Linear(width, (h + 2) * width)
-        self.out = nn.Linear(h * width, width)
-
-    def forward(self, x: Tensor, selection: Selection, backend: str | None) -> Tensor:
-        B, S, _ = x.shape
-        q, k, v = self.qkv(x).split((self.h * self.width, self.width, self.width), -1)
-        q, k, v = q.view(B, S, 1, self.h, self.width), k.unsqueeze(1), v.unsqueeze(1)
-        o = selection_attention(q, k, v, selection, backend=backend) if backend else plain_torch(q, k, v, selection.ranges)[0]
-        return self.out(o.reshape(B, S, -1))  # type: ignore[no-any-return]
-
-
-def losses(backend: str | None, dtype: torch.dtype | None, compile_it: bool = False) -> list[float]:
-    """The losses of 12 steps of the same training: to give back the token before. `backend` None: plain PyTorch; `dtype` None: float32."""
-    torch.manual_seed(0)
-    model, x = TinyModel(), torch.randn(2, 64, 16)
-    selection = make_blocks(2, 64, 1, 64, 3, BLOCK)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16, init_scale=2.0**10)
-    run = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager") if compile_it else model
-    taken = []
-    for _ in range(12):
-        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-            y = run(x, selection, backend)
-        loss = (y[:, 1:].float() - x[:, :-1]).square().mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        taken.append(loss.item())
-    assert scaler.get_scale() == (2.0**10 if dtype == torch.float16 else 1.0)  # no step was skipped
-    return taken
-
-
-def test_training_under_amp_follows_float32() -> None:
-    wanted = losses(None, None)
-    assert wanted[-1] < 0.95 * wanted[0]  # it learns
-    for backend in CPU:
-        for dtype, band in ((None, 1e-4), (torch.bfloat16, 0.02), (torch.float16, 0.005)):
-            got = losses(backend, dtype)
-            assert got == pytest.approx(wanted, rel=band), (backend, dtype)
-    assert losses("numba", torch.float16, compile_it=True) == losses("numba", torch.float16)

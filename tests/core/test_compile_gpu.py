@@ -1,4 +1,4 @@
-"""Compiled calls on a GPU: the ops under every backend's kernels, one graph for all lengths, and graphs that PyTorch captures itself."""
+"""Compiled calls on a GPU: the ops with every backend, one graph for all lengths, and CUDA graphs that PyTorch captures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def no_graphs() -> Iterator[None]:
 
 
 def problem(S: int, n: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Selection]:
-    """q, k, v of bfloat16 that want gradients, and n blocks a row."""
+    """q, k, v of bfloat16 that require gradients, and n blocks per row."""
     q, k, v = make_qkv(S=S, G=2, h=4, Dk=64, dtype=torch.bfloat16, device="cuda", seed=seed, requires_grad=True)
     return q, k, v, make_blocks(1, S, 2, S, n, BLOCK, seed=seed, device="cuda")
 
 
 @on_gpu
-def test_opcheck(backend: str) -> None:
+def test_the_ops_pass_opcheck(backend: str) -> None:
     check_ops(backend, *problem(64), ALL_CHECKS)
 
 
@@ -38,7 +38,7 @@ def test_opcheck(backend: str) -> None:
 def test_one_graph_serves_every_length(backend: str) -> None:
     counter, graphs = counting()
     work = compiled(attend, counter)
-    for S in (80, 128, 96):  # none is a head dim: PyTorch takes sizes that are equal in the first call for one size
+    for S in (80, 128, 96):  # none is a head dim: PyTorch treats sizes that are equal in the first call as one
         given = problem(S)
         got = results(work, *given, backend=backend)
         assert (decisions()[-1].forward, decisions()[-1].request.S) == (backend, S)
@@ -47,7 +47,7 @@ def test_one_graph_serves_every_length(backend: str) -> None:
 
 
 @on_gpu
-def test_reduce_overhead(backend: str) -> None:
+def test_cuda_graphs_of_pytorch_are_bit_equal(backend: str) -> None:
     """PyTorch captures forward and backward, and replays them for new tensors and another selection."""
     work = torch.compile(attend, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):

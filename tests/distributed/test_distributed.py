@@ -1,7 +1,6 @@
-"""Several ranks: two processes on the CPU through gloo, two GPUs through NCCL; and what needs no second rank.
+"""Context parallelism: two processes on a CPU (gloo), two GPUs (NCCL), and tests of one process.
 
-The checks that ranks make together are in tests/helpers/distributed_checks.py. All run in one start of the processes, for importing torch
-takes longer than most of them.
+The checks of several ranks are in tests/helpers/distributed_checks.py; all run in one start of the processes, to import torch once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.paths import ROOT
 
 PROGRAM = "tests.helpers.distributed_checks"
-SECONDS = 1800.0  # for all of it, on a busy machine: against a hang alone
+SECONDS = 1800.0  # only against a hang, on a busy machine
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -55,7 +54,7 @@ def assert_passed(folder: Path, ranks: int, output: str, end: bool = False) -> N
 
 
 def run(command: list[str], log: Path, **more: str) -> str:
-    """The end of what the command and the processes that it started wrote; none of them stays behind."""
+    """The end of what the command and the processes that it started wrote; all of them end."""
     with log.open("wb") as opened:
         process = subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=opened, stderr=opened, start_new_session=True)
     try:
@@ -69,7 +68,7 @@ def run(command: list[str], log: Path, **more: str) -> str:
 
 
 @pytest.mark.slow
-def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
+def test_two_cpu_ranks_pass_all_checks(tmp_path: Path) -> None:
     output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
     assert_passed(tmp_path, 2, output)
 
@@ -92,7 +91,7 @@ def test_two_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_two_gpus(tmp_path: Path) -> None:
+def test_two_gpus_pass_all_checks(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
     assert_passed(tmp_path, 2, run([*torchrun, "cuda", str(tmp_path)], tmp_path / "log"))
 
@@ -100,7 +99,7 @@ def test_two_gpus(tmp_path: Path) -> None:
 # One process
 
 
-def test_outside_a_job_it_is_refused() -> None:
+def test_calls_outside_a_job_are_refused() -> None:
     q, k, v = make_qkv()
     with pytest.raises(NsaSelError, match="context_parallel_attention is called outside a distributed job"):
         context_parallel_attention(q, k, v, make_blocks(1, 16, 1, 16, 1, 16))
@@ -108,15 +107,15 @@ def test_outside_a_job_it_is_refused() -> None:
         check_ranks()
 
 
-def test_a_host_does_not_wait_for_a_gpu_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_does_not_wait_for_a_gpu_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A meta tensor has no numbers to read."""
     monkeypatch.setattr(agreement, "dist", SimpleNamespace(get_world_size=lambda group: 2, get_rank=lambda group: 1))
     monkeypatch.setattr(agreement, "all_gather", lambda every, mine, group: None)
     asked = []
-    monkeypatch.setattr(torch, "_assert_async", lambda alike, words: asked.append((tuple(alike.shape), words)))
-    for told in (agreement._UNAGREED, 5):
-        assert agreement._digests_match(object(), told, torch.device("meta"), "call 3, backward")  # type: ignore[arg-type]
-    assert asked == [((), agreement._assert_message(1, "call 3, backward"))], "a rank that goes to a meeting is told there"
+    monkeypatch.setattr(torch, "_assert_async", lambda match, words: asked.append((tuple(match.shape), words)))
+    for digest in (agreement._UNAGREED, 5):
+        assert agreement._digests_match(object(), digest, torch.device("meta"), "call 3, backward")  # type: ignore[arg-type]
+    assert asked == [((), agreement._assert_message(1, "call 3, backward"))], "a rank that has not agreed gets its error elsewhere"
     assert len(agreement._assert_message(99_999, f"call {2**40}, backward")) < 255, "more is an error of torch"
 
 
@@ -133,13 +132,13 @@ def test_a_group_forgets_classes_of_calls(monkeypatch: pytest.MonkeyPatch) -> No
         dist.destroy_process_group()
 
 
-def test_inside_of_what_is_compiled_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa_sel.distributed.context.is_compiling", lambda: True)
     with pytest.raises(BackendError, match=r"Remedy: call it in a function under torch\.compiler\.disable"):
         context_parallel_attention(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16))
 
 
-def test_a_choice_that_another_rank_refuses() -> None:
+def test_a_choice_that_another_rank_refuses_raises() -> None:
     decision = explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend="numba")
     lacking = _Report({}, {"numba": "package-missing (unavailable)"}, None, 1)
     assert _rank_0_decision([_Report({}, {}, decision, 1), _Report({}, {"sdpa-packed": "not asked"}, None, 1)]) == decision
@@ -150,7 +149,7 @@ def test_a_choice_that_another_rank_refuses() -> None:
         _rank_0_decision([_Report({}, {}, nowhere, 1), lacking])
 
 
-def test_bytes_by_hand() -> None:
+def test_exchanged_bytes_equal_a_count_by_hand() -> None:
     """Three ranks of 4 blocks of 8 keys each, one batch entry, 2 groups, 16 + 8 numbers of 2 bytes a key: 96 bytes a key of all groups."""
     slots = [[0, 0, 0], [2, 0, 0], [3, 1, 0]]
     sizes = {"B": 1, "G": 2, "keys": 32, "Dk": 16, "Dv": 8, "element_size": 2, "block_size": 8}
@@ -167,7 +166,7 @@ def test_bytes_by_hand() -> None:
     )
 
 
-def test_bytes_of_rows_by_hand() -> None:
+def test_rows_bytes_equal_a_count_by_hand() -> None:
     """Three ranks of 2 rows, 2 groups of 3 heads, 16-bit numbers: q of 384 bytes, o of 192, lse of 48, ranges of 80 (as int64 160)."""
     sizes = {"B": 2, "S": 2, "G": 2, "h": 3, "Dk": 16, "Dv": 8, "n": 5, "element_size": 2}
     ranges, others = 2 * 2 * 5 * 2 * 4, 2 * 2  # batch entries by ranks
@@ -189,7 +188,7 @@ def test_packets_hold_parts_of_any_dtype() -> None:
 
 
 def test_parts_are_merge_parts_by_their_lse() -> None:
-    """Softmax over 6 keys is that over 4 and 2, and what nobody saw stays empty."""
+    """Softmax over 6 keys is that over 4 and 2, and rows without keys stay empty."""
     logits, v = torch.randn(3, 6), torch.randn(6, 2)
     halves = [(logits[:, keys].softmax(-1) @ v[keys], logits[:, keys].logsumexp(-1)) for keys in (slice(4), slice(4, None))]
     o, lse = (torch.stack(parts) for parts in zip(*halves, strict=True))
@@ -210,8 +209,8 @@ def test_many_parts_lose_no_more_than_one() -> None:
     assert (lse - exact).abs().mean() <= 2 * (whole - exact).abs().mean()
 
 
-def test_slices_at_odd_places_are_copied() -> None:
-    """Ranks decide by one alignment; rows that no copy would align stay where they are."""
+def test_unaligned_slices_are_copied() -> None:
+    """Rows that a copy would not align are not copied."""
     x = torch.randn(2, 3, 5, 12)
     assert aligned(x) is x
     for odd in (torch.randn(361)[1:].view(2, 3, 5, 12), torch.randn(2, 3, 5, 13)[..., :12]):
@@ -221,8 +220,8 @@ def test_slices_at_odd_places_are_copied() -> None:
         assert aligned(odd[..., :3]).data_ptr() == odd.data_ptr()
 
 
-def test_a_plan_from_static_facts() -> None:
-    """Few rows travel, rows of a prefill don't, nor do blocks that lie across slices."""
+def test_static_facts_plan_the_exchange() -> None:
+    """Few rows are sent; rows of a prefill and blocks across slices are not."""
     few = Sizes(2, 1, 1, 2, 4, 4096, 64, 64, 16, 64, 2, 4, False, True)
     done, slots = planned(few, "auto")
     assert (done.kind, done.counted, slots) == ("rows", False, [[0, 16], [16, 0]])
@@ -238,14 +237,14 @@ def test_a_plan_from_static_facts() -> None:
     assert obstacle(few._replace(block_size=None)) == "the selection is not of whole blocks"
 
 
-def test_room_without_a_look() -> None:
+def test_static_slots_bound_any_selection() -> None:
     assert static_slots(3, 4, rows=100, chosen=2, past_only=True) == [[0, 0, 0], [4, 0, 0], [4, 4, 0]]
     assert static_slots(2, 64, rows=2, chosen=3, past_only=False) == [[0, 6], [6, 0]]
     assert Bytes(1, 2).total == 3
 
 
-def test_blocks_that_rows_may_read_by_hand() -> None:
-    """Rows at 5, 12 and 30 of blocks of 8: what lies beyond a row, or beyond the end, is not needed, nor what is empty."""
+def test_wanted_blocks_equal_those_by_hand() -> None:
+    """Rows at 5, 12 and 30, blocks of 8: blocks after the row or the end, and padding, are not wanted."""
     blocks = torch.tensor([[0, 1, -1], [1, 2, 0], [9, 2, -1]], dtype=torch.int32).view(1, 3, 1, 3)
     found = chosen(Selection.from_blocks(blocks, 8).ranges, torch.tensor([[5, 12, 30]]), 8, 4)
     assert found.of_ranges.tolist() == [[[[0, 4, 4]], [[1, 4, 0]], [[4, 2, 4]]]]
@@ -254,7 +253,7 @@ def test_blocks_that_rows_may_read_by_hand() -> None:
     assert first.wanted.tolist() == [[[True, True, False, False]]]
 
 
-def test_the_bench_starts_torchrun_for_each_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_bench_starts_torchrun_for_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows of 1, 2 and 4 ranks lie in one file; what torchrun starts joins a job instead."""
     started = []
     monkeypatch.setattr(weak_scaling.subprocess, "run", lambda command, check: started.append(command))
@@ -270,30 +269,18 @@ def test_the_bench_starts_torchrun_for_each_number(monkeypatch: pytest.MonkeyPat
         weak_scaling.main(out, ranks="8", device="cpu")
 
 
-def test_weak_scaling_keeps_rows_a_rank() -> None:
+def test_weak_scaling_keeps_rows_per_rank() -> None:
     for quick in (False, True):
         of = {ranks: weak_scaling.cases(ranks, quick) for ranks in (1, 2, 4)}
         for ranks, cases in of.items():
             assert [(case.S, case.S_kv) for case in cases] == [(case.S, case.S_kv * ranks) for case in of[1]]
 
 
-def test_the_table_tells_efficiency() -> None:
+def test_the_table_shows_efficiency() -> None:
     common = {"direction": "fwd", "ms_p20": 1.0, "ms_p80": 3.0, "ms_at_hand": 1.5, "bytes_forward": 2_000_000, "bytes_backward": 5_000_000}
     rows = [
         {**common, "case": "weak-R1-8k-h4", "ranks": 1, "ms_median": 2.0, "way": None},
         {**common, "case": "weak-R2-8k-h4", "ranks": 2, "ms_median": 2.5, "way": "gather"},
     ]
-    last = weak_scaling.table(rows).splitlines()[-1]
-    assert last.replace("|", " ").split() == [
-        "weak-R2-8k-h4",
-        "2",
-        "fwd",
-        "2.5†",  # its percentiles are far apart
-        "1",
-        "-",
-        "3",
-        "1.5",
-        "0.80",
-        "gather",
-        "2.0",
-    ]
+    last = weak_scaling.table(rows).splitlines()[-1]  # †: percentiles are far apart
+    assert last.replace("|", " ").split() == ["weak-R2-8k-h4", "2", "fwd", "2.5†", "1", "-", "3", "1.5", "0.80", "gather", "2.0"]

@@ -1,8 +1,8 @@
-"""What several ranks check together: a program for torchrun; without it, it forks into two ranks that meet in the file RANKS_MEET_IN.
+"""Checks of several ranks, as a program for torchrun; without it, it forks into two ranks, with the file RANKS_MEET_IN as their store.
 
-`torchrun --standalone --nproc-per-node 2 -m tests.helpers.distributed_checks cuda` runs all of it through NCCL, `cpu` through gloo. Each
-rank runs every check; the first failure ends it, for the others would wait for it. With a folder as the second argument, each rank
-writes there what became of each check. The third argument is "end" for the check that ends a process group, else a part of names.
+`torchrun --standalone --nproc-per-node 2 -m tests.helpers.distributed_checks cuda` runs it through NCCL, `cpu` through gloo. The first
+failure ends a rank, since others wait for it. The second argument is a folder for each rank's results; the third is "end" for the check
+that ends a process group, else a part of the names of checks.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import pickle
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +26,21 @@ from torch import distributed as dist
 import nsa_sel
 from nsa_sel import Selection, selection_attention
 from nsa_sel.bench.questions import weak_scaling
-from nsa_sel.core import decide
-from nsa_sel.distributed import agreement, check_ranks, context_parallel_attention, exchanges
-from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
+from nsa_sel.distributed import agreement, context_parallel_attention, exchanges
+from nsa_sel.errors import ArgumentError
+from tests.helpers import distributed_agreement as calls
 from tests.helpers import distributed_models as models
 from tests.helpers.cases import assert_forward, assert_gradients, make_grads, make_spans
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import ANY_RANGES, BACKENDS, BLOCK, DEVICE, DTYPE, EQUAL, ROWS, D, all_of, mine, my_turn, problem, rank, ranks
 
 
-def both_ways(
+def whole_and_split(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, backend: str, *, order: Tensor | None = None, **how: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """o, lse, dq, dk, dv of this rank in a call of all ranks, held to the oracle, and in one of the whole.
+    """o, lse, dq, dk, dv of this rank's part of a call of all ranks, which is checked by the oracle, and of a call of one rank.
 
-    order: the rows as ranks are given them.
+    order: of the rows on ranks.
     """
     rows = torch.arange(q.shape[1], device=q.device) if order is None else order
     first = k.shape[2] - q.shape[1]
@@ -65,7 +63,7 @@ def both_ways(
 
 
 def assert_bits(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], backend: str) -> None:
-    """Of o, lse and dq as many are bit-equal as the backend sums alike; dk and dv are sums in another order."""
+    """The first `EQUAL[backend]` of o, lse, dq are bit-equal; dk and dv are summed in another order."""
     for name, a, b in list(zip(("o", "lse", "dq"), got, wanted, strict=False))[: EQUAL[backend]]:
         assert torch.equal(a, b), f"{name}: {float((a.float() - b.float()).abs().max())} off"
 
@@ -73,30 +71,30 @@ def assert_bits(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], backend: st
 def gathering_is_bit_equal() -> None:
     for backend in BACKENDS:
         for given in (problem(), problem(ROWS, 2 * ROWS)):
-            assert_bits(*both_ways(*given, backend, exchange="gather"), backend)
+            assert_bits(*whole_and_split(*given, backend, exchange="gather"), backend)
             assert exchanges()[-1].kind == "gather"
     spans = Selection(make_spans("mixed", 2, ROWS, 2, ROWS, 40, device=DEVICE))
     ragged = (
         "triton-group" if DEVICE == "cuda" else "numba"
     )  # packed SDPA sums a row as the rows of its bucket are, which other rows decide
-    assert_bits(*both_ways(*problem()[:3], spans, ragged), ragged)
+    assert_bits(*whole_and_split(*problem()[:3], spans, ragged), ragged)
     assert exchanges()[-1].why.endswith("; the selection is not of whole blocks")
 
 
 def exchanged_blocks_are_within_the_bound() -> None:
     for backend in BACKENDS:
         for count in (False, True):
-            got, wanted = both_ways(*problem(), backend, exchange="blocks", count_blocks=count)
+            got, wanted = whole_and_split(*problem(), backend, exchange="blocks", count_blocks=count)
             assert (exchanges()[-1].kind, exchanges()[-1].counted) == ("blocks", count)
             if backend == "numba":  # a row's keys come in the same order, and numba sums them one by one
                 assert_bits(got, wanted, backend)
-    for count in (False, True):  # rows that stand behind their slice: what they see of a block ends within it
-        both_ways(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
-        assert nsa_sel.decisions()[-1].request.block_size is None, "decided for what is no longer of whole blocks"
+    for count in (False, True):  # rows after their slice: they see only the beginning of a block
+        whole_and_split(*problem(32, 64), "sdpa-packed", exchange="blocks", count_blocks=count)
+        assert nsa_sel.decisions()[-1].request.block_size is None, "decided for ranges"
 
 
 def rows_visit_slices_within_the_bound() -> None:
-    """Rows of a prefill, and few over long slices; blocks across slices, spans, nothing chosen; the same bits twice."""
+    """A prefill, few rows over long slices, blocks across slices, spans, empty rows; reruns are bit-equal."""
     few = problem(3 * ranks(), 6 * BLOCK * ranks())
     few[3].ranges[0, 1] = 0  # a row that chooses nothing
     across = problem((3 * BLOCK + 8) * ranks())
@@ -105,10 +103,10 @@ def rows_visit_slices_within_the_bound() -> None:
     for backend in BACKENDS:
         ragged = (across, (*problem(ROWS, 2 * ROWS)[:3], spans)) if backend in ANY_RANGES else ()
         for given in (problem(), *ragged, few):
-            first, _ = both_ways(*given, backend, exchange="rows")
+            first, _ = whole_and_split(*given, backend, exchange="rows")
             assert (exchanges()[-1].kind, nsa_sel.decisions()[-1].request.S) == ("rows", given[0].shape[1])
             assert nsa_sel.decisions()[-1].request.S_kv < given[1].shape[2], "a slice of the keys"
-        again, _ = both_ways(*few, backend, exchange="rows")
+        again, _ = whole_and_split(*few, backend, exchange="rows")
         assert all(map(torch.equal, again, first))
     with torch.no_grad():
         slices = mine(q, 1), mine(k, 2), mine(v, 2), Selection(mine(selection.ranges, 1), BLOCK)
@@ -135,11 +133,8 @@ def third_block_plus(bad: float, *keys: Tensor) -> list[Tensor]:
     return slices
 
 
-def blocks_are_picked_of_a_long_slice() -> None:
-    """Few rows over long slices keep of their own, too, what they chose, cut where they stand: the last rows see parts of the last block.
-
-    NaN in blocks that no row chose reaches nothing.
-    """
+def only_selected_blocks_of_a_long_slice_are_kept() -> None:
+    """The last rows see parts of the last block. NaN in unselected blocks changes nothing."""
     S, blocks = 3 * ranks(), 8 * ranks()
     q, k, v, _ = problem(S, blocks * BLOCK)
     others = torch.arange(2 * S * 2, device=DEVICE).view(2, S, 2) * 5 % (blocks - 1)
@@ -147,7 +142,7 @@ def blocks_are_picked_of_a_long_slice() -> None:
     selection = Selection.from_blocks(chosen, BLOCK)
     for backend in ANY_RANGES:
         for count in (False, True):
-            both_ways(q, k, v, selection, backend, exchange="blocks", count_blocks=count)
+            whole_and_split(q, k, v, selection, backend, exchange="blocks", count_blocks=count)
     results = []
     for bad in (0.0, float("nan")):
         rows, slices = mine(q, 1), third_block_plus(bad, k, v)
@@ -158,21 +153,21 @@ def blocks_are_picked_of_a_long_slice() -> None:
 
 def sums_of_16_bit_gradients_are_within_the_bound() -> None:
     for exchange in ("gather", "blocks", "rows"):
-        both_ways(*problem(dtype=torch.bfloat16), BACKENDS[1], exchange=exchange)
+        whole_and_split(*problem(dtype=torch.bfloat16), BACKENDS[1], exchange=exchange)
 
 
-def rows_of_both_ends() -> None:
-    """A rank has rows of the beginning and of the end, as models that balance dense attention cut them."""
+def ranks_may_hold_rows_of_both_ends() -> None:
+    """Each rank has rows of the beginning and of the end, which balances dense attention."""
     parts = torch.arange(ROWS, device=DEVICE).chunk(2 * ranks())
     order = torch.cat([torch.cat((parts[r], parts[2 * ranks() - 1 - r])) for r in range(ranks())])
     for exchange in ("gather", "blocks", "rows"):
-        both_ways(*problem(), "sdpa-packed", order=order, exchange=exchange)
+        whole_and_split(*problem(), "sdpa-packed", order=order, exchange=exchange)
 
 
-def the_cheaper_way_is_taken() -> None:
-    """A token a rank over a long cache travels itself; all rows of a prefill may choose all blocks; few of others' are counted."""
+def auto_takes_the_fewest_bytes() -> None:
+    """Rows for one token per rank over a long cache, gather for a prefill, blocks if counting finds few."""
     q, k, v, selection = problem(ranks(), 64 * BLOCK * ranks(), n=3)
-    both_ways(q, k, v, selection, "sdpa-packed")
+    whole_and_split(q, k, v, selection, "sdpa-packed")
     few, others = exchanges()[-1], ranks() - 1
     assert few.blocks is not None
     assert (few.kind, few.counted, few.slots) == ("rows", False, 3 * others)
@@ -183,14 +178,14 @@ def the_cheaper_way_is_taken() -> None:
     a_row, lse, ranges = 2 * 2 * D * DTYPE.itemsize, 2 * 2 * 4, 2 * 3 * 2 * 4  # of a batch entry: G and h; G, n and two ends
     assert few.rows == (2 * others * (2 * a_row + lse + ranges), 2 * others * (3 * a_row + 2 * lse))
     assert "rows are no more bytes" in str(few)
-    both_ways(*problem(), "sdpa-packed")
+    whole_and_split(*problem(), "sdpa-packed")
     assert (exchanges()[-1].kind, exchanges()[-1].why.split(":")[0]) == ("gather", "gathering is no more bytes")
-    nearby = problem()[:3], torch.arange(ROWS, device=DEVICE)[None, :, None, None].expand(2, -1, 2, 1) // BLOCK  # nothing of others
-    both_ways(*nearby[0], Selection.from_blocks(nearby[1].contiguous(), BLOCK), "sdpa-packed", count_blocks=True)
+    nearby = problem()[:3], torch.arange(ROWS, device=DEVICE)[None, :, None, None].expand(2, -1, 2, 1) // BLOCK  # none of other ranks
+    whole_and_split(*nearby[0], Selection.from_blocks(nearby[1].contiguous(), BLOCK), "sdpa-packed", count_blocks=True)
     assert (exchanges()[-1].kind, exchanges()[-1].blocks) == ("blocks", (0, 0))
 
 
-def decode_form() -> None:
+def decode_sends_rows() -> None:
     q, k, v, selection = problem(ranks(), 8 * BLOCK * ranks())
     token = mine(q, 1)[:, 0], mine(k, 2), mine(v, 2), mine(selection.ranges, 1)[:, 0]
     o, lse = context_parallel_attention(*token, return_lse=True)
@@ -199,11 +194,11 @@ def decode_form() -> None:
     assert_forward((all_of(o.detach()[:, None], 1), all_of(lse.detach()[:, None], 1)), q, k, v, selection.ranges)
 
 
-def poison_stays_home() -> None:
-    """NaN in keys that no row may read, in slots that travel unasked too, reaches nothing."""
+def nan_in_unselected_keys_changes_nothing() -> None:
+    """Even in unused slots that are sent."""
     q, k, v, selection = problem()
     first = Selection(selection.ranges.clone(), BLOCK)
-    first.ranges[first.ranges[..., 0] // BLOCK == 2] = 0  # nobody reads block 2
+    first.ranges[first.ranges[..., 0] // BLOCK == 2] = 0  # no row selects block 2
     results = []
     for bad in (0.0, float("nan")):
         slices = third_block_plus(bad, k, v)
@@ -213,164 +208,6 @@ def poison_stays_home() -> None:
             results.append((o.detach(), *torch.autograd.grad(o, (rows, *slices), mine(make_grads(q, v)[0], 1))))
     for clean, poisoned in zip(results[:3], results[3:], strict=True):
         assert all(map(torch.equal, clean, poisoned))
-
-
-@contextmanager
-def only_rank(number: int, name: str, value: str) -> Iterator[None]:
-    """A flag on one rank alone."""
-    if rank() == number:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-
-
-def call_of(S: int, **how: Any) -> Tensor:
-    q, k, v, selection = problem(S)
-    return context_parallel_attention(mine(q, 1), mine(k, 2), mine(v, 2), mine(selection.ranges, 1), **how)
-
-
-def ranks_agree() -> None:
-    meetings = agreement._groups[dist.group.WORLD].rounds
-    call_of(64)
-    call_of(64)
-    assert agreement._groups[dist.group.WORLD].rounds == meetings + 1, "ranks meet once a class"
-    dist.barrier()
-    assert not dist.group.WORLD.get_group_store().check([f"nsa_sel/round{meetings}/rank0"]), "a new process group would find it"
-    check_ranks()
-    with only_rank(1, "NSA_DEBUG_LOG", os.devnull):  # a log for each rank is fine
-        call_of(64)
-    nsa_sel.log_to(None)
-    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
-        for work in (lambda: call_of(128), check_ranks):
-            with pytest.raises(NsaSelError, match=r"rank 1 .*settings\.sel_triton_min_L is 77 there, .+ on rank 0"):
-                work()
-    with pytest.raises(NsaSelError, match=r"rank 1 .*override is None there, \{'backend': 'sdpa-packed', 'source': 'argument'\} on rank 0"):
-        call_of(128, backend=None if rank() else "sdpa-packed")
-    with pytest.raises(NsaSelError, match=r"exchange is 'gather' there, 'auto' on rank 0"):
-        call_of(128, exchange="gather" if rank() else "auto")
-    with pytest.raises(NsaSelError, match=r"request\.S is \d+ there, \d+ on rank 0; keys is 96 there, 80 on rank 0"):
-        call_of(160 + 32 * rank())
-    real, agreement._version = agreement._version, lambda package: f"{package}-{rank()}"
-    with pytest.raises(NsaSelError, match=r"versions\.numba is 'numba-1' there, 'numba-0' on rank 0"):
-        check_ranks()
-    agreement._version = real
-    with pytest.raises(BackendError, match="nothing-such"):
-        call_of(128, backend="nothing-such")
-    call_of(128)
-
-
-def rank_0_decides() -> None:
-    """Other ranks would choose otherwise; they run what rank 0 chose."""
-    q, k, v, selection = problem(32)
-    slices = mine(q, 1), mine(k, 2), mine(v, 2), mine(selection.ranges, 1)
-    real = decide.select
-
-    def other(request: Any, device: Any, backend: str | None = None) -> Any:
-        decision = real(request, device, BACKENDS[0 if rank() else 1])
-        return nsa_sel.core.decision.msgspec.structs.replace(decision, override=None)
-
-    decide.select = other
-    first = other(nsa_sel.decisions()[-1].request, nsa_sel.decisions()[-1].device).forward
-    context_parallel_attention(*slices)
-    decide.select = real
-    chosen = [None] * ranks()
-    dist.all_gather_object(chosen, (first, nsa_sel.decisions()[-1].forward))
-    assert chosen[0][0] != chosen[1][0]
-    assert {ran for _, ran in chosen} == {chosen[0][0]}
-
-
-def told(work: Callable[[], object], *words: str) -> None:
-    """On every rank, by an error that another process can read too."""
-    with pytest.raises(NsaSelError) as raised:
-        work()
-    assert all(word in str(raised.value) for word in words), raised.value
-    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
-
-
-def small_call(S: int = 32, D: int = 16, n: int = 1, dtype: torch.dtype = torch.float32, grad: bool = False, **how: Any) -> Tensor:
-    """o of S rows of this rank, with other numbers on each rank, and as many bytes for 32 by 16 as for 16 by 32."""
-    torch.manual_seed(rank())
-    sizes = (1, S, 1, 2, D), (1, 1, S, D), (1, 1, S, D)
-    q, k, v = (torch.randn(size, dtype=dtype, device=DEVICE, requires_grad=grad) for size in sizes)
-    blocks = torch.arange(n, dtype=torch.int32, device=DEVICE).expand(1, S, 1, n).contiguous()
-    return context_parallel_attention(q, k, v, Selection.from_blocks(blocks, how.pop("block", 16)), **how)
-
-
-def calls_that_were_agreed_on_and_differ_raise_on_all_ranks() -> None:
-    """Ranks know both calls, and make another one each, with as many bytes or not; then they go on."""
-    if DEVICE == "cuda":  # there it ends the process: gpus_stop_where_calls_differ
-        return
-    others: dict[str, dict[str, Any]] = {
-        "keys is 16 there, 32 on rank 0": {"S": 16, "D": 32},
-        "request.Dv is 32 there, 16 on rank 0": {"D": 32},
-        "request.n is 2 there, 1 on rank 0": {"n": 2},
-        "block_size is 8 there, 16 on rank 0": {"block": 8},
-        "request.dtype is 'float64' there, 'float32' on rank 0": {"dtype": torch.float64},
-        "request.needs_grad is True there, False on rank 0": {"grad": True},
-        "scale is 0.5 there, 0.25 on rank 0": {"scale": 0.5},
-        "q_pos is True there, False on rank 0": {"q_pos": torch.arange(32)},
-        "override is {'backend': 'numba', 'source': 'argument'} there, None on rank 0": {"backend": "numba"},
-    }
-    for exchange in ("gather", "blocks", "rows"):
-        right = small_call(exchange=exchange)
-        for words, how in others.items():
-            small_call(exchange=exchange, **how)
-            told(lambda how=how, exchange=exchange: small_call(exchange=exchange, **(how if rank() else {})), words)
-            assert torch.equal(small_call(exchange=exchange), right), words
-    told(lambda: small_call(exchange="gather", S=48 if rank() else 32), "keys is 48 there, 32 on rank 0")  # new to rank 1 alone
-    told(lambda: small_call(exchange="gather" if rank() else "rows"), "exchange is 'gather' there, 'rows' on rank 0")
-    with only_rank(rank(), "NSA_SEL_TRITON_MIN_L", "77"):
-        small_call(exchange="gather")
-    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
-        told(lambda: small_call(exchange="gather"), "settings.sel_triton_min_L is 77 there")
-    small_call(exchange="gather")
-
-
-def backward_passes_that_differ_raise_on_all_ranks() -> None:
-    if DEVICE == "cuda":
-        return
-    for exchange in ("gather", "blocks", "rows"):
-        first, second = (small_call(exchange=exchange, grad=True) for _ in range(2))
-        told((second if rank() else first).sum().backward, "rank 1", "call is ")
-        left = small_call(exchange=exchange, grad=True).sum()
-        told(small_call if rank() else left.backward, "direction is 'forward' there, 'backward' on rank 0")
-        small_call(exchange=exchange, grad=True).sum().backward()
-
-
-def a_rank_that_fails_alone_and_goes_on_is_told() -> None:
-    """Its next call is not taken for the one that the others wait in; check_ranks() brings ranks together, too."""
-    for together in (False, True):
-        small_call(exchange="gather")
-        if rank() == 1:
-            with pytest.raises(ArgumentError):
-                small_call(exchange="all")
-        if together:
-            check_ranks()
-        elif DEVICE == "cpu":
-            told(lambda: small_call(exchange="gather"), "rank 1", "call is ")
-        else:
-            check_ranks()
-        small_call(exchange="gather")
-
-
-def who_comes_alone_is_told() -> None:
-    """A rank that nobody meets says what has changed since they last did."""
-    call_of(64)
-    seconds, agreement.SECONDS = agreement.SECONDS, 0.5
-    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
-        if rank() == 1:
-            with pytest.raises(NsaSelError, match=r"rank 1 waited 0.5 seconds for rank 0 .*: settings\.sel_triton_min_L was .+, is 77\."):
-                check_ranks()
-    agreement.SECONDS = seconds
-    dist.barrier()
-    check_ranks()
-    meetings = agreement._groups[dist.group.WORLD].rounds
-    with only_rank(rank(), "NSA_DEBUG_TRITON", "1"):  # every call is compared
-        call_of(64)
-        call_of(64)
-    assert agreement._groups[dist.group.WORLD].rounds == meetings + 2
 
 
 def another_default_device_changes_nothing() -> None:
@@ -432,55 +269,39 @@ def scaling_is_measured() -> None:
     assert len(rows) == (len(weak_scaling.cases(ranks(), quick=True)) * 2 if rank() == 0 else 0)
 
 
-def a_rank_that_dies_is_noticed() -> None:
-    """The other waits for it in front of the exchange."""
-    small_call(exchange="gather")
-    if rank() == 0:
-        told(lambda: small_call(exchange="gather"), "rank 0 could not compare its call with those of the other ranks (call 2, forward)")
-
-
-def gpus_stop_where_calls_differ() -> None:
-    """Both calls are known and have as many bytes; no rank may see a result. That of a known call was right before."""
-    shapes = {"S": 32, "D": 16}, {"S": 16, "D": 32}
-    for how in shapes:
-        assert small_call(exchange="gather", **how).isfinite().all()
-    with pytest.raises(RuntimeError):
-        print("no error:", float(small_call(exchange="gather", **shapes[rank()]).sum()))
-
-
-ENDS = {"cpu": a_rank_that_dies_is_noticed, "cuda": gpus_stop_where_calls_differ}  # alone in a process: the group is of no use after them
+ENDS = {"cpu": calls.a_dead_rank_is_noticed, "cuda": calls.gpus_stop_where_calls_differ}  # in their own process: they end the group
 
 CHECKS: tuple[Callable[[], None], ...] = (
     gathering_is_bit_equal,
     exchanged_blocks_are_within_the_bound,
     rows_visit_slices_within_the_bound,
-    blocks_are_picked_of_a_long_slice,
+    only_selected_blocks_of_a_long_slice_are_kept,
     sums_of_16_bit_gradients_are_within_the_bound,
-    rows_of_both_ends,
-    the_cheaper_way_is_taken,
-    decode_form,
-    poison_stays_home,
-    ranks_agree,
-    rank_0_decides,
-    calls_that_were_agreed_on_and_differ_raise_on_all_ranks,
-    backward_passes_that_differ_raise_on_all_ranks,
-    a_rank_that_fails_alone_and_goes_on_is_told,
-    who_comes_alone_is_told,
+    ranks_may_hold_rows_of_both_ends,
+    auto_takes_the_fewest_bytes,
+    decode_sends_rows,
+    nan_in_unselected_keys_changes_nothing,
+    calls.ranks_agree,
+    calls.rank_0_decides,
+    calls.calls_that_were_agreed_on_and_differ_raise_on_all_ranks,
+    calls.backward_passes_that_differ_raise_on_all_ranks,
+    calls.a_rank_that_fails_alone_is_noticed,
+    calls.a_waiting_rank_says_what_changed,
     another_default_device_changes_nothing,
     bad_arguments,
     models.dtensors_need_no_communication,
     models.dtensors_of_uneven_parts_and_of_two_dimensions,
-    models.dtensors_are_brought_together,
-    models.fsdp_trains_alike,
-    models.fsdp_over_slices_of_the_sequence_trains_alike,
-    models.tensor_parallel_trains_alike,
+    models.dtensors_are_redistributed_where_needed,
+    models.fsdp_trains_as_one_rank,
+    models.fsdp_over_slices_of_the_sequence_trains_as_one_rank,
+    models.tensor_parallel_trains_as_one_rank,
     the_document_runs,
     scaling_is_measured,
 )
 
 
 def become_ranks(number: int) -> None:
-    """Go on as so many processes, one a rank: they share what importing takes."""
+    """Fork into `number` ranks, which share the imports."""
     for one in range(1, number):
         if os.fork() == 0:
             os.environ["RANK"] = str(one)
@@ -489,14 +310,14 @@ def become_ranks(number: int) -> None:
 
 
 def main() -> None:
-    """Join the job, run every check, write what became of them."""
+    """Join the job, run every check, and write the results."""
     if "RANK" not in os.environ:
         become_ranks(2)
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
-    agreement.SECONDS = 1200.0  # a busy machine may let one rank wait for long
+    agreement.SECONDS = 1200.0  # ranks may wait long on a busy machine
     how = {"timeout": datetime.timedelta(seconds=1200)}
     store = os.environ.get("RANKS_MEET_IN")
     where = {"init_method": f"file://{store}", "rank": int(os.environ["RANK"]), "world_size": 2} if store else {}
@@ -520,7 +341,7 @@ def main() -> None:
     failed = [text for text in results.values() if text != "passed"]
     if failed:
         print(failed[0], file=sys.stderr, flush=True)
-        os._exit(1)  # the others may never come to a proper end
+        os._exit(1)  # the others may never finish
     if word == "end":
         os._exit(0)
     dist.destroy_process_group()

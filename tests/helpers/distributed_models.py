@@ -1,4 +1,4 @@
-"""What several ranks check together of DTensors and of models; tests/helpers/distributed_checks.py runs it."""
+"""Checks of several ranks with DTensors and models; tests/helpers/distributed_checks.py runs them."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def dtensors_of_uneven_parts_and_of_two_dimensions() -> None:
     assert (half.dtype, half.placements) == (torch.float16, (Shard(2),))
 
 
-def dtensors_are_brought_together() -> None:
-    """Keys that are cut along the sequence are gathered, and a selection that is whole is cut: by DTensor itself."""
+def dtensors_are_redistributed_where_needed() -> None:
+    """DTensor gathers keys that are sharded along the sequence, and shards a replicated selection."""
     q, k, v, selection = problem()
     on = mesh()
     o = selection_attention(placed(q, 1, on), placed(k, 2, on), placed(v, 2, on), placed(selection.ranges, None, on))
@@ -100,7 +100,7 @@ def dtensors_are_brought_together() -> None:
 
 
 class Layer(nn.Module):
-    """Selection attention between linear maps; `attend` is what runs it."""
+    """Selection attention, run by `attend`, between linear maps."""
 
     def __init__(self, G: int = 2, h: int = 2, D: int = 16, width: int = 32) -> None:
         super().__init__()
@@ -153,14 +153,14 @@ def close(got: list[float], wanted: list[float]) -> None:
     assert got == pytest.approx(wanted, rel=1e-4)
 
 
-def fsdp_trains_alike() -> None:
+def fsdp_trains_as_one_rank() -> None:
     """Parameters sharded, batch entries split."""
     model, x, selection, wanted = model_and_input()
     fully_shard(model, mesh=mesh())
     close(mean_over_ranks(trained(model, mine(x, 0), Selection(mine(selection.ranges, 0), BLOCK))), wanted)
 
 
-def fsdp_over_slices_of_the_sequence_trains_alike() -> None:
+def fsdp_over_slices_of_the_sequence_trains_as_one_rank() -> None:
     """Parameters sharded over the ranks that also hold slices of one sequence."""
     for exchange in ("gather", "blocks", "rows"):
         model, x, selection, wanted = model_and_input()
@@ -169,8 +169,8 @@ def fsdp_over_slices_of_the_sequence_trains_alike() -> None:
         close(mean_over_ranks(trained(model, mine(x, 1), Selection(mine(selection.ranges, 1), BLOCK))), wanted)
 
 
-def tensor_parallel_trains_alike() -> None:
-    """KV groups split by parallelize_module: what reaches the call is plain tensors, or DTensors."""
+def tensor_parallel_trains_as_one_rank() -> None:
+    """KV groups split by parallelize_module; the call gets plain tensors or DTensors."""
     for local in (True, False):
         model, x, selection, wanted = model_and_input()
         on = mesh()

@@ -1,4 +1,4 @@
-"""What the checks of several ranks share: the device, its backends, a problem that all ranks draw alike, and slices of it."""
+"""Shared by the checks of several ranks: the device, its backends, a problem that is equal on all ranks, and slices of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.helpers.cases import make_blocks, make_qkv
 BLOCK = 16
 DEVICE = sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] in ("cpu", "cuda") else "cpu"
 BACKENDS = ("sdpa-packed", "triton-group", "triton-tile", "triton-block") if DEVICE == "cuda" else ("sdpa-packed", "numba")
-ANY_RANGES = BACKENDS[:2]  # of these, who takes spans and blocks that are cut, too
+ANY_RANGES = BACKENDS[:2]  # those that accept ranges
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-# How many of o, lse, dq are bit-equal to one device's when keys and values are gathered: packed SDPA's backward pass on a CPU is a product
-# over all keys that are there, and on a GPU its rows share buckets.
+# How many of o, lse, dq are bit-equal to one device's when keys are gathered: packed SDPA's backward pass on a CPU multiplies all keys,
+# and on a GPU its rows share buckets.
 EQUAL = {"numba": 3, "sdpa-packed": 2 if DEVICE == "cpu" else 0, "triton-group": 3, "triton-tile": 2, "triton-block": 2}
-ROWS = 160 if DEVICE == "cuda" else 64  # with fewer a GPU's kernels split rows, or take a launch for few, where those of one rank are fewer
+ROWS = 160 if DEVICE == "cuda" else 64  # with fewer rows a GPU's kernels would split them, or use configs for few rows
 D = 64 if DEVICE == "cuda" else 16
 
 
@@ -48,7 +48,7 @@ _turns = itertools.count()
 
 
 def my_turn() -> bool:
-    """Whether this rank is the one to compare with the oracle, which takes longer than what it checks: they take turns."""
+    """Whether this rank compares with the oracle, which is slow: ranks take turns."""
     return next(_turns) % ranks() == rank()
 
 

@@ -154,7 +154,7 @@ def assert_unselected_keys_change_nothing(backend: str, packed: Packed, first: i
     unseen = ~seen_keys(packed)
     assert bool(unseen[:first].any())
     assert bool(unseen[-4:].all())
-    poison = torch.where(unseen.unsqueeze(-1), float("nan"), 0.0)
+    poison = torch.where(unseen.unsqueeze(-1), float("nan"), 0.0).to(packed.k.dtype)
     results = []
     for extra in (0.0, poison):
         inputs = [x.detach().requires_grad_() for x in (packed.q, packed.k + extra, packed.v + extra)]

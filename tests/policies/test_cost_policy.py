@@ -6,32 +6,25 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_sel.bench.core.cases import Case, prefill, random_selection
+from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.bench.tune.backends import TERMS
 from nsa_sel.bench.tune.committed_rows import cost_rows
-from nsa_sel.core import decide
 from nsa_sel.core.backend import Backend, Limits, Offer
-from nsa_sel.core.call import request_of
-from nsa_sel.core.check import check_call
 from nsa_sel.core.decision import Case as Asked
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.errors import ConfigError
 from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
-from nsa_sel.selection import Selection
 from nsa_sel.settings.config import parse_config, settings_for
 from nsa_sel.settings.flags import CONFIG_FLAG
 from nsa_sel.settings.schema import COST_TERMS, CostModel, Costs
 from nsa_sel.telemetry.describe import describe
-from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings
 
 GROUP, TILE, BLOCK, TOKEN = "triton-group", "triton-tile", "triton-block", "triton-token"
@@ -42,8 +35,8 @@ OFFERS = tuple(
     for name, limits in ((TOKEN, LIMITS), (GROUP, LIMITS), (BLOCK, BLOCKS), (TILE, BLOCKS))
 )
 PREFERENCE = (GROUP, TOKEN)
-ALIKE = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
-APART = (1.0, 1.9, 3.5, 5.0, 6.0, 6.5, 7.0)
+SIMILAR = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6)
+DIFFERENT = (1.0, 1.9, 3.5, 5.0, 6.0, 6.5, 7.0)
 
 
 def model(host: float = 0.0, **terms: float) -> CostModel:
@@ -65,7 +58,7 @@ MODELS = {
 def ask(request: Request, models: dict[str, CostModel] = MODELS, override: Override | None = None, **changes: Any) -> Decision:
     """The default policy's decision by `models`, on a GPU whose preference is group, token."""
     costs = Costs(provenance="invented", dtypes=("bfloat16",), models=models)
-    pinned = {"sel_triton_min_L": 0, "prefer_forward": PREFERENCE, "prefer_backward": PREFERENCE, "sharing_prior": ALIKE, "costs": costs}
+    pinned = {"sel_triton_min_L": 0, "prefer_forward": PREFERENCE, "prefer_backward": PREFERENCE, "sharing_prior": SIMILAR, "costs": costs}
     return make_decision(request, UNKNOWN, load_policy("default"), settings(**{**pinned, **changes}), OFFERS, override)
 
 
@@ -84,16 +77,16 @@ def test_the_least_predicted_time_wins() -> None:
 
 
 def test_measured_sharing_changes_the_choice() -> None:
-    """Neighbours that choose apart make a tile walk many blocks; the other strategies do not care."""
-    alike, apart = ask(SHORT), ask(replace(SHORT, sharing=APART))
-    assert (alike.forward, apart.forward) == (TILE, GROUP)
-    before, after = ({p.backend: p.ms for p in decision.predictions} for decision in (alike, apart))
-    assert after[TILE] == pytest.approx(before[TILE] * APART[2] / ALIKE[2], rel=1e-3)  # 4 tokens x 16 heads are a tile
+    """If adjacent tokens select different blocks, a tile visits many; other strategies do not change."""
+    similar, different = ask(SHORT), ask(replace(SHORT, sharing=DIFFERENT))
+    assert (similar.forward, different.forward) == (TILE, GROUP)
+    before, after = ({p.backend: p.ms for p in decision.predictions} for decision in (similar, different))
+    assert after[TILE] == pytest.approx(before[TILE] * DIFFERENT[2] / SIMILAR[2], rel=1e-3)  # 4 tokens x 16 heads are a tile
     assert (after[GROUP], after[BLOCK]) == (before[GROUP], before[BLOCK])
-    assert ask(replace(SHORT, sharing=ALIKE)).predictions == alike.predictions
+    assert ask(replace(SHORT, sharing=SIMILAR)).predictions == similar.predictions
 
 
-def test_forward_and_backward_are_predicted_apart() -> None:
+def test_each_direction_is_predicted() -> None:
     decision = ask(replace(SHORT, needs_grad=True))
     assert (decision.forward, decision.backward) == (TILE, BLOCK)
     assert (decision.runner_up, decision.runner_up_backward) == (GROUP, TILE)
@@ -101,7 +94,7 @@ def test_forward_and_backward_are_predicted_apart() -> None:
     assert f"; backward: least predicted time: {BLOCK} " in decision.rule
 
 
-def test_decoding_has_models_of_its_own() -> None:
+def test_decoding_has_its_own_models() -> None:
     decision = ask(replace(SHORT, S=1, S_kv=65536))
     assert [(p.backend, p.ms) for p in decision.predictions] == [(GROUP, 0.01)]
     assert (decision.forward, decision.runner_up) == (GROUP, TOKEN)
@@ -111,7 +104,7 @@ def test_decoding_has_models_of_its_own() -> None:
 @pytest.mark.parametrize(
     "changes", [{"dtype": "float32"}, {"block_size": None}, {"Dk": 192}, {"Dv": 256}], ids=["dtype", "ranges", "wide Dk", "wide Dv"]
 )
-def test_what_no_row_speaks_for_is_not_predicted(changes: dict[str, Any]) -> None:
+def test_requests_without_measured_rows_are_not_predicted(changes: dict[str, Any]) -> None:
     decision = ask(replace(SHORT, **changes))
     wide = "Dk" in changes or "Dv" in changes
     assert [p.backend for p in decision.predictions] == ([GROUP] if wide else [])  # the one with a price for wide launches
@@ -127,7 +120,7 @@ def test_ties_and_missing_predictions_keep_the_preference() -> None:
     assert ask(SHORT, {}).forward == GROUP
 
 
-def test_what_is_turned_away_is_not_predicted() -> None:
+def test_refused_backends_are_not_predicted() -> None:
     decision = ask(replace(SHORT, block_size=24, n=40), triton_group=False)
     assert [p.backend for p in decision.predictions] == []
     assert decision.forward == TOKEN
@@ -143,7 +136,7 @@ def test_a_forced_backend_has_no_runner_up() -> None:
     assert [p.backend for p in decision.predictions] == [TILE, GROUP, BLOCK]
 
 
-def test_a_file_of_ones_own_goes_before_predicted_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_users_preference_precedes_predicted_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     by_time = make_decision(replace(SHORT, needs_grad=True), H200, load_policy("default"), settings_for(H200), OFFERS)
     assert by_time.predictions
     assert by_time.rule.startswith("least predicted time")
@@ -157,7 +150,7 @@ def test_a_file_of_ones_own_goes_before_predicted_times(monkeypatch: pytest.Monk
     assert mine.predictions == by_time.predictions
 
 
-def test_costs_of_ones_own_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_users_costs_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     priced = "{host: 0.5, terms: {tile: 1.0}, rows: 9, median_error: 0.1, worst_error: 0.2}"
     file.write_text(f"provenance: mine\ncosts: {{provenance: mine, dtypes: [bfloat16], models: {{{TILE}/forward: {priced}}}}}\n")
@@ -168,15 +161,15 @@ def test_costs_of_ones_own_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert f"({file})" in decision.rule
 
 
-def test_profiles_without_costs_decide_as_before() -> None:
+def test_profiles_without_costs_decide_by_preference() -> None:
     for device in (CPU, RTX4090, TOO_OLD):
         assert settings_for(device).costs is None
     decision = ask(SHORT, costs=None)
     assert (decision.forward, decision.predictions, decision.rule) == (GROUP, (), "first of the preference (built-in)")
 
 
-def test_decisions_by_time_are_replayed() -> None:
-    decision = ask(replace(SHORT, needs_grad=True, sharing=APART))
+def test_decisions_by_time_replay() -> None:
+    decision = ask(replace(SHORT, needs_grad=True, sharing=DIFFERENT))
     again = Decision.from_json(decision.to_json())
     assert again == decision
     assert again.replay() == ()
@@ -184,14 +177,14 @@ def test_decisions_by_time_are_replayed() -> None:
     assert (change.field, change.recorded) == ("runner_up", TOKEN)
 
 
-def test_describe_shows_the_times_and_what_they_assume() -> None:
+def test_describe_shows_times_and_assumed_sharing() -> None:
     text = describe(ask(replace(SHORT, needs_grad=True)))
     assert "forward, ms" in text
     assert "backward, ms" in text
     assert "4: 1.2" in text
     assert "(not measured: prior of base.yaml)" in text
-    assert "4: 3.5" in describe(ask(replace(SHORT, sharing=APART)))
-    assert "(measured)" in describe(ask(replace(SHORT, sharing=APART)))
+    assert "4: 3.5" in describe(ask(replace(SHORT, sharing=DIFFERENT)))
+    assert "(measured)" in describe(ask(replace(SHORT, sharing=DIFFERENT)))
     assert "ms" not in describe(ask(SHORT, costs=None)).split("reasons")[0].split("config")[1]
 
 
@@ -208,62 +201,62 @@ def test_blocks_are_counted_exactly(S: int, more: int, n: int, block: int) -> No
     assert blocks_of(request) == (6 * sum(min(n, blocks) for blocks in visible), 6 * sum(visible))
 
 
-def test_rows_at_positions_of_their_own_are_counted_in_the_mean() -> None:
+def test_rows_beyond_the_keys_are_counted_by_their_mean() -> None:
     assert blocks_of(replace(SHORT, S=30, S_kv=10, n=2, block_size=4, max_length=8)).chosen == 4 * 3 * (4 * 1 + 6 * 2)
 
 
-def test_every_term_is_counted() -> None:
-    counted = [work(replace(SHORT, Dk=Dk), backward, ALIKE, 132) for Dk in (128, 192) for backward in (False, True)]
+def test_work_has_every_cost_term() -> None:
+    counted = [work(replace(SHORT, Dk=Dk), backward, SIMILAR, 132) for Dk in (128, 192) for backward in (False, True)]
     assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
     assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
     few = replace(SHORT, B=1, G=4, S=1)  # rows; 132 programs make 33 parts of each
-    assert work(few, False, ALIKE, 132)["split-walk"] == pytest.approx(work(few, False, ALIKE, 132)["walk"] / 33)
-    assert work(replace(few, B=16), False, ALIKE, 132)["split-walk"] == pytest.approx(work(few, False, ALIKE, 132)["walk"] / 2)
-    assert work(replace(few, B=33), False, ALIKE, 132)["split-walk"] == work(few, False, ALIKE, 132)["walk"]
-    assert work(replace(few, B=34), False, ALIKE, 132)["split-walk"] == work(SHORT, False, ALIKE, 132)["split-walk"] == 0
+    assert work(few, False, SIMILAR, 132)["split-walk"] == pytest.approx(work(few, False, SIMILAR, 132)["walk"] / 33)
+    assert work(replace(few, B=16), False, SIMILAR, 132)["split-walk"] == pytest.approx(work(few, False, SIMILAR, 132)["walk"] / 2)
+    assert work(replace(few, B=33), False, SIMILAR, 132)["split-walk"] == work(few, False, SIMILAR, 132)["walk"]
+    assert work(replace(few, B=34), False, SIMILAR, 132)["split-walk"] == work(SHORT, False, SIMILAR, 132)["split-walk"] == 0
     assert {term for terms in TERMS.values() for term in terms} <= set(COST_TERMS)
 
 
-def test_work_of_the_example() -> None:
-    """Worked by hand: 8192 rows of 4 groups, 16 blocks of 64 keys but for the first 15 blocks of rows, 256 bf16 numbers a key."""
+def test_work_of_the_example_equals_a_count_by_hand() -> None:
+    """8192 rows of 4 groups, 16 blocks of 64 keys except for the first 15 blocks of rows, 256 bf16 elements per key."""
     pairs = 4 * 64 * (sum(range(1, 16)) + 113 * 16)
-    forward = work(SHORT, False, ALIKE, 132)
+    forward = work(SHORT, False, SIMILAR, 132)
     assert forward["pairs"] == pytest.approx(pairs / 1e6)
     assert forward["read"] == pytest.approx(pairs * 64 * 256 * 2 / 1e9)
     assert forward["reread"] == pytest.approx(16 * forward["read"])
     assert forward["exact"] == pytest.approx(pairs * 64 * 16 * 2 * 256 / 1e12)
-    assert forward["tile"] == pytest.approx(pairs * ALIKE[2] / 4 * 64 * 64 * 2 * 256 / 1e12)
+    assert forward["tile"] == pytest.approx(pairs * SIMILAR[2] / 4 * 64 * 64 * 2 * 256 / 1e12)
     assert forward["partials"] == pytest.approx(pairs * 16 * (128 + 2 * 128) * 2 / 1e9)
-    assert work(SHORT, True, ALIKE, 132)["exact"] == pytest.approx(2 * forward["exact"])
-    odd = work(replace(SHORT, h=3), False, ALIKE, 132)  # 21 tokens x 3 heads are 63 of 64 rows
+    assert work(SHORT, True, SIMILAR, 132)["exact"] == pytest.approx(2 * forward["exact"])
+    odd = work(replace(SHORT, h=3), False, SIMILAR, 132)  # 21 tokens x 3 heads are 63 of 64 rows
     assert odd["exact"] == pytest.approx(forward["exact"] * 3 / 16 * 64 / 63)
 
 
-def test_a_union_never_passes_what_may_be_seen() -> None:
+def test_a_union_is_at_most_all_visible_blocks() -> None:
     request = replace(SHORT, S=1024, S_kv=1024)  # 16 blocks: every row chooses all that it sees
     pairs = blocks_of(request).chosen
     assert pairs == blocks_of(request).visible
-    assert work(request, False, APART, 132)["tile"] == pytest.approx(pairs / 4 * 64 * 64 * 2 * 256 / 1e12)
+    assert work(request, False, DIFFERENT, 132)["tile"] == pytest.approx(pairs / 4 * 64 * 64 * 2 * 256 / 1e12)
 
 
-def test_sharing_between_known_sizes() -> None:
-    assert [sharing_at(APART, tokens) for tokens in SHARING_TOKENS] == list(APART)
-    assert sharing_at(APART, 1000) == APART[-1]
-    assert sharing_at(APART, 21) == pytest.approx(6.0 + 0.5 * math.log2(21 / 16))
+def test_sharing_is_interpolated_between_measured_sizes() -> None:
+    assert [sharing_at(DIFFERENT, tokens) for tokens in SHARING_TOKENS] == list(DIFFERENT)
+    assert sharing_at(DIFFERENT, 1000) == DIFFERENT[-1]
+    assert sharing_at(DIFFERENT, 21) == pytest.approx(6.0 + 0.5 * math.log2(21 / 16))
 
 
-# Rows that are not split any more go to another kernel, which may be faster.
-EVERY = {f"{name}/{way}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", "split-walk")})
-         for name in (GROUP, TILE, BLOCK, TOKEN, "sdpa-packed") for way in ("forward", "backward")}  # fmt: skip
+# Without split-walk: rows that are no longer split run on another kernel, which may be faster.
+EVERY = {f"{name}/{direction}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", "split-walk")})
+         for name in (GROUP, TILE, BLOCK, TOKEN, "sdpa-packed") for direction in ("forward", "backward")}  # fmt: skip
 
 
 @pytest.mark.parametrize("shipped", [False, True])
 @given(
     B=st.integers(1, 4), G=st.integers(1, 4), h=st.integers(1, 128), n=st.integers(1, 32), tiles=st.integers(1, 64),
-    direction=st.booleans(), grown=st.sampled_from(["B", "G", "h", "n", "tiles"]), by=st.integers(1, 3), apart=st.booleans(),
+    direction=st.booleans(), grown=st.sampled_from(["B", "G", "h", "n", "tiles"]), by=st.integers(1, 3), different=st.booleans(),
 )  # fmt: skip
 def test_more_work_is_never_predicted_cheaper(
-    shipped: bool, B: int, G: int, h: int, n: int, tiles: int, direction: bool, grown: str, by: int, apart: bool
+    shipped: bool, B: int, G: int, h: int, n: int, tiles: int, direction: bool, grown: str, by: int, different: bool
 ) -> None:
     costs = settings_for(H200).costs
     assert costs is not None
@@ -271,7 +264,7 @@ def test_more_work_is_never_predicted_cheaper(
 
     def asked(B: int, G: int, h: int, n: int, tiles: int) -> Asked:
         S = 64 * tiles
-        request = replace(SHORT, B=B, S=S, S_kv=S, G=G, h=h, n=n, max_length=min(n * 64, S), sharing=APART if apart else ALIKE)
+        request = replace(SHORT, B=B, S=S, S_kv=S, G=G, h=h, n=n, max_length=min(n * 64, S), sharing=DIFFERENT if different else SIMILAR)
         return Asked(request, H200, settings(costs=costs), "backward" if direction else "forward")
 
     facts = {"B": B, "G": G, "h": h, "n": n, "tiles": tiles}
@@ -282,7 +275,7 @@ def test_more_work_is_never_predicted_cheaper(
         assert before is None or after is None or before <= after * (1 + 1e-3), name
 
 
-def test_cupy_cuda_is_predicted_where_its_tiles_compute() -> None:
+def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     def asked(direction: str = "forward", **facts: object) -> float | None:
         return predict(Asked(replace(SHORT, **facts), H200, settings_for(H200), direction), backends()["cupy-cuda"])
 
@@ -297,151 +290,13 @@ def test_cupy_cuda_is_predicted_where_its_tiles_compute() -> None:
     assert asked(Dk=192) is not None
 
 
-# Sharing
-
-
-def brute_force_sharing(selection: Selection, S_kv: int, tokens: int) -> float:
-    """Distinct visible blocks of tiles over those of rows, with Python's sets."""
-    B, S, G, n = selection.ranges.shape[:4]
-    ranges = selection.ranges.tolist()
-
-    def chosen(b: int, s: int, g: int) -> set[int]:
-        return {start for start, end in ranges[b][s][g] if start < min(end, S_kv - S + s + 1)}
-
-    places = [(b, g) for b in range(B) for g in range(G)]
-    rows = [len(chosen(b, s, g)) for b, g in places for s in range(S)]
-    stretches = [range(first, min(first + tokens, S)) for first in range(0, S, tokens)]
-    tiles = [len(set().union(*(chosen(b, s, g) for s in stretch))) for b, g in places for stretch in stretches]
-    return (sum(tiles) / len(tiles)) / (sum(rows) / len(rows))
-
-
-@pytest.mark.parametrize("at_once", [1, 1 << 22])
-@pytest.mark.parametrize("S", [1, 37, 64, 150])
-def test_measured_sharing_is_exact(monkeypatch: pytest.MonkeyPatch, S: int, at_once: int) -> None:
-    monkeypatch.setattr("nsa_sel.core.ranges._SORTED_AT_ONCE", at_once)
-    selection = make_blocks(2, S, 3, 160, n=5, block_size=8)
-    found = selection.measure(S_kv=160).sharing
-    assert found == pytest.approx([brute_force_sharing(selection, 160, tokens) for tokens in SHARING_TOKENS])
-    assert selection.sharing == pytest.approx(found, abs=0.0051)
-
-
-def test_sharing_needs_whole_blocks_and_a_block() -> None:
-    assert Selection.from_ranges(torch.tensor([[[[[0, 4]]]]])).measure(8).sharing is None
-    nothing = Selection.from_blocks(torch.full((1, 4, 1, 2), -1), 8)
-    assert nothing.measure(8).sharing == (1.0,) * 7
-
-
-def test_the_request_tells_what_was_measured() -> None:
-    q, k, v = make_qkv(1, 48, 2, 3, 16, 16, S_kv=48)
-    selection = make_blocks(1, 48, 2, 48, n=3, block_size=8)
-    told = lambda: request_of(*check_call(q, k, v, selection, None, None)[:4], False).sharing  # noqa: E731
-    assert told() is None
-    selection.measure(48)
-    assert told() == selection.sharing == selection.to("cpu").sharing
-    assert told() is not None
-    selection.ranges[..., 1] += 0
-    assert told() is None  # written since
-    one = make_blocks(1, 1, 2, 48, n=3, block_size=8)
-    one.measure(48)
-    assert request_of(*check_call(q[:, :1], k, v, one, None, None)[:4], False).sharing is None
-
-
-def test_alike_selections_share_a_decision() -> None:
-    decide.forget_decisions()
-    first = decide.select(replace(SHORT, sharing=APART), H200)
-    assert decide.select(replace(SHORT, sharing=tuple(APART[:])), H200) is first
-    assert decide.select(SHORT, H200) is not first
-
-
-def test_the_class_of_a_whole_prefill_keeps_its_length() -> None:
-    """Rounding S_kv up would tell the policy that early rows stand late and see more."""
-    whole = replace(SHORT, S=5000, S_kv=5000)
-    assert whole.request_class().S_kv == 5000
-    assert replace(whole, S=5).request_class().S_kv == 8192
-    for request in (whole, replace(whole, S=5), replace(SHORT, S=1, S_kv=1)):
-        assert request.request_class().request_class() == request.request_class()
-
-
-def test_the_prior_is_that_of_the_committed_maps() -> None:
-    assert cost_fit.prior() == settings_for(UNKNOWN).sharing_prior
-
-
-@pytest.mark.parametrize("n", [1, 2, 16])
-def test_expected_sharing_of_random_selections(n: int) -> None:
-    case = prefill("random", 2048, 16)._replace(n=n)
-    measured = random_selection(case, "cpu", seed=0).measure(case.S_kv).sharing
-    assert cost_fit.sharing_of(case) == pytest.approx(measured, rel=0.02)
-
-
-# Fitting
-
-
-def test_least_squares_finds_prices_that_are_not_negative() -> None:
-    random = np.random.default_rng(0)
-    factors = random.random((30, 4))
-    votes = np.ones(30)
-    planted = np.array([0.5, 0.0, 2.0, 0.25])
-    scaled = factors / (factors @ planted)[:, None]
-    assert cost_fit.least_squares(scaled, votes) == pytest.approx(planted, abs=1e-6)
-    against = np.hstack((scaled[:, :2], -scaled[:, 2:3], scaled[:, 3:]))  # whose best price would be -2
-    found = cost_fit.least_squares(against, votes)
-    assert (found >= 0).all()
-    assert found[2] == 0
-
-
-def planted_rows(host: float, terms: dict[str, float]) -> list[dict[str, Any]]:
-    cases = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
-    rows = []
-    for case in cases:
-        sharing = cost_fit.sharing_of(case)
-        amounts = work(cost_fit.request_of(case, sharing, False), False, sharing, 132)
-        ms = max(host, sum(price * amounts[term] for term, price in terms.items()))
-        rows.append({**case._asdict(), "direction": "fwd", "backend": TILE, "ms_median": ms, "ms_p20": ms, "ms_p80": ms})
-    return rows
-
-
-def test_a_planted_model_is_found_again() -> None:
-    terms = {"launch": 0.02, "tile": 2.0, "rows": 0.3}
-    fitted = cost_fit.fit(f"{TILE}/forward", planted_rows(0.15, terms), 132)
-    assert fitted.host == pytest.approx(0.15, rel=1e-3)
-    assert {term: price for term, price in fitted.terms.items() if price > 1e-3} == pytest.approx(terms, rel=1e-2)
-    assert fitted.worst_error < 0.01
-    assert "tile-wide" not in fitted.terms  # of which there is no row
-
-
-def test_rows_of_one_size_share_one_vote() -> None:
-    rows = planted_rows(0.0, {"tile": 2.0})
-    odd = [{**rows[0], "case": f"again {i}", "ms_median": rows[0]["ms_median"] * 3} for i in range(50)]
-    assert cost_fit.fit(f"{TILE}/forward", rows + odd, 132).median_error > 0.5  # by far the most rows, and not followed
-    assert cost_fit.fit(f"{TILE}/forward", rows[1:] + odd[:1], 132).terms["tile"] == pytest.approx(2.0, rel=0.2)
-
-
-def test_times_that_scatter_count_less() -> None:
-    rows = planted_rows(0.0, {"tile": 2.0})
-    wrong = {**rows[0], "case": "again", "ms_median": rows[0]["ms_median"] * 3}
-    scattered = {**wrong, "ms_p20": wrong["ms_median"] / 3, "ms_p80": wrong["ms_median"] * 2}
-    surely, hardly = (
-        abs(cost_fit.fit(f"{TILE}/forward", [*rows[1:], row], 132).terms["tile"] - 2.0)
-        for row in ({**wrong, "ms_p20": wrong["ms_median"], "ms_p80": wrong["ms_median"]}, scattered)
-    )
-    assert hardly < surely / 10
-
-
-def test_rows_of_others_are_passed_over() -> None:
-    row = planted_rows(0.0, {"tile": 2.0})[0]
-    assert cost_fit.is_cost_row(row)
-    for field, value in (("backend", "dense-cudnn"), ("direction", "fwd+bwd")):
-        assert not cost_fit.is_cost_row({**row, field: value})
-    assert not cost_fit.is_cost_row({"kernel": "tile", "bytes": 1})
-
-
 # Configuration
 
 GOOD = "provenance: test\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "fragments"),
     [
         ("runtime: {sharing_prior: [1.0, 1.1]}", ("runtime.sharing_prior", "7 rising numbers")),
         ("runtime: {sharing_prior: [1, 2, 3, 4, 5, 6, 5]}", ("runtime.sharing_prior", "7 rising numbers")),
@@ -454,10 +309,10 @@ GOOD = "provenance: test\n"
          ("costs.models.a/forward", "numbers >= 0")),
     ],
 )  # fmt: skip
-def test_bad_costs_are_refused(text: str, told: tuple[str, ...]) -> None:
+def test_bad_costs_are_refused(text: str, fragments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config((GOOD + text).encode(), "mine.yaml")
-    for part in told:
+    for part in fragments:
         assert part in str(caught.value)
 
 

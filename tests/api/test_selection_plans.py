@@ -1,0 +1,118 @@
+"""The plans and statistics that a Selection caches, and when they are dropped."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.errors import ArgumentError
+from nsa_sel.selection import _MOST_PLANS, Selection
+
+
+def row(*ranges: tuple[int, int]) -> Tensor:
+    """Ranges [1,1,1,n,2] of one row."""
+    return torch.tensor(ranges, dtype=torch.int32).reshape(1, 1, 1, -1, 2)
+
+
+def test_plans_are_built_once_until_the_ranges_are_written() -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    built: list[str] = []
+
+    def build(name: str) -> str:
+        built.append(name)
+        return f"{name}{len(built)}"
+
+    assert [selection.plan((key,), lambda key=key: build(key)) for key in "aabab"] == ["a1", "a1", "b2", "a1", "b2"]
+    selection.ranges[..., 1] = 3
+    assert selection.plan(("a",), lambda: build("a")) == "a3"
+    assert selection.plan(("a",), lambda: build("a")) == "a3"
+
+
+def test_plans_are_rebuilt_when_their_other_inputs_change() -> None:
+    selection, made_from, built = Selection.from_ranges(row((0, 4))), torch.tensor([3, 5]), []
+
+    def plan(*others: object) -> int:
+        return selection.plan(("a",), lambda: built.append(1) or len(built), *others)  # type: ignore[no-any-return]
+
+    assert [plan(made_from), plan(made_from), plan(made_from.expand(1, 2)), plan(made_from.expand(1, 2))] == [1, 1, 2, 2]
+    made_from[0] = 4
+    assert [plan(made_from.expand(1, 2)), plan(made_from.expand(1, 2))] == [3, 3]  # another view of the same memory tells too
+    assert [plan(made_from.clone().expand(1, 2)), plan(None), plan(None), plan(7), plan(8), plan(8)] == [3, 4, 4, 5, 6, 6]
+    positions = np.array([1])
+    assert [plan(torch.from_numpy(positions)), plan(torch.from_numpy(positions))] == [7, 7]
+    positions[0] = 2  # PyTorch does not see this write
+    assert plan(torch.from_numpy(positions)) == 8
+
+
+def test_plans_are_rebuilt_after_a_cpu_write_unseen_by_pytorch() -> None:
+    buffer = np.array([[[[[0, 4]]]]])
+    selection = Selection.from_ranges(torch.from_numpy(buffer))
+    selection.measure()
+    assert (selection.plan(("a",), lambda: 1), selection.length_bound(100)) == (1, 4)
+    buffer[..., 1] = 9
+    assert (selection.plan(("a",), lambda: 2), selection.length_bound(100)) == (2, 100)
+
+
+def test_debugging_finds_a_gpu_write_unseen_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU tensor treated like a GPU's, whose contents are only compared under NSA_DEBUG_TRITON=1."""
+    buffer = np.array([[[[[0, 4]]]]])
+    selection = Selection.from_ranges(torch.from_numpy(buffer))
+    monkeypatch.setattr(Selection, "_on_gpu", property(lambda self: True))
+    selection.plan(("a",), lambda: 1)
+    buffer[..., 1] = 9
+    assert selection.plan(("a",), lambda: 2) == 1  # not compared
+    selection.invalidate()
+    assert selection.plan(("a",), lambda: 2) == 2
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    selection.invalidate()
+    selection.plan(("a",), lambda: 1)
+    buffer[..., 1] = 7
+    with pytest.raises(ArgumentError, match=r"invalidate\(\)"):
+        selection.plan(("a",), lambda: 2)
+
+
+@pytest.mark.parametrize("fact", ["ranges", "n", "block_size", "max_length", "disjoint"])
+def test_facts_are_not_replaced(fact: str) -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    with pytest.raises(ArgumentError, match=f"selection.{fact} is replaced"):
+        setattr(selection, fact, getattr(selection, fact))
+
+
+def saved_and_loaded(selection: Selection) -> Selection:
+    file = io.BytesIO()
+    torch.save(selection, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), saved_and_loaded, lambda s: s.to("cpu")]
+)
+def test_copies_keep_facts_until_written_and_drop_plans(clone: Callable[[Selection], Selection]) -> None:
+    ranges = row((0, 4), (6, 9))
+    ranges.copy_(ranges.clone())  # version 1; copies start at 0
+    selection = Selection.from_ranges(ranges, max_length=50, disjoint=True)
+    selection.measure()
+    selection.plan(("a",), lambda: 1)
+    found = clone(selection)
+    assert torch.equal(found.ranges, ranges)
+    assert (found.max_length, found.disjoint, found.measured, found.length_bound(100)) == (50, True, selection.measured, 7)
+    assert found.plan(("a",), lambda: 2) == 2
+    found.ranges.copy_(row((0, 4), (6, 30)))
+    assert (found.length_bound(100), found.plan(("a",), lambda: 3)) == (50, 3)
+    selection.ranges.copy_(row((0, 4), (6, 30)))
+    assert clone(selection).length_bound(100) == 50
+
+
+def test_the_number_of_plans_is_bounded() -> None:
+    selection = Selection.from_ranges(row((0, 4)))
+    for keys in range(100):
+        assert selection.plan(("a", keys), lambda keys=keys: keys) == keys
+    assert len(selection._plans) == _MOST_PLANS

@@ -1,0 +1,198 @@
+"""Checks of several ranks that make different calls; tests/helpers/distributed_checks.py runs them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+import nsa_sel
+from nsa_sel import Selection
+from nsa_sel.core import decide
+from nsa_sel.distributed import agreement, check_ranks, context_parallel_attention
+from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
+from tests.helpers.ranks import BACKENDS, DEVICE, mine, problem, rank, ranks
+
+
+@contextmanager
+def only_rank(number: int, name: str, value: str) -> Iterator[None]:
+    """A flag on one rank alone."""
+    if rank() == number:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+def call_of(S: int, **how: Any) -> Tensor:
+    q, k, v, selection = problem(S)
+    return context_parallel_attention(mine(q, 1), mine(k, 2), mine(v, 2), mine(selection.ranges, 1), **how)
+
+
+def ranks_agree() -> None:
+    meetings = agreement._groups[dist.group.WORLD].rounds
+    call_of(64)
+    call_of(64)
+    assert agreement._groups[dist.group.WORLD].rounds == meetings + 1, "reports are compared once per class"
+    dist.barrier()
+    assert not dist.group.WORLD.get_group_store().check([f"nsa_sel/round{meetings}/rank0"]), "a new process group would find it"
+    check_ranks()
+    with only_rank(1, "NSA_DEBUG_LOG", os.devnull):  # a log for each rank is fine
+        call_of(64)
+    nsa_sel.log_to(None)
+    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
+        for work in (lambda: call_of(128), check_ranks):
+            with pytest.raises(NsaSelError, match=r"rank 1 .*settings\.sel_triton_min_L is 77 there, .+ on rank 0"):
+                work()
+    with pytest.raises(NsaSelError, match=r"rank 1 .*override is None there, \{'backend': 'sdpa-packed', 'source': 'argument'\} on rank 0"):
+        call_of(128, backend=None if rank() else "sdpa-packed")
+    with pytest.raises(NsaSelError, match=r"exchange is 'gather' there, 'auto' on rank 0"):
+        call_of(128, exchange="gather" if rank() else "auto")
+    with pytest.raises(NsaSelError, match=r"request\.S is \d+ there, \d+ on rank 0; keys is 96 there, 80 on rank 0"):
+        call_of(160 + 32 * rank())
+    real, agreement._version = agreement._version, lambda package: f"{package}-{rank()}"
+    with pytest.raises(NsaSelError, match=r"versions\.numba is 'numba-1' there, 'numba-0' on rank 0"):
+        check_ranks()
+    agreement._version = real
+    with pytest.raises(BackendError, match="nothing-such"):
+        call_of(128, backend="nothing-such")
+    call_of(128)
+
+
+def rank_0_decides() -> None:
+    """Other ranks decide differently, and run rank 0's choice."""
+    q, k, v, selection = problem(32)
+    slices = mine(q, 1), mine(k, 2), mine(v, 2), mine(selection.ranges, 1)
+    real = decide.select
+
+    def other(request: Any, device: Any, backend: str | None = None) -> Any:
+        decision = real(request, device, BACKENDS[0 if rank() else 1])
+        return nsa_sel.core.decision.msgspec.structs.replace(decision, override=None)
+
+    decide.select = other
+    first = other(nsa_sel.decisions()[-1].request, nsa_sel.decisions()[-1].device).forward
+    context_parallel_attention(*slices)
+    decide.select = real
+    chosen = [None] * ranks()
+    dist.all_gather_object(chosen, (first, nsa_sel.decisions()[-1].forward))
+    assert chosen[0][0] != chosen[1][0]
+    assert {ran for _, ran in chosen} == {chosen[0][0]}
+
+
+def assert_raises_on_all(work: Callable[[], object], *words: str) -> None:
+    """The error survives pickling."""
+    with pytest.raises(NsaSelError) as raised:
+        work()
+    assert all(word in str(raised.value) for word in words), raised.value
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def small_call(S: int = 32, D: int = 16, n: int = 1, dtype: torch.dtype = torch.float32, grad: bool = False, **how: Any) -> Tensor:
+    """o of S rows of this rank, with different values on each rank; 32 by 16 has as many bytes as 16 by 32."""
+    torch.manual_seed(rank())
+    sizes = (1, S, 1, 2, D), (1, 1, S, D), (1, 1, S, D)
+    q, k, v = (torch.randn(size, dtype=dtype, device=DEVICE, requires_grad=grad) for size in sizes)
+    blocks = torch.arange(n, dtype=torch.int32, device=DEVICE).expand(1, S, 1, n).contiguous()
+    return context_parallel_attention(q, k, v, Selection.from_blocks(blocks, how.pop("block", 16)), **how)
+
+
+def calls_that_were_agreed_on_and_differ_raise_on_all_ranks() -> None:
+    """Ranks agreed on both calls, and make different ones; afterwards they continue."""
+    if DEVICE == "cuda":  # there it ends the process: gpus_stop_where_calls_differ
+        return
+    others: dict[str, dict[str, Any]] = {
+        "keys is 16 there, 32 on rank 0": {"S": 16, "D": 32},
+        "request.Dv is 32 there, 16 on rank 0": {"D": 32},
+        "request.n is 2 there, 1 on rank 0": {"n": 2},
+        "block_size is 8 there, 16 on rank 0": {"block": 8},
+        "request.dtype is 'float64' there, 'float32' on rank 0": {"dtype": torch.float64},
+        "request.needs_grad is True there, False on rank 0": {"grad": True},
+        "scale is 0.5 there, 0.25 on rank 0": {"scale": 0.5},
+        "q_pos is True there, False on rank 0": {"q_pos": torch.arange(32)},
+        "override is {'backend': 'numba', 'source': 'argument'} there, None on rank 0": {"backend": "numba"},
+    }
+    for exchange in ("gather", "blocks", "rows"):
+        right = small_call(exchange=exchange)
+        for words, how in others.items():
+            small_call(exchange=exchange, **how)
+            assert_raises_on_all(lambda how=how, exchange=exchange: small_call(exchange=exchange, **(how if rank() else {})), words)
+            assert torch.equal(small_call(exchange=exchange), right), words
+    assert_raises_on_all(
+        lambda: small_call(exchange="gather", S=48 if rank() else 32), "keys is 48 there, 32 on rank 0"
+    )  # new to rank 1 alone
+    assert_raises_on_all(lambda: small_call(exchange="gather" if rank() else "rows"), "exchange is 'gather' there, 'rows' on rank 0")
+    with only_rank(rank(), "NSA_SEL_TRITON_MIN_L", "77"):
+        small_call(exchange="gather")
+    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
+        assert_raises_on_all(lambda: small_call(exchange="gather"), "settings.sel_triton_min_L is 77 there")
+    small_call(exchange="gather")
+
+
+def backward_passes_that_differ_raise_on_all_ranks() -> None:
+    if DEVICE == "cuda":
+        return
+    for exchange in ("gather", "blocks", "rows"):
+        first, second = (small_call(exchange=exchange, grad=True) for _ in range(2))
+        assert_raises_on_all((second if rank() else first).sum().backward, "rank 1", "call is ")
+        left = small_call(exchange=exchange, grad=True).sum()
+        assert_raises_on_all(small_call if rank() else left.backward, "direction is 'forward' there, 'backward' on rank 0")
+        small_call(exchange=exchange, grad=True).sum().backward()
+
+
+def a_rank_that_fails_alone_is_noticed() -> None:
+    """Its next call is not mistaken for the one that others wait in. check_ranks() lets ranks continue, too."""
+    for together in (False, True):
+        small_call(exchange="gather")
+        if rank() == 1:
+            with pytest.raises(ArgumentError):
+                small_call(exchange="all")
+        if together:
+            check_ranks()
+        elif DEVICE == "cpu":
+            assert_raises_on_all(lambda: small_call(exchange="gather"), "rank 1", "call is ")
+        else:
+            check_ranks()
+        small_call(exchange="gather")
+
+
+def a_waiting_rank_says_what_changed() -> None:
+    call_of(64)
+    seconds, agreement.SECONDS = agreement.SECONDS, 0.5
+    with only_rank(1, "NSA_SEL_TRITON_MIN_L", "77"):
+        if rank() == 1:
+            with pytest.raises(NsaSelError, match=r"rank 1 waited 0.5 seconds for rank 0 .*: settings\.sel_triton_min_L was .+, is 77\."):
+                check_ranks()
+    agreement.SECONDS = seconds
+    dist.barrier()
+    check_ranks()
+    meetings = agreement._groups[dist.group.WORLD].rounds
+    with only_rank(rank(), "NSA_DEBUG_TRITON", "1"):  # every call is compared
+        call_of(64)
+        call_of(64)
+    assert agreement._groups[dist.group.WORLD].rounds == meetings + 2
+
+
+def a_dead_rank_is_noticed() -> None:
+    """The other waits for it before the exchange."""
+    small_call(exchange="gather")
+    if rank() == 0:
+        assert_raises_on_all(
+            lambda: small_call(exchange="gather"), "rank 0 could not compare its call with those of the other ranks (call 2, forward)"
+        )
+
+
+def gpus_stop_where_calls_differ() -> None:
+    """Both calls are agreed on and have equal bytes; no rank may see a result."""
+    shapes = {"S": 32, "D": 16}, {"S": 16, "D": 32}
+    for how in shapes:
+        assert small_call(exchange="gather", **how).isfinite().all()
+    with pytest.raises(RuntimeError):
+        print("no error:", float(small_call(exchange="gather", **shapes[rank()]).sum()))
