@@ -66,11 +66,11 @@ def selection_attention_with_kvcache(
     if not is_compiling():
         transforms.check_traced("selection_attention_with_kvcache", q, k_cache, v_cache)
     check_flag("return_lse", return_lse)
-    q, k_cache, v_cache = transforms.materialized(q, k_cache, v_cache)
     decode = isinstance(q, Tensor) and q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
     S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table)
+    q, k_cache, v_cache = transforms.materialized(q, k_cache, v_cache)
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     # For pages, check views of the shape that contiguous keys would have; nothing reads them.
     k_checked, v_checked = k, v

@@ -33,8 +33,9 @@ def check_call(
     """
     # On the path of every call: PyTorch creates shape, strides and device at each access, so each is accessed once, and the culprit
     # is only searched for after a check failed.
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dense(name, x)
+    if q.is_nested or k.is_nested or v.is_nested or not (q.layout is k.layout is v.layout is torch.strided):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_dense(name, x)
     decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)

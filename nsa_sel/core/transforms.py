@@ -99,9 +99,11 @@ def refuse_workspace(workspace: Tensor | None, where: str) -> None:
         raise ArgumentError("workspace", f"given to {where}", "None there", "leave it out; temporaries are then allocated")
 
 
-def materialized(*tensors: Any) -> tuple[Any, ...]:
+def materialized(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors without PyTorch's lazy negation, which kernels do not see in memory."""
-    return tuple(x.resolve_neg() if isinstance(x, Tensor) else x for x in tensors)
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    return q, k, v
 
 
 def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
