@@ -5,7 +5,8 @@
 # make derived               all that follows from the committed rows: matrix tables, profiles, documents' tables, docs/report/
 # make lane-sm80 ... lane-sm120    how calls are routed on such GPUs, which are injected: no GPU is needed
 # make package               the sdist, and the wheel made from it, in dist/
-# make gpu-test              the GPU tests, with PYTHON as it is: nothing is installed
+# make gpu-test              every kernel once on a GPU, and its routing: under 3 minutes; with PYTHON as it is: nothing is installed
+# make gpu-test-full         all GPU tests, likewise
 # make sanitize              compute-sanitizer on cupy-cuda's kernels, a few minutes a tool
 # make gpu-lane              of these, how calls are routed on this machine's GPU
 # make trace                 captures bench/data again, in a virtual environment of its own
@@ -18,7 +19,7 @@ TRACE := build/trace-venv
 DOCS := build/docs
 export PIP_NO_INPUT := 1
 
-.PHONY: demo docs report derived test test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test sanitize gpu-lane trace clean
+.PHONY: demo docs report derived test test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package need-gpu gpu-test gpu-test-full gpu-lane sanitize trace clean
 
 demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # threads of torch and Numba take turns: those that wait must not spin
@@ -51,12 +52,16 @@ lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120: lane-%: $(STAMP)
 package: $(STAMP)
 	$(BIN)/python -m build
 
-gpu-lane: need-gpu
-	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m gpu tests/policies/test_lanes.py
+GPU_TEST = PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
 
 gpu-test: need-gpu
-	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and not slow' \
-	$(shell $(PYTHON) -c 'import xdist' 2>/dev/null && printf '%s' '-n 8')
+	$(GPU_TEST) -m gpu tests/backends/test_every_kernel_gpu.py tests/policies/test_lanes.py
+
+gpu-test-full: need-gpu
+	$(GPU_TEST) -m 'gpu and not slow'
+
+gpu-lane: need-gpu
+	$(GPU_TEST) -m gpu tests/policies/test_lanes.py
 
 sanitize: need-gpu
 	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" NSA_TEST_TRITON_SEL=1 $(PYTHON) -m pytest -m 'gpu and slow' tests/backends/test_cupy_cuda_gpu.py

@@ -25,6 +25,7 @@ from nsa_sel.core.request import DeviceInfo, example_request
 from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_forward, oracle_mask
 from nsa_sel.telemetry import events as telemetry
+from nsa_sel.telemetry.log import read_log
 from tests.helpers.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 
 PINNED = """
@@ -460,7 +461,7 @@ def test_debug_log_holds_json_lines_that_replay(monkeypatch: pytest.MonkeyPatch,
     assert len(lines) == 2
     assert all(line["time"] > 0 for line in lines)
     assert lines[0]["request"]["S_kv"] == 40  # the exact call; the decision holds its class
-    decision = Decision.from_json(json.dumps(lines[0]["decision"]))
+    decision = next(line.decision for line in read_log(file).lines if line.decision is not None)
     assert decision == last()
     assert decision.request.S_kv == 64
     assert decision.replay() == ()
@@ -475,7 +476,7 @@ def test_log_to_holds_until_it_is_told_otherwise(tmp_path: Path) -> None:
     nsa_sel.log_to(str(file))
     nsa_sel.selection_attention(*problem())
     nsa_sel.selection_attention(*problem(dtype=torch.float64))
-    assert [line["event"] for line in lines_of(file)] == ["sel.decision"] * 2
+    assert [line["event"] for line in lines_of(file)] == ["sel.settings", "sel.decision", "sel.decision"]
 
 
 def test_debug_flags_add_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -533,7 +534,8 @@ def test_debug_flags_leave_it_to_who_listens_already(
     nsa_sel.selection_attention(*arguments)
     monkeypatch.delenv("NSA_DEBUG_TRITON")
     nsa_sel.selection_attention(*arguments)
-    assert [line["event"] for line in lines_of(log)] == ["sel.path", "sel.reads", "sel.decision", "sel.decision"]
+    found = [line["event"] for line in lines_of(log)]
+    assert [event for event in found if event != "sel.settings"] == ["sel.path", "sel.reads", "sel.decision", "sel.decision"]
     nsa_sel.log_to(None)
     assert not telemetry.listening()  # as before
     caplog.clear()
@@ -551,7 +553,7 @@ def test_a_log_that_is_asked_for_by_1_is_on_stderr(
     for text in ("1", "true", "0"):
         monkeypatch.setenv("NSA_DEBUG_LOG", text)
         nsa_sel.selection_attention(*problem())
-    assert events_on(capsys.readouterr().err) == ["sel.decision"] * 2
+    assert [event for event in events_on(capsys.readouterr().err) if event != "sel.settings"] == ["sel.decision"] * 2
     assert [file.name for file in tmp_path.iterdir()] == ["pinned.yaml"]
 
 

@@ -21,10 +21,11 @@ from tests.helpers.parity import check_both, check_forward
 pytestmark = pytest.mark.gpu
 
 WIDTHS = {"": (64, 64, torch.bfloat16), "-wide": (192, 128, torch.bfloat16), "-widest": (128, 128, torch.float32)}  # class of kernel config
-SIZES = (  # B, S, S_kv: prefill, decoding with few rows and with many
-    (1, 70, 300),
-    (1, 1, 4096),
-    (150, 1, 512),
+SIZES = (  # B, S, S_kv: prefill of few rows and of many, decoding with few rows and with many
+    (1, 20, 150),
+    (4, 160, 192),
+    (1, 1, 2048),
+    (150, 1, 256),
 )
 BLOCK, N = 64, 4
 
@@ -41,14 +42,15 @@ def run_all(backend: str, dtype: torch.dtype, Dk: int, Dv: int, h: int) -> None:
             else:
                 check_both(backend, q, k, v, selection)
         if S == 1 and registry.backends()[backend].reads_caches:
-            check_paged(backend, q, k, v, selections[1])
+            for page_size in (BLOCK, 16):
+                check_paged(backend, q, k, v, selections[1], page_size)
 
 
-def check_paged(backend: str, q: Any, k: Any, v: Any, selection: Selection) -> None:
-    """A paged cache gives what the contiguous one gives, bit by bit."""
+def check_paged(backend: str, q: Any, k: Any, v: Any, selection: Selection, page_size: int) -> None:
+    """A paged cache gives what the contiguous one gives."""
     B, G, S_kv, _ = k.shape
-    pages = [x.transpose(1, 2).reshape(B * S_kv // BLOCK, BLOCK, G, x.shape[3]) for x in (k, v)]
-    table = torch.arange(B * S_kv // BLOCK, dtype=torch.int32, device="cuda").view(B, -1)
+    pages = [x.transpose(1, 2).reshape(B * S_kv // page_size, page_size, G, x.shape[3]) for x in (k, v)]
+    table = torch.arange(B * S_kv // page_size, dtype=torch.int32, device="cuda").view(B, -1)
     lengths = torch.full((B,), S_kv, dtype=torch.int32, device="cuda")
     paged = nsa_sel.selection_attention_with_kvcache(q, *pages, selection, lengths, table, backend=backend)
     whole = nsa_sel.selection_attention(q, k, v, selection, backend=backend)
@@ -78,6 +80,8 @@ def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for Dk, Dv, h in ((128, 128, 16), (192, 128, 4), (40, 24, 1), (128, 128, 1)):
             run_all("cupy-cuda", dtype, Dk, Dv, h)
+    q, k, v = make_qkv(1, 1, 1, 16, 128, 128, S_kv=65536, dtype=torch.bfloat16, device="cuda")  # more splits than a cluster has CTAs
+    check_forward("cupy-cuda", q, k, v, Selection.from_ranges(torch.tensor([[[[[0, 65536]]]]], dtype=torch.int32, device="cuda")))
     files = {file.name for file in Path(str(cupy_cuda.__file__)).parent.rglob("*.cu")}
     if torch.cuda.get_device_capability() != (9, 0):
         files -= {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}  # Hopper's own

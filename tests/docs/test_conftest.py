@@ -20,7 +20,7 @@ from tests.helpers.paths import ROOT
         ("not gpu", False, True, ("not gpu", True)),
         ("not gpu", True, True, ("gpu", False)),  # the flag alone
         ("not gpu", True, False, ("", True)),
-        ("gpu and not slow", True, True, ("gpu and not slow", False)),  # make gpu-test
+        ("gpu and not slow", True, True, ("gpu and not slow", False)),  # make gpu-test-full
         ("gpu", False, True, ("gpu", False)),
         ("gpu", False, False, ("gpu", True)),
         ("not gpu and not slow", False, True, ("not gpu and not slow", True)),  # make test-one-thread
@@ -49,7 +49,7 @@ def test_the_parity_command_passes_without_a_gpu() -> None:
     assert "needs a CUDA device" in done.stdout
 
 
-@pytest.mark.parametrize("target", ["gpu-test", "gpu-lane", "sanitize"])
+@pytest.mark.parametrize("target", ["gpu-test", "gpu-test-full", "gpu-lane", "sanitize"])
 def test_targets_for_a_gpu_fail_without_one(target: str) -> None:
     """Instead of skipping every test, which would look like success."""
     done = without_a_gpu("make", target, f"PYTHON={sys.executable}")

@@ -41,7 +41,7 @@ def test_the_workflows_that_were_asked_for_are_there() -> None:
     smoke = WORKFLOWS["triton-gpu-smoke.yml"]["jobs"]
     assert set(made(smoke["routing"])) == {f"lane-{lane}" for lane in LANES}
     assert smoke["parity"]["strategy"]["matrix"]["gpu"] == ["a100", "h100"]
-    assert "gpu-test" in made(smoke["parity"])
+    assert "gpu-test-full" in made(smoke["parity"])
     assert {"lane-sm89", "gpu-lane"} <= set(made(smoke["adr"]))
 
 
