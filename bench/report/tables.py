@@ -65,13 +65,17 @@ def gains(rows: list[Row]) -> str:
     index = summary.indexed(rows)
 
     def cell(names: str, directions: tuple[str, ...]) -> str:
-        cases_of = [found for (case, direction), found in index.items() if direction in directions and re.fullmatch(names, case)]
-        found = sorted(gain for gain in map(summary.speed_up, cases_of) if gain is not None)
+        of_cell = {key: found for key, found in index.items() if key[1] in directions and re.fullmatch(names, key[0])}
+        found = sorted(gain for gain in map(summary.speed_up, of_cell.values()) if gain is not None)
         if not found:
             return "-"
         ends = dict.fromkeys(factor(gain) for gain in (found[0], found[-1]))
         slower = sum(gain < 1 for gain in found)
-        return " to ".join(ends) + (f" ({slower} of {len(found)} slower)" if slower else "")
+        return (
+            " to ".join(ends)
+            + (", undecided" if set(of_cell) == {CLOSE} else "")
+            + (f" ({slower} of {len(found)} slower)" if slower else "")
+        )
 
     lines = [(what, *(cell(names, directions) for directions in (("fwd", "decode"), ("bwd",), ("fwd+bwd",)))) for what, names in GAINS]
     return table(["queries and keys", "forward", "backward", "both in one call"], lines)

@@ -160,7 +160,8 @@ def make_decision(
     verdicts = tuple(Verdict(name, forward.reasons[name], backward.reasons[name] if backward else ()) for name in forward.order)
     steps: tuple[str, ...] = ()
     if override is not None:
-        rule = f"forced by {override.source}"
+        failed = override.source.startswith("failure of ")
+        rule = f"fallback after {override.source}" if failed else f"forced by {override.source}"
         if override.backend not in names:
             rule += f", but no backend is called {override.backend!r}"
     else:
