@@ -118,7 +118,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         problems = Path(folder) / "problems.pt"
         torch.save(_problems(), problems)
-        rows = []
+        facts, rows = stamp(), []
         for turn in range(rounds):
             for name, tree in (("before", before), ("after", after))[:: 1 if turn % 2 == 0 else -1]:
                 environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tree.resolve()), os.environ.get("PYTHONPATH", "")))}
@@ -126,10 +126,10 @@ def main(
                 done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
                 if done.returncode:
                     sys.exit(f"error: {name}: {done.stderr.strip().splitlines()[-1]}")
-                rows += [{**json.loads(line), "checkout": name, "round": turn} for line in done.stdout.splitlines()]
-    facts = stamp()
-    with out.open("a") as file:
-        file.writelines(json.dumps({**row, **facts}) + "\n" for row in rows)
+                new = [{**json.loads(line), "checkout": name, "round": turn} for line in done.stdout.splitlines()]
+                with out.open("a") as file:  # now: a later turn may be cut off
+                    file.writelines(json.dumps({**row, **facts}) + "\n" for row in new)
+                rows += new
     print(summary(rows))
 
 
