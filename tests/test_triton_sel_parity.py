@@ -118,4 +118,6 @@ def test_scale(backend: str, scale: float) -> None:
     for name in (backend, "sdpa-packed"):
         o, lse = attend(name, q, k, v, selection, scale=scale)
         results.append((o, lse, *torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v))))
-    torch.testing.assert_close(*results, atol=4e-6, rtol=0)
+    mine, wanted = results
+    torch.testing.assert_close(mine[:2], wanted[:2], atol=2e-6, rtol=0)
+    torch.testing.assert_close(mine[2:], wanted[2:], atol=4e-6, rtol=0)  # sums over rows and heads

@@ -116,7 +116,7 @@ def _fla_lacks(device: str) -> str | None:
 def _fla_refuses(case: Case) -> str | None:
     if not case.block:
         return "takes whole blocks alone"
-    return None if case.h >= 16 and not case.h & (case.h - 1) else "takes 16, 32 ... heads a group alone"
+    return None if case.h >= 16 and not case.h & (case.h - 1) else "takes 16, 32 ... heads per group alone"
 
 
 def _fla(problem: Problem) -> Ready:

@@ -34,7 +34,7 @@ KEYS_FIRST, GROUPS_FIRST = "keys first", "groups first"  # how the numbers of a 
 
 
 def serving_cases() -> list[Case]:
-    """The decode cases of 16 heads a group, and the same with four new tokens a sequence."""
+    """The decode cases of 16 heads per group, and the same with four new tokens per sequence."""
     one = [case for case in decode_cases() if case.h == 16]
     return [*one, *(case._replace(case=f"{case.case}-S4", S=4) for case in one)]
 
