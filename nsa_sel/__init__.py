@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from nsa_sel.settings.syncing import sync_tuning
     from nsa_sel.settings.warmup import warmup
     from nsa_sel.telemetry.describe import describe
-    from nsa_sel.telemetry.events import counters, decisions, log_to
+    from nsa_sel.telemetry.events import counters, decisions
+    from nsa_sel.telemetry.target import log_to
     from nsa_sel.varlen import selection_attention_varlen, varlen_positions
 
 __all__ = [
@@ -54,7 +55,7 @@ _HOMES = {
     "describe": "telemetry.describe",
     "explain": "attention",
     "explain_request": "core.decide",
-    "log_to": "telemetry.events",
+    "log_to": "telemetry.target",
     "reset": "core.reset",
     "selection_attention": "attention",
     "selection_attention_varlen": "varlen",

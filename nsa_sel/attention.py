@@ -7,10 +7,11 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from nsa_sel.core import entry
-from nsa_sel.core.call import device_info, request_of
-from nsa_sel.core.check import check_call, check_tensors
+from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import select
 from nsa_sel.core.decision import Decision
+from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.transforms import in_autocast_dtype, needs_grad
 from nsa_sel.selection import Selection
 
@@ -84,7 +85,7 @@ def explain(
     Raises:
         ArgumentError: bad input.
     """
-    check_tensors(q, k, v)
+    check_tensors(q=q, k=k, v=v)
     q, k, v = in_autocast_dtype(q, k, v)  # before the checks, which want one dtype
     q, k, v, selection, _, q_pos = check_call(q, k, v, selection, None, q_pos)
     return select(request_of(q, k, v, selection, needs_grad(q, k, v)), device_info(q.device), backend)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,3 +86,11 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         if package in ("", "nsa_sel"):
             raise
         raise NsaSelError(f"{what} needs the package {package}, which is not installed. Remedy: pip install 'nsa-sel[{extra}]'") from error
+
+
+def warn(words: str) -> None:
+    """A RuntimeWarning at the user's line: the innermost one that is neither nsa-sel's nor PyTorch's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("nsa_sel", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"nsa-sel: {words}", RuntimeWarning, stacklevel=level)

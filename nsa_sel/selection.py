@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.indices import as_positions, as_rows, as_tensor, best_blocks, check_positive, ranges_of_blocks
+from nsa_sel.core.arguments import as_tensor, check_positive
+from nsa_sel.core.indices import as_positions, as_rows, best_blocks, ranges_of_blocks
 from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, validates
 from nsa_sel.core.ranges import check_ranges, disjoint, merged, sharing_of_blocks
 from nsa_sel.errors import ArgumentError, shown

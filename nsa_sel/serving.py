@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nsa_sel.core import entry, run, transforms
-from nsa_sel.core.check import check_call, check_flag
-from nsa_sel.core.indices import check_dense
+from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.begin import begin
+from nsa_sel.core.check import check_call
+from nsa_sel.core.prepare import prepared
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
@@ -88,7 +90,8 @@ def selection_attention_with_kvcache(
             raise ArgumentError(name, "a tensor that requires gradients", "none over a paged cache", remedy)
         found = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
     else:
-        found = run.attend(q, k, v, selection, scale, None, backend, cache_seqlens, block_table)
+        decided = begin(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table)
+        found = run.attend(prepared(decided, backend))
     o, lse = (x.squeeze(1) for x in found) if decode else found
     return (o, lse) if return_lse else o
 
@@ -107,12 +110,9 @@ def _with_gradients(
 
 def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None) -> int:
     """How many keys a sequence has room for, of arguments whose shapes fit together; else ArgumentError. Reads nothing on a GPU."""
-    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, "block_table": block_table}
-    for name, x in given.items():
-        if not isinstance(x, Tensor) and (x is not None or name != "block_table"):
-            raise ArgumentError(name, f"a {type(x).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
-        if x is not None:
-            check_dense(name, x)
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens)
+    if block_table is not None:
+        check_tensors(block_table=block_table)
     if q.dim() != 5:
         value, allowed = f"of shape {tuple(q.shape)}", "[B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token"
         raise ArgumentError("q", value, allowed, "split the heads into G groups of h")

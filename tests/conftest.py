@@ -13,7 +13,7 @@ import torch
 
 from nsa_sel.core.reset import reset
 from nsa_sel.settings import flags, tuned
-from nsa_sel.telemetry import events
+from nsa_sel.telemetry import target
 
 # The same examples in every run, and no folder of past ones.
 hypothesis.settings.register_profile("nsa_sel", derandomize=True, database=None, deadline=None)
@@ -121,8 +121,8 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     forget()
     yield
-    events.log_to(None)
-    events._followed = None
+    target.log_to(None)
+    target._followed = None
     forget()
 
 

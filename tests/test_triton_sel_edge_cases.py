@@ -113,8 +113,9 @@ def test_one_range_of_one_row_of_many_pairs(backend: str) -> None:
 
 
 def test_blocks_that_straddle_kv_tiles_take_little_room() -> None:
-    from nsa_sel.core.call import Call, device_info
+    from nsa_sel.core.call import Call
     from nsa_sel.core.check import check_call
+    from nsa_sel.core.facts import device_info
     from nsa_sel.settings.config import settings_for
 
     q, k, v = make_qkv(S=4, G=1, h=1, Dk=16, S_kv=3000)

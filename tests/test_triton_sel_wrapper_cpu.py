@@ -40,7 +40,7 @@ runtime:
 @pytest.fixture(autouse=True)
 def plain_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A CPU without Triton's interpreter, whatever this process was started with, and a fixed order of preference."""
-    for user in ("attention", "core.run"):
+    for user in ("attention", "core.begin"):
         monkeypatch.setattr(f"nsa_sel.{user}.device_info", lambda device: DeviceInfo(kind="cpu"))
     file = tmp_path / "pinned.yaml"
     file.write_text(PINNED)

@@ -26,7 +26,7 @@ from nsa_sel.bench.tune.kernel_configs import TOP, Measure
 from nsa_sel.bench.tune.resume import ContextLost, first_line
 from nsa_sel.bench.tune.runner import Runner, timer
 from nsa_sel.bench.tune.search_space import PROBLEMS, Case, Job, committed_settings, jobs
-from nsa_sel.core.call import device_info
+from nsa_sel.core.facts import device_info
 from nsa_sel.errors import ArgumentError
 
 ROWS, TABLE = "autotune.jsonl", "autotune.md"

@@ -9,7 +9,9 @@ ratios are taken within a round, so that other load on the machine hits both sid
 Parts, in microseconds:
     call                        the whole call; with gradients, torch.autograd.grad of it
     backend                     the backend's functions alone
-    check, decide               argument checks; request and decision, as calls make them. "decision, cached": the lookup alone
+    check, decide               argument checks; request and decision, as the first call of its kind makes them. "decision, cached": the
+                                lookup alone
+    repeat                      what replaces check and decide where the facts of a call were seen before
     autograd, node              with gradients: an autograd node that does nothing; one that runs the backend and nothing else. PyTorch
                                 runs backward passes on a thread of its own, where a backend takes longer
     beyond the backend          call - backend, or call - node with gradients
@@ -45,9 +47,11 @@ from nsa_sel.bench.core.parity import Problem, make_problem
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
 from nsa_sel.cli.output import output_file
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call, device_info, request_of
+from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide, select
+from nsa_sel.core.facts import device_info, request_of
+from nsa_sel.core.repeat import begin_or_repeat
 from nsa_sel.errors import BackendError
 from nsa_sel.telemetry import events
 
@@ -96,6 +100,7 @@ def parts(problem: Problem, backend: str) -> Parts:
         "check": lambda: check_call(q, k, v, selection, None, None),
         "decide": lambda: decide(request_of(q, k, v, selection, needs_grad), device_info(q.device), forced),
         "decision, cached": lambda: select(request, device, forced),
+        "repeat": lambda: begin_or_repeat(q, k, v, selection, None, None, needs_grad, forced),
     }
     if not needs_grad:
         return found
@@ -167,7 +172,7 @@ class _Node(torch.autograd.Function):
 def without_observing() -> Iterator[None]:
     """Calls inside the `with` block record, count and emit no events."""
     module: Any = events
-    before = {name: getattr(module, name) for name in ("record", "follow", "count", "emit")}
+    before = {name: getattr(module, name) for name in ("record", "count", "emit")}
     for name in before:
         setattr(module, name, lambda *_, **__: None)
     try:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.core.indices import check_dense
+from nsa_sel.core.arguments import check_dense
 from nsa_sel.errors import ArgumentError, shown
 
 CuSeqlens = Tensor | list[int] | tuple[int, ...]  # as users pass them

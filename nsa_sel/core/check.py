@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.call import DTYPES
-from nsa_sel.core.indices import check_dense
+from nsa_sel.core.indices import as_positions
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 
@@ -22,7 +22,7 @@ def check_call(
     """Check the arguments of `selection_attention`. Never reads a GPU or fake tensors.
 
     Args:
-        q, k, v: tensors. selection, scale, q_pos: as of `selection_attention`.
+        q, k, v: dense tensors (`check_tensors`). selection, scale, q_pos: as of `selection_attention`.
         fake: the tensors have no values.
 
     Returns:
@@ -31,11 +31,6 @@ def check_call(
     Raises:
         ArgumentError: the first bad argument.
     """
-    # On the path of every call: PyTorch creates shape, strides and device at each access, so each is accessed once, and the culprit
-    # is only searched for after a check failed.
-    if q.is_nested or k.is_nested or v.is_nested or not (q.layout is k.layout is v.layout is torch.strided):
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_dense(name, x)
     decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
@@ -56,11 +51,8 @@ def check_call(
     if not (h and Dk and Dv and G):
         size = next(name for name, size in (("h", h), ("Dk", Dk), ("Dv", Dv), ("G", G)) if not size)
         raise ArgumentError("v" if size == "Dv" else "q", f"of size 0 in {size}", f"{size} >= 1", "drop the empty dimension")
-    dtype, device = q.dtype, q.device
-    same = dtype in DTYPES and k.dtype == v.dtype == dtype and k.device == v.device == device
-    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()  # first, since it takes half the time of strides
-    if not same or not (contiguous or q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1):
-        _check_dtypes(q, k, v)
+    device = q.device
+    _check_dtypes(q, k, v)
     if not (q.is_cpu or q.is_cuda):
         raise ArgumentError("q", f"on {device}", "cpu or cuda", "move q, k, v there")
 
@@ -81,19 +73,6 @@ def check_call(
     if S > S_kv:
         raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows without q_pos", "pass q_pos, the rows' positions")
     return q, k, v, selection, float(scale), None
-
-
-def check_flag(name: str, value: object) -> None:
-    """ArgumentError unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise ArgumentError(name, shown(value), "True or False", "pass a bool")
-
-
-def check_tensors(q: object, k: object, v: object) -> None:
-    """ArgumentError for the first that is not a tensor."""
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(value, Tensor):
-            raise ArgumentError(name, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
 
 
 def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | None = None) -> Selection:
@@ -160,18 +139,10 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_positions(q_pos: Tensor, q: Tensor, S_kv: int, fake: bool) -> Tensor:
     B, S = q.shape[:2]
-    if not isinstance(q_pos, Tensor):
-        raise ArgumentError("q_pos", f"a {type(q_pos).__name__}", "a torch.Tensor [S] or [B,S]", "wrap it in torch.as_tensor")
-    check_dense("q_pos", q_pos)
-    if q_pos.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError("q_pos", f"of dtype {q_pos.dtype}", "torch.int32 or torch.int64", "call .int() on it")
-    if q_pos.shape not in ((S,), (B, S)):
-        raise ArgumentError("q_pos", f"of shape {tuple(q_pos.shape)}", f"[S={S}] or [B={B}, S={S}]", "one position per query row")
-    if q_pos.device != q.device:
-        raise ArgumentError("q_pos", f"on {q_pos.device}", f"q's device {q.device}", "call q_pos.to(q.device)")
+    positions = as_positions(q_pos, B, S, q.device)
     # On a GPU this would synchronize; positions outside [0, S_kv) are clamped there.
-    if not fake and q_pos.device.type == "cpu" and q_pos.numel() and (int(q_pos.min()) < 0 or int(q_pos.max()) >= S_kv):
+    if not fake and q_pos.is_cpu and q_pos.numel() and (int(q_pos.min()) < 0 or int(q_pos.max()) >= S_kv):
         raise ArgumentError(
             "q_pos", f"from {int(q_pos.min())} to {int(q_pos.max())}", f"positions in [0, S_kv = {S_kv})", "give each row its key position"
         )
-    return q_pos.expand(B, S)
+    return positions

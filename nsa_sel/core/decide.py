@@ -1,30 +1,24 @@
-"""From a request to its decision: overrides, the policy, and the one cache of decisions."""
+"""From a request to its decision: overrides, the policy, the memory."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
-from nsa_sel.core import registry
-from nsa_sel.core.call import device_info
+from nsa_sel.core import memory, registry
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.explain import check_names, refusal
+from nsa_sel.core.facts import device_info
+from nsa_sel.core.memory import forced_name
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.errors import ArgumentError, BackendError, shown
 from nsa_sel.settings import devices, tuned
 from nsa_sel.settings.config import forget_settings, settings_for
-from nsa_sel.settings.flags import environment
 from nsa_sel.settings.schema import Settings
 from nsa_sel.telemetry import events
-
-_forced: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None)
-_cache: dict[Any, Decision] = {}
-_MOST_CACHED = 4096
 
 
 @contextlib.contextmanager
@@ -48,26 +42,26 @@ def use_backend(name: str) -> Iterator[None]:
     if name is None:
         raise ArgumentError("name", None, "the name of a backend", "leave out the `with` to let the policy decide")
     _check_name("name", name)
-    token = _forced.set(name)
+    token = forced_name.set(name)
     try:
         yield
     finally:
-        _forced.reset(token)
+        forced_name.reset(token)
 
 
 @contextlib.contextmanager
 def use_no_backend() -> Iterator[None]:
     """Ignore any surrounding `use_backend` inside the `with` block."""
-    token = _forced.set(None)
+    token = forced_name.set(None)
     try:
         yield
     finally:
-        _forced.reset(token)
+        forced_name.reset(token)
 
 
 def forced() -> str | None:
     """The name that `use_backend` forces on this thread or task."""
-    return _forced.get()
+    return forced_name.get()
 
 
 def explain_request(request: Request, device: DeviceInfo | None = None, backend: str | None = None) -> Decision:
@@ -90,17 +84,15 @@ def select(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     """The cached or new decision for the request's class under the current flags; `forward` is None when all refuse."""
     if backend is not None:
         _check_name("backend", backend)
-    key = (request.request_class(), device, environment(), tuned.token(), backend, _forced.get())
-    decision = _cache.get(key)
+    facts = (request.request_class(), device, backend)
+    decision: Decision | None = memory.recall(facts)
     if decision is None:
-        settings = tuned.apply(settings_for(device), key[0], device)
+        settings = tuned.apply(settings_for(device), facts[0], device)
         offers = registry.offers(request)
         check_names(settings, offers)
         override = _override(backend, settings)
-        decision = make_decision(key[0], device, load_policy("default"), settings, offers, override)
-        if len(_cache) >= _MOST_CACHED:
-            _cache.clear()
-        _cache[(*key[:3], tuned.token(), *key[4:])] = decision  # `tuned.apply` may just have read a file
+        decision = make_decision(facts[0], device, load_policy("default"), settings, offers, override)
+        memory.remember(facts, decision)
     return decision
 
 
@@ -128,7 +120,7 @@ def after_failure(decision: Decision, failed: str) -> Decision:
 
 def forget_decisions() -> None:
     """Drop cached decisions: configuration files, tuned kernel configs or the list of broken backends have changed."""
-    _cache.clear()
+    memory.forget()
     forget_settings()
 
 
@@ -141,7 +133,7 @@ def _override(backend: str | None, settings: Settings) -> Override | None:
     """By precedence: argument, use_backend, NSA_FORCE_PARITY, NSA_SEL_BACKEND."""
     if backend is not None:
         return Override(backend, "argument")
-    surrounding = _forced.get()
+    surrounding = forced_name.get()
     if surrounding is not None:
         return Override(surrounding, "use_backend")
     if settings.force_parity:

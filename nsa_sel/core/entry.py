@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa_sel.core import ops, run, transforms
-from nsa_sel.core.check import check_call, check_flag, check_tensors
+from nsa_sel.core import ops, prepare, repeat, run, transforms
+from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.selection import Selection
 
 
@@ -16,20 +16,20 @@ def selection_attention(
     backend: str | None, workspace: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Check, decide, run; returns o, or (o, lse). Traced calls and calls of DTensors go through the ops."""
-    check_tensors(q, k, v)
     transforms.check_transforms(q, k, v)
     if transforms.traces(q, k, v):
+        sharded = transforms.is_sharded(q)
         transforms.refuse_workspace(workspace, "a call that torch.compile, a dispatch mode or DTensor traces")
-        if transforms.is_sharded(q):
+        check_tensors(q=q, k=k, v=v)
+        if sharded:
             from nsa_sel.core import sharding  # imports torch.distributed.tensor, which takes 0.5 s
 
             return sharding.sharded(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
         return ops.traced(q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
     check_flag("return_lse", return_lse)
-    decode = q.dim() == 4
     q, k, v = transforms.in_autocast_dtype(*transforms.materialized(q, k, v))  # before the checks, which want one dtype
-    checked = check_call(q, k, v, selection, scale, q_pos)
-    o, lse = run.attend(*checked, backend, workspace=workspace)
-    if decode:
+    decided = repeat.begin_or_repeat(q, k, v, selection, scale, q_pos, transforms.needs_grad(q, k, v), backend)
+    o, lse = run.attend(prepare.prepared(decided, backend), workspace)
+    if q.dim() == 4:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o

@@ -5,16 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa_sel.core.arguments import as_tensor, check_dense, check_positive
 from nsa_sel.errors import ArgumentError, shown
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-_MEANING = {
-    "n": "the number of blocks that a row selects",
-    "block_size": "the number of keys in a block",
-    "max_length": "the most keys that a row selects, or leave it out",
-}
 _WIDE_BLOCK = 1 << 16  # keys: positions of larger blocks are computed in 64 bits
-_MOST = (1 << 31) - 1  # keys of a block, or of a row
 
 
 def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tensor | None) -> Tensor:
@@ -92,22 +87,6 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
     return torch.where(chosen < blocks, chosen, -1).int()
 
 
-def as_tensor(argument: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ArgumentError(argument, f"a {type(value).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
-    check_dense(argument, value)
-    return value
-
-
-def check_dense(argument: str, value: Tensor) -> None:
-    """ArgumentError for a nested or sparse tensor, which may not even have a shape."""
-    if value.is_nested or value.layout is not torch.strided:
-        kind, remedy = f"of layout {value.layout}", f"call {argument}.to_dense()"
-        if value.is_nested:
-            kind, remedy = "a nested tensor", "pass its values() and offsets() to selection_attention_varlen"
-        raise ArgumentError(argument, kind, "a dense (strided) tensor", remedy)
-
-
 def as_rows(value: Tensor, argument: str, shapes: str, dims: int) -> Tensor:
     if value.dtype not in INDEX_DTYPES:
         raise ArgumentError(argument, f"of dtype {value.dtype}", "torch.int32 or torch.int64", "call .int() on it")
@@ -119,17 +98,13 @@ def as_rows(value: Tensor, argument: str, shapes: str, dims: int) -> Tensor:
 
 
 def as_positions(q_pos: Tensor, B: int, S: int, device: torch.device) -> Tensor:
-    q_pos = as_tensor("q_pos", q_pos)
-    if q_pos.dtype not in INDEX_DTYPES or q_pos.shape not in ((S,), (B, S)) or q_pos.device != device:
-        value = f"{q_pos.dtype} of shape {tuple(q_pos.shape)} on {q_pos.device}"
-        raise ArgumentError(
-            "q_pos", value, f"torch.int32 or torch.int64 [S={S}] or [B={B}, S={S}] on {device}", "one position per query row"
-        )
+    if not isinstance(q_pos, Tensor):
+        raise ArgumentError("q_pos", f"a {type(q_pos).__name__}", "a torch.Tensor [S] or [B,S]", "wrap it in torch.as_tensor")
+    check_dense("q_pos", q_pos)
+    if q_pos.dtype not in INDEX_DTYPES:
+        raise ArgumentError("q_pos", f"of dtype {q_pos.dtype}", "torch.int32 or torch.int64", "call .int() on it")
+    if q_pos.shape not in ((S,), (B, S)):
+        raise ArgumentError("q_pos", f"of shape {tuple(q_pos.shape)}", f"[S={S}] or [B={B}, S={S}]", "one position per query row")
+    if q_pos.device != device:
+        raise ArgumentError("q_pos", f"on {q_pos.device}", f"q's device {device}", f"call q_pos.to({device.type!r})")
     return q_pos.expand(B, S)
-
-
-def check_positive(argument: str, value: int | None, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
-        raise ArgumentError(argument, shown(value), "a whole number >= 1 and < 2^31, as an int", f"pass {_MEANING[argument]}")

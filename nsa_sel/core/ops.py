@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import run, transforms
+from nsa_sel.core.begin import Decided, begin
 from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.decide import forced, use_no_backend
-from nsa_sel.core.indices import check_dense
+from nsa_sel.core.prepare import prepared
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
 
@@ -44,8 +45,6 @@ def traced(
     backend: str | None,
 ) -> Any:
     """`selection_attention` through the op."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dense(name, x)
     selection = as_selection(selection)
     if not (scale is None or isinstance(scale, int | float)):
         raise ArgumentError("scale", repr(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
@@ -64,10 +63,10 @@ def traced(
 def _begin(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
     disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
-) -> run.Decided:  # fmt: skip
-    """`run.begin` for the arguments of an op."""
+) -> Decided:  # fmt: skip
+    """Decide on the arguments of an op."""
     selection = Selection.unread(ranges, block_size, max_length, disjoint)
-    return run.begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
+    return prepared(begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend), backend)
 
 
 def _forward(
@@ -80,9 +79,7 @@ def _forward(
             " pass may run outside of it; allowed: the argument backend= of selection_attention. Remedy: pass backend=, or set"
             " NSA_SEL_BACKEND."
         )
-    call, decision, request = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, needs_grad)
-    o, lse, decision = run.run_forward(call, decision)
-    run.finish(call, decision, request, o)
+    o, lse, _ = run.run_forward(_begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, needs_grad))
     return o.contiguous(), lse.contiguous()  # as `_fake_forward` promises, whatever a backend of another package returns
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import entry, registry
+from nsa_sel.core.arguments import check_dense
 from nsa_sel.core.bounds import Bounds, CuSeqlens, begin_with_blocks, positions_in_sequences, starts_with_blocks, whole_blocks
-from nsa_sel.core.call import device_info, request_of
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide, select
-from nsa_sel.core.indices import check_dense
+from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, transformed
 from nsa_sel.errors import ArgumentError, shown

@@ -1,4 +1,4 @@
-"""Calls over a KV cache as plain calls, for backends that read neither lengths nor a block table.
+"""A call over a paged cache as a plain call.
 
 All pages of a pool become one sequence with the queries of all sequences as its rows. Ranges of positions in each sequence become
 ranges of the pool, cut by the causal clamp and at the ends of pages. A block within one page stays one range.
@@ -6,7 +6,6 @@ ranges of the pool, cut by the causal clamp and at the ends of pages. A block wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,18 +16,7 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 
-def plain_forward(call: Call, forward: Callable[[Call], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h] of a call with lengths, by a `forward` that does not read them."""
-    B, S = call.q.shape[:2]
-    if call.block_table is None:
-        # One operation for one new token each: the forward pass takes only a few microseconds.
-        positions = call.lengths.unsqueeze(1) - 1 if S == 1 and call.lengths is not None else call.positions().clamp_(min=-1)
-        return forward(replace(call, q_pos=positions, lengths=None))
-    o, lse = forward(_over_the_pool(call, call.block_table))
-    return o.view(B, S, *o.shape[2:]), lse.view(B, S, *lse.shape[2:])
-
-
-def _over_the_pool(call: Call, block_table: Tensor) -> Call:
+def over_the_pool(call: Call, block_table: Tensor) -> Call:
     """The call of one sequence, q [1,B*S,G,h,Dk] over k, v [1,G,keys of all pages,D]; only ranges are copied."""
     (k, page_keys), (v, v_page_keys) = _pool("k_cache", call.k), _pool("v_cache", call.v)
     if page_keys != v_page_keys:

@@ -34,19 +34,21 @@ def is_sharded(q: Any) -> bool:
 
 def traces(*tensors: Any) -> bool:
     """Whether operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode, a FLOP counter), or a tensor subclass.
+    True for what is no tensor, too.
 
     A call then goes through the ops of core/ops.py, because backends work below the dispatcher.
     """
     if is_compiling() or _len_modes():
         return True
-    return any(type(x) not in _PLAIN and isinstance(x, Tensor) and type(x).__torch_dispatch__ is not _NO_DISPATCH for x in tensors)
+    return any(type(x) not in _PLAIN and getattr(x, "__torch_dispatch__", None) is not _NO_DISPATCH for x in tensors)
 
 
 def check_traced(name: str, *tensors: Any) -> None:
     """BackendError when make_fx or FakeTensorMode traces `name`, which is not an op."""
     check_transforms(*tensors)
     modes = torch._C._TorchDispatchModeKey.__members__.values()
-    if any(torch._C._get_dispatch_mode(mode) is not None for mode in modes) or (not _len_modes() and traces(*tensors)):
+    faked = not _len_modes() and traces(*(x for x in tensors if isinstance(x, Tensor)))
+    if faked or any(torch._C._get_dispatch_mode(mode) is not None for mode in modes):
         raise BackendError(
             f"{name} is called while PyTorch traces or fakes operations (make_fx, FakeTensorMode); allowed: eager calls of plain tensors."
             " Remedy: trace selection_attention, which is an op, or keep the call out of the traced code."

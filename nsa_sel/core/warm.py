@@ -5,24 +5,22 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.core.call import device_info
+from nsa_sel.core.begin import Decided, begin
+from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import Request
-from nsa_sel.errors import NsaSelError
+from nsa_sel.core.run import attend
+from nsa_sel.errors import NsaSelError, warn
 from nsa_sel.selection import Selection
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import events
 
 TUNER = "nsa_sel.bench.tune.quick"  # module with tune_for(request, device), loaded by name like backends and policies
-Attend = Callable[..., tuple[Tensor, Tensor]]  # core.run.attend, which imports this module
 _started: set[torch.device] = set()  # devices whose first call has started its warm-up
 
 
@@ -37,18 +35,23 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     ms_tuning: float | None = None  # of quick tuning
 
 
-def first_call(request: Request, device: torch.device, attend: Attend) -> bool:
-    """NSA_SEL_AUTOTUNE=warmup before the first call on a device, except in a capture. Returns whether it ran. Never raises."""
-    if device in _started or capturing():
-        return False
-    _started.add(device)
-    tune = settings_for(device_info(device)).autotune == "warmup-tune"
+def before_first_call(decided: Decided, backend: str | None) -> Decided:
+    """`decided`, decided again after the warm-up before the first call on a device. Never raises.
+
+    A call that a CUDA graph captures warms nothing up.
+    """
+    call, request = decided.call, decided.request
+    if call.q.device in _started or capturing():
+        return decided
+    _started.add(call.q.device)
     try:
-        warm(request, device, tune, attend)
+        warm(request, call.q.device, tune=call.settings.autotune == "warmup-tune")
     except Exception as error:
         events.emit("sel.triton.warmup", logging.ERROR, request=request, error=repr(error))
-        warnings.warn(f"nsa-sel: the warm-up failed, kernels compile at their first call: {error!r}", RuntimeWarning, stacklevel=3)
-    return True
+        warn(f"the warm-up failed, kernels compile at their first call: {error!r}")
+    return begin(
+        call.q, call.k, call.v, call.selection, call.scale, call.q_pos, request.needs_grad, backend, call.lengths, call.block_table
+    )
 
 
 def forget_warmups() -> None:
@@ -61,7 +64,7 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def warm(request: Request, device: torch.device, tune: bool, attend: Attend) -> Warmed:
+def warm(request: Request, device: torch.device, tune: bool) -> Warmed:
     """Tune quickly if asked, then run `request` once on `device`, forward and, if it needs gradients, backward."""
     facts = device_info(device)
     ms_tuning = _tune(request, device) if tune and facts.kind == "cuda" else None
@@ -69,10 +72,8 @@ def warm(request: Request, device: torch.device, tune: bool, attend: Attend) -> 
     kind, scale, ms_backward = device.type, 1.0 / math.sqrt(request.Dk), None
     with torch.inference_mode(False), torch.set_grad_enabled(request.needs_grad), torch.autocast(kind, enabled=False):
         started = events.now(kind)
-        if request.page_size is None:
-            o, _ = attend(q, k, v, selection, scale, None, None)
-        else:
-            o, _ = attend(q, *_pages(request, k, v), selection, scale, None, None, *_lengths_and_table(request, device))
+        k, v, *lengths_and_table = (k, v) if request.page_size is None else _pages(request, k, v)
+        o, _ = attend(begin(q, k, v, selection, scale, None, request.needs_grad, None, *lengths_and_table))
         ms_forward = (events.now(kind) - started) * 1e3
         decision = events.decisions()[-1]
         if request.needs_grad:
@@ -102,17 +103,12 @@ def _tensors(request: Request, device: torch.device) -> tuple[Tensor, Tensor, Te
     return q, k, v, Selection(ranges, request.block_size, min(request.max_length, S_kv), disjoint=True)
 
 
-def _pages(request: Request, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v [1,G,page_size,D] of a paged cache with one page."""
-    size = request.page_size or 0
+def _pages(request: Request, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k and v [1,G,page_size,D] of a paged cache with one page, lengths [B] of full sequences, a block table with that page alone."""
+    size = request.page_size or 1
     k, v = (x.new_zeros(1, size, request.G, x.shape[3]).transpose(1, 2) for x in (k, v))
-    return k, v
-
-
-def _lengths_and_table(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The lengths [B] of full sequences, and a block table whose entries are all the one page."""
-    lengths = torch.full((request.B,), request.S_kv, dtype=torch.int32, device=device)
-    return lengths, torch.zeros(request.B, -(-request.S_kv // (request.page_size or 1)), dtype=torch.int32, device=device)
+    lengths = torch.full((request.B,), request.S_kv, dtype=torch.int32, device=k.device)
+    return k, v, lengths, lengths.new_zeros(request.B, -(-request.S_kv // size))
 
 
 def _tune(request: Request, device: torch.device) -> float | None:

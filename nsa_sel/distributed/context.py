@@ -12,15 +12,18 @@ from torch import distributed as dist
 from torch.compiler import is_compiling
 
 from nsa_sel.core import run, transforms
-from nsa_sel.core.call import Call, device_info, request_of
-from nsa_sel.core.check import as_selection, check_call, check_tensors
+from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.begin import Decided
+from nsa_sel.core.call import Call
+from nsa_sel.core.check import as_selection, check_call
+from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import Request
 from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
 from nsa_sel.errors import ArgumentError, BackendError, shown
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from nsa_sel.telemetry import events
+from nsa_sel.telemetry import target
 
 
 @overload
@@ -81,7 +84,7 @@ def context_parallel_attention(
         NsaSelError: ranks differ in sizes, flags, versions, devices or the order of calls (it names rank and field), a rank does not
             join, or there is no distributed job. On a GPU, ranks that differ in an agreed call stop by a device-side assert instead.
     """
-    check_tensors(q, k, v)
+    check_tensors(q=q, k=k, v=v)
     _check_eager(q, k, v)
     q, k, v = transforms.materialized(q, k, v)
     group = group_of(group, "context_parallel_attention")
@@ -162,7 +165,7 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
         return agree(request, device, group, backend, q.device, **arguments, **more)
 
     done, route, chosen = _planned(part, exchange, count_blocks, agreed)
-    events.follow(settings_for(device))
+    target.follow(settings_for(device))
     if done.kind == "rows":
         k, v = exchange_rows.aligned(k), exchange_rows.aligned(v)
         request = exchange_rows.request(q, k, v, selection, sizes.ranks, sizes.needs_grad)
@@ -243,8 +246,7 @@ class _ContextParallel(torch.autograd.Function):
         call = Call(q, k_seen, v_seen, selection, q_pos, part.scale, settings_for(device), device)
         if call.settings.debug_triton and not call.capturing():
             selection.validate()
-        o, lse, decision = run.run_forward(call, agreed.decision)
-        run.finish(call, decision, request, o)
+        o, lse, decision = run.run_forward(Decided(call, agreed.decision, request))
         ctx.save_for_backward(q, k_seen, v_seen, o, lse, selection.ranges, q_pos)
         ctx.facts, ctx.decision, ctx.agreed = (selection, part.scale, call.settings, device), decision, agreed
         ctx.sent, ctx.keys = sent, sizes.keys

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from nsa_sel.core import run, transforms
-from nsa_sel.core.call import Call, device_info, request_of
+from nsa_sel.core.begin import Decided
+from nsa_sel.core.call import Call
 from nsa_sel.core.decision import Decision
+from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import Request
 from nsa_sel.distributed.agreement import Agreed
 from nsa_sel.distributed.cost import ALIGNED, padded
@@ -111,8 +113,7 @@ def _local_call(q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Te
 def _forward(call: Call, agreed: Agreed, request: Request) -> tuple[Tensor, Tensor, Decision]:
     """Attend with all ranks' rows to this slice, return the parts, and merge this rank's: o, lse and the decision that ran."""
     group = agreed.group
-    o, lse, decision = run.run_forward(call, agreed.decision)
-    run.finish(call, decision, request, o)
+    o, lse, decision = run.run_forward(Decided(call, agreed.decision, request))
     rows = o.shape[1] // dist.get_world_size(group), *o.shape[2:]
     received = _return_parts(packed([_by_rank(o, group), _by_rank(lse, group)]), group)
     part_o, part_lse = unpacked(received, [(o.dtype, rows), (lse.dtype, rows[:-1])])

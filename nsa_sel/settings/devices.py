@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import warnings
 
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import DeviceInfo
+from nsa_sel.errors import warn
 from nsa_sel.telemetry import events
 
 MEASURE = "nsa-sel tune"  # measures a GPU; its results override every committed profile
@@ -59,4 +59,4 @@ def warn_if_assumed(decision: Decision) -> None:
         "sel.profile.assumed", logging.WARNING, device=device.name, sm=device.sm, profile=settings.profile, assumed=settings.assumed,
         rule=off.rule if off else None, command=command, words=words,
     )  # fmt: skip
-    warnings.warn(f"nsa-sel: {words}", RuntimeWarning, stacklevel=3)
+    warn(words)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import msgspec
 
-from nsa_sel.errors import ConfigError
+from nsa_sel.errors import ConfigError, warn
 from nsa_sel.settings.schema import Autotune, ForcePath
 
 Kind = Literal["bool", "length", "tile", "path", "autotune", "text", "log"]
@@ -161,7 +160,7 @@ def unknown_variables() -> dict[str, str | None]:
 @functools.cache  # once per process
 def _warn_of_unknown(name: str, meant: str | None) -> None:
     hint = f"; did you mean {meant}?" if meant else "; `nsa-sel doctor` shows the flags that are set, PRD.md all there are"
-    warnings.warn(f"nsa-sel: the environment variable {name} is no flag and has no effect{hint}", RuntimeWarning, stacklevel=2)
+    warn(f"the environment variable {name} is no flag and has no effect{hint}")
 
 
 def forget_warnings() -> None:

@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from nsa_sel.core.request import DeviceInfo, Request
-from nsa_sel.errors import ConfigError
+from nsa_sel.errors import ConfigError, warn
 from nsa_sel.settings import private
 from nsa_sel.settings.config import by_way, check_costs, check_kernel, shipped_configs
 from nsa_sel.settings.flags import CACHE_FLAG
@@ -156,8 +155,7 @@ def cache_folder() -> Path | None:
     except RuntimeError:  # neither HOME nor an entry in the list of users
         if ("", "no folder") not in _reported:
             _reported.add(("", "no folder"))
-            words = f"nsa-sel: nothing is kept on disk, for want of {NO_FOLDER}: set {CACHE_FLAG}"
-            warnings.warn(words, RuntimeWarning, stacklevel=3)
+            warn(f"nothing is kept on disk, for want of {NO_FOLDER}: set {CACHE_FLAG}")
         return None
 
 
@@ -299,7 +297,7 @@ def _ignore(file: Path | str, why: str, words: str) -> None:
     if (str(file), why) not in _reported:
         _reported.add((str(file), why))
         events.emit("sel.tuned.ignored", logging.WARNING, file=str(file), why=why, words=words)
-        warnings.warn(f"nsa-sel: {file} is ignored, the committed kernel configs are used: {words}", RuntimeWarning, stacklevel=3)
+        warn(f"{file} is ignored, the committed kernel configs are used: {words}")
 
 
 def distributed() -> bool:

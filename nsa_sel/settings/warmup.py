@@ -9,7 +9,6 @@ import msgspec
 import torch
 
 from nsa_sel.core.request import Request, example_request
-from nsa_sel.core.run import attend
 from nsa_sel.core.warm import Warmed, capturing, warm
 from nsa_sel.errors import ArgumentError
 
@@ -43,7 +42,7 @@ def warmup(
         where = torch.device("cuda", torch.cuda.current_device())
     if tune and where.type != "cuda":
         raise ArgumentError("tune", True, "False on a CPU", "Triton needs a GPU: leave it out")
-    return tuple(warm(request, where, tune, attend) for request in _requests(requests, where))
+    return tuple(warm(request, where, tune) for request in _requests(requests, where))
 
 
 def _requests(given: Sequence[Request | Mapping[str, Any]] | None, device: torch.device) -> list[Request]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +11,6 @@ from typing import Any
 from nsa_sel.core import forks
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import Request
-from nsa_sel.errors import ConfigError
-from nsa_sel.settings.flags import LOG_FLAG
-from nsa_sel.settings.schema import Settings
-from nsa_sel.telemetry.log import JsonLines
 
 LOGGER = logging.getLogger("nsa_sel")
 LOGGER.addHandler(logging.NullHandler())
@@ -26,77 +20,6 @@ _recorded: list[Decision] = []  # of the last calls, at least KEPT_DECISIONS of 
 _counted = 0  # the first entries of these that are in the counters already
 _counters: collections.Counter[tuple[str, ...]] = collections.Counter()
 _lock = forks.lock()
-_handler: logging.Handler | None = None
-_level = logging.NOTSET  # the logger's level before `_handler` was added
-_followed: str | None = None  # the target in the settings of the last call
-_following = False  # whether `_handler` was added because of these settings
-
-
-class LogFile(logging.FileHandler):
-    """Appends to a file. It never waits: opening a FIFO that nobody reads is an error."""
-
-    def _open(self) -> Any:
-        return open(self.baseFilename, "a", encoding="utf-8", opener=_opener)
-
-
-def _opener(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    os.set_blocking(descriptor, True)
-    if os.fstat(descriptor).st_size:  # a process that crashed may have left its last line without an end
-        os.write(descriptor, b"\n")
-    return descriptor
-
-
-def log_to(target: str | None) -> None:
-    """Write events as JSON lines.
-
-    Args:
-        target: "stderr", or a file, to which lines are appended. None stops writing.
-
-    Raises:
-        ConfigError: for a file that can't be written.
-    """
-    global _handler, _level, _following
-    with _lock:
-        _following = False
-        if _handler is not None:
-            LOGGER.removeHandler(_handler)
-            LOGGER.setLevel(_level)
-            _handler.close()
-            _handler = None
-        if target is None:
-            return
-        try:
-            _handler = logging.StreamHandler(sys.stderr) if target == "stderr" else LogFile(target)
-        except OSError as error:
-            allowed = f"stderr or a file that can be written; writing this one: {error.strerror}"
-            raise ConfigError(LOG_FLAG, target, allowed, "mend the path") from error
-        _handler.setFormatter(JsonLines())
-        LOGGER.addHandler(_handler)
-        _level = LOGGER.level
-        LOGGER.setLevel(logging.INFO)
-
-
-def follow(settings: Settings) -> None:
-    """Write events to the target of NSA_DEBUG_LOG, where it differs from the last call's; the user's own `log_to` is left alone.
-
-    Where the flag is unset and another flag asks for events, they go to stderr, unless a handler takes them already.
-    """
-    global _followed, _following
-    target = settings.debug_log
-    if target == _followed:
-        return
-    _followed = target
-    implied = target is None or settings.sources.get("debug_log") != LOG_FLAG
-    if implied and not _following and (target is None or _has_handler()):
-        return
-    log_to(target)
-    _following = target is not None
-
-
-def _has_handler() -> bool:
-    handlers = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else ())]
-    return listening() and not all(isinstance(handler, logging.NullHandler) for handler in handlers)
 
 
 def listening() -> bool:

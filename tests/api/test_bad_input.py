@@ -17,8 +17,8 @@ import torch
 import nsa_sel
 from nsa_sel import Selection
 from nsa_sel.core import registry
-from nsa_sel.core.call import request_of
 from nsa_sel.core.check import check_call
+from nsa_sel.core.facts import request_of
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import ArgumentError, BackendError, ConfigError, NsaSelError
 from tests.core.test_imports import modules
@@ -175,7 +175,7 @@ SELECTIONS = [
            "check block_size and the order of axes", "pass S_kv=")),
     Wrong("fewer keys than rows", lambda: Selection.from_scores(scores(1, 8, 1, 1), 4, 4, S_kv=4), ("S_kv is 4", "S = 8")),
     Wrong("positions of other rows", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, q_pos=torch.arange(7)),
-          ("q_pos is torch.int64 of shape (7,)", "[S=8] or [B=1, S=8]")),
+          ("q_pos is of shape (7,)", "[S=8] or [B=1, S=8]")),
     Wrong("positions a list", lambda: Selection.from_scores(scores(1, 8, 1, 2), 4, 4, q_pos=[1]), ("q_pos is a list",)),
     Wrong("measured with text", lambda: Selection(ranges(1, 1, 1, 1, 2)).measure("64"), ("S_kv is '64'", "whole number", "k.shape[2]")),
     Wrong("several decisions described", lambda: nsa_sel.describe(()), ("decision is a tuple", "one Decision", "decisions()[-1]")),
@@ -274,7 +274,7 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"{name} was loaded, although the call is wrong")
 
     monkeypatch.setattr(registry, "load", load)
-    monkeypatch.setattr("nsa_sel.core.run.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
+    monkeypatch.setattr("nsa_sel.core.begin.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
 
 
 @pytest.mark.parametrize("wrong", CALLS + SELECTIONS, ids=lambda wrong: wrong.name)

@@ -12,7 +12,7 @@ import nsa_sel
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core import registry
-from nsa_sel.core.call import device_info
+from nsa_sel.core.facts import device_info
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv, make_spans

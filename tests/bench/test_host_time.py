@@ -49,7 +49,7 @@ def test_parts_do_what_they_say(needs_grad: bool) -> None:
         assert [x.shape for x in works["autograd"]()] == [x.shape for x in whole]
     else:
         assert (whole - alone).abs().max() < 1e-6
-    assert works["decision, cached"]() is works["decide"]()
+    assert works["decision, cached"]() is works["decide"]() is works["repeat"]().decision
     assert nsa_sel.decisions()[-1].override.source == "argument"  # type: ignore[union-attr]
     parts(problem, CHOSEN)["call"]()
     assert nsa_sel.decisions()[-1].override is None
@@ -70,7 +70,7 @@ def test_patched_functions_are_restored() -> None:
     with standing_in():
         assert parts(problem, NOTHING)["call"]().shape == problem.q.shape
     assert registry.load == load
-    assert all(vars(events)[name] is functions[name] for name in ("record", "follow", "count", "emit"))
+    assert all(vars(events)[name] is functions[name] for name in ("record", "count", "emit"))
     works["call"]()
     assert events.tallies() != before
 

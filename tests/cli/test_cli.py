@@ -308,7 +308,7 @@ class TestReplay:
         held = tensors()
         selection_attention(held["q"], held["k"], held["v"], ranges_of(held["block_indices"]))
         events.emit("sel.timing", ms=1.0)
-        events.log_to(None)
+        nsa_sel.log_to(None)
         with log.open("a") as file:
             file.write(f"\n{explain_request(example_request(), SM89).to_json()}\n")
         result = invoke("replay", log)

@@ -9,8 +9,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.core.call import Call, device_info
+from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
+from nsa_sel.core.facts import device_info
 from nsa_sel.oracle import oracle_backward, oracle_forward, oracle_mask
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for

@@ -81,7 +81,7 @@ def test_requests_are_requests_or_their_fields(monkeypatch: pytest.MonkeyPatch) 
     assert warmup(CPU, [request])[0].request == request
     assert warmup("cpu", [{"S": 5}])[0].request == replace(example_request(needs_grad=True), S=5, S_kv=5, max_length=5)
     seen: list[Any] = []
-    monkeypatch.setattr(warming, "warm", lambda request, device, tune, attend: seen.append((request, device, tune)))
+    monkeypatch.setattr(warming, "warm", lambda request, device, tune: seen.append((request, device, tune)))
     warmup()
     ((request, device, tune),) = seen
     assert (device, tune, request.needs_grad, request.Dk) == (CPU, False, True, 128)
@@ -159,12 +159,11 @@ def test_what_a_warmup_tunes_serves_the_call_that_began_it(monkeypatch: pytest.M
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "warmup-tune")
     before = nsa_sel.explain(*make_qkv(S=4, S_kv=20), make_spans("few", 1, 4, 1, 20, 10))
 
-    def tune(request: Any, device: torch.device) -> float:
+    def warm(request: Any, device: torch.device, tune: bool) -> None:
         tuned.forget()
         forget_decisions()
-        return 1.0
 
-    monkeypatch.setattr(core_warm, "warm", lambda request, device, tune_too, attend: tune(request, device))
+    monkeypatch.setattr(core_warm, "warm", warm)
     call()
     assert nsa_sel.decisions()[-1] is not before
 

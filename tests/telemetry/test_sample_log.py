@@ -103,7 +103,7 @@ def tuning_events() -> None:
     import torch
 
     import nsa_sel
-    from nsa_sel.core.call import device_info
+    from nsa_sel.core.facts import device_info
     from nsa_sel.settings import tuned
     from tests.helpers.tune_cases import key, result, write
 

@@ -1,0 +1,33 @@
+"""From checked arguments to a call with its decision."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nsa_sel.core.call import Call
+from nsa_sel.core.decide import decide
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.facts import device_info, request_of
+from nsa_sel.core.request import Request
+from nsa_sel.selection import Selection
+
+
+class Decided(NamedTuple):
+    """A checked call, its decision, and its exact request."""
+
+    call: Call
+    decision: Decision
+    request: Request
+
+
+def begin(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
+    lengths: Tensor | None = None, block_table: Tensor | None = None,
+) -> Decided:  # fmt: skip
+    """Decide on arguments that `check_call` returned."""
+    request = request_of(q, k, v, selection, needs_grad, block_table)
+    decision = decide(request, device_info(q.device), backend)
+    call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table)
+    return Decided(call, decision, request)

@@ -1,0 +1,52 @@
+"""The checks and the decision of a call, or what they led to when the same facts were seen before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from nsa_sel.core import memory
+from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.begin import Decided, begin
+from nsa_sel.core.call import Call
+from nsa_sel.core.check import check_call
+from nsa_sel.selection import Selection
+
+
+def begin_or_repeat(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
+    backend: str | None,
+) -> Decided:  # fmt: skip
+    """Check the arguments of `selection_attention` and decide, unless all facts that both read are those of an earlier call."""
+    facts = _facts(q, k, v, selection, scale, q_pos, needs_grad, backend)
+    found = memory.recall(facts)
+    if found is None:
+        check_tensors(q=q, k=k, v=v)
+        decided = begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
+        memory.remember(facts, (decided.request, decided.decision, decided.call.scale))
+        return decided
+    assert isinstance(selection, Selection), "see _facts"
+    request, decision, checked_scale = found
+    q = q.unsqueeze(1) if q.dim() == 4 else q
+    return Decided(Call(q, k, v, selection, None, checked_scale, decision.settings, decision.device), decision, request)
+
+
+def _facts(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
+    backend: str | None,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """All that `check_call`, `request_of` and `decide` read of the arguments of a call, or None for one that they must see each time.
+
+    Saves 5 us of host time per call (docs/performance.md).
+    """
+    if type(selection) is not Selection or q_pos is not None or not (scale is None or type(scale) is float):
+        return None
+    try:
+        return (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, selection.ranges.shape, selection.ranges.device, selection.block_size,
+            selection.max_length, selection.exact(), scale, needs_grad, backend,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
+        return None

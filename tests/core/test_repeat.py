@@ -1,0 +1,126 @@
+"""A call whose facts were seen before skips the checks and the decision; every fact that they read tells calls apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nsa_sel
+from nsa_sel import Selection, selection_attention
+from nsa_sel.core import repeat
+from nsa_sel.errors import NsaSelError
+from tests.helpers.cases import assert_forward, make_qkv
+
+
+def selection_of(S: int = 8, n: int = 2, **options: Any) -> Selection:
+    return Selection.from_ranges(torch.tensor([[0, 4], [6, 9]][:n]).expand(1, S, 1, n, 2), **options)
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per call that was checked."""
+    calls: list[int] = []
+
+    def check_call(*arguments: Any) -> Any:
+        calls.append(len(calls))
+        return real(*arguments)
+
+    real = repeat.check_call
+    monkeypatch.setattr(repeat, "check_call", check_call)
+    return calls
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_repeated_call_is_checked_once(checked: list[int], decode: bool) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    selection = selection_of(1 if decode else 8)
+    for _ in range(3):
+        x, y, z = (torch.randn_like(x) for x in (q[:, -1] if decode else q, k, v))
+        found = selection_attention(x, y, z, selection, return_lse=True)
+        wide = tuple(part.unsqueeze(1) for part in found) if decode else found
+        assert_forward(wide, x.unsqueeze(1) if decode else x, y, z, selection.ranges)
+    assert checked == [0]
+    assert len({id(decision) for decision in nsa_sel.decisions()[-3:]}) == 1
+
+
+def other_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.double(), k.double(), v.double()
+
+
+def unaligned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    moved = torch.empty(q.numel() + 1)[1:].view_as(q)
+    return moved.copy_(q), k, v
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_dtype,
+        unaligned,
+        lambda q, k, v: (q, k.transpose(2, 3).contiguous().transpose(2, 3)[..., :1], v[..., :1]),
+        lambda q, k, v: (q, k[:, :, :14], v[:, :, :14]),
+        lambda q, k, v: (q.clone().requires_grad_(), k, v),
+        lambda q, k, v: (q, k, v[..., :8]),
+    ],
+    ids=["dtype", "alignment", "sizes that do not fit", "S_kv", "gradients", "strides"],
+)
+def test_other_tensors_are_checked(checked: list[int], change: Any) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    selection = selection_of()
+    selection_attention(q, k, v, selection)
+    q, k, v = change(q, k, v)
+    if k.shape[3] != q.shape[4]:
+        with pytest.raises(NsaSelError):
+            selection_attention(q, k, v, selection)
+    else:
+        found = selection_attention(q, k, v, selection, return_lse=True)
+        assert_forward(tuple(x.detach() for x in found), q.detach(), k, v, selection.ranges)
+    assert len(checked) == 2
+
+
+@pytest.mark.parametrize("other", [selection_of(n=1), selection_of(max_length=7), selection_of().ranges], ids=["n", "max_length", "ranges"])
+def test_other_selections_are_checked(checked: list[int], other: Selection | Tensor) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    for selection in (selection_of(), other):
+        selection_attention(q, k, v, selection)
+    assert len(checked) == 2
+    measured = selection_of()
+    measured.measure()
+    selection_attention(q, k, v, measured)
+    assert len(checked) == 3
+    assert nsa_sel.decisions()[-1].request.max_length == 7
+
+
+def test_other_options_are_checked(checked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    selection = selection_of()
+    selection_attention(q, k, v, selection, scale=1.0)
+    for options in ({"scale": 2.0}, {"backend": "sdpa-packed"}, {"q_pos": torch.arange(8)}, {"q_pos": torch.arange(8)}, {"scale": 1}):
+        selection_attention(q, k, v, selection, **options)  # type: ignore[arg-type]
+    assert len(checked) == 6
+    for bad in ({"scale": True}, {"scale": float("nan")}, {"backend": []}, {"return_lse": 1}, {"q_pos": torch.arange(7)}):
+        with pytest.raises(NsaSelError):
+            selection_attention(q, k, v, selection, **bad)  # type: ignore[call-overload]
+    before = len(checked)
+    with nsa_sel.use_backend("sdpa-packed"):
+        selection_attention(q, k, v, selection, scale=1.0)
+    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+    selection_attention(q, k, v, selection, scale=1.0)
+    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
+    monkeypatch.delenv("NSA_SEL_BACKEND")
+    assert len(checked) == before + 2
+    nsa_sel.reset()
+    selection_attention(q, k, v, selection, scale=1.0)
+    assert len(checked) == before + 3
+
+
+@pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor(list(x)), lambda x: [x]])
+def test_what_has_no_facts_is_refused(make: Any) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    for arguments in ((make(q), k, v), (q, make(k), v), (q, k, make(v))):
+        with pytest.raises(NsaSelError, match="allowed"):
+            selection_attention(*arguments, selection_of())
