@@ -111,13 +111,14 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON-lines file that the rows are appended to")],
     after: Annotated[Path, typer.Option(help="the checkout that is compared, by default this one")] = HERE,
     rounds: Annotated[int, typer.Option(help="how often the checkouts take turns")] = 2,
+    only: Annotated[str, typer.Option(help="only cases whose name contains this: small for host time alone")] = "",
 ) -> None:
     """Measure, append the rows, and print the ratio of medians of every case that differs by more than 5%."""
     from nsa_sel.bench.core.environment import stamp
 
     with tempfile.TemporaryDirectory() as folder:
         problems = Path(folder) / "problems.pt"
-        torch.save(_problems(), problems)
+        torch.save([problem for problem in _problems() if only in problem["name"]], problems)
         facts, rows = stamp(), []
         for turn in range(rounds):
             for name, tree in (("before", before), ("after", after))[:: 1 if turn % 2 == 0 else -1]:
