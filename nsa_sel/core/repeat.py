@@ -38,7 +38,7 @@ def _facts(
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """All that `check_call`, `request_of` and `decide` read of the arguments of a call, or None for one that they must see each time.
 
-    Saves 5 us of host time per call (docs/performance.md).
+    Building this and looking it up takes half the time of checking and deciding ("repeat" in docs/performance.md).
     """
     if type(selection) is not Selection or q_pos is not None or not (scale is None or type(scale) is float):
         return None
