@@ -10,7 +10,7 @@ import torch
 from nsa_sel.core import registry
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.api.test_serving import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions
+from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
 
 pytestmark = pytest.mark.gpu
