@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
+from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.reset import reset
 from nsa_sel.settings import flags, tuned
 from nsa_sel.telemetry import events
+from tests.helpers.public_calls import PINNED
 
 # The same examples in every run, and no folder of past ones.
 hypothesis.settings.register_profile("nsa_sel", derandomize=True, database=None, deadline=None)
@@ -124,6 +127,17 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     events.log_to(None)
     events._followed = None
     forget()
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A CPU without Triton's interpreter, whatever this process was started with, and a pinned preference; the file that pins it."""
+    for user in ("attention", "core.run"):
+        monkeypatch.setattr(f"nsa_sel.{user}.device_info", lambda device: DeviceInfo(kind="cpu"))
+    file = tmp_path / "pinned.yaml"
+    file.write_text(PINNED)
+    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    return file
 
 
 def forget() -> None:
