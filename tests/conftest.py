@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 
+from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.reset import reset
 from nsa_sel.settings import flags, tuned
@@ -127,6 +128,15 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     events.log_to(None)
     events._followed = None
     forget()
+
+
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise AssertionError(f"{name} was loaded, although the call is wrong")
+
+    monkeypatch.setattr(registry, "load", load)
+    monkeypatch.setattr("nsa_sel.core.run.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
 
 
 @pytest.fixture

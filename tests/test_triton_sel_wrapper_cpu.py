@@ -12,6 +12,8 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel import Selection
 from nsa_sel.core import registry
+from nsa_sel.core.call import request_of
+from nsa_sel.core.check import check_call
 from nsa_sel.core.decision import Decision
 from nsa_sel.errors import BackendError
 from tests.helpers.cases import assert_gradients, edge_selections, make_grads, make_qkv, make_spans
@@ -115,6 +117,20 @@ def test_explain_sees_autocast() -> None:
         nsa_sel.selection_attention(*arguments)
     assert last().request.dtype == "bfloat16"
     assert explained == last()
+
+
+@pytest.mark.parametrize(("start", "row", "aligned"), [(0, 16, True), (0, 20, True), (0, 18, False), (4, 16, True), (2, 16, False)])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_the_request_knows_the_alignment_of_all_tensors(which: int, start: int, row: int, aligned: bool) -> None:
+    """Pointers and all strides but the last are multiples of 16 bytes, four float32."""
+    q, k, v = (torch.randn(1, 4, 1, 2, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16))
+    tensors = [q, k, v]
+    shape = tensors[which].shape
+    wide = torch.randn(*shape[:-1], row).flatten()
+    strides = torch.empty(*shape[:-1], row).stride()
+    tensors[which] = torch.cat((wide, wide))[start:].as_strided(shape, strides)
+    checked = check_call(*tensors, torch.zeros(1, 4, 1, 1, 2, dtype=torch.int32), None, None)
+    assert request_of(*checked[:4], False).aligned == aligned
 
 
 # Results
