@@ -140,14 +140,24 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def plain_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """configure(text) -> the file that NSA_SEL_CONFIG names, which holds the text."""
+
+    def write(text: str) -> Path:
+        file = tmp_path / "mine.yaml"
+        file.write_text(text)
+        monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> Path:
     """A CPU without Triton's interpreter, whatever this process was started with, and a pinned preference; the file that pins it."""
     for user in ("attention", "core.run"):
         monkeypatch.setattr(f"nsa_sel.{user}.device_info", lambda device: DeviceInfo(kind="cpu"))
-    file = tmp_path / "pinned.yaml"
-    file.write_text(PINNED)
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
-    return file
+    return configure(PINNED)
 
 
 def forget() -> None:

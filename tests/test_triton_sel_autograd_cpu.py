@@ -96,30 +96,6 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(o.sum(), q, create_graph=True)
 
 
-def test_the_record_names_the_backend_that_ran_and_a_broken_one_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_sel.backends import numba_cpu
-
-    tried = []
-
-    def broken(*_: object) -> None:
-        tried.append(1)
-        raise RuntimeError("planted")
-
-    q, k, v = make_qkv(S=4, G=1, h=2, Dk=8, requires_grad=True)
-    graphs = [nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4)) for _ in range(3)]
-    monkeypatch.setattr(numba_cpu, "backward", broken)
-    with pytest.warns(RuntimeWarning, match="numba failed"):
-        graphs[0].sum().backward()
-    for o in graphs[1:]:
-        o.sum().backward()
-    assert tried == [1]
-    monkeypatch.setattr(numba_cpu, "forward", broken)
-    nsa_sel.reset()
-    with pytest.warns(RuntimeWarning, match="numba failed"):
-        nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
-    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranges_of_any_layout(backend: str) -> None:
     q, k, v = make_qkv(S=4, G=3, h=2, Dk=8, S_kv=12)

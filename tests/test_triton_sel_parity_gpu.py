@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Any
 
@@ -221,13 +220,12 @@ def test_the_policy_routes_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
         assert decision.replay() == ()
 
 
-def test_bulk_copies_are_taken_from_hopper_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_bulk_copies_are_taken_from_hopper_on(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     q, k, v = gpu_qkv("bfloat16", S=300, G=1, h=4, Dk=64)
-    with caplog.at_level(logging.INFO, logger="nsa_sel"):
-        for backend in ("triton-group", "triton-tile"):
-            attend(backend, q, k, v, make_blocks(1, 300, 1, 300, 3, 32, device="cuda"))
-    configs = [record.nsa_sel["config"] for record in caplog.records if record.getMessage() == "sel.triton.kernel"]  # type: ignore[attr-defined]
+    for backend in ("triton-group", "triton-tile"):
+        attend(backend, q, k, v, make_blocks(1, 300, 1, 300, 3, 32, device="cuda"))
+    configs = [event["config"] for event in logged("sel.triton.kernel")]
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     for kernel in ("triton-group/forward-blocks:tma", "triton-tile/forward:tma"):
         assert any(config.startswith(kernel) for config in configs) == hopper, configs
@@ -285,10 +283,12 @@ def test_amp_training_with_a_grad_scaler() -> None:
         assert losses[-1] <= losses[0]
 
 
-@pytest.mark.parametrize("backend", ["triton-group", "triton-tile"])
-def test_the_first_call_of_a_thread(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype"), unless_missing([(name, "bfloat16") for name in ("triton-group", "triton-tile", "cupy-cuda")])
+)
+def test_the_first_call_of_a_thread(backend: str, dtype: str) -> None:
     """A thread in which nothing has bound the device's context: as autograd's, when a checkpointed forward is computed again."""
-    q, k, v = gpu_qkv("bfloat16", S=130, G=1, h=4, Dk=64)
+    q, k, v = gpu_qkv(dtype, S=130, G=1, h=4, Dk=64)
     selection = make_blocks(1, 130, 1, 130, 2, 64, device="cuda")
     expected = attend(backend, q, k, v, selection)
     found = []

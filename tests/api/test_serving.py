@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,10 @@ def test_only_pages_of_whole_steps_use_tma(page_size: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("names", "block_l"), [(("pages", "pages-widest"), 32), (("blocks",), 16)], ids=["forced", "of other heads"])
-def test_small_pages_never_use_tma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], block_l: int) -> None:
+def test_small_pages_never_use_tma(configure: Callable[[str], Path], names: tuple[str, ...], block_l: int) -> None:
     """Whatever a file says: a load of 32 keys (float32) would exceed a page of 16."""
-    file = tmp_path / "mine.yaml"
     configs = [f"  triton-group/decode-{name}: {{loads: tma, block_l: {block_l}, num_warps: 1, num_stages: 1}}\n" for name in names]
-    file.write_text(f"provenance: a test\nkernels:\n{''.join(configs)}")
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    configure(f"provenance: a test\nkernels:\n{''.join(configs)}")
     check(make_cache(page_size=16, S_q=2, block=32), "triton-group")
 
 
@@ -147,15 +146,13 @@ def test_requests_with_and_without_pages_differ_only_in_page_size() -> None:
     assert "pages of 64 keys" in nsa_sel.describe(nsa_sel.decisions()[-1])
 
 
-def test_events_count_logical_positions_and_compare_with_pages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_count_logical_positions_and_compare_with_pages(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")
     cache = make_cache(n=12, block=16)  # everything
-    with caplog.at_level("INFO", logger="nsa_sel"):
-        check(cache, "triton-group")
-    events = {record.getMessage(): record.nsa_sel for record in caplog.records}  # type: ignore[attr-defined]
-    assert events["sel.triton.reads"]["tokens"] == sum(LENGTHS) * 2
-    assert events["sel.compare"]["mae"] < 1e-6
+    check(cache, "triton-group")
+    assert logged("sel.triton.reads")[-1]["tokens"] == sum(LENGTHS) * 2
+    assert logged("sel.compare")[-1]["mae"] < 1e-6
 
 
 def test_the_fallback_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:

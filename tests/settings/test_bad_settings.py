@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,10 +97,8 @@ def test_wrong_flags_are_named(monkeypatch: pytest.MonkeyPatch, flag: str, text:
 
 
 @pytest.mark.parametrize(("content", "fragments"), FILES)
-def test_wrong_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, fragments: tuple[str, ...]) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(content)
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+def test_wrong_files_are_named(configure: Callable[[str], Path], content: str, fragments: tuple[str, ...]) -> None:
+    file = configure(content)
     message = message_of(Wrong("file", call(), error=ConfigError))
     assert message.startswith(str(file))
     assert all(fragment in message for fragment in (*fragments, "; allowed: ", "Remedy: ")), message

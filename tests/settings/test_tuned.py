@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +92,20 @@ def test_another_gpu_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("off", ["environment", "file"])
-def test_tuning_can_be_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, off: str) -> None:
+def test_tuning_can_be_ignored(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path], off: str) -> None:
     write(result())
     assert launch() == OTHER
     if off == "environment":
         monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
     else:
-        (tmp_path / "own.yaml").write_text("provenance: mine\nruntime: {autotune: off}\n")
-        monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+        configure("provenance: mine\nruntime: {autotune: off}\n")
     assert launch() == COMMITTED
     assert explain_request(SHORT, H200).settings.tuned is None
 
 
-def test_environment_and_configuration_override_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_and_configuration_override_tuning(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> None:
     write(result(), result("triton-group/dkdv", KernelConfig(32, 8, 1, 64), key("backward")))
-    (tmp_path / "own.yaml").write_text(
-        f"provenance: mine\nkernels:\n  {FORWARD}: {{loads: tma, block_l: 16, num_warps: 1, num_stages: 1}}\n"
-    )
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+    configure(f"provenance: mine\nkernels:\n  {FORWARD}: {{loads: tma, block_l: 16, num_warps: 1, num_stages: 1}}\n")
     assert launch().block_l == 16
     assert launch(kernel="triton-group/dkdv").num_warps == 8
     monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_L", "128")

@@ -128,7 +128,7 @@ def test_a_log_that_is_asked_for_by_1_is_on_stderr(
         monkeypatch.setenv("NSA_DEBUG_LOG", text)
         nsa_sel.selection_attention(*problem())
     assert [event for event in events_on(capsys.readouterr().err) if event != "sel.settings"] == ["sel.decision"] * 2
-    assert [file.name for file in tmp_path.iterdir()] == ["pinned.yaml"]
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.yaml"]
 
 
 def test_a_log_holds_names_that_are_no_utf8(tmp_path: Path) -> None:
