@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
+from nsa_sel.core import registry
+from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.reset import reset
 from nsa_sel.settings import flags, tuned
 from nsa_sel.telemetry import target
+from tests.helpers.public_calls import PINNED
 
 # The same examples in every run, and no folder of past ones.
 hypothesis.settings.register_profile("nsa_sel", derandomize=True, database=None, deadline=None)
@@ -124,6 +128,36 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     target.log_to(None)
     target._followed = None
     forget()
+
+
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise AssertionError(f"{name} was loaded, although the call is wrong")
+
+    monkeypatch.setattr(registry, "load", load)
+    monkeypatch.setattr("nsa_sel.core.begin.device_info", lambda device: DeviceInfo(kind="cpu"))  # no interpreter, whatever runs the tests
+
+
+@pytest.fixture
+def configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """configure(text) -> the file that NSA_SEL_CONFIG names, which holds the text."""
+
+    def write(text: str) -> Path:
+        file = tmp_path / "mine.yaml"
+        file.write_text(text)
+        monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> Path:
+    """A CPU without Triton's interpreter, whatever this process was started with, and a pinned preference; the file that pins it."""
+    for user in ("attention", "core.begin"):
+        monkeypatch.setattr(f"nsa_sel.{user}.device_info", lambda device: DeviceInfo(kind="cpu"))
+    return configure(PINNED)
 
 
 def forget() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -16,24 +14,23 @@ BACKENDS = ("sdpa-packed", "numba", "triton-group", "triton-token")
 WHOLE_BLOCKS = ("triton-tile", "triton-block")
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind"), [*itertools.product(BACKENDS, ["blocks", "spans"]), *((name, "wide") for name in WHOLE_BLOCKS)]
-)
-def test_gradcheck(backend: str, kind: str) -> None:
-    S_kv = 35 if kind == "wide" else 7
+@pytest.mark.parametrize("backend", [*BACKENDS, *WHOLE_BLOCKS])
+def test_gradcheck(backend: str) -> None:
+    """Of spans, by backends that take them: the next test has blocks for all."""
+    S_kv = 7 if backend in BACKENDS else 35
     q, k, v = make_qkv(S=3, G=1, h=2, Dk=8, Dv=16, S_kv=S_kv, dtype=torch.float64, requires_grad=True)
-    blocks = make_blocks(1, 3, 1, S_kv, 2, 16 if kind == "wide" else 4)
-    selection = Selection.from_ranges(make_spans("few", 1, 3, 1, 7, 4)) if kind == "spans" else blocks
+    spans = Selection.from_ranges(make_spans("few", 1, 3, 1, 7, 4))
+    selection = spans if backend in BACKENDS else make_blocks(1, 3, 1, 35, 2, 16)
     assert torch.autograd.gradcheck(lambda *inputs: attend(backend, *inputs, selection), (q, k, v), fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, *WHOLE_BLOCKS])
 def test_gradcheck_of_each_derivative(backend: str) -> None:
     """Without fast_mode: two rows share a block, of which one sees another up to itself; one row selects nothing. Of each head one column,
-    and of the keys those at the blocks' ends, since the interpreter takes a tenth of a second for every call."""
-    q, k, v = make_qkv(S=3, G=1, h=3, Dk=8, Dv=16, S_kv=18, dtype=torch.float64)
+    and of the keys those where the blocks meet, since the interpreter takes a tenth of a second for every call."""
+    q, k, v = make_qkv(S=3, G=1, h=2, Dk=8, Dv=16, S_kv=18, dtype=torch.float64)
     selection = Selection.from_blocks(torch.tensor([[0, -1], [-1, -1], [0, 1]]).int()[None, :, None], 16)
-    keys = torch.tensor([0, 15, 16, 17])
+    keys = torch.tensor([15, 16])
 
     def outputs(q_part: torch.Tensor, k_part: torch.Tensor, v_part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = q.clone(), k.clone(), v.clone()
@@ -44,7 +41,7 @@ def test_gradcheck_of_each_derivative(backend: str) -> None:
         return o[..., :1], lse[:, ::2]  # of the row that selects nothing it is -inf, a constant
 
     parts = q[..., :1], k[:, :, keys, :1], v[:, :, keys, :1]
-    assert torch.autograd.gradcheck(outputs, tuple(part.clone().requires_grad_() for part in parts))
+    assert torch.autograd.gradcheck(outputs, tuple(part.clone().requires_grad_() for part in parts), check_undefined_grad=False)
 
 
 @pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
@@ -97,30 +94,6 @@ def test_a_second_derivative_is_refused() -> None:
     o = nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(o.sum(), q, create_graph=True)
-
-
-def test_the_record_names_the_backend_that_ran_and_a_broken_one_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_sel.backends import numba_cpu
-
-    tried = []
-
-    def broken(*_: object) -> None:
-        tried.append(1)
-        raise RuntimeError("planted")
-
-    q, k, v = make_qkv(S=4, G=1, h=2, Dk=8, requires_grad=True)
-    graphs = [nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4)) for _ in range(3)]
-    monkeypatch.setattr(numba_cpu, "backward", broken)
-    with pytest.warns(RuntimeWarning, match="numba failed"):
-        graphs[0].sum().backward()
-    for o in graphs[1:]:
-        o.sum().backward()
-    assert tried == [1]
-    monkeypatch.setattr(numba_cpu, "forward", broken)
-    nsa_sel.reset()
-    with pytest.warns(RuntimeWarning, match="numba failed"):
-        nsa_sel.selection_attention(q, k, v, make_blocks(1, 4, 1, 4, 1, 4))
-    assert nsa_sel.decisions()[-1].forward == "sdpa-packed"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,23 +10,26 @@ import torch
 
 import nsa_sel
 from nsa_sel.backends._common import remembered_plan
-from nsa_sel.backends._triton import arguments
+from nsa_sel.backends._triton import arguments, units
 from nsa_sel.backends._triton import block_union as block_union_module
 from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
 from nsa_sel.backends._triton.block_union import block_union
 from nsa_sel.backends._triton.key_to_rows import key_to_rows
 from nsa_sel.core.call import Call
-from nsa_sel.core.check import check_call
 from nsa_sel.core.facts import device_info
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
-from nsa_sel.settings import config, schema
-from tests.helpers.cases import make_blocks, make_qkv, make_spans
+from nsa_sel.settings.config import settings_for
+from tests.helpers.cases import make_blocks, make_call, make_qkv, make_spans
 from tests.helpers.parity import attend, check_both
 
 pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
 BACKENDS = ("triton-tile", "triton-block")
 both = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def change_settings(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
+    monkeypatch.setattr("nsa_sel.core.decide.settings_for", lambda device: msgspec.structs.replace(settings_for(device), **changed))
 
 
 @both
@@ -35,27 +38,19 @@ def test_keys_in_two_tiles(backend: str, Dk: int) -> None:
     """16-bit keys of 129 to 192 columns take tiles of 128 and 64; S_kv % 16 leaves a cut block."""
     q, k, v = make_qkv(S=5, G=2, h=3, Dk=Dk, Dv=128, S_kv=50, dtype=torch.float16, seed=Dk)
     selection = make_blocks(1, 5, 2, 50, 3, 16)
-    device = device_info(q.device)
-    dims = arguments.split_dims(arguments.heads(Call(q, k, v, selection, None, Dk**-0.5, config.settings_for(device), device)))
+    dims = arguments.split_dims(arguments.heads(make_call(q, k, v, selection)))
     assert (dims.BLOCK_D, dims.BLOCK_REST) == (128, 64)
     check_both(backend, q, k, v, selection)
 
 
 @pytest.mark.parametrize("loads", ["tma", "pointer"])
-def test_tiles_by_tma_and_by_pointers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loads: str) -> None:
+def test_tiles_by_tma_and_by_pointers(monkeypatch: pytest.MonkeyPatch, logged: Any, loads: str) -> None:
     """GPUs before sm_90 take pointers: the same results, and the event tells which."""
-    settings_for = config.settings_for
-
-    def changed(device: object) -> schema.Settings:
-        settings = settings_for(device)  # type: ignore[arg-type]
-        kernels = {name: msgspec.structs.replace(kernel, loads=loads) for name, kernel in settings.kernels.items()}
-        return msgspec.structs.replace(settings, kernels=kernels, debug_triton=True)
-
-    monkeypatch.setattr("nsa_sel.core.decide.settings_for", changed)
-    q, k, v = make_qkv(B=2, S=9, G=2, h=3, Dk=24, Dv=16, S_kv=100)
-    with caplog.at_level(logging.INFO, logger="nsa_sel"):
-        check_both("triton-tile", q, k, v, make_blocks(2, 9, 2, 100, 3, 16))
-    configs = [record.nsa_sel["config"] for record in caplog.records if record.getMessage() == "sel.triton.kernel"]  # type: ignore[attr-defined]
+    kernels = settings_for(device_info(torch.device("cpu"))).kernels
+    loading = {name: msgspec.structs.replace(kernel, loads=loads) for name, kernel in kernels.items()}
+    change_settings(monkeypatch, kernels=loading, debug_triton=True)
+    check_both("triton-tile", *make_qkv(S=9, G=2, h=3, Dk=24, Dv=16, S_kv=100), make_blocks(1, 9, 2, 100, 3, 16))
+    configs = [event["config"] for event in logged("sel.triton.kernel")]
     for kernel in ("forward", "dq"):
         taken = [name for name in configs if name.startswith(f"triton-tile/{kernel}")]
         assert taken
@@ -71,24 +66,23 @@ def test_ranges_and_odd_blocks_are_refused(backend: str) -> None:
         attend(backend, q, k, v, make_blocks(1, 4, 1, 40, 2, 8))
 
 
-@pytest.mark.parametrize("workspace", [40_000, 400_000])
-def test_units_of_rows_and_groups_give_the_same_results(monkeypatch: pytest.MonkeyPatch, workspace: int) -> None:
-    """A workspace that holds a few rows' partials: many units take turns, and dk and dv add up over them."""
-    q, k, v = make_qkv(B=2, S=24, G=2, h=2, Dk=16, S_kv=48)
-    settings_for = config.settings_for
-    monkeypatch.setattr(
-        "nsa_sel.core.decide.settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=workspace)
-    )
-    for backend in ("triton-block", "triton-group"):
-        if backend == "triton-block" or workspace > 100_000:
-            check_both(backend, q, k, v, make_blocks(2, 24, 2, 48, 3, 16))
+@pytest.mark.parametrize(
+    ("backend", "workspace", "unit"),
+    [("triton-group", 8_000, (6, 1)), ("triton-block", 8_000, (6, 1)), ("triton-block", 2_000, (2, 1))],
+)
+def test_units_of_rows_and_groups_give_the_same_results(
+    monkeypatch: pytest.MonkeyPatch, backend: str, workspace: int, unit: tuple[int, int]
+) -> None:
+    """A workspace too small for the partials of all: units of so many rows and groups take turns, and dk and dv add up over them."""
+    sizes, build = [], units.key_to_rows
+    monkeypatch.setattr(units, "key_to_rows", lambda call, width, *size: sizes.append(size[:2]) or build(call, width, *size))
+    change_settings(monkeypatch, workspace_bytes=workspace)
+    check_both(backend, *make_qkv(S=6, G=2, h=2, Dk=16, S_kv=48), make_blocks(1, 6, 2, 48, 3, 16))
+    assert unit in sizes
 
 
 def _call(B: int, S: int, G: int, h: int, S_kv: int, selection: Selection) -> Call:
-    q, k, v = make_qkv(B=B, S=S, G=G, h=h, Dk=16, S_kv=S_kv)
-    checked = check_call(q, k, v, selection, None, None)
-    device = device_info(q.device)
-    return Call(*checked[:4], checked[5], checked[4], config.settings_for(device), device)
+    return make_call(*make_qkv(B=B, S=S, G=G, h=h, Dk=16, S_kv=S_kv), selection)
 
 
 @pytest.mark.parametrize("TQ", [4, 21, 64])
@@ -112,11 +106,11 @@ def test_the_block_union_names_each_block_once_with_its_rows(TQ: int) -> None:
         assert [j for j in sorted(chosen) if (j + 1) * block <= lowest] == plan.blocks[start : start + whole].tolist()
 
 
-@pytest.mark.parametrize(("section", "pairs", "piece"), [(70, 4, 16), (70, 3, 5), (32, 4, 64), (16, 1, 7)])
+@pytest.mark.parametrize(("section", "pairs", "piece"), [(36, 4, 16), (36, 3, 5), (32, 4, 64), (16, 1, 7)])
 @pytest.mark.parametrize("blocks", [True, False])
 def test_key_to_rows_lists_every_row_of_a_tile_in_order(blocks: bool, section: int, pairs: int, piece: int) -> None:
-    B, S, G, S_kv, width = 2, 70, 2, 100, 16
-    ranges = make_blocks(B, S, G, S_kv, 3, 32) if blocks else Selection.from_ranges(make_spans("mixed", B, S, G, S_kv, 40))
+    B, S, G, S_kv, width = 2, 36, 2, 70, 16
+    ranges = make_blocks(B, S, G, S_kv, 3, 32) if blocks else Selection.from_ranges(make_spans("mixed", B, S, G, S_kv, 20))
     call = _call(B, S, G, 1, S_kv, ranges)
     plan = key_to_rows(call, width, section, pairs, piece)
     ends = plan.ends.view(-1, plan.stretches)[:, -1].tolist()

@@ -3,125 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import nsa_sel
-from nsa_sel.bench.core.command_line import stderr_console
-from nsa_sel.bench.core.session import Job, run
-from nsa_sel.bench.questions import paged_caches
-from nsa_sel.bench.questions.paged_caches import GROUPS_FIRST, KEYS_FIRST, cached
 from nsa_sel.core import registry
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cases import assert_forward, assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
+from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions
+from tests.helpers.cases import assert_gradients, assert_within_twice_baseline, make_grads, plain_torch
 
-LENGTHS = (0, 1, 9, 150)  # shorter than a block among them
-PAGES = (16, 32, 64, 128, 256)
 ON_CPU = ("sdpa-packed", "numba", "triton-group", "triton-token")
-
-
-class Cache(NamedTuple):
-    """q [B,S_q,G,h,Dk], k_cache, v_cache [B,S_max,G,D] or [pages,page_size,G,D], lengths, table, a selection in logical positions."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    selection: Selection
-    cache_seqlens: Tensor
-    block_table: Tensor | None
-
-
-def make_cache(
-    lengths: tuple[int, ...] = LENGTHS,
-    page_size: int | None = 16,
-    *,
-    S_q: int = 1,
-    G: int = 2,
-    h: int = 2,
-    Dk: int = 16,
-    Dv: int = 8,
-    n: int = 3,
-    block: int | None = 16,
-    room: int = 192,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-) -> Cache:
-    """Sequences with random pages of one pool. NaN wherever no sequence has a key; -1 in the table after its last page.
-
-    Blocks (or, with block None, ranges of 5 to 40 keys anywhere) are any of the first `room` keys, future ones among them.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    B = len(lengths)
-    q = torch.randn(B, S_q, G, h, Dk, generator=generator)
-    whole = [torch.randn(B, room, G, D, generator=generator) for D in (Dk, Dv)]
-    for b, length in enumerate(lengths):
-        for x in whole:
-            x[b, length:] = math.nan
-    if block is None:
-        length = torch.randint(5, 41, (B, S_q, G, n), generator=generator)
-        start = torch.randint(0, room // n - 40, (B, S_q, G, n), generator=generator) + torch.arange(n) * (room // n)
-        selection = Selection(torch.stack((start, start + length), -1), None, 40 * n)
-    else:
-        order = torch.rand(B, S_q, G, room // block, generator=generator).argsort(-1)[..., :n]
-        order[..., 0] = torch.where((order == 0).any(-1), order[..., 0], 0)  # every sequence has a key of the first block
-        selection = Selection.from_blocks(order.int(), block)
-    table, caches = None, whole
-    if page_size is not None:
-        each = -(-room // page_size)
-        used = [-(-length // page_size) for length in lengths]
-        order = torch.randperm(sum(used) + 3, generator=generator).int()
-        table = torch.full((B, each), -1, dtype=torch.int32)
-        caches = [torch.full((len(order), page_size, *x.shape[2:]), math.nan) for x in whole]
-        taken = 0
-        for b in range(B):
-            for i in range(used[b]):
-                table[b, i] = order[taken]
-                for cache, x in zip(caches, whole, strict=True):
-                    part = x[b, i * page_size : (i + 1) * page_size]
-                    cache[order[taken], : len(part)] = part
-                taken += 1
-    tensors = [x.to(dtype).to(device) for x in (q, *caches)]
-    return Cache(
-        *tensors, selection.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), None if table is None else table.to(device)
-    )
-
-
-def gathered(cache: Cache) -> tuple[Tensor, Tensor]:
-    """k, v [B,G,S_kv,D] of every sequence, 0 where it has no key: what the baseline multiplies by 0."""
-    k, v = cache.k_cache, cache.v_cache
-    if cache.block_table is not None:
-        k, v = (x[cache.block_table.long().clamp(min=0)].flatten(1, 2) for x in (k, v))
-    there = torch.arange(k.shape[1], device=k.device) < cache.cache_seqlens.unsqueeze(1)
-    k, v = (torch.where(there[:, :, None, None], x, 0).transpose(1, 2) for x in (k, v))
-    return k, v
-
-
-def positions(cache: Cache) -> Tensor:
-    S_q = cache.q.shape[1]
-    return cache.cache_seqlens.long().unsqueeze(1) + torch.arange(-S_q, 0, device=cache.q.device)
-
-
-def check(cache: Cache, backend: str | None) -> tuple[Tensor, Tensor]:
-    """o and lse, within twice the baseline's error of the oracle; the recorded decision names the backend and the pages."""
-    with torch.no_grad():
-        o, lse = selection_attention_with_kvcache(*cache, return_lse=True, backend=backend)
-    decision = nsa_sel.decisions()[-1]
-    assert backend is None or decision.forward == backend
-    assert decision.request.page_size == (None if cache.block_table is None else cache.k_cache.shape[1])
-    assert decision.request.S == cache.q.shape[1]
-    assert_forward((o, lse), cache.q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
-    nothing = (positions(cache) < 0)[:, :, None, None]
-    assert bool((o.masked_select(nothing.unsqueeze(-1)) == 0).all())
-    assert bool((lse.masked_select(nothing) == -math.inf).all())
-    return o, lse
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
@@ -160,12 +58,10 @@ def test_only_pages_of_whole_steps_use_tma(page_size: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("names", "block_l"), [(("pages", "pages-widest"), 32), (("blocks",), 16)], ids=["forced", "of other heads"])
-def test_small_pages_never_use_tma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], block_l: int) -> None:
+def test_small_pages_never_use_tma(configure: Callable[[str], Path], names: tuple[str, ...], block_l: int) -> None:
     """Whatever a file says: a load of 32 keys (float32) would exceed a page of 16."""
-    file = tmp_path / "mine.yaml"
     configs = [f"  triton-group/decode-{name}: {{loads: tma, block_l: {block_l}, num_warps: 1, num_stages: 1}}\n" for name in names]
-    file.write_text(f"provenance: a test\nkernels:\n{''.join(configs)}")
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+    configure(f"provenance: a test\nkernels:\n{''.join(configs)}")
     check(make_cache(page_size=16, S_q=2, block=32), "triton-group")
 
 
@@ -250,15 +146,13 @@ def test_requests_with_and_without_pages_differ_only_in_page_size() -> None:
     assert "pages of 64 keys" in nsa_sel.describe(nsa_sel.decisions()[-1])
 
 
-def test_events_count_logical_positions_and_compare_with_pages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_count_logical_positions_and_compare_with_pages(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
     monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")
     cache = make_cache(n=12, block=16)  # everything
-    with caplog.at_level("INFO", logger="nsa_sel"):
-        check(cache, "triton-group")
-    events = {record.getMessage(): record.nsa_sel for record in caplog.records}  # type: ignore[attr-defined]
-    assert events["sel.triton.reads"]["tokens"] == sum(LENGTHS) * 2
-    assert events["sel.compare"]["mae"] < 1e-6
+    check(cache, "triton-group")
+    assert logged("sel.triton.reads")[-1]["tokens"] == sum(LENGTHS) * 2
+    assert logged("sel.compare")[-1]["mae"] < 1e-6
 
 
 def test_the_fallback_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,27 +181,6 @@ def test_warmup_runs_over_pages() -> None:
     (warmed,) = nsa_sel.warmup("cpu", [{"S": 1, "S_kv": 100, "page_size": 16, "dtype": "float32", "needs_grad": False}])
     assert warmed.forward == "numba"
     assert (nsa_sel.decisions()[-1].request.page_size, nsa_sel.decisions()[-1].request.S) == (16, 1)
-
-
-def test_the_bench_compares_pages_with_contiguous_caches(tmp_path: Path) -> None:
-    """Including its parity check, for one and four tokens per sequence."""
-    layouts = tuple(cached("sdpa-packed", size, layout) for layout in (KEYS_FIRST, GROUPS_FIRST) for size in (None, 64))
-    jobs = [Job(paged_caches.QUICK._replace(S=S, case=f"S{S}"), layouts, ("decode",), 8) for S in (1, 4)]
-    rows = run(jobs, tmp_path / "rows.jsonl", "cpu", stderr_console())
-    assert [(row["case"], row["backend"]) for row in rows] == [
-        (case, f"sdpa-packed, {name}, {layout}")
-        for case in ("S1", "S4")
-        for layout in (KEYS_FIRST, GROUPS_FIRST)
-        for name in ("in one piece", "pages of 64")
-    ]
-    assert all(row["mae"] < 1e-6 for row in rows)
-    *_, last = paged_caches.table(rows).splitlines()
-    assert [part.strip() for part in last.split("|")][1:4] == ["S4", "sdpa-packed", GROUPS_FIRST]
-    whole, paged = (row["ms_median"] for row in rows[-2:])
-    assert f"({paged / whole:.3f})" in last
-    assert {(case.B, case.S_kv, case.S) for case in paged_caches.serving_cases()} == {
-        (B, S_kv, S) for B, S_kv in ((1, 65536), (64, 32768), (256, 16384)) for S in (1, 4)
-    }
 
 
 @pytest.mark.parametrize(

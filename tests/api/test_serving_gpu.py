@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from nsa_sel.core import registry
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.api.test_serving import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions
+from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
 
 pytestmark = pytest.mark.gpu
@@ -37,13 +37,12 @@ def test_caches_match_the_oracle(backend: str, page_size: int | None) -> None:
 @pytest.mark.parametrize("page_size", [16, 24, 64])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_many_rows_use_tma_where_pages_hold_whole_steps(
-    page_size: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    page_size: int, dtype: torch.dtype, logged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Enough rows to fill the GPU are not split; TMA needs Hopper or newer."""
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with caplog.at_level(logging.INFO, logger="nsa_sel"):
-        check(gpu_cache(page_size, lengths=LENGTHS * 64, S_q=2, dtype=dtype), "triton-group")
-    configs = [record.nsa_sel["config"] for record in caplog.records if record.getMessage() == "sel.triton.kernel"]  # type: ignore[attr-defined]
+    check(gpu_cache(page_size, lengths=LENGTHS * 64, S_q=2, dtype=dtype), "triton-group")
+    configs = [event["config"] for event in logged("sel.triton.kernel")]
     tma = torch.cuda.get_device_capability() >= (9, 0) and page_size % 16 == 0
     assert [config.split(":")[0].split("-wide")[0] for config in configs] == [f"triton-group/decode-{'blocks' if tma else 'pages'}"]
 

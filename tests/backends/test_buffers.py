@@ -54,8 +54,8 @@ def test_deterministic_algorithms_fill_it_with_nan(device: str) -> None:
 def problem(device: str = "cpu", S: int = 2) -> tuple[Tensor, Tensor, Tensor, Selection]:
     """Few rows: the Triton backends split them, and packed SDPA gathers their keys."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    q, k, v = (x.to(device, dtype).requires_grad_() for x in make_qkv(1, S, 1, 2, 16, S_kv=160))
-    return q, k, v, make_blocks(1, S, 1, 160, 5, 16, device=device)
+    q, k, v = (x.to(device, dtype).requires_grad_() for x in make_qkv(1, S, 1, 2, 16, S_kv=96))
+    return q, k, v, make_blocks(1, S, 1, 96, 5, 16, device=device)
 
 
 def results(backend: str, arguments: tuple[Any, ...], workspace: Tensor | None) -> tuple[Tensor, ...]:
@@ -70,7 +70,7 @@ def test_a_workspace_changes_no_result_and_holds_none(backend: str, device: str)
     arguments = problem(device)
     workspace = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=device)  # NaN to whoever reads what it did not write
     expected = results(backend, arguments, None)
-    for buffer in (workspace, workspace[3:], workspace.view(-1, 256)):
+    for buffer in (workspace[3:], workspace.view(-1, 256)):  # of any alignment and shape
         got = results(backend, arguments, buffer)
         assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     assert (workspace != 0xFF).any(), "nothing was taken from it"

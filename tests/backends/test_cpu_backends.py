@@ -31,6 +31,7 @@ from tests.helpers.cases import (
     oracle_results,
     plain_results,
 )
+from tests.helpers.pairwise import pairwise
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-14}  # mean absolute error; packed SDPA's is relative to results larger than 1
 SHAPES = [  # B, S, G, h, Dk, Dv, S_kv
@@ -113,16 +114,13 @@ def check_call(way: str, call: Call, do: Tensor | None = None) -> None:
     assert not any(results[0][i][rows].any() for i in (0, 2))
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "kind", "dtype"), pairwise(SHAPES, DISTRIBUTIONS, list(LIMITS)))
 def test_spans(way: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
     B, S, G, h, Dk, Dv, S_kv = shape
     check(way, *make_qkv(B, S, G, h, Dk, Dv, S_kv=S_kv, dtype=dtype), make_spans(kind, B, S, G, S_kv, L=90))
 
 
-@pytest.mark.parametrize("h", [1, 3, 4, 6, 12])
-@pytest.mark.parametrize("block_size", [5, 16, 64, 128])
+@pytest.mark.parametrize(("h", "block_size"), [(1, 5), (3, 16), (6, 64), (12, 128), (16, 16)])
 def test_blocks(way: str, h: int, block_size: int) -> None:
     check(way, *make_qkv(1, 70, 2, h, 32, S_kv=300), make_blocks(1, 70, 2, 300, 4, block_size))
 
@@ -142,8 +140,7 @@ def test_decode(way: str, h: int) -> None:
     check(way, q, k, v, make_spans("mixed", 3, 1, 2, 200, L=70), q_pos=torch.tensor([[4], [77], [129]]))
 
 
-@pytest.mark.parametrize("scale", [0.7, -0.3, 0.0])
-@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize(("per_sequence", "scale"), [(False, 0.7), (True, -0.3), (False, 0.0)])
 def test_positions_and_scale(way: str, per_sequence: bool, scale: float) -> None:
     q_pos = torch.randint(0, 140, (2, 30) if per_sequence else (30,), dtype=torch.int32 if per_sequence else torch.int64)
     q, k, v = make_qkv(2, 30, 2, 2, 16, 8, S_kv=140)
@@ -181,11 +178,10 @@ def assert_same(way: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...])
 
 
 @pytest.mark.parametrize("way", WAYS_FOR_BAD_KEYS)
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize(("n", "Dv"), [(2, 16), (2, 8), (1, 16)])
-def test_keys_that_no_row_selects_may_hold_anything(way: str, n: int, Dv: int, bad: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("bad", "sizes", "dtype"), pairwise([math.nan, math.inf], [(2, 16), (2, 8), (1, 16)], list(LIMITS)))
+def test_keys_that_no_row_selects_may_hold_anything(way: str, bad: float, sizes: tuple[int, int], dtype: torch.dtype) -> None:
     """Keys between the ranges, and keys beyond t; and rows that select nothing."""
+    n, Dv = sizes
     q, k, v = make_qkv(2, 30, 1, 2, 16, Dv, S_kv=100, dtype=dtype)
     ranges = torch.tensor([[3, 9], [60, 500]][-n:], dtype=torch.int32).repeat(2, 30, 1, 1, 1)
     ranges[:, ::4] = 0
@@ -216,9 +212,9 @@ def test_a_bad_key_stays_with_the_row_that_selects_it(way: str, n: int, bad: flo
     assert_same(way, *unspoilt)
 
 
-@pytest.mark.parametrize("kind", [*DISTRIBUTIONS, "blocks", "one range"])
-@pytest.mark.parametrize("Dv", [32, 16])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "Dv", "dtype"), pairwise([*DISTRIBUTIONS, "blocks", "one range"], [32, 16], [torch.float16, torch.bfloat16])
+)
 def test_16_bit_errors_are_within_twice_the_baseline(way: str, dtype: torch.dtype, Dv: int, kind: str) -> None:
     q, k, v = make_qkv(2, 48, 2, 4, 32, Dv, S_kv=160, dtype=dtype)
     spans = make_spans(kind, 2, 48, 2, 160, L=90) if kind in DISTRIBUTIONS else edge_selections(2, 48, 2, 160)["one_contiguous"]

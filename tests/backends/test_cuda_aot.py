@@ -26,6 +26,7 @@ from nsa_sel.errors import BackendError
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.aot import OF_CUDA, TARGETS, target_call
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.damage import OF_THE_FILE, OF_THE_FOLDER
 from tests.helpers.emulate import packed
 
 pytestmark = pytest.mark.slow  # in all: a compiler at work
@@ -191,33 +192,9 @@ def test_kept_code_is_the_users_alone(kept: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in (kept.parent.parent, kept.parent, kept)] == [0o700, 0o700, 0o600]
 
 
-def gone_to_another_user(file: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root may give a file away")
-    os.chown(file, 12345, -1)
-
-
-def as_a_fifo(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def as_a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
 @pytest.mark.parametrize(
     ("damage", "words", "mended"),
-    [
-        (lambda file: file.chmod(0o660), r"k.cubin may be written by other users \(-rw-rw----\): remove it, or `chmod go-w` it", True),
-        (lambda file: file.parent.chmod(0o777), r"cubins may be written by other users \(drwxrwxrwx\): remove it, or `chmod go-w`", False),
-        (gone_to_another_user, r"k.cubin belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE", True),
-        (lambda file: gone_to_another_user(file.parent), r"cubins belongs to another user \(uid 12345\): remove it", False),
-        (lambda file: file.symlink_to(file.rename(file.with_name("elsewhere"))), "k.cubin is a symbolic link: remove it", True),
-        (as_a_fifo, "k.cubin is a FIFO, not a regular file: remove it", True),
-        (as_a_folder, "k.cubin is a directory, not a regular file: remove it", False),
-    ],
+    [*((*how, True) for how in OF_THE_FILE), *((*how, False) for how in OF_THE_FOLDER)],
 )
 def test_code_that_others_may_have_written_is_not_loaded(kept: Path, damage: Any, words: str, mended: bool) -> None:
     damage(kept)

@@ -20,7 +20,7 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.varlen import selection_attention_varlen
 from tests.helpers.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
-from tests.helpers.poison import check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
+from tests.helpers.poison import EMPTY_PLACES, check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
 from tests.helpers.varlen_cases import check_sequences, pack
 
 pytestmark = needs_compiler
@@ -178,8 +178,8 @@ def test_poison_matrix(monkeypatch: pytest.MonkeyPatch, h: int) -> None:
             return o, lse, *cupy_cuda.backward(call, o, lse, do, dlse)
 
     mask = selected(selection, q, k)
-    check_empty_rows(run, q, k, v, mask, float("nan"))
-    check_one_row(run, q, k, v, mask, row, float("nan"), reach=16)
+    check_empty_rows(run, q, k, v, mask, {"nan": EMPTY_PLACES})
+    check_one_row(run, q, k, v, mask, row, ("nan",), reach=16)
 
 
 def test_a_list_of_rows_that_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

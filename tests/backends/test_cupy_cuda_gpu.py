@@ -21,7 +21,7 @@ from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.cases import assert_forward, make_blocks, make_grads, make_qkv
 from tests.helpers.parity import attend, check_both, check_deterministic, check_forward, check_poison
 from tests.helpers.paths import ROOT
-from tests.helpers.poison import POISONS, check_empty_rows, check_one_row, rows_with_holes, selected, through
+from tests.helpers.poison import check_empty_rows, check_one_row, rows_with_holes, selected, through
 
 LACKING = registry.missing("cupy-cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))]
@@ -170,11 +170,8 @@ def test_poison_matrix_of_hopper(started: list[str], h: int, Dk: int, Dv: int, b
     q, k, v = make_qkv(B=2, S=S, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=dtype, device="cuda")
     selection, row = rows_with_holes(2, S, 2, S_kv, block, 3, device="cuda")
     run, mask = through("cupy-cuda", selection), selected(selection, q, k)
-    check_empty_rows(run, q, k, v, mask, POISONS["nan"])
-    for poison in ("inf", "negative", "huge"):
-        check_empty_rows(run, q, k, v, mask, POISONS[poison], ("all",))
-    for poison in ("nan", "inf", "huge"):
-        check_one_row(run, q, k, v, mask, row, POISONS[poison])
+    check_empty_rows(run, q, k, v, mask)
+    check_one_row(run, q, k, v, mask, row)
     ran = ("forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu" if Dk <= 128 else "dkdv_tiles.cu")
     for kernel in ran if block != 32 else ():
         assert_ran(started, kernel)
@@ -188,8 +185,7 @@ def test_poison_matrix_of_a_batch_that_decodes(started: list[str]) -> None:
     q_pos = lengths.cuda() - 1
     selection = make_blocks(B, 1, 3, S_kv, 5, 64, device="cuda")
     run, mask = through("cupy-cuda", selection, q_pos=q_pos), selected(selection, q, k, q_pos.cpu())
-    for poison in ("nan", "inf", "huge"):
-        check_empty_rows(run, q, k, v, mask, POISONS[poison], ("all",))
+    check_empty_rows(run, q, k, v, mask, dict.fromkeys(("nan", "inf", "huge"), ("all",)))
     assert_ran(started, "forward_blocks.cu")
 
 
@@ -214,18 +210,6 @@ def test_streams_share_a_plan() -> None:
     assert all(torch.equal(o, expected) for o in found)
 
 
-def test_the_first_call_of_a_thread() -> None:
-    """A thread in which nothing has bound the device's context, as autograd's are."""
-    q, k, v = make_qkv(S=50, G=1, h=4, Dk=64, dtype=torch.bfloat16, device="cuda")
-    selection = make_blocks(1, 50, 1, 50, 2, 16, device="cuda")
-    expected = attend("cupy-cuda", q, k, v, selection)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(attend("cupy-cuda", q, k, v, selection)))
-    thread.start()
-    thread.join()
-    assert [torch.equal(a, b) for a, b in zip(found[0], expected, strict=True)] == [True, True]
-
-
 def test_threads_at_once() -> None:
     """Threads pack their arguments apart."""
     cases = []
@@ -238,9 +222,7 @@ def test_threads_at_once() -> None:
 
     def work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: Selection, expected: torch.Tensor) -> None:
         for _ in range(50):
-            from nsa_sel import selection_attention
-
-            same.append(torch.equal(selection_attention(q, k, v, selection, backend="cupy-cuda"), expected))
+            same.append(torch.equal(nsa_sel.selection_attention(q, k, v, selection, backend="cupy-cuda"), expected))
 
     threads = [threading.Thread(target=work, args=case) for case in cases]
     for thread in threads:

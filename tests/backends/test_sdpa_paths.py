@@ -172,13 +172,10 @@ def test_the_dense_path_on_a_gpu(dtype: torch.dtype, path: str, monkeypatch: pyt
             check_poison("sdpa-packed", q, k, v, selection)
 
 
-def test_the_event_tells_the_path(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_event_tells_the_path(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     q, k, v = make_qkv(1, 8, 1, 2, 16)
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    with caplog.at_level("INFO", "nsa_sel"):
-        for path in ("dense", "varlen"):
-            monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
-            nsa_sel.selection_attention(q, k, v, edge_selections(1, 8, 1, 16)["one_contiguous"], backend="sdpa-packed")
-            (event,) = [record.nsa_sel for record in caplog.records if record.getMessage() == "sel.path"]
-            assert event == {"backend": "sdpa-packed", "path": path}
-            caplog.clear()
+    for path in ("dense", "varlen"):
+        monkeypatch.setenv("NSA_SEL_TRITON_FORCE_PATH", path)
+        nsa_sel.selection_attention(q, k, v, edge_selections(1, 8, 1, 16)["one_contiguous"], backend="sdpa-packed")
+    assert logged("sel.path") == [{"backend": "sdpa-packed", "path": path} for path in ("dense", "varlen")]

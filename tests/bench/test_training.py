@@ -31,6 +31,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
+texts = load("byte_text")  # which the example imports
 example, comparison = load("train_nsa_lm"), load("compare_losses")
 
 
@@ -139,7 +140,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "run", 2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArgumentError, match=r"^--text is 0 bytes below .*python3-doc"):
-        example.load_text(tmp_path / "empty", tmp_path / "text.bin", 128)
+        texts.load_text(tmp_path / "empty", tmp_path / "text.bin", 128)
     (tmp_path / "run" / "losses.jsonl").write_text("")
     with pytest.raises(ArgumentError, match=r"^a run is .* without a step"):
         comparison.losses(tmp_path / "run")
@@ -154,8 +155,8 @@ def test_text_is_documentation_once(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text(long)  # the same again
     (tmp_path / "a.py").write_text(f'"""{long}more"""\nx = 1\n')
     (tmp_path / "d.rst").write_text("short")
-    assert list(example.documentation([tmp_path], 1 << 20)) == [long.encode(), f"{long}more".encode()]
-    assert list(example.documentation([tmp_path], 10)) == [long.encode()]
+    assert list(texts.documentation([tmp_path], 1 << 20)) == [long.encode(), f"{long}more".encode()]
+    assert list(texts.documentation([tmp_path], 10)) == [long.encode()]
 
 
 @pytest.mark.gpu

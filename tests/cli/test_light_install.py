@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 
@@ -37,26 +38,40 @@ def test_attention_and_its_explanation_need_no_extra() -> None:
     assert "package numba is None, required >= 0.60; pip install 'nsa-sel[cpu]'" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("code", "blocked", "words"),
-    [
-        (CALL + "nsa_sel.selection_attention(q, k, v, selection, backend='numba')", ("numba",), "pip install 'nsa-sel[cpu]'"),
-        *(
-            ("from nsa_sel.__main__ import main; main()", (name,), f"error: nsa-sel needs the package {name}, which is not installed."
-             " Remedy: pip install 'nsa-sel[cli]'")
-            for name in ("typer", "rich", "tabulate", "safetensors")
-        ),
-        ("sys.argv[1:] = ['demo']; from nsa_sel.__main__ import main; main()", ("matplotlib",),
-         "error: nsa-sel demo needs the package matplotlib, which is not installed. Remedy: pip install 'nsa-sel[report]'"),
-        ("sys.argv[1:] = ['report', 'README.md']; from nsa_sel.__main__ import main; main()", ("matplotlib",), "'nsa-sel[report]'"),
-        ("from nsa_sel.telemetry import prometheus; prometheus.text()", ("prometheus_client",), "pip install 'nsa-sel[prometheus]'"),
-    ],
-)  # fmt: skip
-def test_a_missing_extra_is_one_sentence_with_the_command(code: str, blocked: tuple[str, ...], words: str) -> None:
-    done = run(code, blocked)
-    assert done.returncode != 0
-    assert words in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr or "main" not in code
+MAIN = "from nsa_sel.__main__ import main; main()"
+OF_CLI = "error: nsa-sel needs the package {}, which is not installed. Remedy: pip install 'nsa-sel[cli]'"
+OF_DEMO = "error: nsa-sel demo needs the package matplotlib, which is not installed. Remedy: pip install 'nsa-sel[report]'"
+MISSING = [  # package, what needs it, fragment of the last line
+    ("numba", CALL + "nsa_sel.selection_attention(q, k, v, selection, backend='numba')", "pip install 'nsa-sel[cpu]'"),
+    *((name, MAIN, OF_CLI.format(name)) for name in ("typer", "rich", "tabulate", "safetensors")),
+    ("matplotlib", f"sys.argv[1:] = ['demo']; {MAIN}", OF_DEMO),
+    ("matplotlib", f"sys.argv[1:] = ['report', 'README.md']; {MAIN}", "'nsa-sel[report]'"),
+    ("prometheus_client", "from nsa_sel.telemetry import prometheus; prometheus.text()", "pip install 'nsa-sel[prometheus]'"),
+]
+EACH = """
+import json, os, tempfile
+for package, code, _ in {missing!r}:
+    with tempfile.TemporaryFile("w+") as told:
+        child = os.fork()
+        if child == 0:
+            os.dup2(told.fileno(), 2)
+            sys.modules[package] = None
+            exec(code)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        told.seek(0)
+        print(json.dumps([status, told.read()]))
+"""
+
+
+def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
+    """Each in a child of one process, in which torch and nsa_sel alone are imported: as the test above shows, that needs no extra."""
+    done = run(EACH.format(missing=MISSING), ())
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    for (package, code, words), (status, told) in zip(MISSING, results, strict=True):
+        assert status != 0, package
+        assert words in told.splitlines()[-1]
+        assert "Traceback" not in told or MAIN not in code
 
 
 def test_the_public_names_are_shown() -> None:

@@ -20,8 +20,8 @@ import nsa_sel
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
-from tests.api.test_serving import gathered, make_cache, positions
 from tests.fuzz.generators import Case, Facts
+from tests.helpers.cache_cases import gathered, make_cache, positions
 from tests.helpers.cases import RESULTS, assert_within_twice_baseline, lse_dtype, make_qkv, oracle_results, plain_results
 from tests.helpers.varlen_cases import Packed, bounds, seen_keys
 

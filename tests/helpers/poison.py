@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from tests.helpers.parity import attend
 Run = Callable[..., tuple[Tensor, ...]]
 POISONS = {"nan": float("nan"), "inf": float("inf"), "negative": float("-inf"), "huge": 1e38}  # huge: products overflow
 EMPTY_PLACES = ("q", "do", "dlse", "keys", "all")
+ALL_POISONS = {"nan": EMPTY_PLACES, **dict.fromkeys(("inf", "negative", "huge"), ("all",))}  # and where to put each
 
 
 @contextlib.contextmanager
@@ -71,7 +72,9 @@ def put(x: Tensor, where: Tensor, value: float) -> Tensor:
     return torch.where(mask, torch.tensor(value, dtype=x.dtype, device=x.device), x)
 
 
-def check_empty_rows(run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, value: float, places: Sequence[str] = EMPTY_PLACES) -> None:
+def check_empty_rows(
+    run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, poisons: Mapping[str, Sequence[str]] = ALL_POISONS
+) -> None:  # fmt: skip
     """Rows that select nothing give o = 0, lse = -inf, dq = 0, and leave all else bit-equal, whatever they and keys of nobody hold."""
     empty, unused = ~mask.any(-1), ~mask.any(1)
     assert bool(empty.any())
@@ -79,25 +82,25 @@ def check_empty_rows(run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, va
     do, dlse = make_grads(q, v)
     dlse = put(dlse, empty, 0.0)
     clean = run(q, k, v, do, dlse)
-    for place in places:
-        at = {"keys": ("k", "v"), "all": ("q", "k", "v", "do", "dlse")}.get(place, (place,))
-        inputs = {"q": (q, empty), "k": (k, unused), "v": (v, unused), "do": (do, empty), "dlse": (dlse, empty)}
-        found = run(*(put(x, where, value) if name in at else x for name, (x, where) in inputs.items()))
+    inputs = {"q": (q, empty), "k": (k, unused), "v": (v, unused), "do": (do, empty), "dlse": (dlse, empty)}
+    for poison, place in ((poison, place) for poison, places in poisons.items() for place in places):
+        at = {"keys": ("k", "v"), "all": inputs}.get(place, (place,))
+        found = run(*(put(x, where, POISONS[poison]) if name in at else x for name, (x, where) in inputs.items()))
         o, lse, dq, dk, dv = found
-        assert int(torch.count_nonzero(o[empty])) == 0, place
-        assert bool((lse[empty] == float("-inf")).all()), place
-        assert int(torch.count_nonzero(dq[empty])) == 0, place
-        assert all(int(torch.count_nonzero(x[unused])) == 0 for x in (dk, dv)), place
+        assert int(torch.count_nonzero(o[empty])) == 0, (poison, place)
+        assert bool((lse[empty] == float("-inf")).all()), (poison, place)
+        assert int(torch.count_nonzero(dq[empty])) == 0, (poison, place)
+        assert all(int(torch.count_nonzero(x[unused])) == 0 for x in (dk, dv)), (poison, place)
         for name, before, after in zip(RESULTS, clean, found, strict=True):
-            assert not bool(before.isnan().any()), (place, name)
-            assert torch.equal(after, before), (place, name)
+            assert not bool(before.isnan().any()), (poison, place, name)
+            assert torch.equal(after, before), (poison, place, name)
     o, lse, dq, _, _ = run(q, k * float("nan"), v * float("nan"), do, dlse)  # of keys that others select
     assert int(torch.count_nonzero(o[empty])) == int(torch.count_nonzero(dq[empty])) == 0
     assert bool((lse[empty] == float("-inf")).all())
 
 
 def check_one_row(
-    run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, s: int, value: float, places: Sequence[str] = ("q", "do"), reach: int = 64
+    run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, s: int, poisons: Sequence[str] = ("nan", "inf", "huge"), reach: int = 64
 ) -> None:
     """Row s, which selects something, may spoil its own o, lse and dq, and dk and dv of the tiles of `reach` keys in which it selects any:
     nothing else. A NaN in its q shows in all of its results."""
@@ -111,10 +114,11 @@ def check_one_row(
     assert bool((far & mask.any(1)).any())
     clean = run(q, k, v, do, dlse)
     tolerance = max(4 * torch.finfo(q.dtype).eps, 1e-5)  # a maximum that other rows follow may have been the poisoned row's
-    for place in places:
-        found = run(put(q, row, value) if place == "q" else q, k, v, put(do, row, value) if place == "do" else do, dlse)
-        for name, before, after in zip(RESULTS, clean, found, strict=True):
-            others = far if name in ("dk", "dv") else ~row
-            assert torch.allclose(after[others], before[others], rtol=tolerance, atol=tolerance), (place, name)
-        if place == "q" and value != value:
-            assert all(bool(x[row].isnan().all()) for x in found[:3]), place
+    for poison in poisons:
+        bad_q, bad_do = put(q, row, POISONS[poison]), put(do, row, POISONS[poison])
+        results = {"q": run(bad_q, k, v, do, dlse), "do": run(q, k, v, bad_do, dlse)}
+        for place, found in results.items():
+            for name, before, after in zip(RESULTS, clean, found, strict=True):
+                others = far if name in ("dk", "dv") else ~row
+                assert torch.allclose(after[others], before[others], rtol=tolerance, atol=tolerance), (poison, place, name)
+        assert poison != "nan" or all(bool(x[row].isnan().all()) for x in results["q"][:3])

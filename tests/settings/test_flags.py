@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,9 @@ runtime:
 
 
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "pinned.yaml"
-    file.write_text(PINNED)
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+def pinned(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> Path:
     monkeypatch.setattr(registry, "offers", lambda request: OFFERS)
+    return configure(PINNED)
 
 
 DECIDING = [  # flag, text, request, device, forward without the flag, forward with it, a reason then
@@ -243,11 +241,9 @@ def test_decisions_are_remembered_until_a_flag_changes(monkeypatch: pytest.Monke
     assert again == first
 
 
-@pytest.mark.usefixtures("pinned")
-def test_an_edited_file_is_read_anew_once_decisions_are_forgotten() -> None:
-    file = Path(os.environ["NSA_SEL_CONFIG"])
+def test_an_edited_file_is_read_anew_once_decisions_are_forgotten(pinned: Path) -> None:
     assert settings_for(H100).sel_triton_min_L == 4096
-    file.write_text(PINNED.replace("4096", "8193"))
+    pinned.write_text(PINNED.replace("4096", "8193"))
     assert nsa_sel.explain_request(LONG, H100).forward == "triton-group"
     nsa_sel.reset()
     decision = nsa_sel.explain_request(LONG, H100)
@@ -287,9 +283,10 @@ def test_packages_add_backends_by_entry_point(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("fresh_registry")
-def test_a_file_may_prefer_what_a_package_adds_while_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("provenance: x\nruntime: {prefer_forward: [toy]}\n")
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "mine.yaml"))
+def test_a_file_may_prefer_what_a_package_adds_while_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]
+) -> None:
+    configure("provenance: x\nruntime: {prefer_forward: [toy]}\n")
     with pytest.raises(ConfigError, match=r"mine.yaml: prefer_forward is 'toy'; allowed: .*numba.* or install the package that brings"):
         nsa_sel.explain_request(LONG, H100)
     entry_point(monkeypatch, toy().backend)

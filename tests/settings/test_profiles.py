@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,20 +186,17 @@ def test_the_devices_of_the_adr_are_told_alike(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.usefixtures("nobody_told")
-def test_what_is_measured_forced_or_the_users_own_is_not_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_measured_forced_or_the_users_own_is_not_told(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> None:
     assert warned(SHORT, H200) == warned(SHORT, TOO_OLD) == warned(SHORT, CPU) == warned(SHORT, A100, "triton-group") == []
     explain_request(SHORT, A100)
-    (tmp_path / "own.yaml").write_text("provenance: own rows\nruntime: {sel_triton_min_L: 128}\n")
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+    configure("provenance: own rows\nruntime: {sel_triton_min_L: 128}\n")
     assert warned(SHORT, A100) == []
     monkeypatch.delenv("NSA_SEL_CONFIG")
     assert len(warned(SHORT, A100)) == 1
 
 
-def test_values_of_a_users_file_are_not_assumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "own.yaml"
-    file.write_text("provenance: own rows\nruntime: {sel_triton_min_L: {backward: 512}}\n")
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+def test_values_of_a_users_file_are_not_assumed(configure: Callable[[str], Path]) -> None:
+    file = configure("provenance: own rows\nruntime: {sel_triton_min_L: {backward: 512}}\n")
     found, measured = settings_for(H100), settings_for(H200)
     assert found.sel_triton_min_L == {"forward": measured.min_length("forward"), "backward": 512, "decode": measured.min_length("decode")}
     assert found.sources["sel_triton_min_L"] == found.profile == str(file)
@@ -222,10 +219,8 @@ def test_the_gate_is_that_of_the_way(way: Way) -> None:
     assert counterfactuals(decision) == (() if way == "backward" else ("triton-group would be picked from L >= 2000; here L = 1024",))
 
 
-def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "own.yaml"
-    file.write_text("provenance: own rows\nruntime: {sel_triton_min_L: {forward: 512}}\n")
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(file))
+def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> None:
+    configure("provenance: own rows\nruntime: {sel_triton_min_L: {forward: 512}}\n")
     assert settings_for(RTX4090).sel_triton_min_L == {"forward": 512, "backward": 4096, "decode": 4096}
     monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "32")
     assert {settings_for(RTX4090).min_length(way) for way in WAYS} == {32}

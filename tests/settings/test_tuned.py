@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from nsa_sel.settings.schema import KernelConfig, Way
 from nsa_sel.settings.tuned import bucket_of_length, class_of_heads, stamp_of
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.cases import make_qkv, make_spans
+from tests.helpers.damage import OF_THE_FILE, OF_THE_FOLDER
 from tests.helpers.paths import ROOT
 from tests.helpers.policy_cases import A100, CPU, H100, H200, SHORT, replace
 from tests.helpers.tune_cases import FORWARD, OTHER, key, one_problem_job, result, times, write
@@ -91,24 +93,20 @@ def test_another_gpu_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("off", ["environment", "file"])
-def test_tuning_can_be_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, off: str) -> None:
+def test_tuning_can_be_ignored(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path], off: str) -> None:
     write(result())
     assert launch() == OTHER
     if off == "environment":
         monkeypatch.setenv("NSA_SEL_AUTOTUNE", "off")
     else:
-        (tmp_path / "own.yaml").write_text("provenance: mine\nruntime: {autotune: off}\n")
-        monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+        configure("provenance: mine\nruntime: {autotune: off}\n")
     assert launch() == COMMITTED
     assert explain_request(SHORT, H200).settings.tuned is None
 
 
-def test_environment_and_configuration_override_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_and_configuration_override_tuning(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> None:
     write(result(), result("triton-group/dkdv", KernelConfig(32, 8, 1, 64), key("backward")))
-    (tmp_path / "own.yaml").write_text(
-        f"provenance: mine\nkernels:\n  {FORWARD}: {{loads: tma, block_l: 16, num_warps: 1, num_stages: 1}}\n"
-    )
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(tmp_path / "own.yaml"))
+    configure(f"provenance: mine\nkernels:\n  {FORWARD}: {{loads: tma, block_l: 16, num_warps: 1, num_stages: 1}}\n")
     assert launch().block_l == 16
     assert launch(kernel="triton-group/dkdv").num_warps == 8
     monkeypatch.setenv("NSA_SEL_TRITON_BLOCK_L", "128")
@@ -217,44 +215,12 @@ def test_a_corrupt_file_is_reported_once_and_ignored(folder: Path, logged: Any, 
     assert "remove the file and run `nsa-sel tune` again" in ignored["words"]
 
 
-def as_a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def as_a_fifo(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def as_a_link(file: Path) -> None:
-    file.symlink_to(file.rename(file.with_name("elsewhere")))
-
-
 def as_a_link_to_nothing(file: Path) -> None:
     file.unlink()
     file.symlink_to("nowhere")
 
 
-def as_another_users(file: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root may give a file away")
-    os.chown(file, 12345, -1)
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda file: file.chmod(0o666), r"may be written by other users \(-rw-rw-rw-\): remove it, or `chmod go-w` it"),
-        (lambda file: file.parent.chmod(0o770), r"tuned may be written by other users \(drwxrwx---\): remove it, or `chmod go-w` it"),
-        (as_another_users, r"belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
-        (lambda file: as_another_users(file.parent), r"tuned belongs to another user \(uid 12345\): remove it, or set NSA_SEL_CACHE"),
-        (as_a_folder, "is a directory, not a regular file: remove it"),
-        (as_a_fifo, "is a FIFO, not a regular file: remove it"),
-        (as_a_link, "is a symbolic link: remove it"),
-        (as_a_link_to_nothing, "is a symbolic link: remove it"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "words"), [*OF_THE_FILE, *OF_THE_FOLDER, (as_a_link_to_nothing, "is a symbolic link: remove it")])
 def test_a_file_that_is_not_the_users_alone_is_not_used(folder: Path, logged: Any, damage: Any, words: str) -> None:
     write(result())
     (file,) = folder.glob("*.json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -34,12 +33,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def events(caplog: pytest.LogCaptureFixture) -> Any:
-    caplog.set_level(logging.INFO, logger="nsa_sel")
-    return lambda name: [record.__dict__["nsa_sel"] for record in caplog.records if record.getMessage() == name]
-
-
-@pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """As if a CUDA graph were being captured, until told otherwise."""
     state = {"capturing": True}
@@ -57,16 +50,16 @@ def call() -> torch.Tensor:
 # warmup()
 
 
-def test_each_request_runs_both_ways_and_its_time_is_logged(events: Any) -> None:
+def test_each_request_runs_both_ways_and_its_time_is_logged(logged: Any) -> None:
     warmed = nsa_sel.warmup("cpu", [SMALL, {**SMALL, "S": 1, "needs_grad": False}])
     assert [(each.forward, each.backward) for each in warmed] == [("numba", "numba"), ("numba", None)]
     assert warmed[0].ms_forward > 0
     assert (warmed[0].ms_backward or 0) > 0
     assert warmed[1].ms_backward is None
-    logged = events("sel.triton.warmup")
-    assert [event["request"] for event in logged] == [each.request for each in warmed]
-    assert logged[0]["ms_forward"] == warmed[0].ms_forward
-    assert logged[0]["fingerprint"] == nsa_sel.decisions()[-1].settings.fingerprint
+    told = logged("sel.triton.warmup")
+    assert [event["request"] for event in told] == [each.request for each in warmed]
+    assert told[0]["ms_forward"] == warmed[0].ms_forward
+    assert told[0]["fingerprint"] == nsa_sel.decisions()[-1].settings.fingerprint
 
 
 @pytest.mark.parametrize("block_size", [8, None])
@@ -118,30 +111,30 @@ def test_nothing_warms_up_or_tunes_within_a_capture(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("flag", ["warmup", "warmup-tune"])
-def test_the_first_call_on_a_device_warms_up(monkeypatch: pytest.MonkeyPatch, events: Any, flag: str) -> None:
+def test_the_first_call_on_a_device_warms_up(monkeypatch: pytest.MonkeyPatch, logged: Any, flag: str) -> None:
     call()
-    assert events("sel.triton.warmup") == []
+    assert logged("sel.triton.warmup") == []
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", flag)
     first, second = call(), call()
     assert torch.equal(first, second)
-    (event,) = events("sel.triton.warmup")
+    (event,) = logged("sel.triton.warmup")
     assert event["request"].S == 4
-    assert len(events("sel.decision")) == 4  # three calls, and that of the warm-up
+    assert len(logged("sel.decision")) == 4  # three calls, and that of the warm-up
     nsa_sel.reset()
     call()
-    assert len(events("sel.triton.warmup")) == 2
+    assert len(logged("sel.triton.warmup")) == 2
 
 
-def test_a_warmup_waits_for_the_end_of_a_capture(monkeypatch: pytest.MonkeyPatch, capture: dict[str, bool], events: Any) -> None:
+def test_a_warmup_waits_for_the_end_of_a_capture(monkeypatch: pytest.MonkeyPatch, capture: dict[str, bool], logged: Any) -> None:
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "warmup-tune")
     call()
-    assert events("sel.triton.warmup") == []
+    assert logged("sel.triton.warmup") == []
     capture["capturing"] = False
     call()
-    assert len(events("sel.triton.warmup")) == 1
+    assert len(logged("sel.triton.warmup")) == 1
 
 
-def test_a_warmup_that_fails_is_told_and_the_call_runs(monkeypatch: pytest.MonkeyPatch, events: Any) -> None:
+def test_a_warmup_that_fails_is_told_and_the_call_runs(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
     monkeypatch.setenv("NSA_SEL_AUTOTUNE", "warmup")
 
     def fail(*arguments: Any) -> None:
@@ -150,9 +143,9 @@ def test_a_warmup_that_fails_is_told_and_the_call_runs(monkeypatch: pytest.Monke
     monkeypatch.setattr(core_warm, "_tensors", fail)
     with pytest.warns(RuntimeWarning, match="the warm-up failed, kernels compile at their first call: .*no room"):
         assert call().isfinite().all()
-    assert "no room" in events("sel.triton.warmup")[0]["error"]
+    assert "no room" in logged("sel.triton.warmup")[0]["error"]
     call()
-    assert len(events("sel.triton.warmup")) == 1
+    assert len(logged("sel.triton.warmup")) == 1
 
 
 def test_what_a_warmup_tunes_serves_the_call_that_began_it(monkeypatch: pytest.MonkeyPatch) -> None:
