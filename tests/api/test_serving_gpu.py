@@ -12,6 +12,7 @@ from nsa_sel.oracle import oracle_forward
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, gathered, make_cache, positions
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
+from tests.helpers.graphs import captured, no_waiting, replayed
 
 pytestmark = pytest.mark.gpu
 
@@ -58,24 +59,12 @@ def test_a_graph_follows_writes_into_its_inputs(backend: str, page_size: int | N
         return o, lse
 
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            o, lse = call()
+        graph, outputs = captured(call)
     for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
         if getattr(first, name) is not None:
             getattr(first, name).copy_(getattr(other, name))
     first.selection.ranges.copy_(other.selection.ranges)
-    o.fill_(float("nan"))
-    lse.fill_(float("nan"))
-    graph.replay()
-    eager = check(other, backend)
-    assert torch.equal(o, eager[0])
-    assert torch.equal(lse, eager[1])
+    assert all(map(torch.equal, replayed(graph, outputs), check(other, backend)))
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
@@ -83,11 +72,8 @@ def test_calls_never_wait_for_the_device(page_size: int | None) -> None:
     cache = gpu_cache(page_size)
     for backend in ("triton-group", "sdpa-packed", None):
         selection_attention_with_kvcache(*cache, backend=backend)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             selection_attention_with_kvcache(*cache, backend=backend)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_lengths_past_the_end_are_clamped() -> None:

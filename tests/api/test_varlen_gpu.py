@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import nsa_sel
 from nsa_sel import compat
 from nsa_sel.core import packed as packed_batches
 from nsa_sel.selection import Selection
+from tests.helpers.graphs import captured, no_waiting, replayed
 from tests.helpers.varlen_cases import Packed, assert_unselected_keys_change_nothing, attend_varlen, check_varlen, pack
 from tests.test_triton_sel_parity_gpu import DTYPES, on_gpu, on_ranges
 
@@ -97,14 +99,10 @@ def test_calls_never_wait_for_the_device(backend: str, dtype: str, lengths: tupl
     expected = step(backend, packed)  # compiles
     fresh = packed._replace(selection=Selection(packed.selection.ranges, 32))
     options = on_device(packed)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         found = step(backend, fresh, block_aligned=True, **options)
         fresh.selection.forget_plans()
         listed = step(backend, fresh)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for one, other, third in zip(expected, found, listed, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
@@ -115,12 +113,8 @@ def test_a_copy_never_waits_and_is_bit_equal_again(backend: str, dtype: str) -> 
     packed = pack(MIXED, block_size=32, spare=5, dtype=DTYPES[dtype], **SIZES)
     expected = step(backend, packed, align=True)  # compiles
     options = on_device(packed)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         found = [step(backend, packed._replace(selection=Selection(packed.selection.ranges, 32)), align=True, **options) for _ in range(5)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for again in found:
         assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
 
@@ -135,23 +129,12 @@ def test_a_graph_follows_writes_into_bounds_and_ranges(backend: str, dtype: str,
     selection = Selection(first.selection.ranges.clone(), 32)
     given = first._replace(selection=selection)
     options: dict[str, Any] = {**on_device(first), "align" if odd else "block_aligned": True}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(backend, given, **options)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(backend, given, **options)
+    graph, outputs = captured(lambda: step(backend, given, **options))
     for packed in (first, second):
         selection.ranges.copy_(packed.selection.ranges)
         options["cu_seqlens_q"].copy_(torch.tensor(packed.cu_q))
-        for x in captured:
-            x.fill_(float("nan"))
-        graph.replay()
         now = Packed(*first[:3], Selection(packed.selection.ranges, 32), packed.cu_q, packed.cu_k)
-        for one, other in zip(captured, step(backend, now, align=bool(odd)), strict=True):
-            assert torch.equal(one, other)
+        assert all(map(torch.equal, replayed(graph, outputs), step(backend, now, align=bool(odd))))
 
 
 @on_gpu
@@ -174,15 +157,11 @@ def test_calls_of_other_libraries_do_not_wait_for_the_device() -> None:
         lambda q, k, v: compat.parallel_nsa(q[None], k[None], v[None], block_indices=blocks, block_size=32, cu_seqlens=cu)[0],
     )
     for call in calls:
-        for mode in ("default", "error"):  # the first compiles
+        for mode in (contextlib.nullcontext(), no_waiting()):  # the first compiles
             inputs = [packed.q.flatten(1, 2).detach().requires_grad_(), *(x.detach().requires_grad_() for x in packed[1:3])]
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode(mode)
-            try:
+            with mode:
                 o = call(*inputs)
                 gradients = torch.autograd.grad(o.sum(), inputs)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(o, expected[0].flatten(1, 2), atol=2e-2, rtol=2e-2)
         assert [x.shape for x in gradients] == [x.shape for x in inputs]
         assert all(bool(x.isfinite().all()) for x in gradients)

@@ -5,7 +5,6 @@ What is captured and compared is exercised on a CPU too, where a stand-in for th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +16,10 @@ from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.core import registry
 from nsa_sel.core.plans import Exact
 from tests.helpers.cases import assert_forward, make_blocks, make_grads, make_qkv
+from tests.helpers.graphs import captured, no_waiting, replayed
 
 BLOCK = 32
 S_KV = 200
-Step = Callable[[], tuple[Tensor, ...]]
 
 
 def device_backends() -> list[Any]:
@@ -38,52 +37,17 @@ everywhere = pytest.mark.parametrize(("device", "backend"), DEVICE_BACKENDS)
 on_gpu = pytest.mark.parametrize("backend", [pytest.param(case.values[1], marks=case.marks) for case in DEVICE_BACKENDS if case.marks])
 
 
-class Rerun:
-    """A stand-in for a graph on a CPU: a replay runs the step anew and writes into the outputs of the capture."""
-
-    def __init__(self, step: Step, outputs: tuple[Tensor, ...]) -> None:
-        self.step, self.outputs = step, outputs
-
-    def replay(self) -> None:
-        for output, new in zip(self.outputs, self.step(), strict=True):
-            output.detach().copy_(new)
-
-
-def captured(step: Step, device: str) -> tuple[Any, tuple[Tensor, ...]]:
-    """The graph of one step, and the tensors that its replays write. A capture raises where the host would wait for the device."""
-    if device == "cpu":
-        outputs = step()
-        return Rerun(step, outputs), outputs
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()  # kernels are compiled and libraries are loaded before a capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step()
-    return graph, outputs
-
-
-def replayed(graph: Any, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """What one replay writes, NaN where it writes nothing."""
-    for output in outputs:
-        output.detach().fill_(float("nan"))
-    graph.replay()
-    return [output.detach().clone() for output in outputs]
-
-
 def assert_equal(got: list[Tensor], wanted: tuple[Tensor, ...]) -> None:
     for mine, other in zip(got, wanted, strict=True):
         assert not mine.isnan().any()
         assert torch.equal(mine, other)
 
 
-def problem(device: str, S: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def problem(device: str, S: int, seed: int, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, do of bfloat16 on a GPU and float32 on a CPU, and the block indices [1,S,2,3] of a selection."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = make_qkv(S=S, G=2, h=4, Dk=64, S_kv=S_KV, dtype=dtype, device=device, seed=seed)
-    return q, k, v, make_grads(q, v, seed)[0], make_blocks(1, S, 2, S_KV, 3, BLOCK, seed=seed, device=device).block_indices
+    return q, k, v, make_grads(q, v, seed)[0], make_blocks(1, S, 2, S_KV, 3, block, seed=seed, device=device).block_indices
 
 
 def training(backend: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, selection: Selection) -> tuple[Tensor, ...]:
@@ -95,19 +59,19 @@ def training(backend: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, selectio
 
 
 @everywhere
-@pytest.mark.parametrize("S", [1, 100])
+@pytest.mark.parametrize(("S", "block"), [(1, BLOCK), (100, BLOCK), (100, 64)])  # cupy-cuda on Hopper: by rows, and by tiles
 @pytest.mark.parametrize("measured", [False, True])
-def test_training_follows_what_is_written(device: str, backend: str, S: int, measured: bool) -> None:
+def test_training_follows_what_is_written(device: str, backend: str, S: int, block: int, measured: bool) -> None:
     """All inputs and the selection; also rows that select more than they did when `measure` looked, before the capture."""
-    q, k, v, do, blocks = problem(device, S, 0)
-    static = Selection.from_blocks(torch.where(torch.arange(3, device=device) > 0, -1, blocks), BLOCK)
+    q, k, v, do, blocks = problem(device, S, 0, block)
+    static = Selection.from_blocks(torch.where(torch.arange(3, device=device) > 0, -1, blocks), block)
     if measured:
         training(backend, q, k, v, do, static)  # compiled before the capture, which ignores what was measured
         static.measure(S_KV)
     graph, outputs = captured(lambda: training(backend, q, k, v, do, static), device)
     for seed in (1, 2):
-        *tensors, blocks = problem(device, S, seed)
-        selection = Selection.from_blocks(blocks, BLOCK)
+        *tensors, blocks = problem(device, S, seed, block)
+        selection = Selection.from_blocks(blocks, block)
         for old, new in zip((q, k, v, do, static.ranges), (*tensors, selection.ranges), strict=True):
             old.copy_(new)
         assert_equal(replayed(graph, outputs), training(backend, *tensors, selection))
@@ -171,12 +135,8 @@ def test_replays_allocate_nothing(backend: str) -> None:
 def test_eager_calls_never_wait_for_the_device(backend: str) -> None:
     *tensors, blocks = problem("cuda", 100, 0)
     training(backend, *tensors, Selection.from_blocks(blocks, BLOCK))  # compiles
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         training(backend, *tensors, Selection.from_blocks(blocks, BLOCK))
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_nothing_measured_is_trusted_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

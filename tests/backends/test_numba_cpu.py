@@ -15,10 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
 from nsa_sel.backends import numba_cpu
 from nsa_sel.backends._numba import kernels
-from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from tests.helpers.cases import (
     RESULTS,
@@ -123,20 +121,6 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_threads_of_its_own() -> None:
     subprocess.run([sys.executable, "-c", FORK], cwd=ROOT, timeout=1200, check=True)
-
-
-def test_gradcheck_through_the_public_call() -> None:
-    q, k, v = make_qkv(1, 5, 2, 2, 4, 3, S_kv=9, dtype=torch.float64, requires_grad=True)
-    ranges = make_spans("mixed", 1, 5, 2, 9, L=6)
-    ranges[:, 1] = 0
-    filled = oracle_mask(ranges, 9, 5).any(-1).unsqueeze(-1)
-    assert nsa_sel.explain(q, k, v, ranges, backend="numba").forward == "numba"
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        o, lse = nsa_sel.selection_attention(q, k, v, ranges, return_lse=True, backend="numba")
-        return o, torch.where(filled, lse, 0.0)
-
-    assert torch.autograd.gradcheck(attend, (q, k, v))
 
 
 @kernels.jit

@@ -6,7 +6,7 @@ The backend is the example of CONTRIBUTING.md, installed here as a package whose
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,10 +50,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     clear_caches()
 
 
-def test_the_policy_picks_a_preferred_backend_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = tmp_path / "mine.yaml"
-    profile.write_text("provenance: x\nruntime: {prefer_forward: [loop], prefer_backward: [loop]}\n")
-    monkeypatch.setenv("NSA_SEL_CONFIG", str(profile))
+def test_the_policy_picks_a_preferred_backend_of_another_package(configure: Callable[[str], Path]) -> None:
+    configure("provenance: x\nruntime: {prefer_forward: [loop], prefer_backward: [loop]}\n")
     q, k, v = make_qkv(S=4, S_kv=16, requires_grad=True)
     nsa_sel.selection_attention(q, k, v, Selection(torch.tensor([0, 9]).expand(1, 4, 1, 1, 2))).sum().backward()
     decision = nsa_sel.decisions()[-1]
