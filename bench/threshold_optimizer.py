@@ -29,7 +29,7 @@ from nsa_sel.errors import ArgumentError
 MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the threshold on (REQUIREMENTS 9)
 REGRESSION = 0.10  # by which no case from the threshold on may be slower than packed SDPA, whatever the margin
 NO_LOSS = 1 / (1 + REGRESSION)  # the gain that this is
-TRITON = "triton-group"  # the Triton backend that takes every call the gate lets through
+TRITON = next(name for name, backend in backends().items() if backend.sets_min_length)
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # of rows; as configuration files name them
 
 

@@ -12,12 +12,14 @@ from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.parity import Attend, Problem
 from nsa_sel.core.registry import backends as registered
+from nsa_sel.core.registry import fallback
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 DENSE = "dense-cudnn"  # full causal attention by cuDNN: no backend of ours
-PACKED = next(name for name, backend in registered().items() if backend.framework == "torch")  # what all others are compared with
-PREFILL_ONLY = tuple(name for name, backend in registered().items() if backend.limits.block_aligned_only)  # share loads between rows
+PACKED = fallback()  # what all others are compared with
+PREFILL_ONLY = tuple(name for name, backend in registered().items() if not backend.decodes)
+SLOW = tuple(name for name, backend in registered().items() if backend.slow)
 
 
 class Ready(NamedTuple):
@@ -57,7 +59,8 @@ class Contender(NamedTuple):
 
 
 def ours(backend: str) -> Contender:
-    """A backend of the registry, with plans built anew in every call."""
+    """A backend of the registry, with plans built anew in every call; of an unknown name each call fails."""
+    entry = registered().get(backend)
 
     def prepare(problem: Problem) -> Ready:
         old = problem.selection
@@ -74,15 +77,12 @@ def ours(backend: str) -> Contender:
         )
 
     def lacks(device: str) -> str | None:
-        runs_on = registered()[backend].limits.dtypes if backend in registered() else (device,)
-        return None if device in runs_on else f"needs a {'GPU' if device == 'cpu' else 'CPU'}"
+        return None if entry is None or device in entry.limits.dtypes else f"needs a {'GPU' if device == 'cpu' else 'CPU'}"
 
     def refuses(case: Case) -> str | None:
-        if backend not in PREFILL_ONLY:
-            return None
-        if case.S == 1:
+        if entry and case.S == 1 and not entry.decodes:
             return "decodes nothing: it shares loads between rows"
-        return None if case.block else "takes whole blocks alone"
+        return "takes whole blocks alone" if entry and entry.limits.block_aligned_only and not case.block else None
 
     return Contender(backend, prepare, lacks, refuses)
 

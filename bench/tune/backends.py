@@ -1,4 +1,4 @@
-"""What tuning reads from the backends' entries, and the few that it compares by name."""
+"""What tuning reads from the backends' entries."""
 
 from __future__ import annotations
 
@@ -8,5 +8,3 @@ from nsa_sel.bench.tune.search_space import SPACES
 TERMS = {f"{backend.name}/{direction}": terms for backend in SPECS for direction, terms in backend.cost_terms.items()}
 TUNED = tuple(dict.fromkeys(space.backend for space in SPACES))  # have kernel configs
 MODELED = tuple(backend.name for backend in SPECS if backend.cost_terms)
-THRESHOLD_SIDES = ("triton-group", "sdpa-packed")  # the threshold is the L from which on the first one is ahead
-SLOW = ("triton-token", "sdpa-packed")  # up to seconds per call on many rows: their cost models are fitted to fewer

@@ -17,12 +17,12 @@ import torch
 
 from nsa_sel.bench.core import cases, session, store
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.contenders import DENSE, named
+from nsa_sel.bench.core.contenders import DENSE, SLOW, named
 from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, make_problem, sample
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.tune import cost_fit
-from nsa_sel.bench.tune.backends import MODELED, SLOW, TERMS
+from nsa_sel.bench.tune.backends import MODELED, TERMS
 from nsa_sel.bench.tune.committed_rows import DIRECTIONS, WAYS
 from nsa_sel.bench.tune.resume import Measurements, Run, collect, context_loss
 from nsa_sel.bench.tune.search_space import SPACES, kernel_name

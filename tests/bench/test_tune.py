@@ -37,6 +37,7 @@ def test_every_kernel_is_tuned_and_every_name_exists() -> None:
     every_class = (CASE, Case(192, 128, 16, 1024), Case(256, 256, 16, 1024))
     assert {job.kernel for job in jobs(settings_for(H200), 90, every_class)} == set(committed)
     assert {*TUNED, *MODELED} <= set(backends())
+    assert [name for name, backend in backends().items() if backend.sets_min_length] == ["triton-group"]
 
 
 @pytest.mark.parametrize(
