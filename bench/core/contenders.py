@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.bench.core.baselines import dense_causal_sdpa
+from nsa_sel.bench.core.baselines import DenseKernel, dense_causal_sdpa
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.parity import Attend, Problem
 from nsa_sel.core.registry import backends as registered
@@ -87,16 +88,18 @@ def ours(backend: str) -> Contender:
     return Contender(backend, prepare, lacks, refuses)
 
 
-def dense(checked: bool = False) -> Contender:
-    """Full causal attention through cuDNN: what a user has without selection."""
+def dense(name: str = DENSE, kernel: DenseKernel = "cudnn", device: str = "cuda", peer: bool = False) -> Contender:
+    """Full causal attention by one of torch's kernels: what a user has without selection. As a peer it is checked against the oracle."""
 
-    return Contender(
-        DENSE,
-        lambda problem: as_it_is(dense_causal_sdpa),
-        lambda device: None if device == "cuda" else "needs a GPU",
-        every_key=True,
-        checked=checked,
-    )
+    def lacks(here: str) -> str | None:
+        return None if here == device else f"needs a {'GPU' if device == 'cuda' else 'CPU: a GPU has kernels to choose from'}"
+
+    def refuses(case: Case) -> str | None:
+        masked = peer and device == "cuda" and case.S not in (1, case.S_kv)
+        return "rows that begin behind the first key need a mask, not this kernel" if masked else None
+
+    call = partial(dense_causal_sdpa, kernel=kernel)
+    return Contender(name, lambda problem: as_it_is(call), lacks, refuses, every_key=True, checked=peer, peer=peer)
 
 
 def backends_on(device: str) -> list[str]:

@@ -161,9 +161,9 @@ def contender_rows(
                 work()  # what torch.compile does first is not its workspace
             space = timing.workspace_bytes(work, device)  # also the call before those that are timed
             if direction == "decode" and device == "cuda" and job.timing.streams == 1:
-                times = timing.replayed_milliseconds(work, timing=job.timing)
+                times = timing.replayed_milliseconds(work, job.timing)
             else:
-                times = timing.milliseconds(work, device=device, timing=job.timing)
+                times = timing.milliseconds(work, job.timing, device)
         more |= {"mae": errors[direction], "workspace_bytes": space, **environment.gpu_state(device)}
         yield timing.row(case, direction, contender.name, times, **more)
 
