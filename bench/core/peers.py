@@ -19,6 +19,7 @@ from nsa_sel.bench.core.baselines import masked_sdpa, selected, token_mask
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is, dense
 from nsa_sel.bench.core.parity import Problem
+from nsa_sel.bench.core.store import first_line
 
 FLA = "fla.ops.nsa"
 FLA_ARGUMENTS = ("q", "k", "v", "g_slc", "block_indices", "block_counts", "block_size")
@@ -83,7 +84,7 @@ def _fla_lacks(device: str) -> str | None:
     try:
         arguments = inspect.signature(importlib.import_module(FLA).parallel_nsa).parameters
     except Exception as error:  # a package's import may raise anything
-        return f"{FLA}.parallel_nsa can't be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): {INSTALL_FLA} -U"
+        return f"{FLA}.parallel_nsa can't be imported ({first_line(error)}): {INSTALL_FLA} -U"
     lacking = [name for name in FLA_ARGUMENTS if name not in arguments]
     return f"{FLA}.parallel_nsa has no argument {', '.join(lacking)}: {INSTALL_FLA} -U" if lacking else None
 

@@ -128,13 +128,10 @@ def test_installed_wheel_works_away_from_the_checkout(built: Built, tmp_path: Pa
     assert run([python, "-I", "-m", "nsa_sel", "--version"], tmp_path) == f"nsa-sel {nsa_sel.__version__}\n"
 
 
-def test_metadata_names_urls_extras_and_light_dependencies(built: Built) -> None:
+def test_metadata_names_version_and_light_dependencies(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(wheel.read(name))
     needed = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
     assert {re.split(r"[^\w-]", text)[0] for text in needed} == {"torch", "triton", "numpy", "msgspec", "PyYAML"}
-    extras = {"cpu", "cli", "report", "cuda12", "cuda13", "all", "prometheus", "trace", "docs", "dev"}
-    assert set(metadata.get_all("Provides-Extra", [])) == extras
-    assert {text.partition(",")[0] for text in metadata.get_all("Project-URL", [])} == {"Documentation", "Source", "Changelog"}
     assert metadata["Version"] == nsa_sel.__version__
