@@ -50,7 +50,7 @@ assert demo._default_problem().facts["synthetic"]
 
 q, k, v = torch.randn(1, 4, 1, 2, 8), torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
 ranges = torch.tensor([0, 4]).expand(1, 4, 1, 1, 2)
-o = nsa_sel.selection_attention(q, k, v, ranges)
+o = nsa_sel.selection_attention(q, k, v, ranges, backend="sdpa-packed")  # Numba would compile for seconds
 torch.testing.assert_close(o.double(), oracle_forward(q, k, v, ranges)[0], rtol=0, atol=1e-6)
 
 sys.argv = ["nsa-sel", "--version"]
