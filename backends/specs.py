@@ -39,6 +39,7 @@ SPECS = (
         summary="rows bucketed by length, gathered, scaled_dot_product_attention; the fallback that always runs",
         switches=(Switch("use_sel_pack", "pack-off", "unset NSA_USE_SEL_PACK"),),
         fallback=True,
+        slow=True,
         cost_terms={"forward": _GATHERED, "decode": _GATHERED, "backward": _GATHERED},
     ),
     Backend(
@@ -56,6 +57,7 @@ SPECS = (
         limits=_TRITON_LIMITS,
         requires=(_TRITON,),
         summary="one program per query row and head; no tensor cores, any h",
+        slow=True,
         cost_terms={
             "forward": ("launch", "reread", "scores", "reread-wide"),
             "decode": ("launch", "walk", "split-walk", "reread", "scores", "reread-wide"),
@@ -70,6 +72,7 @@ SPECS = (
         requires=(_TRITON,),
         summary="one program per query row and KV group: K/V loaded once for all h heads",
         switches=(Switch("triton_group", "group-off", "unset NSA_SEL_TRITON_GROUP"),),
+        sets_min_length=True,
         reads_caches=True,
         cost_terms={
             "forward": ("launch", "read", "distinct", "rows", "read-wide"),

@@ -187,21 +187,14 @@ def write(folder: Path, out: Path, own: Sequence[Row] = (), csv_of_own: Path | N
     return list(texts)
 
 
-class Options(NamedTuple):
-    """The flags of the matrix. `sizes`: N, H, D, Dv, L_list, dist; an empty one is that of the seed matrix."""
+def measure(
+    decodings: Sequence[bool], device: str, out: Path, console: Console, *, sizes: dict[str, str], iters: int | None, warmup: int,
+    streams: int, backends: str, csv: Path | None, quick: bool,
+) -> tuple[list[Row], list[Path]]:  # fmt: skip
+    """Measure the matrix, its decode matrix or both, into out/rows.jsonl, and write the files: rows and files.
 
-    sizes: dict[str, str]
-    iters: int | None
-    warmup: int
-    streams: int
-    backends: str
-    csv: Path | None
-    quick: bool  # one size of each, and fewer calls
-
-
-def measure(decodings: Sequence[bool], options: Options, device: str, out: Path, console: Console) -> tuple[list[Row], list[Path]]:
-    """Measure the matrix, its decode matrix or both, into out/rows.jsonl, and write the files: rows and files."""
-    sizes, iters, warmup, streams, backends, csv, quick = options
+    sizes: N, H, D, Dv, L_list, dist; an empty one is that of the seed matrix. quick: one size of each, and fewer calls.
+    """
     if csv is not None:
         output_file("--csv", csv, make_folder=True)
     if streams > 1 and device == "cpu":
@@ -253,8 +246,10 @@ def main(
 ) -> None:
     """Measure Triton against packed SDPA over L; what runs out of memory, refuses or fails is reported and passed over."""
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
-    options = Options(sizes, iters, warmup, streams, backends, csv, quick)
-    rows, written = measure((bool(decode),), options, device_of(device), out or default_folder(), stderr_console())
+    rows, written = measure(
+        (bool(decode),), device_of(device), out or default_folder(), stderr_console(), sizes=sizes, iters=iters, warmup=warmup,
+        streams=streams, backends=backends, csv=csv, quick=quick,
+    )  # fmt: skip
     echo(report(rows) if rows else "nothing was measured")
     stderr_console().print(f"written: {', '.join(map(str, written))}")
 

@@ -56,13 +56,14 @@ def bench(
     """
     where, console, folder = device_of(device), stderr_console(), out or bench_sel_triton.default_folder()
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
-    options = bench_sel_triton.Options(sizes, iters, warmup, streams, backends, csv, quick)
     if not suite and not peers:
         if only:
             allowed = "only with --suite or --peers, whose cases have names"
             raise ArgumentError("--only", repr(only), allowed, "add --suite all; the matrix is measured whole without it")
         both = (False, True) if decode is None and not any(sizes.values()) else (bool(decode),)
-        _, written = bench_sel_triton.measure(both, options, where, folder, console)
+        _, written = bench_sel_triton.measure(
+            both, where, folder, console, sizes=sizes, iters=iters, warmup=warmup, streams=streams, backends=backends, csv=csv, quick=quick
+        )
         echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
         return
     of_matrix = {**sizes, "decode": decode, "iters": iters, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}

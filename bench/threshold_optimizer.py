@@ -23,14 +23,14 @@ from nsa_sel.bench.core.command_line import echo, program
 from nsa_sel.bench.core.contenders import PACKED
 from nsa_sel.bench.core.markdown import environment
 from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.tune.committed_rows import WAYS
 from nsa_sel.core.registry import backends
 from nsa_sel.errors import ArgumentError
 
 MARGIN = 1.2  # Triton must be this much faster than packed SDPA from the threshold on (REQUIREMENTS 9)
 REGRESSION = 0.10  # by which no case from the threshold on may be slower than packed SDPA, whatever the margin
 NO_LOSS = 1 / (1 + REGRESSION)  # the gain that this is
-TRITON = "triton-group"  # the Triton backend that takes every call the gate lets through
-DIRECTIONS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}  # of rows; as configuration files name them
+TRITON = next(name for name, backend in backends().items() if backend.sets_min_length)
 
 
 class Pair(NamedTuple):
@@ -113,7 +113,7 @@ def thresholds(rows: Iterable[Row], margin: float = MARGIN, triton: str = TRITON
         raise ArgumentError("--backend", repr(triton), ", ".join(allowed), "pass one of these, or leave it out")
     pairs = length_pairs(rows, triton)
     found = []
-    for direction in DIRECTIONS:
+    for direction in WAYS:
         some = [pair for pair in pairs if pair.triton["direction"] == direction]
         if some:
             sure, median = sure_length(some, margin), _first_length(some, lambda pair: pair.gain >= max(margin, NO_LOSS))
@@ -140,8 +140,8 @@ def sentence(threshold: Threshold) -> str:
 
 def profile(rows: Sequence[Row], found: Sequence[Threshold], source: str) -> dict[str, Any]:
     """A configuration file with the thresholds by direction, for NSA_SEL_CONFIG; it leaves out directions without one."""
-    by_way = {DIRECTIONS[each.direction]: each.length for each in found if each.length is not None}
-    one_value = len(by_way) == len(DIRECTIONS) and len(set(by_way.values())) == 1
+    by_way = {WAYS[each.direction]: each.length for each in found if each.length is not None}
+    one_value = len(by_way) == len(WAYS) and len(set(by_way.values())) == 1
     provenance = f"{'; '.join(map(sentence, found))}; {source}, {environment(store.measured(rows)[0])}"
     runtime = {"sel_triton_min_L": by_way["forward"] if one_value else by_way} if by_way else {}
     return {"provenance": provenance, "runtime": runtime}

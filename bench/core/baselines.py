@@ -33,16 +33,21 @@ def token_mask(selection: Selection, S_kv: int, q_pos: Tensor | None = None, dty
     device = selection.ranges.device
     key = torch.arange(S_kv, device=device)
     position = torch.arange(S_kv - S, S_kv, device=device) if q_pos is None else q_pos
-    mask = torch.zeros(B, S, G, S_kv, dtype=torch.bool, device=device)
-    # Range after range: all at once would take n times the memory of the mask.
-    for start, end in zip(*(x.unsqueeze(-1).unbind(-2) for x in selection.ranges.unbind(-1)), strict=True):
-        mask |= (key >= start) & (key < end)
-    mask &= key <= position.expand(B, S)[:, :, None, None]
+    mask = selected(selection, key) & (key <= position.expand(B, S)[:, :, None, None])
     filled = mask.any(-1)
     mask = (mask | ~filled.unsqueeze(-1)).transpose(1, 2).contiguous()
     if dtype != torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, float("-inf"))
     return TokenMask(mask, filled)
+
+
+def selected(selection: Selection, keys: Tensor) -> Tensor:
+    """Whether each row selects each of the keys [K], whatever its position: [B,S,G,K] bool."""
+    found = torch.zeros(*selection.ranges.shape[:3], len(keys), dtype=torch.bool, device=keys.device)
+    # Range after range: all at once would take n times the memory.
+    for start, end in zip(*(x.unsqueeze(-1).unbind(-2) for x in selection.ranges.unbind(-1)), strict=True):
+        found |= (keys >= start) & (keys < end)
+    return found
 
 
 def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, selection: Selection | TokenMask, scale: float | None = None) -> Tensor:

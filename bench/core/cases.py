@@ -210,12 +210,12 @@ def real_selection(G: int, device: torch.device | str, S: int = 8192) -> Selecti
 
     Blocks are chosen causally, so that the first S rows are what the model selects in a text of S tokens.
     """
-    return Selection.from_blocks(_blocks("smollm2_maps.npz", f"G{G}")[None, :S].to(device), 64)
+    return Selection.from_blocks(_blocks("smollm2_maps.npz", f"G{G}")[None, :S].to(device), 64, disjoint=True)
 
 
 def layer_selection(layers: list[int], device: torch.device | str) -> Selection:
     """8192 rows of whole layers, one a batch entry, with their 3 KV heads as groups. From a checkout alone."""
-    return Selection.from_blocks(_blocks("smollm2_selections.npz", "block_indices")[layers].to(device), 64)
+    return Selection.from_blocks(_blocks("smollm2_selections.npz", "block_indices")[layers].to(device), 64, disjoint=True)
 
 
 def random_selection(case: Case, device: torch.device | str, seed: int, at_once: int = SCORES_AT_ONCE) -> Selection:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.bench.core.baselines import dense_causal_sdpa
+from nsa_sel.bench.core.baselines import DenseKernel, dense_causal_sdpa
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.parity import Attend, Problem
 from nsa_sel.core.registry import backends as registered
+from nsa_sel.core.registry import fallback
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
 DENSE = "dense-cudnn"  # full causal attention by cuDNN: no backend of ours
-PACKED = next(name for name, backend in registered().items() if backend.framework == "torch")  # what all others are compared with
-PREFILL_ONLY = tuple(name for name, backend in registered().items() if backend.limits.block_aligned_only)  # share loads between rows
+PACKED = fallback()  # what all others are compared with
+PREFILL_ONLY = tuple(name for name, backend in registered().items() if not backend.decodes)
+SLOW = tuple(name for name, backend in registered().items() if backend.slow)
 
 
 class Ready(NamedTuple):
@@ -57,7 +60,8 @@ class Contender(NamedTuple):
 
 
 def ours(backend: str) -> Contender:
-    """A backend of the registry, with plans built anew in every call."""
+    """A backend of the registry, with plans built anew in every call; of an unknown name each call fails."""
+    entry = registered().get(backend)
 
     def prepare(problem: Problem) -> Ready:
         old = problem.selection
@@ -74,29 +78,28 @@ def ours(backend: str) -> Contender:
         )
 
     def lacks(device: str) -> str | None:
-        runs_on = registered()[backend].limits.dtypes if backend in registered() else (device,)
-        return None if device in runs_on else f"needs a {'GPU' if device == 'cpu' else 'CPU'}"
+        return None if entry is None or device in entry.limits.dtypes else f"needs a {'GPU' if device == 'cpu' else 'CPU'}"
 
     def refuses(case: Case) -> str | None:
-        if backend not in PREFILL_ONLY:
-            return None
-        if case.S == 1:
+        if entry and case.S == 1 and not entry.decodes:
             return "decodes nothing: it shares loads between rows"
-        return None if case.block else "takes whole blocks alone"
+        return "takes whole blocks alone" if entry and entry.limits.block_aligned_only and not case.block else None
 
     return Contender(backend, prepare, lacks, refuses)
 
 
-def dense(checked: bool = False) -> Contender:
-    """Full causal attention through cuDNN: what a user has without selection."""
+def dense(name: str = DENSE, kernel: DenseKernel = "cudnn", device: str = "cuda", peer: bool = False) -> Contender:
+    """Full causal attention by one of torch's kernels: what a user has without selection. As a peer it is checked against the oracle."""
 
-    return Contender(
-        DENSE,
-        lambda problem: as_it_is(dense_causal_sdpa),
-        lambda device: None if device == "cuda" else "needs a GPU",
-        every_key=True,
-        checked=checked,
-    )
+    def lacks(here: str) -> str | None:
+        return None if here == device else f"needs a {'GPU' if device == 'cuda' else 'CPU: a GPU has kernels to choose from'}"
+
+    def refuses(case: Case) -> str | None:
+        masked = peer and device == "cuda" and case.S not in (1, case.S_kv)
+        return "rows that begin behind the first key need a mask, not this kernel" if masked else None
+
+    call = partial(dense_causal_sdpa, kernel=kernel)
+    return Contender(name, lambda problem: as_it_is(call), lacks, refuses, every_key=True, checked=peer, peer=peer)
 
 
 def backends_on(device: str) -> list[str]:

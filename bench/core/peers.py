@@ -9,17 +9,17 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from functools import partial
 from importlib import util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_sel.bench.core.baselines import DenseKernel, dense_causal_sdpa, masked_sdpa, token_mask
+from nsa_sel.bench.core.baselines import masked_sdpa, selected, token_mask
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.contenders import DENSE, Contender, Ready, as_it_is
+from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is, dense
 from nsa_sel.bench.core.parity import Problem
+from nsa_sel.bench.core.store import first_line
 
 FLA = "fla.ops.nsa"
 FLA_ARGUMENTS = ("q", "k", "v", "g_slc", "block_indices", "block_counts", "block_size")
@@ -31,23 +31,11 @@ def peers() -> tuple[Contender, ...]:
     return (
         Contender("flex-attention", _flex, _flex_lacks, peer=True, forward_only=("cpu",)),
         Contender("masked-sdpa", _masked, peer=True),
-        _dense(DENSE, "cudnn", "cuda"),
-        _dense("dense-flash", "flash", "cuda"),
-        _dense("dense-sdpa", "any", "cpu"),
+        dense(peer=True),
+        dense("dense-flash", "flash", peer=True),
+        dense("dense-sdpa", "any", "cpu", peer=True),
         Contender("fla-nsa", _fla, _fla_lacks, _fla_refuses, peer=True),
     )
-
-
-def _dense(name: str, kernel: DenseKernel, device: str) -> Contender:
-    """Full causal attention by one of torch's kernels."""
-
-    def lacks(here: str) -> str | None:
-        return None if here == device else f"needs a {'GPU' if device == 'cuda' else 'CPU: a GPU has kernels to choose from'}"
-
-    def refuses(case: Case) -> str | None:
-        return None if case.S in (1, case.S_kv) or device == "cpu" else "rows that begin behind the first key need a mask, not this kernel"
-
-    return Contender(name, lambda problem: as_it_is(partial(dense_causal_sdpa, kernel=kernel)), lacks, refuses, every_key=True, peer=True)
 
 
 def _masked(problem: Problem) -> Ready:
@@ -66,17 +54,17 @@ def _flex(problem: Problem) -> Ready:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # after eight other shapes it would not compile this one, but run it uncompiled
-    selection, S_kv = problem.selection, problem.k.shape[2]
-    on_gpu = problem.q.device.type == "cuda"
+    selection, S_kv, device = problem.selection, problem.k.shape[2], problem.q.device
     B, S, G, h, _ = problem.q.shape
-    chosen, unit = _chosen(problem), selection.block_size or 1
+    unit = selection.block_size or 1  # rows select blocks, or keys where ranges are no blocks
+    chosen = selected(selection, torch.arange(0, S_kv, unit, device=device)).transpose(1, 2).flatten(0, 1).contiguous()
 
     def sees(b: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return chosen[b, row, key // unit] & (key <= row + S_kv - S)
 
-    mask = create_block_mask(sees, B * G, None, S, S_kv, device=problem.q.device, _compile=on_gpu)
+    mask = create_block_mask(sees, B * G, None, S, S_kv, device=device, _compile=device.type == "cuda")
     attend: Callable[..., Any] = flex_attention
-    if on_gpu:
+    if device.type == "cuda":
         attend = torch.compile(attend, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -85,18 +73,6 @@ def _flex(problem: Problem) -> Ready:
         return o.view(B, G, h, S, -1).permute(0, 3, 1, 2, 4)
 
     return as_it_is(call)
-
-
-def _chosen(problem: Problem) -> Tensor:
-    """[B*G,S,units] bool: which blocks, or keys where ranges are no blocks, every row selects."""
-    selection, S_kv = problem.selection, problem.k.shape[2]
-    B, S, G = selection.ranges.shape[:3]
-    unit = selection.block_size or 1
-    first = torch.arange(-(-S_kv // unit), device=problem.q.device) * unit
-    chosen = torch.zeros(B, S, G, len(first), dtype=torch.bool, device=problem.q.device)
-    for start, end in zip(*(x.unsqueeze(-1).unbind(-2) for x in selection.ranges.unbind(-1)), strict=True):
-        chosen |= (first >= start) & (first < end)
-    return chosen.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _fla_lacks(device: str) -> str | None:
@@ -108,7 +84,7 @@ def _fla_lacks(device: str) -> str | None:
     try:
         arguments = inspect.signature(importlib.import_module(FLA).parallel_nsa).parameters
     except Exception as error:  # a package's import may raise anything
-        return f"{FLA}.parallel_nsa can't be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): {INSTALL_FLA} -U"
+        return f"{FLA}.parallel_nsa can't be imported ({first_line(error)}): {INSTALL_FLA} -U"
     lacking = [name for name in FLA_ARGUMENTS if name not in arguments]
     return f"{FLA}.parallel_nsa has no argument {', '.join(lacking)}: {INSTALL_FLA} -U" if lacking else None
 

@@ -19,7 +19,7 @@ from nsa_sel.bench.core import environment, timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Contender, Ready
 from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, is_causal, make_problem, parity, sample
-from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile
+from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile, first_line
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.output import output_file
 
@@ -100,7 +100,7 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
 
     def failed(name: str, error: Exception, doing: str) -> Iterator[Row]:
         if not _is_out_of_memory(error):
-            tell(f"{job.case.case} {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            tell(f"{job.case.case} {name}: {first_line(error)}")
             return
         tell(f"{job.case.case} {name}: {OUT_OF_MEMORY} ({doing})")
         for key in list(left):
@@ -161,9 +161,9 @@ def contender_rows(
                 work()  # what torch.compile does first is not its workspace
             space = timing.workspace_bytes(work, device)  # also the call before those that are timed
             if direction == "decode" and device == "cuda" and job.timing.streams == 1:
-                times = timing.replayed_milliseconds(work, timing=job.timing)
+                times = timing.replayed_milliseconds(work, job.timing)
             else:
-                times = timing.milliseconds(work, device=device, timing=job.timing)
+                times = timing.milliseconds(work, job.timing, device)
         more |= {"mae": errors[direction], "workspace_bytes": space, **environment.gpu_state(device)}
         yield timing.row(case, direction, contender.name, times, **more)
 

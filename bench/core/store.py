@@ -152,6 +152,11 @@ def write_whole(file: Path, text: str) -> None:
         raise
 
 
+def first_line(error: Exception) -> str:
+    """The error's type, and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def as_lines(rows: Iterable[Row]) -> str:
     """The text of a file of rows."""
     return "".join(json.dumps(row) + "\n" for row in rows)

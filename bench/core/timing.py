@@ -66,13 +66,12 @@ def spread(times: Sequence[float], seed: int = 0) -> Spread:
     return Spread(median, p20, p80, low, high, len(found))
 
 
-def milliseconds(work: Work, rep: float = 50, *, device: str = "cuda", timing: Timing | None = None) -> Spread:
+def milliseconds(work: Work, timing: Timing, device: str = "cuda") -> Spread:
     """How long `work` takes on a GPU, whose L2 cache is flushed before each call, or on the CPU.
 
     Of a slow `work` just `LEAST_CALLS` are timed, or as many as `MOST_SECONDS` allow where a number is asked for. `work` must have
-    run before: a first call compiles. (Triton's do_bench times one call of what takes longer than `rep`, after seven others.)
+    run before: a first call compiles. (Triton's do_bench times one call of what takes longer than its `rep`, after seven others.)
     """
-    timing = timing or Timing(rep)
     timed = _timed_on_gpu if device == "cuda" else _timed_on_cpu
     if timing.streams > 1:
         work = _on_streams(work, timing.streams)
@@ -87,7 +86,7 @@ def milliseconds(work: Work, rep: float = 50, *, device: str = "cuda", timing: T
     return spread(times).over(timing.streams)
 
 
-def replayed_milliseconds(work: Work, rep: float = 50, *, timing: Timing | None = None) -> Spread:
+def replayed_milliseconds(work: Work, timing: Timing) -> Spread:
     """Time of one call on a GPU by graph replay: `GRAPH_CALLS` calls captured, the replay's time divided."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -99,7 +98,7 @@ def replayed_milliseconds(work: Work, rep: float = 50, *, timing: Timing | None 
     with torch.cuda.graph(graph):
         for _ in range(GRAPH_CALLS):
             work()
-    return milliseconds(graph.replay, rep, timing=timing).over(GRAPH_CALLS)
+    return milliseconds(graph.replay, timing).over(GRAPH_CALLS)
 
 
 def cpu_milliseconds(work: Work) -> float:

@@ -20,12 +20,11 @@ import typer
 from nsa_sel.bench.bench_sel_triton import RESULTS, default_folder, numbers
 from nsa_sel.bench.core import environment, markdown, store
 from nsa_sel.bench.core.command_line import need_gpu, program, stderr_console
-from nsa_sel.bench.core.store import Row, RowFile
-from nsa_sel.bench.tune.backends import TUNED
+from nsa_sel.bench.core.store import Row, RowFile, first_line
 from nsa_sel.bench.tune.kernel_configs import TOP, Measure
-from nsa_sel.bench.tune.resume import ContextLost, first_line
+from nsa_sel.bench.tune.resume import ContextLost
 from nsa_sel.bench.tune.runner import Runner, timer
-from nsa_sel.bench.tune.search_space import PROBLEMS, Case, Job, committed_settings, jobs
+from nsa_sel.bench.tune.search_space import PROBLEMS, TUNED, Case, Job, committed_settings, jobs
 from nsa_sel.core.facts import device_info
 from nsa_sel.errors import ArgumentError
 

@@ -15,14 +15,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import track
-from tabulate import tabulate
 
-from nsa_sel.bench.core import environment, timing
+from nsa_sel.bench.core import environment, markdown, timing
 from nsa_sel.bench.core.baselines import dense_causal_sdpa, masked_sdpa, token_mask
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.command_line import Quick, echo, program
 from nsa_sel.bench.core.contenders import PACKED, Contender, Ready, as_it_is, backends_on, ours
-from nsa_sel.bench.core.markdown import spread
 from nsa_sel.bench.core.parity import Problem, make_problem, parity, sample
 from nsa_sel.bench.core.session import work_of
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
@@ -79,8 +77,8 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         error = "other function" if row["mae"] is None else f"{row['mae']:.1e}"
         ratio = row["ms_median"] / first[row["direction"]]
-        lines.append([row["direction"], row["backend"], f"{row['ms_median']:.1f}", spread(row), f"{ratio:.2f}", error])
-    return tabulate(lines, headers=["direction", "backend", "ms", "p20 to p80", f"x {rows[0]['backend']}", "MAE"], disable_numparse=True)
+        lines.append([row["direction"], row["backend"], f"{row['ms_median']:.1f}", markdown.spread(row), f"{ratio:.2f}", error])
+    return markdown.table(["direction", "backend", "ms", "p20 to p80", f"x {rows[0]['backend']}", "MAE"], lines)
 
 
 def main(

@@ -23,26 +23,25 @@ Parts, in microseconds:
 
 from __future__ import annotations
 
-import contextlib
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
+from unittest import mock
 
 import numpy as np
 import torch
 import typer
 from rich.progress import track
-from tabulate import tabulate
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench.core import environment
+from nsa_sel.bench.core import environment, markdown
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.command_line import Device, device_of, echo, program
 from nsa_sel.bench.core.contenders import PACKED
-from nsa_sel.bench.core.markdown import spread
 from nsa_sel.bench.core.parity import Problem, make_problem
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
 from nsa_sel.cli.output import output_file
@@ -168,29 +167,19 @@ class _Node(torch.autograd.Function):
         return *ctx.run(ctx.call, *ctx.saved_tensors[3:], do, None), None, None, None
 
 
-@contextlib.contextmanager
-def without_observing() -> Iterator[None]:
+def without_observing() -> AbstractContextManager[Any]:
     """Calls inside the `with` block record, count and emit no events."""
-    module: Any = events
-    before = {name: getattr(module, name) for name in ("record", "count", "emit")}
-    for name in before:
-        setattr(module, name, lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(module, name, function)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    return mock.patch.multiple(events, record=nothing, count=nothing, emit=nothing)
 
 
-@contextlib.contextmanager
-def standing_in() -> Iterator[None]:
+def standing_in() -> AbstractContextManager[Any]:
     """Calls inside the `with` block get unwritten tensors from whichever backend they are given to."""
-    stand_in, module, load = types.SimpleNamespace(forward=empty_forward, backward=empty_backward), cast(Any, registry), registry.load
-    module.load = lambda name: stand_in
-    try:
-        yield
-    finally:
-        module.load = load
+    stand_in = types.SimpleNamespace(forward=empty_forward, backward=empty_backward)
+    return mock.patch.multiple(registry, load=lambda name: stand_in)  # no Mock: it would take time
 
 
 def microseconds(work: Callable[[], Any], calls: int, synchronize: Callable[[], None]) -> float:
@@ -215,7 +204,7 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: 
                 times[name].append(microseconds(work, calls, synchronize))
         # Which of the two goes first may matter: they alternate.
         for observing in (True, False) if turn % 2 else (False, True):
-            with contextlib.nullcontext() if observing else without_observing():
+            with nullcontext() if observing else without_observing():
                 times["call" if observing else UNOBSERVED].append(microseconds(works["call"], calls, synchronize))
     times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
     least = times["node" if problem.q.requires_grad else "backend"]
@@ -234,7 +223,7 @@ def _difference(many: list[float], few: list[float], number: int = 1) -> list[fl
 
 def rows_of(case: Case, problem: Problem, backend: str, rounds: int, calls: int, compiler: str, facts: Row) -> list[Row]:
     """One row a part, in microseconds, and one with the ratio of a call to one without observing."""
-    with standing_in() if backend == NOTHING else contextlib.nullcontext():
+    with standing_in() if backend == NOTHING else nullcontext():
         times = measured(problem, backend, rounds, calls, compiler if backend == NOTHING else "")
     common = {**case._asdict(), "direction": direction_of(problem), "backend": backend, "rounds": rounds, "calls_a_round": calls}
     ratios = [a / b for a, b in zip(times["call"], times[UNOBSERVED], strict=True)]
@@ -250,8 +239,8 @@ def table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         unit = "us" if "us_median" in row else "ratio"
-        lines.append([row["backend"], row["direction"], row["part"], f"{row[f'{unit}_median']:.3g}", spread(row, unit=unit), unit])
-    return tabulate(lines, headers=["backend", "direction", "part", "median", "p20 to p80", ""], disable_numparse=True)
+        lines.append([row["backend"], row["direction"], row["part"], f"{row[f'{unit}_median']:.3g}", markdown.spread(row, unit=unit), unit])
+    return markdown.table(["backend", "direction", "part", "median", "p20 to p80", ""], lines)
 
 
 def main(

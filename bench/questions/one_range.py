@@ -12,8 +12,7 @@ N rows at the end of 8192 keys, one group of h heads, D 128, bf16; the largest L
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from unittest import mock
 
 from nsa_sel.bench.core.cases import Case, length_of
 from nsa_sel.bench.core.command_line import Device, Out, Quick, device_of, echo, program, stderr_console
@@ -63,18 +62,6 @@ def waste(case: Case) -> float:
     return round(loaded / sum(min(L, first + s + 1) for s in range(case.S)), 2)
 
 
-@contextmanager
-def flag_restored() -> Iterator[None]:
-    """The flag is afterwards what it was."""
-    before = os.environ.get(FLAG)
-    try:
-        yield
-    finally:
-        os.environ.pop(FLAG, None)
-        if before is not None:
-            os.environ[FLAG] = before
-
-
 def main(out: Out, device: Device = "auto", quick: Quick = False) -> None:
     """Measure the paths for one range a row; print a table, and add the rows to a file."""
     where, console = device_of(device), stderr_console()
@@ -84,7 +71,7 @@ def main(out: Out, device: Device = "auto", quick: Quick = False) -> None:
         Job(case, contenders, ("fwd",), ROWS_CHECKED, Timing(10), {"slices_over_selected": waste(case), **more})
         for case in prefix_cases(quick, where)
     ]
-    with flag_restored():
+    with mock.patch.dict(os.environ):  # afterwards the flag is what it was
         echo(table(run(jobs, out, where, console), (*SHOWN[:6], "mae", "slices_over_selected")))
 
 

@@ -22,11 +22,12 @@ from nsa_sel import selection_attention, selection_attention_varlen
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.cases import Case, packed_bounds
 from nsa_sel.bench.core.command_line import Backends, Device, Out, Quick, device_of, echo, program, stderr_console
-from nsa_sel.bench.core.contenders import PREFILL_ONLY, Contender, Ready, of_framework, ours
+from nsa_sel.bench.core.contenders import Contender, Ready, of_framework, ours
 from nsa_sel.bench.core.parity import Problem
 from nsa_sel.bench.core.session import Job, able, run
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.questions.speed import LEFT_OUT, table, usual_backends
+from nsa_sel.core import registry
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
@@ -88,7 +89,8 @@ def contenders(case: Case, backends: list[str]) -> list[Contender]:
     """Every backend in every way that it supports."""
     bounds = packed_bounds(case)
     odd = any(bound % case.block for bound in bounds[:-1])
-    refused = {(name, "") for name in PREFILL_ONLY} if odd else {(name, "-copied") for name in backends}
+    whole_blocks = [name for name, backend in registry.backends().items() if backend.limits.block_aligned_only]
+    refused = {(name, "") for name in whole_blocks} if odd else {(name, "-copied") for name in backends}
     return [
         ours(backend)._replace(name=backend + suffix, prepare=partial(way, backend, bounds, case.block), refuses=lambda case: None)
         for backend in backends

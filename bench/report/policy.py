@@ -73,7 +73,7 @@ def decision_map(name: str, device: DeviceInfo | None) -> Panel:
         taken |= {name for line in cells for name in line if name}
         sizes = list(map(thousands, LENGTHS)), list(map(str, HEADS))
         x_label = "keys S_kv" if chart.direction == "decode" else "tokens S"
-        draw = figures.tiles(chart.title, x_label, "heads a group, h", *sizes, cells)
+        draw = figures.tiles(chart.title, x_label, "heads per group, h", *sizes, cells)
         said = "; ".join(f"h {h}: {_runs(line)}" for h, line in zip(HEADS, cells, strict=True))
         facets.append(Facet(f"{chart.title}, {thousands(LENGTHS[0])} to {thousands(LENGTHS[-1])}. {said}.", draw))
     return panel._replace(

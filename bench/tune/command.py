@@ -11,9 +11,8 @@ from tabulate import tabulate
 
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import costs, kernel_configs, runner, thresholds
-from nsa_sel.bench.tune.backends import TUNED
 from nsa_sel.bench.tune.resume import Run, Tell
-from nsa_sel.bench.tune.search_space import CASES, Case, Job, committed_settings, jobs
+from nsa_sel.bench.tune.search_space import CASES, TUNED, Case, Job, committed_settings, jobs
 from nsa_sel.bench.tune.tuned_file import beside, usable_folder
 from nsa_sel.core import registry
 from nsa_sel.core.facts import device_info

@@ -12,11 +12,11 @@ from functools import cache
 from itertools import combinations
 
 import numpy as np
-from tabulate import tabulate
 
+from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.cases import LAYERS, Case, layer_selection, make_selection
+from nsa_sel.bench.core.markdown import table
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.backends import TERMS
 from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows
 from nsa_sel.core import registry
 from nsa_sel.core.request import SHARING_TOKENS, Request
@@ -25,6 +25,7 @@ from nsa_sel.selection import Selection
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import CostModel, Costs
 
+TERMS = {f"{backend.name}/{direction}": terms for backend in SPECS for direction, terms in backend.cost_terms.items()}
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
 # Commands whose rows time more than a call (caches, packed batches, ranks) under a backend's name; old rows have the old names.
 MORE_THAN_A_CALL = ("paged_caches", "packed_batches", "weak_scaling", "bench_serving", "bench_varlen", "bench_scaling")
@@ -206,7 +207,7 @@ def main() -> None:
          ", ".join(f"{term} {price:.3g}" for term, price in model.terms.items()))
         for name, model in fitted.items()
     ]  # fmt: skip
-    print(tabulate(lines, headers=["model", "rows", "median error", "worst", "host, ms", "ms a unit"], tablefmt="github"))
+    print(table(["model", "rows", "median error", "worst", "host, ms", "ms a unit"], lines))
     print(f"sharing_prior: {list(prior())}")
 
 

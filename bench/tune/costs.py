@@ -12,18 +12,19 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import torch
 
 from nsa_sel.bench.core import cases, session, store
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.contenders import DENSE, named
+from nsa_sel.bench.core.contenders import DENSE, SLOW, named
 from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, make_problem, sample
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.tune import cost_fit
-from nsa_sel.bench.tune.backends import MODELED, SLOW, TERMS
 from nsa_sel.bench.tune.committed_rows import DIRECTIONS, WAYS
+from nsa_sel.bench.tune.cost_fit import TERMS
 from nsa_sel.bench.tune.resume import Measurements, Run, collect, context_loss
 from nsa_sel.bench.tune.search_space import SPACES, kernel_name
 from nsa_sel.bench.tune.tuned_file import beside, locked, rewrite, written
@@ -37,7 +38,7 @@ from nsa_sel.settings.schema import Costs, Settings, Way
 from nsa_sel.settings.tuned import Stamp
 
 ROWS = ".costs.jsonl"  # suffix of the file of rows
-BACKENDS = (*MODELED, DENSE)  # dense attention is for the report alone
+BACKENDS = (*dict.fromkeys(name.partition("/")[0] for name in TERMS), DENSE)  # dense attention is for the report alone
 MAX_ROWS = 8192  # of a case that the slow backends are measured on
 ORDER: tuple[Way, ...] = ("forward", "decode", "backward")  # a direction is used as soon as its rows are complete: the quick ones first
 ORACLE_ROWS = 16  # compared with the oracle
@@ -50,14 +51,11 @@ Measure = Callable[[Row], Row]
 @contextlib.contextmanager
 def without_flags() -> Iterator[None]:
     """Run without the user's flags and configuration file: every backend may run, as committed and tuned, and nothing is logged."""
-    names = [flag.name for flag in FLAGS] + [CONFIG_FLAG]
-    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
-    os.environ["NSA_TRITON_SEL_FORCE"] = "1"  # a device rule may keep Triton off until someone measures
-    try:
+    with mock.patch.dict(os.environ):
+        for name in (*(flag.name for flag in FLAGS), CONFIG_FLAG):
+            os.environ.pop(name, None)
+        os.environ["NSA_TRITON_SEL_FORCE"] = "1"  # a device rule may keep Triton off until someone measures
         yield
-    finally:
-        del os.environ["NSA_TRITON_SEL_FORCE"]
-        os.environ.update(kept)
 
 
 @without_flags()

@@ -109,7 +109,7 @@ def kernel_configs(name: str) -> dict[str, Any]:
 
 def words(found: Threshold) -> str:
     """A threshold in words; the times are in the evidence."""
-    ahead = f"triton-group at least {found.margin}x ahead of sdpa-packed"
+    ahead = f"{found.triton.backend} at least {found.margin}x ahead of {found.packed.backend}"
     return f"{ahead} in every case from L = {found.value} on" if found.value is not None else f"undecided, from no L on {ahead}"
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.resume import ContextLost, Measurements, Run, first_line
+from nsa_sel.bench.core.store import Row, first_line
+from nsa_sel.bench.tune.resume import ContextLost, Measurements, Run
 from nsa_sel.bench.tune.search_space import Job
 from nsa_sel.bench.tune.tuned_file import beside, locked, rewrite, written
 from nsa_sel.settings import tuned

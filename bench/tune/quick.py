@@ -6,11 +6,10 @@ from time import monotonic
 
 import torch
 
-from nsa_sel.bench.tune.backends import TUNED
 from nsa_sel.bench.tune.kernel_configs import tune
 from nsa_sel.bench.tune.resume import Run
 from nsa_sel.bench.tune.runner import Runner, timer
-from nsa_sel.bench.tune.search_space import Case, committed_settings, jobs
+from nsa_sel.bench.tune.search_space import TUNED, Case, committed_settings, jobs
 from nsa_sel.core.decide import decide
 from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import Request

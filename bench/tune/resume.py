@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from nsa_sel.bench.core import environment
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.store import Row, RowFile
+from nsa_sel.bench.core.store import Row, RowFile, first_line
 from nsa_sel.bench.tune.tuned_file import beside, usable_folder
 from nsa_sel.core.registry import is_sticky
 from nsa_sel.errors import NsaSelError
@@ -55,11 +55,6 @@ def context_loss(what: str) -> Iterator[None]:
         if is_sticky(error):
             raise ContextLost(f"{what} broke the CUDA context ({error}); run `nsa-sel tune` again to go on") from error
         raise
-
-
-def first_line(error: Exception) -> str:
-    """The error's type, and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 class Measurements(RowFile):

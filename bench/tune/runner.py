@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.bench.core import cases, timing
+from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.resume import context_loss
 from nsa_sel.bench.tune.search_space import BLOCK, PROBLEMS, Case, Job
@@ -45,7 +46,7 @@ def timer(rep: float) -> Time:
     """A function that times whole calls on the GPU for `rep` ms, plans included; decoding by graph replay, as servers run it."""
 
     def time(work: Callable[[], Any], way: Way) -> Times:
-        found = (timing.replayed_milliseconds if way == "decode" else timing.milliseconds)(work, rep)
+        found = (timing.replayed_milliseconds if way == "decode" else timing.milliseconds)(work, Timing(rep))
         return found[0], found[1], found[2]
 
     return time

@@ -102,6 +102,9 @@ SPACES = (
 )
 
 
+TUNED = tuple(dict.fromkeys(space.backend for space in SPACES))  # backends with kernel configs
+
+
 class Case(NamedTuple):
     """Sizes that kernels are tuned for; `L` keys per query row."""
 

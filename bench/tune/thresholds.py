@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.contenders import PACKED
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.threshold_optimizer import thresholds
-from nsa_sel.bench.tune.backends import THRESHOLD_SIDES
+from nsa_sel.bench.threshold_optimizer import TRITON, thresholds
 from nsa_sel.bench.tune.committed_rows import DIRECTIONS
 from nsa_sel.bench.tune.cost_fit import case_of
 from nsa_sel.bench.tune.derive import threshold
@@ -69,7 +69,7 @@ def wanted(ways: Sequence[Way]) -> list[Row]:
         for case in cases.threshold_cases()
         for way in ways
         if (case.S == 1) == (way == "decode")
-        for side in THRESHOLD_SIDES
+        for side in (TRITON, PACKED)
     ]
 
 

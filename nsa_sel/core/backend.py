@@ -122,6 +122,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     summary: str = ""
     fallback: bool = False  # serves calls whose backend failed; true for exactly one backend
     decodes: bool = True  # useful for one query per sequence
+    slow: bool = False  # up to seconds per call on many rows: benches measure it on fewer
+    sets_min_length: bool = False  # min-L is the length from which it is faster than the fallback; true for exactly one backend
     reads_caches: bool = False  # its forward reads `Call.lengths` and `Call.block_table`
     shares: Literal["rows", "tiles", "blocks"] = (
         "rows"  # what shares loads of K and V: the heads of a row, a tile of tokens, all rows of a KV block

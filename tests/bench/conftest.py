@@ -16,7 +16,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> list[Timing]:
     """Calls are made once and not waited for, and take 2 ms; how they were to be timed."""
     asked: list[Timing] = []
 
-    def milliseconds(work: Any, *, timing: Timing, **_: Any) -> Spread:
+    def milliseconds(work: Any, timing: Timing, device: str) -> Spread:
         work()
         asked.append(timing)
         return Spread(2.0, 1.0, 3.0, 1.5, 2.5, timing.calls or 7)

@@ -39,7 +39,7 @@ def run(out: Path, steps: int, backend: str | None = "sdpa-packed", every: int =
     return example.train(out, replace(example.TINY, layers=1, **sizes), backend, CPU, ROOT / "docs", 1, steps, every)  # type: ignore[no-any-return]
 
 
-UNFOLDED = """
+COMPILED = """
 import torch
 
 torch.manual_seed(0)
@@ -57,24 +57,14 @@ def error(compress):
     return float((gradient(compress) - gradient(torch.compile(compress))).abs().max())
 
 
-assert error({way}) < 1e-4
+assert error(lambda k: k.unfold(2, 16, 8) @ weight) < 1e-4
+assert error(lambda k: linear(k[:, :, index].transpose(-1, -2))) < 1e-4
 """
 
 
-def compiled(way: str) -> subprocess.CompletedProcess[str]:
-    """Whether torch.compile gives eager's gradients of compressed keys, in plain torch; a process of its own, which may not survive it."""
-    return subprocess.run([sys.executable, "-c", UNFOLDED.replace("{way}", way)], capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize("way", ["lambda k: k.unfold(2, 16, 8) @ weight", "lambda k: linear(k[:, :, index].transpose(-1, -2))"])
-def test_documented_ways_to_compress_keys_have_right_gradients_when_compiled(way: str) -> None:
-    found = compiled(way)
-    assert found.returncode == 0, found.stderr
-
-
-@pytest.mark.xfail(reason="a fault of torch 2.13 on a CPU, which docs/training.md warns of", strict=False)
-def test_unfolded_keys_into_a_linear_layer_have_right_gradients_when_compiled() -> None:
-    found = compiled("lambda k: linear(k.unfold(2, 16, 8))")
+def test_documented_ways_to_compress_keys_have_right_gradients_when_compiled() -> None:
+    """In plain torch, whose faults docs/training.md names; in a process of its own, which may not survive them."""
+    found = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
 
 

@@ -9,11 +9,10 @@ import torch
 
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.bench.tune import command, kernel_configs, tuned_file
-from nsa_sel.bench.tune.backends import MODELED, TUNED
 from nsa_sel.bench.tune.kernel_configs import JOURNAL, Measure, Times, tune
 from nsa_sel.bench.tune.resume import ContextLost, Run
 from nsa_sel.bench.tune.runner import WrongResult
-from nsa_sel.bench.tune.search_space import CASES, PROBLEMS, SPACES, Case, Job, configs, is_near, jobs
+from nsa_sel.bench.tune.search_space import CASES, PROBLEMS, SPACES, TUNED, Case, Job, configs, is_near, jobs
 from nsa_sel.core.registry import backends
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for, shipped_configs
@@ -36,7 +35,8 @@ def test_every_kernel_is_tuned_and_every_name_exists() -> None:
     assert {name for space in SPACES for name in space.problems} == set(PROBLEMS)
     every_class = (CASE, Case(192, 128, 16, 1024), Case(256, 256, 16, 1024))
     assert {job.kernel for job in jobs(settings_for(H200), 90, every_class)} == set(committed)
-    assert {*TUNED, *MODELED} <= set(backends())
+    assert set(TUNED) <= set(backends())
+    assert [name for name, backend in backends().items() if backend.sets_min_length] == ["triton-group"]
 
 
 @pytest.mark.parametrize(

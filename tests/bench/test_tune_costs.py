@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.contenders import SLOW
 from nsa_sel.bench.core.parity import WrongResult
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import cost_fit, costs, regret, resume, thresholds, tuned_file
-from nsa_sel.bench.tune.backends import SLOW, TERMS
 from nsa_sel.bench.tune.committed_rows import cost_rows
+from nsa_sel.bench.tune.cost_fit import TERMS
 from nsa_sel.bench.tune.costs import ORDER, ROWS, measure_costs, wanted
 from nsa_sel.bench.tune.resume import DEATHS, ContextLost, Run
 from nsa_sel.bench.tune.tuned_file import beside

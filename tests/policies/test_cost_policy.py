@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.tune import cost_fit, regret
-from nsa_sel.bench.tune.backends import TERMS
 from nsa_sel.bench.tune.committed_rows import cost_rows
+from nsa_sel.bench.tune.cost_fit import TERMS
 from nsa_sel.core.backend import Backend, Limits, Offer
 from nsa_sel.core.decision import Case as Asked
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision

@@ -16,7 +16,7 @@ import torch
 import nsa_sel
 import nsa_sel.settings.warmup as warming
 from nsa_sel.bench.tune import quick, tuned_file
-from nsa_sel.bench.tune.backends import TUNED
+from nsa_sel.bench.tune.search_space import TUNED
 from nsa_sel.core import warm as core_warm
 from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.request import example_request
