@@ -39,6 +39,15 @@ def row_limit(q_pos, stride_pos, b, s, S, S_kv, LENGTHS: tl.constexpr = False):
 
 
 @triton.jit
+def row_position(q_pos, stride_pos, b, s, start):
+    """The position of row s, or of a vector of rows, int64: q_pos, or start + s where that is None."""
+    if q_pos is not None:
+        return tl.load(q_pos + b * stride_pos[0] + s * stride_pos[1]).to(tl.int64)
+    else:
+        return start + s.to(tl.int64)
+
+
+@triton.jit
 def clamp_range(start, end, limit):
     """[max(start, 0), min(end, limit)) as int32, empty ranges with end <= start; clamped before the cast: int64 may hold any bound."""
     start = tl.minimum(tl.maximum(start, 0), limit).to(tl.int32)
