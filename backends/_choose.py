@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LOG2_E = math.log2(math.e)
 SCRATCH = 64 << 20  # bytes
 
 
@@ -24,6 +26,10 @@ class Rule(NamedTuple):
     n: int = 16
     first: int = 1  # first + local <= n
     local: int = 2
+
+    def of_keys(self) -> Rule:
+        """The rule without counts: what kernels are compiled for."""
+        return self._replace(n=0, first=0, local=0)
 
     @property
     def pieces(self) -> int:
@@ -97,6 +103,10 @@ class ChooseCall:
         for b in range(0, B, sequences):
             for s in range(0, S, rows):
                 yield slice(b, min(B, b + sequences)), slice(s, min(S, s + rows))
+
+    def scale_log2(self) -> float:
+        """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        return max(self.scale * LOG2_E, 1e-30)
 
     def with_positive_scale(self) -> ChooseCall:
         """The same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""

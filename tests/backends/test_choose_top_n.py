@@ -40,20 +40,19 @@ def uniform(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [1, 3, 8, 20])
+@pytest.mark.parametrize("n", [1, 8, 20])
 def test_ties_and_numbers_that_are_not_finite(n: int, dtype: torch.dtype) -> None:
-    scores = awkward((2, 40, 1, 20), dtype)
+    scores = awkward((2, 16, 1, 20), dtype)
     check(scores, n, first=0, local=0, rows=32)
-    check(scores, n, first=min(1, n - 1), local=1, rows=32)
     check(scores.abs(), n, 4, first=min(2, n - 1), local=1, rows=32)
 
 
 @pytest.mark.parametrize(("blocks", "n"), [(1, 1), (1, 4), (5, 16), (33, 4), (64, 64), (130, 16)])
 def test_numbers_of_blocks(blocks: int, n: int) -> None:
-    scores = uniform((1, 20, 1, blocks))
-    check(scores, n, 24, first=0, local=1)
+    scores = uniform((1, 10, 1, blocks))
+    check(scores, n, 24, first=0, local=1, rows=32)
     check(scores - 0.5, n, 24, first=0, local=0)
-    check(torch.zeros_like(scores), n, 24, first=0, local=0)
+    check(torch.zeros_like(scores), n, 24, first=0, local=0, rows=32)
 
 
 def test_many_blocks() -> None:
@@ -85,8 +84,8 @@ def test_blocks_that_no_row_sees_are_not_read() -> None:
     scores = uniform((1, 40, 1, 10))
     block = torch.arange(10)
     hidden = block > torch.arange(40)[:, None, None] // 4
-    check(scores.masked_fill(hidden, math.nan), 4, 4)
-    check(scores.masked_fill(hidden, math.inf), 4, 4)
+    check(scores.masked_fill(hidden, math.nan), 4, 4, rows=32)
+    check(scores.masked_fill(hidden, math.inf), 4, 4, rows=32)
 
 
 def test_no_rows_and_no_blocks() -> None:

@@ -19,11 +19,11 @@ Backward = Callable[[ChooseCall, Tensor, Tensor, Tensor, Tensor | None], tuple[T
 SMALL = Rule(compress_block=8, compress_stride=4, block_size=16, n=4, first=1, local=2)
 # name: B, S, S_kv, G, h, Dk, Dv, rule
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {
-    "h1": (1, 70, 70, 1, 1, 16, 16, SMALL),
-    "h3": (2, 45, 45, 2, 3, 16, 24, SMALL),
-    "h6": (1, 61, 61, 1, 6, 24, 16, SMALL),
+    "h1": (1, 50, 50, 1, 1, 16, 16, SMALL),
+    "h3": (2, 29, 29, 2, 3, 16, 24, SMALL),
+    "h6": (1, 43, 43, 1, 6, 24, 16, SMALL),
     "h12": (1, 37, 37, 1, 12, 16, 16, SMALL),
-    "h16-nsa": (1, 150, 150, 1, 16, 16, 16, Rule(n=2, first=0, local=1)),
+    "h16-nsa": (1, 40, 150, 1, 16, 16, 16, Rule(n=2, first=0, local=1)),
     "192-128": (1, 36, 36, 1, 2, 192, 128, SMALL),
     "shorter-than-a-compressed-block": (2, 7, 7, 1, 2, 16, 16, SMALL),
     "one-compressed-key": (1, 8, 8, 1, 2, 16, 16, SMALL),
@@ -31,8 +31,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {
     "decode": (3, 1, 85, 1, 4, 16, 16, SMALL),
     "more-than-all-blocks": (1, 50, 50, 1, 2, 16, 16, SMALL._replace(n=9)),
     "no-overlap": (1, 50, 50, 1, 2, 16, 16, SMALL._replace(compress_block=4)),
-    "covers-a-block": (1, 60, 60, 1, 2, 16, 16, SMALL._replace(compress_block=16)),
-    "three-pieces": (1, 77, 77, 1, 2, 16, 16, SMALL._replace(block_size=12, n=3)),
+    "covers-a-block": (1, 50, 50, 1, 2, 16, 16, SMALL._replace(compress_block=16)),
+    "three-pieces": (1, 47, 47, 1, 2, 16, 16, SMALL._replace(block_size=12, n=3)),
 }
 
 
@@ -75,14 +75,14 @@ def plain(q: Tensor, k: Tensor, v: Tensor, call: ChooseCall) -> tuple[Tensor, Te
     return torch.einsum("bsghk,bgkd->bsghd", p, v), lse
 
 
-def check_forward(forward: Forward, call: ChooseCall) -> None:
-    """o and lse within twice the baseline's error; the oracle's blocks."""
+def check_forward(forward: Forward, call: ChooseCall, slack: float = 0.0) -> None:
+    """o and lse within twice the baseline's error; the oracle's blocks, but for `slack` (see `assert_chosen`)."""
     o, lse, blocks = forward(call)
     exact = oracle(call)
     for name, mine, right, baseline in zip(("o", "lse"), (o, lse), exact[:2], plain(call.q, call.k, call.v, call), strict=True):
         assert_within_twice_baseline(mine, right, baseline, name)
     assert (o.dtype, blocks.dtype) == (call.q.dtype, torch.int32)
-    assert_chosen(blocks, exact)
+    assert_chosen(blocks, exact, slack)
 
 
 def assert_chosen(blocks: Tensor, exact: Chosen, slack: float = 0.0) -> None:
