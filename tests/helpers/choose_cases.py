@@ -78,11 +78,18 @@ def plain(q: Tensor, k: Tensor, v: Tensor, call: ChooseCall) -> tuple[Tensor, Te
 def check_forward(forward: Forward, call: ChooseCall, slack: float = 0.0) -> None:
     """o and lse within twice the baseline's error; the oracle's blocks, but for `slack` (see `assert_chosen`)."""
     o, lse, blocks = forward(call)
-    exact = oracle(call)
-    for name, mine, right, baseline in zip(("o", "lse"), (o, lse), exact[:2], plain(call.q, call.k, call.v, call), strict=True):
-        assert_within_twice_baseline(mine, right, baseline, name)
-    assert (o.dtype, blocks.dtype) == (call.q.dtype, torch.int32)
+    exact = check_attention((o, lse), call)
+    assert blocks.dtype == torch.int32
     assert_chosen(blocks, exact, slack)
+
+
+def check_attention(got: tuple[Tensor, Tensor], call: ChooseCall) -> Chosen:
+    """o and lse within twice the baseline's error; returns what the oracle finds."""
+    exact = oracle(call)
+    for name, mine, right, baseline in zip(("o", "lse"), got, exact[:2], plain(call.q, call.k, call.v, call), strict=True):
+        assert_within_twice_baseline(mine, right, baseline, name)
+    assert got[0].dtype == call.q.dtype
+    return exact
 
 
 def assert_chosen(blocks: Tensor, exact: Chosen, slack: float = 0.0) -> None:
