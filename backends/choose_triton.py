@@ -15,16 +15,28 @@ from torch import Tensor
 
 from nsa_sel.backends._choose import ChooseCall
 from nsa_sel.backends._triton import choose_attention, choose_dkdv
+from nsa_sel.backends._triton.arguments import config_suffix
+from nsa_sel.backends._triton.choose_rows import heads_of
 from nsa_sel.backends._triton.importance import importance
 from nsa_sel.backends._triton.top_n import top_n
 from nsa_sel.settings.schema import KernelConfig
 
-CONFIGS = {
+CONFIGS = {  # by kernel and class of head dims (arguments.config_suffix); one that has no config of its own takes the plain one
     "choose/forward": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
+    "choose/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
     "choose/importance": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128, loads="tma"),
+    "choose/importance-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
     "choose/dq": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
+    "choose/dq-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=64, loads="tma"),
+    "choose/dq-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=16, loads="tma"),
     "choose/dkdv": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=32),
+    "choose/dkdv-wide": KernelConfig(block_l=64, num_warps=8, num_stages=2, rows=32),
+    "choose/dkdv-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32),
 }
+
+
+def config_of(call: ChooseCall, kernel: str) -> KernelConfig:
+    return CONFIGS.get(kernel + config_suffix(heads_of(call)), CONFIGS[kernel])
 
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +52,7 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = call.q.shape
     o = call.q.new_empty(B, S, G, h, call.v.shape[3])
     lse = call.q.new_empty(B, S, G, h, dtype=torch.float32)
-    choose_attention.forward(call, o, lse, CONFIGS["choose/forward"])
+    choose_attention.forward(call, o, lse, config_of(call, "choose/forward"))
     return o, lse
 
 
@@ -57,7 +69,7 @@ def best_blocks(call: ChooseCall, lse: Tensor) -> Tensor:
         if scratch is None:  # the first part is the largest
             scratch = torch.empty(b * s * G * width, dtype=torch.float32, device=call.q.device)
         scores = scratch[: b * s * G * width].view(b, s, G, width)[..., : call.blocks]
-        importance(part, lse[at], scores, CONFIGS["choose/importance"])
+        importance(part, lse[at], scores, config_of(call, "choose/importance"))
         top_n(scores, blocks[at], call.rule.block_size, call.rule.first, call.rule.local, part.start, part.q_pos)
     return blocks
 
@@ -69,5 +81,5 @@ def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
         return -dq, dk, dv
     dlse = None if dlse is None else dlse.contiguous()
     dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
-    choose_attention.dq(call, o, lse, do, dlse, dq, delta, CONFIGS["choose/dq"])
-    return dq, *choose_dkdv.dkdv(call, lse, do, delta, CONFIGS["choose/dkdv"])
+    choose_attention.dq(call, o, lse, do, dlse, dq, delta, config_of(call, "choose/dq"))
+    return dq, *choose_dkdv.dkdv(call, lse, do, delta, config_of(call, "choose/dkdv"))

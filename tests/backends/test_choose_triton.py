@@ -22,6 +22,13 @@ from tests.helpers.poison import new_memory_is_nan
 FEW = ("h6", "192-128", "shorter-than-a-compressed-block", "decode")
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time for every program: float32, too, gets the tiles of 16 bits."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(choose_triton, "config_of", lambda call, kernel: choose_triton.CONFIGS[kernel])
+
+
 def results(call: ChooseCall, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
     """o, lse, blocks, dq, dk, dv, in new memory that holds NaN."""
     with new_memory_is_nan():
@@ -76,7 +83,7 @@ def test_blocks_are_the_best_of_the_importance() -> None:
     call.k = torch.zeros_like(call.k)
     _, lse, blocks = choose_triton.forward(call)
     scores = torch.zeros(1, 60, 1, call.blocks)
-    importance(call, lse, scores, choose_triton.CONFIGS["choose/importance"])
+    importance(call, lse, scores, choose_triton.config_of(call, "choose/importance"))
     assert torch.equal(blocks, best_blocks(scores, 4, 16, 1, 2, 60, None))
 
 
@@ -86,8 +93,8 @@ def test_sections_of_rows_add_up(monkeypatch: pytest.MonkeyPatch, positions: str
     call.q_pos = call.positions() if positions == "given" else None
     monkeypatch.setattr(choose_dkdv, "SHORTEST", 8)
     monkeypatch.setattr(choose_dkdv, "PROGRAMS", 8)
-    assert choose_dkdv.sections_of(call, choose_triton.CONFIGS["choose/dkdv"]).total == 4
-    assert choose_dkdv.sections_of(dataclasses.replace(call, scratch=1), choose_triton.CONFIGS["choose/dkdv"]).total == 1
+    assert choose_dkdv.sections_of(call, choose_triton.config_of(call, "choose/dkdv")).total == 4
+    assert choose_dkdv.sections_of(dataclasses.replace(call, scratch=1), choose_triton.config_of(call, "choose/dkdv")).total == 1
     check_gradients(choose_triton.forward, choose_triton.backward, call)
 
 
