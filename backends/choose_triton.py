@@ -29,7 +29,7 @@ CONFIGS = {  # by kernel and class of head dims (arguments.config_suffix); one t
     "choose/dq": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=16, loads="tma"),
-    "choose/dkdv": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=32),
+    "choose/dkdv": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=32, loads="tma"),
     "choose/dkdv-wide": KernelConfig(block_l=64, num_warps=8, num_stages=2, rows=32),
     "choose/dkdv-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32),
 }

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._choose import ChooseCall, Rule
 from nsa_sel.backends._triton.arguments import Dims, options
@@ -20,6 +21,7 @@ from nsa_sel.backends._triton.choose_rows import dims_of, seen_keys, sizes_of, s
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import LOG2_E, add_product, products, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
+from nsa_sel.backends._triton.tma import aligned, row_descriptor
 from nsa_sel.settings.schema import KernelConfig
 
 PROGRAMS = 2048  # that keep any GPU busy; about half of them have nothing to do, as their rows see none of their keys
@@ -43,12 +45,13 @@ def first_row(key, start, rule: tl.constexpr):
 
 @triton.jit
 def add_rows(
-    sums, kv, q, do, lse, delta, q_pos, b, g, key, first, low, high, strides, stride_do, sizes, scale_log2,
+    sums, kv, q_desc, do_desc, q, do, lse, delta, q_pos, b, g, key, first, low, high, strides, stride_do, sizes, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """sums (dk / scale in two tiles, dv) of the keys `key` [BLOCK_K], the first of which is `first`, plus those of the rows [low, high).
 
     A step takes ROWS pairs of row and head, so that any number of heads fills the tensor cores. MASKED: some row may not see some key.
+    By TMA, which is never masked, rows from `high` on are read, and count for nothing.
     """
     h: tl.constexpr = dims.h
     REST: tl.constexpr = dims.BLOCK_REST
@@ -62,8 +65,14 @@ def add_rows(
         if MASKED:
             seen = seen_keys(q_pos, strides.pos, b, s, sizes, rule)
             exists = exists & (seen > first)  # what other rows hold, NaN included, is not read
-        q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, dims.BLOCK_D, REST)
-        do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, dims.BLOCK_DV)
+        if q_desc is not None:
+            at = [b.to(tl.int32), pair0 // h, g.to(tl.int32), 0, 0]
+            q_tile = q_desc.load(at).reshape(ROWS, dims.BLOCK_D)
+            q_rest = q_tile
+            do_tile = do_desc.load(at).reshape(ROWS, dims.BLOCK_DV)
+        else:
+            q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, dims.BLOCK_D, REST)
+            do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, dims.BLOCK_DV)
         out = ((b * sizes.S + s) * sizes.G + g) * h + head
         # A row that does not exist gets p = 0 from an infinite log-sum-exp.
         lse2 = tl.load(lse + out, mask=exists, other=float("inf")) * LOG2_E
@@ -84,14 +93,14 @@ def add_rows(
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, q_pos, lse, do, delta, part_dk, part_dv, strides, stride_do, sizes, sections, scale, scale_log2,
+    q, q_desc, do_desc, k, v, q_pos, lse, do, delta, part_dk, part_dv, strides, stride_do, sizes, sections, scale, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """part_dk, part_dv [sections, B*G, C, D]: the sums of one section of rows for one tile of keys. Where positions are implied, sections
     whose rows see none of the keys write nothing.
 
     Grid: one program per section, pair b*G + g and tile of keys, tiles first, late sections first. Tiles: k and v [BLOCK_K, D], loaded
-    once; q and do [ROWS, D] per step.
+    once; q and do [ROWS, D] per step, by TMA where q_desc and do_desc are given.
     """
     number = tl.program_id(0)
     first = number % sections.tiles * BLOCK_K
@@ -111,13 +120,13 @@ def dkdv_kernel(
         dk_rest = tl.zeros([BLOCK_K, dims.BLOCK_REST], lse.dtype.element_ty) if dims.BLOCK_REST > 0 else dk
         dv = tl.zeros([BLOCK_K, dims.BLOCK_DV], lse.dtype.element_ty)
         sums = add_rows(
-            (dk, dk_rest, dv), kv, q, do, lse, delta, q_pos, b, g, key, first, begin, whole, strides, stride_do, sizes, scale_log2,
-            dims, rule, ROWS, True,
+            (dk, dk_rest, dv), kv, None, None, q, do, lse, delta, q_pos, b, g, key, first, begin, whole, strides, stride_do, sizes,
+            scale_log2, dims, rule, ROWS, True,
         )  # fmt: skip
         if q_pos is None:
             sums = add_rows(
-                sums, kv, q, do, lse, delta, q_pos, b, g, key, first, whole, high, strides, stride_do, sizes, scale_log2,
-                dims, rule, ROWS, False,
+                sums, kv, q_desc, do_desc, q, do, lse, delta, q_pos, b, g, key, first, whole, high, strides, stride_do, sizes,
+                scale_log2, dims, rule, ROWS, False,
             )  # fmt: skip
         dk, dk_rest, dv = sums
         part = (section * sections.pairs + bg) * sizes.C + key
@@ -166,7 +175,7 @@ def dkdv(call: ChooseCall, lse: Tensor, do: Tensor, delta: Tensor, config: Kerne
     part_dk, part_dv = (lse.new_empty(sections.total, *x.shape) for x in (call.k, call.v))
     _dkdv(dims, call.rule, config).launch(
         sections.total * sections.tiles * sections.pairs,
-        (call.q, call.k, call.v, call.q_pos, lse, do, delta, part_dk, part_dv),
+        (call.q, *_row_descriptors(call, do, dims, config), call.k, call.v, call.q_pos, lse, do, delta, part_dk, part_dv),
         (strides_of(call), do.stride()[:4], sizes, sections, call.scale, call.scale_log2()),
     )
     total = _sum_sections(dims, call.rule, config.block_l)
@@ -176,6 +185,14 @@ def dkdv(call: ChooseCall, lse: Tensor, do: Tensor, delta: Tensor, config: Kerne
         (sizes, sections),
     )
     return dk, dv
+
+
+def _row_descriptors(call: ChooseCall, do: Tensor, dims: Dims, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
+    """Of q and do, where TMA is wanted and can load whole rows with their heads."""
+    tokens = config.rows // dims.h
+    if config.loads != "tma" or tokens * dims.h != config.rows or dims.BLOCK_REST or not (aligned(call.q) and aligned(do)):
+        return None, None
+    return row_descriptor(call.q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
 
 
 def sections_of(call: ChooseCall, config: KernelConfig) -> Sections:

@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._choose import ChooseCall
 from nsa_sel.backends._triton.arguments import Dims, Heads, Strides, split_dims
 from nsa_sel.backends._triton.rows import row_position
-from nsa_sel.backends._triton.tma import descriptor
+from nsa_sel.backends._triton.tma import aligned, descriptor
 from nsa_sel.settings.schema import KernelConfig
 
 
@@ -77,10 +76,5 @@ def value_descriptor(call: ChooseCall, dims: Dims, block_k: int) -> TensorDescri
 
 
 def by_tma(call: ChooseCall, config: KernelConfig) -> bool:
-    """Whether TMA is wanted and can load k and v: their bases and strides are multiples of 16 bytes."""
-    return config.loads == "tma" and all(_tma_fits(x) for x in (call.k, call.v))
-
-
-def _tma_fits(x: Tensor) -> bool:
-    batch, group, key, _ = x.stride()
-    return x.numel() > 0 and x.shape[2] < 2**31 and (x.data_ptr() | (batch | group | key) * x.element_size()) % 16 == 0
+    """Whether TMA is wanted and can load k and v."""
+    return config.loads == "tma" and aligned(call.k) and aligned(call.v)

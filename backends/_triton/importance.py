@@ -20,7 +20,7 @@ from nsa_sel.backends._triton.arguments import Dims, options
 from nsa_sel.backends._triton.choose_rows import by_tma, dims_of, key_descriptors, seen_keys, sizes_of, strides_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
-from nsa_sel.backends._triton.softmax import LOG2_E, split_products
+from nsa_sel.backends._triton.softmax import LOG2_E, dot
 from nsa_sel.backends._triton.tiles import key_pointers, load_split, row_pointers, tile_size
 from nsa_sel.settings.schema import KernelConfig
 
@@ -62,6 +62,7 @@ def importance_kernel(
     exists = (s < sizes.S) & (head < dims.h)
     s = tl.minimum(s, sizes.S - 1).to(tl.int64)
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
+    q_columns, rest_columns = q_tile.T, q_rest.T  # transposed in the loop, they would be copied to shared memory in every step
     # Columns that do not exist get p = 0 from an infinite log-sum-exp.
     lse2 = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")) * LOG2_E
 
@@ -83,7 +84,9 @@ def importance_kernel(
         key = first * STEP + (r if PIECES == STEP else r // PIECES * STEP + r % PIECES)
         is_key = key < sizes.C if PIECES == STEP else (key < sizes.C) & (r % PIECES < STEP)
         k_tile, k_rest = load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, is_key, first * STEP, dims, BLOCK_K)
-        products = split_products(k_tile, k_rest, q_tile, q_rest, dims.BLOCK_REST)
+        products = dot(k_tile, q_columns)
+        if dims.BLOCK_REST > 0:
+            products = tl.dot(k_rest, rest_columns, products, input_precision="ieee", out_dtype=products.dtype)
         p = tl.sum(tl.exp2(products * scale_log2 - lse2[None, :]).reshape(BLOCK_K, HEADS, TOKENS), 1)
         visible = tl.where(is_key, key, sizes.C)[:, None] < seen[None, :]
         p = tl.where(visible, p, 0.0).to(tl.float32).reshape(BLOCKS, PIECES, TOKENS)
