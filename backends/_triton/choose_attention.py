@@ -66,12 +66,13 @@ def forward_kernel(
     k [BLOCK_K, same], v [BLOCK_K, BLOCK_DV].
     """
     ACC: tl.constexpr = lse.dtype.element_ty
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     b, g, _, s, _, head, out, exists = tile_rows(tl.program_id(0), sizes.S, sizes.G, sizes.tiles, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
     seen, whole, end = tile_limits(q_pos, strides.pos, b64, s64, exists, sizes, rule, BLOCK_K)
 
-    acc = tl.zeros([ROWS, dims.BLOCK_DV], ACC)
+    acc = tl.zeros([ROWS, BLOCK_DV], ACC)
     l = tl.zeros([ROWS], ACC)
     m = tl.full([ROWS], LOWEST, ACC)
     for c in range(0, whole, BLOCK_K):
@@ -100,15 +101,16 @@ def dq_kernel(
     Grid and tiles as in `forward_kernel`.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
     b, g, _, s, _, head, out, exists = tile_rows(tl.program_id(0), sizes.S, sizes.G, sizes.tiles, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
-    q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, dims.BLOCK_D, REST)
+    q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, BLOCK_D, REST)
     do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
     delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, exists, dims)
     seen, whole, end = tile_limits(q_pos, strides.pos, b64, s64, exists, sizes, rule, BLOCK_K)
 
-    acc = tl.zeros([ROWS, dims.BLOCK_D], ACC)
+    acc = tl.zeros([ROWS, BLOCK_D], ACC)
     rest = tl.zeros([ROWS, REST], ACC) if REST > 0 else acc
     for c in range(0, whole, BLOCK_K):
         k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_K)

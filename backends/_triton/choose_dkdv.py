@@ -54,7 +54,9 @@ def add_rows(
     By TMA, which is never masked, rows from `high` on are read, and count for nothing.
     """
     h: tl.constexpr = dims.h
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     k_tile, k_rest, v_tile = kv
     dk, dk_rest, dv = sums
     r = tl.arange(0, ROWS)
@@ -67,12 +69,12 @@ def add_rows(
             exists = exists & (seen > first)  # what other rows hold, NaN included, is not read
         if q_desc is not None:
             at = [b.to(tl.int32), pair0 // h, g.to(tl.int32), 0, 0]
-            q_tile = q_desc.load(at).reshape(ROWS, dims.BLOCK_D)
+            q_tile = q_desc.load(at).reshape(ROWS, BLOCK_D)
             q_rest = q_tile
-            do_tile = do_desc.load(at).reshape(ROWS, dims.BLOCK_DV)
+            do_tile = do_desc.load(at).reshape(ROWS, BLOCK_DV)
         else:
-            q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, dims.BLOCK_D, REST)
-            do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, dims.BLOCK_DV)
+            q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, BLOCK_D, REST)
+            do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, BLOCK_DV)
         out = ((b * sizes.S + s) * sizes.G + g) * h + head
         # A row that does not exist gets p = 0 from an infinite log-sum-exp.
         lse2 = tl.load(lse + out, mask=exists, other=float("inf")) * LOG2_E
@@ -102,6 +104,10 @@ def dkdv_kernel(
     Grid: one program per section, pair b*G + g and tile of keys, tiles first, late sections first. Tiles: k and v [BLOCK_K, D], loaded
     once; q and do [ROWS, D] per step, by TMA where q_desc and do_desc are given.
     """
+    ACC: tl.constexpr = lse.dtype.element_ty
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
+    REST: tl.constexpr = dims.BLOCK_REST
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     number = tl.program_id(0)
     first = number % sections.tiles * BLOCK_K
     bg = (number // sections.tiles % sections.pairs).to(tl.int64)
@@ -116,9 +122,9 @@ def dkdv_kernel(
     if (begin < high) | (q_pos is not None):
         key = first + tl.arange(0, BLOCK_K)
         kv = load_kv(k, v, strides, b, g, key, key < sizes.C, dims)
-        dk = tl.zeros([BLOCK_K, dims.BLOCK_D], lse.dtype.element_ty)
-        dk_rest = tl.zeros([BLOCK_K, dims.BLOCK_REST], lse.dtype.element_ty) if dims.BLOCK_REST > 0 else dk
-        dv = tl.zeros([BLOCK_K, dims.BLOCK_DV], lse.dtype.element_ty)
+        dk = tl.zeros([BLOCK_K, BLOCK_D], ACC)
+        dk_rest = tl.zeros([BLOCK_K, REST], ACC) if REST > 0 else dk
+        dv = tl.zeros([BLOCK_K, BLOCK_DV], ACC)
         sums = add_rows(
             (dk, dk_rest, dv), kv, None, None, q, do, lse, delta, q_pos, b, g, key, first, begin, whole, strides, stride_do, sizes,
             scale_log2, dims, rule, ROWS, True,
@@ -130,7 +136,7 @@ def dkdv_kernel(
             )  # fmt: skip
         dk, dk_rest, dv = sums
         part = (section * sections.pairs + bg) * sizes.C + key
-        store_split(part_dk + part * dims.Dk, dk * scale, dk_rest * scale, key < sizes.C, dims.Dk, dims.BLOCK_REST)
+        store_split(part_dk + part * dims.Dk, dk * scale, dk_rest * scale, key < sizes.C, dims.Dk, REST)
         store_columns(part_dv + part * dims.Dv, dv, key < sizes.C, 0, dims.Dv)
 
 
@@ -143,6 +149,7 @@ def sum_sections_kernel(
     Grid: one program per pair and KEYS of the BLOCK_K keys of a tile.
     """
     PIECES: tl.constexpr = BLOCK_K // KEYS
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     number = tl.program_id(0)
     tile = number // PIECES % sections.tiles
     bg = (number // PIECES // sections.tiles).to(tl.int64)
@@ -150,14 +157,14 @@ def sum_sections_kernel(
     exists = key < sizes.C
     COLUMNS: tl.constexpr = dims.BLOCK_D if dims.BLOCK_REST == 0 else 2 * dims.BLOCK_D  # 128 + 64 take 256
     dk_acc = tl.zeros([KEYS, COLUMNS], part_dk.dtype.element_ty)
-    dv_acc = tl.zeros([KEYS, dims.BLOCK_DV], part_dk.dtype.element_ty)
+    dv_acc = tl.zeros([KEYS, BLOCK_DV], part_dk.dtype.element_ty)
     section = 0
     if q_pos is None:
         section = (first_row(tile * BLOCK_K, sizes.start, rule) // sections.rows).to(tl.int32)
     for i in range(section, sections.total):
         row = (i * sections.pairs + bg) * sizes.C + key
         dk_acc += load_columns(part_dk + row * dims.Dk, exists, 0, dims.Dk, COLUMNS)
-        dv_acc += load_columns(part_dv + row * dims.Dv, exists, 0, dims.Dv, dims.BLOCK_DV)
+        dv_acc += load_columns(part_dv + row * dims.Dv, exists, 0, dims.Dv, BLOCK_DV)
     store_columns(dk + (bg * sizes.C + key) * dims.Dk, dk_acc, exists, 0, dims.Dk)
     store_columns(dv + (bg * sizes.C + key) * dims.Dv, dv_acc, exists, 0, dims.Dv)
 
@@ -188,9 +195,11 @@ def dkdv(call: ChooseCall, lse: Tensor, do: Tensor, delta: Tensor, config: Kerne
 
 
 def _row_descriptors(call: ChooseCall, do: Tensor, dims: Dims, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
-    """Of q and do, where TMA is wanted and can load whole rows with their heads."""
+    """Of q and do, where TMA is wanted and can load whole rows with their heads. Not for one tile of keys that is not full: with one
+    compressed key and one group, Triton 3.6's assembler crashes."""
     tokens = config.rows // dims.h
-    if config.loads != "tma" or tokens * dims.h != config.rows or dims.BLOCK_REST or not (aligned(call.q) and aligned(do)):
+    whole = tokens * dims.h == config.rows and dims.BLOCK_REST == 0 and call.k.shape[2] >= config.block_l
+    if config.loads != "tma" or not whole or not (aligned(call.q) and aligned(do)):
         return None, None
     return row_descriptor(call.q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
 

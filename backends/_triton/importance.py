@@ -28,15 +28,17 @@ from nsa_sel.settings.schema import KernelConfig
 @triton.jit
 def load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims: tl.constexpr, BLOCK_K: tl.constexpr):
     """The compressed keys `key` [BLOCK_K] as two tiles (`load_split`); by TMA those from `first` on."""
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
+    REST: tl.constexpr = dims.BLOCK_REST
     if k_desc is not None:
-        k_tile = k_desc.load([b, g, first, 0]).reshape(BLOCK_K, dims.BLOCK_D)
+        k_tile = k_desc.load([b, g, first, 0]).reshape(BLOCK_K, BLOCK_D)
         k_rest = k_tile
-        if dims.BLOCK_REST > 0:
-            k_rest = k_rest_desc.load([b, g, first, dims.BLOCK_D]).reshape(BLOCK_K, dims.BLOCK_REST)
+        if REST > 0:
+            k_rest = k_rest_desc.load([b, g, first, BLOCK_D]).reshape(BLOCK_K, REST)
         return k_tile, k_rest
     else:
         pointers = key_pointers(k, strides.k, b.to(tl.int64), g.to(tl.int64), key)
-        return load_split(pointers, exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
+        return load_split(pointers, exists, dims.Dk, BLOCK_D, REST)
 
 
 @triton.jit
