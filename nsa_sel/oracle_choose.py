@@ -62,6 +62,7 @@ def oracle_choose(
     Returns:
         o, lse, importance and blocks.
     """
+    q, k_cmp, v_cmp = (x.detach().cpu() for x in (q, k_cmp, v_cmp))
     B, S, G, h, _ = q.shape
     o = torch.zeros(B, S, G, h, v_cmp.shape[-1], dtype=torch.float64)
     lse = torch.full((B, S, G, h), -math.inf, dtype=torch.float64)
@@ -70,10 +71,10 @@ def oracle_choose(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     for b, s, g, t, seen in _rows(q, k_cmp, S_kv, compress_block, compress_stride, q_pos):
         if seen:
-            logits = scale * (q[b, s, g].cpu().double() @ k_cmp[b, g, :seen].cpu().double().T)
+            logits = scale * (q[b, s, g].double() @ k_cmp[b, g, :seen].double().T)
             lse[b, s, g] = logits.logsumexp(-1)
             p = torch.exp(logits - lse[b, s, g, :, None])
-            o[b, s, g] = p @ v_cmp[b, g, :seen].cpu().double()
+            o[b, s, g] = p @ v_cmp[b, g, :seen].double()
             importance[b, s, g] = _importance(p.sum(0), compress_block // compress_stride, compress_stride, block_size, S_kv)
         best = _best(importance[b, s, g].tolist(), t // block_size, n, first, local)
         blocks[b, s, g, : len(best)] = torch.tensor(best, dtype=torch.int32)
@@ -109,16 +110,18 @@ def oracle_choose_backward(
     Returns:
         dq, dk_cmp, dv_cmp; float64 on the CPU.
     """
+    q, k_cmp, v_cmp, do = (x.detach().cpu() for x in (q, k_cmp, v_cmp, do))
+    dlse = torch.zeros(do.shape[:-1]) if dlse is None else dlse.detach().cpu()
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (q, k_cmp, v_cmp))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     for b, s, g, _, seen in _rows(q, k_cmp, S_kv, compress_block, compress_stride, q_pos):
         if seen == 0:
             continue
-        q_row, do_row = (x[b, s, g].cpu().double() for x in (q, do))
-        k_seen, v_seen = (x[b, g, :seen].cpu().double() for x in (k_cmp, v_cmp))
+        q_row, do_row = (x[b, s, g].double() for x in (q, do))
+        k_seen, v_seen = (x[b, g, :seen].double() for x in (k_cmp, v_cmp))
         p = torch.softmax(scale * (q_row @ k_seen.T), -1)
         g_row = do_row @ v_seen.T
-        ds = p * (g_row - (p * g_row).sum(-1, keepdim=True) + (0.0 if dlse is None else dlse[b, s, g].cpu().double()[:, None]))
+        ds = p * (g_row - (p * g_row).sum(-1, keepdim=True) + dlse[b, s, g].double()[:, None])
         dq[b, s, g] = scale * (ds @ k_seen)
         dk[b, g, :seen] += scale * (ds.T @ q_row)
         dv[b, g, :seen] += p.T @ do_row

@@ -101,7 +101,11 @@ def test_no_rows_and_no_blocks() -> None:
 def test_top_n_on_a_gpu(blocks: int, dtype: torch.dtype) -> None:
     for n in (1, 16, 64):
         local, first = min(2, n - 1), min(1, n // 4)
-        check(awkward((2, 65, 2, blocks), dtype, "cuda"), n, 64, first, local, S_kv=64 * blocks + 64 if blocks < 2 else None)
-        check(uniform((2, 65, 2, blocks), dtype, "cuda"), n, 64, first, local, S_kv=64 * blocks + 64 if blocks < 2 else None)
-    q_pos = torch.randint(-40, 70 * blocks, (2, 65), generator=torch.Generator().manual_seed(2)).cuda()
-    check(uniform((2, 65, 2, blocks), dtype, "cuda"), 16, 64, q_pos=q_pos)
+        for scores in (awkward((2, 61, 2, blocks), dtype, "cuda"), uniform((2, 61, 2, blocks), dtype, "cuda")):
+            check(scores, n, 64, first, local)
+            check(scores, n, 64, 0, 0)
+    q_pos = torch.randint(-40, 70 * blocks, (2, 61), generator=torch.Generator().manual_seed(2)).cuda()
+    check(uniform((2, 61, 2, blocks), dtype, "cuda"), 16, 64, q_pos=q_pos)
+    for rows, warps in ((1, 1), (8, 1), (4, 4), (16, 4)):  # rows of a warp, and rows across warps
+        if rows * blocks < 16384:
+            check(awkward((2, 61, 2, blocks), dtype, "cuda"), 16, 64, rows=rows, warps=warps)
