@@ -27,7 +27,7 @@ from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.block_union import MOST_ROWS, BlockUnion, block_union
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.rows import row_limit
+from nsa_sel.backends._triton.rows import row_limit, tile_rows
 from nsa_sel.backends._triton.softmax import (
     LN_2,
     LOWEST,
@@ -39,31 +39,12 @@ from nsa_sel.backends._triton.softmax import (
     softmax_step,
     split_products,
 )
-from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
+from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.tma import descriptor
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
 SORTED = 2048  # entries of one tile that the plan sorts: more ranges per row make smaller tiles
-
-
-@triton.jit
-def tile_rows(program, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
-    """Where `program` works: batch entry, group, tile number, and of its ROWS rows the position s, bit, head, index in [B,S,G,h], and
-    whether they exist. Late tiles, which see the most blocks, start first."""
-    HEAD_TILES: tl.constexpr = (h + ROWS - 1) // ROWS
-    head0 = program % HEAD_TILES * ROWS
-    number = program // HEAD_TILES
-    i = tiles - 1 - number % tiles
-    b, g = number // tiles // G, number // tiles % G
-    r = tl.arange(0, ROWS)
-    bit = r // h if TQ > 1 else r * 0
-    head = r % h if TQ > 1 else head0 + r
-    s = i * TQ + bit
-    exists = (bit < TQ) & (s < S) & (head < h)
-    s = tl.minimum(s, S - 1)
-    out = ((b.to(tl.int64) * S + s.to(tl.int64)) * G + g.to(tl.int64)) * h + head.to(tl.int64)
-    return b, g, (b * G + g) * tiles + i, s, bit.to(tl.int64), head.to(tl.int64), out, exists
 
 
 @triton.jit
@@ -77,20 +58,6 @@ def tile_list(blocks, rows, counts, tile, capacity):
 def selects(chosen, bit):
     """Whether each row selects the block whose rows are the bits of `chosen`."""
     return ((chosen >> bit) & 1) != 0
-
-
-@triton.jit
-def load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims: tl.constexpr, BLOCK_L: tl.constexpr):
-    """K (two tiles, as `load_split`) and V of the keys [c, c + BLOCK_L), all of which exist: by TMA, or by pointers without descriptors."""
-    if k_desc is not None:
-        k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, dims.BLOCK_D)
-        k_rest = k_tile
-        if dims.BLOCK_REST > 0:
-            k_rest = k_rest_desc.load([b, g, c, dims.BLOCK_D]).reshape(BLOCK_L, dims.BLOCK_REST)
-        return k_tile, k_rest, v_desc.load([b, g, c, 0]).reshape(BLOCK_L, dims.BLOCK_DV)
-    else:
-        position = c + tl.arange(0, BLOCK_L)
-        return load_kv(k, v, strides, b.to(tl.int64), g.to(tl.int64), position, position >= 0, dims)
 
 
 @triton.jit

@@ -26,6 +26,25 @@ def locate_heads(program, h: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
+def tile_rows(program, S, G, tiles, h: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr):
+    """Where `program` works: batch entry, group, tile number, and of its ROWS rows the position s, bit, head, index in [B,S,G,h], and
+    whether they exist. Late tiles, which see the most blocks, start first."""
+    HEAD_TILES: tl.constexpr = (h + ROWS - 1) // ROWS
+    head0 = program % HEAD_TILES * ROWS
+    number = program // HEAD_TILES
+    i = tiles - 1 - number % tiles
+    b, g = number // tiles // G, number // tiles % G
+    r = tl.arange(0, ROWS)
+    bit = r // h if TQ > 1 else r * 0
+    head = r % h if TQ > 1 else head0 + r
+    s = i * TQ + bit
+    exists = (bit < TQ) & (s < S) & (head < h)
+    s = tl.minimum(s, S - 1)
+    out = ((b.to(tl.int64) * S + s.to(tl.int64)) * G + g.to(tl.int64)) * h + head.to(tl.int64)
+    return b, g, (b * G + g) * tiles + i, s, bit.to(tl.int64), head.to(tl.int64), out, exists
+
+
+@triton.jit
 def row_limit(q_pos, stride_pos, b, s, S, S_kv, LENGTHS: tl.constexpr = False):
     """min(t + 1, S_kv) for row s, or a vector of rows, at position t. LENGTHS: q_pos holds sequence lengths; the S rows are the last."""
     if q_pos is not None:
@@ -36,6 +55,15 @@ def row_limit(q_pos, stride_pos, b, s, S, S_kv, LENGTHS: tl.constexpr = False):
     else:
         limit = S_kv - S + s + 1
     return tl.maximum(limit, 0)
+
+
+@triton.jit
+def row_position(q_pos, stride_pos, b, s, start):
+    """The position of row s, or of a vector of rows, int64: q_pos, or start + s where that is None."""
+    if q_pos is not None:
+        return tl.load(q_pos + b * stride_pos[0] + s * stride_pos[1]).to(tl.int64)
+    else:
+        return start + s.to(tl.int64)
 
 
 @triton.jit

@@ -62,6 +62,20 @@ def load_kv(k, v, strides, b, g, position, exists, dims: tl.constexpr):
 
 
 @triton.jit
+def load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims: tl.constexpr, BLOCK_L: tl.constexpr):
+    """K (two tiles, as `load_split`) and V of the keys [c, c + BLOCK_L), all of which exist: by TMA, or by pointers without descriptors."""
+    if k_desc is not None:
+        k_tile = k_desc.load([b, g, c, 0]).reshape(BLOCK_L, dims.BLOCK_D)
+        k_rest = k_tile
+        if dims.BLOCK_REST > 0:
+            k_rest = k_rest_desc.load([b, g, c, dims.BLOCK_D]).reshape(BLOCK_L, dims.BLOCK_REST)
+        return k_tile, k_rest, v_desc.load([b, g, c, 0]).reshape(BLOCK_L, dims.BLOCK_DV)
+    else:
+        position = c + tl.arange(0, BLOCK_L)
+        return load_kv(k, v, strides, b.to(tl.int64), g.to(tl.int64), position, position >= 0, dims)
+
+
+@triton.jit
 def store_columns(rows, x, exists, first: tl.constexpr, D: tl.constexpr):
     """Write x [M, WIDTH] to the columns from `first` on."""
     d = first + tl.arange(0, x.shape[1])

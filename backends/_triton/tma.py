@@ -32,9 +32,23 @@ class CheckedDescriptor(TensorDescriptor):  # type: ignore[misc]
 
 def descriptor(x: Tensor, block_l: int, width: int) -> CheckedDescriptor:
     """k or v for TMA: tiles of block_l keys of one batch entry and group, `width` columns wide."""
+    return _descriptor(x, [1, 1, block_l, width])
+
+
+def row_descriptor(x: Tensor, tokens: int, width: int) -> CheckedDescriptor:
+    """x [B,S,G,h,D] for TMA: tiles of `tokens` rows with all heads of one batch entry and group, `width` columns wide."""
+    return _descriptor(x, [1, tokens, 1, x.shape[3], width])
+
+
+def _descriptor(x: Tensor, tile: list[int]) -> CheckedDescriptor:
     if x.is_cuda and x.get_device() not in _thread.bound:
         _bind_context(x)
-    return CheckedDescriptor(x, x.shape, x.stride(), [1, 1, block_l, width])
+    return CheckedDescriptor(x, x.shape, x.stride(), tile)
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether the base and all strides but the last, which is 1, are multiples of 16 bytes, as TMA needs them."""
+    return x.numel() > 0 and not any(number % 16 for number in (x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1])))
 
 
 class _Thread(threading.local):

@@ -212,8 +212,9 @@ def test_doors_import_no_other_door() -> None:
             assert not [target for target in imports(ast.parse(file.read_text()).body, lazy=True) if target.startswith(others)], name
 
 
-def test_the_oracle_shares_no_code() -> None:
-    targets = set(imports(ast.parse((ROOT / "nsa_sel" / "oracle.py").read_text()).body, lazy=True))
+@pytest.mark.parametrize("name", ["oracle", "oracle_choose"])
+def test_the_oracle_shares_no_code(name: str) -> None:
+    targets = set(imports(ast.parse((ROOT / "nsa_sel" / f"{name}.py").read_text()).body, lazy=True))
     assert not any(target.startswith("nsa_sel") for target in targets)
 
 

@@ -1,0 +1,113 @@
+"""One call to choose blocks, as its backends receive it: attention over compressed keys, importance of blocks, top n."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG2_E = math.log2(math.e)
+SCRATCH = 64 << 20  # bytes
+
+
+class Rule(NamedTuple):
+    """How keys are compressed, in keys, and how many blocks are selected.
+
+    Compressed key i covers the keys [i * compress_stride, i * compress_stride + compress_block). Sizes are multiples of compress_stride.
+    """
+
+    compress_block: int = 32
+    compress_stride: int = 16
+    block_size: int = 64
+    n: int = 16
+    first: int = 1  # first + local <= n
+    local: int = 2
+
+    def of_keys(self) -> Rule:
+        """The rule without counts: what kernels are compiled for."""
+        return self._replace(n=0, first=0, local=0)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of compress_stride keys in a block; piece i begins where compressed key i does."""
+        return self.block_size // self.compress_stride
+
+    @property
+    def reach(self) -> int:
+        """Pieces that a compressed key covers."""
+        return self.compress_block // self.compress_stride
+
+
+@dataclass(slots=True, eq=False)
+class ChooseCall:
+    """The checked arguments of one call.
+
+    Attributes:
+        q: [B,S,G,h,Dk] with a contiguous last dimension, k and v likewise.
+        k: [B,G,C,Dk], compressed keys.
+        v: [B,G,C,Dv].
+        rule: sizes and counts.
+        blocks: blocks of a sequence.
+        start: the position of row 0 where q_pos is None; row s is at start + s.
+        q_pos: [B,S] int32 or int64, positions of the rows, or None.
+        scale: factor of the logits.
+        scratch: bytes of temporaries; a bound on the largest in choose_torch, on scores and on partial sums in choose_triton.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rule: Rule
+    blocks: int
+    start: int
+    scale: float
+    q_pos: Tensor | None = None
+    scratch: int = SCRATCH
+
+    def positions(self) -> Tensor:
+        """[B,S] int64."""
+        B, S = self.q.shape[:2]
+        if self.q_pos is not None:
+            return self.q_pos.long()
+        return torch.arange(self.start, self.start + S, device=self.q.device).expand(B, S)
+
+    def seen(self) -> Tensor:
+        """How many compressed keys each row sees, [B,S] int64: always the first ones."""
+        past = self.positions() + 1 - self.rule.compress_block
+        return torch.where(past >= 0, past // self.rule.compress_stride + 1, 0).clamp(max=self.k.shape[2])
+
+    def most_seen(self) -> int:
+        """A bound on `seen`, exact where positions are implied; does not wait for a GPU."""
+        C = self.k.shape[2]
+        if self.q_pos is not None:
+            return C
+        past = self.start + self.q.shape[1] - self.rule.compress_block
+        return min(C, past // self.rule.compress_stride + 1) if past >= 0 else 0
+
+    def part(self, batch: slice, rows: slice) -> ChooseCall:
+        """The call for some rows of some sequences, on views."""
+        q_pos = None if self.q_pos is None else self.q_pos[batch, rows]
+        return replace(
+            self, q=self.q[batch, rows], k=self.k[batch], v=self.v[batch], start=self.start + (rows.start or 0), q_pos=q_pos
+        )  # fmt: skip
+
+    def parts(self, row_bytes: int) -> Iterator[tuple[slice, slice]]:
+        """Sequences and rows, in order, whose temporaries of row_bytes per row fit the scratch; one row at least."""
+        B, S = self.q.shape[:2]
+        fit = max(1, self.scratch // max(1, row_bytes))
+        sequences, rows = max(1, fit // max(1, S)), max(1, min(S, fit))
+        for b in range(0, B, sequences):
+            for s in range(0, S, rows):
+                yield slice(b, min(B, b + sequences)), slice(s, min(S, s + rows))
+
+    def scale_log2(self) -> float:
+        """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        return max(self.scale * LOG2_E, 1e-30)
+
+    def with_positive_scale(self) -> ChooseCall:
+        """The same logits from -q and -scale: kernels track the maximum of q.k, which must be that of the logits."""
+        return replace(self, q=-self.q, scale=-self.scale)

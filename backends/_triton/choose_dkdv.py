@@ -1,0 +1,225 @@
+"""dk and dv of attention to compressed keys, without atomics: a program takes a tile of keys and a section of the rows.
+
+dv = sum p^T do, dk = scale * sum ds^T q over rows and heads (softmax.py), both transposed from the start: p [keys, rows]. There are far
+fewer compressed keys than rows, so that tiles of keys alone would not fill a GPU. Each section's sums are a float32 part; a second
+kernel adds the parts in the order of the sections.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_sel.backends._choose import ChooseCall, Rule
+from nsa_sel.backends._triton.arguments import Dims, options
+from nsa_sel.backends._triton.choose_rows import dims_of, seen_keys, sizes_of, strides_of
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.softmax import LOG2_E, add_product, products, split_products
+from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
+from nsa_sel.backends._triton.tma import aligned, row_descriptor
+from nsa_sel.settings.schema import KernelConfig
+
+PROGRAMS = 2048  # that keep any GPU busy; about half of them have nothing to do, as their rows see none of their keys
+SHORTEST = 64  # rows of a section
+
+
+class Sections(NamedTuple):
+    """As kernels take them: `total` sections of `rows` rows, `tiles` tiles of keys, `pairs` = B * G."""
+
+    total: int
+    rows: int
+    tiles: int
+    pairs: int
+
+
+@triton.jit
+def first_row(key, start, rule: tl.constexpr):
+    """The first row that sees compressed key `key` where positions are implied."""
+    return tl.maximum(key.to(tl.int64) * rule.compress_stride + rule.compress_block - 1 - start, 0)
+
+
+@triton.jit
+def add_rows(
+    sums, kv, q_desc, do_desc, q, do, lse, delta, q_pos, b, g, key, first, low, high, strides, stride_do, sizes, scale_log2,
+    dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """sums (dk / scale in two tiles, dv) of the keys `key` [BLOCK_K], the first of which is `first`, plus those of the rows [low, high).
+
+    A step takes ROWS pairs of row and head, so that any number of heads fills the tensor cores. MASKED: some row may not see some key.
+    By TMA, which is never masked, rows from `high` on are read, and count for nothing.
+    """
+    h: tl.constexpr = dims.h
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
+    REST: tl.constexpr = dims.BLOCK_REST
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    k_tile, k_rest, v_tile = kv
+    dk, dk_rest, dv = sums
+    r = tl.arange(0, ROWS)
+    for pair0 in range(low * h, high * h, ROWS):
+        pair = pair0 + r
+        exists = pair < high * h
+        s, head = tl.minimum(pair // h, high - 1).to(tl.int64), (pair % h).to(tl.int64)
+        if MASKED:
+            seen = seen_keys(q_pos, strides.pos, b, s, sizes, rule)
+            exists = exists & (seen > first)  # what other rows hold, NaN included, is not read
+        if q_desc is not None:
+            at = [b.to(tl.int32), pair0 // h, g.to(tl.int32), 0, 0]
+            q_tile = q_desc.load(at).reshape(ROWS, BLOCK_D)
+            q_rest = q_tile
+            do_tile = do_desc.load(at).reshape(ROWS, BLOCK_DV)
+        else:
+            q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, BLOCK_D, REST)
+            do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, BLOCK_DV)
+        out = ((b * sizes.S + s) * sizes.G + g) * h + head
+        # A row that does not exist gets p = 0 from an infinite log-sum-exp.
+        lse2 = tl.load(lse + out, mask=exists, other=float("inf")) * LOG2_E
+        delta_rows = tl.load(delta + out, mask=exists, other=0.0)
+        p = tl.exp2(split_products(k_tile, k_rest, q_tile, q_rest, REST) * scale_log2 - lse2[None, :])
+        ds = p * (products(v_tile, do_tile) - delta_rows[None, :])
+        if MASKED:
+            visible = key[:, None] < seen[None, :]
+            p = tl.where(visible, p, 0.0)
+            ds = tl.where(visible, ds, 0.0)
+        ds = ds.to(q_tile.dtype)
+        dv = add_product(dv, p.to(do_tile.dtype), do_tile)
+        dk = add_product(dk, ds, q_tile)
+        if REST > 0:
+            dk_rest = add_product(dk_rest, ds, q_rest)
+    return dk, dk_rest, dv
+
+
+@triton.jit
+def dkdv_kernel(
+    q, q_desc, do_desc, k, v, q_pos, lse, do, delta, part_dk, part_dv, strides, stride_do, sizes, sections, scale, scale_log2,
+    dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """part_dk, part_dv [sections, B*G, C, D]: the sums of one section of rows for one tile of keys. Where positions are implied, sections
+    whose rows see none of the keys write nothing.
+
+    Grid: one program per section, pair b*G + g and tile of keys, tiles first, late sections first. Tiles: k and v [BLOCK_K, D], loaded
+    once; q and do [ROWS, D] per step, by TMA where q_desc and do_desc are given.
+    """
+    ACC: tl.constexpr = lse.dtype.element_ty
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
+    REST: tl.constexpr = dims.BLOCK_REST
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    number = tl.program_id(0)
+    first = number % sections.tiles * BLOCK_K
+    bg = (number // sections.tiles % sections.pairs).to(tl.int64)
+    section = sections.total - 1 - number // sections.tiles // sections.pairs
+    b, g = bg // sizes.G, bg % sizes.G
+    low, high = section * sections.rows, tl.minimum((section + 1) * sections.rows, sizes.S)
+    begin, whole = low, high  # rows [begin, whole) may not see all keys
+    if q_pos is None:
+        begin = tl.maximum(low, tl.minimum(first_row(first, sizes.start, rule), high)).to(tl.int32)
+        last = tl.minimum(first + BLOCK_K, sizes.C) - 1
+        whole = tl.maximum(begin, tl.minimum(first_row(last, sizes.start, rule), high)).to(tl.int32)
+    if (begin < high) | (q_pos is not None):
+        key = first + tl.arange(0, BLOCK_K)
+        kv = load_kv(k, v, strides, b, g, key, key < sizes.C, dims)
+        dk = tl.zeros([BLOCK_K, BLOCK_D], ACC)
+        dk_rest = tl.zeros([BLOCK_K, REST], ACC) if REST > 0 else dk
+        dv = tl.zeros([BLOCK_K, BLOCK_DV], ACC)
+        sums = add_rows(
+            (dk, dk_rest, dv), kv, None, None, q, do, lse, delta, q_pos, b, g, key, first, begin, whole, strides, stride_do, sizes,
+            scale_log2, dims, rule, ROWS, True,
+        )  # fmt: skip
+        if q_pos is None:
+            sums = add_rows(
+                sums, kv, q_desc, do_desc, q, do, lse, delta, q_pos, b, g, key, first, whole, high, strides, stride_do, sizes,
+                scale_log2, dims, rule, ROWS, False,
+            )  # fmt: skip
+        dk, dk_rest, dv = sums
+        part = (section * sections.pairs + bg) * sizes.C + key
+        store_split(part_dk + part * dims.Dk, dk * scale, dk_rest * scale, key < sizes.C, dims.Dk, REST)
+        store_columns(part_dv + part * dims.Dv, dv, key < sizes.C, 0, dims.Dv)
+
+
+@triton.jit
+def sum_sections_kernel(
+    part_dk, part_dv, q_pos, dk, dv, sizes, sections, dims: tl.constexpr, rule: tl.constexpr, BLOCK_K: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """dk [B*G, C, Dk] and dv [B*G, C, Dv]: the parts added in the order of the sections; zeros for keys that no row sees.
+
+    Grid: one program per pair and KEYS of the BLOCK_K keys of a tile.
+    """
+    PIECES: tl.constexpr = BLOCK_K // KEYS
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    number = tl.program_id(0)
+    tile = number // PIECES % sections.tiles
+    bg = (number // PIECES // sections.tiles).to(tl.int64)
+    key = tile * BLOCK_K + number % PIECES * KEYS + tl.arange(0, KEYS)
+    exists = key < sizes.C
+    COLUMNS: tl.constexpr = dims.BLOCK_D if dims.BLOCK_REST == 0 else 2 * dims.BLOCK_D  # 128 + 64 take 256
+    dk_acc = tl.zeros([KEYS, COLUMNS], part_dk.dtype.element_ty)
+    dv_acc = tl.zeros([KEYS, BLOCK_DV], part_dk.dtype.element_ty)
+    section = 0
+    if q_pos is None:
+        section = (first_row(tile * BLOCK_K, sizes.start, rule) // sections.rows).to(tl.int32)
+    for i in range(section, sections.total):
+        row = (i * sections.pairs + bg) * sizes.C + key
+        dk_acc += load_columns(part_dk + row * dims.Dk, exists, 0, dims.Dk, COLUMNS)
+        dv_acc += load_columns(part_dv + row * dims.Dv, exists, 0, dims.Dv, BLOCK_DV)
+    store_columns(dk + (bg * sizes.C + key) * dims.Dk, dk_acc, exists, 0, dims.Dk)
+    store_columns(dv + (bg * sizes.C + key) * dims.Dv, dv_acc, exists, 0, dims.Dv)
+
+
+def dkdv(call: ChooseCall, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
+    """dk [B,G,C,Dk] and dv [B,G,C,Dv] from lse and delta [B,S,G,h] of a call with a positive scale.
+
+    Parts take at most four times the scratch of the call, unless those of one section do.
+    """
+    dk, dv = (x.new_empty(x.shape) for x in (call.k, call.v))
+    if lse.numel() == 0 or call.k.shape[2] == 0:
+        return dk.zero_(), dv.zero_()
+    sections = sections_of(call, config)
+    sizes, dims = sizes_of(call, 1), dims_of(call)
+    part_dk, part_dv = (lse.new_empty(sections.total, *x.shape) for x in (call.k, call.v))
+    _dkdv(dims, call.rule, config).launch(
+        sections.total * sections.tiles * sections.pairs,
+        (call.q, *_row_descriptors(call, do, dims, config), call.k, call.v, call.q_pos, lse, do, delta, part_dk, part_dv),
+        (strides_of(call), do.stride()[:4], sizes, sections, call.scale, call.scale_log2()),
+    )
+    total = _sum_sections(dims, call.rule, config.block_l)
+    total.launch(
+        sections.tiles * sections.pairs * (config.block_l // total.constants["KEYS"]),
+        (part_dk, part_dv, call.q_pos, dk, dv),
+        (sizes, sections),
+    )
+    return dk, dv
+
+
+def _row_descriptors(call: ChooseCall, do: Tensor, dims: Dims, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
+    """Of q and do, where TMA is wanted and can load whole rows with their heads. Not for one tile of keys that is not full: with one
+    compressed key and one group, Triton 3.6's assembler crashes."""
+    tokens = config.rows // dims.h
+    whole = tokens * dims.h == config.rows and dims.BLOCK_REST == 0 and call.k.shape[2] >= config.block_l
+    if config.loads != "tma" or not whole or not (aligned(call.q) and aligned(do)):
+        return None, None
+    return row_descriptor(call.q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
+
+
+def sections_of(call: ChooseCall, config: KernelConfig) -> Sections:
+    """As many sections as give PROGRAMS programs, as fit in memory, and as are not too short."""
+    B, S, G = call.q.shape[:3]
+    C = call.k.shape[2]
+    tiles = -(-C // config.block_l)
+    size = B * G * C * (call.k.shape[3] + call.v.shape[3]) * 4
+    count = max(1, min(-(-PROGRAMS // (tiles * B * G)), 4 * call.scratch // size, S // SHORTEST))
+    rows = -(-S // count)
+    return Sections(-(-S // rows), rows, tiles, B * G)
+
+
+@functools.lru_cache(REMEMBERED)
+def _dkdv(dims: Dims, rule: Rule, config: KernelConfig) -> Kernel:
+    return Kernel(dkdv_kernel, dims=dims, rule=rule.of_keys(), ROWS=config.rows, BLOCK_K=config.block_l, **options(config))
+
+
+@functools.lru_cache(REMEMBERED)
+def _sum_sections(dims: Dims, rule: Rule, block_k: int) -> Kernel:
+    return Kernel(sum_sections_kernel, dims=dims, rule=rule.of_keys(), BLOCK_K=block_k, KEYS=min(16, block_k), num_warps=4)

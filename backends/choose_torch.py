@@ -1,0 +1,105 @@
+"""Choosing blocks in plain PyTorch: the reference, which runs everywhere in bounded memory, rows in chunks.
+
+16-bit inputs are computed in float32. Gradients of k and v are added chunk by chunk, in the order of the rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._choose import ChooseCall, Rule
+from nsa_sel.core.indices import best_blocks
+
+
+def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32 (float64 for float64 inputs), blocks [B,S,G,n] int32."""
+    B, S, G, h, _ = call.q.shape
+    o = call.q.new_empty(B, S, G, h, call.v.shape[3])
+    lse = call.q.new_empty(B, S, G, h, dtype=_wide(call))
+    blocks = torch.empty(B, S, G, call.rule.n, dtype=torch.int32, device=call.q.device)
+    for at in call.parts(_row_bytes(call)):
+        part = call.part(*at)
+        logits = _logits(part)
+        part_lse = logits.logsumexp(-1)
+        p = logits.softmax(-1).masked_fill_((part_lse == -torch.inf).unsqueeze(-1), 0.0)  # exp(logits - lse) rounds lse first
+        o[at] = _heads(p.flatten(2, 3) @ _visible(part, part.v), h)
+        lse[at] = part_lse.transpose(1, 2)
+        importance = block_importance(p.sum(3), call.rule, call.blocks).transpose(1, 2)
+        _, _, _, n, first, local = call.rule
+        blocks[at] = best_blocks(importance, n, call.rule.block_size, first, local, None, part.positions())
+    return o, lse, blocks
+
+
+def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the dtypes of q, k, v; p is recomputed from lse.
+
+    With p = exp(scale q.k - lse) and delta = rowsum(do * o) - dlse: ds = p (do.v - delta), dq = scale ds k, dk = scale ds^T q, dv = p^T do.
+    """
+    dq, wide = call.q.new_empty(call.q.shape), _wide(call)
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (call.k, call.v))
+    for at in call.parts(_row_bytes(call)):
+        part = call.part(*at)
+        seeing = (part.seen() > 0)[:, :, None, None, None]
+        q_rows, do_rows, o_rows = (_rows(x.where(seeing, 0.0).to(wide)) for x in (part.q, do[at], o[at]))
+        k, v = _visible(part, part.k), _visible(part, part.v)
+        part_lse = lse[at].masked_fill(lse[at] == -torch.inf, 0.0).transpose(1, 2).unsqueeze(-1)
+        p = torch.exp(_logits(part) - part_lse).flatten(2, 3)
+        delta = (do_rows * o_rows).sum(-1, keepdim=True)
+        if dlse is not None:
+            delta -= dlse[at].where(seeing[..., 0], 0.0).transpose(1, 2).flatten(2, 3).unsqueeze(-1)
+        ds = p * (do_rows @ v.transpose(2, 3) - delta)
+        dq[at] = _heads((ds @ k).mul_(call.scale), call.q.shape[3])
+        seen = k.shape[2]
+        dk[at[0], :, :seen] += (ds.transpose(2, 3) @ q_rows).mul_(call.scale)
+        dv[at[0], :, :seen] += p.transpose(2, 3) @ do_rows
+    return dq, dk.to(call.k.dtype), dv.to(call.v.dtype)
+
+
+def block_importance(p: Tensor, rule: Rule, blocks: int) -> Tensor:
+    """[..., blocks] from p [..., C], summed over heads (Eq. 9): compressed key i adds p to the block of each piece that it covers."""
+    short = blocks * rule.pieces - p.shape[-1]
+    pieces = torch.nn.functional.pad(p, (0, short))
+    for shift in range(1, rule.reach):
+        pieces = pieces + torch.nn.functional.pad(p, (shift, short - shift))
+    return pieces.view(*p.shape[:-1], blocks, rule.pieces).sum(-1)
+
+
+def _logits(part: ChooseCall) -> Tensor:
+    """[B,G,S,h,C] of the keys that any row may see, -inf where a row does not; rows that see nothing may hold anything."""
+    h = part.q.shape[3]
+    seen = part.seen()[:, None, :, None, None]
+    k = _visible(part, part.k)
+    logits = _rows(part.q.to(_wide(part)) * part.scale) @ k.transpose(2, 3)
+    logits = logits.view(*logits.shape[:2], logits.shape[2] // h, h, k.shape[2])
+    return logits.masked_fill_(torch.arange(k.shape[2], device=k.device) >= seen, -torch.inf)
+
+
+def _visible(part: ChooseCall, x: Tensor) -> Tensor:
+    """The keys or values that any row may see, with zeros for those that none does: they may hold NaN."""
+    x = x[:, :, : part.most_seen()].to(_wide(part))
+    if part.q_pos is None:
+        return x
+    most = part.seen().amax(1)[:, None, None, None]
+    return x.where(torch.arange(x.shape[2], device=x.device)[:, None] < most, 0.0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B,G,S*h,D] of x [B,S,G,h,D]."""
+    return x.transpose(1, 2).flatten(2, 3)
+
+
+def _heads(x: Tensor, h: int) -> Tensor:
+    """[B,S,G,h,D] of x [B,G,S*h,D]."""
+    return x.view(*x.shape[:2], x.shape[2] // h, h, x.shape[3]).transpose(1, 2)
+
+
+def _wide(call: ChooseCall) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.float64 if call.q.dtype == torch.float64 else torch.float32
+
+
+def _row_bytes(call: ChooseCall) -> int:
+    """Of the largest temporary, per row: p, a row of q or o, or what sorting the scores of blocks takes."""
+    G, h, Dk = call.q.shape[2:]
+    return max(G * h * max(call.k.shape[2], Dk, call.v.shape[3]) * _wide(call).itemsize, G * call.blocks * 8)

@@ -1,0 +1,85 @@
+"""Choosing blocks in Triton: attention to compressed keys, importance without p in memory, and top n without sorting.
+
+Forward kernels:
+    _triton/choose_attention.py   o and lse
+    _triton/importance.py         scores of blocks of some rows, from q, k and lse
+    _triton/top_n.py              their best blocks; then the next rows, so that scores never stand in memory for all
+Backward: dq in _triton/choose_attention.py, dk and dv in _triton/choose_dkdv.py. There is no gradient through the choice.
+A compressed key must not cover more pieces than a block has (rule.reach <= rule.pieces).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._choose import ChooseCall
+from nsa_sel.backends._triton import choose_attention, choose_dkdv
+from nsa_sel.backends._triton.arguments import config_suffix
+from nsa_sel.backends._triton.choose_rows import heads_of
+from nsa_sel.backends._triton.importance import importance
+from nsa_sel.backends._triton.top_n import top_n
+from nsa_sel.settings.schema import KernelConfig
+
+CONFIGS = {  # by kernel and class of head dims (arguments.config_suffix); one that has no config of its own takes the plain one
+    "choose/forward": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
+    "choose/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/importance": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128, loads="tma"),
+    "choose/importance-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/dq": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
+    "choose/dq-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=64, loads="tma"),
+    "choose/dq-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=16, loads="tma"),
+    "choose/dkdv": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/dkdv-wide": KernelConfig(block_l=64, num_warps=8, num_stages=2, rows=32),
+    "choose/dkdv-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32),
+}
+
+
+def config_of(call: ChooseCall, kernel: str) -> KernelConfig:
+    return CONFIGS.get(kernel + config_suffix(heads_of(call)), CONFIGS[kernel])
+
+
+def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32, and blocks [B,S,G,n] int32, ascending, -1 for padding."""
+    call = call if call.scale >= 0 else call.with_positive_scale()
+    o, lse = attention(call)
+    return o, lse, best_blocks(call, lse)
+
+
+def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
+    """o and lse alone."""
+    call = call if call.scale >= 0 else call.with_positive_scale()
+    B, S, G, h, _ = call.q.shape
+    o = call.q.new_empty(B, S, G, h, call.v.shape[3])
+    lse = call.q.new_empty(B, S, G, h, dtype=torch.float32)
+    choose_attention.forward(call, o, lse, config_of(call, "choose/forward"))
+    return o, lse
+
+
+def best_blocks(call: ChooseCall, lse: Tensor) -> Tensor:
+    """blocks [B,S,G,n] int32 from lse [B,S,G,h], whichever kernel computed that; scores of as many rows at once as fit the scratch."""
+    call = call if call.scale >= 0 else call.with_positive_scale()
+    B, S, G = call.q.shape[:3]
+    blocks = torch.empty(B, S, G, call.rule.n, dtype=torch.int32, device=call.q.device)
+    width = -(-call.blocks // 16) * 16  # so that rows begin at multiples of 16 bytes
+    scratch = None
+    for at in call.parts(G * width * 4):
+        part = call.part(*at)
+        b, s = part.q.shape[:2]
+        if scratch is None:  # the first part is the largest
+            scratch = torch.empty(b * s * G * width, dtype=torch.float32, device=call.q.device)
+        scores = scratch[: b * s * G * width].view(b, s, G, width)[..., : call.blocks]
+        importance(part, lse[at], scores, config_of(call, "choose/importance"))
+        top_n(scores, blocks[at], call.rule.block_size, call.rule.first, call.rule.local, part.start, part.q_pos)
+    return blocks
+
+
+def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous, in the dtypes of q, k, v; o and lse are contiguous, do has a contiguous last dimension."""
+    if call.scale < 0:
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
+        return -dq, dk, dv
+    dlse = None if dlse is None else dlse.contiguous()
+    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
+    choose_attention.dq(call, o, lse, do, dlse, dq, delta, config_of(call, "choose/dq"))
+    return dq, *choose_dkdv.dkdv(call, lse, do, delta, config_of(call, "choose/dkdv"))

@@ -1,0 +1,111 @@
+"""The top-n kernel is bit-equal to `best_blocks`, in Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._triton.top_n import top_n
+from nsa_sel.core.indices import best_blocks
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check(
+    scores: Tensor, n: int, block_size: int = 16, first: int = 1, local: int = 2, *, S_kv: int | None = None,
+    q_pos: Tensor | None = None, **config: int,
+) -> None:  # fmt: skip
+    """Rows at the last positions of S_kv keys, or at q_pos."""
+    B, S, G, blocks = scores.shape
+    S_kv = blocks * block_size if S_kv is None else S_kv
+    chosen = torch.full((B, S, G, n), 77, dtype=torch.int32, device=scores.device)
+    top_n(scores, chosen, block_size, first, local, S_kv - S, q_pos, **config)
+    expected = best_blocks(scores, n, block_size, first, local, None if q_pos is not None else S_kv, q_pos)
+    assert torch.equal(chosen, expected), (chosen, expected)
+
+
+def awkward(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Scores of few different values, so that most tie: zeros of both signs, infinities, NaN, the largest and the smallest numbers."""
+    info = torch.finfo(dtype)
+    values = [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, -math.nan, info.max, info.min, info.smallest_normal, info.tiny / 4, 2.0]
+    index = torch.randint(0, len(values), shape, generator=torch.Generator().manual_seed(0))
+    return torch.tensor(values, dtype=torch.float64).to(dtype)[index].to(device)
+
+
+def uniform(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 8, 20])
+def test_ties_and_numbers_that_are_not_finite(n: int, dtype: torch.dtype) -> None:
+    scores = awkward((2, 16, 1, 20), dtype)
+    check(scores, n, first=0, local=0, rows=32)
+    check(scores.abs(), n, 4, first=min(2, n - 1), local=1, rows=32)
+
+
+@pytest.mark.parametrize(("blocks", "n"), [(1, 1), (1, 4), (5, 16), (33, 4), (64, 64), (130, 16)])
+def test_numbers_of_blocks(blocks: int, n: int) -> None:
+    scores = uniform((1, 10, 1, blocks))
+    check(scores, n, 24, first=0, local=1, rows=32)
+    check(scores - 0.5, n, 24, first=0, local=0)
+    check(torch.zeros_like(scores), n, 24, first=0, local=0, rows=32)
+
+
+def test_many_blocks() -> None:
+    check(uniform((1, 2, 1, 16384)), 16, 64)
+    check(uniform((1, 2, 1, 5000)).mul(64).round(), 300, 64)
+
+
+def test_given_positions() -> None:
+    q_pos = torch.randint(-40, 400, (2, 30), generator=torch.Generator().manual_seed(2))
+    q_pos[0, :4] = torch.tensor([-(1 << 40), 1 << 40, -1, 0])
+    scores = uniform((2, 30, 2, 20))
+    check(scores, 5, q_pos=q_pos, rows=32)
+    check(scores, 5, first=0, local=4, q_pos=q_pos.clamp(-9, 9999).int(), rows=32)
+    check(scores, 5, q_pos=q_pos[:1].expand(2, 30), rows=32)
+
+
+def test_strides_and_a_view_of_the_result() -> None:
+    scores = uniform((3, 20, 2, 24)).permute(1, 3, 2, 0)  # [20, 24, 2, 3]
+    check(scores[:2], 2, 8, first=0, local=1, rows=32)
+    whole = torch.full((2, 24, 2, 4), 77, dtype=torch.int32)
+    wide = uniform((2, 24, 2, 5))
+    top_n(wide[:, 3:9], whole[:, 3:9], 8, 1, 2, 19)
+    assert torch.equal(whole[:, 3:9], best_blocks(wide[:, 3:9], 4, 8, 1, 2, None, torch.arange(19, 25)))
+    assert bool((whole[:, :3] == 77).all())
+    assert bool((whole[:, 9:] == 77).all())
+
+
+def test_blocks_that_no_row_sees_are_not_read() -> None:
+    scores = uniform((1, 40, 1, 10))
+    block = torch.arange(10)
+    hidden = block > torch.arange(40)[:, None, None] // 4
+    check(scores.masked_fill(hidden, math.nan), 4, 4, rows=32)
+    check(scores.masked_fill(hidden, math.inf), 4, 4, rows=32)
+
+
+def test_no_rows_and_no_blocks() -> None:
+    check(uniform((1, 0, 1, 1)), 4, S_kv=1)
+    chosen = torch.zeros(1, 2, 1, 3, dtype=torch.int32)
+    top_n(uniform((1, 2, 1, 0)), chosen, 16, 1, 2, 0)
+    assert bool((chosen == -1).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [1, 20, 64, 128, 500, 512, 1000, 2048, 5000, 16384])
+def test_top_n_on_a_gpu(blocks: int, dtype: torch.dtype) -> None:
+    for n in (1, 16, 64):
+        local, first = min(2, n - 1), min(1, n // 4)
+        for scores in (awkward((2, 61, 2, blocks), dtype, "cuda"), uniform((2, 61, 2, blocks), dtype, "cuda")):
+            check(scores, n, 64, first, local)
+            check(scores, n, 64, 0, 0)
+    q_pos = torch.randint(-40, 70 * blocks, (2, 61), generator=torch.Generator().manual_seed(2)).cuda()
+    check(uniform((2, 61, 2, blocks), dtype, "cuda"), 16, 64, q_pos=q_pos)
+    for rows, warps in ((1, 1), (8, 1), (4, 4), (16, 4)):  # rows of a warp, and rows across warps
+        if rows * blocks < 16384:
+            check(awkward((2, 61, 2, blocks), dtype, "cuda"), 16, 64, rows=rows, warps=warps)

@@ -1,0 +1,157 @@
+"""Choosing blocks in Triton against the float64 oracle, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from nsa_sel.backends import choose_triton
+from nsa_sel.backends._choose import ChooseCall, Rule
+from nsa_sel.backends._triton import choose_dkdv
+from nsa_sel.backends._triton.importance import importance
+from nsa_sel.core.indices import best_blocks
+from nsa_sel.settings.schema import KernelConfig
+from tests.helpers.cases import make_grads
+from tests.helpers.choose_cases import SHAPES, SMALL, check_forward, check_gradients, make_choose_call, oracle, poisoned
+from tests.helpers.poison import new_memory_is_nan
+
+FEW = ("h6", "192-128", "shorter-than-a-compressed-block", "decode")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes its time for every program: float32, too, gets the tiles of 16 bits, but few keys at once, so that short
+    sequences take several steps."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(choose_triton, "config_of", lambda call, kernel: replace(choose_triton.CONFIGS[kernel], block_l=16))
+
+
+def results(call: ChooseCall, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
+    """o, lse, blocks, dq, dk, dv, in new memory that holds NaN."""
+    with new_memory_is_nan():
+        o, lse, blocks = choose_triton.forward(call)
+        return o, lse, blocks, *choose_triton.backward(call, o, lse, do, dlse)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_triton_matches_the_oracle(shape: str) -> None:
+    call = make_choose_call(shape)
+    check_forward(choose_triton.forward, call)
+    check_gradients(choose_triton.forward, choose_triton.backward, call, with_lse=shape != "h6")
+
+
+@pytest.mark.parametrize("shape", FEW)
+def test_triton_matches_the_oracle_in_float16(shape: str) -> None:
+    call = make_choose_call(shape, torch.float16)
+    check_forward(choose_triton.forward, call)
+    check_gradients(choose_triton.forward, choose_triton.backward, call)
+
+
+def test_triton_takes_positions_and_a_negative_scale() -> None:
+    q_pos = torch.randint(-3, 50, (2, 13), generator=torch.Generator().manual_seed(0))
+    call = make_choose_call((2, 13, 40, 2, 3, 16, 24, SMALL), q_pos=q_pos, scale=-0.3)
+    check_forward(choose_triton.forward, call)
+    check_gradients(choose_triton.forward, choose_triton.backward, call)
+
+
+@pytest.mark.parametrize("rule", [SMALL, SMALL._replace(block_size=12), SMALL._replace(compress_block=4), SMALL._replace(block_size=128)])
+def test_importance_carries_spills_from_step_to_step(rule: Rule) -> None:
+    """Steps of one block, and of several; scores of visible blocks alone are written for certain."""
+    call = make_choose_call((1, 40, 140, 1, 3, 16, 16, rule))
+    exact = oracle(call)
+    visible = (torch.arange(call.blocks) <= call.positions()[:, :, None, None] // rule.block_size).expand_as(exact.importance)
+    for block_l in (4, 32):
+        scores = torch.full(exact.importance.shape, math.nan)
+        importance(call, exact.lse.float(), scores, KernelConfig(block_l=block_l, num_warps=4, num_stages=1, rows=128))
+        torch.testing.assert_close(scores[visible].double(), exact.importance[visible], rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_of_scores_give_the_same_blocks() -> None:
+    call = make_choose_call((2, 6, 60, 2, 2, 16, 16, SMALL))
+    whole = choose_triton.forward(call)[2]
+    row = 2 * 16 * 4  # bytes: two groups of 4 blocks, padded to 16
+    for scratch in (1, 4 * row, 7 * row):
+        assert torch.equal(choose_triton.forward(dataclasses.replace(call, scratch=scratch))[2], whole)
+
+
+def test_blocks_are_the_best_of_the_importance() -> None:
+    """Ties, too: with equal keys every piece has the same weight."""
+    call = make_choose_call((1, 60, 60, 1, 4, 16, 16, SMALL))
+    call.k = torch.zeros_like(call.k)
+    _, lse, blocks = choose_triton.forward(call)
+    scores = torch.zeros(1, 60, 1, call.blocks)
+    importance(call, lse, scores, choose_triton.config_of(call, "choose/importance"))
+    assert torch.equal(blocks, best_blocks(scores, 4, 16, 1, 2, 60, None))
+
+
+@pytest.mark.parametrize("positions", ["implied", "given"])
+def test_sections_of_rows_add_up(monkeypatch: pytest.MonkeyPatch, positions: str) -> None:
+    call = make_choose_call((2, 37, 100, 1, 4, 16, 24, SMALL))
+    call.q_pos = call.positions() if positions == "given" else None
+    monkeypatch.setattr(choose_dkdv, "SHORTEST", 8)
+    monkeypatch.setattr(choose_dkdv, "PROGRAMS", 16)
+    assert choose_dkdv.sections_of(call, choose_triton.config_of(call, "choose/dkdv")).total == 4
+    assert choose_dkdv.sections_of(dataclasses.replace(call, scratch=1), choose_triton.config_of(call, "choose/dkdv")).total == 1
+    check_gradients(choose_triton.forward, choose_triton.backward, call)
+
+
+@pytest.mark.parametrize("positions", ["implied", "given"])
+def test_keys_and_rows_that_count_for_nothing_are_not_read(positions: str) -> None:
+    """Nor is memory that no kernel wrote; and reruns are bit-equal."""
+    call = make_choose_call((1, 33, 33, 1, 3, 16, 24, SMALL), start=-10)
+    call.q_pos = call.positions() if positions == "given" else None
+    do, dlse = make_grads(call.q, call.v)
+    empty = (call.seen() == 0)[:, :, None, None]
+    clean = results(call, do, dlse)
+    found = results(poisoned(call), do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan))
+    assert not any(bool(x.isnan().any()) for x in clean)
+    assert all(torch.equal(x, y) for x, y in zip(clean, found, strict=True))
+
+
+def test_strides_of_inputs() -> None:
+    call = make_choose_call((2, 9, 25, 2, 3, 16, 24, SMALL))
+    do, _ = make_grads(call.q, call.v)
+    expected = results(call, do, None)
+    q = call.q.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4)
+    k, v = (x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in (call.k, call.v))
+    found = results(dataclasses.replace(call, q=q, k=k, v=v), do.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4), None)
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+GPU_SHAPES = {
+    **SHAPES,
+    "h16-long": (1, 300, 2000, 2, 16, 128, 128, Rule()),
+    "h6-prefill": (2, 333, 333, 2, 6, 64, 64, Rule()),
+    "h48": (1, 40, 400, 1, 48, 192, 128, Rule()),
+    "h96": (1, 40, 400, 1, 96, 64, 64, Rule()),
+    "Dk256": (1, 70, 500, 1, 12, 256, 256, Rule()),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_triton_matches_the_oracle_on_a_gpu(shape: str, dtype: torch.dtype) -> None:
+    """Importance is summed in float32 from products of the inputs as they are: in 16 bits it is as exact as in float32."""
+    call = make_choose_call(GPU_SHAPES[shape], dtype, "cuda")
+    check_forward(choose_triton.forward, call, slack=1e-4)
+    check_gradients(choose_triton.forward, choose_triton.backward, call)
+
+
+@pytest.mark.gpu
+def test_triton_gpu_positions_poison_and_reruns() -> None:
+    call = make_choose_call((2, 333, 333, 2, 6, 64, 64, Rule()), torch.bfloat16, "cuda", start=-100)
+    do, dlse = make_grads(call.q, call.v)
+    empty = (call.seen() == 0)[:, :, None, None]
+    clean = results(call, do, dlse)
+    for other in (poisoned(call), poisoned(dataclasses.replace(call, q_pos=call.positions()))):
+        found = results(other, do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan))
+        assert all(torch.equal(x, y) for x, y in zip(clean[:4], found[:4], strict=True))
+        assert not any(bool(x.isnan().any()) for x in found)
+    for _ in range(20):
+        assert all(torch.equal(x, y) for x, y in zip(clean, results(call, do, dlse), strict=True))

@@ -1,0 +1,135 @@
+"""Cases of choosing blocks, their plain baseline, and checks against the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._choose import ChooseCall, Rule
+from nsa_sel.oracle_choose import Chosen, oracle_choose, oracle_choose_backward
+from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_grads, make_qkv
+
+Forward = Callable[[ChooseCall], tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[[ChooseCall, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+
+SMALL = Rule(compress_block=8, compress_stride=4, block_size=16, n=4, first=1, local=2)
+# name: B, S, S_kv, G, h, Dk, Dv, rule
+SHAPES: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {
+    "h1": (1, 50, 50, 1, 1, 16, 16, SMALL),
+    "h3": (2, 29, 29, 2, 3, 16, 24, SMALL),
+    "h6": (1, 43, 43, 1, 6, 24, 16, SMALL),
+    "h12": (1, 37, 37, 1, 12, 16, 16, SMALL),
+    "h16-nsa": (1, 40, 150, 1, 16, 16, 16, Rule(n=2, first=0, local=1)),
+    "192-128": (1, 36, 36, 1, 2, 192, 128, SMALL),
+    "shorter-than-a-compressed-block": (2, 7, 7, 1, 2, 16, 16, SMALL),
+    "one-compressed-key": (1, 8, 8, 1, 2, 16, 16, SMALL),
+    "chunked-prefill": (1, 19, 90, 2, 2, 16, 16, SMALL),
+    "decode": (3, 1, 85, 1, 4, 16, 16, SMALL),
+    "more-than-all-blocks": (1, 50, 50, 1, 2, 16, 16, SMALL._replace(n=9)),
+    "no-overlap": (1, 50, 50, 1, 2, 16, 16, SMALL._replace(compress_block=4)),
+    "covers-a-block": (1, 50, 50, 1, 2, 16, 16, SMALL._replace(compress_block=16)),
+    "three-pieces": (1, 47, 47, 1, 2, 16, 16, SMALL._replace(block_size=12, n=3)),
+}
+
+
+def compressed_keys(S_kv: int, rule: Rule) -> int:
+    return max(0, (S_kv - rule.compress_block) // rule.compress_stride + 1)
+
+
+def make_choose_call(
+    shape: str | tuple[Any, ...], dtype: torch.dtype = torch.float32, device: str = "cpu", *, seed: int = 0, **changed: Any
+) -> ChooseCall:
+    """The call of a shape in `SHAPES`, or of such a tuple; q is scaled so that some keys matter more than others."""
+    B, S, S_kv, G, h, Dk, Dv, rule = SHAPES[shape] if isinstance(shape, str) else shape
+    q, k, v = make_qkv(B, S, G, h, Dk, Dv, S_kv=compressed_keys(S_kv, rule), dtype=dtype, device=device, seed=seed)
+    blocks, start = -(-S_kv // rule.block_size), S_kv - S
+    return ChooseCall(**({"q": 2 * q, "k": k, "v": v, "rule": rule, "blocks": blocks, "start": start, "scale": Dk**-0.5} | changed))
+
+
+def oracle(call: ChooseCall) -> Chosen:
+    rule = call.rule
+    return oracle_choose(
+        call.q, call.k, call.v, n=rule.n, first=rule.first, local=rule.local, block_size=rule.block_size, **_positions(call)
+    )  # fmt: skip
+
+
+def _positions(call: ChooseCall) -> dict[str, Any]:
+    return {
+        "S_kv": call.blocks * call.rule.block_size, "compress_block": call.rule.compress_block,
+        "compress_stride": call.rule.compress_stride, "scale": call.scale, "q_pos": call.positions(),
+    }  # fmt: skip
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, call: ChooseCall) -> tuple[Tensor, Tensor]:
+    """o and lse in the inputs' own dtype, for autograd."""
+    seen = torch.arange(k.shape[2], device=q.device) < call.seen()[:, :, None, None, None]
+    logits = torch.einsum("bsghd,bgkd->bsghk", q * call.scale, k)
+    some = seen.any(-1, keepdim=True)
+    logits = torch.where(seen, logits, torch.where(some, -math.inf, 0.0).to(logits.dtype))
+    p = torch.where(some, torch.softmax(logits, -1), 0.0)
+    lse = torch.where(some.squeeze(-1), torch.logsumexp(logits.to(torch.promote_types(q.dtype, torch.float32)), -1), -math.inf)
+    return torch.einsum("bsghk,bgkd->bsghd", p, v), lse
+
+
+def check_forward(forward: Forward, call: ChooseCall, slack: float = 0.0) -> None:
+    """o and lse within twice the baseline's error; the oracle's blocks, but for `slack` (see `assert_chosen`)."""
+    o, lse, blocks = forward(call)
+    exact = check_attention((o, lse), call)
+    assert blocks.dtype == torch.int32
+    assert_chosen(blocks, exact, slack)
+
+
+def check_attention(got: tuple[Tensor, Tensor], call: ChooseCall) -> Chosen:
+    """o and lse within twice the baseline's error; returns what the oracle finds."""
+    exact = oracle(call)
+    for name, mine, right, baseline in zip(("o", "lse"), got, exact[:2], plain(call.q, call.k, call.v, call), strict=True):
+        assert_within_twice_baseline(mine, right, baseline, name)
+    assert got[0].dtype == call.q.dtype
+    return exact
+
+
+def assert_chosen(blocks: Tensor, exact: Chosen, slack: float = 0.0) -> None:
+    """Ascending blocks, those of the oracle; with slack, others whose importance is lower by less than `slack` of the row's largest."""
+    blocks = blocks.cpu()
+    if slack == 0.0:
+        assert torch.equal(blocks, exact.blocks)
+        return
+    assert torch.equal((blocks >= 0).sum(-1), (exact.blocks >= 0).sum(-1))
+    listed = blocks.where(blocks >= 0, 1 << 30)
+    assert bool(((listed.diff(dim=-1) > 0) | (listed[..., 1:] == 1 << 30)).all())
+    totals = [exact.importance.gather(-1, x.clamp(min=0).long()).where(x >= 0, 0.0).sum(-1) for x in (exact.blocks, blocks)]
+    assert bool((totals[0] - totals[1] <= slack * exact.importance.amax(-1)).all())
+
+
+def check_gradients(forward: Forward, backward: Backward, call: ChooseCall, *, with_lse: bool = True) -> None:
+    """dq, dk, dv within twice the baseline's error, and exact zeros where no row sees a key."""
+    o, lse, _ = forward(call)
+    do, dlse = make_grads(call.q, call.v)
+    got = backward(call, o, lse, do, dlse if with_lse else None)
+    exact_dlse = torch.where((call.seen() > 0)[:, :, None, None], dlse, 0.0)
+    exact = oracle_choose_backward(call.q, call.k, call.v, do, exact_dlse if with_lse else None, **_positions(call))
+    inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    plain_o, plain_lse = plain(*inputs, call)
+    plain_lse = plain_lse.masked_fill(plain_lse == -math.inf, 0.0)
+    outputs, grads = ((plain_o, plain_lse), (do, dlse)) if with_lse else ((plain_o,), (do,))
+    baselines = torch.autograd.grad(outputs, inputs, grads)
+    terms = gradient_terms(call.q, call.k, call.v, do, call.scale) if call.k.numel() else (0.0,) * 3
+    for name, x, mine, right, baseline, term in zip(("dq", "dk", "dv"), inputs, got, exact, baselines, terms, strict=True):
+        assert mine.dtype == x.dtype
+        assert_within_twice_baseline(mine, right, baseline, name, term)
+    unseen = torch.arange(call.k.shape[2], device=call.q.device) >= call.seen().amax(1, keepdim=True)
+    assert all(int(torch.count_nonzero(x.transpose(1, 2)[unseen])) == 0 for x in got[1:])
+
+
+def poisoned(call: ChooseCall) -> ChooseCall:
+    """The call with NaN in q of rows that see nothing and in keys and values that no row sees; both exist."""
+    empty = (call.seen() == 0)[:, :, None, None, None]
+    unseen = (torch.arange(call.k.shape[2], device=call.q.device) >= call.seen().amax(1, keepdim=True))[:, None, :, None]
+    assert bool(empty.any())
+    assert bool(unseen.any())
+    q, k, v = (x.masked_fill(where, math.nan) for x, where in ((call.q, empty), (call.k, unseen), (call.v, unseen)))
+    return ChooseCall(q, k, v, call.rule, call.blocks, call.start, call.scale, call.q_pos, call.scratch)
