@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._choose import ChooseCall, Rule
+from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.indices import best_blocks
 
 

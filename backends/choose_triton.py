@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._choose import ChooseCall
 from nsa_sel.backends._triton import choose_attention, choose_dkdv
 from nsa_sel.backends._triton.arguments import config_suffix
 from nsa_sel.backends._triton.choose_rows import heads_of
 from nsa_sel.backends._triton.importance import importance
 from nsa_sel.backends._triton.top_n import top_n
+from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.settings.schema import KernelConfig
 
 CONFIGS = {  # by kernel and class of head dims (arguments.config_suffix); one that has no config of its own takes the plain one

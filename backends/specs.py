@@ -122,6 +122,28 @@ SPECS = (
     ),
 )
 
+# Of the kind "choose", the preferred first: no costs are measured yet.
+CHOOSERS = (
+    Backend(
+        name="choose-triton",
+        path="nsa_sel.backends.choose_triton",
+        framework="triton",
+        kind="choose",
+        limits=_TRITON_LIMITS,
+        requires=(_TRITON,),
+        summary="tiles of rows and heads over compressed keys; importance and the best blocks a chunk of rows at a time",
+    ),
+    Backend(
+        name="choose-torch",
+        path="nsa_sel.backends.choose_torch",
+        framework="torch",
+        kind="choose",
+        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
+        summary="matrix products and a stable sort, a chunk of rows at a time; the fallback that always runs",
+        fallback=True,
+    ),
+)
+
 
 def tile_columns(Dk: int, Dv: int, size: int) -> tuple[int, int]:
     """Columns of the tiles that hold a key and a value of `size`-byte numbers: powers of two from 16 on, or 128 + 64 for a 16-bit key."""

@@ -12,6 +12,7 @@ from nsa_sel.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from nsa_sel.attention import explain, selection_attention
+    from nsa_sel.compressed import compressed_attention
     from nsa_sel.core.decide import explain_request, use_backend
     from nsa_sel.core.decision import Decision
     from nsa_sel.core.reset import reset
@@ -30,6 +31,7 @@ __all__ = [
     "NSASelection",
     "Selection",
     "block_scores",
+    "compressed_attention",
     "counters",
     "decisions",
     "describe",
@@ -50,6 +52,7 @@ _HOMES = {
     "NSASelection": "layer",
     "Selection": "selection",
     "block_scores": "layer",
+    "compressed_attention": "compressed",
     "counters": "telemetry.events",
     "decisions": "telemetry.events",
     "describe": "telemetry.describe",

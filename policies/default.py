@@ -10,7 +10,9 @@ from nsa_sel.policies import cost, guards, rules
 
 
 def preference(case: Case) -> tuple[str, ...]:
-    """The order of backends for this direction: measured where a profile exists, else conservative."""
+    """The order of backends for this direction: measured where a profile exists, else conservative. Of choosers, that of the registry."""
+    if case.request.kind == "choose":
+        return ()
     return case.settings.prefer_forward if case.direction == "forward" else case.settings.prefer_backward
 
 

@@ -72,7 +72,7 @@ def tile_overrides(case: Case, offer: Offer) -> tuple[Reason, ...]:
         if tile is not None and tile < width:
             required, remedy = f">= {field} = {width}", "unset the override or widen it"
             reasons.append(Reason("tile-too-narrow", "unsupported", f"settings.{setting}", tile, required, remedy))
-    if case.settings.triton_force_path == "dense" and case.request.n != 1:
+    if case.settings.triton_force_path == "dense" and case.request.n != 1 and case.request.kind == "attend":
         reasons.append(
             Reason("path-dense", "unsupported", "request.n", case.request.n, 1, "unset NSA_SEL_TRITON_FORCE_PATH or set it to varlen")
         )

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._choose import ChooseCall, Rule
 from nsa_sel.backends._triton.arguments import Dims, options
 from nsa_sel.backends._triton.choose_rows import (
     by_tma,
@@ -42,6 +41,7 @@ from nsa_sel.backends._triton.softmax import (
     split_products,
 )
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
+from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 TAIL = 32  # keys per masked step

@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._choose import ChooseCall, Rule
 from nsa_sel.backends._triton.arguments import Dims, options
 from nsa_sel.backends._triton.choose_rows import dims_of, seen_keys, sizes_of, strides_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import LOG2_E, add_product, products, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.tma import aligned, row_descriptor
+from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 PROGRAMS = 2048  # that keep any GPU busy; about half of them have nothing to do, as their rows see none of their keys

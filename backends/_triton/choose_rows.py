@@ -1,6 +1,6 @@
 """What rows see of compressed keys, and the arguments that all kernels over them take.
 
-`rule` is `nsa_sel.backends._choose.Rule`. A row sees the first compressed keys, up to a limit that its position gives.
+`rule` is `nsa_sel.core.choose_call.Rule`. A row sees the first compressed keys, up to a limit that its position gives.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._choose import ChooseCall
 from nsa_sel.backends._triton.arguments import Dims, Heads, Strides, split_dims
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.tma import aligned, descriptor
+from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.settings.schema import KernelConfig
 
 

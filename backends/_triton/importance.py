@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._choose import ChooseCall, Rule
 from nsa_sel.backends._triton.arguments import Dims, options
 from nsa_sel.backends._triton.choose_rows import by_tma, dims_of, key_descriptors, seen_keys, sizes_of, strides_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.softmax import LOG2_E, dot
 from nsa_sel.backends._triton.tiles import key_pointers, load_split, row_pointers, tile_size
+from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 

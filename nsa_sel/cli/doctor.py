@@ -14,7 +14,7 @@ from nsa_sel.core import registry
 from nsa_sel.core.backend import REFUSING_KINDS, Reason
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.facts import device_info
-from nsa_sel.core.request import DeviceInfo, example_request
+from nsa_sel.core.request import DeviceInfo, example_choice, example_request
 from nsa_sel.errors import NsaSelError
 from nsa_sel.settings.flags import unknown_variables
 from nsa_sel.settings.schema import Settings
@@ -72,15 +72,16 @@ def _version(package: str) -> str | None:
 
 def _examine_device(device: DeviceInfo) -> dict[str, Any]:
     try:
-        decision = explain_request(example_request(needs_grad=True), device)
+        decision, choice = (explain_request(example(needs_grad=True), device) for example in (example_request, example_choice))
     except NsaSelError as error:
         return {"device": device, "settings": None, "error": str(error), "backends": []}
     backends = []
-    for verdict in decision.verdicts:
+    known = registry.backends() | registry.backends("choose")
+    for verdict in (*decision.verdicts, *choice.verdicts):
         # Reasons about the example request say nothing about the machine.
         reasons = dict.fromkeys((*verdict.forward, *verdict.backward))
         lacks = [reason for reason in reasons if reason.kind in REFUSING_KINDS and not reason.field.startswith("request.")]
-        backends.append({"name": verdict.backend, "summary": registry.backends()[verdict.backend].summary, "lacks": lacks})
+        backends.append({"name": verdict.backend, "summary": known[verdict.backend].summary, "lacks": lacks})
     return {"device": device, "settings": decision.settings, "error": None, "backends": backends}
 
 

@@ -10,6 +10,8 @@ from nsa_sel.errors import ArgumentError, shown
 _MEANING = {
     "n": "the number of blocks that a row selects",
     "block_size": "the number of keys in a block",
+    "compress_block": "the number of keys that a compressed key covers",
+    "compress_stride": "the number of keys from one compressed key to the next",
     "max_length": "the most keys that a row selects, or leave it out",
 }
 _MOST = (1 << 31) - 1  # keys of a block, or of a row

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import msgspec
 
-from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.request import DeviceInfo, Kind, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nsa_sel.core.call import Call
+    from nsa_sel.core.choose_call import ChooseCall
 
 ReasonKind = Literal["unavailable", "unsupported", "disabled", "slower"]
 REFUSING_KINDS: tuple[ReasonKind, ...] = ("unavailable", "unsupported", "disabled")  # also for a forced backend
@@ -116,11 +117,12 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     path: str  # dotted path of the module, see BackendModule
     framework: str  # "torch", "numba", "triton", "cupy", or another name
     limits: Limits
+    kind: Kind = "attend"  # of the requests that it serves
     requires: tuple[Requirement, ...] = ()
     libraries: tuple[Library, ...] = ()
     switches: tuple[Switch, ...] = ()
     summary: str = ""
-    fallback: bool = False  # serves calls whose backend failed; true for exactly one backend
+    fallback: bool = False  # serves calls whose backend failed; true for exactly one backend of a kind
     decodes: bool = True  # useful for one query per sequence
     slow: bool = False  # up to seconds per call on many rows: benches measure it on fewer
     sets_min_length: bool = False  # min-L is the length from which it is faster than the fallback; true for exactly one backend
@@ -143,6 +145,18 @@ class Offer(msgspec.Struct, frozen=True):
 
     backend: Backend
     missing: tuple[Reason, ...] = ()
+
+
+class ChooserModule(Protocol):
+    """The functions in the module of a backend of the kind "choose". Both get a checked call whose tensors are on the current device."""
+
+    def forward(self, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
+        """o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), blocks [B,S,G,n] int32, ascending, -1 last."""
+        ...
+
+    def backward(self, call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused."""
+        ...
 
 
 class BackendModule(Protocol):

@@ -18,6 +18,11 @@ LOG2_E = math.log2(math.e)
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
+def capturing(q: Tensor) -> bool:
+    """Whether a CUDA graph captures a call of q."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(slots=True, eq=False)  # treated as immutable; frozen=True costs 1 us per construction
 class Call:
     """The checked arguments of one call, and the settings and device that its decision was made with.
@@ -65,7 +70,7 @@ class Call:
 
     def capturing(self) -> bool:
         """Whether a CUDA graph captures this call, so that nothing may wait for the device."""
-        return self.q.is_cuda and torch.cuda.is_current_stream_capturing()
+        return capturing(self.q)
 
     def timed(self) -> bool:
         """Whether NSA_DEBUG_TIMING times this call."""

@@ -32,6 +32,27 @@ def check_call(
         ArgumentError: the first bad argument.
     """
     decode = q.dim() == 4
+    q = check_sizes(q, k, v)
+    B, S, G, _, Dk = q_shape = q.shape
+    S_kv, device = k.shape[2], q.device
+    if not isinstance(selection, Selection):
+        selection = as_selection(selection, None if decode else (B, S, G))
+    ranges = selection.ranges
+    if ranges.shape != (B, S, G, selection.n, 2):
+        raise _other_rows(ranges, q_shape, k.shape, decode)
+    if ranges.device != device:
+        raise ArgumentError("selection", f"on {ranges.device}", f"q's device {device}", "call selection.to(q.device)")
+    scale = check_scale(scale, Dk)
+    if q_pos is not None:
+        return q, k, v, selection, scale, check_positions(q_pos, q, S_kv, fake)
+    if S > S_kv:
+        raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows without q_pos", "pass q_pos, the rows' positions")
+    return q, k, v, selection, scale, None
+
+
+def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B,S,G,h,Dk] of dense tensors q, k, v that fit together in shape, dtype, device and strides; else ArgumentError."""
+    decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
@@ -39,7 +60,7 @@ def check_call(
         raise ArgumentError(
             "q", f"of shape {tuple(q_shape)}", "[B,S,G,h,Dk], or [B,G,h,Dk] for decode", "split the heads into G groups of h"
         )
-    B, S, G, h, Dk = q_shape
+    B, _, G, h, Dk = q_shape
     for name, shape in (("k", k_shape), ("v", v_shape)):
         if len(shape) != 4 or shape[0] != B or shape[1] != G:
             raise _other_layout(name, shape, q_shape, decode)
@@ -51,28 +72,19 @@ def check_call(
     if not (h and Dk and Dv and G):
         size = next(name for name, size in (("h", h), ("Dk", Dk), ("Dv", Dv), ("G", G)) if not size)
         raise ArgumentError("v" if size == "Dv" else "q", f"of size 0 in {size}", f"{size} >= 1", "drop the empty dimension")
-    device = q.device
     _check_dtypes(q, k, v)
     if not (q.is_cpu or q.is_cuda):
-        raise ArgumentError("q", f"on {device}", "cpu or cuda", "move q, k, v there")
+        raise ArgumentError("q", f"on {q.device}", "cpu or cuda", "move q, k, v there")
+    return q
 
-    if not isinstance(selection, Selection):
-        selection = as_selection(selection, None if decode else (B, S, G))
-    ranges = selection.ranges
-    if ranges.shape != (B, S, G, selection.n, 2):
-        raise _other_rows(ranges, q_shape, k_shape, decode)
-    if ranges.device != device:
-        raise ArgumentError("selection", f"on {ranges.device}", f"q's device {device}", "call selection.to(q.device)")
 
+def check_scale(scale: float | None, Dk: int) -> float:
+    """The scale as a float; ArgumentError unless it is a finite number or None."""
     if scale is None:
-        scale = 1.0 / math.sqrt(Dk)
-    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= _LARGEST:
+        return 1.0 / math.sqrt(Dk)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= _LARGEST:
         raise ArgumentError("scale", shown(scale), "a finite number, or None for 1/sqrt(Dk)", "pass a Python float")
-    if q_pos is not None:
-        return q, k, v, selection, float(scale), _check_positions(q_pos, q, S_kv, fake)
-    if S > S_kv:
-        raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows without q_pos", "pass q_pos, the rows' positions")
-    return q, k, v, selection, float(scale), None
+    return float(scale)
 
 
 def as_selection(selection: Selection | Tensor, rows: tuple[int, int, int] | None = None) -> Selection:
@@ -137,7 +149,8 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ArgumentError(name, f"of strides {tensor.stride()}", "a contiguous last dimension", f"call {name}.contiguous()")
 
 
-def _check_positions(q_pos: Tensor, q: Tensor, S_kv: int, fake: bool) -> Tensor:
+def check_positions(q_pos: Tensor, q: Tensor, S_kv: int, fake: bool) -> Tensor:
+    """q_pos [B,S] of rows at positions in [0, S_kv), which is checked on a CPU alone; else ArgumentError."""
     B, S = q.shape[:2]
     positions = as_positions(q_pos, B, S, q.device)
     # On a GPU this would synchronize; positions outside [0, S_kv) are clamped there.

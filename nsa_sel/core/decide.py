@@ -13,7 +13,7 @@ from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.explain import check_names, refusal
 from nsa_sel.core.facts import device_info
 from nsa_sel.core.memory import forced_name
-from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.request import DeviceInfo, Kind, Request
 from nsa_sel.errors import ArgumentError, BackendError, shown
 from nsa_sel.settings import devices, tuned
 from nsa_sel.settings.config import forget_settings, settings_for
@@ -90,7 +90,7 @@ def select(request: Request, device: DeviceInfo, backend: str | None = None) -> 
         settings = tuned.apply(settings_for(device), facts[0], device)
         offers = registry.offers(request)
         check_names(settings, offers)
-        override = _override(backend, settings)
+        override = _override(backend, settings, request.kind)
         decision = make_decision(facts[0], device, load_policy("default"), settings, offers, override)
         memory.remember(facts, decision)
     return decision
@@ -109,7 +109,7 @@ def decide(request: Request, device: DeviceInfo, backend: str | None = None) -> 
 
 def after_failure(decision: Decision, failed: str) -> Decision:
     """The decision after backend `failed` broke during a call: the fallback, or BackendError if that refuses as well."""
-    override = Override(registry.fallback(), f"failure of {failed}")
+    override = Override(registry.fallback(decision.request.kind), f"failure of {failed}")
     policy, offers = load_policy(decision.policy), registry.offers(decision.request)
     again = make_decision(decision.request, decision.device, policy, decision.settings, offers, override)
     message = refusal(again)
@@ -129,15 +129,16 @@ def _check_name(argument: str, name: object) -> None:
         raise ArgumentError(argument, shown(name), "the name of a backend, as a str", "see nsa_sel.core.registry.backends()")
 
 
-def _override(backend: str | None, settings: Settings) -> Override | None:
-    """By precedence: argument, use_backend, NSA_FORCE_PARITY, NSA_SEL_BACKEND."""
+def _override(backend: str | None, settings: Settings, kind: Kind) -> Override | None:
+    """By precedence: argument, use_backend, NSA_FORCE_PARITY, NSA_SEL_BACKEND. But for the argument, a backend of another kind forces
+    nothing: a layer has calls of both."""
     if backend is not None:
         return Override(backend, "argument")
     surrounding = forced_name.get()
-    if surrounding is not None:
+    if surrounding is not None and registry.kind_of(surrounding) in (kind, None):
         return Override(surrounding, "use_backend")
     if settings.force_parity:
-        return Override(registry.fallback(), "NSA_FORCE_PARITY")
-    if settings.backend is not None:
+        return Override(registry.fallback(kind), "NSA_FORCE_PARITY")
+    if settings.backend is not None and registry.kind_of(settings.backend) in (kind, None):
         return Override(settings.backend, "NSA_SEL_BACKEND")
     return None

@@ -165,7 +165,8 @@ def make_decision(
         if override.backend not in names:
             rule += f", but no backend is called {override.backend!r}"
     else:
-        steps = tuple(f"{name}: no backend of that name" for name in settings.prefer_forward if name not in names)
+        preferred = policy.preference(Case(request, device, settings, "forward"))
+        steps = tuple(f"{name}: no backend of that name" for name in preferred if name not in names)
         steps += tuple(f"{name}: {', '.join(r.code for r in forward.reasons[name])}" for name in forward.stepped_over)
         rule = forward.rule
         if backward and (forward.by_time or backward.by_time):
@@ -194,12 +195,12 @@ class _Choice(NamedTuple):
 def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Override | None) -> _Choice:
     offered = {offer.backend.name: offer.backend for offer in offers}
     reasons = {offer.backend.name: _reasons(case, offer, policy) for offer in offers}
-    preferred = [name for name in policy.preference(case) if name in reasons]
+    ordered = policy.preference(case)
+    preferred = [name for name in ordered if name in reasons]
     preferred += [name for name in reasons if name not in preferred]
     predicted = {name: ms for name in preferred if not reasons[name] and (ms := policy.predict(case, offered[name])) is not None}
     predictions = sorted((Prediction(name, case.direction, ms) for name, ms in predicted.items()), key=lambda found: found.ms)
-    field = f"prefer_{case.direction}"
-    source = case.settings.sources.get(field)
+    source = case.settings.sources.get(f"prefer_{case.direction}") if ordered else None
     own = source is not None and source == case.settings.config_file
     by_time = bool(predicted) and not own and override is None
     # Sorting is stable: equal times, and backends without a time, keep the order of the preference.

@@ -10,6 +10,7 @@ import torch
 
 from nsa_sel.core import launch, registry
 from nsa_sel.core.call import Call
+from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.decide import after_failure, forget_decisions
 from nsa_sel.core.decision import Decision
 from nsa_sel.errors import ArgumentError, warn
@@ -18,7 +19,7 @@ from nsa_sel.telemetry import events
 T = TypeVar("T")
 
 
-def run(call: Call, decision: Decision, direction: str, work: Callable[[str], T]) -> tuple[T, Decision]:
+def run(call: Call | ChooseCall, decision: Decision, direction: str, work: Callable[[str], T]) -> tuple[T, Decision]:
     """What `work(backend)` returns, and the decision of the backend that ran.
 
     Args:
@@ -27,7 +28,7 @@ def run(call: Call, decision: Decision, direction: str, work: Callable[[str], T]
         direction: "forward" or "backward".
         work: runs one pass by the backend of this name.
     """
-    name, fallback = decision.forward if direction == "forward" else decision.backward, registry.fallback()
+    name, fallback = decision.forward if direction == "forward" else decision.backward, registry.fallback(decision.request.kind)
     assert name is not None, "decide() refuses before any kernel"
     if decision.override is None and registry.is_broken(name, decision.request):  # it broke after autograd recorded the call
         events.count("fallbacks", name, "failed-before")

@@ -53,12 +53,7 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
         raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", remedy)
     for name, number in (("n", n), ("block_size", block_size)):
         check_positive(name, number)
-    whole = all(isinstance(number, int) for number in (first, local))
-    if not whole or first < 0 or local < 0 or first + local > n:
-        raise ArgumentError(
-            "first + local", f"{shown(first)} + {shown(local)}", f"whole numbers >= 0 and together at most n = {n}",
-            "raise n: the first and the local last blocks are always among the n; or pass a smaller first= or local=",
-        )  # fmt: skip
+    check_forced(first, local, n)
     B, S, _, blocks = scores.shape
     if q_pos is None:
         S_kv = S if S_kv is None else S_kv
@@ -85,6 +80,16 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
     if blocks < n:
         chosen = torch.nn.functional.pad(chosen, (0, n - blocks), value=blocks)
     return torch.where(chosen < blocks, chosen, -1).int()
+
+
+def check_forced(first: int, local: int, n: int) -> None:
+    """ArgumentError unless n blocks have room for the first and the local last ones, which are always among them."""
+    whole = all(isinstance(number, int) for number in (first, local))
+    if not whole or first < 0 or local < 0 or first + local > n:
+        raise ArgumentError(
+            "first + local", f"{shown(first)} + {shown(local)}", f"whole numbers >= 0 and together at most n = {n}",
+            "raise n: the first and the local last blocks are always among the n; or pass a smaller first= or local=",
+        )  # fmt: skip
 
 
 def as_rows(value: Tensor, argument: str, shapes: str, dims: int) -> Tensor:

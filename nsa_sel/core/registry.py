@@ -8,13 +8,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
-from typing import cast
+from typing import cast, get_args
 
 import msgspec
 
-from nsa_sel.backends.specs import SPECS
-from nsa_sel.core.backend import Backend, BackendModule, Library, Offer, Reason
-from nsa_sel.core.request import Request
+from nsa_sel.backends.specs import CHOOSERS, SPECS
+from nsa_sel.core.backend import Backend, BackendModule, ChooserModule, Library, Offer, Reason
+from nsa_sel.core.request import Kind, Request
 from nsa_sel.errors import BackendError
 
 ENTRY_POINT_GROUP = "nsa_sel.backends"
@@ -22,9 +22,13 @@ STICKY = ("illegal memory access", "misaligned address", "device-side assert", "
 
 
 @functools.cache
-def backends() -> dict[str, Backend]:
-    """All backends by name. An entry point of the group `nsa_sel.backends` names a `Backend` object."""
-    found = {spec.name: spec for spec in SPECS}
+def backends(kind: Kind = "attend") -> dict[str, Backend]:
+    """All backends of a kind by name. An entry point of the group `nsa_sel.backends` names a `Backend` object."""
+    return {name: spec for name, spec in _every().items() if spec.kind == kind}
+
+
+def _every() -> dict[str, Backend]:
+    found = {spec.name: spec for spec in (*SPECS, *CHOOSERS)}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         spec = entry.load()
         if not isinstance(spec, Backend):
@@ -42,14 +46,25 @@ def backends() -> dict[str, Backend]:
 
 
 @functools.cache
-def fallback() -> str:
-    """The name of the backend that replaces one that failed."""
-    return next(spec.name for spec in SPECS if spec.fallback)
+def fallback(kind: Kind = "attend") -> str:
+    """The name of the backend that replaces one of this kind that failed."""
+    return next(spec.name for spec in (*SPECS, *CHOOSERS) if spec.fallback and spec.kind == kind)
 
 
 def load(name: str) -> BackendModule:
     """The module of a backend; this is where a kernel framework is first imported."""
     return _module(backends()[name].path)
+
+
+def load_chooser(name: str) -> ChooserModule:
+    """`load`, of a backend of the kind "choose"."""
+    return cast(ChooserModule, _module(backends("choose")[name].path))
+
+
+def kind_of(name: str) -> Kind | None:
+    """The kind of the backend of this name; None for an unknown one."""
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    return next((kind for kind in kinds if name in backends(kind)), None)
 
 
 @functools.cache  # faster than import_module
@@ -60,14 +75,14 @@ def _module(path: str) -> BackendModule:
 @functools.cache
 def missing(name: str) -> tuple[Reason, ...]:
     """What `name` lacks on this machine, found without importing it."""
-    reasons = []
-    for need in backends()[name].requires:
+    reasons, spec = [], _every()[name]
+    for need in spec.requires:
         version = _version(need.package)
         if version is None:
             reasons.append(Reason("package-missing", "unavailable", f"package {need.package}", None, f">= {need.version}", need.remedy))
         elif _numbers(version) < _numbers(need.version):
             reasons.append(Reason("package-old", "unavailable", f"package {need.package}", version, f">= {need.version}", need.remedy))
-    for library in backends()[name].libraries:
+    for library in spec.libraries:
         if not _found(library):
             required = f"{' or '.join(library.files)}"
             reasons.append(Reason("library-missing", "unavailable", f"library {library.name}", None, required, library.remedy))
@@ -150,5 +165,6 @@ def offers(request: Request) -> tuple[Offer, ...]:
     """Every backend, with what is missing or broken here for this class of requests."""
     key = _kind(request)
     return tuple(
-        Offer(spec, missing(name) + ((reason,) if (reason := _broken.get((name, key))) else ())) for name, spec in backends().items()
+        Offer(spec, missing(name) + ((reason,) if (reason := _broken.get((name, key))) else ()))
+        for name, spec in backends(request.kind).items()
     )

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+Kind = Literal["attend", "choose"]  # attention to selected blocks; to compressed keys, with the blocks that they choose
 SHARING_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tile sizes, in adjacent query tokens, that `sharing` covers
 
 
@@ -21,7 +22,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The static facts of one call of `selection_attention`.
+    """The static facts of one call of `selection_attention`, or of `compressed_attention`.
 
     Attributes:
         B, S, S_kv, G, h, Dk, Dv: sizes of q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv].
@@ -34,6 +35,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         sharing: distinct blocks of 1, 2, 4 ... 64 adjacent tokens (`SHARING_TOKENS`) over those of one token, from
             `Selection.measure()`; None: not measured, `runtime.sharing_prior` is used.
         page_size: keys of a page in a paged cache, else None. S_kv is then the room of a row of the block table.
+        kind: which of the two. For "choose", n blocks of block_size are chosen of S_kv keys, and max_length is S_kv.
+        compress: keys of a compressed key, and from one to the next; None for "attend".
     """
 
     B: int
@@ -51,6 +54,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     aligned: bool = True
     sharing: tuple[float, ...] | None = None
     page_size: int | None = None
+    kind: Kind = "attend"
+    compress: tuple[int, int] | None = None
 
     def request_class(self) -> Request:
         """The key of cached decisions: S_kv rounded up to a power of two, so that decode steps share one.
@@ -70,3 +75,8 @@ def example_request(*, needs_grad: bool = False) -> Request:
     return Request(
         B=1, S=8192, S_kv=8192, G=4, h=16, Dk=128, Dv=128, n=16, block_size=64, max_length=1024, dtype="bfloat16", needs_grad=needs_grad,
     )  # fmt: skip
+
+
+def example_choice(*, needs_grad: bool = False) -> Request:
+    """The choice of the blocks of `example_request`, from compressed keys of 32 keys every 16 keys."""
+    return msgspec.structs.replace(example_request(needs_grad=needs_grad), max_length=8192, kind="choose", compress=(32, 16))

@@ -45,7 +45,7 @@ def traces(*tensors: Any) -> bool:
 
 def check_traced(name: str, *tensors: Any) -> None:
     """BackendError when make_fx or FakeTensorMode traces `name`, which is not an op."""
-    check_transforms(*tensors)
+    check_transforms(*tensors, name=name)
     modes = torch._C._TorchDispatchModeKey.__members__.values()
     faked = not _len_modes() and traces(*(x for x in tensors if isinstance(x, Tensor)))
     if faked or any(torch._C._get_dispatch_mode(mode) is not None for mode in modes):
@@ -55,15 +55,25 @@ def check_traced(name: str, *tensors: Any) -> None:
         )
 
 
-def check_transforms(*inputs: Any) -> None:
+def check_eager(name: str, *tensors: Any) -> None:
+    """BackendError where anything traces `name`, torch.compile included."""
+    if is_compiling():
+        raise BackendError(
+            f"{name} is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a function under"
+            " torch.compiler.disable, and compile the rest."
+        )
+    check_traced(name, *tensors)
+
+
+def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
     """BackendError under transforms that no backend supports."""
     if transformed():
-        refuse_transforms("a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like)")
+        refuse_transforms("a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like)", name)
     if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
-        refuse_transforms("torch.autograd.forward_ad, with dual numbers")
+        refuse_transforms("torch.autograd.forward_ad, with dual numbers", name)
     if torch._C._get_tracing_state() is not None:
         raise BackendError(
-            "selection_attention is called inside torch.jit.trace, which would record one call's kernels as constants; allowed: eager,"
+            f"{name} is called inside torch.jit.trace, which would record one call's kernels as constants; allowed: eager,"
             " torch.compile and torch.export. Remedy: export the model by torch.export."
         )
 
@@ -78,12 +88,11 @@ def _has_tangent(x: object) -> bool:
     return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def refuse_transforms(what: str) -> NoReturn:
+def refuse_transforms(what: str, name: str = "selection_attention") -> NoReturn:
     """BackendError: backends need plain tensors."""
     raise BackendError(
-        f"selection_attention is called inside {what}; allowed: plain tensors. Remedy: torch.autograd.grad or .backward() for gradients,"
-        " one output gradient at a time (no is_grads_batched, no vectorize); for vmap, make its dimension part of the batch B of q,"
-        " k, v and selection."
+        f"{name} is called inside {what}; allowed: plain tensors. Remedy: torch.autograd.grad or .backward() for gradients, one output"
+        " gradient at a time (no is_grads_batched, no vectorize); for vmap, make its dimension part of the batch B of all tensors."
     )
 
 

@@ -9,7 +9,6 @@ import msgspec
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.compiler import is_compiling
 
 from nsa_sel.core import run, transforms
 from nsa_sel.core.arguments import check_tensors
@@ -20,7 +19,7 @@ from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import Request
 from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
-from nsa_sel.errors import ArgumentError, BackendError, shown
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from nsa_sel.telemetry import target
@@ -85,7 +84,7 @@ def context_parallel_attention(
             join, or there is no distributed job. On a GPU, ranks that differ in an agreed call stop by a device-side assert instead.
     """
     check_tensors(q=q, k=k, v=v)
-    _check_eager(q, k, v)
+    transforms.check_eager("context_parallel_attention", q, k, v)
     q, k, v = transforms.materialized(q, k, v)
     group = group_of(group, "context_parallel_attention")
     begin_call(group)
@@ -114,16 +113,6 @@ class _Slice(NamedTuple):
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
-
-
-def _check_eager(*tensors: Tensor) -> None:
-    """BackendError where something traces the call: it is no op, and its collectives would be missed."""
-    if is_compiling():
-        raise BackendError(
-            "context_parallel_attention is called in a function that torch.compile traces; allowed: eager calls. Remedy: call it in a"
-            " function under torch.compiler.disable, and compile the rest."
-        )
-    transforms.check_traced("context_parallel_attention", *tensors)
 
 
 def _checked(

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from nsa_sel.core.call import Call
+from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.telemetry import events
 
 T = TypeVar("T")
@@ -16,7 +17,7 @@ LoadedKeys = Callable[[Call, int, bool], int]  # see BackendModule
 Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_DEBUG_TRITON, by Selection.measure(), from static facts
 
 
-def watched(call: Call, backend: str, direction: str, loads: LoadedKeys | None, work: Callable[[], T]) -> T:
+def watched(call: Call | ChooseCall, backend: str, direction: str, loads: LoadedKeys | None, work: Callable[[], T]) -> T:
     """What `work`, one pass of `backend`, returns; with the events, counters and the NVTX range that the call's settings ask for: called
     when any of debug_triton, debug_timing and debug_nvtx is set. module: the backend's, of which `loaded_keys` is asked."""
     timed, device = call.timed(), call.q.device.type
@@ -27,7 +28,7 @@ def watched(call: Call, backend: str, direction: str, loads: LoadedKeys | None, 
     seconds = events.now(device) - started if timed else None
     if seconds is not None:
         events.emit("sel.timing", backend=backend, direction=direction, ms=seconds * 1e3)
-    if call.settings.debug_triton or timed:
+    if isinstance(call, Call) and (call.settings.debug_triton or timed):
         (_tell_forward if direction == "forward" else _tell_backward)(call, backend, loads, seconds)
     return result
 

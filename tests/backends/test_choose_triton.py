@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nsa_sel.backends import choose_triton
-from nsa_sel.backends._choose import ChooseCall, Rule
 from nsa_sel.backends._triton import choose_dkdv
 from nsa_sel.backends._triton.importance import importance
+from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.indices import best_blocks
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.cases import make_grads

@@ -86,7 +86,9 @@ def test_ci_covers_the_oldest_python() -> None:
 def make(*arguments: str) -> str:
     """What make prints, with this Python instead of `.venv`."""
     here = [f"BIN={Path(sys.executable).parent}", "--old-file=.venv/.installed"]
-    done = subprocess.run(["make", *arguments, *here], cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run(
+        ["make", "--no-print-directory", *arguments, *here], cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from nsa_sel.backends import choose_triton
-from nsa_sel.backends._choose import Rule
+from nsa_sel.core.choose_call import Rule
 from tests.helpers.aot import TARGETS, TargetDriver, resources
 from tests.helpers.choose_cases import make_choose_call
 

@@ -9,21 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._choose import ChooseCall, Rule
+from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.request import DeviceInfo
 from nsa_sel.oracle_choose import Chosen, oracle_choose, oracle_choose_backward
+from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_grads, make_qkv
 
 Forward = Callable[[ChooseCall], tuple[Tensor, Tensor, Tensor]]
 Backward = Callable[[ChooseCall, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 
+SETTINGS = settings_for(DeviceInfo(kind="cpu"))
 SMALL = Rule(compress_block=8, compress_stride=4, block_size=16, n=4, first=1, local=2)
 # name: B, S, S_kv, G, h, Dk, Dv, rule
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {
-    "h1": (1, 50, 50, 1, 1, 16, 16, SMALL),
-    "h3": (2, 29, 29, 2, 3, 16, 24, SMALL),
+    "h1": (1, 40, 40, 1, 1, 16, 16, SMALL),
+    "h3": (2, 21, 21, 2, 3, 16, 24, SMALL),
     "h6": (1, 43, 43, 1, 6, 24, 16, SMALL),
-    "h12": (1, 37, 37, 1, 12, 16, 16, SMALL),
-    "h16-nsa": (1, 40, 150, 1, 16, 16, 16, Rule(n=2, first=0, local=1)),
+    "h12": (1, 29, 29, 1, 12, 16, 16, SMALL),
+    "h16-nsa": (1, 20, 150, 1, 16, 16, 16, Rule(n=2, first=0, local=1)),
     "192-128": (1, 36, 36, 1, 2, 192, 128, SMALL),
     "shorter-than-a-compressed-block": (2, 7, 7, 1, 2, 16, 16, SMALL),
     "one-compressed-key": (1, 8, 8, 1, 2, 16, 16, SMALL),
@@ -36,18 +39,16 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {
 }
 
 
-def compressed_keys(S_kv: int, rule: Rule) -> int:
-    return max(0, (S_kv - rule.compress_block) // rule.compress_stride + 1)
-
-
 def make_choose_call(
     shape: str | tuple[Any, ...], dtype: torch.dtype = torch.float32, device: str = "cpu", *, seed: int = 0, **changed: Any
 ) -> ChooseCall:
     """The call of a shape in `SHAPES`, or of such a tuple; q is scaled so that some keys matter more than others."""
     B, S, S_kv, G, h, Dk, Dv, rule = SHAPES[shape] if isinstance(shape, str) else shape
-    q, k, v = make_qkv(B, S, G, h, Dk, Dv, S_kv=compressed_keys(S_kv, rule), dtype=dtype, device=device, seed=seed)
+    q, k, v = make_qkv(B, S, G, h, Dk, Dv, S_kv=rule.compressed_keys(S_kv), dtype=dtype, device=device, seed=seed)
     blocks, start = -(-S_kv // rule.block_size), S_kv - S
-    return ChooseCall(**({"q": 2 * q, "k": k, "v": v, "rule": rule, "blocks": blocks, "start": start, "scale": Dk**-0.5} | changed))
+    return ChooseCall(
+        **({"q": 2 * q, "k": k, "v": v, "rule": rule, "blocks": blocks, "start": start, "scale": Dk**-0.5} | changed), settings=SETTINGS
+    )
 
 
 def oracle(call: ChooseCall) -> Chosen:
@@ -132,4 +133,4 @@ def poisoned(call: ChooseCall) -> ChooseCall:
     assert bool(empty.any())
     assert bool(unseen.any())
     q, k, v = (x.masked_fill(where, math.nan) for x, where in ((call.q, empty), (call.k, unseen), (call.v, unseen)))
-    return ChooseCall(q, k, v, call.rule, call.blocks, call.start, call.scale, call.q_pos, call.scratch)
+    return call.of(q, k, v)

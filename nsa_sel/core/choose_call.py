@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LOG2_E = math.log2(math.e)
+from nsa_sel.core.call import LOG2_E, capturing
+from nsa_sel.settings.schema import Settings
+
 SCRATCH = 64 << 20  # bytes
 
 
@@ -30,6 +31,10 @@ class Rule(NamedTuple):
     def of_keys(self) -> Rule:
         """The rule without counts: what kernels are compiled for."""
         return self._replace(n=0, first=0, local=0)
+
+    def compressed_keys(self, S_kv: int) -> int:
+        """Compressed keys of S_kv keys."""
+        return max(0, (S_kv - self.compress_block) // self.compress_stride + 1)
 
     @property
     def pieces(self) -> int:
@@ -56,6 +61,7 @@ class ChooseCall:
         q_pos: [B,S] int32 or int64, positions of the rows, or None.
         scale: factor of the logits.
         scratch: bytes of temporaries; a bound on the largest in choose_torch, on scores and on partial sums in choose_triton.
+        settings: of the decision.
     """
 
     q: Tensor
@@ -67,6 +73,15 @@ class ChooseCall:
     scale: float
     q_pos: Tensor | None = None
     scratch: int = SCRATCH
+    settings: Settings = field(kw_only=True)
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> ChooseCall:
+        """The call of other tensors of the same sizes, such as those that autograd saved."""
+        return replace(self, q=q, k=k, v=v)
+
+    def timed(self) -> bool:
+        """Whether NSA_DEBUG_TIMING times this call."""
+        return self.settings.debug_timing and not capturing(self.q)
 
     def positions(self) -> Tensor:
         """[B,S] int64."""

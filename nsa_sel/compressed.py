@@ -1,0 +1,91 @@
+"""Attention to compressed keys, and the blocks that its weights choose: the first branch of NSA's layer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from nsa_sel.core import choose, transforms
+from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.check_choose import check_choose
+from nsa_sel.core.choose_call import Rule
+from nsa_sel.selection import Selection
+
+
+@overload
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, compress_block: int = 32, compress_stride: int = 16, block_size: int = 64, n: int = 16,
+    first: int = 1, local: int = 2, scale: float | None = None, q_pos: Tensor | None = None, S_kv: int | None = None,
+    return_lse: Literal[False] = False, backend: str | None = None,
+) -> tuple[Tensor, Selection]: ...  # fmt: skip
+@overload
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, compress_block: int = 32, compress_stride: int = 16, block_size: int = 64, n: int = 16,
+    first: int = 1, local: int = 2, scale: float | None = None, q_pos: Tensor | None = None, S_kv: int | None = None,
+    return_lse: Literal[True], backend: str | None = None,
+) -> tuple[Tensor, Selection, Tensor]: ...  # fmt: skip
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    compress_block: int = 32,
+    compress_stride: int = 16,
+    block_size: int = 64,
+    n: int = 16,
+    first: int = 1,
+    local: int = 2,
+    scale: float | None = None,
+    q_pos: Tensor | None = None,
+    S_kv: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention of every query row to the compressed keys that it sees, and its n best blocks (NSA, arXiv 2502.11089, Eq. 7-10).
+
+    Compressed key i stands for the keys [i * compress_stride, i * compress_stride + compress_block); a row at position t sees it once it
+    sees the last of them. The weights p of a row's compressed keys, of all h heads of a group, add up to the importance of each block:
+    every piece of compress_stride keys adds p of the compressed keys that cover it to the block that holds it (Eq. 9 and 10). The first
+    blocks and the local last visible ones are always chosen, then the most important ones; ties go to the lower block. Neither p nor
+    the importance of all rows is ever in memory.
+
+    Differentiable in q, k_cmp and v_cmp; there is no gradient through the choice. Bit-equal from run to run.
+
+    Args:
+        q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per sequence (decode): G KV groups of h heads. float16, bfloat16, float32 or float64;
+            k_cmp and v_cmp likewise, of the same dtype and device.
+        k_cmp: [B,G,C,Dk], C = (S_kv - compress_block) // compress_stride + 1, or 0 for shorter sequences.
+        v_cmp: [B,G,C,Dv].
+        compress_block: keys that a compressed key covers: a multiple of compress_stride, at most block_size.
+        compress_stride: keys from one compressed key to the next.
+        block_size: keys of a selection block, a multiple of compress_stride.
+        n: blocks per row.
+        first: blocks at the start of the sequence that are always chosen.
+        local: last visible blocks, the current one among them, that are always chosen.
+        scale: factor of the logits, by default 1/sqrt(Dk).
+        q_pos: [S] or [B,S] int32 or int64, positions of the rows, by default S_kv - S + s.
+        S_kv: keys of the sequence, by default S.
+        return_lse: also return the log-sum-exp.
+        backend: the name of a backend to force (`nsa-sel doctor`); else `use_backend`, then NSA_SEL_BACKEND, then the policy decides.
+
+    Returns:
+        (o, selection), or (o, selection, lse): o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) in q's dtype, 0 for rows that see no compressed
+        key; the `Selection` of whole blocks, for `selection_attention`; lse [B,S,G,h], the natural logarithm, float32 (float64 for
+        float64 inputs), -inf for rows that see no compressed key.
+
+    Raises:
+        ArgumentError: bad input, before any kernel runs.
+        BackendError: as `selection_attention`; something traces the call.
+    """
+    transforms.check_eager("compressed_attention", q, k_cmp, v_cmp)
+    check_flag("return_lse", return_lse)
+    rule = Rule(compress_block, compress_stride, block_size, n, first, local)
+    check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
+    q, k_cmp, v_cmp = transforms.in_autocast_dtype(*transforms.materialized(q, k_cmp, v_cmp))
+    rows, S_kv, scale, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv)
+    o, lse, blocks = choose.choose(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend)
+    selection = Selection.from_blocks(blocks, block_size, disjoint=True)
+    if q.dim() == 4:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    return (o, selection, lse) if return_lse else (o, selection)

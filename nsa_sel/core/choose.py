@@ -1,0 +1,99 @@
+"""One call of `compressed_attention`: the same way as of `selection_attention`, with backends of the kind "choose"."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.core import fallback, registry, transforms
+from nsa_sel.core.call import DTYPES
+from nsa_sel.core.choose_call import SCRATCH, ChooseCall, Rule
+from nsa_sel.core.decide import decide
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.facts import device_info
+from nsa_sel.core.request import Request
+from nsa_sel.telemetry import events, target
+
+
+class Decided(NamedTuple):
+    """A checked call, its decision, and its exact request."""
+
+    call: ChooseCall
+    decision: Decision
+    request: Request
+
+
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B,S,G,h,Dv], lse [B,S,G,h] and blocks [B,S,G,n] int32 of checked arguments; autograd records o and lse."""
+    request = request_of(q, k, v, rule, S_kv)
+    decision = decide(request, device_info(q.device), backend)
+    target.follow(decision.settings)
+    scratch = min(SCRATCH, decision.settings.workspace_bytes)
+    call = ChooseCall(q, k, v, rule, -(-S_kv // rule.block_size), S_kv - q.shape[1], scale, q_pos, scratch, settings=decision.settings)
+    decided = Decided(call, decision, request)
+    if not request.needs_grad:
+        return _forward(decided)[:3]
+    o, lse, blocks = _Choose.apply(q, k, v, decided)  # type: ignore[no-untyped-call]
+    return o, lse, blocks
+
+
+def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int) -> Request:
+    """The request of a checked call."""
+    B, S, G, h, Dk = q.shape
+    strides = [stride * x.element_size() for x in (q, k, v) for stride in x.stride()[:-1]]
+    return Request(
+        B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=v.shape[3], n=rule.n, block_size=rule.block_size, max_length=S_kv, dtype=DTYPES[q.dtype],
+        needs_grad=transforms.needs_grad(q, k, v), aligned=all(x % 16 == 0 for x in (*strides, *(x.data_ptr() for x in (q, k, v)))),
+        kind="choose", compress=(rule.compress_block, rule.compress_stride),
+    )  # fmt: skip
+
+
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided) -> tuple[Tensor, Tensor, Tensor]:
+        o, lse, blocks, ctx.decision = _forward(decided)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.call = decided.call
+        ctx.mark_non_differentiable(blocks)
+        ctx.set_materialize_grads(False)
+        return o, lse, blocks
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _blocks: None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            transforms.refuse_second_derivative()
+        if do is None and dlse is None:
+            return None, None, None, None
+        transforms.check_gradients(do, dlse)
+        q, k, v, o, lse = ctx.saved_tensors
+        call: ChooseCall = ctx.call.of(q, k, v)
+        if _nothing_to_do(call):
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
+        do = torch.zeros_like(o) if do is None else do.resolve_neg()
+        do = do if do.stride(-1) == 1 else do.contiguous()
+        dlse = None if dlse is None else dlse.resolve_neg()
+        found, decision = fallback.run(
+            call, ctx.decision, "backward", lambda name: registry.load_chooser(name).backward(call, o, lse, do, dlse)
+        )
+        events.count("backward", str(decision.backward))
+        return *found, None
+
+
+def _forward(decided: Decided) -> tuple[Tensor, Tensor, Tensor, Decision]:
+    """o, lse, blocks, and the decision of the backend that ran."""
+    call, decision, request = decided
+    if call.q.numel() == 0:
+        o = call.q.new_empty(*call.q.shape[:-1], call.v.shape[3])
+        wide = torch.promote_types(call.q.dtype, torch.float32)
+        return o, o.new_empty(o.shape[:-1], dtype=wide), o.new_empty(*o.shape[:3], call.rule.n, dtype=torch.int32), decision
+    (o, lse, blocks), decision = fallback.run(call, decision, "forward", lambda name: registry.load_chooser(name).forward(call))
+    events.record(decision, request)
+    return o, lse, blocks, decision
+
+
+def _nothing_to_do(call: ChooseCall) -> bool:
+    return call.q.numel() == 0 or call.k.numel() == 0

@@ -1,0 +1,256 @@
+"""`compressed_attention`: results against the float64 oracle, its decisions, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import nsa_sel
+from nsa_sel import Selection, block_scores, compressed_attention
+from nsa_sel.core import registry
+from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.decision import Decision, Override
+from nsa_sel.core.request import example_choice, example_request
+from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.policies import rules
+from nsa_sel.policies.default import POLICY
+from nsa_sel.settings.devices import GPUS
+from tests.helpers.choose_cases import SHAPES, SMALL, assert_chosen, check_attention, make_choose_call, plain
+
+WHOLE = (1, 50, 50, 1, 1, 16, 16, SMALL)
+BACKENDS = ("choose-torch", "choose-triton")
+
+
+def options_of(call: ChooseCall, shape: str) -> dict[str, Any]:
+    rule = call.rule._asdict()
+    return {**rule, "scale": call.scale, "S_kv": SHAPES[shape][2]}
+
+
+def last() -> Decision:
+    return nsa_sel.decisions()[-1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", ["h3", "chunked-prefill", "shorter-than-a-compressed-block", "more-than-all-blocks"])
+def test_results(backend: str, shape: str) -> None:
+    call = make_choose_call(shape)
+    o, selection, lse = compressed_attention(call.q, call.k, call.v, **options_of(call, shape), return_lse=True, backend=backend)
+    assert last().forward == backend
+    exact = check_attention((o, lse), call)
+    assert selection.block_size == call.rule.block_size
+    assert selection.disjoint
+    assert_chosen(selection.block_indices, exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decode(backend: str) -> None:
+    call = make_choose_call("decode")
+    q, options = call.q.squeeze(1), options_of(call, "decode")
+    o, selection, lse = compressed_attention(q, call.k, call.v, **options, return_lse=True, backend=backend)
+    exact = check_attention((o.unsqueeze(1), lse.unsqueeze(1)), call)
+    assert_chosen(selection.block_indices, exact)
+    assert selection.ranges.shape == (3, 1, 1, call.rule.n, 2)
+    given, chosen = compressed_attention(q, call.k, call.v, **options, q_pos=torch.tensor([84]), backend=backend)
+    assert torch.equal(given, o)
+    assert torch.equal(chosen.ranges, selection.ranges)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients(backend: str) -> None:
+    call = make_choose_call("h6", torch.float32)
+    inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    o, selection, lse = compressed_attention(*inputs, **options_of(call, "h6"), return_lse=True, backend=backend)
+    assert (last().forward, last().backward) == (backend, backend)
+    assert not selection.ranges.requires_grad
+    weights = torch.randn_like(o), torch.randn_like(lse)
+    seen = lse > -math.inf
+    got = torch.autograd.grad((o, lse[seen]), inputs, (weights[0], weights[1][seen]))
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    plain_o, plain_lse = plain(doubles[0], doubles[1], doubles[2], call)
+    exact = torch.autograd.grad((plain_o, plain_lse[seen]), doubles, (weights[0].double(), weights[1][seen].double()))
+    for mine, right in zip(got, exact, strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-5)
+    again, _, lse_again = compressed_attention(*inputs, **options_of(call, "h6"), return_lse=True, backend=backend)
+    for mine, other in zip(got, torch.autograd.grad((again, lse_again[seen]), inputs, (weights[0], weights[1][seen])), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_gradcheck() -> None:
+    call = make_choose_call((1, 20, 20, 1, 2, 3, 2, SMALL), torch.float64)
+    inputs = tuple(x.detach().requires_grad_() for x in (call.q, call.k, call.v))
+
+    def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o, _, lse = compressed_attention(q, k, v, **call.rule._asdict(), return_lse=True)
+        return o, lse[:, 7:]
+
+    assert torch.autograd.gradcheck(work, inputs)
+    with pytest.raises(BackendError, match="second derivative"):
+        torch.autograd.grad(work(*inputs)[0].sum(), inputs, create_graph=True)[0].sum().backward()
+
+
+def test_the_blocks_are_those_of_block_scores() -> None:
+    """By another way: p of all rows in memory, `block_scores`, `Selection.from_scores`."""
+    call = make_choose_call("h12", torch.float64)
+    seen = torch.arange(call.k.shape[2]) < call.seen()[:, :, None, None, None]
+    logits = torch.einsum("bsghd,bgkd->bsghk", call.q * call.scale, call.k).masked_fill(~seen, -math.inf)
+    rule, S_kv = call.rule, SHAPES["h12"][2]
+    scores = block_scores(torch.softmax(logits, -1).nan_to_num(), rule.block_size, rule.compress_block, rule.compress_stride, S_kv)
+    expected = Selection.from_scores(scores, rule.n, rule.block_size, rule.first, rule.local, S_kv=S_kv)
+    _, selection = compressed_attention(call.q, call.k, call.v, **options_of(call, "h12"))
+    assert torch.equal(selection.ranges, expected.ranges)
+
+
+def test_feeds_selection_attention() -> None:
+    call = make_choose_call("h3")
+    B, S, S_kv, G, h, Dk, Dv, _ = SHAPES["h3"]
+    _, selection = compressed_attention(call.q, call.k, call.v, **options_of(call, "h3"))
+    k, v = torch.randn(B, G, S_kv, Dk), torch.randn(B, G, S_kv, Dv)
+    assert nsa_sel.selection_attention(call.q, k, v, selection).shape == (B, S, G, h, Dv)
+    assert [decision.request.kind for decision in nsa_sel.decisions()[-2:]] == ["choose", "attend"]
+
+
+def test_empty_batch_and_rows() -> None:
+    for sizes in ((0, 8, 8), (1, 0, 0)):
+        B, S, S_kv = sizes
+        call = make_choose_call((B, S, S_kv, 1, 2, 16, 16, SMALL))
+        o, selection = compressed_attention(call.q, call.k, call.v, **call.rule._asdict(), S_kv=S_kv)
+        assert (o.shape, selection.ranges.shape) == ((B, S, 1, 2, 16), (B, S, 1, SMALL.n, 2))
+
+
+# Decisions
+
+
+def attend() -> None:
+    q, k, v = torch.randn(1, 8, 1, 2, 16), torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16)
+    nsa_sel.selection_attention(q, k, v, torch.tensor([[0, 4]]).expand(1, 8, 1, 1, 2))
+
+
+def choose(**options: Any) -> None:
+    call = make_choose_call("h1")
+    compressed_attention(call.q, call.k, call.v, **options_of(call, "h1"), **options)
+
+
+def test_a_decision_replays_and_names_every_backend() -> None:
+    choose()
+    assert last().request.compress == (SMALL.compress_block, SMALL.compress_stride)
+    assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
+    assert last().steps[0].startswith("choose-triton: ")
+    assert Decision.from_json(last().to_json()).replay() == ()
+    assert "choose-triton" in nsa_sel.describe(last())
+
+
+def test_forcing_a_backend_concerns_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nsa_sel.use_backend("sdpa-packed"):
+        choose()
+        assert last().override is None
+        attend()
+        assert last().forward == "sdpa-packed"
+    with nsa_sel.use_backend("choose-torch"):
+        attend()
+        assert last().override is None
+        choose()
+        assert last().override is not None
+    monkeypatch.setenv("NSA_SEL_BACKEND", "choose-torch")
+    attend()
+    assert last().override is None
+    monkeypatch.delenv("NSA_SEL_BACKEND")
+    monkeypatch.setenv("NSA_FORCE_PARITY", "1")
+    choose()
+    assert last().forward == "choose-torch"
+    for name in ("sdpa-packed", "choose-trion"):
+        with pytest.raises(BackendError, match="is unknown"):
+            choose(backend=name)
+
+
+def test_the_fallback_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(call: ChooseCall) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(registry.load_chooser("choose-triton"), "forward", broken)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        choose(backend="choose-triton")
+    checks = tuple(check for check in POLICY.checks if check is not rules.no_triton_on_cpu)
+    monkeypatch.setattr("nsa_sel.policies.default.POLICY", POLICY._replace(checks=checks))
+    with pytest.warns(RuntimeWarning, match="choose-triton failed, choose-torch runs calls of this class from now on"):
+        choose()
+    assert (last().forward, last().override) == ("choose-torch", Override("choose-torch", "failure of choose-triton"))
+
+
+@pytest.mark.parametrize("name", ["h200", "a100", "rtx4090"])
+def test_on_a_gpu_triton_chooses(name: str) -> None:
+    decision = nsa_sel.explain_request(example_choice(needs_grad=True), GPUS[name])
+    assert (decision.forward, decision.backward) == ("choose-triton", "choose-triton")
+    assert nsa_sel.explain_request(example_request(), GPUS[name]).forward in registry.backends()
+
+
+def test_debug_flags_and_autocast(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TIMING", "1")
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    call = make_choose_call("h1")
+    with torch.autocast("cpu", torch.bfloat16):
+        o, _ = compressed_attention(call.q, call.k, call.v, **options_of(call, "h1"))
+    assert o.dtype == torch.bfloat16
+    assert logged("sel.timing")[-1]["backend"] == "choose-torch"
+
+
+# Bad input
+
+WRONG = [
+    ({"q": lambda q: q[0, 0]}, ("q is of shape", "[B,S,G,h,Dk]")),
+    ({"q": lambda q: [q]}, ("q is a list", "a torch.Tensor")),
+    ({"k_cmp": lambda k: k[:, :, :-1], "v_cmp": lambda v: v[:, :, 1:]}, ("k_cmp is of 10 compressed keys", "allowed: 11", "pass S_kv=")),
+    ({"k_cmp": lambda k: k.double()}, ("k_cmp is of dtype torch.float64", "call k_cmp.to(q.dtype)")),
+    ({"v_cmp": lambda v: v[:, :, 1:]}, ("v_cmp is of 10 positions", "k's 11 positions")),
+    ({"compress_block": 0}, ("compress_block is 0", "a whole number >= 1")),
+    ({"compress_block": 6}, ("compress_block is 6", "a multiple of compress_stride = 4")),
+    ({"compress_block": 32}, ("compress_block is 32", "at most block_size = 16")),
+    ({"compress_stride": True}, ("compress_stride is True", "a whole number >= 1")),
+    ({"block_size": 18}, ("block_size is 18", "a multiple of compress_stride = 4")),
+    ({"n": 0}, ("n is 0", "a whole number >= 1")),
+    ({"n": 2}, ("first + local is 1 + 2", "at most n = 2", "raise n")),
+    ({"first": -1}, ("first + local is -1 + 2",)),
+    ({"scale": math.nan}, ("scale is nan", "a finite number")),
+    ({"S_kv": 49}, ("S_kv is 49", ">= S = 50")),
+    ({"S_kv": 50.0}, ("S_kv is 50.0", ">= S = 50")),
+    ({"S_kv": 60}, ("k_cmp is of 11 compressed keys", "14 = ")),
+    ({"q_pos": torch.arange(49)}, ("q_pos is of shape (49,)", "[S=50] or [B=1, S=50]")),
+    ({"q_pos": torch.arange(1, 51)}, ("q_pos is from 1 to 50", "S_kv = 50")),
+    ({"return_lse": 1}, ("return_lse is 1", "True or False")),
+    ({"backend": 3}, ("backend is 3", "the name of a backend")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "fragments"), WRONG, ids=[f"{next(iter(changes))} {i}" for i, (changes, _) in enumerate(WRONG)])
+def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...]) -> None:
+    call = make_choose_call(WHOLE)
+    arguments = {"q": call.q, "k_cmp": call.k, "v_cmp": call.v, **call.rule._asdict(), "S_kv": 50}
+    for name, change in changes.items():
+        arguments[name] = change(arguments[name]) if callable(change) else change
+    with pytest.raises(ArgumentError) as caught:
+        compressed_attention(**arguments)
+    message, at = str(caught.value), 0
+    for fragment in fragments:
+        assert fragment in message[at:], (fragment, message)
+        at = message.index(fragment, at)
+
+
+@pytest.mark.parametrize("transform", [lambda f: torch.func.vmap(f), lambda f: torch.func.grad(lambda q: f(q).sum())], ids=["vmap", "grad"])
+def test_transforms_are_refused(transform: Any) -> None:
+    call = make_choose_call(WHOLE)
+
+    def work(q: Tensor) -> Tensor:
+        return compressed_attention(q, call.k, call.v, **call.rule._asdict())[0]
+
+    with pytest.raises(BackendError, match="compressed_attention"):
+        transform(work)(call.q)
+
+
+def test_traced_calls_are_refused() -> None:
+    call = make_choose_call(WHOLE)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(BackendError, match="compressed_attention is called while PyTorch"):
+        compressed_attention(call.q, call.k, call.v, **call.rule._asdict())
