@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +10,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.core import forward, registry
+from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.decision import Decision
 from nsa_sel.telemetry import events
 
+Forward = Callable[[str, Call], tuple[Tensor, Tensor]]
 
-def compare_forward(call: Call, decision: Decision, o: Tensor) -> None:
-    """Compare o."""
+
+def compare_forward(call: Call, decision: Decision, o: Tensor, forward: Forward) -> None:
+    """Compare o. `forward`: runs a backend, given by name."""
     with torch.no_grad():
-        wanted, _ = forward.forward(registry.fallback(), _silent(call))
+        wanted, _ = forward(registry.fallback(), _silent(call))
     _emit(decision.forward, "forward", (o,), (wanted,))
 
 

@@ -59,7 +59,7 @@ def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
         (o, lse), decision = fallback.run(call, decision, "forward", lambda name: forward.forward(name, call))
     events.record(decision, request)
     if call.settings.debug_compare and not call.capturing():
-        compare.compare_forward(call, decision, o)
+        compare.compare_forward(call, decision, o, forward.forward)
     return o, lse, decision
 
 

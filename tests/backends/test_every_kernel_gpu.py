@@ -9,13 +9,16 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends import choose_triton, cupy_cuda
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core import registry
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.facts import device_info
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
+from tests.helpers.choose_cases import check_forward as check_forward_choice
+from tests.helpers.choose_cases import check_gradients, make_choose_call
 from tests.helpers.parity import check_both, check_forward
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +74,15 @@ def test_every_triton_kernel(width: str, monkeypatch: pytest.MonkeyPatch, caplog
     kernels = settings_for(device_info(torch.device("cuda"))).kernels
     wanted = {name for name in kernels if (name.endswith(width) if width else not name.endswith(suffixes))}
     assert wanted <= ran, f"never ran: {sorted(wanted - ran)}"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_kernel_of_choosing(width: str) -> None:
+    Dk, Dv, dtype = WIDTHS[width]
+    for B, S, S_kv in ((1, 200, 200), (2, 40, 1200), (3, 1, 700)):
+        call = make_choose_call((B, S, S_kv, 2, 4, Dk, Dv, Rule(n=4)), dtype, "cuda")
+        check_forward_choice(choose_triton.forward, call, slack=1e-5)
+        check_gradients(choose_triton.forward, choose_triton.backward, call)
 
 
 def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
