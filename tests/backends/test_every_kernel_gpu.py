@@ -81,7 +81,7 @@ def test_every_kernel_of_choosing(width: str) -> None:
     Dk, Dv, dtype = WIDTHS[width]
     for B, S, S_kv in ((1, 200, 200), (2, 40, 1200), (3, 1, 700)):
         call = make_choose_call((B, S, S_kv, 2, 4, Dk, Dv, Rule(n=4)), dtype, "cuda")
-        check_forward_choice(choose_triton.forward, call, slack=1e-5)
+        check_forward_choice(choose_triton.forward, call, slack=1e-4)
         check_gradients(choose_triton.forward, choose_triton.backward, call)
 
 
