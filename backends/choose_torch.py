@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.choose_call import ChooseCall, Rule
-from nsa_sel.core.indices import best_blocks
+from nsa_sel.core.scores import sorted_blocks
 
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +27,7 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
         lse[at] = part_lse.transpose(1, 2)
         importance = block_importance(p.sum(3), call.rule, call.blocks).transpose(1, 2)
         _, _, _, n, first, local = call.rule
-        blocks[at] = best_blocks(importance, n, call.rule.block_size, first, local, None, part.positions())
+        blocks[at] = sorted_blocks(importance, n, call.rule.block_size, first, local, 0, part.positions())
     return o, lse, blocks
 
 

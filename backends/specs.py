@@ -129,7 +129,7 @@ CHOOSERS = (
         path="nsa_sel.backends.choose_triton",
         framework="triton",
         kind="choose",
-        limits=_TRITON_LIMITS,
+        limits=msgspec.structs.replace(_TRITON_LIMITS, choice_max=16384),  # scores of a row that one program of top n holds
         requires=(_TRITON,),
         summary="tiles of rows and heads over compressed keys; importance and the best blocks a chunk of rows at a time",
     ),

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_tensor, check_positive
-from nsa_sel.core.indices import as_positions, as_rows, best_blocks, ranges_of_blocks
+from nsa_sel.core.indices import as_positions, as_rows, ranges_of_blocks
 from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, validates
 from nsa_sel.core.ranges import check_ranges, disjoint, merged, sharing_of_blocks
+from nsa_sel.core.scores import best_blocks
 from nsa_sel.errors import ArgumentError, shown
 
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # can't be replaced

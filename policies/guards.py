@@ -54,6 +54,10 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
     if request.n > limits.ranges_max:
         required = f"<= {limits.ranges_max}"
         reasons.append(Reason("ranges-max", "unsupported", "request.n", request.n, required, "select fewer blocks, or use another backend"))
+    blocks = -(-request.S_kv // request.block_size) if request.kind == "choose" and request.block_size else 0
+    if blocks > limits.choice_max:
+        remedy = "choose larger blocks, or use another backend"
+        reasons.append(Reason("choice-max", "unsupported", "request.S_kv / request.block_size", blocks, f"<= {limits.choice_max}", remedy))
     if not limits.deterministic:
         remedy = "make its sums run in a fixed order: results must be bit-equal"
         reasons.append(Reason("not-deterministic", "unsupported", "limits.deterministic", False, True, remedy))

@@ -1,6 +1,6 @@
-"""The n best blocks of every row, exactly as `nsa_sel.core.indices.best_blocks`, without sorting: scores are read once.
+"""The n best blocks of every row, exactly as `nsa_sel.core.scores.sorted_blocks`, without sorting: scores are read once.
 
-Scores become integers in the order of `best_blocks`: forced blocks highest, then the scores, lowest what cannot be selected (future
+Scores become integers in the order of `sorted_blocks`: forced blocks highest, then the scores, lowest what cannot be selected (future
 blocks, NaN, -inf). A search bit by bit finds the largest threshold that at least n of them reach; it ends early when exactly n do. Then
 all above it are selected, and of those equal to it the first ones. One prefix sum counts both, in two halves of an integer, and so
 gives every selected block its place in the ascending list.
@@ -111,7 +111,7 @@ def top_n(
     rows: int | None = None,
     warps: int | None = None,
 ) -> None:
-    """Write the best blocks of every row to `chosen`; results are bit-equal to `best_blocks` of `nsa_sel.core.indices`.
+    """Write the best blocks of every row to `chosen`; results are bit-equal to `nsa_sel.core.scores.sorted_blocks`.
 
     Args:
         scores: [B,S,G,blocks], float16, bfloat16 or float32, any strides, at most MOST_BLOCKS blocks.

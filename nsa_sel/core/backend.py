@@ -50,6 +50,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_aligned_only: bool = False
     ranges_max: int = 1 << 30  # ranges per row
     block_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1  # of the block size, for selections of whole blocks
+    choice_max: int = 1 << 30  # blocks of a sequence that it chooses from
 
 
 class TileKernels(msgspec.Struct, frozen=True, kw_only=True):

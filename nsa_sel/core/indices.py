@@ -42,46 +42,6 @@ def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tenso
     return torch.stack((start, end), dim=-1)
 
 
-def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int | None, q_pos: Tensor | None) -> Tensor:
-    """Ascending block indices [B,S,G,n] int32, padded with -1, from the arguments of `Selection.from_scores`."""
-    scores = as_tensor("scores", scores)
-    shape = f"{scores.dtype} of shape {tuple(scores.shape)}"
-    if not scores.is_floating_point():
-        raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", "call .float() on it")
-    if scores.dim() != 4:
-        remedy = "add the missing axes" if scores.dim() < 4 else "sum over the heads of a group, which share one score (NSA Eq. 10)"
-        raise ArgumentError("scores", shape, "floating point [B,S,G,blocks]", remedy)
-    for name, number in (("n", n), ("block_size", block_size)):
-        check_positive(name, number)
-    check_forced(first, local, n)
-    B, S, _, blocks = scores.shape
-    if q_pos is None:
-        S_kv = S if S_kv is None else S_kv
-        if not isinstance(S_kv, int) or not S <= S_kv < 1 << 62:
-            raise ArgumentError("S_kv", shown(S_kv), f"a whole number >= S = {S}", "pass q_pos= when rows outnumber keys")
-        if -(-S_kv // block_size) != blocks:
-            raise ArgumentError(
-                "scores", f"[B,S,G,blocks] = {tuple(scores.shape)} over {blocks} blocks of {block_size}",
-                f"{-(-S_kv // block_size)} blocks for S_kv = {S_kv}",
-                "check block_size and the order of axes; where S_kv is not S, pass S_kv= (the number of keys) or q_pos=",
-            )  # fmt: skip
-        q_pos = torch.arange(S_kv - S, S_kv, device=scores.device)
-    current = as_positions(q_pos, B, S, scores.device)[:, :, None, None] // block_size
-    block = torch.arange(blocks, device=scores.device)
-    forced = (block < first) | (block > current - local)
-    wide = scores if scores.dtype == torch.float64 else scores.float()
-    wide = wide.clamp(max=torch.finfo(wide.dtype).max)  # only forced blocks get infinity
-    key = torch.where(forced, float("inf"), torch.where(scores.isnan(), float("-inf"), wide))
-    key = torch.where(block <= current, key, float("-inf"))
-    # A stable sort: topk does not define the order of ties.
-    key, order = torch.sort(key, dim=-1, descending=True, stable=True)
-    chosen = torch.where(key > float("-inf"), order, blocks)[..., :n]
-    chosen = torch.sort(chosen, dim=-1).values
-    if blocks < n:
-        chosen = torch.nn.functional.pad(chosen, (0, n - blocks), value=blocks)
-    return torch.where(chosen < blocks, chosen, -1).int()
-
-
 def check_forced(first: int, local: int, n: int) -> None:
     """ArgumentError unless n blocks have room for the first and the local last ones, which are always among them."""
     whole = all(isinstance(number, int) for number in (first, local))

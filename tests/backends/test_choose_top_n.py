@@ -1,15 +1,20 @@
-"""The top-n kernel is bit-equal to `best_blocks`, in Triton's interpreter and on a GPU."""
+"""The top-n kernel is bit-equal to `sorted_blocks`, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton.top_n import top_n
-from nsa_sel.core.indices import best_blocks
+from nsa_sel.core import scores as scores_module
+from nsa_sel.core.scores import sorted_blocks
+from nsa_sel.selection import Selection
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -23,7 +28,7 @@ def check(
     S_kv = blocks * block_size if S_kv is None else S_kv
     chosen = torch.full((B, S, G, n), 77, dtype=torch.int32, device=scores.device)
     top_n(scores, chosen, block_size, first, local, S_kv - S, q_pos, **config)
-    expected = best_blocks(scores, n, block_size, first, local, None if q_pos is not None else S_kv, q_pos)
+    expected = sorted_blocks(scores, n, block_size, first, local, None if q_pos is not None else S_kv, q_pos)
     assert torch.equal(chosen, expected), (chosen, expected)
 
 
@@ -75,7 +80,7 @@ def test_strides_and_a_view_of_the_result() -> None:
     whole = torch.full((2, 24, 2, 4), 77, dtype=torch.int32)
     wide = uniform((2, 24, 2, 5))
     top_n(wide[:, 3:9], whole[:, 3:9], 8, 1, 2, 19)
-    assert torch.equal(whole[:, 3:9], best_blocks(wide[:, 3:9], 4, 8, 1, 2, None, torch.arange(19, 25)))
+    assert torch.equal(whole[:, 3:9], sorted_blocks(wide[:, 3:9], 4, 8, 1, 2, None, torch.arange(19, 25)))
     assert bool((whole[:, :3] == 77).all())
     assert bool((whole[:, 9:] == 77).all())
 
@@ -109,3 +114,50 @@ def test_top_n_on_a_gpu(blocks: int, dtype: torch.dtype) -> None:
     for rows, warps in ((1, 1), (8, 1), (4, 4), (16, 4)):  # rows of a warp, and rows across warps
         if rows * blocks < 16384:
             check(awkward((2, 61, 2, blocks), dtype, "cuda"), 16, 64, rows=rows, warps=warps)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of scores that the kernel got from `Selection.from_scores`."""
+    shapes: list[torch.Size] = []
+    real = scores_module._kernel()
+
+    def top_n(scores: Tensor, *arguments: Any) -> None:
+        shapes.append(scores.shape)
+        real.top_n(scores, *arguments)
+
+    monkeypatch.setattr(scores_module, "_kernel", lambda: SimpleNamespace(top_n=top_n, MOST_BLOCKS=20))
+    return shapes
+
+
+def test_from_scores_uses_the_kernel_where_it_may(monkeypatch: pytest.MonkeyPatch, ran: list[torch.Size]) -> None:
+    scores = torch.rand(2, 40, 2, 5)
+    expected = Selection.from_scores(scores, 3, 8)
+    assert ran == []
+    monkeypatch.setattr(scores_module, "_takes", lambda scores: True)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    for q_pos in (None, torch.arange(40)):
+        assert torch.equal(Selection.from_scores(scores, 3, 8, q_pos=q_pos).ranges, expected.ranges)
+    assert ran == [scores.shape] * 2
+    Selection.from_scores(torch.rand(1, 168, 1, 21), 3, 8)
+    assert len(ran) == 2, "more blocks than the kernel takes"
+
+
+@pytest.mark.gpu
+def test_from_scores_on_a_gpu(monkeypatch: pytest.MonkeyPatch, ran: list[torch.Size]) -> None:
+    scores = torch.rand(1, 160, 4, 20, device="cuda")
+    on_cpu = Selection.from_scores(scores.cpu(), 6, 8)
+    assert torch.equal(Selection.from_scores(scores, 6, 8).ranges.cpu(), on_cpu.ranges)
+    assert ran == [scores.shape]
+    monkeypatch.setenv("NSA_USE_TRITON_SEL", "0")
+    assert torch.equal(Selection.from_scores(scores, 6, 8).ranges.cpu(), on_cpu.ranges)
+    monkeypatch.delenv("NSA_USE_TRITON_SEL")
+    monkeypatch.setenv("NSA_FORCE_PARITY", "1")
+    assert torch.equal(Selection.from_scores(scores.double(), 6, 8).ranges.cpu(), on_cpu.ranges)
+    assert len(ran) == 1
+    monkeypatch.undo()
+    wide = torch.rand(1, 8192, 4, 128, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    Selection.from_scores(wide, 16, 64)
+    assert torch.cuda.max_memory_allocated() - before < 64 << 20

@@ -14,7 +14,7 @@ from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_dkdv
 from nsa_sel.backends._triton.importance import importance
 from nsa_sel.core.choose_call import ChooseCall, Rule
-from nsa_sel.core.indices import best_blocks
+from nsa_sel.core.scores import sorted_blocks
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.cases import make_grads
 from tests.helpers.choose_cases import SHAPES, SMALL, check_forward, check_gradients, make_choose_call, oracle, poisoned
@@ -86,7 +86,7 @@ def test_blocks_are_the_best_of_the_importance() -> None:
     _, lse, blocks = choose_triton.forward(call)
     scores = torch.zeros(1, 60, 1, call.blocks)
     importance(call, lse, scores, choose_triton.config_of(call, "choose/importance"))
-    assert torch.equal(blocks, best_blocks(scores, 4, 16, 1, 2, 60, None))
+    assert torch.equal(blocks, sorted_blocks(scores, 4, 16, 1, 2, 60, None))
 
 
 @pytest.mark.parametrize("positions", ["implied", "given"])
