@@ -24,12 +24,12 @@ from nsa_sel.settings.schema import KernelConfig
 CONFIGS = {  # by kernel and class of head dims (arguments.config_suffix); one that has no config of its own takes the plain one
     "choose/forward": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "choose/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
-    "choose/importance": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128, loads="tma"),
+    "choose/importance": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=128, loads="tma"),
     "choose/importance-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
     "choose/dq": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=16, loads="tma"),
-    "choose/dkdv": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/dkdv": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=32, loads="tma"),
     "choose/dkdv-wide": KernelConfig(block_l=64, num_warps=8, num_stages=2, rows=32),
     "choose/dkdv-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32),
 }

@@ -24,8 +24,8 @@ from nsa_sel.backends._triton.tma import aligned, row_descriptor
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
-PROGRAMS = 2048  # that keep any GPU busy; about half of them have nothing to do, as their rows see none of their keys
-SHORTEST = 64  # rows of a section
+PROGRAMS = 4096  # that keep any GPU busy; about half of them have nothing to do, as their rows see none of their keys
+SHORTEST = 128  # rows of a section
 
 
 class Sections(NamedTuple):
