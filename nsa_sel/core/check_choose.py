@@ -12,9 +12,9 @@ from nsa_sel.errors import ArgumentError, shown
 
 
 def check_choose(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, fake: bool
 ) -> tuple[Tensor, int, float, Tensor | None]:
-    """q [B,S,G,h,Dk], S_kv, the scale, and q_pos [B,S] or None, of dense tensors. Never reads a GPU.
+    """q [B,S,G,h,Dk], S_kv, the scale, and q_pos [B,S] or None, of dense tensors. Never reads a GPU or fake tensors.
 
     Raises:
         ArgumentError: the first bad argument.
@@ -35,7 +35,7 @@ def check_choose(
         allowed = f"{C} = (S_kv - compress_block) // compress_stride + 1 for S_kv = {S_kv} and blocks of {block} keys every {stride}"
         remedy = "pass S_kv=, the keys of the whole sequence, and the sizes with which it was compressed"
         raise ArgumentError("k_cmp", f"of {k_cmp.shape[2]} compressed keys", allowed, remedy)
-    return q, S_kv, check_scale(scale, Dk), None if q_pos is None else check_positions(q_pos, q, S_kv, False)
+    return q, S_kv, check_scale(scale, Dk), None if q_pos is None else check_positions(q_pos, q, S_kv, fake)
 
 
 def _check_rule(rule: Rule) -> None:

@@ -25,29 +25,33 @@ class Decided(NamedTuple):
     request: Request
 
 
-def choose(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv], lse [B,S,G,h] and blocks [B,S,G,n] int32 of checked arguments; autograd records o and lse."""
-    request = request_of(q, k, v, rule, S_kv)
+def begin(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None
+) -> Decided:
+    """Decide on checked arguments."""
+    request = request_of(q, k, v, rule, S_kv, needs_grad)
     decision = decide(request, device_info(q.device), backend)
     target.follow(decision.settings)
     scratch = min(SCRATCH, decision.settings.workspace_bytes)
     call = ChooseCall(q, k, v, rule, -(-S_kv // rule.block_size), S_kv - q.shape[1], scale, q_pos, scratch, settings=decision.settings)
-    decided = Decided(call, decision, request)
-    if not request.needs_grad:
-        return _forward(decided)[:3]
-    o, lse, blocks = _Choose.apply(q, k, v, decided)  # type: ignore[no-untyped-call]
+    return Decided(call, decision, request)
+
+
+def choose(decided: Decided) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B,S,G,h,Dv], lse [B,S,G,h] and blocks [B,S,G,n] int32; autograd records o and lse if the request needs gradients."""
+    if not decided.request.needs_grad:
+        return run_forward(decided)[:3]
+    o, lse, blocks = _Choose.apply(decided.call.q, decided.call.k, decided.call.v, decided)  # type: ignore[no-untyped-call]
     return o, lse, blocks
 
 
-def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int) -> Request:
+def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, needs_grad: bool) -> Request:
     """The request of a checked call."""
     B, S, G, h, Dk = q.shape
     strides = [stride * x.element_size() for x in (q, k, v) for stride in x.stride()[:-1]]
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=v.shape[3], n=rule.n, block_size=rule.block_size, max_length=S_kv, dtype=DTYPES[q.dtype],
-        needs_grad=transforms.needs_grad(q, k, v), aligned=all(x % 16 == 0 for x in (*strides, *(x.data_ptr() for x in (q, k, v)))),
+        needs_grad=needs_grad, aligned=all(x % 16 == 0 for x in (*strides, *(x.data_ptr() for x in (q, k, v)))),
         kind="choose", compress=(rule.compress_block, rule.compress_stride),
     )  # fmt: skip
 
@@ -55,7 +59,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int) -> Reques
 class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided) -> tuple[Tensor, Tensor, Tensor]:
-        o, lse, blocks, ctx.decision = _forward(decided)
+        o, lse, blocks, ctx.decision = run_forward(decided)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.call = decided.call
         ctx.mark_non_differentiable(blocks)
@@ -68,22 +72,26 @@ class _Choose(torch.autograd.Function):
             transforms.refuse_second_derivative()
         if do is None and dlse is None:
             return None, None, None, None
-        transforms.check_gradients(do, dlse)
         q, k, v, o, lse = ctx.saved_tensors
-        call: ChooseCall = ctx.call.of(q, k, v)
-        if _nothing_to_do(call):
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
-        do = torch.zeros_like(o) if do is None else do.resolve_neg()
-        do = do if do.stride(-1) == 1 else do.contiguous()
-        dlse = None if dlse is None else dlse.resolve_neg()
-        found, decision = fallback.run(
-            call, ctx.decision, "backward", lambda name: registry.load_chooser(name).backward(call, o, lse, do, dlse)
-        )
-        events.count("backward", str(decision.backward))
-        return *found, None
+        return *gradients(ctx.call.of(q, k, v), ctx.decision, o, lse, do, dlse), None
 
 
-def _forward(decided: Decided) -> tuple[Tensor, Tensor, Tensor, Decision]:
+def gradients(
+    call: ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
+    transforms.check_gradients(do, dlse)
+    if call.q.numel() == 0 or call.k.numel() == 0:
+        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
+    do = torch.zeros_like(o) if do is None else do.resolve_neg()
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    dlse = None if dlse is None else dlse.resolve_neg()
+    found, decision = fallback.run(call, decision, "backward", lambda name: registry.load_chooser(name).backward(call, o, lse, do, dlse))
+    events.count("backward", str(decision.backward))
+    return found
+
+
+def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Tensor, Decision]:
     """o, lse, blocks, and the decision of the backend that ran."""
     call, decision, request = decided
     if call.q.numel() == 0:
@@ -93,7 +101,3 @@ def _forward(decided: Decided) -> tuple[Tensor, Tensor, Tensor, Decision]:
     (o, lse, blocks), decision = fallback.run(call, decision, "forward", lambda name: registry.load_chooser(name).forward(call))
     events.record(decision, request)
     return o, lse, blocks, decision
-
-
-def _nothing_to_do(call: ChooseCall) -> bool:
-    return call.q.numel() == 0 or call.k.numel() == 0

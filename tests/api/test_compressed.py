@@ -250,7 +250,35 @@ def test_transforms_are_refused(transform: Any) -> None:
         transform(work)(call.q)
 
 
-def test_traced_calls_are_refused() -> None:
+def test_one_graph_with_gradients() -> None:
+    """torch.compile(fullgraph, dynamic): the same o, blocks and gradients as eager, at two lengths."""
+
+    def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o, selection = compressed_attention(q, k, v, **SMALL._asdict())
+        return o * 2, selection.ranges
+
+    compiled = torch.compile(work, fullgraph=True, dynamic=True, backend="aot_eager")
+    for S in (50, 39):
+        call = make_choose_call((1, S, S, 1, 2, 16, 16, SMALL))
+        inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+        found = []
+        for function in (work, compiled):
+            o, ranges = function(*inputs)
+            found.append((o, ranges, *torch.autograd.grad(o.sum(), inputs)))
+        for mine, other in zip(*found, strict=True):
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_opcheck(needs_grad: bool) -> None:
     call = make_choose_call(WHOLE)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(BackendError, match="compressed_attention is called while PyTorch"):
-        compressed_attention(call.q, call.k, call.v, **call.rule._asdict())
+    inputs = [x.detach().requires_grad_(needs_grad) for x in (call.q, call.k, call.v)]
+    torch.library.opcheck(torch.ops.nsa_sel.choose.default, (*inputs, list(SMALL), 50, 0.25, None, None, needs_grad))
+
+
+def test_fake_tensors() -> None:
+    call = make_choose_call(WHOLE)
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(x) for x in (call.q, call.k, call.v))
+        o, selection = compressed_attention(q, k, v, **SMALL._asdict())
+    assert (o.shape, selection.ranges.shape) == (call.q.shape, (1, 50, 1, SMALL.n, 2))

@@ -1,0 +1,71 @@
+"""The torch.library ops `nsa_sel::choose` and `nsa_sel::choose_backward`, for torch.compile, torch.export and dispatch modes.
+
+As with the ops of core/ops.py, eager calls do not go through them, and an op decides when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_sel.core import choose
+from nsa_sel.core.choose_call import Rule
+
+
+@torch.library.custom_op("nsa_sel::choose", mutates_args=())
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, rule: list[int], S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    o, lse, blocks, _ = choose.run_forward(choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, needs_grad, backend))
+    return o, lse, blocks
+
+
+@torch.library.custom_op("nsa_sel::choose_backward", mutates_args=())
+def _choose_backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rule: list[int], S_kv: int,
+    scale: float, q_pos: Tensor | None, backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    decided = choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, True, backend)
+    return choose.gradients(decided.call, decided.decision, o, lse, do, dlse)
+
+
+@_choose.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, rule: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q.shape[:-1]
+    lse = q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*rows, v.shape[-1]), lse, q.new_empty(*rows[:3], Rule(*rule).n, dtype=torch.int32)
+
+
+@_choose_backward.register_fake
+def _(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, rule, S_kv, scale, q_pos, backend, _ = inputs
+    o, lse, blocks = output
+    ctx.save_for_backward(q, k, v, o, lse, q_pos)
+    ctx.facts = rule, S_kv, scale, backend
+    ctx.mark_non_differentiable(blocks)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _blocks: None) -> tuple[Tensor | None, ...]:
+    if do is None and dlse is None:
+        return (None,) * 9
+    q, k, v, o, lse, q_pos = ctx.saved_tensors
+    rule, S_kv, scale, backend = ctx.facts
+    return *torch.ops.nsa_sel.choose_backward(do, dlse, q, k, v, o, lse, rule, S_kv, scale, q_pos, backend), *(None,) * 6
+
+
+_choose.register_autograd(_backward, setup_context=_save)
+
+
+def traced(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`choose.choose` through the op."""
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.nsa_sel.choose(q, k, v, list(rule), S_kv, scale, q_pos, backend, needs_grad)
+    return found
