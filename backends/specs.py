@@ -129,7 +129,11 @@ CHOOSERS = (
         path="nsa_sel.backends.choose_triton",
         framework="triton",
         kind="choose",
-        limits=msgspec.structs.replace(_TRITON_LIMITS, choice_max=16384),  # scores of a row that one program of top n holds
+        limits=msgspec.structs.replace(
+            _TRITON_LIMITS,
+            dtypes={"cuda": ("float16", "bfloat16", "float32"), "interpreter": ("float16", "float32")},
+            choice_max=16384,  # scores of a row that one program of top n holds
+        ),
         requires=(_TRITON,),
         summary="tiles of rows and heads over compressed keys; importance and the best blocks a chunk of rows at a time",
     ),
