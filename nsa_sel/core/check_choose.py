@@ -8,7 +8,7 @@ from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.check import check_positions, check_scale, check_sizes
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import check_forced
-from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.errors import ArgumentError, renamed, shown
 
 
 def check_choose(
@@ -23,7 +23,7 @@ def check_choose(
     try:
         q = check_sizes(q, k_cmp, v_cmp)
     except ArgumentError as error:
-        raise _of_compressed(error) from None
+        raise renamed(error, k="k_cmp", v="v_cmp") from None
     _, S, _, _, Dk = q.shape
     S_kv = S if S_kv is None else S_kv
     if not isinstance(S_kv, int) or isinstance(S_kv, bool) or not (S if q_pos is None else 0) <= S_kv < 1 << 31:
@@ -49,9 +49,3 @@ def _check_rule(rule: Rule) -> None:
     if rule.compress_block > rule.block_size:
         allowed = f"at most block_size = {rule.block_size}"
         raise ArgumentError("compress_block", rule.compress_block, allowed, "compress fewer keys, or select larger blocks")
-
-
-def _of_compressed(error: ArgumentError) -> ArgumentError:
-    """The same error with the names of this function's arguments."""
-    name = {"k": "k_cmp", "v": "v_cmp"}.get(error.argument, error.argument)
-    return ArgumentError(name, error.value, error.allowed, error.remedy.replace(f"{error.argument}.", f"{name}."))
