@@ -12,6 +12,7 @@ from nsa_sel.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from nsa_sel.attention import explain, selection_attention
+    from nsa_sel.attention_layer import NSAttention
     from nsa_sel.branches import nsa_attention
     from nsa_sel.compressed import compressed_attention
     from nsa_sel.core.decide import explain_request, use_backend
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Decision",
     "NSASelection",
+    "NSAttention",
     "Selection",
     "block_scores",
     "compressed_attention",
@@ -52,6 +54,7 @@ __all__ = [
 _HOMES = {
     "Decision": "core.decision",
     "NSASelection": "layer",
+    "NSAttention": "attention_layer",
     "Selection": "selection",
     "block_scores": "layer",
     "compressed_attention": "compressed",

@@ -109,6 +109,11 @@ def _check(
             value, allowed = f"of head dimension {v.shape[-1]}", f"v_slc's head dimension {v_slc.shape[-1]}"
             raise ArgumentError(name, value, allowed, "project the values of all branches to the same size: the gates add them")
     _check_gates(gates, q)
+    check_window(window)
+
+
+def check_window(window: int) -> None:
+    """ArgumentError unless it is a number of keys."""
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise ArgumentError("window", shown(window), "a whole number >= 1", "pass the number of keys that a row sees, its own among them")
 

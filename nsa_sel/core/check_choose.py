@@ -19,7 +19,7 @@ def check_choose(
     Raises:
         ArgumentError: the first bad argument.
     """
-    _check_rule(rule)
+    check_rule(rule)
     try:
         q = check_sizes(q, k_cmp, v_cmp)
     except ArgumentError as error:
@@ -38,7 +38,8 @@ def check_choose(
     return q, S_kv, check_scale(scale, Dk), None if q_pos is None else check_positions(q_pos, q, S_kv, False)
 
 
-def _check_rule(rule: Rule) -> None:
+def check_rule(rule: Rule) -> None:
+    """ArgumentError for sizes and counts that do not fit together."""
     for name in ("compress_block", "compress_stride", "block_size", "n"):
         check_positive(name, getattr(rule, name))
     check_forced(rule.first, rule.local, rule.n)
