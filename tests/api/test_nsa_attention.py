@@ -16,7 +16,7 @@ from nsa_sel.backends._triton import gate
 from nsa_sel.core import gating
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers import nsa_reference
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.layer_kernels import by_autograd, check_gate, gated
 
 SMALL: dict[str, Any] = {
     "window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4, "first": 1, "local": 2
@@ -183,47 +183,17 @@ def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...], monkey
 # The gated sum
 
 
-def gated(dtype: torch.dtype, device: str = "cpu", Dv: int = 24) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """Branches of different strides, gates in float32 (float64) that are no contiguous tensor either, and do."""
-    generator = torch.Generator().manual_seed(0)
-    a, b, c, do = (torch.randn(2, 37, 2, 3, Dv, generator=generator).to(device, dtype) for _ in range(4))
-    c = c.permute(0, 3, 2, 1, 4).contiguous().permute(0, 3, 2, 1, 4)
-    gates = torch.rand(2, 37, 3, 2, 3, generator=generator).to(device, torch.promote_types(dtype, torch.float32)).transpose(2, 3)
-    return (a, b.expand(2, 37, 2, 3, Dv), c), gates, do
-
-
-def by_autograd(branches: tuple[Tensor, ...], gates: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-    """o and gradients in float64."""
-    leaves = [x.double().requires_grad_() for x in (*branches, gates)]
-    o = leaves[0] * leaves[3][..., :1] + leaves[1] * leaves[3][..., 1:2] + leaves[2] * leaves[3][..., 2:]
-    return o.detach(), *torch.autograd.grad(o, leaves, do.double())
-
-
-def check_kernels(dtype: torch.dtype, device: str = "cpu", Dv: int = 24) -> None:
-    branches, gates, do = gated(dtype, device, Dv)
-    with new_memory_is_nan():
-        got = gate.forward(branches, gates), *gate.backward(do, branches, gates)
-    plain = gating.plain_sum(branches, gates), *gating.plain_backward(do, branches, gates)
-    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}
-    for mine, other, right in zip(got, plain, by_autograd(branches, gates, do), strict=True):
-        assert mine.dtype == other.dtype
-        assert mine.is_contiguous()
-        torch.testing.assert_close(mine, right.to(mine.dtype), **tolerance)
-        torch.testing.assert_close(other, right.to(other.dtype), **tolerance)
-    assert all(map(torch.equal, (gate.forward(branches, gates), *gate.backward(do, branches, gates)), got))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_gate_kernels_match_autograd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "INTERPRETED_TILE", 1 << 13)  # so that there are two programs, and the last one has rows to spare
-    check_kernels(dtype)
+    check_gate(dtype, "cpu", 24)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("Dv", [1, 24, 64, 128, 192, 256])
 def test_gate_kernels_match_autograd_on_a_gpu(dtype: torch.dtype, Dv: int) -> None:
-    check_kernels(dtype, "cuda", Dv)
+    check_gate(dtype, "cuda", Dv)
 
 
 def test_the_gated_sum_goes_through_the_kernels_and_saves_four_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

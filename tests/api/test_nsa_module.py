@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import NSAttention, nsa_attention, rotary
+from nsa_sel import NSAttention, nsa_attention
 from nsa_sel.backends._triton import rotate as rotate_kernel
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError
 from nsa_sel.rotary import rotate
 from tests.helpers import nsa_reference
-from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.layer_kernels import check_rotation
 
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
 SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options
@@ -149,31 +149,17 @@ def test_gradients_of_rotary_positions() -> None:
     torch.testing.assert_close(rotate(half, torch.arange(5)), rotate(half.double(), torch.arange(5)).half())
 
 
-def check_kernel(dtype: torch.dtype, device: str, D: int) -> None:
-    """Of strided keys with positions for all, and of queries with positions for each sequence, forward and back."""
-    keys = torch.randn(2, 19, 3, D + 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)[..., 8:]
-    queries = torch.randn(2, 19, 3, 2, D, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    each = torch.randint(0, 1000, (2, 19), generator=torch.Generator().manual_seed(2)).to(device)
-    for x, positions in ((keys, each[0]), (queries, each), (keys[:, :, 0], each)):
-        angles = rotary._angles(x, positions, 10000.0)
-        for back in (False, True):
-            with new_memory_is_nan():
-                got = rotary._fused(x, *angles, back)
-            wanted = rotary._rotated(x.double(), *(y.double() for y in angles), back)
-            torch.testing.assert_close(got, wanted.to(dtype), **({"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_the_rotary_kernel_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotate_kernel, "INTERPRETED_TILE", 1 << 10)  # several programs, and the last one has rows to spare
-    check_kernel(dtype, "cpu", 12)
+    check_rotation(dtype, "cpu", 12)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("D", [2, 24, 64, 128, 192, 256])
 def test_the_rotary_kernel_is_exact_on_a_gpu(dtype: torch.dtype, D: int) -> None:
-    check_kernel(dtype, "cuda", D)
+    check_rotation(dtype, "cuda", D)
 
 
 def test_compression_holds_no_unfolded_windows() -> None:
