@@ -116,6 +116,15 @@ def test_results_and_gradients_are_the_papers(name: str, S: int, base: float | N
     assert all(mine.any() for mine in right.values()) == (S > 5)  # a sequence shorter than a block compresses nothing
 
 
+@pytest.mark.parametrize(("B", "S"), [(0, 5), (2, 0), (0, 0)])
+def test_empty_batches_and_sequences(B: int, S: int) -> None:
+    layer = make("mlp", torch.float32)
+    x = hidden(layer, S, B)
+    o = layer(x)
+    assert o.shape == (B, S, layer.width)
+    assert not any(dx.any() for dx in gradients(o, layer, x).values())
+
+
 def test_no_token_sees_a_later_one() -> None:
     layer = make("mlp", torch.float32)
     x = hidden(layer, 40).detach()
