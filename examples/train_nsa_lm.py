@@ -1,6 +1,7 @@
-"""Train a small byte-level language model with Native Sparse Attention (arXiv 2502.11089), its selected branch through nsa-sel.
+"""Train a small byte-level language model with Native Sparse Attention (arXiv 2502.11089): `nsa_sel.NSAttention` in every layer.
 
     python examples/train_nsa_lm.py --out runs/nsa                            # 8 minutes at 8k context on one H200; again: it resumes
+    python examples/train_nsa_lm.py --out runs/32k --context 32768            # one sequence a step instead of four: as many tokens
     python examples/train_nsa_lm.py --out runs/packed --backend sdpa-packed   # the same run on another backend
     python examples/train_nsa_lm.py --out runs/dense --attention dense        # the same model with dense causal attention
     python examples/train_nsa_lm.py --out runs/tiny --tiny                    # a size for a CPU
@@ -12,12 +13,10 @@ again, with the same losses as one that never stopped. `examples/compare_losses.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,12 +26,13 @@ import torch
 import typer
 from byte_text import HELD_OUT, load_text
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from nsa_sel import NSASelection, block_scores
+from nsa_sel import NSAttention, decisions
 from nsa_sel.bench.core import environment, store
 from nsa_sel.bench.core.command_line import Device, device_of, program
 from nsa_sel.errors import ArgumentError
+from nsa_sel.rotary import rotate
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -66,6 +66,12 @@ TINY = Sizes(
 )  # fmt: skip
 
 
+def of_context(sizes: Sizes, context: int | None, batch: int | None) -> Sizes:
+    """The sizes with another context, and with a batch of about as many bytes unless one is given."""
+    context = context or sizes.context
+    return replace(sizes, context=context, batch=batch or max(1, sizes.batch * sizes.context // context))
+
+
 def batch_at(text: Tensor, step: int, sizes: Sizes, held_out: bool = False) -> Tensor:
     """Bytes [batch, context + 1] int64 of one step, which depend on the seed and the step alone."""
     border = len(text) - len(text) // HELD_OUT
@@ -78,118 +84,34 @@ def batch_at(text: Tensor, step: int, sizes: Sizes, held_out: bool = False) -> T
 # The model
 
 
-def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, compiled where its first tensor is on a GPU: each step of it would read and write all of its tensors there."""
-    compiled = torch.compile(function, dynamic=False)
-
-    @functools.wraps(function)
-    def call(x: Tensor, *others: Tensor) -> Tensor:
-        return (compiled if x.is_cuda else function)(x, *others)
-
-    return call
-
-
-@fused
-def rotated(x: Tensor) -> Tensor:
-    """x [B,S,...,D] with rotary positions, 0 for the first of S."""
-    S, half = x.shape[1], x.shape[-1] // 2
-    angle = torch.arange(S, device=x.device)[:, None] / 10000 ** (torch.arange(half, device=x.device) / half)
-    angle = angle.view(1, S, *[1] * (x.dim() - 3), half)
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1).to(x.dtype)
+def attention_layer(sizes: Sizes, backend: str | None) -> nn.Module:
+    """The layer that a run is about."""
+    if sizes.attention == "dense":
+        return DenseAttention(sizes)
+    return NSAttention(
+        sizes.width, sizes.groups, sizes.heads, sizes.head_dim, compress_block=sizes.compress_block, compress_stride=sizes.compress_stride,
+        block_size=sizes.block, n=sizes.n, window=sizes.window, backend=backend,
+    )  # fmt: skip
 
 
-class Compression(nn.Module):
-    """Blocks of l keys (or values), d apart, as one each (Eq. 7): an MLP over the block, with positions inside it."""
+class DenseAttention(nn.Module):
+    """Causal attention with the same heads."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.length, self.stride, D = sizes.compress_block, sizes.compress_stride, sizes.head_dim
-        self.inside = nn.Parameter(torch.zeros(D, self.length))
-        self.mlp = nn.Sequential(nn.Linear(D * self.length, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B,G,compressed,D] of x [B,S,G,D]."""
-        windows = x.unfold(1, self.length, self.stride) + self.inside.to(x.dtype)  # [B,compressed,G,D,l]
-        found: Tensor = self.mlp(windows.flatten(-2)).transpose(1, 2)
-        return found
-
-
-@fused
-def attention_paid(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """p [B,S,G,1,keys], summed over the heads of a group, of q [B,S,G,h,D] over the keys k [B,G,keys,D] that rows have seen [S,keys]."""
-    logits = torch.einsum("bsghd,bgcd->bsghc", q, k).float() / math.sqrt(q.shape[-1])
-    p = torch.softmax(logits.masked_fill(~seen[:, None, None], -1e30), -1) * seen[:, None, None]
-    return p.sum(3, keepdim=True)
-
-
-def compressed_attention(q: Tensor, k: Tensor, v: Tensor, length: int, stride: int) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,D] of q [B,S,G,h,D] over compressed k, v [B,G,compressed,D], of which one is seen once all its keys are; and, without a
-    gradient, what a group's heads pay attention to together: p [B,S,G,1,compressed]."""
-    last = torch.arange(k.shape[2], device=q.device) * stride + length - 1
-    seen = last <= torch.arange(q.shape[1], device=q.device)[:, None]
-    some = seen.any(1, keepdim=True)  # the first rows see nothing: o = 0
-    k_all, v_all = (x.repeat_interleave(q.shape[3], 1) for x in (k, v))
-    o = scaled_dot_product_attention(q.flatten(2, 3).transpose(1, 2), k_all, v_all, attn_mask=seen | ~some) * some
-    with torch.no_grad():
-        p = attention_paid(q, k, seen)
-    return o.transpose(1, 2).unflatten(2, q.shape[2:4]), p
-
-
-def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """o [B,S,G,h,D] over the last `window` keys: the chunks of as many queries see their own keys and those of the chunk before."""
-    B, S, G, h, D = q.shape
-    chunks = -(-S // window)
-    q = pad(q.flatten(2, 3), (0, 0, 0, 0, 0, chunks * window - S)).view(B * chunks, window, G * h, D).transpose(1, 2)
-    k, v = (pad(x, (0, 0, 0, 0, window, chunks * window - S)).unfold(1, 2 * window, window) for x in (k, v))  # [B,chunks,G,D,2w]
-    k, v = (x.flatten(0, 1).transpose(-1, -2).repeat_interleave(h, 1) for x in (k, v))
-    row, key = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
-    near = (key > row) & (key <= row + window)
-    first = torch.arange(len(q), device=q.device) % chunks == 0  # before it there is only padding
-    mask = near & ~(first[:, None, None] & (key < window))
-    o = scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
-    return o.transpose(1, 2).reshape(B, chunks * window, G, h, D)[:, :S]
-
-
-@fused
-def gated(gate: Tensor, compressed: Tensor, selected: Tensor, near: Tensor) -> Tensor:
-    """The branches [B,S,G,h,D], each times the sigmoid of its gate [B,S,G,h,3], added (Eq. 5)."""
-    weights = torch.sigmoid(gate).unsqueeze(-2)
-    return compressed * weights[..., 0] + selected * weights[..., 1] + near * weights[..., 2]
-
-
-class Attention(nn.Module):
-    """Three branches with keys and values of their own, joined by a gate for each head (Eq. 5); or dense causal attention."""
-
-    def __init__(self, sizes: Sizes, backend: str | None) -> None:
-        super().__init__()
-        self.sizes, self.dense = sizes, sizes.attention == "dense"
-        heads, branches = sizes.groups * sizes.heads, 1 if self.dense else 3
+        self.head_dim, heads = sizes.head_dim, sizes.groups * sizes.heads
         self.q = nn.Linear(sizes.width, heads * sizes.head_dim, bias=False)
-        self.kv = nn.Linear(sizes.width, 2 * branches * sizes.groups * sizes.head_dim, bias=False)
+        self.kv = nn.Linear(sizes.width, 2 * sizes.groups * sizes.head_dim, bias=False)
         self.out = nn.Linear(heads * sizes.head_dim, sizes.width, bias=False)
-        if not self.dense:
-            self.compress_k, self.compress_v = Compression(sizes), Compression(sizes)
-            self.select = NSASelection(sizes.n, sizes.block, backend=backend)
-            self.gate = nn.Linear(sizes.width, 3 * heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,S,width] of x [B,S,width]."""
-        sizes, (B, S, _) = self.sizes, x.shape
-        q = self.q(x).view(B, S, sizes.groups, sizes.heads, sizes.head_dim)
-        keys = self.kv(x).view(B, S, -1, sizes.groups, sizes.head_dim).unbind(2)
-        rotated_q = rotated(q)
-        if self.dense:
-            k, v = rotated(keys[0]).transpose(1, 2), keys[1].transpose(1, 2)
-            o = scaled_dot_product_attention(rotated_q.flatten(2, 3).transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
-            return self.out(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-        l, d = sizes.compress_block, sizes.compress_stride
-        compressed, p = compressed_attention(q, self.compress_k(keys[0]), self.compress_v(keys[1]), l, d)
-        scores = block_scores(p, sizes.block, l, d, S)
-        selected = self.select(rotated_q, rotated(keys[2]).transpose(1, 2), keys[3].transpose(1, 2), scores)
-        near = window_attention(rotated_q, rotated(keys[4]), keys[5], sizes.window)
-        gate = self.gate(x).view(B, S, sizes.groups, sizes.heads, 3)
-        return self.out(gated(gate, compressed, selected, near).flatten(2))  # type: ignore[no-any-return]
+        B, S, _ = x.shape
+        q, (k, v) = self.q(x).view(B, S, -1, self.head_dim), self.kv(x).view(B, S, 2, -1, self.head_dim).unbind(2)
+        positions = torch.arange(S, device=x.device)
+        q, k, v = (y.transpose(1, 2) for y in (rotate(q, positions), rotate(k, positions), v))
+        o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -198,7 +120,7 @@ class Block(nn.Module):
     def __init__(self, sizes: Sizes, backend: str | None) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)])
-        self.attention = Attention(sizes, backend)
+        self.attention = attention_layer(sizes, backend)
         self.mlp = nn.Sequential(nn.Linear(sizes.width, 4 * sizes.width), nn.GELU(), nn.Linear(4 * sizes.width, sizes.width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -325,12 +247,10 @@ def train(
 
 
 def chosen(sizes: Sizes) -> str | None:
-    """Who ran the last selection, forward and backward; None of dense attention."""
-    import nsa_sel
-
+    """Who ran the last selected branch, forward and backward; None of dense attention."""
     if sizes.attention == "dense":
         return None
-    last = nsa_sel.decisions()[-1]
+    last = next(decision for decision in reversed(decisions()) if decision.request.kind == "attend")
     return str(last.forward) if last.backward in (None, last.forward) else f"{last.forward} / {last.backward}"
 
 
@@ -358,8 +278,10 @@ def main(
         Path | None, typer.Option(help="folder with text, or a file, such as text.bin of another run; by default what is on the machine")
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="a size for a CPU")] = False,
-    batch: Annotated[int | None, typer.Option(help="sequences a step")] = None,
-    context: Annotated[int | None, typer.Option(help="bytes of a sequence")] = None,
+    context: Annotated[int | None, typer.Option(help="bytes of a sequence, such as 8192, 32768 or 65536")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="sequences a step, by default as many as keep its number of bytes, at least one")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of weights and batches")] = 0,
     every: Annotated[int, typer.Option(help="steps between checkpoints")] = 100,
     device: Device = "auto",
@@ -369,8 +291,7 @@ def main(
         raise ArgumentError("--attention", repr(attention), "nsa, dense", "pass one of these")
     if attention == "dense" and backend is not None:
         raise ArgumentError("--backend", repr(backend), "none with --attention dense", "leave one of the two out")
-    sizes = replace(TINY if tiny else Sizes(), attention=attention, seed=seed)
-    sizes = replace(sizes, batch=batch or sizes.batch, context=context or sizes.context)
+    sizes = of_context(replace(TINY if tiny else Sizes(), attention=attention, seed=seed), context, batch)
     rows = train(out, sizes, backend, torch.device(device_of(device)), text, minutes, steps, every)
     if rows:
         print(f"{len(rows)} steps, loss {rows[-1]['loss']:.4f}: {out / 'losses.png'}")

@@ -12,6 +12,8 @@ from nsa_sel.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from nsa_sel.attention import explain, selection_attention
+    from nsa_sel.attention_layer import NSAttention
+    from nsa_sel.branches import nsa_attention
     from nsa_sel.compressed import compressed_attention
     from nsa_sel.core.decide import explain_request, use_backend
     from nsa_sel.core.decision import Decision
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Decision",
     "NSASelection",
+    "NSAttention",
     "Selection",
     "block_scores",
     "compressed_attention",
@@ -38,6 +41,7 @@ __all__ = [
     "explain",
     "explain_request",
     "log_to",
+    "nsa_attention",
     "reset",
     "selection_attention",
     "selection_attention_varlen",
@@ -50,6 +54,7 @@ __all__ = [
 _HOMES = {
     "Decision": "core.decision",
     "NSASelection": "layer",
+    "NSAttention": "attention_layer",
     "Selection": "selection",
     "block_scores": "layer",
     "compressed_attention": "compressed",
@@ -59,6 +64,7 @@ _HOMES = {
     "explain": "attention",
     "explain_request": "core.decide",
     "log_to": "telemetry.target",
+    "nsa_attention": "branches",
     "reset": "core.reset",
     "selection_attention": "attention",
     "selection_attention_varlen": "varlen",

@@ -47,6 +47,12 @@ class ArgumentError(NsaSelError, ValueError):
         return f"{type(self).__name__}({str(self)!r})"
 
 
+def renamed(error: ArgumentError, **names: str) -> ArgumentError:
+    """The same error for a function whose arguments have other names."""
+    name = names.get(error.argument, error.argument)
+    return ArgumentError(name, error.value, error.allowed, error.remedy.replace(f"{error.argument}.", f"{name}."))
+
+
 class ConfigError(NsaSelError, ValueError):
     """A flag of the environment or a field of a configuration file has a bad value."""
 

@@ -8,7 +8,7 @@ from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.check import check_positions, check_scale, check_sizes
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import check_forced
-from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.errors import ArgumentError, renamed, shown
 
 
 def check_choose(
@@ -19,11 +19,11 @@ def check_choose(
     Raises:
         ArgumentError: the first bad argument.
     """
-    _check_rule(rule)
+    check_rule(rule)
     try:
         q = check_sizes(q, k_cmp, v_cmp)
     except ArgumentError as error:
-        raise _of_compressed(error) from None
+        raise renamed(error, k="k_cmp", v="v_cmp") from None
     _, S, _, _, Dk = q.shape
     S_kv = S if S_kv is None else S_kv
     if not isinstance(S_kv, int) or isinstance(S_kv, bool) or not (S if q_pos is None else 0) <= S_kv < 1 << 31:
@@ -38,7 +38,8 @@ def check_choose(
     return q, S_kv, check_scale(scale, Dk), None if q_pos is None else check_positions(q_pos, q, S_kv, fake)
 
 
-def _check_rule(rule: Rule) -> None:
+def check_rule(rule: Rule) -> None:
+    """ArgumentError for sizes and counts that do not fit together."""
     for name in ("compress_block", "compress_stride", "block_size", "n"):
         check_positive(name, getattr(rule, name))
     check_forced(rule.first, rule.local, rule.n)
@@ -49,9 +50,3 @@ def _check_rule(rule: Rule) -> None:
     if rule.compress_block > rule.block_size:
         allowed = f"at most block_size = {rule.block_size}"
         raise ArgumentError("compress_block", rule.compress_block, allowed, "compress fewer keys, or select larger blocks")
-
-
-def _of_compressed(error: ArgumentError) -> ArgumentError:
-    """The same error with the names of this function's arguments."""
-    name = {"k": "k_cmp", "v": "v_cmp"}.get(error.argument, error.argument)
-    return ArgumentError(name, error.value, error.allowed, error.remedy.replace(f"{error.argument}.", f"{name}."))

@@ -96,10 +96,10 @@ def refuse_transforms(what: str, name: str = "selection_attention") -> NoReturn:
     )
 
 
-def refuse_second_derivative() -> NoReturn:
+def refuse_second_derivative(name: str = "selection_attention") -> NoReturn:
     """BackendError: the backends' backward passes are not differentiable."""
     raise BackendError(
-        "selection_attention has no second derivative, but the backward pass needs one (create_graph=True);"
+        f"{name} has no second derivative, but the backward pass needs one (create_graph=True);"
         " allowed: create_graph=False. Remedy: detach, or compute that term with plain PyTorch attention."
     )
 

@@ -19,6 +19,7 @@ from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
 from tests.helpers.choose_cases import check_forward as check_forward_choice
 from tests.helpers.choose_cases import check_gradients, make_choose_call
+from tests.helpers.layer_kernels import check_gate, check_rotation
 from tests.helpers.parity import check_both, check_forward
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +84,13 @@ def test_every_kernel_of_choosing(width: str) -> None:
         call = make_choose_call((B, S, S_kv, 2, 4, Dk, Dv, Rule(n=4)), dtype, "cuda")
         check_forward_choice(choose_triton.forward, call, slack=1e-4)
         check_gradients(choose_triton.forward, choose_triton.backward, call)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_kernel_of_the_layer(width: str) -> None:
+    Dk, Dv, dtype = WIDTHS[width]
+    check_gate(dtype, "cuda", Dv)
+    check_rotation(dtype, "cuda", Dk)
 
 
 def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

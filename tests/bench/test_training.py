@@ -1,4 +1,4 @@
-"""The training example at its smallest: what its branches compute, that a resumed run is the run, and how runs are compared."""
+"""The training example at its smallest: its model, that a resumed run is the run, and how runs are compared."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from nsa_sel import NSAttention
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.errors import ArgumentError
 from tests.helpers.paths import ROOT
 
@@ -166,30 +167,18 @@ def test_backends_train_alike_on_a_gpu(tmp_path: Path) -> None:
 # The model
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Dense attention of q [B,S,G,h,D] over k, v [B,S_kv,G,D] under a mask [S,S_kv]; rows that see nothing give 0."""
-    logits = torch.einsum("bsghd,bkgd->bsghk", q, k) / q.shape[-1] ** 0.5
-    p = torch.softmax(logits.masked_fill(~mask[:, None, None], float("-inf")), -1).nan_to_num()
-    return torch.einsum("bsghk,bkgd->bsghd", p, v)
+def test_a_longer_context_keeps_the_bytes_of_a_step() -> None:
+    sizes = example.Sizes()
+    found = {context: example.of_context(sizes, context, None).batch for context in (None, 4096, 8192, 32768, 65536)}
+    assert found == {None: 4, 4096: 8, 8192: 4, 32768: 1, 65536: 1}
+    assert example.of_context(sizes, 65536, 3).batch == 3
 
 
-@pytest.mark.parametrize("S", [32, 50, 7])
-def test_the_window_is_the_last_keys(S: int) -> None:
-    q, k, v = torch.randn(2, S, 2, 3, 16), torch.randn(2, S, 2, 16), torch.randn(2, S, 2, 16)
-    row, key = torch.arange(S)[:, None], torch.arange(S)
-    wanted = attend(q, k, v, (key <= row) & (key > row - 16))
-    torch.testing.assert_close(example.window_attention(q, k, v, 16), wanted)
-
-
-def test_compressed_keys_are_seen_once_they_are_whole() -> None:
-    q, k, v = torch.randn(1, 20, 2, 3, 16), torch.randn(1, 2, 4, 16), torch.randn(1, 2, 4, 16)
-    o, p = example.compressed_attention(q, k, v, 8, 4)
-    seen = torch.arange(20)[:, None] >= torch.tensor([7, 11, 15, 19])
-    torch.testing.assert_close(o, attend(q, k.transpose(1, 2), v.transpose(1, 2), seen))
-    assert bool((p.movedim(1, -2)[..., ~seen] == 0).all())
-    logits = torch.einsum("bsghd,bgcd->bsghc", q, k) / 4
-    each = torch.softmax(logits.masked_fill(~seen[:, None, None], float("-inf")), -1).nan_to_num()
-    torch.testing.assert_close(p, each.sum(3, keepdim=True))
+def test_the_attention_is_the_layer_of_the_library() -> None:
+    layers = [block.attention for block in example.LanguageModel(example.TINY, "numba").blocks]
+    assert [type(layer) for layer in layers] == [NSAttention] * 2
+    assert layers[0].backend == "numba"
+    assert (layers[0].rule, layers[0].window) == (Rule(16, 8, 16, 4, 1, 2), 32)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

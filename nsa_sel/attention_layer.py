@@ -1,0 +1,164 @@
+"""`NSAttention`: NSA's attention as a layer of a model, from hidden states to hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nsa_sel.branches import check_window, nsa_attention
+from nsa_sel.compression import BlockMean, BlockMLP
+from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.check_choose import check_rule
+from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.indices import as_positions
+from nsa_sel.errors import ArgumentError, renamed, shown
+from nsa_sel.rotary import rotate
+
+Rotary = Callable[[Tensor, Tensor], Tensor]
+
+
+class NSAttention(nn.Module):
+    """Native Sparse Attention (arXiv 2502.11089, Fig. 2) with its projections, compression, rotary positions and gates.
+
+    One projection makes the queries of all branches; keys and values are projected for each branch apart (`kv`). The gates are the
+    sigmoid of a projection of x. All of them are ordered by groups first, so that tensor parallelism cuts their rows by groups.
+
+    Rotary positions rotate q and the keys of the selected branch and of the window. The compressed branch takes q and keys without them:
+    a compressed key stands for compress_block positions at once, so no one angle is right for it, and blocks are then chosen by content,
+    at any distance alike. `BlockMLP` learns the order inside a block.
+
+    Args:
+        width: of hidden states.
+        groups: G, KV groups.
+        heads: h, query heads of a group.
+        head_dim: Dk of queries and keys.
+        value_dim: Dv of values, by default head_dim.
+        compress_block, compress_stride, block_size, n, first, local: as of `compressed_attention`.
+        window: keys that a row sees in the sliding window, its own among them.
+        compression: "mlp" (Eq. 7: `nsa_sel.compression.BlockMLP`) or "mean", which has no parameters.
+        rotary: True for `nsa_sel.rotary.rotate`, False for no positions, or a callable (x [B,S,...,Dk], positions [S] or [B,S]) -> as x.
+        bias: whether the projections of queries, keys, values and the output have one; the gates' always has.
+        backend: the name of a backend to force for the selected branch.
+        device, dtype: of the parameters.
+
+    Raises:
+        ArgumentError: sizes that do not fit together.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        groups: int,
+        heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        compress_block: int = 32,
+        compress_stride: int = 16,
+        block_size: int = 64,
+        n: int = 16,
+        first: int = 1,
+        local: int = 2,
+        window: int = 512,
+        compression: Literal["mlp", "mean"] = "mlp",
+        rotary: bool | Rotary = True,
+        bias: bool = False,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        value_dim = head_dim if value_dim is None else value_dim
+        _check_sizes(width=width, groups=groups, heads=heads, head_dim=head_dim, value_dim=value_dim)
+        self.rule = Rule(compress_block, compress_stride, block_size, n, first, local)
+        check_rule(self.rule)
+        check_window(window)
+        if rotary is True and head_dim % 2:
+            raise ArgumentError("head_dim", head_dim, "an even number with rotary positions", "pass an even one, or rotary=False")
+        self.width, self.groups, self.heads, self.head_dim, self.value_dim = width, groups, heads, head_dim, value_dim
+        self.window, self.compression, self.backend = window, compression, backend
+        self.rotary: Rotary | None = rotate if rotary is True else rotary or None
+        options: Any = {"device": device, "dtype": dtype}
+        self.q = nn.Linear(width, groups * heads * head_dim, bias, **options)
+        self.kv = nn.Linear(width, groups * 3 * (head_dim + value_dim), bias, **options)  # of a group: k, v of each branch in turn
+        self.gate = nn.Linear(width, groups * heads * 3, **options)
+        self.compress_k, self.compress_v = (self._compression(D, options) for D in (head_dim, value_dim))
+        self.out = nn.Linear(groups * heads * value_dim, width, bias, **options)
+
+    def _compression(self, dim: int, options: Any) -> BlockMLP | BlockMean:
+        if self.compression == "mlp":
+            return BlockMLP(dim, self.rule.compress_block, self.rule.compress_stride, **options)
+        if self.compression == "mean":
+            return BlockMean(self.rule.compress_block, self.rule.compress_stride)
+        raise ArgumentError("compression", shown(self.compression), "'mlp', 'mean'", "pass one of these, or call nsa_attention yourself")
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Causal attention of x to itself.
+
+        Args:
+            x: [B,S,width].
+            positions: [S] or [B,S] int32 or int64 for the rotary positions, by default 0 to S - 1. They do not change who sees whom.
+
+        Returns:
+            [B,S,width].
+
+        Raises:
+            ArgumentError: bad input.
+            BackendError: as `nsa_attention`.
+        """
+        check_tensors(x=x)
+        if x.dim() != 3 or x.shape[2] != self.width:
+            raise ArgumentError(
+                "x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", "add the missing axes, or make another layer"
+            )
+        q = self.q(x).unflatten(-1, (-1, self.heads, self.head_dim))
+        sizes = [self.head_dim, self.value_dim] * 3
+        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = self.kv(x).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)  # [B,S,G,D] each
+        gates = self.gate(x).sigmoid().unflatten(-1, (-1, self.heads, 3))
+        q_cmp, (q, k_slc, k_win) = q, self._rotated((q, k_slc, k_win), positions)
+        keys = (y.transpose(1, 2) for y in (k_slc, v_slc, k_win, v_win))
+        o = self.attend(q, self.compress_k(k_cmp), self.compress_v(v_cmp), *keys, gates, q_cmp)
+        return self.out(o.flatten(2))  # type: ignore[no-any-return]
+
+    def _rotated(self, tensors: tuple[Tensor, ...], positions: Tensor | None) -> tuple[Tensor, ...]:
+        """Tensors [B,S,...,D] with rotary positions."""
+        if self.rotary is None:
+            return tensors
+        (B, S), device = tensors[0].shape[:2], tensors[0].device
+        if positions is None:
+            positions = torch.arange(S, device=device)
+        else:
+            try:
+                as_positions(positions, B, S, device)
+            except ArgumentError as error:
+                raise renamed(error, q_pos="positions") from None
+        return tuple(self.rotary(x, positions) for x in tensors)
+
+    def attend(self, q: Tensor, *tensors: Tensor) -> Tensor:
+        """`nsa_attention` with this layer's options: o [B,S,G,h,Dv].
+
+        All else of `forward` can be traced: to compile the layer, keep this out by
+        `layer.attend = torch.compiler.disable(layer.attend)`.
+
+        Args:
+            q: [B,S,G,h,Dk].
+            tensors: k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates and q_cmp, as of `nsa_attention`.
+        """
+        *others, q_cmp = tensors
+        return nsa_attention(q, *others, q_cmp=q_cmp, window=self.window, backend=self.backend, **self.rule._asdict())
+
+    def extra_repr(self) -> str:
+        """The options that print(layer) shows."""
+        names = ("width", "groups", "heads", "head_dim", "value_dim", "window", "compression", "backend")
+        options = {**{name: getattr(self, name) for name in names}, **self.rule._asdict()}
+        options["rotary"] = True if self.rotary is rotate else self.rotary or False
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ArgumentError(name, shown(size), "a whole number >= 1", "pass the layer's sizes as ints")

@@ -1,0 +1,129 @@
+"""NSA's attention as one call: compressed keys choose blocks, the blocks and a sliding window are attended to, gates add the three."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa_sel.chunked_window import sliding_window_attention
+from nsa_sel.compressed import compressed_attention
+from nsa_sel.core import entry, transforms
+from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.check import check_scale, check_sizes
+from nsa_sel.core.gating import gated_sum
+from nsa_sel.errors import ArgumentError, renamed, shown
+
+
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    *,
+    window: int = 512,
+    compress_block: int = 32,
+    compress_stride: int = 16,
+    block_size: int = 64,
+    n: int = 16,
+    first: int = 1,
+    local: int = 2,
+    scale: float | None = None,
+    q_cmp: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Native Sparse Attention (arXiv 2502.11089, Eq. 5): o = g_cmp o_cmp + g_slc o_slc + g_win o_win.
+
+    The compressed branch attends to compressed keys and chooses n blocks per row (`compressed_attention`), the selected branch attends to
+    these blocks in full (`selection_attention`), the window to the last keys. Row s is at position S_kv - S + s, and no branch reads a key
+    beyond it; with S < S_kv the rows are the last of the sequence (chunked prefill).
+
+    Differentiable in all tensors; there is no gradient through the choice of blocks. Bit-equal from run to run. The gated sum is one
+    fused pass on a GPU, and saves nothing but the three outputs and the gates.
+
+    Args:
+        q: [B,S,G,h,Dk]: G KV groups of h heads. float16, bfloat16, float32 or float64; keys and values likewise, of the same dtype and
+            device; any strides with a contiguous last dimension.
+        k_cmp: [B,G,C,Dk], compressed keys of all S_kv keys: C = (S_kv - compress_block) // compress_stride + 1, or 0.
+        v_cmp: [B,G,C,Dv].
+        k_slc: [B,G,S_kv,Dk], keys of the selected branch.
+        v_slc: [B,G,S_kv,Dv].
+        k_win: [B,G,S_kv,Dk], keys of the window.
+        v_win: [B,G,S_kv,Dv].
+        gates: [B,S,G,h,3] in [0, 1] (after the sigmoid) for the compressed, the selected and the window branch; any floating dtype.
+        window: keys that a row sees in the window, its own among them.
+        compress_block, compress_stride, block_size, n, first, local: as of `compressed_attention`.
+        scale: factor of the logits of all branches, by default 1/sqrt(Dk).
+        q_cmp: [B,S,G,h,Dk], queries of the compressed branch where they differ from q, for example without rotary positions.
+        backend: the name of a backend to force for the selected branch; `use_backend` forces one for the compressed branch.
+
+    Returns:
+        o [B,S,G,h,Dv] in q's dtype (under torch.autocast in its dtype).
+
+    Raises:
+        ArgumentError: bad input, before any kernel runs.
+        BackendError: as `compressed_attention` and `selection_attention`.
+    """
+    q_cmp = q if q_cmp is None else q_cmp
+    check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win, gates=gates, q_cmp=q_cmp)
+    own = q_cmp is q
+    q, k_slc, v_slc = transforms.in_autocast_dtype(q, k_slc, v_slc)
+    q_cmp, k_cmp, v_cmp = transforms.in_autocast_dtype(q if own else q_cmp, k_cmp, v_cmp)
+    _, k_win, v_win = transforms.in_autocast_dtype(q, k_win, v_win)
+    _check(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)
+    scale = check_scale(scale, q.shape[4])
+    compressed, selection = compressed_attention(
+        q_cmp, k_cmp, v_cmp, compress_block=compress_block, compress_stride=compress_stride, block_size=block_size, n=n, first=first,
+        local=local, scale=scale, S_kv=k_slc.shape[2],
+    )  # fmt: skip
+    selected = entry.selection_attention(q, k_slc, v_slc, selection, scale=scale, q_pos=None, return_lse=False, backend=backend)
+    near = sliding_window_attention(q, k_win, v_win, window, scale=scale)
+    return gated_sum(compressed, selected, near, gates)
+
+
+def _check(
+    q: Tensor, q_cmp: Tensor, values: tuple[Tensor, Tensor, Tensor], keys: tuple[Tensor, Tensor], gates: Tensor, window: int
+) -> None:  # fmt: skip
+    """What `compressed_attention`, which checks its own arguments before any kernel runs, does not see."""
+    if q.dim() != 5:
+        remedy = "split the heads into G groups of h; for decode call q.unsqueeze(1)"
+        raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[B,S,G,h,Dk]; decode has S = 1", remedy)
+    v_cmp, v_slc, v_win = values
+    for name, k, v in (("slc", keys[0], v_slc), ("win", keys[1], v_win)):
+        try:
+            check_sizes(q, k, v)
+        except ArgumentError as error:
+            raise renamed(error, k=f"k_{name}", v=f"v_{name}") from None
+    if q_cmp.shape != q.shape or q_cmp.dtype != q.dtype:
+        value, allowed = f"{q_cmp.dtype} of shape {tuple(q_cmp.shape)}", f"{q.dtype} of q's shape {tuple(q.shape)}"
+        raise ArgumentError("q_cmp", value, allowed, "project both from the same tokens, or leave it out")
+    S, S_kv = q.shape[1], keys[0].shape[2]
+    if keys[1].shape[2] != S_kv:
+        raise ArgumentError("k_win", f"of {keys[1].shape[2]} positions", f"k_slc's {S_kv} positions", "pass all keys of the sequence")
+    if S > S_kv:
+        raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows", "pass the keys of all rows, and of those before them")
+    for name, v in (("v_cmp", v_cmp), ("v_win", v_win)):
+        if v.shape[-1] != v_slc.shape[-1]:
+            value, allowed = f"of head dimension {v.shape[-1]}", f"v_slc's head dimension {v_slc.shape[-1]}"
+            raise ArgumentError(name, value, allowed, "project the values of all branches to the same size: the gates add them")
+    _check_gates(gates, q)
+    check_window(window)
+
+
+def check_window(window: int) -> None:
+    """ArgumentError unless it is a number of keys."""
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ArgumentError("window", shown(window), "a whole number >= 1", "pass the number of keys that a row sees, its own among them")
+
+
+def _check_gates(gates: Tensor, q: Tensor) -> None:
+    wanted = (*q.shape[:4], 3)
+    if gates.shape != wanted:
+        remedy = "pass one gate per head for the compressed, the selected and the window branch, in this order"
+        raise ArgumentError("gates", f"of shape {tuple(gates.shape)}", f"[B,S,G,h,3] = {wanted}", remedy)
+    if not gates.is_floating_point():
+        raise ArgumentError("gates", f"of dtype {gates.dtype}", "a floating dtype", "pass the sigmoid of a projection")
+    if gates.device != q.device:
+        raise ArgumentError("gates", f"on {gates.device}", f"q's device {q.device}", f"call gates.to({q.device.type!r})")

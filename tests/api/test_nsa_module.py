@@ -1,0 +1,315 @@
+"""`NSAttention` against the paper's equations: projections, compression of unfolded blocks, rotary positions, gates."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nsa_sel import NSAttention, nsa_attention
+from nsa_sel.backends._triton import rotate as rotate_kernel
+from nsa_sel.compression import BlockMean, BlockMLP
+from nsa_sel.errors import ArgumentError
+from nsa_sel.rotary import rotate
+from tests.helpers import nsa_reference
+from tests.helpers.layer_kernels import check_rotation
+
+SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
+SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options
+    "mlp": (10, 2, 2, 4, None, {}),
+    "mean": (6, 1, 3, 4, 6, {"compression": "mean", "compress_block": 4}),
+    "half-sized-strides": (6, 2, 1, 2, 4, {"compress_stride": 2, "bias": True, "rotary": False}),
+    "another-base": (6, 1, 2, 6, 2, {"compression": "mean", "rotary": functools.partial(rotate, base=500.0)}),
+}
+
+
+@pytest.fixture(autouse=True)
+def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the selected branch: the one that compiles nothing."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+
+
+def make(name: str = "mlp", dtype: torch.dtype = torch.float64, device: str = "cpu") -> NSAttention:
+    """A layer all of whose parameters are random."""
+    *sizes, changed = SIZES[name]
+    torch.manual_seed(0)
+    layer = NSAttention(*sizes, **{**SMALL, **changed}, device=device, dtype=dtype)  # type: ignore[arg-type]
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def hidden(layer: NSAttention, S: int, B: int = 2) -> Tensor:
+    x = torch.randn(B, S, layer.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x.to(layer.q.weight).requires_grad_()
+
+
+# The reference
+
+
+def compressed(module: BlockMLP | BlockMean, x: Tensor, l: int, d: int) -> Tensor:
+    """Eq. 7 block by block: [B,G,C,D] of x [B,S,G,D]."""
+    blocks = [x[:, i : i + l] for i in range(0, x.shape[1] - l + 1, d)]
+    if not blocks:
+        return x.new_zeros(x.shape[0], x.shape[2], 0, x.shape[3])
+    if isinstance(module, BlockMean):
+        return torch.stack([block.mean(1) for block in blocks], 2)
+    keys = [(block + module.inside[:, None]).transpose(1, 2).flatten(2) for block in blocks]  # [B,G,l*D], keys in order
+    mlp = [torch.nn.functional.gelu(key @ module.first.weight.T + module.first.bias) for key in keys]
+    return torch.stack([y @ module.second.weight.T + module.second.bias for y in mlp], 2)
+
+
+def turned(x: Tensor, base: float) -> Tensor:
+    """Each pair as a complex number of a head, times e^(i angle)."""
+    half = x.shape[-1] // 2
+    angles = [[position * base ** (-i / half) for i in range(half)] for position in range(x.shape[1])]
+    turn = torch.polar(torch.ones(x.shape[1], half, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
+    pairs = torch.complex(x[..., :half], x[..., half:]) * turn.view(x.shape[1], *[1] * (x.dim() - 3), half)
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+def reference(layer: NSAttention, x: Tensor, base: float | None) -> Tensor:
+    """The layer in plain PyTorch, from its parameters."""
+    B, S, _ = x.shape
+    rule = layer.rule
+    Dk, Dv = layer.head_dim, layer.value_dim
+    q = layer.q(x).view(B, S, layer.groups, layer.heads, Dk)
+    kv = layer.kv(x).view(B, S, layer.groups, 3 * (Dk + Dv))
+    k_cmp, k_slc, k_win = (kv[..., i * (Dk + Dv) :][..., :Dk] for i in range(3))
+    v_cmp, v_slc, v_win = (kv[..., i * (Dk + Dv) + Dk :][..., :Dv] for i in range(3))
+    gates = 1 / (1 + torch.exp(-layer.gate(x))).view(B, S, layer.groups, layer.heads, 3)
+    l, d = rule.compress_block, rule.compress_stride
+    found = (compressed(layer.compress_k, k_cmp, l, d), compressed(layer.compress_v, v_cmp, l, d))
+    q_cmp = q
+    if base is not None:
+        q, k_slc, k_win = turned(q, base), turned(k_slc, base), turned(k_win, base)
+    others = (y.transpose(1, 2) for y in (k_slc, v_slc, k_win, v_win))
+    o = nsa_reference.nsa(q, *found, *others, gates, q_cmp=q_cmp, window=layer.window, **rule._asdict())
+    return layer.out(o.flatten(2))  # type: ignore[no-any-return]
+
+
+def gradients(o: Tensor, layer: NSAttention, x: Tensor) -> dict[str, Tensor]:
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(o)
+    found = torch.autograd.grad(o, list(leaves.values()), weights, allow_unused=True)
+    return {name: torch.zeros_like(y) if dy is None else dy for (name, y), dy in zip(leaves.items(), found, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("name", "S", "base"),
+    [("mlp", 21, 1e4), ("mlp", 5, 1e4), ("mean", 19, 1e4), ("half-sized-strides", 15, None), ("another-base", 13, 500.0)],
+)
+def test_results_and_gradients_are_the_papers(name: str, S: int, base: float | None) -> None:
+    layer = make(name)
+    x = hidden(layer, S)
+    o, wanted = layer(x), reference(layer, x, base)
+    torch.testing.assert_close(o, wanted, rtol=1e-9, atol=1e-9)
+    right = gradients(wanted, layer, x)
+    for parameter, mine in gradients(o, layer, x).items():
+        torch.testing.assert_close(mine, right[parameter], rtol=1e-8, atol=1e-8, msg=lambda text, p=parameter: f"d{p}: {text}")  # type: ignore[misc]
+    assert all(mine.any() for mine in right.values()) == (S > 5)  # a sequence shorter than a block compresses nothing
+
+
+@pytest.mark.parametrize(("B", "S"), [(0, 5), (2, 0), (0, 0)])
+def test_empty_batches_and_sequences(B: int, S: int) -> None:
+    layer = make("mlp", torch.float32)
+    x = hidden(layer, S, B)
+    o = layer(x)
+    assert o.shape == (B, S, layer.width)
+    assert not any(dx.any() for dx in gradients(o, layer, x).values())
+
+
+def test_no_token_sees_a_later_one() -> None:
+    layer = make("mlp", torch.float32)
+    x = hidden(layer, 40).detach()
+    other = torch.cat((x[:, :23], x[:, 23:].flip(1)), 1)
+    torch.testing.assert_close(layer(x)[:, :23], layer(other)[:, :23])
+
+
+def test_rotary_positions_are_relative_and_may_be_given() -> None:
+    layer = make()
+    x, positions = hidden(layer, 12), torch.arange(12)
+    o = layer(x)
+    assert torch.equal(layer(x, positions), o)
+    assert torch.equal(layer(x, positions.int().expand(2, 12)), o)
+    torch.testing.assert_close(layer(x, positions + 1000), o)
+    assert not torch.allclose(layer(x, 2 * positions), o)
+    apart = layer(x, torch.stack((positions, 2 * positions)))
+    torch.testing.assert_close(apart, torch.cat((o[:1], layer(x, 2 * positions)[1:])))
+    seen = []
+    custom = make("mlp")
+    custom.rotary = lambda y, at: seen.append((y.shape, at.shape)) or rotate(y, at)  # type: ignore[func-returns-value]
+    torch.testing.assert_close(custom(x), o)
+    assert [len(shape) for shape, _ in seen] == [5, 4, 4]
+
+
+def test_gradients_of_rotary_positions() -> None:
+    x = torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True)
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda y: rotate(y, torch.tensor([0, 3, 1, 8, 2])), (x,))
+    half = x.detach().half()
+    assert rotate(half, torch.arange(5)).dtype == torch.float16
+    torch.testing.assert_close(rotate(half, torch.arange(5)), rotate(half.double(), torch.arange(5)).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_the_rotary_kernel_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotate_kernel, "INTERPRETED_TILE", 1 << 10)  # several programs, and the last one has rows to spare
+    check_rotation(dtype, "cpu", 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("D", [2, 24, 64, 128, 192, 256])
+def test_the_rotary_kernel_is_exact_on_a_gpu(dtype: torch.dtype, D: int) -> None:
+    check_rotation(dtype, "cuda", D)
+
+
+def test_compression_holds_no_unfolded_windows() -> None:
+    """What autograd saves of an MLP over blocks of 4 strides: less than three copies of x, where windows alone are four."""
+    module = BlockMLP(8, 16, 4)
+    x = torch.randn(1, 400, 2, 8, requires_grad=True)
+    saved: dict[int, int] = {}
+
+    def keep(y: Tensor) -> Tensor:
+        saved[y.untyped_storage().data_ptr()] = y.untyped_storage().nbytes()
+        return y
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda y: y):
+        module(x)
+    parameters = {y.untyped_storage().data_ptr() for y in module.parameters()}
+    held = sum(size for address, size in saved.items() if address not in parameters)
+    assert x.nbytes <= held < 3 * x.nbytes
+
+
+@pytest.mark.parametrize("name", ["mlp", "mean"])
+def test_autocast_checkpoints_and_reruns(name: str) -> None:
+    layer = make(name, torch.float32)
+    x = hidden(layer, 30)
+    exact = layer(x).detach()
+    results = []
+    for repeat in (0, 0, 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            o = checkpoint(layer, x, use_reentrant=False) if repeat else layer(x)
+        results.append((o, *gradients(o, layer, x).values()))
+    assert all(all(map(torch.equal, other, results[0])) for other in results[1:])
+    o, *found = results[0]
+    assert o.dtype == torch.bfloat16
+    assert all(dx.dtype == torch.float32 and bool(dx.isfinite().all()) for dx in found)
+    assert float((o.detach().float() - exact).square().mean().sqrt() / exact.std()) < 0.05
+    assert torch.equal(checkpoint(layer, x, use_reentrant=False), exact)
+
+
+def test_state_dict_and_description() -> None:
+    layer, other = make("half-sized-strides"), NSAttention(6, 2, 1, 2, 4, compress_stride=2, bias=True, rotary=False, **{
+        name: size for name, size in SMALL.items() if name != "compress_stride"
+    }).double()  # fmt: skip
+    x = hidden(layer, 17)
+    assert not torch.allclose(other(x), layer(x))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    assert {name.partition(".")[0] for name in layer.state_dict()} == {"q", "kv", "gate", "compress_k", "compress_v", "out"}
+    text = repr(layer)
+    assert all(part in text for part in ("groups=2", "value_dim=4", "compress_stride=2", "rotary=False", "BlockMLP", "window=6"))
+    assert "rotary=True" in repr(make())
+
+
+def test_parameters_begin_as_those_of_linear_layers() -> None:
+    layer = NSAttention(64, 2, 4, 16)
+    for module, inputs in ((layer.q, 64), (layer.kv, 64), (layer.gate, 64), (layer.out, 128), (layer.compress_k.first, 512)):
+        weight, bound = module.weight.detach(), 1 / math.sqrt(inputs)  # type: ignore[union-attr]
+        assert float(weight.abs().max()) <= bound
+        assert float(weight.std()) == pytest.approx(bound / math.sqrt(3), rel=0.1)
+
+
+def test_a_compiled_layer_keeps_attention_out() -> None:
+    layer = make("mlp", torch.float32)
+    x = hidden(layer, 21)
+    wanted = layer(x)
+    right = gradients(wanted, layer, x)
+    layer.attend = torch.compiler.disable(layer.attend)  # type: ignore[method-assign]
+    o = torch.compile(layer, backend="aot_eager")(x)
+    torch.testing.assert_close(o, wanted)
+    torch.testing.assert_close(gradients(o, layer, x), right)
+
+
+def test_tensor_parallel_ranks_take_their_groups() -> None:
+    """Projections cut by rows give a rank its groups, whose outputs add up."""
+    layer = make("mlp")
+    x = hidden(layer, 14)
+    total: Any = 0
+    for rank in range(2):
+        part = make("mlp")
+        for linear, source in ((part.q, layer.q), (part.kv, layer.kv), (part.gate, layer.gate)):
+            linear.weight.data = source.weight.chunk(2)[rank].detach()
+        part.gate.bias.data = layer.gate.bias.chunk(2)[rank].detach()
+        part.out.weight.data = layer.out.weight.chunk(2, 1)[rank].detach()
+        total = total + part(x)
+    torch.testing.assert_close(total, layer(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "fragments"),
+    [
+        ((0, 1, 1, 4), {}, ("width is 0", "a whole number >= 1")),
+        ((8, 1, True, 4), {}, ("heads is True",)),
+        ((8, 1, 1, 3), {}, ("head_dim is 3", "an even number", "rotary=False")),
+        ((8, 1, 1, 4), {"compression": "max"}, ("compression is 'max'", "'mlp', 'mean'")),
+        ((8, 1, 1, 4), {"compress_block": 24}, ("compress_block is 24", "a multiple of compress_stride = 16")),
+        ((8, 1, 1, 4), {"n": 2}, ("first + local is 1 + 2",)),
+        ((8, 1, 1, 4), {"window": 0}, ("window is 0",)),
+    ],
+)
+def test_wrong_layers(arguments: tuple[Any, ...], options: dict[str, Any], fragments: tuple[str, ...]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        NSAttention(*arguments, **options)
+    assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "positions", "fragment"),
+    [
+        (torch.zeros(3, 10), None, "x is of shape (3, 10); allowed: [B,S,width = 10]"),
+        (torch.zeros(1, 3, 9), None, "x is of shape (1, 3, 9)"),
+        ([1], None, "x is a list"),
+        (torch.zeros(1, 3, 10), torch.zeros(4, dtype=torch.long), "positions is of shape (4,)"),
+        (torch.zeros(1, 3, 10), torch.zeros(3), "positions is of dtype torch.float32"),
+    ],
+)
+def test_wrong_input(x: Any, positions: Tensor | None, fragment: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        make("mlp", torch.float32)(x, positions)
+    assert fragment in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_a_layer_trains_on_a_gpu_as_on_a_cpu() -> None:
+    """In float32; the sum of its branches is checked in test_nsa_attention.py."""
+    torch.manual_seed(0)
+    cpu = NSAttention(64, 2, 4, 16)
+    gpu = NSAttention(64, 2, 4, 16, device="cuda")
+    gpu.load_state_dict(cpu.state_dict())
+    x = torch.randn(2, 300, 64)
+    found = []
+    for layer in (cpu, gpu):
+        leaf = x.to(layer.q.weight.device).requires_grad_()
+        o = layer(leaf)
+        found.append([y.cpu() for y in (o, *gradients(o, layer, leaf).values())])
+    for mine, right in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-4)
+
+
+def test_the_layer_is_nsa_attention_of_its_parts() -> None:
+    layer = make("mean", torch.float32)
+    calls: list[tuple[Any, ...]] = []
+    layer.attend = lambda *tensors: calls.append(tensors) or NSAttention.attend(layer, *tensors)  # type: ignore[method-assign,assignment,func-returns-value]
+    o = layer(hidden(layer, 20))
+    *tensors, q_cmp = calls[0]
+    again = nsa_attention(*tensors, q_cmp=q_cmp, window=6, **layer.rule._asdict())
+    assert torch.equal(layer.out(again.flatten(2)), o)
