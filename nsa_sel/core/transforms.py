@@ -78,10 +78,10 @@ def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
         )
 
 
-def check_gradients(*gradients: Tensor | None) -> None:
+def check_gradients(*gradients: Tensor | None, name: str = "selection_attention") -> None:
     """BackendError for batched gradients."""
     if transformed() or any(x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x)) for x in gradients):
-        refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)")
+        refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)", name)
 
 
 def _has_tangent(x: object) -> bool:
@@ -96,10 +96,10 @@ def refuse_transforms(what: str, name: str = "selection_attention") -> NoReturn:
     )
 
 
-def refuse_second_derivative() -> NoReturn:
+def refuse_second_derivative(name: str = "selection_attention") -> NoReturn:
     """BackendError: the backends' backward passes are not differentiable."""
     raise BackendError(
-        "selection_attention has no second derivative, but the backward pass needs one (create_graph=True);"
+        f"{name} has no second derivative, but the backward pass needs one (create_graph=True);"
         " allowed: create_graph=False. Remedy: detach, or compute that term with plain PyTorch attention."
     )
 
