@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nsa_sel.telemetry.events import counters, decisions
     from nsa_sel.telemetry.target import log_to
     from nsa_sel.varlen import selection_attention_varlen, varlen_positions
+    from nsa_sel.window import sliding_window_attention
 
 __all__ = [
     "Decision",
@@ -46,6 +47,7 @@ __all__ = [
     "selection_attention",
     "selection_attention_varlen",
     "selection_attention_with_kvcache",
+    "sliding_window_attention",
     "sync_tuning",
     "use_backend",
     "varlen_positions",
@@ -69,6 +71,7 @@ _HOMES = {
     "selection_attention": "attention",
     "selection_attention_varlen": "varlen",
     "selection_attention_with_kvcache": "serving",
+    "sliding_window_attention": "window",
     "sync_tuning": "settings.syncing",
     "use_backend": "core.decide",
     "varlen_positions": "varlen",

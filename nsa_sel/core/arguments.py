@@ -12,6 +12,7 @@ _MEANING = {
     "block_size": "the number of keys in a block",
     "compress_block": "the number of keys that a compressed key covers",
     "compress_stride": "the number of keys from one compressed key to the next",
+    "window": "the number of keys that a row attends to",
     "max_length": "the most keys that a row selects, or leave it out",
 }
 _MOST = (1 << 31) - 1  # keys of a block, or of a row
