@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nsa_sel.branches import check_window, nsa_attention
+from nsa_sel.branches import nsa_attention
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.arguments import check_positive, check_tensors
 from nsa_sel.core.check_choose import check_rule
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import as_positions
@@ -75,7 +75,7 @@ class NSAttention(nn.Module):
         _check_sizes(width=width, groups=groups, heads=heads, head_dim=head_dim, value_dim=value_dim)
         self.rule = Rule(compress_block, compress_stride, block_size, n, first, local)
         check_rule(self.rule)
-        check_window(window)
+        check_positive("window", window)
         if rotary is True and head_dim % 2:
             raise ArgumentError("head_dim", head_dim, "an even number with rotary positions", "pass an even one, or rotary=False")
         self.width, self.groups, self.heads, self.head_dim, self.value_dim = width, groups, heads, head_dim, value_dim

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa_sel.chunked_window import sliding_window_attention
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import entry, transforms
-from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.arguments import check_positive, check_tensors
 from nsa_sel.core.check import check_scale, check_sizes
 from nsa_sel.core.gating import gated_sum
-from nsa_sel.errors import ArgumentError, renamed, shown
+from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.window import sliding_window_attention
 
 
 def nsa_attention(
@@ -109,13 +109,7 @@ def _check(
             value, allowed = f"of head dimension {v.shape[-1]}", f"v_slc's head dimension {v_slc.shape[-1]}"
             raise ArgumentError(name, value, allowed, "project the values of all branches to the same size: the gates add them")
     _check_gates(gates, q)
-    check_window(window)
-
-
-def check_window(window: int) -> None:
-    """ArgumentError unless it is a number of keys."""
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise ArgumentError("window", shown(window), "a whole number >= 1", "pass the number of keys that a row sees, its own among them")
+    check_positive("window", window)
 
 
 def _check_gates(gates: Tensor, q: Tensor) -> None:

@@ -1,0 +1,137 @@
+"""What does each part of NSA's layer take, forward and backward, beside dense attention, and how much memory does the whole need?
+
+    python -m nsa_sel.bench.questions.layer_parts --out bench/results/h200/layer_parts.jsonl
+
+One sequence, 4 KV groups, D 128, bf16, NSA's sizes (compressed blocks of 32 every 16 keys, 16 blocks of 64, a window of 512), random
+inputs: neighbors choose other blocks, which is the hard case for the selected branch. Parts:
+    choose        compressed_attention: attention to compressed keys, importance, the best blocks
+    from_scores   Selection.from_scores on given scores (forward alone)
+    select        selection_attention of the chosen blocks, from a new Selection each time, by the policy's choice
+    window        sliding_window_attention
+    layer         nsa_attention: the three and the gated sum
+    dense         causal attention by cuDNN
+Backward is torch.autograd.grad of the part. `peak_mib` is the memory beyond inputs while forward (with its saved tensors) or backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tabulate import tabulate
+from torch import Tensor
+
+from nsa_sel.attention import selection_attention
+from nsa_sel.bench.core import environment, store
+from nsa_sel.bench.core.baselines import dense_causal_sdpa
+from nsa_sel.bench.core.command_line import echo, need_gpu, program
+from nsa_sel.bench.core.timing import Timing, milliseconds
+from nsa_sel.branches import nsa_attention
+from nsa_sel.compressed import compressed_attention
+from nsa_sel.selection import Selection
+from nsa_sel.telemetry import events
+from nsa_sel.window import sliding_window_attention
+
+G, D, BLOCK, N, WINDOW, STRIDE, LENGTH = 4, 128, 64, 16, 512, 16, 32
+Part = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # what is timed, and the inputs that get gradients
+
+
+def parts(S: int, h: int) -> dict[str, Callable[[], Part]]:
+    """Every part by name, made with its own inputs when it is called."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
+
+    def q() -> Tensor:
+        return random(1, S, G, h, D)
+
+    def keys(count: int = S) -> tuple[Tensor, Tensor]:
+        return random(1, G, count, D), random(1, G, count, D)
+
+    compressed = (S - LENGTH) // STRIDE + 1
+
+    def choose() -> Part:
+        inputs = q(), *keys(compressed)
+        return lambda: compressed_attention(*inputs)[0], inputs
+
+    def from_scores() -> Part:
+        scores = torch.rand(1, S, G, S // BLOCK, device="cuda")
+        return lambda: Selection.from_scores(scores, N, BLOCK).ranges, ()
+
+    def select() -> Part:
+        inputs = q(), *keys()
+        with torch.no_grad():
+            blocks = compressed_attention(inputs[0], *keys(compressed))[1].block_indices
+        return lambda: selection_attention(*inputs, Selection.from_blocks(blocks, BLOCK, disjoint=True)), inputs
+
+    def window() -> Part:
+        inputs = q(), *keys()
+        return lambda: sliding_window_attention(*inputs, WINDOW), inputs
+
+    def layer() -> Part:
+        inputs = q(), *keys(compressed), *keys(), *keys(), torch.rand(1, S, G, h, 3, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        return lambda: nsa_attention(*inputs, window=WINDOW), inputs
+
+    def dense() -> Part:
+        inputs = q(), *keys()
+        return lambda: dense_causal_sdpa(*inputs), inputs
+
+    return {"choose": choose, "from_scores": from_scores, "select": select, "window": window, "layer": layer, "dense": dense}
+
+
+def measure(part: Part, rep: float) -> list[dict[str, Any]]:
+    """Forward without and backward with gradients: times in ms, peak memory in MiB."""
+    call, inputs = part
+    with torch.no_grad():
+        call()
+        rows = [{"direction": "fwd", **_times(call, rep)}]
+    if inputs:
+        o = call()
+        do = torch.randn_like(o)
+        rows.append({"direction": "bwd", **_times(lambda: torch.autograd.grad(o, inputs, do, retain_graph=True), rep)})
+    return rows
+
+
+def _times(work: Callable[[], Any], rep: float) -> dict[str, Any]:
+    work()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    peak = torch.cuda.max_memory_allocated() - before
+    times = milliseconds(work, Timing(rep))
+    return {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls, "peak_mib": peak >> 20}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
+    lengths: Annotated[str, typer.Option(help="rows of the sequence, comma-separated")] = "8192,32768,65536,131072",
+    heads: Annotated[str, typer.Option(help="heads of a group, comma-separated")] = "16",
+    only: Annotated[str, typer.Option(help="parts, comma-separated; by default all")] = "",
+    rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 200,
+) -> None:
+    """Time every part at every length; append the rows, and print a table."""
+    need_gpu("layer_parts")
+    facts, rows = environment.stamp(), list[dict[str, Any]]()
+    for S in map(int, lengths.split(",")):
+        for h in map(int, heads.split(",")):
+            for name, make in parts(S, h).items():
+                if only and name not in only.split(","):
+                    continue
+                found = measure(make(), rep)
+                decided = events.decisions()[-1].forward if name in ("choose", "select") else None
+                new = [{"part": name, "S": S, "G": G, "h": h, "D": D, "backend": decided, **row, **facts} for row in found]
+                store.append(out, new)  # now: a later part may not fit
+                rows += new
+                torch.cuda.empty_cache()
+    shown = [
+        [row["part"], row["S"], row["h"], row["direction"], f"{row['ms_median']:.3g}", row["peak_mib"], row["backend"]] for row in rows
+    ]
+    echo(tabulate(shown, headers=["part", "S", "h", "direction", "ms", "peak MiB", "backend"]))
+
+
+if __name__ == "__main__":
+    program(main)
