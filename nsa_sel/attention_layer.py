@@ -119,8 +119,10 @@ class NSAttention(nn.Module):
         k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = self.kv(x).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)  # [B,S,G,D] each
         gates = self.gate(x).sigmoid().unflatten(-1, (-1, self.heads, 3))
         q_cmp, (q, k_slc, k_win) = q, self._rotated((q, k_slc, k_win), positions)
-        keys = (y.transpose(1, 2) for y in (k_slc, v_slc, k_win, v_win))
-        o = self.attend(q, self.compress_k(k_cmp), self.compress_v(v_cmp), *keys, gates, q_cmp)
+        o = nsa_attention(
+            q, self.compress_k(k_cmp), self.compress_v(v_cmp), k_slc.transpose(1, 2), v_slc.transpose(1, 2), k_win.transpose(1, 2),
+            v_win.transpose(1, 2), gates, q_cmp=q_cmp, window=self.window, backend=self.backend, **self.rule._asdict(),
+        )  # fmt: skip
         return self.out(o.flatten(2))  # type: ignore[no-any-return]
 
     def _rotated(self, tensors: tuple[Tensor, ...], positions: Tensor | None) -> tuple[Tensor, ...]:
@@ -136,19 +138,6 @@ class NSAttention(nn.Module):
             except ArgumentError as error:
                 raise renamed(error, q_pos="positions") from None
         return tuple(self.rotary(x, positions) for x in tensors)
-
-    def attend(self, q: Tensor, *tensors: Tensor) -> Tensor:
-        """`nsa_attention` with this layer's options: o [B,S,G,h,Dv].
-
-        All else of `forward` can be traced: to compile the layer, keep this out by
-        `layer.attend = torch.compiler.disable(layer.attend)`.
-
-        Args:
-            q: [B,S,G,h,Dk].
-            tensors: k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates and q_cmp, as of `nsa_attention`.
-        """
-        *others, q_cmp = tensors
-        return nsa_attention(q, *others, q_cmp=q_cmp, window=self.window, backend=self.backend, **self.rule._asdict())
 
     def extra_repr(self) -> str:
         """The options that print(layer) shows."""

@@ -5,6 +5,7 @@ The block mask is made from arithmetic, in time and memory of (S / 128)^2, where
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -38,12 +39,16 @@ def can_run(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_l
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """o [B,S,G,h,Dv], and lse [B,S,G,h] with return_lse; see the package. Compiles at the first call of its kind."""
+    from torch._functorch import config as functorch_config
+
     key = _key(q, k, v, window, scale, return_lse)
     mask = _ready.get(key)
     if mask is None:
         with torch.inference_mode(False):  # autograd keeps the mask
             mask = block_mask(q.shape[1], k.shape[2], window, q.device)
-    found = _compiled(*signature(q, k, v, window, scale, return_lse))(q, k, v, mask, scale, return_lse)
+    # Inductor would otherwise reuse the memory of saved tensors in backward, which then could not run twice (retain_graph=True).
+    with functorch_config.patch(donated_buffer=False) if key not in _ready else contextlib.nullcontext():
+        found = _compiled(*signature(q, k, v, window, scale, return_lse))(q, k, v, mask, scale, return_lse)
     if key not in _ready:
         if len(_ready) >= _MOST_MASKS:
             del _ready[next(iter(_ready))]

@@ -21,13 +21,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tabulate import tabulate
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench.core import environment, store
+from nsa_sel.bench.core import environment, markdown, store
 from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compressed import compressed_attention
@@ -106,6 +106,19 @@ def _times(work: Callable[[], Any], rep: float) -> dict[str, Any]:
     return {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls, "peak_mib": peak >> 20}
 
 
+def table(rows: list[Row]) -> str:
+    """Milliseconds of each part, forward / backward, by length; the last row of a measurement counts, "-" stands for none."""
+    found = {(row["part"], row["h"], row["S"], row["direction"]): row for row in rows}
+    lengths = sorted({row["S"] for row in rows})
+
+    def cell(part: str, h: int, S: int) -> str:
+        both = [found.get((part, h, S, direction)) for direction in ("fwd", "bwd")]
+        return " / ".join("-" if row is None else f"{row['ms_median']:.3g}" for row in both)
+
+    lines = [(part, h, *(cell(part, h, S) for S in lengths)) for part, h in dict.fromkeys((row["part"], row["h"]) for row in rows)]
+    return markdown.table(["part", "h", *(f"{S // 1024}k" for S in lengths)], lines, left=1)
+
+
 def main(
     out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
     lengths: Annotated[str, typer.Option(help="rows of the sequence, comma-separated")] = "8192,32768,65536,131072",
@@ -115,7 +128,7 @@ def main(
 ) -> None:
     """Time every part at every length; append the rows, and print a table."""
     need_gpu("layer_parts")
-    facts, rows = environment.stamp(), list[dict[str, Any]]()
+    facts, rows = environment.stamp(), list[Row]()
     for S in map(int, lengths.split(",")):
         for h in map(int, heads.split(",")):
             for name, make in parts(S, h).items():
@@ -127,10 +140,7 @@ def main(
                 store.append(out, new)  # now: a later part may not fit
                 rows += new
                 torch.cuda.empty_cache()
-    shown = [
-        [row["part"], row["S"], row["h"], row["direction"], f"{row['ms_median']:.3g}", row["peak_mib"], row["backend"]] for row in rows
-    ]
-    echo(tabulate(shown, headers=["part", "S", "h", "direction", "ms", "peak MiB", "backend"]))
+    echo(table(rows))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from nsa_sel.bench.core.contenders import PACKED, of_framework
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.questions import paged_caches, weak_scaling
+from nsa_sel.bench.questions import layer_parts, paged_caches, weak_scaling
 from nsa_sel.bench.report import losses, summary
 from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H200_ROWS, read_rows
@@ -151,7 +151,7 @@ def peers() -> str:
 
 def overhead() -> str:
     """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
-    parts = ("call", "backend", "beyond the backend", "check", "decide", "decision, cached", "autograd", "node")
+    parts = ("call", "backend", "beyond the backend", "check", "decide", "repeat", "decision, cached", "autograd", "node")
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
         for key, found in _by_part(store.read(file), ("device", "S", "backend", "direction")).items():
@@ -221,6 +221,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead,
         "compiled": compiled,
     },
+    "docs/layer.md": {"parts": lambda: layer_parts.table(rows_of("layer_parts.jsonl"))},
     "docs/serving.md": {"serving": lambda: paged_caches.table(rows_of("serving.jsonl"))},
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"weak": lambda: weak_scaling.table(rows_of("scaling.jsonl"))},

@@ -1,0 +1,37 @@
+"""The bench of a layer's parts: its table, and what the committed rows show of the targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nsa_sel.bench.core import store
+from nsa_sel.bench.questions import layer_parts
+from tests.helpers.paths import ROOT
+
+ROWS = store.read(ROOT / "bench" / "results" / "h200" / "layer_parts.jsonl")
+
+
+def row(part: str, S: int, direction: str, ms: float) -> dict[str, Any]:
+    return {"part": part, "h": 16, "S": S, "direction": direction, "ms_median": ms}
+
+
+def test_table() -> None:
+    rows = [
+        row("choose", 8192, "fwd", 1.0),
+        row("choose", 8192, "bwd", 2.5),
+        row("dense", 32768, "fwd", 29.0),
+        row("choose", 8192, "fwd", 0.5),
+    ]
+    lines = layer_parts.table(rows).splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == ["choose", "16", "0.5 / 2.5", "- / -"]
+    assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == ["dense", "16", "- / -", "29 / -"]
+
+
+def test_committed_rows() -> None:
+    assert {row["part"] for row in ROWS} == {"choose", "from_scores", "select", "window", "layer", "dense"}
+    assert {row["backend"] for row in ROWS if row["part"] == "choose"} == {"choose-triton"}
+    times = {(row["part"], row["S"], row["direction"]): row["ms_median"] for row in ROWS}
+    assert times["from_scores", 32768, "fwd"] <= 0.8
+    assert all(row["peak_mib"] <= 64 for row in ROWS if row["part"] == "from_scores" and row["S"] <= 32768)
+    both = {part: times[part, 8192, "fwd"] + times[part, 8192, "bwd"] for part in ("layer", "dense")}
+    assert both["layer"] < both["dense"]
