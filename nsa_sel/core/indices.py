@@ -35,11 +35,9 @@ def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tenso
         indices = torch.where(used, indices, -1)
     if block_size > _WIDE_BLOCK:
         indices = indices.long()
-    # The product must not overflow to a valid block.
-    indices = indices.clamp(max=torch.iinfo(indices.dtype).max // block_size - 1)
-    start = torch.where(indices < 0, 0, indices * block_size)
-    end = torch.where(indices < 0, 0, start + block_size)
-    return torch.stack((start, end), dim=-1)
+    # Few operations: each takes a small call's host as long as a kernel. Padding becomes [0, 0), and no product overflows to a valid block.
+    block = indices.clamp(-1, torch.iinfo(indices.dtype).max // block_size - 1)
+    return torch.stack((block.clamp(min=0), block + 1), dim=-1) * block_size
 
 
 def check_forced(first: int, local: int, n: int) -> None:
