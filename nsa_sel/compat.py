@@ -65,16 +65,16 @@ def parallel_nsa(
     if g_cmp is not None:
         raise ArgumentError(
             "g_cmp", "given", "None: this computes only the selection branch",
-            "add g_cmp.unsqueeze(-1) times the output of fla.ops.nsa's parallel_nsa_compression to what this returns",
+            "add g_cmp.unsqueeze(-1) times the output of nsa_sel.compressed_attention to what this returns, or call nsa_sel.nsa_attention",
         )  # fmt: skip
     if block_indices is None:
         raise ArgumentError(
-            "block_indices", None, "a tensor [B,TQ,H,S]", "select blocks by fla.ops.nsa's parallel_nsa_topk, or by Selection.from_scores"
+            "block_indices", None, "a tensor [B,TQ,H,S]", "select blocks by nsa_sel.compressed_attention, or by Selection.from_scores"
         )
     if window_size != 0:
         raise ArgumentError(
             "window_size", window_size, "0: this computes only the selection branch",
-            "add g_swa.unsqueeze(-1) times the output of flash_attn_func(q, k, v, causal=True, window_size=(window_size - 1, 0))",
+            "add g_swa.unsqueeze(-1) times the output of nsa_sel.sliding_window_attention",
         )  # fmt: skip
     if not isinstance(block_counts, Tensor | int):
         raise ArgumentError("block_counts", shown(block_counts), "a tensor [B,TQ,H], or a number", "leave it out: all entries count")

@@ -69,7 +69,7 @@ class _Choose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _blocks: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            transforms.refuse_second_derivative()
+            transforms.refuse_second_derivative("compressed_attention")
         if do is None and dlse is None:
             return None, None, None, None
         q, k, v, o, lse = ctx.saved_tensors

@@ -75,7 +75,7 @@ def _module(path: str) -> BackendModule:
 @functools.cache
 def missing(name: str) -> tuple[Reason, ...]:
     """What `name` lacks on this machine, found without importing it."""
-    reasons, spec = [], _every()[name]
+    reasons, spec = [], backends(kind_of(name) or "attend")[name]
     for need in spec.requires:
         version = _version(need.package)
         if version is None:
@@ -141,7 +141,7 @@ def mark_broken(name: str, request: Request, error: BaseException) -> None:
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     reason = Reason(
         "failed-before", "unavailable", "kernel", f"{type(error).__name__}: {first_line}", "a kernel that compiles and launches",
-        "see the error event sel.backend.failed; restart the process to try again",
+        "see the warning or the event sel.backend.failed; nsa_sel.reset() lets it try again",
     )  # fmt: skip
     _broken[name, _kind(request)] = reason
 

@@ -209,9 +209,9 @@ def topk(**changes: Any) -> Callable[[], Tensor]:
 
 
 BAD = {
-    "compression": (nsa(g_cmp=torch.ones(2, 8, 4)), "g_cmp is given; allowed: None.*parallel_nsa_compression"),
-    "a window": (nsa(window_size=512, g_swa=torch.ones(2, 8, 4)), "window_size is 512; allowed: 0.*flash_attn_func"),
-    "no blocks": (nsa(block_indices=None), "block_indices is None; allowed: a tensor.*parallel_nsa_topk"),
+    "compression": (nsa(g_cmp=torch.ones(2, 8, 4)), "g_cmp is given; allowed: None.*compressed_attention"),
+    "a window": (nsa(window_size=512, g_swa=torch.ones(2, 8, 4)), "window_size is 512; allowed: 0.*sliding_window_attention"),
+    "no blocks": (nsa(block_indices=None), "block_indices is None; allowed: a tensor.*compressed_attention"),
     "no counts": (nsa(block_counts=None), "block_counts is None; allowed: a tensor"),
     "counts of others": (nsa(block_counts=torch.ones(2, 8, 1).long()), r"block_counts is of shape \(2, 8, 1\)"),
     "heads": (nsa(q=torch.zeros(2, 8, 5, 8)), "q is of 5 heads; allowed: a multiple of k's 2 heads"),

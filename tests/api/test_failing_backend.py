@@ -44,8 +44,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, plain_cpu: Path) -> Fake:
     """A backend called fake, the first of the preference."""
     spec = Backend(name="fake", path="nowhere", framework="toy", limits=Limits(dtypes={"cpu": ("float32",)}))
     plain_cpu.write_text(PINNED.replace("[sdpa-packed", "[fake, sdpa-packed"))
-    known, load, module = {**registry.backends(), "fake": spec}, registry.load, Fake()
-    monkeypatch.setattr(registry, "backends", lambda: known)
+    backends, load, module = registry.backends, registry.load, Fake()
+    monkeypatch.setattr(registry, "backends", lambda kind="attend": {**backends(kind), **({"fake": spec} if kind == "attend" else {})})
     monkeypatch.setattr(registry, "load", lambda name: module if name == "fake" else load(name))
     registry.missing.cache_clear()
     return module

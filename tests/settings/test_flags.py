@@ -213,7 +213,7 @@ def test_unknown_backends_are_named_with_a_suggestion(monkeypatch: pytest.Monkey
     for text in (hint, "Allowed: triton-group, triton-token, sdpa-packed, numba", "Remedy: "):
         assert text in message
     assert ("did you mean" in message) == bool(hint)
-    assert hint or "is unknown. Allowed" in message
+    assert hint or "is unknown to selection_attention. Allowed" in message
     assert caught.value.decision is not None
     assert caught.value.decision.forward is None
 
