@@ -1,6 +1,6 @@
 """What does each part of NSA's layer take, forward and backward, beside dense attention, and how much memory does the whole need?
 
-    python -m nsa_sel.bench.questions.layer_parts --out bench/results/h200/layer_parts.jsonl
+    python -m nsa_sel.bench.questions.layer_parts --out bench/results/h200/profiles/layer_parts.jsonl
 
 One sequence, 4 KV groups, D 128, bf16, NSA's sizes (compressed blocks of 32 every 16 keys, 16 blocks of 64, a window of 512), random
 inputs: neighbors choose other blocks, which is the hard case for the selected branch. Parts:

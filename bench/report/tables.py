@@ -221,7 +221,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead,
         "compiled": compiled,
     },
-    "docs/layer.md": {"parts": lambda: layer_parts.table(rows_of("layer_parts.jsonl"))},
+    "docs/layer.md": {"parts": lambda: layer_parts.table(rows_of("profiles/layer_parts.jsonl"))},
     "docs/serving.md": {"serving": lambda: paged_caches.table(rows_of("serving.jsonl"))},
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"weak": lambda: weak_scaling.table(rows_of("scaling.jsonl"))},

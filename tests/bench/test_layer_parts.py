@@ -8,7 +8,7 @@ from nsa_sel.bench.core import store
 from nsa_sel.bench.questions import layer_parts
 from tests.helpers.paths import ROOT
 
-ROWS = store.read(ROOT / "bench" / "results" / "h200" / "layer_parts.jsonl")
+ROWS = store.read(ROOT / "bench" / "results" / "h200" / "profiles" / "layer_parts.jsonl")
 
 
 def row(part: str, S: int, direction: str, ms: float) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_a_group_forgets_classes_of_calls(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_compiled_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nsa_sel.distributed.context.is_compiling", lambda: True)
+    monkeypatch.setattr("nsa_sel.core.transforms.is_compiling", lambda: True)
     with pytest.raises(BackendError, match=r"Remedy: call it in a function under torch\.compiler\.disable"):
         context_parallel_attention(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16))
 
