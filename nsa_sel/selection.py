@@ -367,8 +367,7 @@ class Selection:
             position = as_positions(position, B, S, start.device)
             end = torch.minimum(end, (position + 1).clamp(max=S_kv)[:, :, None, None])
         lengths = (end - start).clamp(min=0).sum(-1)
-        rows = lengths.numel()
-        total = int(lengths.sum())
+        rows, total = lengths.numel(), int(lengths.sum())
         longest = int(lengths.max()) if rows else 0
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
         self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
