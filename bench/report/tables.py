@@ -206,6 +206,15 @@ def training() -> str:
     return table(headers, lines)
 
 
+def layer() -> str:
+    """The parts of a layer; dense attention at lengths that were not measured beside them, from the rows of the selection."""
+    rows = rows_of("profiles/layer_parts.jsonl")
+    lengths = {row["S"] for row in rows}
+    dense = [row for row in rows_of("selection.jsonl") if row["backend"] == "dense-cudnn" and re.fullmatch(r"random-\d+k-h16", row["case"])]
+    older = [{**row, "part": "dense"} for row in dense if row["S"] in lengths and row["direction"] in ("fwd", "bwd")]
+    return layer_parts.table(sorted(older + rows, key=lambda row: row["part"] == "dense"))
+
+
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"gains": of_h200(gains), "explained": lambda: explained("h200")},
     "docs/decisions.md": {"refused": lambda: explained("rtx4090")},
@@ -221,7 +230,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead,
         "compiled": compiled,
     },
-    "docs/layer.md": {"parts": lambda: layer_parts.table(rows_of("profiles/layer_parts.jsonl"))},
+    "docs/layer.md": {"parts": layer},
     "docs/serving.md": {"serving": lambda: paged_caches.table(rows_of("serving.jsonl"))},
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"weak": lambda: weak_scaling.table(rows_of("scaling.jsonl"))},

@@ -76,12 +76,12 @@ def _examine_device(device: DeviceInfo) -> dict[str, Any]:
     except NsaSelError as error:
         return {"device": device, "settings": None, "error": str(error), "backends": []}
     backends = []
-    known = registry.backends() | registry.backends("choose")
+    specs = registry.backends() | registry.backends("choose")
     for verdict in (*decision.verdicts, *choice.verdicts):
         # Reasons about the example request say nothing about the machine.
         reasons = dict.fromkeys((*verdict.forward, *verdict.backward))
         lacks = [reason for reason in reasons if reason.kind in REFUSING_KINDS and not reason.field.startswith("request.")]
-        backends.append({"name": verdict.backend, "summary": known[verdict.backend].summary, "lacks": lacks})
+        backends.append({"name": verdict.backend, "summary": specs[verdict.backend].summary, "lacks": lacks})
     return {"device": device, "settings": decision.settings, "error": None, "backends": backends}
 
 

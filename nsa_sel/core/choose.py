@@ -12,7 +12,7 @@ from nsa_sel.core.call import DTYPES
 from nsa_sel.core.choose_call import SCRATCH, ChooseCall, Rule
 from nsa_sel.core.decide import decide
 from nsa_sel.core.decision import Decision
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.facts import device_info, is_aligned
 from nsa_sel.core.request import Request
 from nsa_sel.telemetry import events, target
 
@@ -48,10 +48,9 @@ def choose(decided: Decided) -> tuple[Tensor, Tensor, Tensor]:
 def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, needs_grad: bool) -> Request:
     """The request of a checked call."""
     B, S, G, h, Dk = q.shape
-    strides = [stride * x.element_size() for x in (q, k, v) for stride in x.stride()[:-1]]
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=v.shape[3], n=rule.n, block_size=rule.block_size, max_length=S_kv, dtype=DTYPES[q.dtype],
-        needs_grad=needs_grad, aligned=all(x % 16 == 0 for x in (*strides, *(x.data_ptr() for x in (q, k, v)))),
+        needs_grad=needs_grad, aligned=is_aligned(q, k, v),
         kind="choose", compress=(rule.compress_block, rule.compress_stride),
     )  # fmt: skip
 

@@ -20,18 +20,23 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad
     page_size = None
     if block_table is not None:
         page_size, S_kv = S_kv, S_kv * block_table.shape[1]
-    # Element sizes are powers of two, so all outer strides are multiples of 16 bytes if their bitwise or is.
-    q_batch, q_row, q_group, q_head, _ = q.stride()
-    k_batch, k_group, k_key, _ = k.stride()
-    v_batch, v_group, v_key, _ = v.stride()
-    outer_strides = q_batch | q_row | q_group | q_head | k_batch | k_group | k_key | v_batch | v_group | v_key
-    aligned = (outer_strides * q.element_size() | q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     return Request(
         B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=selection.n, block_size=selection.block_size,
-        max_length=selection.length_bound(S_kv), dtype=DTYPES[q.dtype], needs_grad=needs_grad, aligned=aligned,
+        max_length=selection.length_bound(S_kv), dtype=DTYPES[q.dtype], needs_grad=needs_grad,
+        aligned=is_aligned(q, k, v),
         sharing=selection.sharing if S > 1 else None,  # one row has no neighbours
         page_size=page_size,
     )  # fmt: skip
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether pointers and outer strides are multiples of 16 bytes."""
+    bits = 0  # of all of them: a bitwise or is a multiple of 16 if each is
+    for x in tensors:
+        bits |= x.data_ptr()
+        for stride in x.stride()[:-1]:
+            bits |= stride * x.element_size()
+    return bits % 16 == 0
 
 
 @functools.lru_cache(maxsize=64)

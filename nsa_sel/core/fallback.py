@@ -43,7 +43,7 @@ def run(call: Call | ChooseCall, decision: Decision, direction: str, work: Calla
         if decision.override is not None or name == fallback or registry.is_sticky(error):
             raise
         # A warning is visible without logging; once per request class, which is not tried again.
-        remedy = "nsa_sel.describe(nsa_sel.decisions()[-1]) has the reason, nsa_sel.reset() lets it try again"
+        remedy = f"backend={name!r} raises the error with its traceback, nsa_sel.reset() lets {name} try again"
         warn(f"{name} failed, {fallback} runs calls of this class from now on: {error!r}. Remedy: {remedy}")
         registry.mark_broken(name, decision.request, error)
         forget_decisions()

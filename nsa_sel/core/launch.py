@@ -25,7 +25,7 @@ def on_device(call: Call | ChooseCall, name: str, direction: str, work: Callable
         workspace.begin()
     if settings.debug_triton or settings.debug_timing or settings.debug_nvtx:
         loads = forward.loaded_keys(name, call) if isinstance(call, Call) else None
-        result = passes.watched(call, name, direction, loads, lambda: work(name))
+        result = passes.recorded(call, name, direction, loads, lambda: work(name))
     else:
         result = work(name)
     if workspace is not None:

@@ -17,7 +17,7 @@ LoadedKeys = Callable[[Call, int, bool], int]  # see BackendModule
 Source = Literal["counted", "measured", "bound"]  # of a number of keys: by NSA_DEBUG_TRITON, by Selection.measure(), from static facts
 
 
-def watched(call: Call | ChooseCall, backend: str, direction: str, loads: LoadedKeys | None, work: Callable[[], T]) -> T:
+def recorded(call: Call | ChooseCall, backend: str, direction: str, loads: LoadedKeys | None, work: Callable[[], T]) -> T:
     """What `work`, one pass of `backend`, returns; with the events, counters and the NVTX range that the call's settings ask for: called
     when any of debug_triton, debug_timing and debug_nvtx is set. module: the backend's, of which `loaded_keys` is asked."""
     timed, device = call.timed(), call.q.device.type

@@ -203,7 +203,7 @@ def test_gradients_are_compared(monkeypatch: pytest.MonkeyPatch, logged: Any) ->
 
 
 def test_nothing_is_watched_when_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "watched", lambda *_: pytest.fail("a pass was watched"))
+    monkeypatch.setattr(passes, "recorded", lambda *_: pytest.fail("a pass was recorded"))
     monkeypatch.setattr(events, "now", lambda *_: pytest.fail("the clock was read"))
     q, k, v = make_qkv(1, 4, 1, 2, 16, S_kv=32, requires_grad=True)
     for backend in ("numba", "sdpa-packed"):
@@ -225,5 +225,5 @@ def test_nvtx_ranges(monkeypatch: pytest.MonkeyPatch, flag: bool, on_gpu: bool) 
     q = types.SimpleNamespace(is_cuda=on_gpu, device=types.SimpleNamespace(type="cuda"))
     settings = replace(settings_for(CPU), debug_nvtx=flag)
     call: Any = types.SimpleNamespace(q=q, settings=settings, timed=lambda: False)
-    assert passes.watched(call, "triton-tile", "backward", None, lambda: told.append("work") or 7) == 7
+    assert passes.recorded(call, "triton-tile", "backward", None, lambda: told.append("work") or 7) == 7
     assert told == (["push nsa_sel triton-tile backward", "work", "pop"] if flag and on_gpu else ["work"])
