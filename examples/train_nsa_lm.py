@@ -25,6 +25,7 @@ import matplotlib
 import torch
 import typer
 from byte_text import HELD_OUT, load_text
+from graphed_step import GraphedStep
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -151,42 +152,49 @@ class LanguageModel(nn.Module):
 class Training:
     """A model, its optimizer and the next step: all that a checkpoint holds."""
 
-    def __init__(self, sizes: Sizes, backend: str | None, device: torch.device, text: Tensor) -> None:
+    def __init__(self, sizes: Sizes, backend: str | None, device: torch.device, text: Tensor, graph: bool = True) -> None:
         torch.manual_seed(sizes.seed)
         self.sizes, self.device, self.text, self.step = sizes, device, text, 0
         self.model = LanguageModel(sizes, backend).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=sizes.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+        self.graph = GraphedStep(self.update, device) if graph and device.type == "cuda" else None
+        self.rate = torch.zeros((), device=device)  # a captured step reads it anew
+        options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True, "capturable": self.graph is not None}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), self.rate, **options)
         self.fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
 
     def loss(self, data: Tensor) -> Tensor:
-        data = data.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(data[:, :-1])
         return cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())
 
-    def advance(self) -> float:
-        """One step; its loss."""
-        rate = self.sizes.learning_rate * min((self.step + 1) / self.sizes.warmup, math.sqrt(self.sizes.warmup / (self.step + 1)))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        loss = self.loss(batch_at(self.text, self.step, self.sizes))
+    def update(self, data: Tensor) -> Tensor:
+        """Forward, backward, and the optimizer's step; the loss."""
+        loss = self.loss(data)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        return loss.detach()
+
+    def advance(self) -> float:
+        """One step; its loss."""
+        at = self.step + 1
+        self.rate.fill_(self.sizes.learning_rate * min(at / self.sizes.warmup, math.sqrt(self.sizes.warmup / at)))
+        data = batch_at(self.text, self.step, self.sizes).to(self.device)
+        loss = self.graph.run(data) if self.graph else self.update(data)
         self.step += 1
         return loss.item()  # waits for the device: the time of a step is that of its work
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Of one fixed batch of the part that is never trained on."""
-        return float(self.loss(batch_at(self.text, 0, self.sizes, held_out=True)))
+        return float(self.loss(batch_at(self.text, 0, self.sizes, held_out=True).to(self.device)))
 
     def save(self, file: Path) -> None:
         """Replace the checkpoint at once: a kill leaves the old one or the new one."""
         state = {
             "model": self.model.state_dict(), "optimiser": self.optimizer.state_dict(), "step": self.step,
-            "sizes": asdict(self.sizes), "text": self.fingerprint, "rng": torch.get_rng_state(),
+            "sizes": asdict(self.sizes), "text": self.fingerprint, "graph": self.graph is not None, "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
         }  # fmt: skip
         unfinished = file.with_name(f".{file.name}.{os.getpid()}")
@@ -199,11 +207,13 @@ class Training:
     def load(self, file: Path) -> None:
         """Resume from a checkpoint of the same run, or raise ArgumentError."""
         state = torch.load(file, map_location=self.device, weights_only=True)
-        for name, mine in (("sizes", asdict(self.sizes)), ("text", self.fingerprint)):
+        for name, mine in (("sizes", asdict(self.sizes)), ("text", self.fingerprint), ("graph", self.graph is not None)):
             if state[name] != mine:
                 raise ArgumentError("--out", f"a folder with a run of other {name}: {state[name]}", str(mine), "pass another folder")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimiser"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
         self.step = state["step"]
         torch.set_rng_state(state["rng"].cpu())
         if state["cuda_rng"] is not None and self.device.type == "cuda":
@@ -211,12 +221,13 @@ class Training:
 
 
 def train(
-    out: Path, sizes: Sizes, backend: str | None, device: torch.device, text: Path | None, minutes: float, steps: int | None, every: int
-) -> list[dict[str, Any]]:
+    out: Path, sizes: Sizes, backend: str | None, device: torch.device, text: Path | None, minutes: float, steps: int | None, every: int,
+    graph: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Train until `minutes` are over or step `steps` is done, a checkpoint every so many steps; all rows of the run so far."""
     out.mkdir(parents=True, exist_ok=True)
     checkpoint, log = out / "checkpoint.pt", out / "losses.jsonl"
-    training = Training(sizes, backend, device, load_text(text, out / "text.bin", sizes.context))
+    training = Training(sizes, backend, device, load_text(text, out / "text.bin", sizes.context), graph)
     if checkpoint.exists():
         training.load(checkpoint)
     before = store.read(log) if log.exists() else []
@@ -284,6 +295,7 @@ def main(
     ] = None,
     seed: Annotated[int, typer.Option(help="of weights and batches")] = 0,
     every: Annotated[int, typer.Option(help="steps between checkpoints")] = 100,
+    graph: Annotated[bool, typer.Option(help="capture a step as a CUDA graph, on a GPU")] = True,
     device: Device = "auto",
 ) -> None:
     """Train, or resume training, a byte-level language model with NSA."""
@@ -292,7 +304,7 @@ def main(
     if attention == "dense" and backend is not None:
         raise ArgumentError("--backend", repr(backend), "none with --attention dense", "leave one of the two out")
     sizes = of_context(replace(TINY if tiny else Sizes(), attention=attention, seed=seed), context, batch)
-    rows = train(out, sizes, backend, torch.device(device_of(device)), text, minutes, steps, every)
+    rows = train(out, sizes, backend, torch.device(device_of(device)), text, minutes, steps, every, graph)
     if rows:
         print(f"{len(rows)} steps, loss {rows[-1]['loss']:.4f}: {out / 'losses.png'}")
 

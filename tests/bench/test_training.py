@@ -32,12 +32,12 @@ def load(name: str) -> ModuleType:
     return module
 
 
-texts = load("byte_text")  # which the example imports
+texts, _ = load("byte_text"), load("graphed_step")  # which the example imports
 example, comparison = load("train_nsa_lm"), load("compare_losses")
 
 
 def run(out: Path, steps: int, backend: str | None = "sdpa-packed", every: int = 2, **sizes: Any) -> list[dict[str, Any]]:
-    return example.train(out, replace(example.TINY, layers=1, **sizes), backend, CPU, ROOT / "docs", 1, steps, every)  # type: ignore[no-any-return]
+    return example.train(out, replace(example.TINY, layers=1, **sizes), backend, CPU, ROOT / "docs", 1, steps, every, graph=False)  # type: ignore[no-any-return]
 
 
 COMPILED = """
@@ -191,3 +191,14 @@ def test_no_byte_sees_a_later_one(attention: str) -> None:
     with torch.no_grad():
         before, after = model(text)[:, :77], model(other)[:, :77]
     torch.testing.assert_close(before, after)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_trains_as_an_eager_one(tmp_path: Path) -> None:
+    """Of a batch, the learning rate and the weights of its own time."""
+    device, text = torch.device("cuda"), texts.load_text(ROOT / "docs", tmp_path / "text.bin", 512)
+    runs = [example.Training(replace(example.TINY, context=512), None, device, text, graph) for graph in (False, True)]
+    eager, captured = ([training.advance() for _ in range(8)] for training in runs)
+    assert runs[1].graph.done == 8
+    assert captured == pytest.approx(eager, abs=2e-3)
+    assert captured[-1] < captured[0]
