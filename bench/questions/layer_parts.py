@@ -3,7 +3,8 @@
     python -m nsa_sel.bench.questions.layer_parts --out bench/results/h200/profiles/layer_parts.jsonl
 
 One sequence, 4 KV groups, D 128, bf16, NSA's sizes (compressed blocks of 32 every 16 keys, 16 blocks of 64, a window of 512), random
-inputs: neighbors choose other blocks, which is the hard case for the selected branch. Parts:
+inputs: neighbors choose other blocks, which is the hard case for the selected branch. "select of text" and "layer of text" are those
+parts with the blocks that a model chose in a text of this length, as far as bench/data has one; the layer still chooses. Parts:
     choose        compressed_attention: attention to compressed keys, importance, the best blocks
     from_scores   Selection.from_scores on given scores (forward alone)
     select        selection_attention of the chosen blocks, from a new Selection each time, by the policy's choice
@@ -29,14 +30,14 @@ from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds
+from nsa_sel.bench.questions.text_parts import BLOCK, WINDOW, Part, text_parts
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
 from nsa_sel.window import sliding_window_attention
 
-G, D, BLOCK, N, WINDOW, STRIDE, LENGTH = 4, 128, 64, 16, 512, 16, 32
-Part = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # what is timed, and the inputs that get gradients
+G, D, N, STRIDE, LENGTH = 4, 128, 16, 16, 32
 
 
 def parts(S: int, h: int) -> dict[str, Callable[[], Part]]:
@@ -71,15 +72,19 @@ def parts(S: int, h: int) -> dict[str, Callable[[], Part]]:
         inputs = q(), *keys()
         return lambda: sliding_window_attention(*inputs, WINDOW), inputs
 
+    def of_layer() -> tuple[Tensor, ...]:
+        return q(), *keys(compressed), *keys(), *keys(), torch.rand(1, S, G, h, 3, dtype=torch.bfloat16, device="cuda").requires_grad_()
+
     def layer() -> Part:
-        inputs = q(), *keys(compressed), *keys(), *keys(), torch.rand(1, S, G, h, 3, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        inputs = of_layer()
         return lambda: nsa_attention(*inputs, window=WINDOW), inputs
 
     def dense() -> Part:
         inputs = q(), *keys()
         return lambda: dense_causal_sdpa(*inputs), inputs
 
-    return {"choose": choose, "from_scores": from_scores, "select": select, "window": window, "layer": layer, "dense": dense}
+    mine = {"choose": choose, "from_scores": from_scores, "select": select, "window": window, "layer": layer}
+    return {**mine, **text_parts(S, h, lambda: (q(), *keys()), of_layer), "dense": dense}
 
 
 def measure(part: Part, rep: float) -> list[dict[str, Any]]:
@@ -135,7 +140,7 @@ def main(
                 if only and name not in only.split(","):
                     continue
                 found = measure(make(), rep)
-                decided = events.decisions()[-1].forward if name in ("choose", "select") else None
+                decided = events.decisions()[-1].forward if name.split()[0] in ("choose", "select") else None
                 new = [{"part": name, "S": S, "G": G, "h": h, "D": D, "backend": decided, **row, **facts} for row in found]
                 store.append(out, new)  # now: a later part may not fit
                 rows += new

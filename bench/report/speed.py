@@ -51,12 +51,14 @@ def case_groups() -> dict[str, str]:
     """Case name -> what kind of cases it belongs to; a case of several kinds to the first."""
     groups: dict[str, list[Case]] = {
         "text and random, 8k and 32k": cases.performance_cases(),
+        "text of a model trained with NSA": cases.trained_cases(),
         "decode, long caches": cases.decode_cases(),
         "1024 rows of 8k keys, by L": [case for case in cases.threshold_cases() if case.S > 1],
         "64 sequences decoded, by L": [case for case in cases.threshold_cases() if case.S == 1],
         "other lengths, 1k to 128k": [*cases.breakeven_cases(), *cases.scaling_cases()],
         "every layer of the model": [case for case in cases.layer_cases() if case.B == 1],
         "four layers as a batch": [case for case in cases.layer_cases() if case.B > 1],
+        "every layer of the trained model": cases.trained_layer_cases(),
     }
     names: dict[str, str] = {}
     for group, members in groups.items():

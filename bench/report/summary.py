@@ -105,8 +105,8 @@ def break_even(lengths: Sequence[int], gains: Sequence[float]) -> float:
 
 
 def performance_table(rows: Iterable[Row]) -> str:
-    """Milliseconds of every backend with rows, in the prefill and decode cases, and ours against dense attention and packed SDPA."""
-    names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases())}
+    """Milliseconds of every backend in the prefill, decode and trained cases with rows; ours against dense attention and packed SDPA."""
+    names = {case.case for case in (*cases.performance_cases(), *cases.decode_cases(), *cases.trained_cases())}
     chosen = {key: found for key, found in indexed(rows).items() if key[0] in names and key[1] != "fwd+bwd"}
     mine = ours_in(row for found in chosen.values() for row in found.values())
     lines = []

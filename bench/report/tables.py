@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from nsa_sel.bench.core import cases, store
+from nsa_sel.bench.core import cases, store, trained
 from nsa_sel.bench.core.contenders import PACKED, of_framework
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
@@ -14,6 +14,7 @@ from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.questions import layer_parts, paged_caches, weak_scaling
 from nsa_sel.bench.report import losses, summary
 from nsa_sel.bench.report.ideas import ideas_table
+from nsa_sel.bench.report.sharing import origin, sharing_table
 from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H200_ROWS, read_rows
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
@@ -26,6 +27,10 @@ from nsa_sel.telemetry.describe import describe
 H200 = "bench/results/h200"
 H200_PEERS = f"{H200}/peers.jsonl"
 CLOSE = "real-8k-h1", "fwd+bwd"  # the case of the table in README's claim that is closest to dense attention
+OF_TEXT = (
+    '"of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA beyond'
+    " ([decisions.md](decisions.md)); the layer chooses all the same."
+)
 WINDOW = 20  # steps of a training run that losses are averaged over
 
 
@@ -34,6 +39,7 @@ GAINS = (  # what it is, and the names of its cases
     ("8k tokens of text, h = 1", "real-8k-h1"),
     ("the same, each of 30 layers, 3 groups", r"real-8k-layer\d\d-h1"),
     ("8k tokens, random blocks", r"random-8k-h\d+"),
+    ("text, of a model trained with NSA", r"trained-\d+k-h\d+"),
     ("32k to 128k tokens, random blocks", r"random-(32|64|128)k-h\d+"),
     ("1,024 queries over 8k keys", "threshold-prefill.*"),
     ("decode, 1,024 of 16k to 64k keys", r"decode-.*"),
@@ -78,7 +84,8 @@ def gains(rows: list[Row]) -> str:
         )
 
     lines = [(what, *(cell(names, directions) for directions in (("fwd", "decode"), ("bwd",), ("fwd+bwd",)))) for what, names in GAINS]
-    return table(["queries and keys", "forward", "backward", "both in one call"], lines)
+    measured = [line for line in lines if set(line[1:]) != {"-"}]
+    return table(["queries and keys", "forward", "backward", "both in one call"], measured)
 
 
 def explained(name: str) -> str:
@@ -206,18 +213,24 @@ def training() -> str:
     return table(headers, lines)
 
 
+def sharing() -> str:
+    """What neighboring rows share, and of which models the trained selections are."""
+    return "\n\n".join((sharing_table(), *(f"Trained with NSA: {words}" for words in map(origin, trained.contexts()))))
+
+
 def layer() -> str:
     """The parts of a layer; dense attention at lengths that were not measured beside them, from the rows of the selection."""
     rows = rows_of("profiles/layer_parts.jsonl")
     lengths = {row["S"] for row in rows}
     dense = [row for row in rows_of("selection.jsonl") if row["backend"] == "dense-cudnn" and re.fullmatch(r"random-\d+k-h16", row["case"])]
     older = [{**row, "part": "dense"} for row in dense if row["S"] in lengths and row["direction"] in ("fwd", "bwd")]
-    return layer_parts.table(sorted(older + rows, key=lambda row: row["part"] == "dense"))
+    made = layer_parts.table(sorted(older + rows, key=lambda row: row["part"] == "dense"))
+    return f"{made}\n\n{OF_TEXT}" if any("of text" in row["part"] for row in rows) else made
 
 
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"gains": of_h200(gains), "explained": lambda: explained("h200")},
-    "docs/decisions.md": {"refused": lambda: explained("rtx4090")},
+    "docs/decisions.md": {"refused": lambda: explained("rtx4090"), "sharing": sharing},
     "docs/performance.md": {
         "h200": of_h200(summary.performance_table),
         "close": lambda: summary.close_case({name: read_rows(name) for name in (H200_ROWS, H200_PEERS)}, *CLOSE),

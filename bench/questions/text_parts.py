@@ -1,0 +1,65 @@
+"""Parts of bench/questions/layer_parts.py with the selection of a text: what a model chose there, in place of what random inputs choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from nsa_sel.attention import selection_attention
+from nsa_sel.bench.core.cases import make_selection, text_case
+from nsa_sel.compressed import compressed_attention
+from nsa_sel.core.gating import gated_sum
+from nsa_sel.selection import Selection
+from nsa_sel.window import sliding_window_attention
+
+BLOCK, WINDOW = 64, 512
+Part = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # what is timed, and the inputs that get gradients
+Inputs = Callable[[], tuple[Tensor, ...]]
+
+
+def text_parts(S: int, h: int, branch: Inputs, layer: Inputs) -> dict[str, Callable[[], Part]]:
+    """ "select of text" and "layer of text" of S rows; none where bench/data has no text of this length.
+
+    Args:
+        S: rows.
+        h: heads of a group.
+        branch: makes q, k and v of one branch.
+        layer: makes q, keys and values of the three branches, and the gates, as `nsa_attention` takes them.
+    """
+    case = text_case(S, h)
+    if case is None:
+        return {}
+
+    def blocks(like: Tensor) -> Tensor:
+        return make_selection(case, like.device).block_indices
+
+    def select() -> Part:
+        q, k, v = branch()
+        chosen = blocks(q)
+        return lambda: selection_attention(q, k, v, Selection.from_blocks(chosen, BLOCK, disjoint=True)), (q, k, v)
+
+    def whole() -> Part:
+        inputs = layer()
+        chosen = blocks(inputs[0])
+        return lambda: layer_with(chosen, *inputs), inputs
+
+    return {"select of text": select, "layer of text": whole}
+
+
+def layer_with(
+    blocks: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor
+) -> Tensor:
+    """`nsa_attention`, which chooses blocks as ever, but attends to others.
+
+    Args:
+        blocks: [B,S,G,n] indices of blocks of `BLOCK` keys, -1 for padding, that the selected branch attends to.
+        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates: as of `nsa_attention`.
+
+    Returns:
+        [B,S,G,h,Dv].
+    """
+    compressed, _ = compressed_attention(q, k_cmp, v_cmp, n=blocks.shape[-1], S_kv=k_slc.shape[2])
+    selected = selection_attention(q, k_slc, v_slc, Selection.from_blocks(blocks, BLOCK, disjoint=True))
+    near = sliding_window_attention(q, k_win, v_win, WINDOW)
+    return gated_sum(compressed, selected, near, gates)
