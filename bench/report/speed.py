@@ -113,11 +113,22 @@ def speedup_by_S(rows: Sequence[Row], over: str) -> Panel:
     ]
     made = table(["direction", "selection", "h", "S", "faster by", "with"], cells, 2)
     return panel._replace(
-        text="Text: the first S rows of what SmolLM2-135M selects in 8k tokens; random selections share few blocks. 4 groups of h heads,"
-        " 16 blocks of 64 keys a row. A point's color is the fastest backend of ours.",
+        text=f"Text: the first S rows of what SmolLM2-135M selects in 8k tokens{_longer(found)}; random selections share few blocks."
+        " 4 groups of h heads, 16 blocks of 64 keys a row. A point's color is the fastest backend of ours.",
         figure=Figure(tuple(facets), _key(ours_in(rows)), ("text", "random selections")),
         tables=(Table(f"Ours against {WORDS[over]}", made, folded=True),),
     )
+
+
+def _text_end(found: Sequence[Curve]) -> str:
+    """The longest texts that were measured, by direction: they may differ."""
+    ends = sorted({curve.lengths[-1] for curve in found if curve.kind == "real"})
+    return " or ".join(map(thousands, ends)) or "8k"
+
+
+def _longer(found: Sequence[Curve]) -> str:
+    longest = max((curve.lengths[-1] for curve in found if curve.kind == "real"), default=0)
+    return ", beyond that what models trained with NSA select" if longest > cases.REAL_ROWS else ""
 
 
 def _key(backends: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -188,7 +199,7 @@ def breakeven(rows: Sequence[Row]) -> Panel:
         facets.append(Facet(f"{TITLES[direction]}, faster than dense attention from so many tokens on: {alt}.", draw))
     return panel._replace(
         text="The length from which on every measured length is faster, interpolated linearly between logarithms. An arrow: it lies beyond"
-        " the measured lengths, which for text end at 8k and for random selections begin there.",
+        f" the measured lengths, which for text end at {_text_end(found)} and for random selections begin at 8k.",
         figure=Figure(tuple(facets)),
         tables=(Table("Break-even", summary.breakeven_table(rows), folded=True),),
     )

@@ -205,13 +205,16 @@ def scaling_table(rows: Iterable[Row]) -> str:
 
 
 def curves(rows: Iterable[Row], over: str = DENSE) -> list[Curve]:
-    """Ours against another backend over S, from the first rows of a text to 128k rows, by direction, kind of selection and h (falling)."""
+    """Ours against another backend over S, from the first rows of a text to 128k rows, by direction, kind of selection and h (falling).
+
+    Text beyond the 8k tokens of SmolLM2's maps is that of models trained with NSA.
+    """
     index = indexed(rows)
-    every = list({case.case: case for case in (*cases.breakeven_cases(), *cases.scaling_cases())}.values())
+    every = list({case.case: case for case in (*cases.breakeven_cases(), *cases.scaling_cases(), *cases.trained_cases())}.values())
     found = []
     for direction in ("fwd", "bwd", "fwd+bwd"):
-        for kind in ("real", "random"):
-            some = sorted((case for case in every if case.distribution == kind), key=lambda case: case.S)
+        for kind, distributions in (("real", ("real", "trained")), ("random", ("random",))):
+            some = sorted((case for case in every if case.distribution in distributions), key=lambda case: case.S)
             for h, points in by_heads(index, some, direction):
                 measured = [
                     (case.S, gain, best["backend"], scatters(best) or scatters(of_case[over]))

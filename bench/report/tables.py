@@ -27,6 +27,7 @@ from nsa_sel.telemetry.describe import describe
 H200 = "bench/results/h200"
 H200_PEERS = f"{H200}/peers.jsonl"
 CLOSE = "real-8k-h1", "fwd+bwd"  # the case of the table in README's claim that is closest to dense attention
+TRAINED = '"trained": what a model that was trained with NSA at this context selects ([decisions.md](decisions.md)).'
 OF_TEXT = (
     '"of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA beyond'
     " ([decisions.md](decisions.md)); the layer chooses all the same."
@@ -64,6 +65,12 @@ def cpu_table() -> str:
     numba = {row["direction"]: row["ms_median"] for row in rows if row["backend"] in of_framework("numba")}
     lines = [(row["direction"], row["backend"], ms(row), spread(row), factor(row["ms_median"] / numba[row["direction"]])) for row in rows]
     return table(["direction", "backend", "ms", "20th to 80th percentile", "time over numba's"], lines, left=2)
+
+
+def performance(rows: list[Row]) -> str:
+    """Every backend on single cases."""
+    made = summary.performance_table(rows)
+    return f"{made}\n\n{TRAINED}" if any(row["distribution"] == "trained" for row in rows) else made
 
 
 def gains(rows: list[Row]) -> str:
@@ -232,7 +239,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"gains": of_h200(gains), "explained": lambda: explained("h200")},
     "docs/decisions.md": {"refused": lambda: explained("rtx4090"), "sharing": sharing},
     "docs/performance.md": {
-        "h200": of_h200(summary.performance_table),
+        "h200": of_h200(performance),
         "close": lambda: summary.close_case({name: read_rows(name) for name in (H200_ROWS, H200_PEERS)}, *CLOSE),
         "layers": of_h200(summary.layers_table),
         "scaling": of_h200(summary.scaling_table),

@@ -19,7 +19,7 @@ from nsa_sel.bench.core import cases, trained
 from nsa_sel.bench.core.cases import layers_of, make_selection
 from nsa_sel.bench.questions import speed
 from nsa_sel.bench.questions.text_parts import layer_with, text_parts
-from nsa_sel.bench.report import sharing, tables
+from nsa_sel.bench.report import sharing, summary, tables
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.errors import ArgumentError, NsaSelError
 from nsa_sel.selection import Selection
@@ -170,14 +170,17 @@ def test_cases_are_those_of_the_files(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("file")
-def test_measured_cases_join_the_tables() -> None:
+def test_measured_cases_join_the_tables_and_lengthen_the_text() -> None:
     rows = [
         {**case._asdict(), "direction": "fwd", "backend": backend, "ms_median": ms, "ms_p20": ms, "ms_p80": ms}
         for case in cases.trained_cases()
         for backend, ms in (("triton-tile", 1.0), ("dense-cudnn", 3.0))
     ]
     assert "| text, of a model trained with NSA | 3.00x     | -          | -                  |" in tables.gains(rows)
-    assert tables.summary.performance_table(rows).count("trained-1k") == 3
+    longer = [{**row, "case": row["case"].replace("trained-1k", "real-2k")} for row in rows]
+    assert [curve.lengths for curve in summary.curves([*rows, *longer])] == [(S, 2 * S)] * 3
+    assert tables.performance(rows).count("trained-1k") == 3
+    assert "trained with NSA at this context" in tables.performance(rows)
 
 
 # Sharing
