@@ -29,6 +29,7 @@ from nsa_sel.bench.core.command_line import Device, device_of, program
 from nsa_sel.errors import ArgumentError
 
 MOST_BYTES = 3_000_000
+PASSAGES = 8  # held-out contexts that show how far a model reaches
 
 
 def fingerprint(data: Tensor) -> str:
@@ -51,8 +52,16 @@ def checkpoint_of(run: Path) -> tuple[dict[str, Any], Tensor]:
 
 
 @torch.no_grad()
+def losses(model: LanguageModel, data: Tensor, device: torch.device) -> Tensor:
+    """Nats of every byte but the first of data [1,S+1], in the precision of training: [S]."""
+    data = data.to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        logits = model(data[:, :-1])
+    return cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten(), reduction="none")
+
+
 def chosen_blocks(model: LanguageModel, data: Tensor, device: torch.device) -> tuple[list[Tensor], float]:
-    """The blocks [S,G,n] int16 that every layer chooses over data [1,S+1], and the loss, in the precision of training."""
+    """The blocks [S,G,n] int16 that every layer chooses over data [1,S+1], and the mean loss."""
     blocks: list[Tensor] = []
     choose = branches.compressed_attention
 
@@ -61,14 +70,20 @@ def chosen_blocks(model: LanguageModel, data: Tensor, device: torch.device) -> t
         blocks.append(selection.block_indices[0].to("cpu", torch.int16))
         return o, selection
 
-    data = data.to(device)
-    with (
-        mock.patch.object(branches, "compressed_attention", recording),
-        torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"),
-    ):
-        logits = model(data[:, :-1])
-    loss = cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())
+    with mock.patch.object(branches, "compressed_attention", recording):
+        loss = losses(model, data, device).mean()
     return blocks, float(loss)
+
+
+def reach(model: LanguageModel, text: Tensor, sizes: Sizes, device: torch.device) -> dict[str, float]:
+    """Does the model use what is far? Mean loss of the last eighth of held-out contexts: after all before it, and after an eighth."""
+    last = sizes.context // 8
+    whole, near = [], []
+    for step in range(PASSAGES):
+        data = batch_at(text, step, sizes, held_out=True)[:1]
+        whole.append(losses(model, data, device)[-last:].mean())
+        near.append(losses(model, data[:, -2 * last - 1 :], device)[-last:].mean())
+    return {"bytes": last, "after_all": float(torch.stack(whole).mean()), "after_as_many": float(torch.stack(near).mean())}
 
 
 def saved(run: Path, device: torch.device, most: int, backend: str | None = None) -> tuple[bytes, dict[str, Any]]:
@@ -95,6 +110,7 @@ def saved(run: Path, device: torch.device, most: int, backend: str | None = None
         "model": "examples/train_nsa_lm.py", "sizes": asdict(sizes), "step": state["step"], "training": trained_on,
         "training_loss": rows[-1]["loss"], "held_out_loss": held_out[-1] if held_out else None,
         "text_bytes": len(text), "text_sha256": fingerprint(text), "passage_sha256": fingerprint(data), "passage_loss": loss,
+        "reach": reach(model, text, sizes, device),
         "python": platform.python_version(), **environment.stamp(device.type),
     }  # fmt: skip
     return trained.fitting(dict(enumerate(blocks)), sizes.block, facts, most), facts
@@ -113,6 +129,7 @@ def main(
     file.write_bytes(content)
     print(f"{file.name}: {len(content)} bytes, sha256 {hashlib.sha256(content).hexdigest()}")
     print(f"step {facts['step']}, loss {facts['passage_loss']:.4f} on this text; {facts['held_out_loss']} of the run's held-out batch")
+    print(f"how far it reaches: {facts['reach']}")
 
 
 if __name__ == "__main__":

@@ -73,11 +73,14 @@ def of_random(S: int) -> Shared:
 
 
 def origin(context: int) -> str:
-    """Which layers of which model a file of trained selections has, in a sentence."""
+    """Which layers of which model a file of trained selections has, and whether that model uses what is far."""
     facts = trained.provenance(context)
+    reach = facts["reach"]
+    ends = f"{reach['after_all']:.3f} nats a byte after all that precedes them, {reach['after_as_many']:.3f} after the last as many"
     layers = f"layers {', '.join(map(str, facts['layers']))} of {facts['sizes']['layers']}"
     trained_for = f"after {facts['step']:,} steps, {facts['passage_loss']:.3f} nats a byte on this text"
-    return f"{layers}, at a context of {context:,} bytes, {trained_for}; {facts['device']}, commit {facts['commit']}."
+    made = f"{layers}, at a context of {context:,} bytes, {trained_for}; {facts['device']}, commit {facts['commit']}."
+    return f"{made} The last {reach['bytes']:,} bytes of held-out contexts: {ends}."
 
 
 def line(name: str, S: int, found: Sequence[Shared]) -> tuple[str, ...]:

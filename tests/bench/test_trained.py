@@ -26,7 +26,8 @@ from nsa_sel.selection import Selection
 from tests.helpers.paths import ROOT
 
 S, G, N, BLOCK = 1024, 2, 4, 16
-FACTS = {"step": 300, "passage_loss": 1.25, "device": "a GPU", "commit": "abc1234", "sizes": {"layers": 3}}
+REACH = {"bytes": 128, "after_all": 1.0, "after_as_many": 1.5}
+FACTS = {"step": 300, "passage_loss": 1.25, "device": "a GPU", "commit": "abc1234", "sizes": {"layers": 3}, "reach": REACH}
 
 
 def blocks(seed: int, S: int = S) -> Tensor:
@@ -201,6 +202,7 @@ def test_sharing_counts_the_blocks_of_tiles(monkeypatch: pytest.MonkeyPatch) -> 
     lines = [line for line in sharing.sharing_table().splitlines() if "trained" in line]
     assert [line.split("|")[2].strip() for line in lines] == ["1k"]
     assert "layers 0, 1, 2 of 3, at a context of 1,024 bytes, after 300 steps, 1.250 nats a byte" in tables.sharing()
+    assert "The last 128 bytes of held-out contexts: 1.000 nats a byte after all that precedes them, 1.500 after" in tables.sharing()
     assert sharing.layers_table().count("layer ") == 3
 
 
@@ -290,6 +292,9 @@ def test_a_run_is_captured_with_its_provenance(run: Path, folder: Path, monkeypa
     assert facts["sizes"]["context"] == 128
     assert facts["training"]["device"] == log[0]["device"]
     assert 0 < facts["passage_loss"] < 6
+    assert facts["reach"]["bytes"] == 16
+    assert facts["reach"]["after_all"] == pytest.approx(facts["reach"]["after_as_many"], abs=0.1)  # untrained, it uses nothing
+    assert facts["reach"]["after_all"] != facts["reach"]["after_as_many"]
 
 
 def test_what_is_captured_is_what_the_layers_choose(run: Path) -> None:
