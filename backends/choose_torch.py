@@ -31,6 +31,38 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
     return o, lse, blocks
 
 
+def log_sum_exp(call: ChooseCall) -> Tensor:
+    """lse [B,S,G,h] alone."""
+    lse = call.q.new_empty(call.q.shape[:-1], dtype=_wide(call))
+    for at in call.parts(_row_bytes(call)):
+        lse[at] = _logits(call.part(*at)).logsumexp(-1).transpose(1, 2)
+    return lse
+
+
+def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
+    """blocks [B,S,G,n] int32 by the scores that call.pool defines, of lse [B,S,G,h] where they are weights."""
+    rule = call.rule
+    blocks = torch.empty(*call.q.shape[:3], rule.n, dtype=torch.int32, device=call.q.device)
+    for at in call.parts(_row_bytes(call)):
+        part = call.part(*at)
+        scores = block_scores(part, None if lse is None else lse[at]).transpose(1, 2)
+        blocks[at] = sorted_blocks(scores, rule.n, rule.block_size, rule.first, rule.local, 0, part.positions())
+    return blocks
+
+
+def block_scores(part: ChooseCall, lse: Tensor | None) -> Tensor:
+    """[B,G,S,blocks]; without softmax -inf for a block none of whose index keys the row sees."""
+    logits, pool = _logits(part), part.pool
+    seen = torch.arange(logits.shape[-1], device=logits.device) < part.seen()[:, None, :, None]
+    if lse is not None:
+        logits = logits.sub_(lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2).unsqueeze(-1)).exp_()
+    x = logits.amax(3) if pool.heads_max else logits.sum(3)
+    if pool.block_max:
+        return _largest(x, part.rule, part.blocks, 0.0 if pool.softmax else -torch.inf)
+    scores = block_importance(x.where(seen, 0.0), part.rule, part.blocks)
+    return scores if pool.softmax else scores.where(_largest(seen.float(), part.rule, part.blocks, 0.0) > 0, -torch.inf)
+
+
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the dtypes of q, k, v; p is recomputed from lse.
 
@@ -63,6 +95,15 @@ def block_importance(p: Tensor, rule: Rule, blocks: int) -> Tensor:
     for shift in range(1, rule.reach):
         pieces = pieces + torch.nn.functional.pad(p, (shift, short - shift))
     return pieces.view(*p.shape[:-1], blocks, rule.pieces).sum(-1)
+
+
+def _largest(x: Tensor, rule: Rule, blocks: int, least: float) -> Tensor:
+    """[..., blocks] from x [..., C]: the largest of the compressed keys that cover a piece of the block, or `least`."""
+    short = blocks * rule.pieces - x.shape[-1]
+    pieces = torch.nn.functional.pad(x, (0, short), value=least)
+    for shift in range(1, rule.reach):
+        pieces = pieces.maximum(torch.nn.functional.pad(x, (shift, short - shift), value=least))
+    return pieces.view(*x.shape[:-1], blocks, rule.pieces).amax(-1)
 
 
 def _logits(part: ChooseCall) -> Tensor:

@@ -2,7 +2,8 @@
 
 Forward kernels:
     _triton/choose_attention.py   o and lse
-    _triton/importance.py         scores of blocks of some rows, from q, k and lse
+    _triton/importance.py         scores of blocks of some rows, from q, k and lse: NSA's
+    _triton/block_scores.py       the same for other pools: the largest, or of logits
     _triton/top_n.py              their best blocks; then the next rows, so that scores never stand in memory for all
 Backward: dq in _triton/choose_attention.py, dk and dv in _triton/choose_dkdv.py. There is no gradient through the choice.
 A compressed key must not cover more pieces than a block has (rule.reach <= rule.pieces).
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import choose_attention, choose_dkdv
 from nsa_sel.backends._triton.arguments import config_suffix
+from nsa_sel.backends._triton.block_scores import block_scores
 from nsa_sel.backends._triton.choose_rows import heads_of
 from nsa_sel.backends._triton.importance import importance
+from nsa_sel.backends._triton.tiles import MIN_TILE
 from nsa_sel.backends._triton.top_n import top_n
-from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.choose_call import NSA_POOL, ChooseCall
 from nsa_sel.settings.schema import KernelConfig
 
 CONFIGS = {  # by kernel and class of head dims (arguments.config_suffix); one that has no config of its own takes the plain one
@@ -26,6 +29,8 @@ CONFIGS = {  # by kernel and class of head dims (arguments.config_suffix); one t
     "choose/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
     "choose/importance": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=128, loads="tma"),
     "choose/importance-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/scores": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128, loads="tma"),
+    "choose/scores-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
     "choose/dq": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=16, loads="tma"),
@@ -56,8 +61,14 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-def best_blocks(call: ChooseCall, lse: Tensor) -> Tensor:
-    """blocks [B,S,G,n] int32 from lse [B,S,G,h], whichever kernel computed that; scores of as many rows at once as fit the scratch."""
+def log_sum_exp(call: ChooseCall) -> Tensor:
+    """lse [B,S,G,h] in float32: of attention to the first columns of k, the fewest that its kernel multiplies."""
+    return attention(call.of(call.q, call.k, call.k[..., :MIN_TILE]))[1]
+
+
+def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
+    """blocks [B,S,G,n] int32, for a pool with softmax from lse [B,S,G,h], whichever kernel computed that; scores of as many rows at once
+    as fit the scratch."""
     call = call if call.scale >= 0 else call.with_positive_scale()
     B, S, G = call.q.shape[:3]
     blocks = torch.empty(B, S, G, call.rule.n, dtype=torch.int32, device=call.q.device)
@@ -69,9 +80,18 @@ def best_blocks(call: ChooseCall, lse: Tensor) -> Tensor:
         if scratch is None:  # the first part is the largest
             scratch = torch.empty(b * s * G * width, dtype=torch.float32, device=call.q.device)
         scores = scratch[: b * s * G * width].view(b, s, G, width)[..., : call.blocks]
-        importance(part, lse[at], scores, config_of(call, "choose/importance"))
+        _scores(part, None if lse is None else lse[at], scores)
         top_n(scores, blocks[at], call.rule.block_size, call.rule.first, call.rule.local, part.start, part.q_pos)
     return blocks
+
+
+def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor) -> None:
+    """Write the scores of visible blocks to [B,S,G,blocks]; later ones may stay unwritten."""
+    config = config_of(part, "choose/importance")
+    if lse is not None and part.pool == NSA_POOL and part.rule.pieces <= config.block_l:
+        importance(part, lse, scores, config)
+    else:
+        block_scores(part, lse, scores, config_of(part, "choose/scores"))
 
 
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nsa_sel.attention import explain, selection_attention
     from nsa_sel.attention_layer import NSAttention
     from nsa_sel.branches import nsa_attention
+    from nsa_sel.choosing import choose_blocks, infllm_selection, moba_selection
     from nsa_sel.compressed import compressed_attention
     from nsa_sel.core.decide import explain_request, use_backend
     from nsa_sel.core.decision import Decision
@@ -35,13 +36,16 @@ __all__ = [
     "NSAttention",
     "Selection",
     "block_scores",
+    "choose_blocks",
     "compressed_attention",
     "counters",
     "decisions",
     "describe",
     "explain",
     "explain_request",
+    "infllm_selection",
     "log_to",
+    "moba_selection",
     "nsa_attention",
     "reset",
     "selection_attention",
@@ -59,13 +63,16 @@ _HOMES = {
     "NSAttention": "attention_layer",
     "Selection": "selection",
     "block_scores": "layer",
+    "choose_blocks": "choosing",
     "compressed_attention": "compressed",
     "counters": "telemetry.events",
     "decisions": "telemetry.events",
     "describe": "telemetry.describe",
     "explain": "attention",
     "explain_request": "core.decide",
+    "infllm_selection": "choosing",
     "log_to": "telemetry.target",
+    "moba_selection": "choosing",
     "nsa_attention": "branches",
     "reset": "core.reset",
     "selection_attention": "attention",

@@ -149,7 +149,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class ChooserModule(Protocol):
-    """The functions in the module of a backend of the kind "choose". Both get a checked call whose tensors are on the current device."""
+    """The functions in the module of a backend of the kind "choose". All get a checked call whose tensors are on the current device."""
 
     def forward(self, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
         """o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), blocks [B,S,G,n] int32, ascending, -1 last."""
@@ -157,6 +157,14 @@ class ChooserModule(Protocol):
 
     def backward(self, call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused."""
+        ...
+
+    def log_sum_exp(self, call: ChooseCall) -> Tensor:
+        """lse [B,S,G,h] of `forward` alone."""
+        ...
+
+    def best_blocks(self, call: ChooseCall, lse: Tensor | None) -> Tensor:
+        """blocks of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax. Values are not read."""
         ...
 
 

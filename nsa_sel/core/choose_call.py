@@ -47,6 +47,25 @@ class Rule(NamedTuple):
         return self.compress_block // self.compress_stride
 
 
+class Pool(NamedTuple):
+    """What the score of a block is; by default NSA's importance (Eq. 8 to 10).
+
+    Heads of a group are reduced first, for every index key, then the keys that touch the block. A sum over a block takes each key as often
+    as it covers pieces of compress_stride keys there.
+    """
+
+    softmax: bool = True  # of the weights exp(logit - lse); else of the logits
+    heads_max: bool = False  # the largest of a group's heads; else their sum
+    block_max: bool = False  # the largest of a block's keys; else their sum
+
+    def words(self) -> tuple[str, str, str]:
+        """As a request says it: what is scored, and how it is reduced over the heads, and over the block."""
+        return "weights" if self.softmax else "logits", "max" if self.heads_max else "sum", "max" if self.block_max else "sum"
+
+
+NSA_POOL = Pool()
+
+
 @dataclass(slots=True, eq=False)
 class ChooseCall:
     """The checked arguments of one call.
@@ -61,6 +80,7 @@ class ChooseCall:
         q_pos: [B,S] int32 or int64, positions of the rows, or None.
         scale: factor of the logits.
         scratch: bytes of temporaries; a bound on the largest in choose_torch, on scores and on partial sums in choose_triton.
+        pool: what the score of a block is.
         settings: of the decision.
     """
 
@@ -73,6 +93,7 @@ class ChooseCall:
     scale: float
     q_pos: Tensor | None = None
     scratch: int = SCRATCH
+    pool: Pool = NSA_POOL
     settings: Settings = field(kw_only=True)
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> ChooseCall:

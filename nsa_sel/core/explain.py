@@ -42,7 +42,7 @@ def refusal(decision: Decision) -> str | None:
     if decision.override is not None and decision.override.backend not in names:
         close = difflib.get_close_matches(decision.override.backend.lower(), names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
-        call = {"attend": "selection_attention", "choose": "compressed_attention"}[decision.request.kind]
+        call = {"attend": "selection_attention", "choose": "compressed_attention and choose_blocks"}[decision.request.kind]
         return (
             f"backend {decision.override.backend!r} ({decision.override.source}) is unknown to {call}{hint} Allowed:"
             f" {', '.join(names)}. Remedy: use one of these names."

@@ -22,7 +22,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """The static facts of one call of `selection_attention`, or of `compressed_attention`.
+    """The static facts of one call of `selection_attention`, `compressed_attention` or `choose_blocks`.
 
     Attributes:
         B, S, S_kv, G, h, Dk, Dv: sizes of q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv].
@@ -37,6 +37,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         page_size: keys of a page in a paged cache, else None. S_kv is then the room of a row of the block table.
         kind: which of the two. For "choose", n blocks of block_size are chosen of S_kv keys, and max_length is S_kv.
         compress: keys of a compressed key, and from one to the next; None for "attend".
+        pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a block
+            (`nsa_sel.core.choose_call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
     """
 
     B: int
@@ -56,6 +58,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int | None = None
     kind: Kind = "attend"
     compress: tuple[int, int] | None = None
+    pool: tuple[str, ...] | None = None
 
     def request_class(self) -> Request:
         """The key of cached decisions: S_kv rounded up to a power of two, so that decode steps share one.

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from nsa_sel.backends import choose_triton
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.choose_call import NSA_POOL, Pool, Rule
 from tests.helpers.aot import TARGETS, TargetDriver, resources
 from tests.helpers.choose_cases import make_choose_call
 
@@ -27,10 +27,18 @@ SHAPES = {  # name: B, S, S_kv, G, h, Dk, Dv, rule, dtype
     "positions": (2, 1024, 4096, 4, 4, 64, 64, Rule(), torch.float16),
 }
 
+POOLS = {  # choices without attention; name: shape as above, pool
+    "msa": ((1, 8192, 8192, 4, 1, 128, 128, Rule(1, 1, 128), torch.bfloat16), Pool(False, False, True)),
+    "moba": ((1, 8192, 8192, 16, 1, 128, 128, Rule(512, 512, 512), torch.bfloat16), Pool(False, False, True)),
+    "infllm": ((1, 8192, 8192, 2, 16, 128, 128, Rule(), torch.bfloat16), Pool(True, False, True)),
+    "max-256": ((1, 1024, 4096, 2, 12, 256, 256, Rule(), torch.float16), Pool(False, True, True)),
+    "sums-fp32": ((1, 1024, 4096, 2, 3, 64, 64, Rule(1, 1, 48), torch.float32), Pool(False, False, False)),
+}
+
 
 def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
-    *shape, dtype = SHAPES[name]
-    call = make_choose_call(tuple(shape), dtype)
+    (*shape, dtype), pool = POOLS[name] if name in POOLS else (SHAPES[name], NSA_POOL)
+    call = make_choose_call(tuple(shape), dtype, pool=pool)
     call.q_pos = torch.zeros(call.q.shape[:2], dtype=torch.int64) if name == "positions" else None
     compiled: list[Any] = []
     triton.runtime.driver.set_active(TargetDriver(sm))
@@ -39,8 +47,11 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
         lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
     )
     try:
-        o, lse, _ = choose_triton.forward(call)
-        choose_triton.backward(call, o, lse, torch.empty_like(o), None)
+        if name in POOLS:
+            choose_triton.best_blocks(call, choose_triton.log_sum_exp(call) if pool.softmax else None)
+        else:
+            o, lse, _ = choose_triton.forward(call)
+            choose_triton.backward(call, o, lse, torch.empty_like(o), None)
     finally:
         triton.runtime.jit.KernelInterface.__getitem__ = launch
     return [{"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled]
