@@ -33,6 +33,8 @@ def describe(decision: Decision) -> str:
     ]
     if request.needs_grad:
         lines.append(f"backward  {decision.backward or 'nothing may run it'}")
+    if request.pool is not None:
+        lines.append(f"scores    {_pool(request.pool)}")
     lines.append(f"rule      {decision.rule}")
     if decision.predictions:
         lines.append(f"sharing   {_sharing(decision)}")
@@ -46,6 +48,14 @@ def describe(decision: Decision) -> str:
     lines += ["", table(["backend", "forward", *(f"{direction}, ms" for direction in timed), "reasons"], rows)]
     lines += [f"-> {sentence}" for sentence in counterfactuals(decision)]
     return "\n".join(lines)
+
+
+def _pool(pool: tuple[str, ...]) -> str:
+    """What scores blocks."""
+    if len(pool) != 3:
+        return "none: the log-sum-exp alone"
+    kind, heads, reduce = pool
+    return f"{reduce} over a block, {heads} over heads, of {kind}"
 
 
 def _status(decision: Decision, backend: str) -> str:
