@@ -22,16 +22,33 @@ def spills_allowed(kernel: dict[str, object]) -> int:
     return 512 if kernel["shape"] == "h3-fp32" else 8 if kernel["kernel"] == "top_n_kernel" else 0
 
 
-@pytest.mark.parametrize(("sm", "shapes"), [(90, ("h16",))])
-def test_choosing_fits(sm: int, shapes: tuple[str, ...]) -> None:
+def compiled(sm: int, *shapes: str) -> list[dict[str, object]]:
+    """Every kernel of the shapes, which must fit."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "tests/helpers/choose_aot.py", str(sm), *shapes]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     found = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {(kernel["shape"], kernel["kernel"]) for kernel in found} == {(shape, kernel) for shape in shapes for kernel in KERNELS}
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
         assert kernel["spilled"] <= spills_allowed(kernel), kernel
+    return found
+
+
+@pytest.mark.parametrize(("sm", "shapes"), [(90, ("h16",))])
+def test_choosing_fits(sm: int, shapes: tuple[str, ...]) -> None:
+    found = compiled(sm, *shapes)
+    assert {(kernel["shape"], kernel["kernel"]) for kernel in found} == {(shape, kernel) for shape in shapes for kernel in KERNELS}
+    for kernel in found:
         assert kernel["wgmma"] == (kernel["kernel"] in TENSOR_CORES and kernel["shape"] != "h3-fp32"), kernel
+
+
+@pytest.mark.parametrize(("sm", "shapes"), [(90, ("msa", "infllm")), (80, ("msa", "moba"))])
+def test_choosing_without_attention_fits(sm: int, shapes: tuple[str, ...]) -> None:
+    found = compiled(sm, *shapes)
+    kernels = {("infllm", "forward_kernel")} & {(shape, "forward_kernel") for shape in shapes}
+    kernels |= {(shape, kernel) for shape in shapes for kernel in ("block_scores_kernel", "top_n_kernel")}
+    assert {(kernel["shape"], kernel["kernel"]) for kernel in found} == kernels
+    for kernel in found:
+        assert kernel["wgmma"] == kernel["tma"] == (sm == 90 and kernel["kernel"] != "top_n_kernel"), kernel

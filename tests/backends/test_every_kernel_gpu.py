@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,22 @@ def test_every_kernel_of_choosing(width: str) -> None:
         call = make_choose_call((B, S, S_kv, 2, 4, Dk, Dv, Rule(n=4)), dtype, "cuda")
         check_forward_choice(choose_triton.forward, call, slack=1e-4)
         check_gradients(choose_triton.forward, choose_triton.backward, call)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_kernel_of_choosing_without_attention(width: str) -> None:
+    """A MiniMax indexer with one key for all groups, MoBA, InfLLM-v2: the same blocks by torch, but for scores that tie to 4 digits."""
+    Dk, _, dtype = WIDTHS[width]
+    for S, S_kv in ((200, 200), (40, 1200), (1, 700)):
+        q, k, _ = make_qkv(2, S, 2, 4, Dk, Dk, S_kv=S_kv, dtype=dtype, device="cuda")
+        for way in (
+            functools.partial(nsa_sel.choose_blocks, q[:, :, :, :1], k[:, :1], n=4),
+            functools.partial(nsa_sel.moba_selection, q, k, block_size=64, n=4),
+            functools.partial(nsa_sel.infllm_selection, q, k, n=4, local=2),
+        ):
+            mine, other = (way(backend=backend).block_indices for backend in ("choose-triton", "choose-torch"))
+            assert float((mine == other).all(-1).float().mean()) >= 0.97
+            assert torch.equal((mine >= 0).sum(-1), (other >= 0).sum(-1))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

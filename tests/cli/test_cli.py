@@ -104,7 +104,7 @@ class TestExplain:
         ]
         expected = {"B": 2, "S": 1, "S_kv": 512, "G": 3, "h": 5, "Dk": 24, "Dv": 40, "n": 7, "block_size": None}
         expected |= {"max_length": 99, "dtype": "float32", "needs_grad": True, "aligned": True, "sharing": None, "page_size": 16}
-        expected |= {"kind": "attend", "compress": None}
+        expected |= {"kind": "attend", "compress": None, "pool": None}
         assert request == expected
         assert "at most 99 keys a row (L)" in invoke("explain", "--L", 99).output
 
