@@ -21,6 +21,7 @@ import nsa_sel
 from nsa_sel.attention import selection_attention
 from nsa_sel.cli import bench_door
 from nsa_sel.cli import doctor as examination
+from nsa_sel.cli.choices import Choice, choice
 from nsa_sel.cli.output import output_file, output_folder, printable
 from nsa_sel.cli.tensor_file import read_problem, write_result
 from nsa_sel.core.decide import explain_request
@@ -92,6 +93,7 @@ def explain(
     dtype: Annotated[Dtype, typer.Option(help="Of q, k, v.")] = Dtype.bfloat16,
     needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="Whether gradients are needed.")] = _EXAMPLE.needs_grad,
     page_size: Annotated[int | None, typer.Option(min=1, help="Keys a page, of a paged KV cache.")] = None,
+    choose: Annotated[Choice | None, typer.Option(help="Explain the choice of n blocks instead, by this way and its own sizes.")] = None,
     device: Annotated[
         str, typer.Option(help=f"auto, cpu, cuda (those of this machine), {', '.join(GPUS)}, or a compute capability like sm89.")
     ] = "auto",
@@ -112,6 +114,7 @@ def explain(
             B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=n, block_size=block_size or None, max_length=max_length,
             dtype=dtype.value, needs_grad=needs_grad, page_size=page_size,
         )  # fmt: skip
+        request = request if choose is None else choice(request, choose)
         decision = explain_request(request, _device_facts(device), backend)
         _print(decision.to_json() if as_json else describe(decision))
         message = refusal(decision)

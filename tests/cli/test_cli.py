@@ -108,6 +108,27 @@ class TestExplain:
         assert request == expected
         assert "at most 99 keys a row (L)" in invoke("explain", "--L", 99).output
 
+    @pytest.mark.parametrize(
+        ("way", "expected"),
+        [
+            ("nsa", {"compress": [32, 16], "pool": None, "G": 4, "h": 16, "Dv": 128}),
+            ("minimax", {"compress": [1, 1], "pool": ["logits", "sum", "max"], "G": 4, "h": 1, "Dv": 0}),
+            ("moba", {"compress": [64, 64], "pool": ["logits", "sum", "max"], "G": 64, "h": 1, "Dv": 0}),
+            ("infllm", {"compress": [32, 16], "pool": ["weights", "sum", "max"], "G": 4, "h": 16, "Dv": 0}),
+        ],
+    )
+    def test_a_choice_of_blocks(self, way: str, expected: dict[str, Any]) -> None:
+        decision = ask("explain", "--choose", way, "--device", "h200")
+        assert {name: decision["request"][name] for name in expected} == expected
+        assert (decision["request"]["kind"], decision["forward"], decision["rule"]) == (
+            "choose", "choose-triton", "first of the preference (built-in)",
+        )  # fmt: skip
+        assert Decision.from_json(json.dumps(decision)).replay() == ()
+
+    def test_a_choice_that_is_none(self) -> None:
+        assert "keys of a block" in refused("explain", "--choose", "moba", "--block-size", 0)
+        assert "its choice has no gradient" in refused("explain", "--choose", "infllm", "--needs-grad")
+
     def test_max_length_follows_from_the_shape(self) -> None:
         assert ask("explain", "--n", 4, "--block-size", 32)["request"]["max_length"] == 128
         assert ask("explain", "--S", 16, "--S-kv", 100)["request"]["max_length"] == 128  # the class of S_kv = 100
