@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from nsa_sel.backends import choose_torch, choose_triton
+from nsa_sel.backends._triton.block_scores import block_scores
 from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
 from tests.helpers.choose_cases import make_choose_call
 from tests.helpers.choosing_reference import assert_chosen, best, pooled_scores
@@ -49,24 +51,53 @@ def make(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **c
     return make_choose_call((B, S, S_kv, G, h, Dk, Dk, rule), dtype, device, **{"pool": pool, **changed})
 
 
-def chosen(backend: str, call: ChooseCall) -> torch.Tensor:
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def chosen(backend: str, call: ChooseCall) -> Tensor:
     """In new memory that holds NaN."""
     module = BACKENDS[backend]
     with new_memory_is_nan():
         return module.best_blocks(call, module.log_sum_exp(call) if call.pool.softmax else None)
 
 
-def check(backend: str, call: ChooseCall, slack: float = 0.0) -> None:
-    rule, positions = call.rule, call.positions().cpu()
-    kind, heads, reduce = call.pool.words()
-    scores = pooled_scores(
-        call.q, call.k, positions, S_kv=call.blocks * rule.block_size, block_size=rule.block_size, compress_block=rule.compress_block,
-        compress_stride=rule.compress_stride, reduce=reduce, heads=heads, softmax=kind == "weights", scale=call.scale,
+def reference(call: ChooseCall, lse: Tensor | None = None) -> Tensor:
+    """Scores [B,S,G,blocks] in float64."""
+    rule, (kind, heads, reduce) = call.rule, call.pool.words()
+    return pooled_scores(
+        call.q, call.k, call.positions().cpu(), S_kv=call.blocks * rule.block_size, block_size=rule.block_size, scale=call.scale, lse=lse,
+        compress_block=rule.compress_block, compress_stride=rule.compress_stride, reduce=reduce, heads=heads, softmax=kind == "weights",
     )  # fmt: skip
+
+
+def check(backend: str, call: ChooseCall, slack: float = 0.0) -> None:
+    rule, positions, scores = call.rule, call.positions().cpu(), reference(call)
     expected = best(scores, positions, rule.block_size, rule.n, rule.first, rule.local)
     blocks = chosen(backend, call)
     assert blocks.dtype == torch.int32
     assert_chosen(blocks, scores, expected, slack)
+
+
+def scores_of(backend: str, call: ChooseCall, lse: Tensor | None) -> Tensor:
+    """[B,S,G,blocks]; the kernel writes visible blocks alone."""
+    if backend == "choose-torch":
+        return choose_torch.block_scores(call, lse).transpose(1, 2)
+    B, S, G = call.q.shape[:3]
+    scores = torch.full((B, S, G, call.blocks), math.nan, device=call.q.device)
+    block_scores(call, lse, scores, choose_triton.config_of(call, "choose/scores"))
+    return scores
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_are_those_of_the_reference(backend: str, case: str) -> None:
+    """Of all visible blocks, with a log-sum-exp of other keys: rows of -inf have weights of 0."""
+    call = make(case)
+    lse = randn(*call.q.shape[:-1]).where(randn(*call.q.shape[:3], 1) > -1, -math.inf) if call.pool.softmax else None
+    exact = reference(call, lse)
+    visible = (torch.arange(call.blocks) <= call.positions()[:, :, None, None] // call.rule.block_size).expand_as(exact)
+    torch.testing.assert_close(scores_of(backend, call, lse)[visible].double(), exact[visible], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
