@@ -80,6 +80,7 @@ class NSAttention(nn.Module):
             raise ArgumentError("head_dim", head_dim, "an even number with rotary positions", "pass an even one, or rotary=False")
         self.width, self.groups, self.heads, self.head_dim, self.value_dim = width, groups, heads, head_dim, value_dim
         self.window, self.compression, self.backend = window, compression, backend
+        self.context: Any = None  # where ranks hold slices of the sequence: set by nsa_sel.distributed.context_parallel
         self.rotary: Rotary | None = rotate if rotary is True else rotary or None
         options: Any = {"device": device, "dtype": dtype}
         self.q = nn.Linear(width, groups * heads * head_dim, bias, **options)
@@ -100,7 +101,8 @@ class NSAttention(nn.Module):
 
         Args:
             x: [B,S,width].
-            positions: [S] or [B,S] int32 or int64 for the rotary positions, by default 0 to S - 1. They do not change who sees whom.
+            positions: [S] or [B,S] int32 or int64 for the rotary positions, by default 0 to S - 1, with context
+                parallelism those in the whole sequence. They do not change who sees whom.
 
         Returns:
             [B,S,width].
@@ -119,10 +121,12 @@ class NSAttention(nn.Module):
         k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = self.kv(x).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)  # [B,S,G,D] each
         gates = self.gate(x).sigmoid().unflatten(-1, (-1, self.heads, 3))
         q_cmp, (q, k_slc, k_win) = q, self._rotated((q, k_slc, k_win), positions)
-        o = nsa_attention(
-            q, self.compress_k(k_cmp), self.compress_v(v_cmp), k_slc.transpose(1, 2), v_slc.transpose(1, 2), k_win.transpose(1, 2),
-            v_win.transpose(1, 2), gates, q_cmp=q_cmp, window=self.window, backend=self.backend, **self.rule._asdict(),
-        )  # fmt: skip
+        others = *(y.transpose(1, 2) for y in (k_slc, v_slc, k_win, v_win)), gates
+        if self.context is None:
+            options: Any = {"window": self.window, "backend": self.backend, **self.rule._asdict()}
+            o = nsa_attention(q, self.compress_k(k_cmp), self.compress_v(v_cmp), *others, q_cmp=q_cmp, **options)
+        else:
+            o = self.context.attend(self, q, k_cmp, v_cmp, *others, q_cmp=q_cmp)
         return self.out(o.flatten(2))  # type: ignore[no-any-return]
 
     def _rotated(self, tensors: tuple[Tensor, ...], positions: Tensor | None) -> tuple[Tensor, ...]:
@@ -131,7 +135,7 @@ class NSAttention(nn.Module):
             return tensors
         (B, S), device = tensors[0].shape[:2], tensors[0].device
         if positions is None:
-            positions = torch.arange(S, device=device)
+            positions = torch.arange(S, device=device) if self.context is None else self.context.positions(S, device)
         else:
             try:
                 as_positions(positions, B, S, device)

@@ -72,7 +72,7 @@ def nsa_attention(
     q, k_slc, v_slc = transforms.in_autocast_dtype(q, k_slc, v_slc)
     q_cmp, k_cmp, v_cmp = transforms.in_autocast_dtype(q if own else q_cmp, k_cmp, v_cmp)
     _, k_win, v_win = transforms.in_autocast_dtype(q, k_win, v_win)
-    _check(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)
+    check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)
     scale = check_scale(scale, q.shape[4])
     compressed, selection = compressed_attention(
         q_cmp, k_cmp, v_cmp, compress_block=compress_block, compress_stride=compress_stride, block_size=block_size, n=n, first=first,
@@ -83,7 +83,7 @@ def nsa_attention(
     return gated_sum(compressed, selected, near, gates)
 
 
-def _check(
+def check_branches(
     q: Tensor, q_cmp: Tensor, values: tuple[Tensor, Tensor, Tensor], keys: tuple[Tensor, Tensor], gates: Tensor, window: int
 ) -> None:  # fmt: skip
     """What `compressed_attention`, which checks its own arguments before any kernel runs, does not see."""

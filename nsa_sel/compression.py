@@ -6,8 +6,11 @@ compress_stride, each piece once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu, linear
 
 
 def split(x: Tensor, stride: int) -> Tensor:
@@ -45,6 +48,7 @@ class BlockMLP(nn.Module):
         self.inside = nn.Parameter(torch.zeros(compress_block, dim, device=device, dtype=dtype))
         self.first = nn.Linear(compress_block * dim, 2 * dim, device=device, dtype=dtype)
         self.second = nn.Linear(2 * dim, dim, device=device, dtype=dtype)
+        self.of_rank: Callable[[Tensor], Tensor] | None = None  # of a parameter: set by nsa_sel.distributed.tensor_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,G,C,D] of x [B,S,G,D].
@@ -55,12 +59,17 @@ class BlockMLP(nn.Module):
         """
         pieces = split(x, self.stride).permute(0, 3, 1, 2, 4).flatten(3)  # [B,G,pieces,stride*D]
         C = blocks_of(pieces.shape[2], self.r)
-        matrices = self.first.weight.view(2 * self.dim * self.r, self.stride * self.dim)
-        products = nn.functional.linear(pieces, matrices).view(*pieces.shape[:3], 2 * self.dim, self.r)
-        hidden = self.first(self.inside.flatten())
+        inside, *first, second, bias = self._weights()
+        matrices = first[0].view(2 * self.dim * self.r, self.stride * self.dim)
+        products = linear(pieces, matrices).view(*pieces.shape[:3], 2 * self.dim, self.r)
+        hidden = linear(inside.flatten(), *first)
         for j in range(self.r):
             hidden = hidden + products[:, :, j : j + C, :, j]
-        return self.second(nn.functional.gelu(hidden))  # type: ignore[no-any-return]
+        return linear(gelu(hidden), second, bias)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        weights = self.inside, self.first.weight, self.first.bias, self.second.weight, self.second.bias
+        return weights if self.of_rank is None else tuple(map(self.of_rank, weights))
 
     def extra_repr(self) -> str:
         return f"compress_block={self.r * self.stride}, compress_stride={self.stride}"

@@ -88,14 +88,19 @@ def context_parallel_attention(
     q, k, v = transforms.materialized(q, k, v)
     group = group_of(group, "context_parallel_attention")
     begin_call(group)
-    if exchange not in get_args(cost.Choice):
-        raise ArgumentError("exchange", shown(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
+    check_exchange(exchange)
     decode = isinstance(q, Tensor) and q.dim() == 4
     q, k, v = transforms.in_autocast_dtype(q, k, v)
     o, lse = _attend(_checked(q, k, v, selection, q_pos, scale, group), exchange, count_blocks, backend)
     if decode:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o
+
+
+def check_exchange(exchange: str) -> None:
+    """ArgumentError unless such an exchange exists."""
+    if exchange not in get_args(cost.Choice):
+        raise ArgumentError("exchange", shown(exchange), ", ".join(get_args(cost.Choice)), "pass one of these names")
 
 
 class _Slice(NamedTuple):

@@ -210,9 +210,10 @@ def test_doors_import_no_other_door() -> None:
     doors = ("attention", "varlen", "serving", "layer", "compat", "distributed", "settings.warmup")
     for name, file in modules():
         door = next((door for door in doors if name == door or name.startswith(f"{door}.")), None)
-        others = tuple(f"nsa_sel.{other}" for other in doors if other != door)
+        others = tuple(f"nsa_sel.{other}." for other in doors if other != door)
         if door is not None:
-            assert not [target for target in imports(ast.parse(file.read_text()).body, lazy=True) if target.startswith(others)], name
+            targets = imports(ast.parse(file.read_text()).body, lazy=True)
+            assert not [target for target in targets if f"{target}.".startswith(others)], name
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_choose"])

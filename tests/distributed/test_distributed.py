@@ -18,13 +18,25 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from nsa_sel import explain
+from nsa_sel import NSAttention, explain
 from nsa_sel.bench.questions import weak_scaling
-from nsa_sel.distributed import Exchange, agreement, check_ranks, context_parallel_attention, exchanged_bytes, rows_bytes
+from nsa_sel.core.choose_call import Rule
+from nsa_sel.distributed import (
+    Exchange,
+    agreement,
+    check_ranks,
+    context_parallel,
+    context_parallel_attention,
+    context_parallel_nsa_attention,
+    exchanged_bytes,
+    rows_bytes,
+)  # fmt: skip
 from nsa_sel.distributed.agreement import _rank_0_decision, _Report
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
 from nsa_sel.distributed.exchange_blocks import chosen
+from nsa_sel.distributed.exchange_near import Reach
 from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpacked
+from nsa_sel.distributed.layer_slice import own_compressed_keys
 from nsa_sel.errors import BackendError, NsaSelError
 from nsa_sel.selection import Selection
 from tests.helpers.cases import make_blocks, make_qkv
@@ -43,9 +55,9 @@ def environment(**more: str) -> dict[str, str]:
 
 def assert_passed(folder: Path, ranks: int, output: str, end: bool = False) -> None:
     """Every rank wrote that it passed all checks."""
-    from tests.helpers.distributed_checks import CHECKS, ENDS
+    from tests.helpers.distributed_checks import CHECKS_OF, ENDS
 
-    checks = (ENDS["cpu"],) if end else CHECKS
+    checks = (ENDS["cpu"],) if end else CHECKS_OF[ranks]
     written = {file.name: json.loads(file.read_text()) for file in folder.glob("rank*.json")}
     failed = [f"{name}, {check}:\n{text}" for name, found in sorted(written.items()) for check, text in found.items() if text != "passed"]
     assert not failed, "\n".join(failed)
@@ -71,6 +83,12 @@ def run(command: list[str], log: Path, **more: str) -> str:
 def test_two_cpu_ranks_pass_all_checks(tmp_path: Path) -> None:
     output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
     assert_passed(tmp_path, 2, output)
+
+
+def test_three_cpu_ranks_pass_the_checks_of_the_layer(tmp_path: Path) -> None:
+    where = {"RANKS_MEET_IN": str(tmp_path / "store"), "WORLD_SIZE": "3"}
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", **where)
+    assert_passed(tmp_path, 3, output)
 
 
 def test_a_rank_that_waits_for_a_dead_one_raises(tmp_path: Path) -> None:
@@ -105,6 +123,10 @@ def test_calls_outside_a_job_are_refused() -> None:
         context_parallel_attention(q, k, v, make_blocks(1, 16, 1, 16, 1, 16))
     with pytest.raises(NsaSelError, match="check_ranks is called outside a distributed job"):
         check_ranks()
+    with pytest.raises(NsaSelError, match="context_parallel is called outside a distributed job"):
+        context_parallel(NSAttention(8, 1, 1, 4))
+    with pytest.raises(NsaSelError, match="context_parallel_nsa_attention is called outside a distributed job"):
+        context_parallel_nsa_attention(*[torch.zeros(1)] * 8)
 
 
 def test_the_host_does_not_wait_for_a_gpu_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +158,24 @@ def test_compiled_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa_sel.core.transforms.is_compiling", lambda: True)
     with pytest.raises(BackendError, match=r"Remedy: call it in a function under torch\.compiler\.disable"):
         context_parallel_attention(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16))
+    with pytest.raises(BackendError, match=r"context_parallel_nsa_attention is called in a function that torch\.compile traces"):
+        context_parallel_nsa_attention(*[torch.zeros(1)] * 8)
+
+
+def test_ranks_send_what_others_reach() -> None:
+    """Slices of 4 keys on four ranks: rank 2 holds 8 to 11, and wants up to 5 before them and 1 after."""
+    reach = Reach(4, 4, before=5, after=1)
+    assert [reach.wanted(rank) for rank in range(4)] == [range(5), range(9), range(3, 13), range(7, 16)]
+    assert [reach.part(2, owner) for owner in range(4)] == [slice(3, 4), slice(0, 4), slice(0, 4), slice(0, 1)]
+    assert [reach.part(0, owner) for owner in range(4)] == [slice(0, 4), slice(0, 1), slice(0, 0), slice(0, 0)]
+
+
+def test_compressed_keys_belong_to_the_slice_that_they_begin_in() -> None:
+    """48 keys, of which 8 every 4 are compressed: 11, three for each slice of 12 keys, and two for the last."""
+    assert [own_compressed_keys(Rule(8, 4), 12, rank, 4) for rank in range(4)] == [3, 3, 3, 2]
+    assert [own_compressed_keys(Rule(40, 4, 40), 12, rank, 4) for rank in range(4)] == [3, 0, 0, 0]
+    assert [own_compressed_keys(Rule(32, 4, 32), 12, rank, 4) for rank in range(4)] == [3, 2, 0, 0]
+    assert own_compressed_keys(Rule(), 16, 0, 1) == 0
 
 
 def test_a_choice_that_another_rank_refuses_raises() -> None:

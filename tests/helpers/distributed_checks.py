@@ -1,4 +1,4 @@
-"""Checks of several ranks, as a program for torchrun; without it, it forks into two ranks, with the file RANKS_MEET_IN as their store.
+"""Checks of several ranks, as a program for torchrun; else it forks into WORLD_SIZE (2) ranks, with the file RANKS_MEET_IN as their store.
 
 `torchrun --standalone --nproc-per-node 2 -m tests.helpers.distributed_checks cuda` runs it through NCCL, `cpu` through gloo. The first
 failure ends a rank, since others wait for it. The second argument is a folder for each rank's results; the third is "end" for the check
@@ -29,6 +29,7 @@ from nsa_sel.bench.questions import weak_scaling
 from nsa_sel.distributed import agreement, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError
 from tests.helpers import distributed_agreement as calls
+from tests.helpers import distributed_layer as layers
 from tests.helpers import distributed_models as models
 from tests.helpers.cases import assert_forward, assert_gradients, make_grads, make_spans
 from tests.helpers.paths import ROOT
@@ -295,9 +296,13 @@ CHECKS: tuple[Callable[[], None], ...] = (
     models.fsdp_trains_as_one_rank,
     models.fsdp_over_slices_of_the_sequence_trains_as_one_rank,
     models.tensor_parallel_trains_as_one_rank,
+    *layers.TWO_RANKS,
     the_document_runs,
     scaling_is_measured,
 )
+
+
+CHECKS_OF = {2: CHECKS, 3: layers.THREE_RANKS}  # by the number of ranks
 
 
 def become_ranks(number: int) -> None:
@@ -311,8 +316,9 @@ def become_ranks(number: int) -> None:
 
 def main() -> None:
     """Join the job, run every check, and write the results."""
+    number = int(os.environ.get("WORLD_SIZE", 2))
     if "RANK" not in os.environ:
-        become_ranks(2)
+        become_ranks(number)
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
@@ -320,11 +326,11 @@ def main() -> None:
     agreement.SECONDS = 1200.0  # ranks may wait long on a busy machine
     how = {"timeout": datetime.timedelta(seconds=1200)}
     store = os.environ.get("RANKS_MEET_IN")
-    where = {"init_method": f"file://{store}", "rank": int(os.environ["RANK"]), "world_size": 2} if store else {}
+    where = {"init_method": f"file://{store}", "rank": int(os.environ["RANK"]), "world_size": number} if store else {}
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", **how, **where)
     results: dict[str, str] = {}
     word = sys.argv[3] if len(sys.argv) > 3 else ""
-    for check in (ENDS[DEVICE],) if word == "end" else [check for check in CHECKS if word in check.__name__]:
+    for check in (ENDS[DEVICE],) if word == "end" else [check for check in CHECKS_OF.get(number, CHECKS) if word in check.__name__]:
         began = time.monotonic()
         try:
             check()
@@ -345,8 +351,10 @@ def main() -> None:
     if word == "end":
         os._exit(0)
     dist.destroy_process_group()
-    if os.environ["RANK"] == "0" and store:
-        os.wait()
+    if store:
+        for _ in range(1, number if os.environ["RANK"] == "0" else 1):
+            os.wait()
+        os._exit(0)  # ending the interpreter takes seconds
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""One rank's slice of a layer's call: its tensors and options, checked, and agreed on with the other ranks before anything is exchanged."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from nsa_sel.branches import check_branches
+from nsa_sel.core import transforms
+from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.check_choose import check_choose
+from nsa_sel.core.choose import request_of
+from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.facts import device_info
+from nsa_sel.distributed import cost
+from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
+from nsa_sel.distributed.context import check_exchange
+from nsa_sel.errors import ArgumentError
+
+NAME = "context_parallel_nsa_attention"
+
+
+class Tensors(NamedTuple):
+    """This rank's rows q [B,S,G,h,Dk], keys [B,G,S,Dk] and values [B,G,S,Dv] of the branches, and gates [B,S,G,h,3]."""
+
+    q: Tensor
+    q_cmp: Tensor
+    k_cmp: Tensor  # [B,G,C,Dk], or all S of them before compression
+    v_cmp: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor
+
+
+class Options(NamedTuple):
+    """The same on all ranks."""
+
+    rule: Rule
+    window: int
+    scale: float | None
+    backend: str | None
+    exchange: cost.Choice
+
+
+class Slice(NamedTuple):
+    """A checked call."""
+
+    tensors: Tensors
+    options: Options
+    agreed: Agreed
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.agreed.group
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def S(self) -> int:
+        """Rows and keys of a slice."""
+        return self.tensors.q.shape[1]
+
+
+def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> Slice:
+    """Check this rank's arguments, and agree with the other ranks.
+
+    Args:
+        given: dense tensors of any sizes.
+        options: a scale of None becomes the default one.
+        group: process group or DeviceMesh of one dimension, None: all ranks.
+        compressed: whether k_cmp and v_cmp are.
+
+    Raises:
+        ArgumentError, BackendError, NsaSelError: as `context_parallel_nsa_attention`.
+    """
+    check_tensors(**given._asdict())
+    transforms.check_eager(NAME, *given)
+    group = group_of(group, NAME)
+    begin_call(group)
+    check_exchange(options.exchange)
+    given = _in_autocast_dtype(given)
+    q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = given
+    check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, options.window)
+    S, ranks = q.shape[1], dist.get_world_size(group)
+    _check_sizes(S, k_slc.shape[2], options.rule)
+    own = own_compressed_keys(options.rule, S, dist.get_rank(group), ranks) if compressed else S
+    if k_cmp.dim() == 4 and k_cmp.shape[2] != own:
+        allowed = f"{own}: those that begin in this rank's {S} keys, and end in the sequence"
+        raise ArgumentError("k_cmp", f"of {k_cmp.shape[2]} compressed keys", allowed, "compress them with the first keys of the next rank")
+    k_all, v_all = (_of_all_ranks(x, options.rule.compressed_keys(ranks * S)) for x in (k_cmp, v_cmp))
+    _, S_kv, scale, _ = check_choose(q_cmp, k_all, v_all, options.rule, options.scale, None, ranks * S, fake=False)
+    options = options._replace(scale=scale)
+    grads = [name for name, x in given._asdict().items() if x.requires_grad and torch.is_grad_enabled()]
+    request = msgspec.structs.replace(request_of(q_cmp, k_all, v_all, options.rule, S_kv, bool(grads)), aligned=True)
+    facts = {"window": options.window, "scale": scale, "exchange": options.exchange, "compressed": compressed, "grads": ", ".join(grads)}
+    forced = {"first": options.rule.first, "local": options.rule.local}
+    return Slice(given, options, agree(request, device_info(q.device), group, None, q.device, **facts, **forced))
+
+
+def own_compressed_keys(rule: Rule, S: int, rank: int, ranks: int) -> int:
+    """Compressed keys that begin in a rank's slice of S keys, a multiple of the stride."""
+    each = S // rule.compress_stride
+    return min(each, max(0, rule.compressed_keys(ranks * S) - rank * each))
+
+
+def _in_autocast_dtype(given: Tensors) -> Tensors:
+    q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = given
+    own = q_cmp is q
+    q, k_slc, v_slc = transforms.in_autocast_dtype(q, k_slc, v_slc)
+    q_cmp, k_cmp, v_cmp = transforms.in_autocast_dtype(q if own else q_cmp, k_cmp, v_cmp)
+    _, k_win, v_win = transforms.in_autocast_dtype(q, k_win, v_win)
+    return Tensors(q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+
+
+def _check_sizes(S: int, keys: int, rule: Rule) -> None:
+    if keys != S:
+        raise ArgumentError("k_slc", f"of {keys} positions", f"q's {S} rows", "pass rows and keys of the same slice of the sequence")
+    if not S or S % rule.compress_stride:
+        allowed = f"a multiple of compress_stride = {rule.compress_stride} on each rank"
+        raise ArgumentError("q", f"of S = {S} rows", allowed, "pad the sequence, so that all ranks' slices are of one such length")
+
+
+def _of_all_ranks(x: Tensor, keys: int) -> Tensor:
+    """A view as large as all ranks' compressed keys, to check sizes; anything but a 4-d tensor is returned as it is."""
+    return x if x.dim() != 4 else x.new_empty(1, 1, 1, x.shape[3]).expand(*x.shape[:2], keys, -1)

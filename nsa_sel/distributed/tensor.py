@@ -1,0 +1,68 @@
+"""Tensor parallelism of `NSAttention`: each rank holds the projections of its KV groups, and runs the layer's attention for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from nsa_sel.attention_layer import NSAttention
+from nsa_sel.compression import BlockMLP
+from nsa_sel.errors import ArgumentError
+
+
+def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
+    """Split every `NSAttention` of a model by KV groups over the ranks of a mesh.
+
+    `q`, `kv` and `gate` are split by rows, which are ordered by groups first (ColwiseParallel), `out` by columns (RowwiseParallel): each
+    layer takes equal hidden states on all ranks and returns equal ones, after one all-reduce. Every rank holds the compression MLP in full
+    and applies it to its own groups; the backward pass adds its gradients over ranks. All parameters become DTensors. FSDP2 may follow.
+
+    Args:
+        model: changed in place; the names of parameters stay.
+        mesh: DeviceMesh of one dimension; its size divides the number of groups.
+
+    Returns:
+        model.
+
+    Raises:
+        ArgumentError: the model has no `NSAttention`, or one whose groups the ranks do not divide.
+    """
+    layers = layers_of(model)
+    for layer in layers:
+        if layer.groups % mesh.size():
+            allowed = f"a divisor of groups = {layer.groups}"
+            raise ArgumentError(
+                "mesh", f"of {mesh.size()} ranks", allowed, "use fewer ranks, and split the batch or the sequence over the rest"
+            )
+    for layer in layers:
+        _split(layer, mesh)
+    return model
+
+
+def layers_of(model: nn.Module) -> list[NSAttention]:
+    """The layers of a model, itself included; ArgumentError if there is none."""
+    layers = [module for module in model.modules() if isinstance(module, NSAttention)]
+    if not layers:
+        raise ArgumentError("model", f"a {type(model).__name__}", "one with NSAttention layers", "pass a model that has them, or a layer")
+    return layers
+
+
+def _split(layer: NSAttention, mesh: Any) -> None:
+    from torch.distributed.tensor import distribute_module  # its import takes 0.5 s
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    by_groups = {name: ColwiseParallel() for name in ("q", "kv", "gate")}
+    parallelize_module(layer, mesh, {**by_groups, "out": RowwiseParallel()})
+    for compress in (layer.compress_k, layer.compress_v):
+        if isinstance(compress, BlockMLP):
+            distribute_module(compress, mesh)  # a replica on each rank
+            compress.of_rank = _replica
+
+
+def _replica(parameter: Any) -> Tensor:
+    """The plain tensor of a replicated DTensor; its gradient is a part of the parameter's, and is added over ranks."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    replica: Tensor = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return replica

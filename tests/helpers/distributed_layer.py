@@ -1,0 +1,245 @@
+"""Checks of NSA's whole layer on several ranks: context parallelism, FSDP2, tensor parallelism; run by distributed_checks.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from nsa_sel import NSAttention, nsa_attention
+from nsa_sel.distributed import check_ranks, context_parallel, context_parallel_nsa_attention, tensor_parallel
+from nsa_sel.errors import ArgumentError, NsaSelError
+from tests.helpers.cases import assert_within_twice_baseline
+from tests.helpers.ranks import DEVICE, mine, rank, ranks
+
+WIDTH, B = 12, 2
+SMALL: dict[str, Any] = {"window": 12, "compress_block": 8, "compress_stride": 4, "block_size": 16, "n": 3}
+SLICES: dict[int, dict[str, Any]] = {  # rows of a rank -> options
+    32: SMALL,
+    16: {**SMALL, "compression": "mean", "rotary": False},
+    8: {**SMALL, "window": 20, "compress_block": 16},  # two ranks before a slice are in its windows, two after it in its compressed keys
+    4: {**SMALL, "window": 11, "compress_block": 16},  # the last slices begin no compressed key
+}
+ROW_TENSORS = ("q", "q_cmp", "gates")
+KEY_TENSORS = ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
+
+
+def layer_of(options: dict[str, Any] = SMALL, dtype: torch.dtype = torch.float64) -> NSAttention:
+    """The same random parameters on all ranks."""
+    torch.manual_seed(0)
+    layer = NSAttention(WIDTH, 2, 2, 4, 6, backend="sdpa-packed", dtype=dtype, **options).to(DEVICE)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def hidden(S: int, batch: int = B, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(batch, S, WIDTH, generator=torch.Generator().manual_seed(1), dtype=dtype).to(DEVICE).requires_grad_()
+
+
+def weighted(o: Tensor) -> Tensor:
+    """A loss for whole outputs whose gradients differ in every element."""
+    return o * torch.randn(o.shape, generator=torch.Generator().manual_seed(2), dtype=o.dtype).to(o.device)
+
+
+def gradients(layer: nn.Module) -> dict[str, Tensor]:
+    """In full, on every rank; a parameter that nothing depends on has zeros."""
+    found = {}
+    for name, parameter in layer.named_parameters():
+        of = parameter if parameter.grad is None else parameter.grad
+        full = getattr(of, "full_tensor", of.clone)().detach()
+        found[name] = torch.zeros_like(full) if parameter.grad is None else full
+    return found
+
+
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, right in wanted.items():
+        torch.testing.assert_close(got[name], right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"d{name}: {text}")  # type: ignore[misc]
+
+
+# Context parallelism
+
+
+def sliced_layers_are_the_whole_layer() -> None:
+    """Outputs, dx, and the sum over ranks of the parameters' gradients, in float64."""
+    for S, options in SLICES.items():
+        whole, x = layer_of(options), hidden(S * ranks())
+        o = whole(x)
+        weighted(o).sum().backward()
+        for exchange in ("gather", "blocks", "rows") if S == 32 else ("auto",):
+            part = context_parallel(layer_of(options), exchange=exchange)
+            own = mine(x, 1)
+            got = part(own)
+            mine(weighted(got.new_ones(o.shape)), 1).mul(got).sum().backward()
+            torch.testing.assert_close(got, mine(o, 1), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(own.grad, mine(x.grad, 1), rtol=1e-10, atol=1e-10)
+            found = gradients(part)
+            for dx in found.values():
+                dist.all_reduce(dx)
+            assert_same(found, gradients(whole))
+
+
+def call_of(S: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Tensors of `nsa_attention` over S keys."""
+    G, h, Dk, Dv, generator = 2, 2, 4, 6, torch.Generator().manual_seed(3)
+    C = max(0, (S - options["compress_block"]) // options["compress_stride"] + 1)
+    sizes: dict[str, tuple[int, ...]] = {"q": (B, S, G, h, Dk), "q_cmp": (B, S, G, h, Dk), "gates": (B, S, G, h, 3)}
+    sizes |= {name: (B, G, C if name.endswith("cmp") else S, Dk if name[0] == "k" else Dv) for name in KEY_TENSORS}
+    return {
+        name: torch.randn(size, generator=generator, dtype=torch.float64).to(DEVICE, dtype).requires_grad_() for name, size in sizes.items()
+    }
+
+
+def sliced(tensors: dict[str, Tensor], S: int, stride: int) -> dict[str, Tensor]:
+    """This rank's slices of S rows."""
+    sizes = {name: (1, S) if name in ROW_TENSORS else (2, S // stride if name.endswith("cmp") else S) for name in tensors}
+    cut = {name: x.narrow(dim, min(rank() * size, x.shape[dim]), max(0, min(size, x.shape[dim] - rank() * size)))
+           for (name, x), (dim, size) in zip(tensors.items(), sizes.values(), strict=True)}  # fmt: skip
+    return {name: x.detach().clone().requires_grad_() for name, x in cut.items()}
+
+
+def with_gradients(attend: Callable[..., Tensor], tensors: dict[str, Tensor], weights: Tensor, **options: Any) -> dict[str, Tensor]:
+    o = attend(**tensors, **options, backend="sdpa-packed")
+    found = torch.autograd.grad(o, list(tensors.values()), weights.to(o.dtype), allow_unused=True)
+    grads = {name: torch.zeros_like(x) if dx is None else dx for (name, x), dx in zip(tensors.items(), found, strict=True)}
+    return {"o": o.detach(), **grads}
+
+
+def sliced_calls_lose_no_more_than_whole_ones() -> None:
+    """`context_parallel_nsa_attention` in float32, against float64, as `nsa_attention` of all rows; reruns are bit-equal."""
+    for S in (32, 8):
+        options = {name: size for name, size in SLICES[S].items() if name not in ("compression", "rotary")}
+        weights = weighted(torch.ones(B, S * ranks(), 2, 2, 6, dtype=torch.float64, device=DEVICE))
+        wanted = []
+        for dtype in (torch.float64, torch.float32):
+            of = with_gradients(nsa_attention, call_of(S * ranks(), dtype, options), weights, **options)
+            wanted.append({"o": mine(of.pop("o"), 1), **sliced(of, S, options["compress_stride"])})
+        given = sliced(call_of(S * ranks(), torch.float32, options), S, options["compress_stride"])
+        for exchange in ("gather", "rows"):
+            how = {**options, "exchange": exchange}
+            first, again = (with_gradients(context_parallel_nsa_attention, given, mine(weights, 1), **how) for _ in range(2))
+            assert all(torch.equal(first[name], again[name]) for name in first), "reruns differ"
+            for name, got in first.items():
+                assert_within_twice_baseline(got, wanted[0][name], wanted[1][name], name)
+
+
+def sliced_layers_in_autocast_and_checkpoints() -> None:
+    """The exchange is repeated in the backward pass, with equal bits; 16-bit keys are sent."""
+    layer, results = context_parallel(layer_of(dtype=torch.float32), init_device_mesh(DEVICE, (ranks(),))), []
+    for repeat in (False, True):
+        x = mine(hidden(16 * ranks(), dtype=torch.float32), 1)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            o = checkpoint(layer, x, use_reentrant=False) if repeat else layer(x)
+        layer.zero_grad()
+        o.float().square().sum().backward()
+        assert o.dtype == torch.bfloat16
+        results.append([o.detach(), x.grad, *gradients(layer).values()])
+    assert all(map(torch.equal, *results))
+
+
+def layers_take_slices_of_part_of_the_ranks() -> None:
+    """The last rank runs the layer alone meanwhile."""
+    first = dist.new_group(list(range(ranks() - 1)))
+    whole, x = layer_of(), hidden(16 * (ranks() - 1))
+    if rank() == ranks() - 1:
+        whole(x)
+        return
+    o = context_parallel(layer_of(), first)(x[:, 16 * rank() :][:, :16])
+    torch.testing.assert_close(o, whole(x)[:, 16 * rank() :][:, :16], rtol=1e-10, atol=1e-10)
+
+
+def wrong_slices_are_refused() -> None:
+    layer = context_parallel(layer_of())
+    for S, words in ((6, "q is of S = 6 rows; allowed: a multiple of compress_stride = 4"), (0, "q is of S = 0 rows")):
+        with pytest.raises(ArgumentError, match=words):
+            layer(hidden(S))
+    options = {name: size for name, size in SMALL.items() if name != "n"}
+    tensors = sliced(call_of(16 * ranks(), torch.float32, options), 16, 4)
+    with pytest.raises(ArgumentError, match=r"k_cmp is of \d compressed keys; allowed: \d: those that begin in this rank's 16 keys"):
+        context_parallel_nsa_attention(**{**tensors, "k_cmp": tensors["k_slc"][:, :, :8]}, **options)
+    with pytest.raises(ArgumentError, match="k_slc is of 16 positions; allowed: q's 8 rows"):
+        context_parallel_nsa_attention(**{**tensors, **{name: tensors[name][:, :8] for name in ROW_TENSORS}}, **options)
+    with pytest.raises(ArgumentError, match="exchange is 'all'"):
+        context_parallel(layer_of(), exchange="all")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="model is a Linear; allowed: one with NSAttention layers"):
+        context_parallel(nn.Linear(2, 2))
+    check_ranks()
+    other = context_parallel(layer_of({**SMALL, "window": 12 + rank()}))
+    with pytest.raises(NsaSelError, match="window is 13 there, 12 on rank 0"):
+        other(hidden(16))
+    other = context_parallel(layer_of())
+    with pytest.raises(NsaSelError, match=r"grads is '.*q_cmp.*' there, '' on rank 0"), torch.set_grad_enabled(rank() > 0):
+        other(hidden(16))
+
+
+# FSDP2 and tensor parallelism
+
+
+def sharded_layers_are_the_whole_layer() -> None:
+    """FSDP2 over ranks that hold sequences, or slices of them: gradients of the mean of their losses."""
+    for by_slices in (False, True):
+        whole, x = layer_of(), hidden(16 * ranks(), batch=2 * ranks())
+        o = whole(x)
+        weighted(o).sum().div(ranks()).backward()
+        part = layer_of()
+        part = fully_shard(context_parallel(part) if by_slices else part, mesh=init_device_mesh(DEVICE, (ranks(),)))
+        own = mine(x, int(by_slices))
+        got = part(own)
+        mine(weighted(torch.ones_like(o)), int(by_slices)).mul(got).sum().backward()
+        torch.testing.assert_close(got, mine(o, int(by_slices)), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(own.grad, ranks() * mine(x.grad, int(by_slices)), rtol=1e-10, atol=1e-10)
+        assert_same(gradients(part), gradients(whole))
+
+
+def split_layers_are_the_whole_layer() -> None:
+    """Tensor parallelism by groups, alone and below FSDP2; an optimizer's steps keep the layer whole."""
+    both = init_device_mesh(DEVICE, (1, ranks()), mesh_dim_names=("dp", "tp"))
+    for options, sharded in ((SMALL, False), (SLICES[16], False), (SMALL, True)):
+        whole, part, x = layer_of(options), tensor_parallel(layer_of(options), both["tp"]), hidden(19)
+        part = fully_shard(part, mesh=both["dp"]) if sharded else part
+        optimizers = [torch.optim.AdamW(layer.parameters(), foreach=True, eps=1.0) for layer in (whole, part)]
+        for _ in range(2):
+            results = []
+            for layer, optimizer in zip((whole, part), optimizers, strict=True):
+                optimizer.zero_grad()
+                own = x.detach().requires_grad_()
+                o = layer(own)
+                weighted(o).sum().backward()
+                nn.utils.clip_grad_norm_(layer.parameters(), 10.0)
+                results.append({"o": o.detach(), "x": own.grad, **gradients(layer)})
+                optimizer.step()
+            assert_same(results[1], results[0])
+        assert part.kv.weight.to_local().shape[0] == whole.kv.weight.shape[0] // ranks()
+        assert set(part.state_dict()) == set(whole.state_dict())
+
+
+def groups_that_ranks_do_not_divide_are_refused() -> None:
+    torch.manual_seed(0)
+    layer = NSAttention(WIDTH, 3, 1, 4)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ArgumentError, match=r"mesh is of 2 ranks; allowed: a divisor of groups = 3"):
+        tensor_parallel(layer, init_device_mesh(DEVICE, (ranks(),)))
+    assert all(torch.equal(x, before[name]) for name, x in layer.state_dict().items())
+
+
+SLICED = (
+    sliced_layers_are_the_whole_layer,
+    sliced_calls_lose_no_more_than_whole_ones,
+    sliced_layers_in_autocast_and_checkpoints,
+)
+THREE_RANKS = (*SLICED, layers_take_slices_of_part_of_the_ranks)
+TWO_RANKS = (
+    *SLICED,
+    wrong_slices_are_refused,
+    sharded_layers_are_the_whole_layer,
+    split_layers_are_the_whole_layer,
+    groups_that_ranks_do_not_divide_are_refused,
+)
