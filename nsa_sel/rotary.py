@@ -25,18 +25,31 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
         As x; computed in float32 (float64 for float64), in one pass on a GPU. Autograd saves the positions alone.
     """
     if transforms.traces(x, positions):  # a compiler fuses it
-        return _rotated(x, *_angles(x, positions, base), False)
+        cos, sin = _table(positions, x.shape[-1] // 2, base, torch.promote_types(x.dtype, torch.float32))
+        return _rotated(x, cos, sin, False)
     rotated: Tensor = _Rotate.apply(x, positions, base, False)  # type: ignore[no-untyped-call]
     return rotated
 
 
 def _angles(x: Tensor, positions: Tensor, base: float) -> tuple[Tensor, Tensor]:
     """cos and sin [1 or B,S,D/2]."""
-    half = x.shape[-1] // 2
-    wide = torch.promote_types(x.dtype, torch.float32)
-    angle = positions.to(wide).unsqueeze(-1) / base ** (torch.arange(half, device=x.device, dtype=wide) / half)
+    return _cos_and_sin(positions, x.shape[-1] // 2, base, torch.promote_types(x.dtype, torch.float32))
+
+
+def _cos_and_sin(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = positions.to(dtype).unsqueeze(-1) / base ** (torch.arange(half, device=positions.device, dtype=dtype) / half)
     angle = angle if angle.dim() == 3 else angle.unsqueeze(0)
     return angle.cos(), angle.sin()
+
+
+# An op, so that a compiler makes one table for all tensors and layers. It would fuse cosines into every rotation: one for each number.
+_table = torch.library.custom_op("nsa_sel::rotary_table", _cos_and_sin, mutates_args=())
+
+
+@_table.register_fake
+def _(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, half) if positions.dim() == 2 else (1, *positions.shape, half)
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import NSAttention, attention_layer, nsa_attention
+from nsa_sel import NSAttention, attention_layer, nsa_attention, rotary
 from nsa_sel.backends._triton import rotate as rotate_kernel
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError
@@ -235,6 +235,47 @@ def test_a_compiled_layer_is_one_graph() -> None:
     wanted, o = layer(x), compiled(x)
     torch.testing.assert_close(o, wanted)
     torch.testing.assert_close(gradients(o, layer, x), gradients(wanted, layer, x))
+
+
+def test_a_compiler_makes_one_table_of_angles() -> None:
+    """For all tensors that rotate, and not again in the backward pass."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition  # these imports take seconds
+    from torch._dynamo.backends.common import aot_autograd
+
+    tables = []
+
+    def counted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        tables.append(sum("rotary_table" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=counted, bw_compiler=counted, partition_fn=min_cut_rematerialization_partition)
+    work = torch.compile(lambda x, y, at: rotate(x, at).sum() + rotate(y, at).square().sum(), fullgraph=True, backend=backend)
+    x, y = (torch.randn(2, 5, h, 6, requires_grad=True) for h in (1, 3))
+    found = torch.autograd.grad(work(x, y, torch.arange(5)), (x, y))
+    assert tables == [1, 0]
+    torch.testing.assert_close(found[1], 2 * y)  # a rotation keeps lengths
+    for positions in (torch.arange(5), torch.arange(10).view(2, 5)):
+        torch.library.opcheck(rotary._table, (positions, 4, 500.0, torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_layer_trains_on_a_gpu(mode: str) -> None:
+    """The second mode replays CUDA graphs from the third call on."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = NSAttention(64, 2, 4, 16, device="cuda")
+    x = torch.randn(2, 300, 64, device="cuda", requires_grad=True)
+    o = layer(x)
+    wanted = (o.detach(), *gradients(o, layer, x).values())
+    compiled, results = torch.compile(layer, fullgraph=True, mode=mode), []
+    for _ in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        o = compiled(x)
+        results.append([y.detach().clone() for y in (o, *gradients(o, layer, x).values())])
+    for mine, right in zip(results[0], wanted, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-4)
+    assert all(all(map(torch.equal, other, results[0])) for other in results[1:])
 
 
 def test_tensor_parallel_ranks_take_their_groups() -> None:
