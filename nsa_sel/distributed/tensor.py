@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from nsa_sel.errors import ArgumentError
 def tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
     """Split every `NSAttention` of a model by KV groups over the ranks of a mesh.
 
-    `q`, `kv` and `gate` are split by rows, which are ordered by groups first (ColwiseParallel), `out` by columns (RowwiseParallel): each
-    layer takes equal hidden states on all ranks and returns equal ones, after one all-reduce. Every rank holds the compression MLP in full
-    and applies it to its own groups; the backward pass adds its gradients over ranks. All parameters become DTensors. FSDP2 may follow.
+    `q`, `kv` and `gate` are split by rows, which are ordered by groups first (ColwiseParallel), `out` by columns (RowwiseParallel). Each
+    layer takes equal hidden states on all ranks, and returns equal ones. There is one all-reduce forward, and one for dx backward. Every
+    rank holds the compression MLP in full and applies it to its own groups; the backward pass adds its gradients over ranks. All parameters
+    become DTensors. FSDP2 may follow.
 
     Args:
         model: changed in place; the names of parameters stay.
@@ -52,12 +54,21 @@ def _split(layer: NSAttention, mesh: Any) -> None:
     from torch.distributed.tensor import distribute_module  # its import takes 0.5 s
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+    layer.register_forward_pre_hook(functools.partial(_shared_input, mesh))
     by_groups = {name: ColwiseParallel() for name in ("q", "kv", "gate")}
     parallelize_module(layer, mesh, {**by_groups, "out": RowwiseParallel()})
     for compress in (layer.compress_k, layer.compress_v):
         if isinstance(compress, BlockMLP):
             distribute_module(compress, mesh)  # a replica on each rank
             compress.of_rank = _replica
+
+
+def _shared_input(mesh: Any, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """x as one DTensor for `q`, `kv` and `gate`, so that the parts of its gradient are added over ranks once, not thrice."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    plain = inputs and isinstance(inputs[0], Tensor) and not isinstance(inputs[0], DTensor)
+    return (DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False), *inputs[1:]) if plain else inputs
 
 
 def _replica(parameter: Any) -> Tensor:

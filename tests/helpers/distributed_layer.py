@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import NSAttention, nsa_attention
@@ -211,12 +212,17 @@ def split_layers_are_the_whole_layer() -> None:
             for layer, optimizer in zip((whole, part), optimizers, strict=True):
                 optimizer.zero_grad()
                 own = x.detach().requires_grad_()
-                o = layer(own)
-                weighted(o).sum().backward()
+                with CommDebugMode() as sent:
+                    o = layer(own)
+                    weighted(o).sum().backward()
                 nn.utils.clip_grad_norm_(layer.parameters(), 10.0)
                 results.append({"o": o.detach(), "x": own.grad, **gradients(layer)})
                 optimizer.step()
             assert_same(results[1], results[0])
+            parameters = sum(name.startswith("compress") for name in whole.state_dict())
+            assert sharded or sent.get_comm_counts() == {torch.ops.c10d_functional.all_reduce: 2 + parameters}, (
+                "one forward, and one for dx"
+            )
         assert part.kv.weight.to_local().shape[0] == whole.kv.weight.shape[0] // ranks()
         assert set(part.state_dict()) == set(whole.state_dict())
 
