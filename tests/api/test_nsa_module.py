@@ -17,6 +17,7 @@ from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.errors import ArgumentError
 from nsa_sel.rotary import rotate
 from tests.helpers import nsa_reference
+from tests.helpers.graphs import captured, no_waiting, replayed
 from tests.helpers.layer_kernels import check_rotation
 
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
@@ -276,6 +277,31 @@ def test_a_compiled_layer_trains_on_a_gpu(mode: str) -> None:
     for mine, right in zip(results[0], wanted, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-4)
     assert all(all(map(torch.equal, other, results[0])) for other in results[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeats", [False, True], ids=["", "checkpoint"])
+def test_a_cuda_graph_replays_a_step_in_autocast(repeats: bool) -> None:
+    """Of new hidden states and parameters. The host never waits for the GPU."""
+    torch.manual_seed(0)
+    layer = NSAttention(64, 2, 4, 16, device="cuda")
+    x = torch.randn(2, 700, 64, device="cuda", requires_grad=True)
+    do = torch.randn(2, 700, 64, device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        with torch.autocast("cuda", torch.bfloat16):
+            o = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False) if repeats else layer(x)
+        return o, *torch.autograd.grad(o, (x, *layer.parameters()), do.to(o.dtype))
+
+    graph, outputs = captured(step)
+    for _ in range(2):
+        with torch.no_grad():
+            for y in (x, *layer.parameters()):
+                y.mul_(1.1)
+        found = replayed(graph, outputs)
+        with no_waiting():
+            wanted = step()
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_tensor_parallel_ranks_take_their_groups() -> None:
