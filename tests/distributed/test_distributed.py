@@ -1,4 +1,4 @@
-"""Context parallelism: two processes on a CPU (gloo), two GPUs (NCCL), and tests of one process.
+"""Context parallelism: two and three processes on a CPU (gloo), two GPUs (NCCL), and tests of one process.
 
 The checks of several ranks are in tests/helpers/distributed_checks.py; all run in one start of the processes, to import torch once.
 """
