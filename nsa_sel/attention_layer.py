@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.core.arguments import check_positive, check_tensors
+from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.check_choose import check_rule
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import as_positions
@@ -42,6 +42,7 @@ class NSAttention(nn.Module):
         rotary: True for `nsa_sel.rotary.rotate`, False for no positions, or a callable (x [B,S,...,Dk], positions [S] or [B,S]) -> as x.
         bias: whether the projections of queries, keys, values and the output have one; the gates' always has.
         backend: the name of a backend to force for the selected branch.
+        recompute: as of `nsa_attention`.
         device, dtype: of the parameters.
 
     Raises:
@@ -67,6 +68,7 @@ class NSAttention(nn.Module):
         rotary: bool | Rotary = True,
         bias: bool = False,
         backend: str | None = None,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -76,10 +78,11 @@ class NSAttention(nn.Module):
         self.rule = Rule(compress_block, compress_stride, block_size, n, first, local)
         check_rule(self.rule)
         check_positive("window", window)
+        check_flag("recompute", recompute)
         if rotary is True and head_dim % 2:
             raise ArgumentError("head_dim", head_dim, "an even number with rotary positions", "pass an even one, or rotary=False")
         self.width, self.groups, self.heads, self.head_dim, self.value_dim = width, groups, heads, head_dim, value_dim
-        self.window, self.compression, self.backend = window, compression, backend
+        self.window, self.compression, self.backend, self.recompute = window, compression, backend, recompute
         self.context: Any = None  # where ranks hold slices of the sequence: set by nsa_sel.distributed.context_parallel
         self.rotary: Rotary | None = rotate if rotary is True else rotary or None
         options: Any = {"device": device, "dtype": dtype}
@@ -123,7 +126,7 @@ class NSAttention(nn.Module):
         q_cmp, (q, k_slc, k_win) = q, self._rotated((q, k_slc, k_win), positions)
         others = *(y.transpose(1, 2) for y in (k_slc, v_slc, k_win, v_win)), gates
         if self.context is None:
-            options: Any = {"window": self.window, "backend": self.backend, **self.rule._asdict()}
+            options: Any = {"window": self.window, "backend": self.backend, "recompute": self.recompute, **self.rule._asdict()}
             o = nsa_attention(q, self.compress_k(k_cmp), self.compress_v(v_cmp), *others, q_cmp=q_cmp, **options)
         else:
             o = self.context.attend(self, q, k_cmp, v_cmp, *others, q_cmp=q_cmp)
@@ -145,7 +148,7 @@ class NSAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """The options that print(layer) shows."""
-        names = ("width", "groups", "heads", "head_dim", "value_dim", "window", "compression", "backend")
+        names = ("width", "groups", "heads", "head_dim", "value_dim", "window", "compression", "backend", "recompute")
         options = {**{name: getattr(self, name) for name in names}, **self.rule._asdict()}
         options["rotary"] = True if self.rotary is rotate else self.rotary or False
         return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nsa_sel import by_groups
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import entry, transforms
-from nsa_sel.core.arguments import check_positive, check_tensors
+from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.check import check_scale, check_sizes
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.gating import gated_sum
 from nsa_sel.errors import ArgumentError, renamed
 from nsa_sel.window import sliding_window_attention
@@ -33,6 +35,7 @@ def nsa_attention(
     scale: float | None = None,
     q_cmp: Tensor | None = None,
     backend: str | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Native Sparse Attention (arXiv 2502.11089, Eq. 5): o = g_cmp o_cmp + g_slc o_slc + g_win o_win.
 
@@ -58,6 +61,8 @@ def nsa_attention(
         scale: factor of the logits of all branches, by default 1/sqrt(Dk).
         q_cmp: [B,S,G,h,Dk], queries of the compressed branch where they differ from q, for example without rotary positions.
         backend: the name of a backend to force for the selected branch; `use_backend` forces one for the compressed branch.
+        recompute: save the inputs alone for the backward pass, which computes the branches again, a few groups at a time: less memory for
+            about a quarter more time at long contexts (docs/layer.md "Memory"). The result and the gradients are the same.
 
     Returns:
         o [B,S,G,h,Dv] in q's dtype (under torch.autocast in its dtype).
@@ -66,6 +71,7 @@ def nsa_attention(
         ArgumentError: bad input, before any kernel runs.
         BackendError: as `compressed_attention` and `selection_attention`.
     """
+    check_flag("recompute", recompute)
     q_cmp = q if q_cmp is None else q_cmp
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win, gates=gates, q_cmp=q_cmp)
     own = q_cmp is q
@@ -74,6 +80,10 @@ def nsa_attention(
     _, k_win, v_win = transforms.in_autocast_dtype(q, k_win, v_win)
     check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)
     scale = check_scale(scale, q.shape[4])
+    inputs = by_groups.Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None if own else q_cmp)
+    if by_groups.takes(inputs, recompute):
+        rule = Rule(compress_block, compress_stride, block_size, n, first, local)
+        return by_groups.attention(inputs, by_groups.Options(window, rule, scale, backend))
     compressed, selection = compressed_attention(
         q_cmp, k_cmp, v_cmp, compress_block=compress_block, compress_stride=compress_stride, block_size=block_size, n=n, first=first,
         local=local, scale=scale, S_kv=k_slc.shape[2],

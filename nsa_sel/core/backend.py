@@ -149,7 +149,10 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class ChooserModule(Protocol):
-    """The functions in the module of a backend of the kind "choose". All get a checked call whose tensors are on the current device."""
+    """The functions in the module of a backend of the kind "choose". All get a checked call whose tensors are on the current device.
+
+    A module may also have `attention(call)`: o and lse of `forward`, bit by bit, without choosing, for a backward pass that recomputes.
+    """
 
     def forward(self, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
         """o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), blocks [B,S,G,n] int32, ascending, -1 last."""

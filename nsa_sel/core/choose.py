@@ -100,3 +100,19 @@ def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Tensor, Decision]:
     (o, lse, blocks), decision = fallback.run(call, decision, "forward", lambda name: registry.load_chooser(name).forward(call))
     events.record(decision, request)
     return o, lse, blocks, decision
+
+
+def attend_again(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
+    """o and lse of a call whose blocks are known already, and the decision of the backend that ran: `run_forward`, without choosing where
+    the backend can leave that out."""
+    call, decision, _ = decided
+    if call.q.numel() == 0:
+        return *run_forward(decided)[:2], decision
+
+    def work(name: str) -> tuple[Tensor, ...]:
+        module = registry.load_chooser(name)
+        return getattr(module, "attention", module.forward)(call)  # type: ignore[no-any-return]
+
+    (o, lse, *_), decision = fallback.run(call, decision, "forward", work)
+    events.record(decision, decided.request)
+    return o, lse, decision

@@ -29,6 +29,25 @@ def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tenso
     return o
 
 
+def write_sum(branches: tuple[Tensor, Tensor, Tensor], gates: Tensor, to: Tensor) -> None:
+    """Write the gated sum to `to` [B,S,G,h,Dv], a view of any strides with a contiguous last dimension; without gradients."""
+    if on_gpu(gates):
+        importlib.import_module(KERNELS).write_sum(branches, gates, to)
+    else:
+        to.copy_(plain_sum(branches, gates))
+
+
+def write_branch_gradient(do: Tensor, o: Tensor, gates: Tensor, c: int, to: Tensor, dgates: Tensor) -> None:
+    """Gradients of branch c alone, of the branch's output o: gate * do to `to` [B,S,G,h,Dv], and sum(do * o) to dgates[..., c]."""
+    if on_gpu(gates):
+        importlib.import_module(KERNELS).write_branch_gradient(do.resolve_neg(), o, gates, c, to, dgates)
+        return
+    wide = torch.promote_types(do.dtype, torch.float32)
+    dx, dgate = _plain_branch(do.to(wide), o, gates[..., c].to(wide))
+    to.copy_(dx)
+    dgates[..., c].copy_(dgate)
+
+
 def on_gpu(gates: Tensor) -> bool:
     """Whether the kernels run."""
     return gates.is_cuda
@@ -42,9 +61,14 @@ def plain_sum(branches: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
 
 def plain_backward(do: Tensor, branches: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(do.dtype, torch.float32)
-    do = do.to(wide)
-    dx, dy, dz = ((gate.unsqueeze(-1) * do).to(x.dtype) for x, gate in zip(branches, gates.to(wide).unbind(-1), strict=True))
-    return dx, dy, dz, torch.stack([(do * x.to(wide)).sum(-1) for x in branches], -1).to(gates.dtype)
+    found = [_plain_branch(do.to(wide), x, gate) for x, gate in zip(branches, gates.to(wide).unbind(-1), strict=True)]
+    (dx, dy, dz), dgates = zip(*found, strict=True)
+    return dx, dy, dz, torch.stack(dgates, -1).to(gates.dtype)
+
+
+def _plain_branch(do: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of a branch's output x, in its dtype, and of its gate, from a wide do and gate."""
+    return (gate.unsqueeze(-1) * do).to(x.dtype), (do * x.to(do.dtype)).sum(-1)
 
 
 class _GatedSum(torch.autograd.Function):

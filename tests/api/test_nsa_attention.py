@@ -16,7 +16,7 @@ from nsa_sel.backends._triton import gate
 from nsa_sel.core import gating
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers import nsa_reference
-from tests.helpers.layer_kernels import by_autograd, check_gate, gated
+from tests.helpers.layer_kernels import by_autograd, check_gate, check_gate_parts, gated
 
 SMALL: dict[str, Any] = {
     "window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4, "first": 1, "local": 2
@@ -194,6 +194,16 @@ def test_gate_kernels_match_autograd(dtype: torch.dtype, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("Dv", [1, 24, 64, 128, 192, 256])
 def test_gate_kernels_match_autograd_on_a_gpu(dtype: torch.dtype, Dv: int) -> None:
     check_gate(dtype, "cuda", Dv)
+
+
+def test_parts_of_the_gated_sum_are_those_of_the_whole() -> None:
+    check_gate_parts(torch.float32, "cpu", 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "Dv"), [(torch.bfloat16, 128), (torch.float32, 24)])
+def test_parts_of_the_gated_sum_are_those_of_the_whole_on_a_gpu(dtype: torch.dtype, Dv: int) -> None:
+    check_gate_parts(dtype, "cuda", Dv)
 
 
 def test_the_gated_sum_goes_through_the_kernels_and_saves_four_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

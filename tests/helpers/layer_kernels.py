@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,24 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
         torch.testing.assert_close(mine, right.to(mine.dtype), **tolerance(dtype))
         torch.testing.assert_close(other, right.to(other.dtype), **tolerance(dtype))
     assert all(map(torch.equal, (gate.forward(branches, gates), *gate.backward(do, branches, gates)), got))
+
+
+def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
+    """The sum, and the gradients of one branch after the other, of each group alone, written into tensors of other strides: bit-equal to
+    those of all at once, by the kernels and by plain PyTorch."""
+    branches, gates, do = gated(dtype, device, Dv)
+    kernels = gate.forward(branches, gates), *gate.backward(do, branches, gates)
+    plain = gating.plain_sum(branches, gates), *gating.plain_backward(do, branches, gates)
+    for module, whole in ((gate, kernels), (gating, kernels if gating.on_gpu(gates) else plain)):
+        nan: Any = {"fill_value": float("nan"), "device": device}
+        to = [torch.full((*do.shape[:4], Dv + 8), dtype=dtype, **nan)[..., :Dv] for _ in range(4)]
+        to_gates = torch.full((3, *gates.shape[:4]), dtype=gates.dtype, **nan).movedim(0, -1)
+        for g in range(do.shape[2]):
+            of = slice(None), slice(None), slice(g, g + 1)
+            module.write_sum(tuple(x[of] for x in branches), gates[of], to[0][of])  # type: ignore[attr-defined]
+            for c, x in enumerate(branches):
+                module.write_branch_gradient(do[of], x[of], gates[of], c, to[1 + c][of], to_gates[of])  # type: ignore[attr-defined]
+        assert all(map(torch.equal, (*to, to_gates), whole))
 
 
 def check_rotation(dtype: torch.dtype, device: str, D: int) -> None:

@@ -1,0 +1,264 @@
+"""`nsa_attention(recompute=True)`, and calls in units of a few groups: what the plain layer gives, for less memory."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import nsa_sel
+from nsa_sel import by_groups, nsa_attention
+from nsa_sel.backends import choose_triton
+from nsa_sel.core import choose
+from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.telemetry.events import tallies
+from tests.api.test_nsa_attention import NAMES, SHAPES, WRONG, cheapest_backend, gradients, make
+
+__all__ = ["cheapest_backend"]  # the fixture
+
+
+def both_ways(tensors: dict[str, Tensor], options: dict[str, Any], *others: str) -> list[tuple[Tensor, ...]]:
+    """o and gradients, plain and recomputed."""
+    results = []
+    for recompute in (False, True):
+        o = nsa_attention(**tensors, **options, recompute=recompute)
+        results.append((o, *gradients(o, tensors)))
+    return results
+
+
+def assert_equal(mine: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for i, (x, right) in enumerate(zip(mine, wanted, strict=True)):
+        assert x.dtype == right.dtype
+        assert torch.equal(x, right), ("o", *NAMES)[i]
+
+
+def one_pair_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of one group of one sequence."""
+    monkeypatch.setattr(by_groups, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=1))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("own_q", [False, True])
+def test_results_and_gradients_are_bit_equal(shape: str, own_q: bool) -> None:
+    tensors, options = make(shape, torch.float32)
+    if own_q:
+        del tensors["q_cmp"]
+    plain, recomputed = both_ways(tensors, options)
+    assert_equal(recomputed, plain)
+
+
+@pytest.mark.parametrize("own_q", [False, True])
+def test_units_of_one_group(own_q: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, options = make("two-groups")
+    if own_q:
+        del tensors["q_cmp"]
+    wanted, _ = both_ways(tensors, options)
+    one_pair_each(monkeypatch)
+    o = nsa_attention(**tensors, **options, recompute=True)
+    for mine, right in zip((o, *gradients(o, tensors)), wanted, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(nsa_attention(**tensors, **options), wanted[0], rtol=1e-12, atol=1e-12)
+    assert [(d.request.kind, d.request.B, d.request.G) for d in nsa_sel.decisions()[-8:]] == 4 * [("choose", 1, 1), ("attend", 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("B", "G", "fitting", "sizes"),
+    [
+        (1, 4, 0, (1, 1)),
+        (1, 4, 3, (1, 2)),
+        (1, 5, 3, (1, 3)),
+        (3, 4, 4, (1, 4)),
+        (3, 4, 8, (2, 4)),
+        (3, 4, 7, (1, 4)),
+        (2, 3, 100, (2, 3)),
+    ],
+)
+def test_units_fit_the_workspace(B: int, G: int, fitting: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are even, and cover every group once."""
+    bound = fitting * 3 * 7 * 2 * 6 * 4
+    monkeypatch.setattr(by_groups, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=bound))
+    q, v = torch.zeros(B, 7, G, 2, 4), torch.zeros(B, G, 7, 6)
+    units = by_groups.units_of(by_groups.Inputs(q, None, None, None, v, None, None, None, None))
+    assert {(b.stop - b.start, g.stop - g.start) for b, g in units} == {sizes}
+    times = torch.zeros(B, G)
+    for unit in units:
+        times[unit] += 1
+    assert bool((times == 1).all())
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 2), (1, 0, 2)])
+def test_no_sequences_and_no_rows(sizes: tuple[int, int, int]) -> None:
+    B, S, G = sizes
+    tensors, options = make("two-groups", torch.float32)
+    rows = {"q", "gates", "q_cmp"}
+    cut = {name: x[:B, :S] if name in rows else x[:B, :, : 0 if name.endswith("cmp") else 5] for name, x in tensors.items()}
+    leaves = {name: x.detach().requires_grad_() for name, x in cut.items()}
+    o = nsa_attention(**leaves, **options, recompute=True)
+    assert o.shape == (B, S, G, 2, 4)
+    assert not any(x.any() for x in gradients(o, leaves))
+
+
+def test_inputs_and_blocks_are_all_that_is_saved() -> None:
+    tensors, options = make("two-groups", torch.float32)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        nsa_attention(**tensors, **options, recompute=True)
+    *inputs, blocks = saved
+    assert [x.data_ptr() for x in inputs] == [x.data_ptr() for x in tensors.values()]
+    assert (blocks.dtype, blocks.shape) == (torch.int32, (2, 19, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "calls"),
+    [
+        (("k_win",), set()),
+        (("v_slc", "v_win"), {"sdpa-packed"}),
+        (("k_cmp", "q_cmp"), {"choose-torch"}),
+        (("gates",), {"sdpa-packed", "choose-torch"}),
+        (("q",), {"sdpa-packed"}),
+        (("q_cmp", "gates"), {"sdpa-packed", "choose-torch"}),
+    ],
+)
+def test_frozen_inputs_cost_nothing(wanted: tuple[str, ...], calls: set[str]) -> None:
+    """The same gradients, and branches that no gradient needs are not computed again."""
+    tensors, options = make("values-of-another-size", torch.float32)
+    tensors = {name: x.detach().requires_grad_(name in wanted) for name, x in tensors.items()}
+    leaves = [tensors[name] for name in wanted]
+    plain = torch.autograd.grad(nsa_attention(**tensors, **options).sum(), leaves)
+    o = nsa_attention(**tensors, **options, recompute=True)
+    before = tallies()
+    assert_equal(torch.autograd.grad(o.sum(), leaves), plain)
+    assert {name[1] for name, number in tallies().items() if name[0] == "calls" and number > before.get(name, 0)} == calls
+
+
+def test_gradients_twice_checkpoints_and_no_second_derivative() -> None:
+    tensors, options = make("two-groups", torch.float32)
+
+    def work(*given: Tensor) -> Tensor:
+        return nsa_attention(**dict(zip(NAMES, given, strict=True)), **options, recompute=True)
+
+    plain, _ = both_ways(tensors, options)
+    o, inputs = work(*tensors.values()), list(tensors.values())
+    do = torch.ones_like(o)
+    first, second = (torch.autograd.grad(o, inputs, do, retain_graph=True) for _ in range(2))
+    assert_equal(first, second)
+    assert_equal(first, torch.autograd.grad(o, inputs, do.sum().expand_as(do) / do.numel()))  # strides of 0
+    checkpointed = checkpoint(work, *inputs, use_reentrant=False)
+    assert_equal((checkpointed, *gradients(checkpointed, tensors)), plain)
+    with pytest.raises(BackendError, match="nsa_attention has no second derivative"):
+        torch.autograd.grad(work(*inputs).sum(), inputs, create_graph=True)
+    with pytest.raises(BackendError, match="batched gradients"):
+        torch.autograd.grad(work(*inputs), inputs, torch.ones(2, *o.shape), is_grads_batched=True)
+    with pytest.raises(BackendError, match="nsa_attention is called inside a transform"):
+        torch.func.vmap(lambda q: work(q, *inputs[1:]))(tensors["q"].unsqueeze(0))
+    o = work(*inputs)
+    with torch.no_grad():
+        tensors["k_win"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("own_q", [False, True])
+def test_autocast_is_that_of_the_forward_pass(own_q: bool) -> None:
+    tensors, options = make("chunked-prefill", torch.float32)
+    if own_q:
+        del tensors["q_cmp"]
+    results = []
+    for recompute in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            o = nsa_attention(**tensors, **options, recompute=recompute)
+        results.append((o, *gradients(o, tensors)))
+    assert results[0][0].dtype == torch.bfloat16
+    assert_equal(results[1], results[0])
+
+
+def test_forced_backends_are_those_of_the_forward_pass() -> None:
+    tensors, options = make("two-groups", torch.float32)
+    with nsa_sel.use_backend("numba"):
+        o = nsa_attention(**tensors, **options, recompute=True)
+    named = nsa_attention(**tensors, **options, recompute=True, backend="numba")
+    with nsa_sel.use_backend("sdpa-packed"):
+        for each in (o, named):
+            before = tallies()["calls", "numba"]
+            gradients(each, tensors)
+            assert tallies()["calls", "numba"] == before + 1
+
+
+def test_a_compiled_call_is_one_graph_that_saves_its_inputs() -> None:
+    tensors, options = make("two-groups", torch.float32)
+    del tensors["q_cmp"]
+    plain, _ = both_ways(tensors, options)
+
+    def work(*given: Tensor) -> Tensor:
+        return nsa_attention(**dict(zip(tensors, given, strict=True)), **options, recompute=True)
+
+    compiled: Any = torch.compile(work, fullgraph=True, backend="aot_eager")
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        o = compiled(*tensors.values())
+    own = {x.data_ptr() for x in tensors.values()}
+    assert sum(x.numel() for x in saved if x.data_ptr() not in own and x.is_floating_point()) == 0
+    assert_equal((o, *gradients(o, tensors)), plain)
+
+
+def test_a_layer_recomputes() -> None:
+    """`NSAttention` under autocast, checkpointed and not, in training and without gradients."""
+    sizes: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
+    plain, recomputing = (nsa_sel.NSAttention(10, 2, 2, 4, **sizes, recompute=recompute) for recompute in (False, True))
+    recomputing.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 21, 10, requires_grad=True)
+    results = []
+    for layer, checkpointed in ((plain, False), (recomputing, False), (recomputing, True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            o = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        results.append((o, *torch.autograd.grad(o.sum(), (x, *layer.parameters()))))
+    for other in results[1:]:
+        assert all(map(torch.equal, other, results[0]))
+    with torch.no_grad():
+        assert torch.equal(recomputing(x), plain(x))
+    assert "recompute=True" in repr(recomputing)
+    assert "recompute=False" in repr(plain)
+    with pytest.raises(ArgumentError, match="recompute is None"):
+        nsa_sel.NSAttention(10, 2, 2, 4, recompute=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("changes", "fragments"), WRONG, ids=[f"{next(iter(changes))} {i}" for i, (changes, _) in enumerate(WRONG)])
+def test_wrong_calls_are_told_before_any_unit(
+    changes: dict[str, Any], fragments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    one_pair_each(monkeypatch)
+    tensors, options = make("two-groups", torch.float32)
+    arguments = {**{name: x.detach() for name, x in tensors.items()}, **options}
+    for name, change in changes.items():
+        arguments[name] = change(arguments[name]) if callable(change) else change
+    with pytest.raises(ArgumentError) as caught:
+        nsa_attention(**arguments, recompute=True)
+    assert all(fragment in str(caught.value) for fragment in fragments)
+
+
+def test_keys_of_other_groups_and_a_flag_that_is_none() -> None:
+    tensors, options = make("two-groups", torch.float32)
+    with pytest.raises(ArgumentError, match="k_cmp is of shape"):
+        nsa_attention(**{**tensors, "k_cmp": tensors["k_cmp"].repeat(1, 2, 1, 1)}, **options, recompute=True)
+    with pytest.raises(ArgumentError, match="recompute is 1; allowed: True or False"):
+        nsa_attention(**tensors, **options, recompute=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["choose-torch", "choose-triton"])
+def test_attention_again_is_that_of_the_choice(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit; the Triton backend does not choose again."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, *shape, 8, generator=generator) for shape in ((43, 1, 3), (1, 9), (1, 9)))
+    decided = choose.begin(q, k, v, by_groups.Rule(8, 4, 8, 4, 1, 2), 43, 0.5, None, False, backend)
+    o, lse, _, decision = choose.run_forward(decided)
+    monkeypatch.delattr(choose_triton, "best_blocks")
+    again = choose.attend_again(decided)
+    assert torch.equal(again[0], o)
+    assert torch.equal(again[1], lse)
+    assert again[2] == decision
+    assert decision.forward == backend
