@@ -9,9 +9,13 @@ parts with the blocks that a model chose in a text of this length, as far as ben
     from_scores   Selection.from_scores on given scores (forward alone)
     select        selection_attention of the chosen blocks, from a new Selection each time, by the policy's choice
     window        sliding_window_attention
-    layer         nsa_attention: the three and the gated sum
+    gate          the gated sum of the three
+    layer         nsa_attention: all of these
+    recomputed    nsa_attention(recompute=True)
     dense         causal attention by cuDNN
-Backward is torch.autograd.grad of the part. `peak_mib` is the memory beyond inputs while forward (with its saved tensors) or backward runs.
+Directions: fwd, without gradients; bwd, torch.autograd.grad of the part; fwd+bwd, both in one, with all that is saved in between.
+`peak_mib` is the most memory beyond what was there before (inputs; for bwd also what forward saved), `outputs_mib` what of it is o and
+gradients. `beyond` is the difference.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from nsa_sel.bench.core.timing import Timing, milliseconds
 from nsa_sel.bench.questions.text_parts import BLOCK, WINDOW, Part, text_parts
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compressed import compressed_attention
+from nsa_sel.core.gating import gated_sum
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
 from nsa_sel.window import sliding_window_attention
@@ -51,6 +56,9 @@ def parts(S: int, h: int) -> dict[str, Callable[[], Part]]:
 
     def keys(count: int = S) -> tuple[Tensor, Tensor]:
         return random(1, G, count, D), random(1, G, count, D)
+
+    def gates() -> Tensor:
+        return torch.rand(1, S, G, h, 3, dtype=torch.bfloat16, device="cuda").requires_grad_()
 
     compressed = (S - LENGTH) // STRIDE + 1
 
@@ -72,53 +80,84 @@ def parts(S: int, h: int) -> dict[str, Callable[[], Part]]:
         inputs = q(), *keys()
         return lambda: sliding_window_attention(*inputs, WINDOW), inputs
 
+    def gate() -> Part:
+        inputs = q(), q(), q(), gates()
+        return lambda: gated_sum(*inputs), inputs
+
     def of_layer() -> tuple[Tensor, ...]:
-        return q(), *keys(compressed), *keys(), *keys(), torch.rand(1, S, G, h, 3, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        return q(), *keys(compressed), *keys(), *keys(), gates()
 
     def layer() -> Part:
         inputs = of_layer()
         return lambda: nsa_attention(*inputs, window=WINDOW), inputs
 
+    def recomputed() -> Part:
+        _, inputs = layer()
+        return lambda: nsa_attention(*inputs, window=WINDOW, recompute=True), inputs
+
     def dense() -> Part:
         inputs = q(), *keys()
         return lambda: dense_causal_sdpa(*inputs), inputs
 
-    mine = {"choose": choose, "from_scores": from_scores, "select": select, "window": window, "layer": layer}
+    mine = {made.__name__: made for made in (choose, from_scores, select, window, gate, layer, recomputed)}
     return {**mine, **text_parts(S, h, lambda: (q(), *keys()), of_layer), "dense": dense}
 
 
 def measure(part: Part, rep: float) -> list[dict[str, Any]]:
-    """Forward without and backward with gradients: times in ms, peak memory in MiB."""
+    """Times in ms and memory in MiB, by direction."""
     call, inputs = part
     with torch.no_grad():
         call()
-        rows = [{"direction": "fwd", **_times(call, rep)}]
+        rows = [{"direction": "fwd", **_measured(lambda: (call(),), rep)}]
     if inputs:
         o = call()
         do = torch.randn_like(o)
-        rows.append({"direction": "bwd", **_times(lambda: torch.autograd.grad(o, inputs, do, retain_graph=True), rep)})
+        rows.append({"direction": "bwd", **_measured(lambda: torch.autograd.grad(o, inputs, do, retain_graph=True), rep)})
+        del o
+
+        def both() -> tuple[Tensor, ...]:
+            o = call()
+            return o, *torch.autograd.grad(o, inputs, do)
+
+        rows.append({"direction": "fwd+bwd", **_measured(both, rep)})
     return rows
 
 
-def _times(work: Callable[[], Any], rep: float) -> dict[str, Any]:
+def _measured(work: Callable[[], tuple[Tensor, ...]], rep: float) -> dict[str, Any]:
     work()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    work()
+    outputs = sum(x.nbytes for x in work())
     peak = torch.cuda.max_memory_allocated() - before
     times = milliseconds(work, Timing(rep))
-    return {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls, "peak_mib": peak >> 20}
+    found = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
+    return {**found, "peak_mib": peak >> 20, "outputs_mib": outputs >> 20}
 
 
 def table(rows: list[Row]) -> str:
     """Milliseconds of each part, forward / backward, by length; the last row of a measurement counts, "-" stands for none."""
+    return _by_length(rows, ("fwd", "bwd"), lambda row: f"{row['ms_median']:.3g}")
+
+
+def memory_table(rows: list[Row]) -> str:
+    """MiB beyond inputs and outputs of each part, forward without gradients / forward + backward, by length."""
+    known = [row for row in rows if "outputs_mib" in row]
+    return _by_length(known, ("fwd", "fwd+bwd"), lambda row: f"{beyond(row)}")
+
+
+def beyond(row: Row) -> int:
+    """MiB beyond inputs and outputs."""
+    return int(row["peak_mib"] - row["outputs_mib"])
+
+
+def _by_length(rows: list[Row], directions: tuple[str, str], shown: Callable[[Row], str]) -> str:
     found = {(row["part"], row["h"], row["S"], row["direction"]): row for row in rows}
     lengths = sorted({row["S"] for row in rows})
 
     def cell(part: str, h: int, S: int) -> str:
-        both = [found.get((part, h, S, direction)) for direction in ("fwd", "bwd")]
-        return " / ".join("-" if row is None else f"{row['ms_median']:.3g}" for row in both)
+        both = [found.get((part, h, S, direction)) for direction in directions]
+        return " / ".join("-" if row is None else shown(row) for row in both)
 
     lines = [(part, h, *(cell(part, h, S) for S in lengths)) for part, h in dict.fromkeys((row["part"], row["h"]) for row in rows)]
     return markdown.table(["part", "h", *(f"{S // 1024}k" for S in lengths)], lines, left=1)
@@ -146,6 +185,7 @@ def main(
                 rows += new
                 torch.cuda.empty_cache()
     echo(table(rows))
+    echo(memory_table(rows))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,18 @@ def test_table() -> None:
     assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == ["dense", "16", "- / -", "29 / -"]
 
 
+def test_memory_table_leaves_out_what_is_the_result() -> None:
+    """And rows that do not know it."""
+    memory = [
+        {**row("layer", 8192, direction, 1.0), "peak_mib": peak, "outputs_mib": outputs}
+        for direction, peak, outputs in (("fwd", 500, 128), ("bwd", 800, 200), ("fwd+bwd", 1200, 300))
+    ]
+    older = {**row("layer", 32768, "fwd", 1.0), "peak_mib": 2000}
+    lines = layer_parts.memory_table([*memory, older]).splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["part", "h", "8k"]
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == ["layer", "16", "372 / 900"]
+
+
 def test_committed_rows() -> None:
     of_text = {"select of text", "layer of text"}
     assert {row["part"] for row in ROWS} - of_text == {"choose", "from_scores", "select", "window", "layer", "dense"}
