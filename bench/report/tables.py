@@ -250,7 +250,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "overhead": overhead,
         "compiled": compiled,
     },
-    "docs/layer.md": {"parts": layer},
+    "docs/layer.md": {"parts": layer, "memory": lambda: layer_parts.memory_table(rows_of("profiles/layer_parts.jsonl"))},
     "docs/serving.md": {"serving": lambda: paged_caches.table(rows_of("serving.jsonl"))},
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"weak": lambda: weak_scaling.table(rows_of("scaling.jsonl"))},
