@@ -22,6 +22,7 @@ from nsa_sel.distributed.context import check_exchange, context_parallel_attenti
 from nsa_sel.distributed.exchange_near import Reach, with_neighbors
 from nsa_sel.distributed.layer_slice import Options, Slice, Tensors, begin
 from nsa_sel.distributed.tensor import layers_of
+from nsa_sel.errors import ArgumentError
 from nsa_sel.window import sliding_window_attention
 
 
@@ -93,11 +94,15 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
         model.
 
     Raises:
-        ArgumentError: the model has no `NSAttention`, the group is none, or no such exchange exists.
+        ArgumentError: the model has no `NSAttention`, or one that recomputes, the group is none, or no such exchange exists.
         NsaSelError: there is no distributed job.
     """
     check_exchange(exchange)
-    for layer in layers_of(model):
+    layers = layers_of(model)
+    if any(layer.recompute for layer in layers):
+        remedy = "leave recompute out and wrap the layer in torch.utils.checkpoint"
+        raise ArgumentError("model", "with an NSAttention(recompute=True)", "layers that keep their branches' outputs", remedy)
+    for layer in layers:
         layer.context = ContextOfLayer(group_of(group, "context_parallel"), exchange)
     return model
 

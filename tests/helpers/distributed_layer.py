@@ -172,6 +172,8 @@ def wrong_slices_are_refused() -> None:
         context_parallel(layer_of(), exchange="all")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="model is a Linear; allowed: one with NSAttention layers"):
         context_parallel(nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match=r"model is with an NSAttention\(recompute=True\)"):
+        context_parallel(layer_of({**SMALL, "recompute": True}))
     check_ranks()
     other = context_parallel(layer_of({**SMALL, "window": 12 + rank()}))
     with pytest.raises(NsaSelError, match="window is 13 there, 12 on rank 0"):
