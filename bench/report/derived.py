@@ -1,7 +1,7 @@
 """Everything derived from committed rows, anew: `make derived`, or `python -m nsa_sel.bench.report.derived`. Run it after rows were added.
 
 In this order, because each reads what the one before wrote: tables and thresholds of the matrices below bench/results/sel_triton/,
-configs/devices/, the documents' tables, docs/report/. Tests derive each of them again.
+configs/devices/, the documents' tables, docs/report/, the README's picture. Tests derive each of them again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nsa_sel.bench.core import store
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.questions import autotune_sweep
 
-AFTER = ("tune.derive", "report.tables", "report.report")
+AFTER = ("tune.derive", "report.tables", "report.report", "report.layer")
 
 
 def matrix(folder: Path, out: Path) -> None:

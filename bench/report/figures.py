@@ -47,6 +47,11 @@ ROLES = {
     **dict(zip(backends(), _BACKENDS, strict=False)),
     DENSE: ("#33373d", "#d3d7dc"),
     "other": ("#4b3f8f", "#b3a6f5"),
+    # parts of a layer: shades of one hue
+    "choose": ("#0b3c6f", "#d3e6fb"),
+    "select": ("#2f7ec4", "#8fc1f0"),
+    "window": ("#7fb4e3", "#4d8fcf"),
+    "gate": ("#bcd8f1", "#2b5f96"),
 }
 LIGHT, DARK = ({role: colors[i] for role, colors in ROLES.items()} for i in range(2))
 Theme = dict[str, str]

@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from nsa_sel.bench.core import cases, store, trained
-from nsa_sel.bench.core.contenders import PACKED, of_framework
+from nsa_sel.bench.core.contenders import of_framework
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.questions import layer_parts, paged_caches, weak_scaling
-from nsa_sel.bench.report import losses, summary
+from nsa_sel.bench.report import layer as layer_picture
+from nsa_sel.bench.report import summary, training
 from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.report.sharing import origin, sharing_table
 from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H200_ROWS, read_rows
@@ -32,7 +33,6 @@ OF_TEXT = (
     '"of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA beyond'
     " ([decisions.md](decisions.md)); the layer chooses all the same."
 )
-WINDOW = 20  # steps of a training run that losses are averaged over
 
 
 GAINS = (  # what it is, and the names of its cases
@@ -205,21 +205,6 @@ def varlen() -> str:
     return table(["case", "direction", "backend", "one call", "one call, k and v copied", "a call for each sequence"], lines)
 
 
-def training() -> str:
-    """Runs of examples/train_nsa_lm.py: speed, losses, and how far their averages were from those of two of them."""
-    runs = {file.stem: store.read(file) for file in sorted((ROOT / H200 / "training").glob("*.jsonl"))}
-    references = {"packed SDPA": PACKED, "triton-tile": "triton-tile"}
-    lines = []
-    for name, rows in runs.items():
-        held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
-        distances = [losses.furthest(rows, runs[other], WINDOW) for other in references.values()]
-        far = ["-" if distance is None else f"{distance:.4f}" for distance in distances]
-        last = f"{held_out[-1]:.3f}" if held_out else "-"
-        lines.append((name, rows[0]["backend"] or "-", len(rows), f"{rows[-1]['seconds']:.0f}", f"{losses.speed(rows):.0f}", last, *far))
-    headers = ["run", "selected branch", "steps", "seconds", "tokens/s", "held-out loss", *(f"from {name}" for name in references)]
-    return table(headers, lines)
-
-
 def sharing() -> str:
     """What neighboring rows share, and of which models the trained selections are."""
     return "\n\n".join((sharing_table(), *(f"Trained with NSA: {words}" for words in map(origin, trained.contexts()))))
@@ -236,7 +221,7 @@ def layer() -> str:
 
 
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"gains": of_h200(gains), "explained": lambda: explained("h200")},
+    "README.md": {"claim": layer_picture.claim, "gains": of_h200(gains), "explained": lambda: explained("h200")},
     "docs/decisions.md": {"refused": lambda: explained("rtx4090"), "sharing": sharing},
     "docs/performance.md": {
         "h200": of_h200(performance),
@@ -254,7 +239,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/serving.md": {"serving": lambda: paged_caches.table(rows_of("serving.jsonl"))},
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"weak": lambda: weak_scaling.table(rows_of("scaling.jsonl"))},
-    "docs/training.md": {"training": training},
+    "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},
     "docs/kernel-results.md": {
         "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),
         "cupy_cuda": of_h200(cupy_cuda),

@@ -1,0 +1,119 @@
+"""The README's picture: what a layer's attention takes of dense attention's time, part by part, and what a model trains at with each.
+
+`python -m nsa_sel.bench.report.layer` writes docs/report/layer.png and layer-dark.png from the committed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa_sel.bench.core import store
+from nsa_sel.bench.core.environment import ROOT
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.report import losses, training
+from nsa_sel.bench.report.figures import DARK, LIGHT, Axes, Draw, Facet, Figure, Theme, png
+
+PARTS_FILE = ROOT / "bench/results/h200/profiles/layer_parts.jsonl"
+PICTURE = ROOT / "docs/report/layer"
+PARTS = {"choose": "compressed keys, choosing", "select": "selected blocks", "window": "window", "gate": "gated sum"}  # bottom to top
+Stack = tuple[int, dict[str, float], float]  # a length; of each part, and of the layer, the share of dense attention's time in percent
+Rate = tuple[int, float, float]  # a length; tokens/s with dense attention and with NSAttention
+
+
+def stacks(rows: Sequence[Row]) -> list[Stack]:
+    """Of each length at which all parts and dense attention were measured: forward and backward together. The last rows count.
+
+    The selected branch is that of text, where there is one of this length, and of random inputs beyond.
+    """
+    times: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        if row["h"] == 16 and row["direction"] in ("fwd", "bwd"):
+            times.setdefault((row["part"], row["S"]), {})[row["direction"]] = row["ms_median"]
+    both = {key: sum(found.values()) for key, found in times.items() if len(found) == 2}
+    found = []
+    for S in sorted({S for _, S in both}):
+        share = {part: both.get((f"{part} of text", S), both.get((part, S))) for part in (*PARTS, "layer")}
+        if ("dense", S) in both and None not in share.values():
+            *parts, whole = (100 * ms / both["dense", S] for ms in share.values() if ms is not None)
+            found.append((S, dict(zip(PARTS, parts, strict=True)), whole))
+    return found
+
+
+def figure(of_parts: Sequence[Stack], trained: Sequence[Rate]) -> Figure:
+    """Both drawings, with what they show in words."""
+    shares = ", ".join(f"{whole:.0f}% at {S // 1024}k tokens" for S, _, whole in of_parts)
+    rates = ", ".join(f"{nsa / dense:.2f} times at {context // 1024}k" for context, dense, nsa in trained)
+    return Figure(
+        (
+            Facet(f"Attention of one layer, forward and backward, as a share of dense attention's time: {shares}.", _shares(of_parts)),
+            Facet(f"Tokens per second of training against dense attention: {rates}.", _rates(trained)),
+        ),
+        (("dense-cudnn", "dense attention (cuDNN)"), *((part, words) for part, words in PARTS.items())),
+    )
+
+
+def _shares(of_parts: Sequence[Stack]) -> Draw:
+    def draw(axes: Axes, theme: Theme) -> None:
+        names = [f"{S // 1024}k" for S, _, _ in of_parts]
+        axes.set(title="Attention of one layer, forward + backward", xlabel="tokens", ylabel="% of dense attention's time")
+        axes.axhline(100, color=theme["dense-cudnn"], linewidth=1.4)
+        bottom = [0.0] * len(of_parts)
+        for part in PARTS:
+            heights = [parts[part] for _, parts, _ in of_parts]
+            axes.bar(names, heights, 0.6, bottom=bottom, color=theme[part])
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        for i, (_, _, whole) in enumerate(of_parts):
+            axes.text(i, bottom[i] + 2, f"{100 / whole:.2g}x", ha="center", fontsize=8)
+        axes.grid(True, axis="y", linewidth=0.6)
+
+    return draw
+
+
+def _rates(trained: Sequence[Rate]) -> Draw:
+    def draw(axes: Axes, theme: Theme) -> None:
+        names = [f"{context // 1024}k" for context, _, _ in trained]
+        axes.set(title="Training a model of 25M parameters", xlabel="context, tokens", ylabel="thousand tokens per second")
+        for offset, column, role in ((-0.2, 1, "dense-cudnn"), (0.2, 2, "select")):
+            axes.bar([i + offset for i in range(len(trained))], [pair[column] / 1e3 for pair in trained], 0.38, color=theme[role])
+        for i, (_, dense, nsa) in enumerate(trained):
+            axes.text(i + 0.2, nsa / 1e3, f"{nsa / dense:.2g}x", ha="center", va="bottom", fontsize=8)
+        axes.set_xticks(range(len(trained)), names)
+        axes.grid(True, axis="y", linewidth=0.6)
+
+    return draw
+
+
+def committed() -> tuple[list[Stack], list[Rate]]:
+    """What the picture shows, from the committed rows."""
+    rates = [(context, losses.speed(dense), losses.speed(nsa)) for context, dense, nsa in training.pairs("speed")]
+    return stacks(store.read(PARTS_FILE)), rates
+
+
+def claim() -> str:
+    """The README's first figures, in words."""
+    of_parts, rates = committed()
+    shares, lengths = _listed(f"{whole:.0f}%" for _, _, whole in of_parts), _listed(f"{S // 1024}k" for S, _, _ in of_parts)
+    gains, contexts = _listed(f"{nsa / dense:.2f}" for _, dense, nsa in rates), _listed(f"{context // 1024}k" for context, _, _ in rates)
+    return (
+        f"Measured on an NVIDIA H200: attention of one layer, forward and backward, takes {shares} of dense attention's time (cuDNN) at"
+        f" {lengths} tokens (4 KV groups of 16 heads, D 128, bf16), and a model of 25 million parameters trains at {gains} times the tokens"
+        f" per second at {contexts}."
+    )
+
+
+def _listed(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}"
+
+
+def write(*shown: Any) -> None:
+    """The picture on light and on dark ground."""
+    for ending, theme in (("", LIGHT), ("-dark", DARK)):
+        png(figure(*shown), theme, Path(f"{PICTURE}{ending}.png"), title="NSAttention on an NVIDIA H200")
+
+
+if __name__ == "__main__":
+    write(*committed())
+    print(f"{PICTURE.relative_to(ROOT)}.png and layer-dark.png written")

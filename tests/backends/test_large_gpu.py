@@ -1,0 +1,56 @@
+"""Tensors of more than 2^31 elements: the last rows' results and gradients are those of a call of these rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel import Selection, compressed_attention, selection_attention, sliding_window_attention
+
+pytestmark = pytest.mark.gpu
+
+G, h, D, LAST = 4, 16, 128, 64
+S = 2**31 // (G * h * D) + LAST  # rows of q
+COMPRESSED = (S - 32) // 16 + 1
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    o, selection, lse = compressed_attention(q, k, v, S_kv=S, return_lse=True)
+    return o, lse, selection.block_indices
+
+
+def select(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Of the first and the last blocks."""
+    rows = torch.arange(S - q.shape[1], S, device=q.device, dtype=torch.int32)
+    blocks = torch.stack((torch.zeros_like(rows), rows // 64 - 1, rows // 64), -1).clamp(min=0)
+    selection = Selection.from_blocks(blocks[None, :, None].expand(1, -1, G, 3), 64)
+    return selection_attention(q, k, v, selection, return_lse=True)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return sliding_window_attention(q, k, v, 512, return_lse=True)
+
+
+@pytest.mark.parametrize(("attend", "keys"), [(choose, COMPRESSED), (select, S), (window, S)])
+def test_the_last_rows(attend: Attend, keys: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, S, G, h, D, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, G, keys, D, device="cuda", dtype=torch.bfloat16)
+    do = torch.zeros_like(q)  # but of the last rows: k and v then have these rows' gradients alone
+    do[:, -LAST:].normal_()
+    found = run(attend, q, k, v, do)
+    wanted = run(attend, q[:, -LAST:].clone(), k, v, do[:, -LAST:].clone())
+    for mine, other in zip(found, wanted, strict=True):
+        assert torch.allclose(mine.float(), other.float(), rtol=1e-2, atol=1e-3)
+
+
+def run(attend: Attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+    """What is found for the last rows, and gradients of q there, of k and of v."""
+    inputs = tuple(x.requires_grad_() for x in (q, k, v))
+    results = attend(*inputs)
+    dq, dk, dv = torch.autograd.grad(results[0], inputs, do)
+    return *(x[:, -LAST:] for x in (*results, dq)), dk, dv
