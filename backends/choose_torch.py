@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.indices import range_dtype, whole_blocks
 from nsa_sel.core.scores import sorted_blocks
 
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32 (float64 for float64 inputs), blocks [B,S,G,n] int32."""
+    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32 (float64 for float64 inputs), ranges [B,S,G,n,2] of the blocks."""
     B, S, G, h, _ = call.q.shape
     o = call.q.new_empty(B, S, G, h, call.v.shape[3])
     lse = call.q.new_empty(B, S, G, h, dtype=_wide(call))
-    blocks = torch.empty(B, S, G, call.rule.n, dtype=torch.int32, device=call.q.device)
+    ranges = call.q.new_empty(B, S, G, call.rule.n, 2, dtype=range_dtype(call.rule.block_size))
     for at in call.parts(_row_bytes(call)):
         part = call.part(*at)
         logits = _logits(part)
@@ -25,10 +26,8 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
         p = logits.softmax(-1).masked_fill_((part_lse == -torch.inf).unsqueeze(-1), 0.0)  # exp(logits - lse) rounds lse first
         o[at] = _heads(p.flatten(2, 3) @ _visible(part, part.v), h)
         lse[at] = part_lse.transpose(1, 2)
-        importance = block_importance(p.sum(3), call.rule, call.blocks).transpose(1, 2)
-        _, _, _, n, first, local = call.rule
-        blocks[at] = sorted_blocks(importance, n, call.rule.block_size, first, local, 0, part.positions())
-    return o, lse, blocks
+        ranges[at] = _best(part, block_importance(p.sum(3), call.rule, call.blocks))
+    return o, lse, ranges
 
 
 def log_sum_exp(call: ChooseCall) -> Tensor:
@@ -40,14 +39,18 @@ def log_sum_exp(call: ChooseCall) -> Tensor:
 
 
 def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
-    """blocks [B,S,G,n] int32 by the scores that call.pool defines, of lse [B,S,G,h] where they are weights."""
-    rule = call.rule
-    blocks = torch.empty(*call.q.shape[:3], rule.n, dtype=torch.int32, device=call.q.device)
+    """ranges [B,S,G,n,2] of the blocks by the scores that call.pool defines, of lse [B,S,G,h] where they are weights."""
+    ranges = call.q.new_empty(*call.q.shape[:3], call.rule.n, 2, dtype=range_dtype(call.rule.block_size))
     for at in call.parts(_row_bytes(call)):
         part = call.part(*at)
-        scores = block_scores(part, None if lse is None else lse[at]).transpose(1, 2)
-        blocks[at] = sorted_blocks(scores, rule.n, rule.block_size, rule.first, rule.local, 0, part.positions())
-    return blocks
+        ranges[at] = _best(part, block_scores(part, None if lse is None else lse[at]))
+    return ranges
+
+
+def _best(part: ChooseCall, scores: Tensor) -> Tensor:
+    """ranges [B,S,G,n,2] of the best blocks of scores [B,G,S,blocks]."""
+    _, _, size, n, first, local = part.rule
+    return whole_blocks(sorted_blocks(scores.transpose(1, 2), n, size, first, local, 0, part.positions()), size)
 
 
 def block_scores(part: ChooseCall, lse: Tensor | None) -> Tensor:

@@ -22,12 +22,16 @@ from nsa_sel.backends._triton.importance import importance
 from nsa_sel.backends._triton.tiles import MIN_TILE
 from nsa_sel.backends._triton.top_n import top_n
 from nsa_sel.core.choose_call import NSA_POOL, ChooseCall
+from nsa_sel.core.indices import range_dtype
 from nsa_sel.settings.schema import KernelConfig
 
-CONFIGS = {  # by kernel and class of head dims (arguments.config_suffix); one that has no config of its own takes the plain one
+NARROW = 128  # columns of a key and its value in 16 bits, up to which a config may have the suffix "-narrow"
+CONFIGS = {  # by kernel and class of head dims (`config_of`); one that has no config of its own takes the plain one
     "choose/forward": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
+    "choose/forward-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
     "choose/importance": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=128, loads="tma"),
+    "choose/importance-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "choose/importance-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
     "choose/scores": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=128, loads="tma"),
     "choose/scores-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
@@ -35,17 +39,22 @@ CONFIGS = {  # by kernel and class of head dims (arguments.config_suffix); one t
     "choose/dq-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/dq-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=16, loads="tma"),
     "choose/dkdv": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=32, loads="tma"),
+    "choose/dkdv-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "choose/dkdv-wide": KernelConfig(block_l=64, num_warps=8, num_stages=2, rows=32),
     "choose/dkdv-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32),
 }
 
 
 def config_of(call: ChooseCall, kernel: str) -> KernelConfig:
-    return CONFIGS.get(kernel + config_suffix(heads_of(call)), CONFIGS[kernel])
+    heads = heads_of(call)
+    suffix = config_suffix(heads)
+    if not suffix and heads.Dk + heads.Dv <= NARROW:
+        suffix = "-narrow"
+    return CONFIGS.get(kernel + suffix, CONFIGS[kernel])
 
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32, and blocks [B,S,G,n] int32, ascending, -1 for padding."""
+    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32, and ranges [B,S,G,n,2] of the blocks, ascending, [0, 0) for padding."""
     call = call if call.scale >= 0 else call.with_positive_scale()
     o, lse = attention(call)
     return o, lse, best_blocks(call, lse)
@@ -67,22 +76,32 @@ def log_sum_exp(call: ChooseCall) -> Tensor:
 
 
 def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
-    """blocks [B,S,G,n] int32, for a pool with softmax from lse [B,S,G,h], whichever kernel computed that; scores of as many rows at once
-    as fit the scratch."""
+    """ranges [B,S,G,n,2], for a pool with softmax from lse [B,S,G,h], whichever kernel computed that; scores of as many rows at once as fit
+    the scratch."""
     call = call if call.scale >= 0 else call.with_positive_scale()
+    _, _, block_size, n, first, local = call.rule
     B, S, G = call.q.shape[:3]
-    blocks = torch.empty(B, S, G, call.rule.n, dtype=torch.int32, device=call.q.device)
+    ranges = call.q.new_empty(B, S, G, n, 2, dtype=range_dtype(block_size))
     width = -(-call.blocks // 16) * 16  # so that rows begin at multiples of 16 bytes
-    scratch = None
-    for at in call.parts(G * width * 4):
-        part = call.part(*at)
-        b, s = part.q.shape[:2]
-        if scratch is None:  # the first part is the largest
-            scratch = torch.empty(b * s * G * width, dtype=torch.float32, device=call.q.device)
-        scores = scratch[: b * s * G * width].view(b, s, G, width)[..., : call.blocks]
-        _scores(part, None if lse is None else lse[at], scores)
-        top_n(scores, blocks[at], call.rule.block_size, call.rule.first, call.rule.local, part.start, part.q_pos)
-    return blocks
+    parts = list(call.parts(G * width * 4))
+    b, s = (each.stop for each in parts[0]) if parts else (0, 0)  # the first part is the largest
+    scratch = call.q.new_empty(b, s, G, width, dtype=torch.float32)
+    for at in parts:
+        part, part_lse, part_ranges, scores = (call, lse, ranges, scratch) if len(parts) == 1 else _rows(call, lse, ranges, scratch, at)
+        visible = part.visible_blocks()
+        scores = scores if width == visible else scores[..., :visible]  # the fewer, the faster is top_n
+        _scores(part, part_lse, scores)
+        top_n(scores, part_ranges, block_size, first, local, part.start, part.q_pos)
+    return ranges
+
+
+def _rows(
+    call: ChooseCall, lse: Tensor | None, ranges: Tensor, scratch: Tensor, at: tuple[slice, slice]
+) -> tuple[ChooseCall, Tensor | None, Tensor, Tensor]:
+    """The call, lse, ranges and scores of the rows `at`."""
+    part = call.part(*at)
+    b, s = part.q.shape[:2]
+    return part, None if lse is None else lse[at], ranges[at], scratch[:b, :s]
 
 
 def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor) -> None:
@@ -100,6 +119,7 @@ def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
         dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv
     dlse = None if dlse is None else dlse.contiguous()
-    dq, delta = torch.empty_like(call.q, memory_format=torch.contiguous_format), torch.empty_like(lse)
-    choose_attention.dq(call, o, lse, do, dlse, dq, delta, config_of(call, "choose/dq"))
-    return dq, *choose_dkdv.dkdv(call, lse, do, delta, config_of(call, "choose/dkdv"))
+    B, S, G, h = lse.shape
+    dq, facts = torch.empty_like(call.q, memory_format=torch.contiguous_format), lse.new_empty(B, G, 2, S, h)
+    choose_attention.dq(call, o, lse, do, dlse, dq, facts, config_of(call, "choose/dq"))
+    return dq, *choose_dkdv.dkdv(call, do, facts, config_of(call, "choose/dkdv"))

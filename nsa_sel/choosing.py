@@ -185,7 +185,7 @@ def _choose(
 ) -> Selection:  # fmt: skip
     """The selection of plain tensors."""
     index = check_index(q, k, rule, pool, lse, scale, q_pos, S_kv, transforms.traces(q, k))
-    return Selection.from_blocks(_core(index).best_blocks(index, rule, pool, backend), rule.block_size, disjoint=True)
+    return Selection.from_ranges(_core(index).best_blocks(index, rule, pool, backend), rule.block_size, disjoint=True)
 
 
 def _core(index: Index) -> ModuleType:

@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from nsa_sel.core import choose, choose_ops, transforms
+from nsa_sel.core import choose, choose_ops, choose_repeat, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.check_choose import check_choose
 from nsa_sel.core.choose_call import Rule
@@ -81,18 +81,17 @@ def compressed_attention(
     transforms.check_transforms(q, k_cmp, v_cmp, name="compressed_attention")
     check_flag("return_lse", return_lse)
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
-    check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
-    traced = transforms.traces(q, k_cmp, v_cmp)
-    if not traced:
-        q, k_cmp, v_cmp = transforms.materialized(q, k_cmp, v_cmp)
-    q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
-    rows, S_kv, scale, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, fake=traced)
-    needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
-    if traced:
-        o, lse, blocks = choose_ops.traced(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend, needs_grad)
+    if transforms.traces(q, k_cmp, v_cmp):
+        check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
+        q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
+        rows, S_kv, scale, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, fake=True)
+        needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
+        o, lse, ranges = choose_ops.traced(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend, needs_grad)
     else:
-        o, lse, blocks = choose.choose(choose.begin(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, needs_grad, backend))
-    selection = Selection.from_blocks(blocks, block_size, disjoint=True)
+        q, k_cmp, v_cmp = transforms.in_autocast_dtype(*transforms.materialized(q, k_cmp, v_cmp))
+        needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
+        o, lse, ranges = choose.choose(choose_repeat.begin_or_repeat(q, k_cmp, v_cmp, rule, S_kv, scale, q_pos, needs_grad, backend))
+    selection = Selection.from_ranges(ranges, block_size, disjoint=True)
     if q.dim() == 4:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, selection, lse) if return_lse else (o, selection)

@@ -168,7 +168,7 @@ class Selection:
         Raises:
             ArgumentError: shapes, dtypes or numbers that do not fit together.
         """
-        return cls.from_blocks(best_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size, disjoint=True)
+        return cls.from_ranges(best_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size, disjoint=True)
 
     @property
     def block_indices(self) -> Tensor:

@@ -108,6 +108,7 @@ def dims(of: Heads) -> Dims:
     return Dims(of.h, of.Dk, of.Dv, max(tile_size(of.Dk), of.block_d), 0, max(tile_size(of.Dv), of.block_dv))
 
 
+@functools.lru_cache(REMEMBERED)
 def split_dims(of: Heads) -> Dims:
     """Two tiles for a Dk like 192, 128 + 64, where a power of two would pad it to 256."""
     one = dims(of)

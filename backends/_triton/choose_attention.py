@@ -32,11 +32,12 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import tile_rows
 from nsa_sel.backends._triton.softmax import (
     LN_2,
+    LOG2_E,
     LOWEST,
     add_product,
-    delta_and_lse,
     finish_softmax,
     p_and_ds,
+    row_delta,
     softmax_step,
     split_products,
 )
@@ -93,10 +94,11 @@ def forward_kernel(
 
 @triton.jit
 def dq_kernel(
-    q, k_desc, k_rest_desc, v_desc, k, v, q_pos, o, lse, do, dlse, dq, delta, strides, stride_do, sizes, scale, scale_log2,
+    q, k_desc, k_rest_desc, v_desc, k, v, q_pos, o, lse, do, dlse, dq, facts, strides, stride_do, sizes, scale, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * ds k of one tile's rows and heads, and delta = sum(do * o) - dlse [B,S,G,h] for dk and dv.
+    """dq = scale * ds k of one tile's rows and heads, and what dk and dv need of them: delta = sum(do * o) - dlse and lse in base 2, in
+    facts [B,G,2,S,h], where the rows and heads of a group follow each other.
 
     Grid and tiles as in `forward_kernel`.
     """
@@ -107,7 +109,11 @@ def dq_kernel(
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, BLOCK_D, REST)
     do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
-    delta_rows, lse2 = delta_and_lse(o, do_tile, lse, dlse, delta, out, exists, dims)
+    delta = row_delta(o, do_tile, dlse, out, exists, dims, ACC)
+    lse2 = tl.load(lse + out, mask=exists, other=0.0) * LOG2_E
+    facts += ((b64 * sizes.G + g64) * 2 * sizes.S + s64) * dims.h + head
+    tl.store(facts, delta, mask=exists)
+    tl.store(facts + sizes.S * dims.h, lse2, mask=exists)
     seen, whole, end = tile_limits(q_pos, strides.pos, b64, s64, exists, sizes, rule, BLOCK_K)
 
     acc = tl.zeros([ROWS, BLOCK_D], ACC)
@@ -115,7 +121,7 @@ def dq_kernel(
     for c in range(0, whole, BLOCK_K):
         k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_K)
         logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
-        p, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2)
+        p, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta, scale_log2)
         acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
         if REST > 0:
             rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
@@ -123,7 +129,7 @@ def dq_kernel(
         key = c + tl.arange(0, TAIL_K)
         k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, key, key < end, dims)
         logits = split_products(q_tile, q_rest, k_tail, k_rest, REST)
-        p, ds = p_and_ds(logits, do_tile, v_tail, lse2, delta_rows, scale_log2, key[None, :] < seen[:, None])
+        p, ds = p_and_ds(logits, do_tile, v_tail, lse2, delta, scale_log2, key[None, :] < seen[:, None])
         acc = add_product(acc, ds.to(k_tail.dtype), k_tail)
         if REST > 0:
             rest = add_product(rest, ds.to(k_tail.dtype), k_rest)
@@ -144,15 +150,15 @@ def forward(call: ChooseCall, o: Tensor, lse: Tensor, config: KernelConfig) -> N
     )
 
 
-def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, to: Tensor, delta: Tensor, config: KernelConfig) -> None:
-    """Write dq to `to` [B,S,G,h,Dk] and delta [B,S,G,h]. All but q, k, v and do are contiguous."""
+def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, to: Tensor, facts: Tensor, config: KernelConfig) -> None:
+    """Write dq to `to` [B,S,G,h,Dk], and facts [B,G,2,S,h] of the rows (`dq_kernel`). All but q, k, v and do are contiguous."""
     if lse.numel() == 0:
         return
     kernel = _dq(dims_of(call), call.rule, config)
     sizes = sizes_of(call, kernel.constants["TQ"])
     kernel.launch(
         programs_of(call, config.rows),
-        (*_inputs(call, kernel, config), o, lse, do, dlse, to, delta),
+        (*_inputs(call, kernel, config), o, lse, do, dlse, to, facts),
         (strides_of(call), do.stride()[:4], sizes, call.scale, call.scale_log2()),
     )
 

@@ -18,14 +18,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_sel.backends._triton.arguments import Dims, options
 from nsa_sel.backends._triton.choose_rows import dims_of, seen_keys, sizes_of, strides_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.softmax import LOG2_E, add_product, products, split_products
+from nsa_sel.backends._triton.softmax import add_product, products, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.tma import aligned, row_descriptor
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.settings.schema import KernelConfig
 
 PROGRAMS = 4096  # that keep any GPU busy; about half of them have nothing to do, as their rows see none of their keys
-SHORTEST = 128  # rows of a section
+SHORTEST = 128  # rows of a section; twice as many for fewer heads than FEW_HEADS
+FEW_HEADS = 16
 
 
 class Sections(NamedTuple):
@@ -45,14 +46,16 @@ def first_row(key, start, rule: tl.constexpr):
 
 @triton.jit
 def add_rows(
-    sums, kv, q_desc, do_desc, q, do, lse, delta, q_pos, b, g, key, first, low, high, strides, stride_do, sizes, scale_log2,
+    sums, kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, low, high, strides, stride_do, sizes, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """sums (dk / scale in two tiles, dv) of the keys `key` [BLOCK_K], the first of which is `first`, plus those of the rows [low, high).
 
-    A step takes ROWS pairs of row and head, so that any number of heads fills the tensor cores. MASKED: some row may not see some key.
-    By TMA, which is never masked, rows from `high` on are read, and count for nothing.
+    A step takes ROWS pairs of row and head, so that any number of heads fills the tensor cores. MASKED: some row may not see some key;
+    where positions are implied, all rows see the first. By TMA rows from `high` on are read, and count for nothing. Without MASKED all
+    steps are full if h divides ROWS.
     """
+    FULL: tl.constexpr = ROWS % dims.h == 0 and not MASKED
     h: tl.constexpr = dims.h
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
@@ -60,11 +63,14 @@ def add_rows(
     k_tile, k_rest, v_tile = kv
     dk, dk_rest, dv = sums
     r = tl.arange(0, ROWS)
+    facts += (b * sizes.G + g) * 2 * sizes.S * h
+    if q_pos is None:
+        begin = tl.minimum(first_row(key, sizes.start, rule), sizes.S).to(tl.int32)  # once, instead of seen_keys in every step
     for pair0 in range(low * h, high * h, ROWS):
         pair = pair0 + r
-        exists = pair < high * h
+        exists = None if FULL else pair < high * h
         s, head = tl.minimum(pair // h, high - 1).to(tl.int64), (pair % h).to(tl.int64)
-        if MASKED:
+        if q_pos is not None:
             seen = seen_keys(q_pos, strides.pos, b, s, sizes, rule)
             exists = exists & (seen > first)  # what other rows hold, NaN included, is not read
         if q_desc is not None:
@@ -75,15 +81,18 @@ def add_rows(
         else:
             q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, BLOCK_D, REST)
             do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), exists, 0, dims.Dv, BLOCK_DV)
-        out = ((b * sizes.S + s) * sizes.G + g) * h + head
-        # A row that does not exist gets p = 0 from an infinite log-sum-exp.
-        lse2 = tl.load(lse + out, mask=exists, other=float("inf")) * LOG2_E
-        delta_rows = tl.load(delta + out, mask=exists, other=0.0)
-        p = tl.exp2(split_products(k_tile, k_rest, q_tile, q_rest, REST) * scale_log2 - lse2[None, :])
-        ds = p * (products(v_tile, do_tile) - delta_rows[None, :])
+        logits = split_products(k_tile, k_rest, q_tile, q_rest, REST)
+        # A row that does not exist gets p = 0 from an infinite log-sum-exp. Loads after the products take fewer registers.
+        lse2 = tl.load(facts + sizes.S * h + pair, mask=exists, other=None if FULL else float("inf"))
+        logits = logits * scale_log2 - lse2[None, :]
         if MASKED:
-            visible = key[:, None] < seen[None, :]
-            p = tl.where(visible, p, 0.0)
+            visible = begin[:, None] <= (pair // h)[None, :] if q_pos is None else key[:, None] < seen[None, :]
+            logits = tl.where(visible, logits, float("-inf"))
+        p = tl.exp2(logits)
+        dp = products(v_tile, do_tile)
+        delta_rows = tl.load(facts + pair, mask=exists, other=None if FULL else 0.0)
+        ds = p * (dp - delta_rows[None, :])
+        if MASKED and q_pos is not None:  # a value that no row sees may be NaN
             ds = tl.where(visible, ds, 0.0)
         ds = ds.to(q_tile.dtype)
         dv = add_product(dv, p.to(do_tile.dtype), do_tile)
@@ -95,7 +104,7 @@ def add_rows(
 
 @triton.jit
 def dkdv_kernel(
-    q, q_desc, do_desc, k, v, q_pos, lse, do, delta, part_dk, part_dv, strides, stride_do, sizes, sections, scale, scale_log2,
+    q, q_desc, do_desc, k, v, q_pos, do, facts, part_dk, part_dv, strides, stride_do, sizes, sections, scale, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """part_dk, part_dv [sections, B*G, C, D]: the sums of one section of rows for one tile of keys. Where positions are implied, sections
@@ -104,40 +113,45 @@ def dkdv_kernel(
     Grid: one program per section, pair b*G + g and tile of keys, tiles first, late sections first. Tiles: k and v [BLOCK_K, D], loaded
     once; q and do [ROWS, D] per step, by TMA where q_desc and do_desc are given.
     """
-    ACC: tl.constexpr = lse.dtype.element_ty
+    ACC: tl.constexpr = facts.dtype.element_ty
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     number = tl.program_id(0)
     first = number % sections.tiles * BLOCK_K
-    bg = (number // sections.tiles % sections.pairs).to(tl.int64)
+    pair = number // sections.tiles % sections.pairs
     section = sections.total - 1 - number // sections.tiles // sections.pairs
-    b, g = bg // sizes.G, bg % sizes.G
+    b, g = (pair // sizes.G).to(tl.int64), (pair % sizes.G).to(tl.int64)
     low, high = section * sections.rows, tl.minimum((section + 1) * sections.rows, sizes.S)
-    begin, whole = low, high  # rows [begin, whole) may not see all keys
+    begin, whole = low, high  # rows [begin, whole) may not see all keys; the others come in full steps
     if q_pos is None:
         begin = tl.maximum(low, tl.minimum(first_row(first, sizes.start, rule), high)).to(tl.int32)
         last = tl.minimum(first + BLOCK_K, sizes.C) - 1
         whole = tl.maximum(begin, tl.minimum(first_row(last, sizes.start, rule), high)).to(tl.int32)
+        if ROWS % dims.h == 0:
+            whole += (high - whole) % (ROWS // dims.h)
     if (begin < high) | (q_pos is not None):
         key = first + tl.arange(0, BLOCK_K)
-        kv = load_kv(k, v, strides, b, g, key, key < sizes.C, dims)
+        # Where positions are implied, keys that no row sees, which may hold NaN, are not read.
+        is_seen = key < sizes.C if q_pos is not None else (key < sizes.C) & (first_row(key, sizes.start, rule) < sizes.S)
+        kv = load_kv(k, v, strides, b, g, key, is_seen, dims)
         dk = tl.zeros([BLOCK_K, BLOCK_D], ACC)
         dk_rest = tl.zeros([BLOCK_K, REST], ACC) if REST > 0 else dk
         dv = tl.zeros([BLOCK_K, BLOCK_DV], ACC)
         sums = add_rows(
-            (dk, dk_rest, dv), kv, None, None, q, do, lse, delta, q_pos, b, g, key, first, begin, whole, strides, stride_do, sizes,
+            (dk, dk_rest, dv), kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, begin, whole, strides, stride_do, sizes,
             scale_log2, dims, rule, ROWS, True,
         )  # fmt: skip
         if q_pos is None:
             sums = add_rows(
-                sums, kv, q_desc, do_desc, q, do, lse, delta, q_pos, b, g, key, first, whole, high, strides, stride_do, sizes,
+                sums, kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, whole, high, strides, stride_do, sizes,
                 scale_log2, dims, rule, ROWS, False,
             )  # fmt: skip
         dk, dk_rest, dv = sums
-        part = (section * sections.pairs + bg) * sizes.C + key
-        store_split(part_dk + part * dims.Dk, dk * scale, dk_rest * scale, key < sizes.C, dims.Dk, REST)
-        store_columns(part_dv + part * dims.Dv, dv, key < sizes.C, 0, dims.Dv)
+        part = (section * sections.pairs + pair).to(tl.int64) * sizes.C + first
+        row = tl.arange(0, BLOCK_K)
+        store_split(part_dk + part * dims.Dk + row * dims.Dk, dk * scale, dk_rest * scale, row < sizes.C - first, dims.Dk, REST)
+        store_columns(part_dv + part * dims.Dv + row * dims.Dv, dv, row < sizes.C - first, 0, dims.Dv)
 
 
 @triton.jit
@@ -169,20 +183,20 @@ def sum_sections_kernel(
     store_columns(dv + (bg * sizes.C + key) * dims.Dv, dv_acc, exists, 0, dims.Dv)
 
 
-def dkdv(call: ChooseCall, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """dk [B,G,C,Dk] and dv [B,G,C,Dv] from lse and delta [B,S,G,h] of a call with a positive scale.
+def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
+    """dk [B,G,C,Dk] and dv [B,G,C,Dv] from `facts` [B,G,2,S,h] of the rows (`choose_attention.dq`) of a call with a positive scale.
 
     Parts take at most four times the scratch of the call, unless those of one section do.
     """
     dk, dv = (x.new_empty(x.shape) for x in (call.k, call.v))
-    if lse.numel() == 0 or call.k.shape[2] == 0:
+    if facts.numel() == 0 or call.k.shape[2] == 0:
         return dk.zero_(), dv.zero_()
     sections = sections_of(call, config)
     sizes, dims = sizes_of(call, 1), dims_of(call)
-    part_dk, part_dv = (lse.new_empty(sections.total, *x.shape) for x in (call.k, call.v))
+    part_dk, part_dv = (facts.new_empty(sections.total, *x.shape) for x in (call.k, call.v))
     _dkdv(dims, call.rule, config).launch(
         sections.total * sections.tiles * sections.pairs,
-        (call.q, *_row_descriptors(call, do, dims, config), call.k, call.v, call.q_pos, lse, do, delta, part_dk, part_dv),
+        (call.q, *_row_descriptors(call, do, dims, config), call.k, call.v, call.q_pos, do, facts, part_dk, part_dv),
         (strides_of(call), do.stride()[:4], sizes, sections, call.scale, call.scale_log2()),
     )
     total = _sum_sections(dims, call.rule, config.block_l)
@@ -199,7 +213,7 @@ def _row_descriptors(call: ChooseCall, do: Tensor, dims: Dims, config: KernelCon
     compressed key and one group, Triton 3.6's assembler crashes."""
     tokens = config.rows // dims.h
     whole = tokens * dims.h == config.rows and dims.BLOCK_REST == 0 and call.k.shape[2] >= config.block_l
-    if config.loads != "tma" or not whole or not (aligned(call.q) and aligned(do)):
+    if config.loads != "tma" or call.q_pos is not None or not whole or not (aligned(call.q) and aligned(do)):
         return None, None
     return row_descriptor(call.q, tokens, dims.BLOCK_D), row_descriptor(do, tokens, dims.BLOCK_DV)
 
@@ -210,7 +224,8 @@ def sections_of(call: ChooseCall, config: KernelConfig) -> Sections:
     C = call.k.shape[2]
     tiles = -(-C // config.block_l)
     size = B * G * C * (call.k.shape[3] + call.v.shape[3]) * 4
-    count = max(1, min(-(-PROGRAMS // (tiles * B * G)), 4 * call.scratch // size, S // SHORTEST))
+    shortest = SHORTEST if call.q.shape[3] >= FEW_HEADS else 2 * SHORTEST
+    count = max(1, min(-(-PROGRAMS // (tiles * B * G)), 4 * call.scratch // size, S // shortest))
     rows = -(-S // count)
     return Sections(-(-S // rows), rows, tiles, B * G)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_sel.backends._triton.kernel import REMEMBERED
 from nsa_sel.backends._triton.tiles import MIN_TILE
 from nsa_sel.core.call import Call
 
@@ -48,7 +50,12 @@ def _descriptor(x: Tensor, tile: list[int]) -> CheckedDescriptor:
 
 def aligned(x: Tensor) -> bool:
     """Whether the base and all strides but the last, which is 1, are multiples of 16 bytes, as TMA needs them."""
-    return x.numel() > 0 and not any(number % 16 for number in (x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1])))
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and _strides_fit(x.stride(), x.element_size())
+
+
+@functools.lru_cache(REMEMBERED)
+def _strides_fit(strides: tuple[int, ...], size: int) -> bool:
+    return not any(n * size % 16 for n in strides[:-1])
 
 
 class _Thread(threading.local):

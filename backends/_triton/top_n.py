@@ -1,9 +1,9 @@
 """The n best blocks of every row, exactly as `nsa_sel.core.scores.sorted_blocks`, without sorting: scores are read once.
 
 Scores become integers in the order of `sorted_blocks`: forced blocks highest, then the scores, lowest what cannot be selected (future
-blocks, NaN, -inf). A search bit by bit finds the largest threshold that at least n of them reach; it ends early when exactly n do. Then
-all above it are selected, and of those equal to it the first ones. One prefix sum counts both, in two halves of an integer, and so
-gives every selected block its place in the ascending list.
+blocks, NaN, -inf). Bisection finds the largest threshold that at least n of them reach; it ends early when exactly n do. Then all above
+it are selected, and of those equal to it the first ones. One prefix sum counts both, in two halves of an integer, and so gives every
+selected block its place in the ascending list. What is written are the keys of the blocks, as by `core.indices.whole_blocks`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.tiles import tile_size
 
 MOST_BLOCKS = 16384  # of a row, which one program holds in registers
-PER_WARP = 1024  # scores, 32 per thread
+PER_WARP = 1024  # scores, 32 per thread, at most; half as many where short rows share a warp
 
 VECTOR = tl.constexpr(8)  # scores of a load
 INFINITY = tl.constexpr(0x7F800000)  # the bits of a float32
@@ -41,28 +41,38 @@ def ordered(x):
 
 
 @triton.jit
-def nth_largest(key, count, n):
-    """A threshold per row [ROWS] that as many keys reach as are wanted, or more only if they equal it; count: of keys above EXCLUDED."""
-    positive = tl.sum((key >= 0).to(tl.int32), 1)
-    done = count <= n
-    threshold = tl.where(done, EXCLUDED + 1, tl.where(positive >= n, 0, EXCLUDED))
-    done = done | (positive == n)
-    bit = 1 << 30
-    while bit > 0:
-        higher = threshold + bit
-        reach = tl.sum((key >= higher[:, None]).to(tl.int32), 1)
-        threshold = tl.where((reach >= n) & ~done, higher, threshold)
-        done = done | (reach == n)
-        bit = tl.where(tl.min(done.to(tl.int32), 0) == 1, 0, bit // 2)
-    return threshold
+def nth_largest(key, count, n, NP: tl.constexpr):
+    """A threshold per row [ROWS] that as many keys reach as are wanted, or more only if they equal it; count: of keys above EXCLUDED.
+
+    Bisects the numbers between two bounds, and ends early when exactly n keys reach the middle. Of NP >= n groups each has a key that
+    reaches the least of the groups' maxima: so do n keys. About six steps are left for scores of NSA.
+    """
+    ROWS: tl.constexpr = key.shape[0]
+    WIDTH: tl.constexpr = key.shape[1]
+    low = count * 0 + (EXCLUDED + 1)  # n keys reach it, if there are as many
+    if NP <= WIDTH:
+        low = tl.maximum(low, tl.min(tl.max(key.reshape(ROWS, WIDTH // NP, NP), 1), 1))
+    high = tl.max(tl.where(key == FORCED, EXCLUDED, key), 1) + 1  # only forced blocks reach it
+    forced = tl.sum((key == FORCED).to(tl.int32), 1)
+    low = tl.where(count <= n, EXCLUDED + 1, tl.where(forced == n, high, low))
+    done = (count <= n) | (forced == n)
+    while tl.min(done.to(tl.int32), 0) == 0:
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        reach = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        up = reach >= n
+        high = tl.where(done | up, high, middle)
+        done |= middle == low
+        low = tl.where(done | ~up, low, middle)
+        done |= reach == n
+    return low
 
 
 @triton.jit
 def top_n_kernel(
-    scores, q_pos, chosen, stride_scores, stride_pos, stride_chosen, start, rows, S, G, blocks, n, first, local,
+    scores, q_pos, ranges, stride_scores, stride_pos, stride_ranges, start, rows, S, G, blocks, n, first, local,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """chosen [B,S,G,n]: ascending indices of the n best of the scores [B,S,G,blocks] of each row, -1 for padding.
+    """ranges [B,S,G,n,2]: the n best of the scores [B,S,G,blocks] of each row, ascending, [0, 0) for padding.
 
     Grid: one program per ROWS of the B * S * G rows, groups first. Tile: scores [ROWS, WIDTH >= blocks], one row within a warp where it
     fits. Few scores of future blocks are read, and none of them counts.
@@ -87,21 +97,25 @@ def top_n_kernel(
 
     count = tl.sum((key > EXCLUDED).to(tl.int32), 1)
     wanted = tl.minimum(count, n)
-    threshold = nth_largest(key, count, n)[:, None]
+    threshold = nth_largest(key, count, n, NP)[:, None]
     above, equal = key > threshold, key == threshold
     missing = (wanted - tl.sum(above.to(tl.int32), 1))[:, None]
     before = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 1)
     equals = before >> 16
     place = (before & 0xFFFF) + tl.minimum(equals, missing) - 1
-    out = (chosen + b * stride_chosen[0] + s * stride_chosen[1] + g * stride_chosen[2])[:, None]
-    tl.store(out + place, block + tl.zeros_like(place), mask=above | (equal & (equals <= missing)))
-    j = tl.arange(0, NP)[None, :]
-    tl.store(out + j, tl.full([ROWS, NP], -1, tl.int32), mask=(j >= wanted[:, None]) & (j < n) & exists[:, None])
+    out = (ranges + b * stride_ranges[0] + s * stride_ranges[1] + g * stride_ranges[2])[:, None]
+    best = above | (equal & (equals <= missing))
+    named = tl.minimum(block, 0x7FFFFFFF // BLOCK_SIZE - 1) if ranges.dtype.element_ty == tl.int32 else block
+    begin = named.to(ranges.dtype.element_ty) * BLOCK_SIZE + tl.zeros_like(place)
+    tl.store(out + 2 * place, begin, mask=best)
+    tl.store(out + 2 * place + 1, begin + BLOCK_SIZE, mask=best)
+    j = tl.arange(0, 2 * NP)[None, :]
+    tl.store(out + j, tl.zeros([ROWS, 2 * NP], ranges.dtype.element_ty), mask=(j >= 2 * wanted[:, None]) & (j < 2 * n) & exists[:, None])
 
 
 def top_n(
     scores: Tensor,
-    chosen: Tensor,
+    ranges: Tensor,
     block_size: int,
     first: int,
     local: int,
@@ -111,11 +125,11 @@ def top_n(
     rows: int | None = None,
     warps: int | None = None,
 ) -> None:
-    """Write the best blocks of every row to `chosen`; results are bit-equal to `nsa_sel.core.scores.sorted_blocks`.
+    """Write the best blocks of every row to `ranges`; results are bit-equal to `nsa_sel.core.scores.sorted_blocks`.
 
     Args:
         scores: [B,S,G,blocks], float16, bfloat16 or float32, any strides, at most MOST_BLOCKS blocks.
-        chosen: [B,S,G,n] int32, with a contiguous last dimension.
+        ranges: [B,S,G,n,2] of `core.indices.range_dtype(block_size)`, with contiguous last dimensions.
         block_size: keys of a block.
         first, local: blocks that are always among the n; together at most n.
         start: the position of row 0 where q_pos is None; row s is at start + s.
@@ -123,20 +137,20 @@ def top_n(
         rows, warps: of a program.
     """
     B, S, G, blocks = scores.shape
-    if chosen.numel() == 0:
+    if ranges.numel() == 0:
         return
     if blocks == 0:
-        chosen.fill_(-1)
+        ranges.zero_()
         return
     width = tile_size(blocks)
-    rows = max(1, min(4, PER_WARP // width)) if rows is None else rows
+    rows = max(1, min(2, PER_WARP // 2 // width)) if rows is None else rows
     warps = max(1, min(16, rows * width // PER_WARP)) if warps is None else warps
-    n = chosen.shape[3]
+    n = ranges.shape[3]
     _kernel(block_size, rows, width, tile_size(n, 1), warps).launch(
         -(-B * S * G // rows),
-        (scores, q_pos, chosen),
+        (scores, q_pos, ranges),
         (
-            scores.stride(), (0, 0) if q_pos is None else q_pos.stride(), chosen.stride()[:3],
+            scores.stride(), (0, 0) if q_pos is None else q_pos.stride(), ranges.stride()[:3],
             start, B * S * G, S, G, blocks, n, first, local,
         ),
     )  # fmt: skip

@@ -155,7 +155,7 @@ class ChooserModule(Protocol):
     """
 
     def forward(self, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
-        """o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), blocks [B,S,G,n] int32, ascending, -1 last."""
+        """o [B,S,G,h,Dv], lse [B,S,G,h] in float32 (float64 for float64 inputs), the blocks' ranges [B,S,G,n,2], empty ones last."""
         ...
 
     def backward(self, call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +167,7 @@ class ChooserModule(Protocol):
         ...
 
     def best_blocks(self, call: ChooseCall, lse: Tensor | None) -> Tensor:
-        """blocks of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax. Values are not read."""
+        """ranges of `forward` by the scores that `call.pool` defines; lse [B,S,G,h] for a pool with softmax. Values are not read."""
         ...
 
 

@@ -15,15 +15,16 @@ from nsa_sel.core.choose import request_of
 from nsa_sel.core.choose_call import NSA_POOL, SCRATCH, ChooseCall, Pool, Rule
 from nsa_sel.core.decide import decide
 from nsa_sel.core.facts import device_info
+from nsa_sel.core.indices import range_dtype
 from nsa_sel.telemetry import events, target
 
 LSE = ("lse",)  # the pool of a request for the log-sum-exp alone
 
 
 def best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> Tensor:
-    """blocks [B,S,G,n] int32, ascending, -1 last. A pool with softmax and no lse takes that of the index keys themselves."""
+    """ranges [B,S,G,n,2], ascending, empty ones last. A pool with softmax and no lse takes that of the index keys themselves."""
     if index.q.numel() == 0:
-        return index.q.new_empty(*index.q.shape[:3], rule.n, dtype=torch.int32)
+        return index.q.new_empty(*index.q.shape[:3], rule.n, 2, dtype=range_dtype(rule.block_size))
 
     def work(module: ChooserModule, call: ChooseCall) -> Tensor:
         lse = _log_sum_exp(module, call) if pool.softmax and index.lse is None else index.lse

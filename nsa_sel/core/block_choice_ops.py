@@ -13,6 +13,7 @@ from torch import Tensor
 from nsa_sel.core import block_choice
 from nsa_sel.core.check_choose import Index
 from nsa_sel.core.choose_call import Pool, Rule
+from nsa_sel.core.indices import range_dtype
 
 
 @torch.library.custom_op("nsa_sel::choose_blocks", mutates_args=())
@@ -30,7 +31,8 @@ def _lse(q: Tensor, k: Tensor, S_kv: int, scale: float, q_pos: Tensor | None, ru
 
 @_blocks.register_fake
 def _(q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], *_: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], Rule(*rule).n, dtype=torch.int32)
+    sizes = Rule(*rule)
+    return q.new_empty(*q.shape[:3], sizes.n, 2, dtype=range_dtype(sizes.block_size))
 
 
 @_lse.register_fake

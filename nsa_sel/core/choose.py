@@ -13,6 +13,7 @@ from nsa_sel.core.choose_call import SCRATCH, ChooseCall, Rule
 from nsa_sel.core.decide import decide
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.facts import device_info, is_aligned
+from nsa_sel.core.indices import range_dtype
 from nsa_sel.core.request import Request
 from nsa_sel.telemetry import events, target
 
@@ -30,19 +31,26 @@ def begin(
 ) -> Decided:
     """Decide on checked arguments."""
     request = request_of(q, k, v, rule, S_kv, needs_grad)
-    decision = decide(request, device_info(q.device), backend)
-    target.follow(decision.settings)
-    scratch = min(SCRATCH, decision.settings.workspace_bytes)
-    call = ChooseCall(q, k, v, rule, -(-S_kv // rule.block_size), S_kv - q.shape[1], scale, q_pos, scratch, settings=decision.settings)
+    return decided_call(q, k, v, rule, scale, q_pos, decide(request, device_info(q.device), backend), request)
+
+
+def decided_call(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, scale: float, q_pos: Tensor | None, decision: Decision, request: Request
+) -> Decided:
+    """The call of checked arguments with this decision and this exact request."""
+    settings, S_kv = decision.settings, request.S_kv
+    target.follow(settings)
+    scratch = min(SCRATCH, settings.workspace_bytes)
+    call = ChooseCall(q, k, v, rule, -(-S_kv // rule.block_size), S_kv - q.shape[1], scale, q_pos, scratch, settings=settings)
     return Decided(call, decision, request)
 
 
 def choose(decided: Decided) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B,S,G,h,Dv], lse [B,S,G,h] and blocks [B,S,G,n] int32; autograd records o and lse if the request needs gradients."""
+    """o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2]; autograd records o and lse if the request needs gradients."""
     if not decided.request.needs_grad:
         return run_forward(decided)[:3]
-    o, lse, blocks = _Choose.apply(decided.call.q, decided.call.k, decided.call.v, decided)  # type: ignore[no-untyped-call]
-    return o, lse, blocks
+    o, lse, ranges = _Choose.apply(decided.call.q, decided.call.k, decided.call.v, decided)  # type: ignore[no-untyped-call]
+    return o, lse, ranges
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, needs_grad: bool) -> Request:
@@ -58,15 +66,15 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, needs_gra
 class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided) -> tuple[Tensor, Tensor, Tensor]:
-        o, lse, blocks, ctx.decision = run_forward(decided)
+        o, lse, ranges, ctx.decision = run_forward(decided)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.call = decided.call
-        ctx.mark_non_differentiable(blocks)
+        ctx.mark_non_differentiable(ranges)
         ctx.set_materialize_grads(False)
-        return o, lse, blocks
+        return o, lse, ranges
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _blocks: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _ranges: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             transforms.refuse_second_derivative("compressed_attention")
         if do is None and dlse is None:
@@ -91,15 +99,16 @@ def gradients(
 
 
 def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Tensor, Decision]:
-    """o, lse, blocks, and the decision of the backend that ran."""
+    """o, lse, ranges, and the decision of the backend that ran."""
     call, decision, request = decided
     if call.q.numel() == 0:
         o = call.q.new_empty(*call.q.shape[:-1], call.v.shape[3])
         wide = torch.promote_types(call.q.dtype, torch.float32)
-        return o, o.new_empty(o.shape[:-1], dtype=wide), o.new_empty(*o.shape[:3], call.rule.n, dtype=torch.int32), decision
-    (o, lse, blocks), decision = fallback.run(call, decision, "forward", lambda name: registry.load_chooser(name).forward(call))
+        ranges = o.new_empty(*o.shape[:3], call.rule.n, 2, dtype=range_dtype(call.rule.block_size))
+        return o, o.new_empty(o.shape[:-1], dtype=wide), ranges, decision
+    (o, lse, ranges), decision = fallback.run(call, decision, "forward", lambda name: registry.load_chooser(name).forward(call))
     events.record(decision, request)
-    return o, lse, blocks, decision
+    return o, lse, ranges, decision
 
 
 def attend_again(decided: Decided) -> tuple[Tensor, Tensor, Decision]:

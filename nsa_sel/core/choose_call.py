@@ -124,6 +124,12 @@ class ChooseCall:
         past = self.start + self.q.shape[1] - self.rule.compress_block
         return min(C, past // self.rule.compress_stride + 1) if past >= 0 else 0
 
+    def visible_blocks(self) -> int:
+        """A bound on the blocks that any row sees, exact where positions are implied; does not wait for a GPU."""
+        if self.q_pos is not None:
+            return self.blocks
+        return max(0, min(self.blocks, (self.start + self.q.shape[1] - 1) // self.rule.block_size + 1))
+
     def part(self, batch: slice, rows: slice) -> ChooseCall:
         """The call for some rows of some sequences, on views."""
         q_pos = None if self.q_pos is None else self.q_pos[batch, rows]

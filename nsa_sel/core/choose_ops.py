@@ -12,14 +12,15 @@ from torch import Tensor
 
 from nsa_sel.core import choose
 from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.indices import range_dtype
 
 
 @torch.library.custom_op("nsa_sel::choose", mutates_args=())
 def _choose(
     q: Tensor, k: Tensor, v: Tensor, rule: list[int], S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    o, lse, blocks, _ = choose.run_forward(choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, needs_grad, backend))
-    return o, lse, blocks
+    o, lse, ranges, _ = choose.run_forward(choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, needs_grad, backend))
+    return o, lse, ranges
 
 
 @torch.library.custom_op("nsa_sel::choose_backward", mutates_args=())
@@ -35,7 +36,8 @@ def _choose_backward(
 def _(q: Tensor, k: Tensor, v: Tensor, rule: list[int], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows = q.shape[:-1]
     lse = q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(*rows, v.shape[-1]), lse, q.new_empty(*rows[:3], Rule(*rule).n, dtype=torch.int32)
+    sizes = Rule(*rule)
+    return q.new_empty(*rows, v.shape[-1]), lse, q.new_empty(*rows[:3], sizes.n, 2, dtype=range_dtype(sizes.block_size))
 
 
 @_choose_backward.register_fake
@@ -45,14 +47,14 @@ def _(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, rule, S_kv, scale, q_pos, backend, _ = inputs
-    o, lse, blocks = output
+    o, lse, ranges = output
     ctx.save_for_backward(q, k, v, o, lse, q_pos)
     ctx.facts = rule, S_kv, scale, backend
-    ctx.mark_non_differentiable(blocks)
+    ctx.mark_non_differentiable(ranges)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _blocks: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _ranges: None) -> tuple[Tensor | None, ...]:
     if do is None and dlse is None:
         return (None,) * 9
     q, k, v, o, lse, q_pos = ctx.saved_tensors

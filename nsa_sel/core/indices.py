@@ -33,11 +33,21 @@ def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tenso
             )
         used = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
         indices = torch.where(used, indices, -1)
+    return whole_blocks(indices, block_size)
+
+
+def whole_blocks(indices: Tensor, block_size: int) -> Tensor:
+    """Ranges [...,n,2] of checked block indices [...,n], int32 or int64. Negative indices are padding and become [0, 0)."""
     if block_size > _WIDE_BLOCK:
         indices = indices.long()
-    # Few operations: each takes a small call's host as long as a kernel. Padding becomes [0, 0), and no product overflows to a valid block.
+    # Few operations: each takes a small call's host as long as a kernel. No product overflows to a valid block.
     block = indices.clamp(-1, torch.iinfo(indices.dtype).max // block_size - 1)
     return torch.stack((block.clamp(min=0), block + 1), dim=-1) * block_size
+
+
+def range_dtype(block_size: int) -> torch.dtype:
+    """The dtype in which `whole_blocks` of int32 indices come."""
+    return torch.int64 if block_size > _WIDE_BLOCK else torch.int32
 
 
 def check_forced(first: int, local: int, n: int) -> None:

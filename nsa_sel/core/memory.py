@@ -25,6 +25,17 @@ def recall(facts: Hashable) -> Any:
         return None
 
 
+def facts_of_tensors(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
+    """All that checks and requests read of q, k and v, as part of the facts of a call; None where they must see them each time."""
+    try:
+        return (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
+        return None
+
+
 def remember(facts: Hashable, found: Any) -> None:
     """Store what facts that are not None led to."""
     if facts is None:

@@ -42,11 +42,10 @@ def _facts(
     """
     if type(selection) is not Selection or q_pos is not None or not (scale is None or type(scale) is float):
         return None
-    try:
-        return (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, selection.ranges.shape, selection.ranges.device, selection.block_size,
-            selection.max_length, selection.exact(), scale, needs_grad, backend,
-        )  # fmt: skip
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
+    tensors = memory.facts_of_tensors(q, k, v)
+    if tensors is None:
         return None
+    return (
+        *tensors, selection.ranges.shape, selection.ranges.device, selection.block_size, selection.max_length, selection.exact(), scale,
+        needs_grad, backend,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_tensor, check_positive
-from nsa_sel.core.indices import as_positions, check_forced
+from nsa_sel.core.indices import as_positions, check_forced, range_dtype, whole_blocks
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import FLAGS, parse_flag
 
@@ -21,7 +21,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int | None, q_pos: Tensor | None) -> Tensor:
-    """Ascending block indices [B,S,G,n] int32, padded with -1, from the arguments of `Selection.from_scores`."""
+    """Ranges [B,S,G,n,2] of the best blocks, ascending, padded with [0, 0), from the arguments of `Selection.from_scores`."""
     scores = as_tensor("scores", scores)
     S_kv = _check(scores, n, block_size, first, local, S_kv, q_pos)
     B, S, G, blocks = scores.shape
@@ -29,15 +29,15 @@ def best_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int,
         q_pos = as_positions(q_pos, B, S, scores.device)
     kernel = _kernel() if _takes(scores) else None
     if kernel is None or blocks > kernel.MOST_BLOCKS:
-        return sorted_blocks(scores, n, block_size, first, local, S_kv, q_pos)
-    chosen = torch.empty(B, S, G, n, dtype=torch.int32, device=scores.device)
+        return whole_blocks(sorted_blocks(scores, n, block_size, first, local, S_kv, q_pos), block_size)
+    ranges = torch.empty(B, S, G, n, 2, dtype=range_dtype(block_size), device=scores.device)
     with torch.cuda.device(scores.device):
-        kernel.top_n(scores.detach(), chosen, block_size, first, local, 0 if q_pos is not None else S_kv - S, q_pos)
-    return chosen
+        kernel.top_n(scores.detach(), ranges, block_size, first, local, 0 if q_pos is not None else S_kv - S, q_pos)
+    return ranges
 
 
 def sorted_blocks(scores: Tensor, n: int, block_size: int, first: int, local: int, S_kv: int, q_pos: Tensor | None) -> Tensor:
-    """`best_blocks` of checked arguments by a stable sort, on any device."""
+    """Ascending indices [B,S,G,n] int32 of the best blocks, padded with -1, by a stable sort, on any device. Arguments are checked."""
     _, S, _, blocks = scores.shape
     positions = torch.arange(S_kv - S, S_kv, device=scores.device) if q_pos is None else q_pos
     current = positions.expand(scores.shape[:2])[:, :, None, None] // block_size

@@ -14,6 +14,7 @@ from torch import Tensor
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton.block_scores import block_scores
 from nsa_sel.core.choose_call import ChooseCall, Pool, Rule
+from nsa_sel.selection import Selection
 from tests.helpers.choose_cases import make_choose_call
 from tests.helpers.choosing_reference import assert_chosen, best, pooled_scores
 from tests.helpers.poison import new_memory_is_nan
@@ -59,7 +60,8 @@ def chosen(backend: str, call: ChooseCall) -> Tensor:
     """In new memory that holds NaN."""
     module = BACKENDS[backend]
     with new_memory_is_nan():
-        return module.best_blocks(call, module.log_sum_exp(call) if call.pool.softmax else None)
+        ranges = module.best_blocks(call, module.log_sum_exp(call) if call.pool.softmax else None)
+        return Selection.from_ranges(ranges, call.rule.block_size, disjoint=True).validate().block_indices
 
 
 def reference(call: ChooseCall, lse: Tensor | None = None) -> Tensor:

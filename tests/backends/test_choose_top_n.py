@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_sel.backends._triton.top_n import top_n
 from nsa_sel.core import scores as scores_module
+from nsa_sel.core.indices import range_dtype, whole_blocks
 from nsa_sel.core.scores import sorted_blocks
 from nsa_sel.selection import Selection
 
@@ -26,10 +27,10 @@ def check(
     """Rows at the last positions of S_kv keys, or at q_pos."""
     B, S, G, blocks = scores.shape
     S_kv = blocks * block_size if S_kv is None else S_kv
-    chosen = torch.full((B, S, G, n), 77, dtype=torch.int32, device=scores.device)
-    top_n(scores, chosen, block_size, first, local, S_kv - S, q_pos, **config)
-    expected = sorted_blocks(scores, n, block_size, first, local, None if q_pos is not None else S_kv, q_pos)
-    assert torch.equal(chosen, expected), (chosen, expected)
+    ranges = torch.full((B, S, G, n, 2), 77, dtype=range_dtype(block_size), device=scores.device)
+    top_n(scores, ranges, block_size, first, local, S_kv - S, q_pos, **config)
+    expected = whole_blocks(sorted_blocks(scores, n, block_size, first, local, None if q_pos is not None else S_kv, q_pos), block_size)
+    assert torch.equal(ranges, expected), (ranges, expected)
 
 
 def awkward(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
@@ -77,10 +78,10 @@ def test_given_positions() -> None:
 def test_strides_and_a_view_of_the_result() -> None:
     scores = uniform((3, 20, 2, 24)).permute(1, 3, 2, 0)  # [20, 24, 2, 3]
     check(scores[:2], 2, 8, first=0, local=1, rows=32)
-    whole = torch.full((2, 24, 2, 4), 77, dtype=torch.int32)
+    whole = torch.full((2, 24, 2, 4, 2), 77, dtype=torch.int32)
     wide = uniform((2, 24, 2, 5))
     top_n(wide[:, 3:9], whole[:, 3:9], 8, 1, 2, 19)
-    assert torch.equal(whole[:, 3:9], sorted_blocks(wide[:, 3:9], 4, 8, 1, 2, None, torch.arange(19, 25)))
+    assert torch.equal(whole[:, 3:9], whole_blocks(sorted_blocks(wide[:, 3:9], 4, 8, 1, 2, None, torch.arange(19, 25)), 8))
     assert bool((whole[:, :3] == 77).all())
     assert bool((whole[:, 9:] == 77).all())
 
@@ -95,9 +96,13 @@ def test_blocks_that_no_row_sees_are_not_read() -> None:
 
 def test_no_rows_and_no_blocks() -> None:
     check(uniform((1, 0, 1, 1)), 4, S_kv=1)
-    chosen = torch.zeros(1, 2, 1, 3, dtype=torch.int32)
-    top_n(uniform((1, 2, 1, 0)), chosen, 16, 1, 2, 0)
-    assert bool((chosen == -1).all())
+    ranges = torch.full((1, 2, 1, 3, 2), 77, dtype=torch.int32)
+    top_n(uniform((1, 2, 1, 0)), ranges, 16, 1, 2, 0)
+    assert not bool(ranges.any())
+
+
+def test_blocks_whose_keys_need_64_bits() -> None:
+    check(uniform((1, 2, 1, 40)), 4, 1 << 27, rows=2)
 
 
 @pytest.mark.gpu

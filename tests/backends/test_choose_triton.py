@@ -14,6 +14,7 @@ from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import choose_dkdv
 from nsa_sel.backends._triton.importance import importance
 from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.indices import whole_blocks
 from nsa_sel.core.scores import sorted_blocks
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.cases import make_grads
@@ -32,10 +33,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(call: ChooseCall, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, ...]:
-    """o, lse, blocks, dq, dk, dv, in new memory that holds NaN."""
+    """o, lse, ranges, dq, dk, dv, in new memory that holds NaN."""
     with new_memory_is_nan():
-        o, lse, blocks = choose_triton.forward(call)
-        return o, lse, blocks, *choose_triton.backward(call, o, lse, do, dlse)
+        o, lse, ranges = choose_triton.forward(call)
+        return o, lse, ranges, *choose_triton.backward(call, o, lse, do, dlse)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -83,17 +84,17 @@ def test_blocks_are_the_best_of_the_importance() -> None:
     """Ties, too: with equal keys every piece has the same weight."""
     call = make_choose_call((1, 60, 60, 1, 4, 16, 16, SMALL))
     call.k = torch.zeros_like(call.k)
-    _, lse, blocks = choose_triton.forward(call)
+    _, lse, ranges = choose_triton.forward(call)
     scores = torch.zeros(1, 60, 1, call.blocks)
     importance(call, lse, scores, choose_triton.config_of(call, "choose/importance"))
-    assert torch.equal(blocks, sorted_blocks(scores, 4, 16, 1, 2, 60, None))
+    assert torch.equal(ranges, whole_blocks(sorted_blocks(scores, 4, 16, 1, 2, 60, None), 16))
 
 
 @pytest.mark.parametrize("positions", ["implied", "given"])
 def test_sections_of_rows_add_up(monkeypatch: pytest.MonkeyPatch, positions: str) -> None:
     call = make_choose_call((2, 37, 100, 1, 4, 16, 24, SMALL))
     call.q_pos = call.positions() if positions == "given" else None
-    monkeypatch.setattr(choose_dkdv, "SHORTEST", 8)
+    monkeypatch.setattr(choose_dkdv, "SHORTEST", 4)
     monkeypatch.setattr(choose_dkdv, "PROGRAMS", 16)
     assert choose_dkdv.sections_of(call, choose_triton.config_of(call, "choose/dkdv")).total == 4
     assert choose_dkdv.sections_of(dataclasses.replace(call, scratch=1), choose_triton.config_of(call, "choose/dkdv")).total == 1

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel import Selection, selection_attention
-from nsa_sel.core import repeat
+from nsa_sel import Selection, compressed_attention, selection_attention
+from nsa_sel.core import choose_repeat, repeat
 from nsa_sel.errors import NsaSelError
 from tests.helpers.cases import assert_forward, make_qkv
+from tests.helpers.choose_cases import SMALL
 
 
 def selection_of(S: int = 8, n: int = 2, **options: Any) -> Selection:
@@ -124,3 +125,64 @@ def test_what_has_no_facts_is_refused(make: Any) -> None:
     for arguments in ((make(q), k, v), (q, make(k), v), (q, k, make(v))):
         with pytest.raises(NsaSelError, match="allowed"):
             selection_attention(*arguments, selection_of())
+
+
+@pytest.fixture
+def checked_choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per call of `compressed_attention` that was checked."""
+    calls: list[int] = []
+
+    def check_choose(*arguments: Any, **options: Any) -> Any:
+        calls.append(len(calls))
+        return real(*arguments, **options)
+
+    real = choose_repeat.check_choose
+    monkeypatch.setattr(choose_repeat, "check_choose", check_choose)
+    return calls
+
+
+def choice(S: int = 20, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = make_qkv(1, S, 1, 2, 16, 16, S_kv=SMALL.compressed_keys(20), dtype=dtype)
+    return q, k, v
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_repeated_choice_is_checked_once(checked_choices: list[int], decode: bool) -> None:
+    for _ in range(3):
+        q, k, v = (torch.randn_like(x) for x in choice(1 if decode else 20))
+        sizes = {**SMALL._asdict(), "S_kv": 20}
+        found = compressed_attention(q[:, 0] if decode else q, k, v, **sizes, return_lse=True)
+        wanted = compressed_attention(q, k, v, **sizes, return_lse=True, q_pos=torch.arange(20 - q.shape[1], 20))  # always checked
+        for mine, other in ((found[0], wanted[0]), (found[2], wanted[2])):
+            assert torch.equal(mine.unsqueeze(1) if decode else mine, other)
+        assert torch.equal(found[1].ranges, wanted[1].ranges)
+    assert len(checked_choices) == 1 + 3
+    assert len({id(decision) for decision in nsa_sel.decisions()[-6:]}) == 1
+
+
+def test_other_choices_are_checked(checked_choices: list[int]) -> None:
+    q, k, v = choice()
+    sizes = SMALL._asdict()
+    compressed_attention(q, k, v, **sizes)
+    others: tuple[dict[str, Any], ...] = (
+        {"n": 3}, {"first": 0}, {"local": 1}, {"S_kv": 21}, {"scale": 2.0}, {"scale": 1}, {"backend": "choose-torch"}, {"block_size": 12},
+    )  # fmt: skip
+    for options in others:
+        compressed_attention(q, k, v, **{**sizes, **options})
+    compressed_attention(*choice(dtype=torch.float16), **sizes)
+    compressed_attention(*unaligned(q, k, v), **sizes)
+    compressed_attention(q.clone().requires_grad_(), k, v, **sizes)
+    assert len(checked_choices) == 1 + len(others) + 3
+    sizes |= {"n": 1, "first": 0, "local": 1}
+    compressed_attention(q, k, v, **sizes)
+    wrong: tuple[dict[str, Any], ...] = (
+        {"n": True},
+        {"n": 1.0},
+        {"scale": True},
+        {"S_kv": 20.0},
+        {"backend": []},
+        {"q_pos": torch.arange(7)},
+    )
+    for options in wrong:
+        with pytest.raises(NsaSelError):
+            compressed_attention(q, k, v, **{**sizes, **options})

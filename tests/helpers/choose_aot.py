@@ -8,7 +8,11 @@ As tests/helpers/aot.py: a process without TRITON_INTERPRET, CPU tensors, the la
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from tests.helpers.choose_cases import make_choose_call
 
 SHAPES = {  # name: B, S, S_kv, G, h, Dk, Dv, rule, dtype
     "h16": (1, 8192, 8192, 4, 16, 128, 128, Rule(), torch.bfloat16),
+    "h8-64": (1, 8192, 8192, 2, 8, 64, 64, Rule(), torch.bfloat16),
     "h6-192-128": (1, 4096, 4096, 2, 6, 192, 128, Rule(), torch.bfloat16),
     "h3-fp32": (1, 2048, 2048, 2, 3, 64, 64, Rule(block_size=48), torch.float32),
     "h12-256": (1, 1024, 4096, 2, 12, 256, 256, Rule(), torch.bfloat16),
@@ -54,7 +59,25 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
             choose_triton.backward(call, o, lse, torch.empty_like(o), None)
     finally:
         triton.runtime.jit.KernelInterface.__getitem__ = launch
-    return [{"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled]
+    limit = TARGETS[sm][0] * 1024
+    return [{"shape": name, "sm": sm, "limit": limit, **resources(kernel, sm), "looped": spills_in_loops(kernel)} for kernel in compiled]
+
+
+def spills_in_loops(kernel: Any) -> int:
+    """Loads and stores of spilled registers between a backward branch and its target. Unconditional ones return from waits out of line."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        text = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    lines = text.splitlines()
+    labels = {line.strip()[:-1]: number for number, line in enumerate(lines) if re.fullmatch(r"\.L_x_\d+:", line.strip())}
+    assert any("HGMMA" in line or "STG" in line for line in lines), "no instructions"
+    found = set()
+    for number, line in enumerate(lines):
+        if (branch := re.search(r"@!?U?P\d+ BRA.*\((\.L_x_\d+)\)", line)) and labels[branch[1]] < number:
+            found |= {i for i in range(labels[branch[1]], number) if re.search(r"\b(LDL|STL)\b", lines[i])}
+    return len(found)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.oracle_choose import Chosen, oracle_choose, oracle_choose_backward
+from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, make_grads, make_qkv
 
@@ -78,10 +79,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, call: ChooseCall) -> tuple[Tensor, Te
 
 def check_forward(forward: Forward, call: ChooseCall, slack: float = 0.0) -> None:
     """o and lse within twice the baseline's error; the oracle's blocks, but for `slack` (see `assert_chosen`)."""
-    o, lse, blocks = forward(call)
+    o, lse, ranges = forward(call)
     exact = check_attention((o, lse), call)
-    assert blocks.dtype == torch.int32
-    assert_chosen(blocks, exact, slack)
+    assert ranges.dtype == torch.int32
+    assert_chosen(Selection.from_ranges(ranges, call.rule.block_size, disjoint=True).validate().block_indices, exact, slack)
 
 
 def check_attention(got: tuple[Tensor, Tensor], call: ChooseCall) -> Chosen:

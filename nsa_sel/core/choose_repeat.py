@@ -1,0 +1,42 @@
+"""The checks and the decision of a call of `compressed_attention`, or what they led to when the same facts were seen before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from nsa_sel.core import memory
+from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.check_choose import check_choose
+from nsa_sel.core.choose import Decided, begin, decided_call
+from nsa_sel.core.choose_call import Rule
+
+
+def begin_or_repeat(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int | None, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
+    backend: str | None,
+) -> Decided:  # fmt: skip
+    """Check the arguments of `compressed_attention` and decide, unless all facts that both read are those of an earlier call."""
+    facts = _facts(q, k, v, rule, S_kv, scale, q_pos, needs_grad, backend)
+    found = memory.recall(facts)
+    if found is None:
+        check_tensors(q=q, k_cmp=k, v_cmp=v)
+        q, S_kv, scale, q_pos = check_choose(q, k, v, rule, scale, q_pos, S_kv, fake=False)
+        decided = begin(q, k, v, rule, S_kv, scale, q_pos, needs_grad, backend)
+        memory.remember(facts, (decided.decision, decided.request, scale))
+        return decided
+    decision, request, checked_scale = found
+    return decided_call(q.unsqueeze(1) if q.dim() == 4 else q, k, v, rule, checked_scale, None, decision, request)
+
+
+def _facts(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int | None, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
+    backend: str | None,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """All that `check_choose`, `request_of` and `decide` read of the arguments of a call, or None for one that they must see each time."""
+    whole = {type(number) for number in rule} == {int}  # True and 1.0 equal 1, and are refused
+    if q_pos is not None or not whole or not (scale is None or type(scale) is float) or not (S_kv is None or type(S_kv) is int):
+        return None
+    tensors = memory.facts_of_tensors(q, k, v)
+    return None if tensors is None else (*tensors, rule, S_kv, scale, needs_grad, backend)
