@@ -11,11 +11,13 @@ from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
 
 from nsa_sel.core.call import Call
+from nsa_sel.core.choose_call import ChooseCall
 
 
-def temporary(call: Call, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+def temporary(call: Call | ChooseCall, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
     """As `unwritten`, until the pass of the call ends: from the call's workspace, where it has one."""
-    taken = None if call.workspace is None else call.workspace.take(sizes, like.dtype if dtype is None else dtype)
+    workspace = call.workspace if isinstance(call, Call) else None
+    taken = None if workspace is None else workspace.take(sizes, like.dtype if dtype is None else dtype)
     if taken is None:
         return unwritten(like, *sizes, dtype=dtype)
     return taken.fill_(float("nan")) if torch.are_deterministic_algorithms_enabled() and taken.is_floating_point() else taken

@@ -116,10 +116,15 @@ def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor) -> None:
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous, in the dtypes of q, k, v; o and lse are contiguous, do has a contiguous last dimension."""
     if call.scale < 0:
-        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
-        return -dq, dk, dv
-    dlse = None if dlse is None else dlse.contiguous()
+        negative, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
+        return -negative, dk, dv
+    gradient, facts = dq(call, o, lse, do, None if dlse is None else dlse.contiguous())
+    return gradient, *choose_dkdv.dkdv(call, do, facts, config_of(call, "choose/dkdv"))
+
+
+def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dq [B,S,G,h,Dk], and facts [B,G,2,S,h] of the rows for dk and dv: delta, and lse in base 2; of a call with a positive scale."""
     B, S, G, h = lse.shape
-    dq, facts = torch.empty_like(call.q, memory_format=torch.contiguous_format), lse.new_empty(B, G, 2, S, h)
-    choose_attention.dq(call, o, lse, do, dlse, dq, facts, config_of(call, "choose/dq"))
-    return dq, *choose_dkdv.dkdv(call, do, facts, config_of(call, "choose/dkdv"))
+    gradient, facts = torch.empty_like(call.q, memory_format=torch.contiguous_format), lse.new_empty(B, G, 2, S, h)
+    choose_attention.dq(call, o, lse, do, dlse, gradient, facts, config_of(call, "choose/dq"))
+    return gradient, facts

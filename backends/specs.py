@@ -18,7 +18,12 @@ _TRITON_LIMITS = Limits(
 )
 # Tiles of keys are powers of two that divide the block; a tensor core takes at least 16 keys.
 _BLOCK_LIMITS = msgspec.structs.replace(_TRITON_LIMITS, block_aligned_only=True, block_multiple=16)
-_CUPY = "pip install 'nsa-sel[cuda13]' (nsa-sel[cuda12] for a driver of CUDA 12)"
+_WITH_CUDA = "pip install 'nsa-sel[cuda13]' (nsa-sel[cuda12] for a driver of CUDA 12)"
+_CUPY = Requirement("cupy", "14", _WITH_CUDA)
+_CUDA = (
+    Library("NVRTC", ("libnvrtc.so.13", "libnvrtc.so.12"), ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"), _WITH_CUDA),
+    Library("NVIDIA driver", ("libcuda.so.1",), (), "install the NVIDIA driver; a machine without a GPU has no use for it"),
+)
 
 # What the kernels of each strategy spend their time on, as terms of settings/config.py's COST_TERMS; at most one "-wide" term a model,
 # because few measured rows are wide.
@@ -29,6 +34,7 @@ _BLOCKS = ("launch", "pairs", "exact", "partials", "rows", "exact-wide")
 HOPPER_TILES = TileKernels(
     sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=128
 )
+COMPRESSED_TILES = msgspec.structs.replace(HOPPER_TILES, block_multiple=1, blocks_max=1 << 24)  # of keys; no plan is in memory
 
 SPECS = (
     Backend(
@@ -107,11 +113,8 @@ SPECS = (
         path="nsa_sel.backends.cupy_cuda",
         framework="cupy",
         limits=Limits(dtypes={"cuda": ("float16", "bfloat16")}, head_dim_multiple=8, head_dim_max=256, min_sm=80),
-        requires=(Requirement("cupy", "14", _CUPY),),
-        libraries=(
-            Library("NVRTC", ("libnvrtc.so.13", "libnvrtc.so.12"), ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"), _CUPY),
-            Library("NVIDIA driver", ("libcuda.so.1",), (), "install the NVIDIA driver; a machine without a GPU has no use for it"),
-        ),
+        requires=(_CUPY,),
+        libraries=_CUDA,
         summary="hand-written CUDA: tiles of adjacent rows on Hopper, else one block per query row and KV group; dk and dv by KV tiles",
         tiles=HOPPER_TILES,
         cost_terms={
@@ -124,6 +127,23 @@ SPECS = (
 
 # Of the kind "choose", the preferred first: no costs are measured yet.
 CHOOSERS = (
+    Backend(
+        name="choose-cuda",
+        path="nsa_sel.backends.choose_cuda",
+        framework="cupy",
+        kind="choose",
+        limits=Limits(
+            dtypes={"cuda": ("float16", "bfloat16")},
+            head_dim_multiple=8,
+            min_sm=90,
+            tiles_only=True,
+            choice_max=16384,  # as choose-triton, which chooses for it
+        ),
+        requires=(_CUPY, _TRITON),
+        libraries=_CUDA,
+        summary="choose-triton, but for attention to compressed keys and its gradients: by TMA and wgmma, as cupy-cuda's tiles",
+        tiles=COMPRESSED_TILES,
+    ),
     Backend(
         name="choose-triton",
         path="nsa_sel.backends.choose_triton",

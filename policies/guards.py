@@ -58,12 +58,23 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
     if blocks > limits.choice_max:
         remedy = "choose larger blocks, or use another backend"
         reasons.append(Reason("choice-max", "unsupported", "request.S_kv / request.block_size", blocks, f"<= {limits.choice_max}", remedy))
+    reasons += _beyond_tiles(case, offer)
     if not limits.deterministic:
         remedy = "make its sums run in a fixed order: results must be bit-equal"
         reasons.append(Reason("not-deterministic", "unsupported", "limits.deterministic", False, True, remedy))
     if request.needs_grad and not limits.backward:
         reasons.append(Reason("no-backward", "unsupported", "request.needs_grad", True, False, "use another backend, or torch.no_grad()"))
     return tuple(reasons)
+
+
+def _beyond_tiles(case: Case, offer: Offer) -> list[Reason]:
+    """A backend of tile kernels alone takes what those take."""
+    request, tiles = case.request, offer.backend.tiles
+    if not offer.backend.limits.tiles_only or tiles is None or (case.device.sm == tiles.sm and tiles.take(request)):
+        return []
+    found = f"S {request.S}, h {request.h}, Dk {request.Dk}, Dv {request.Dv}, SM {(case.device.sm or 0) / 10}"
+    found += "" if request.aligned else ", not aligned"
+    return [Reason("tiles-only", "unsupported", "request", found, tiles.wanted(), "let the policy choose another backend")]
 
 
 def tile_overrides(case: Case, offer: Offer) -> tuple[Reason, ...]:

@@ -16,6 +16,7 @@ from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.core.call import Call
+from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.errors import BackendError
 
 SHORTEST = 32  # entries of a segment: with fewer, loading the tile and writing its part is most of the work
@@ -23,6 +24,7 @@ SEGMENTS_PER_SM = 4
 BYTES = 24  # that an entry needs: its rank, itself, and its share of the counts and their sums
 SORT_THREADS = 256  # of a CTA of sort_rank.cu
 MOST_CHUNKS = 4096  # CTAs of sort_rank.cu: enough for any GPU, few enough for a small table
+SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
 Plan = TypeVar("Plan")
 SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
 
@@ -30,7 +32,7 @@ SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
 class KeyToRows(NamedTuple):
     """The lists: `KeyToRows` and `Segment` of key_to_rows.cuh say what they hold."""
 
-    entries: Tensor  # [entries_per_bg * B * G] int64; unwritten past the last list's end
+    entries: Tensor | None  # [entries_per_bg * B * G] int64; unwritten past the last list's end; None: arithmetic (dkdv_groups.cu)
     begins: Tensor  # [lists + 1] int64
     segments: Tensor  # [lists + 1] int64
     parts: Tensor  # [lists + 1] int64
@@ -43,9 +45,10 @@ class KeyToRows(NamedTuple):
     def arguments(self) -> tuple[int, ...]:
         return (*launch.pointers(*self[:4]), *self[4:])
 
-    def most_segments(self) -> int:
-        capacity = self.entries.shape[0]
-        return min(capacity, capacity // self.segment + self.lists)
+
+def most_segments(entries: int, segment: int, lists: int) -> int:
+    """A bound on the segments of so many lists."""
+    return min(entries, entries // segment + lists)
 
 
 def most_parts(entries: int, segment: int) -> int:
@@ -111,7 +114,6 @@ def _build(call: Call, ranges: Tensor, width: int, reach: int, segment: int) -> 
     ranks = torch.empty(capacity, dtype=torch.int32, device=device)
     counts = torch.zeros(lists * chunks, dtype=torch.int32, device=device)
     entries = torch.empty(capacity, dtype=torch.int64, device=device)
-    begins, segments, parts = torch.empty(3, lists + 1, dtype=torch.int64, device=device)
     launch.start(
         "sort_rank.cu", SORT_MACROS, on, B * G * chunks, SORT_THREADS, 0, *sort, *launch.pointers(ranks, counts), problem=problem
     )  # fmt: skip
@@ -120,10 +122,17 @@ def _build(call: Call, ranges: Tensor, width: int, reach: int, segment: int) -> 
         "sort_scatter.cu", SORT_MACROS, on, -(-capacity // 256), 256, 0,
         *sort, *launch.pointers(ranks, ends, entries), capacity, problem=problem,
     )  # fmt: skip
+    return KeyToRows(entries, *split(ends, chunks, segment), lists, tiles, entries_per_bg, reach, segment)
+
+
+def split(ends: Tensor, chunks: int, segment: int) -> tuple[Tensor, Tensor, Tensor]:
+    """begins, segments and parts of `KeyToRows`, from where the `chunks` chunks of every list end, int64."""
+    lists = ends.shape[0] // chunks
+    begins, segments, parts = torch.empty(3, lists + 1, dtype=torch.int64, device=ends.device)
     launch.start(
-        "split_lists.cu", SORT_MACROS, on, 1, 512, 0, *launch.pointers(ends, begins, segments, parts), lists, chunks, segment
+        "split_lists.cu", SORT_MACROS, ends.get_device(), 1, 512, 0, *launch.pointers(ends, begins, segments, parts), lists, chunks, segment
     )  # fmt: skip
-    return KeyToRows(entries, begins, segments, parts, lists, tiles, entries_per_bg, reach, segment)
+    return begins, segments, parts
 
 
 def key_value_gradients(
@@ -131,17 +140,27 @@ def key_value_gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(ctas, values): the kernel over the lists of tiles of `width` keys, given the values of
     its `KeyToRows` and `KeyGradients`."""
-    k, v = call.k, call.v
-    (B, G, S_kv, Dk), Dv = k.shape, v.shape[-1]
     lists = lists_of(call, ranges, width)
-    parts = most_parts(lists.entries.shape[0], lists.segment)
-    part_dk = temporary(call, k, parts, width, Dk, dtype=torch.float32)
-    part_dv = temporary(call, k, parts, width, Dv, dtype=torch.float32)
-    dk, dv = unwritten(k, B, G, S_kv, Dk), unwritten(v, B, G, S_kv, Dv)
+    assert lists.entries is not None, "lists_of"
+    entries = lists.entries.shape[0]
+    parts = most_parts(entries, lists.segment)
+    ctas = most_segments(entries, lists.segment, lists.lists)
+    return write_gradients(call, lists, width, parts, lambda values: start(ctas, values))
+
+
+def write_gradients(
+    call: Call | ChooseCall, lists: KeyToRows, width: int, parts: int, start: Callable[[tuple[int, ...]], None]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(values): the kernel over the lists, whose segments have `parts` parts or fewer, given
+    the values of its `KeyToRows` and `KeyGradients`."""
+    k, v = call.k, call.v
+    part_dk, part_dv = (temporary(call, x, parts, width, x.shape[3], dtype=torch.float32) for x in (k, v))
+    dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
     gradients = launch.pointers(part_dk, part_dv, dk, dv)
-    start(lists.most_segments(), (*lists.arguments(), *gradients))
+    start((*lists.arguments(), *gradients))
+    keys = 8 if lists.lists * (width // 8) >= SUM_CTAS else 2
     launch.start(
-        "sum_parts.cu", launch.macros(call, KEY_WARPS=width // 16), k.get_device(), lists.lists * (width // 8), 128, 0,
-        *launch.pointers(lists.segments, lists.parts), *gradients, S_kv, lists.tiles,
+        "sum_parts.cu", launch.macros(call, KEY_WARPS=width // 16, KEYS=keys), k.get_device(), lists.lists * (width // keys), 128, 0,
+        *launch.pointers(lists.segments, lists.parts), *gradients, k.shape[2], lists.tiles,
     )  # fmt: skip
     return dk, dv

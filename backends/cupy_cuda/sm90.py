@@ -8,7 +8,7 @@ forward_blocks.cu              many rows of whole blocks that share no keys with
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, cached_plan, key
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call
+from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.request import DeviceInfo
 
 SM = 90  # wgmma is this chip's alone
 ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a consumer warpgroup, keys of a step, bytes of 64 rows of 64 columns
@@ -42,22 +44,16 @@ class TileShape(NamedTuple):
 
 
 class TilePlan(NamedTuple):
-    """The lists of blocks of all tiles: `TilePlan` of token_tiles.cuh."""
+    """The lists of blocks of all tiles: `TilePlan` of tile_plan.cuh, without the order of tiles."""
 
-    blocks: Tensor  # [all tiles * capacity] int32
-    rows: Tensor  # [all tiles * capacity] int64
-    counts: Tensor  # [all tiles, 2] int32
+    blocks: Tensor | None  # [all tiles * capacity] int32; of compressed keys there are no lists
+    rows: Tensor | None  # [all tiles * capacity] int64
+    counts: Tensor | None  # [all tiles, 2] int32
     tiles: int  # of a batch entry and group
     capacity: int
 
-    def arguments(self, call: Call, tile_counter: Tensor | None) -> tuple[int, ...]:
-        heads = call.k.shape[0] * call.k.shape[1]
-        key_bytes = 2 * call.k.shape[2] * (call.k.shape[3] + call.v.shape[3])
-        interleaved = max(1, min(heads, L2_BYTES // key_bytes))
-        return *launch.pointers(*self[:3]), self.tiles, self.capacity, self.counts.shape[0], interleaved, *launch.pointers(tile_counter)
 
-
-def _mappable(*tensors: Tensor) -> bool:
+def mappable(*tensors: Tensor) -> bool:
     """Whether TMA can load them: no stride of 0, rows that begin at multiples of 16 bytes."""
     return not any(0 in x.stride() for x in tensors) and launch.aligned(*tensors)
 
@@ -68,7 +64,7 @@ def supports_tiles(call: Call, *others: Tensor) -> bool:
     return (
         call.device.sm == SM
         and HOPPER_TILES.fits(S, call.k.shape[2], h, Dk, call.v.shape[-1], call.selection.block_size)
-        and _mappable(call.q, call.k, call.v, *others)
+        and mappable(call.q, call.k, call.v, *others)
     )
 
 
@@ -78,7 +74,7 @@ def supports_blocks(call: Call) -> bool:
     B, S, G, h, Dk = call.q.shape
     if device.sm != SM or size is None or size % KEYS or 2 * B * S * G * head_tiles(h) <= device.sm_count:
         return False
-    return Dk in (64, 128) and call.v.shape[-1] in (64, 128) and _mappable(call.k, call.v) and launch.aligned(call.q)
+    return Dk in (64, 128) and call.v.shape[-1] in (64, 128) and mappable(call.k, call.v) and launch.aligned(call.q)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -89,54 +85,81 @@ def tile_shape(consumers: int, h: int, Dk: int, Dv: int, columns: int, shared_me
     return TileShape(consumers, consumers * (ROWS // h), stages, row_bytes + stages * step_bytes)
 
 
-def forward_shape(call: Call) -> TileShape:
-    h, Dk = call.q.shape[3:]
-    return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, call.v.shape[-1], Dk, call.device.shared_memory)
+def forward_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
+    h, Dk = q.shape[3:]
+    return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, v.shape[-1], Dk, device.shared_memory)
 
 
-def _key_maps(call: Call) -> tuple[bytes, bytes]:
+def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> TileShape:
+    """with_o: o is in shared memory, too."""
+    (h, Dk), Dv = q.shape[3:], v.shape[-1]
+    columns = Dk + Dv * (1 + with_o)
+    return tile_shape(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, columns, device.shared_memory)
+
+
+def key_maps(call: Call | ChooseCall) -> tuple[bytes, bytes]:
     return tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64)
 
 
 def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
-    q, shape = call.q, forward_shape(call)
+    q, shape = call.q, forward_shape(call.q, call.v, call.device)
     B, S, G, h, _ = q.shape
     o, lse = unwritten(q, B, S, G, h, call.v.shape[-1]), unwritten(q, B, S, G, h, dtype=torch.float32)
-    maps = (row_map(q, ROWS // h), *_key_maps(call))
+    maps = (row_map(q, ROWS // h), *key_maps(call))
     _start_tiles("forward_tiles.cu", call, call.selection.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
     return o, lse
 
 
 def loaded_keys(call: Call) -> int:
     """Keys that the forward loads: the union of each tile's rows. Counted, which waits for the device."""
-    return union_keys(call, forward_shape(call).tokens)
+    return union_keys(call, forward_shape(call.q, call.v, call.device).tokens)
 
 
 def dq_tiles(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
-    q = call.q
+    q, h = call.q, call.q.shape[3]
     dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
-    h, Dk, Dv = *q.shape[3:], call.v.shape[-1]
-    shape = tile_shape(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, Dk + Dv, call.device.shared_memory)
-    maps = (row_map(q, ROWS // h), row_map(do, ROWS // h), *_key_maps(call))
+    shape = dq_shape(q, call.v, call.device)
+    maps = (row_map(q, ROWS // h), row_map(do, ROWS // h), *key_maps(call))
     _start_tiles("dq_tiles.cu", call, ranges, shape, maps, *launch.strided(do), *launch.pointers(o, lse, dlse, dq, delta))
     return dq, delta
 
 
 def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps: tuple[bytes, ...], *values: int) -> None:
-    """At most one CTA a multiprocessor, which takes tile after tile."""
     q, block = call.q, call.selection.block_size
     assert block is not None, "supports_tiles"
-    plan, sm_count = plan_of(call, ranges, shape.tokens), call.device.sm_count
+    plan = plan_of(call, ranges, shape.tokens)
     macros = launch.macros(call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, BLOCK=block)
-    all_tiles, counter = plan.counts.shape[0], None
+    start_persistent(
+        source, macros, call, plan, call.device.sm_count, shape, *values, maps=maps, problem=launch.problem(call, ranges)
+    )  # fmt: skip
+
+
+def start_persistent(
+    source: str, macros: Constants, call: Call | ChooseCall, plan: TilePlan, sm_count: int, shape: TileShape, *values: int,
+    maps: tuple[bytes, ...], problem: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """At most one CTA a multiprocessor, which takes tile after tile.
+
+    Args:
+        source, macros, maps, problem: as of `launch.start`.
+        call: whose k and v are read.
+        plan: of the tiles.
+        sm_count: multiprocessors.
+        shape: of a tile.
+        values: what follows `TilePlan` (tile_plan.cuh) in the kernel's `Arguments`.
+    """
+    (B, G, S_kv, Dk), Dv, device = call.k.shape, call.v.shape[3], call.k.get_device()
+    all_tiles, interleaved = B * G * plan.tiles, max(1, min(B * G, L2_BYTES // (2 * S_kv * (Dk + Dv))))
+    counter = None
     if all_tiles > sm_count:
-        counter = temporary(call, q, 1, dtype=torch.int32)
-        launch.clear(counter.data_ptr(), 4, q.get_device())
+        counter = temporary(call, call.q, 1, dtype=torch.int32)
+        launch.clear(counter.data_ptr(), 4, device)
     launch.start(
-        source, macros, q.get_device(), min(sm_count, all_tiles), 128 * (shape.consumers + 1), shape.shared,
-        *plan.arguments(call, counter), *values, maps=maps, problem=launch.problem(call, ranges),
+        source, macros, device, min(sm_count, all_tiles), 128 * (shape.consumers + 1), shape.shared,
+        *launch.pointers(*plan[:3]), plan.tiles, plan.capacity, all_tiles, interleaved, *launch.pointers(counter), *values,
+        maps=maps, problem=problem,
     )  # fmt: skip
 
 
@@ -166,20 +189,25 @@ def _build(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     q = call.q
-    h, Dk, Dv = q.shape[3], q.shape[4], call.v.shape[-1]
-    step_bytes = PANEL * (Dk + Dv) // 64
-    of_cta = (call.device.shared_memory + 1024) // 2 - STATIC - MOST_STAGES * STATISTICS  # of two CTAs a multiprocessor
-    stages = min(MOST_STAGES, of_cta // step_bytes - 1)
-    macros = launch.macros(call, H=h, STAGES=stages)
+    stages, shared = group_stages(q.shape[4], call.v.shape[3], call.device)
+    macros = launch.macros(call, H=q.shape[3], STAGES=stages)
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
-            "dkdv_groups.cu", macros, q.get_device(), ctas, 256, (stages + 1) * step_bytes,
+            "dkdv_groups.cu", macros, q.get_device(), ctas, 256, shared,
             *launch.strided(do), *launch.pointers(lse, delta), *lists,
-            maps=(row_map(q, 1), row_map(do, 1), *_key_maps(call)), problem=launch.problem(call, ranges),
+            maps=(row_map(q, 1), row_map(do, 1), *key_maps(call)), problem=launch.problem(call, ranges),
         )  # fmt: skip
 
     return key_value_gradients(call, ranges, KEYS, start)
+
+
+def group_stages(Dk: int, Dv: int, device: DeviceInfo) -> tuple[int, int]:
+    """Stages of dkdv_groups.cu and its bytes of dynamic shared memory, of two CTAs a multiprocessor."""
+    step_bytes = PANEL * (Dk + Dv) // 64
+    of_cta = (device.shared_memory + 1024) // 2 - STATIC - MOST_STAGES * STATISTICS
+    stages = min(MOST_STAGES, of_cta // step_bytes - 1)
+    return stages, (stages + 1) * step_bytes
 
 
 def head_tiles(h: int) -> int:

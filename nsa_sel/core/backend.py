@@ -51,6 +51,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranges_max: int = 1 << 30  # ranges per row
     block_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1  # of the block size, for selections of whole blocks
     choice_max: int = 1 << 30  # blocks of a sequence that it chooses from
+    tiles_only: bool = False  # only the calls of its tile kernels, see `Backend.tiles`
 
 
 class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +81,13 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         if Dk not in self.key_dims or Dv not in self.value_dims:
             return False
         return self.tokens(h, Dk) <= S and S_kv <= self.blocks_max * block_size
+
+    def wanted(self) -> str:
+        """What `take` and `sm` ask for, in words."""
+        fewest, most = self.heads
+        return (
+            f"SM {self.sm / 10}, {fewest} <= h <= {most}, Dk in {self.key_dims}, Dv in {self.value_dims}, a tile of rows, 16-byte alignment"
+        )
 
     def take(self, request: Request) -> bool:
         """`fits`, for an aligned request."""

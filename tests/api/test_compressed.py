@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa_sel
 from nsa_sel import Selection, block_scores, compressed_attention
 from nsa_sel.core import registry
+from nsa_sel.core.backend import Offer, Reason
 from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.decide import forget_decisions
 from nsa_sel.core.decision import Decision, Override
 from nsa_sel.core.request import example_choice, example_request
 from nsa_sel.errors import ArgumentError, BackendError
@@ -139,7 +142,7 @@ def test_a_decision_replays_and_names_every_backend() -> None:
     choose()
     assert last().request.compress == (SMALL.compress_block, SMALL.compress_stride)
     assert [verdict.backend for verdict in last().verdicts] == list(registry.backends("choose"))
-    assert last().steps[0].startswith("choose-triton: ")
+    assert [step.partition(": ")[0] for step in last().steps] == ["choose-cuda", "choose-triton"]
     assert Decision.from_json(last().to_json()).replay() == ()
     assert "choose-triton" in nsa_sel.describe(last())
 
@@ -181,10 +184,32 @@ def test_the_fallback_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (last().forward, last().override) == ("choose-torch", Override("choose-torch", "failure of choose-triton"))
 
 
+@pytest.mark.parametrize(("name", "backend"), [("h200", "choose-cuda"), ("a100", "choose-triton"), ("rtx4090", "choose-triton")])
+def test_on_a_gpu_triton_chooses_but_hopper_has_cuda(monkeypatch: pytest.MonkeyPatch, name: str, backend: str) -> None:
+    request = example_choice(needs_grad=True)
+    monkeypatch.setattr(registry, "offers", lambda request: tuple(map(Offer, registry.backends(request.kind).values())))
+    forget_decisions()
+    decision = nsa_sel.explain_request(request, GPUS[name])
+    assert (decision.forward, decision.backward) == (backend, backend)
+    for change in ({"h": 1}, {"h": 65}, {"Dk": 80}, {"Dv": 256}, {"S": 4}, {"aligned": False}):
+        assert nsa_sel.explain_request(replace(request, **change), GPUS[name]).forward == "choose-triton"
+    forget_decisions()
+
+
+@pytest.mark.parametrize("name", ["h200", "a100"])
+def test_without_cupy_triton_chooses(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    lacking = Reason("package-missing", "unavailable", "package cupy", None, ">= 14", "pip install 'nsa-sel[cuda13]'")
+    offers = (Offer(spec, (lacking,) if spec.framework == "cupy" else ()) for spec in registry.backends("choose").values())
+    monkeypatch.setattr(registry, "offers", lambda request, found=tuple(offers): found)
+    forget_decisions()
+    decision = nsa_sel.explain_request(example_choice(), GPUS[name])
+    forget_decisions()
+    assert decision.forward == "choose-triton"
+    assert "nsa-sel[cuda13]" in nsa_sel.describe(decision)
+
+
 @pytest.mark.parametrize("name", ["h200", "a100", "rtx4090"])
-def test_on_a_gpu_triton_chooses(name: str) -> None:
-    decision = nsa_sel.explain_request(example_choice(needs_grad=True), GPUS[name])
-    assert (decision.forward, decision.backward) == ("choose-triton", "choose-triton")
+def test_examples_of_both_kinds_have_backends_of_their_kind(name: str) -> None:
     assert nsa_sel.explain_request(example_request(), GPUS[name]).forward in registry.backends()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
-import re
 import resource
 import stat
 import warnings
@@ -20,65 +19,29 @@ import torch
 
 import nsa_sel
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import compiler, launch, sm80, sm90, tensor_map
+from nsa_sel.backends.cupy_cuda import compiler, sm80, sm90
 from nsa_sel.core import registry
 from nsa_sel.errors import BackendError
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.aot import OF_CUDA, TARGETS, target_call
 from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.cuda_aot import compiled, needs_nvrtc
 from tests.helpers.damage import OF_THE_FILE, OF_THE_FOLDER
-from tests.helpers.emulate import packed
 
 pytestmark = pytest.mark.slow  # in all: a compiler at work
 
 
-def reason_to_skip() -> str | None:
-    """Why nothing can be compiled here, with the remedy."""
-    remedy = "pip install cupy-cuda13x nvidia-cuda-nvrtc"
-    try:
-        from cupy_backends.cuda.libs import nvrtc
-
-        nvrtc.getVersion()
-    except (ImportError, RuntimeError) as error:
-        return f"no NVRTC through CuPy: {error}; remedy: {remedy}"
-    return None
-
-
-WHY = reason_to_skip()
-needs_nvrtc = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
 HOPPERS = {"forward_blocks.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
 ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")}
 
 
-def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[str, Any]]:
-    """Every kernel that forward and backward launch for `shape` on a GPU of compute capability sm/10."""
-    found: dict[object, dict[str, Any]] = {}
-
-    def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
-        _, ctas, threads, shared, *values = grid_and_values
-        assert len(packed(*values, **others)) <= launch.MOST_BYTES
-        assert 0 < ctas < 2**31
-        if (source, macros) not in found:
-            _, log = compiler.compile_source(source, macros, compiler.architecture(sm, "maps" in others), ("--ptxas-options=-v",))
-            numbers = {name: re.search(rf"(\d+) bytes {name}", log) for name in ("spill stores", "stack frame", "smem")}
-            spilled, stack, static = (int(match[1]) if match else 0 for match in numbers.values())
-            registers = re.search(r"Used (\d+) registers", log)
-            assert registers is not None, log
-            found[source, macros] = {
-                "kernel": source, "macros": dict(macros), "threads": threads, "registers": int(registers[1]),
-                "shared": shared + static, "spilled": spilled + stack,
-            }  # fmt: skip
-
-    monkeypatch.setattr(launch, "start", start)
-    monkeypatch.setattr(launch, "clear", lambda *_: None)
-    for name in ("tensor_map", "row_map"):  # the driver makes them
-        monkeypatch.setattr(sm90, name, lambda *_, **__: bytes(tensor_map.BYTES))
+def run(shape: str, sm: int) -> None:
+    """Forward and backward of `shape` on a GPU of compute capability sm/10."""
     call = target_call(shape, sm)
     o, lse = cupy_cuda.forward(call)
     if call.q.shape[1] > 1:
         cupy_cuda.backward(call, o, lse, torch.empty_like(o), None)
-    return list(found.values())
 
 
 @needs_nvrtc
@@ -98,7 +61,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> list[dict[
     ],
 )
 def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> None:
-    kernels = compiled(monkeypatch, sm, shape)
+    kernels = compiled(monkeypatch, sm, lambda: run(shape, sm))
     for kernel in kernels:
         assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
         assert kernel["registers"] * kernel["threads"] <= 65536, kernel

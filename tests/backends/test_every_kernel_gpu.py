@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends import choose_triton, cupy_cuda
-from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends import choose_cuda, choose_triton, cupy_cuda
+from nsa_sel.backends.cupy_cuda import compressed, launch
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.facts import device_info
@@ -85,6 +85,16 @@ def test_every_kernel_of_choosing(width: str) -> None:
         call = make_choose_call((B, S, S_kv, 2, 4, Dk, Dv, Rule(n=4)), dtype, "cuda")
         check_forward_choice(choose_triton.forward, call, slack=1e-4)
         check_gradients(choose_triton.forward, choose_triton.backward, call)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's")
+def test_every_cuda_kernel_of_choosing() -> None:
+    """Those of tiles, compiled for compressed keys; tile by tile, and in several segments of rows."""
+    for B, S, S_kv, h in ((2, 333, 1200, 16), (1, 2500, 2500, 4)):
+        call = make_choose_call((B, S, S_kv, 2, h, 128, 128, Rule(n=4)), torch.bfloat16, "cuda")
+        assert compressed.supports(call, device_info(call.q.device))
+        check_forward_choice(choose_cuda.forward, call, slack=1e-4)
+        check_gradients(choose_cuda.forward, choose_cuda.backward, call)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

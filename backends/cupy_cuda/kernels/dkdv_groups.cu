@@ -2,11 +2,13 @@
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta),  dv = sum p^T do,  dk = scale * sum ds^T q
 //
-// Grid: one CTA per segment of a list, two CTAs a multiprocessor: one computes p and ds, begins or ends while the other multiplies.
+// Grid: one CTA per segment of a list, or of its place (segment_of), two CTAs a multiprocessor: one computes p and ds, begins or ends while the other multiplies.
 // Tiles: 64 keys by 64 rows, TQ = 64 / H listed tokens times H heads. The products are transposed: with keys as rows, p^T and ds^T come out
 //   in the registers from which dv += p^T do and dk += ds^T q read them.
 // Warpgroups: one consumer. In the producer warpgroup a warp loads lse and delta; q and do come by TMA, a token each, or, if those would be
 //   small (H < 8), by three warps with cp.async. The tile's K and V come by TMA.
+// Compressed keys: the rows of a list are the last ones of the sequence, from the first that sees a key of the tile. Its entries are
+//   arithmetic, and q and do of a step one box, past which TMA writes zeros: a segment is whole steps.
 // Masks: rows are in order, so that only the first entries of a list can lie within the tile. There, k and v of keys that no row sees may
 //   be NaN: p and ds are replaced, not multiplied, by 0.
 //
@@ -16,7 +18,12 @@
 #include "wgmma.cuh"
 
 constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
-constexpr bool BY_TMA = H >= 8;
+#ifdef COMPRESS_STRIDE
+constexpr bool ADJACENT = true;  // the tokens of a step
+#else
+constexpr bool ADJACENT = false;
+#endif
+constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
@@ -45,17 +52,43 @@ struct Shared {
 
 DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
+// A CTA's segment; a number that the list does not have, if there is nothing to do.
+// Compressed keys: `segment` rows of the sequence with all tiles of keys that they see, then the rows before. What runs at the same time
+// reads the same rows, from the L2 cache: q and do of all rows would not fit it.
+DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
+#ifdef COMPRESS_STRIDE
+    const u32 tiles = x.lists.tiles, length = x.lists.segment, slots = (static_cast<u32>(x.p.S) + length - 1) / length;
+    const u32 tile = index % tiles, slot = slots - 1 - index / tiles % slots;
+    return {index / tiles / slots * tiles + tile, slot - first_row(x.p, static_cast<i64>(tile) * KEYS) / length};
+#else
+    return segment_at(x.lists, index);
+#endif
+}
+
 // The steps of a segment.
 struct ListSteps : Segment<KEYS> {
     const Arguments &x;
     const int steps;
-    DEVICE ListSteps(const Arguments &arguments, i64 index)
-        : Segment<KEYS>(arguments.lists, arguments.p.G, index), x(arguments), steps(static_cast<int>((end - begin + TQ - 1) / TQ)) {}
+    i64 row0 = 0;  // ADJACENT: the row of `begin`
+    DEVICE ListSteps(const Arguments &arguments, SegmentId id)
+        : Segment<KEYS>(arguments.lists, arguments.p.G, id), x(arguments), steps(static_cast<int>((end - begin + TQ - 1) / TQ)) {
+        if (ADJACENT) row0 = x.p.S - (x.lists.begins[list + 1] - begin);
+    }
     // The row of listed token number i of a step; S, which is past the rows, if there is none.
     DEVICE int row(int step, int i) const {
         const i64 at = begin + static_cast<i64>(step) * TQ + i;
         if (i >= TQ || at >= end) return static_cast<int>(x.p.S);
+        if (ADJACENT) return static_cast<int>(row0) + step * TQ + i;
         return static_cast<u32>(x.lists.entries[at] - bg * x.lists.entries_per_bg) / static_cast<u32>(x.p.n * x.lists.reach);
+    }
+    // The first steps, in which a row may not see all keys of the tile.
+    DEVICE i64 masked_steps() const {
+#ifdef COMPRESS_STRIDE
+        return (first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0 + TQ - 1) / TQ;
+#else
+        // Of rows in order, only the first KEYS entries of a list can lie within the tile.
+        return x.p.q_pos ? steps : (x.lists.begins[list] + KEYS - begin + TQ - 1) / TQ;
+#endif
     }
 };
 
@@ -65,6 +98,20 @@ DEVICE void produce_tile(const Arguments &x, const ListSteps &list, unsigned cha
     mbarrier_arrive_expect(&shared.tile, K_BYTES + V_BYTES);
     tma_load_key_tile<DK>(k_tile, &x.k, &shared.tile, list.first_key, g, b);
     tma_load_key_tile<DV>(k_tile + K_BYTES, &x.v, &shared.tile, list.first_key, g, b);
+}
+
+// One lane: q and do of every step by TMA, all its tokens at once.
+DEVICE void produce_boxes(const Arguments &x, const ListSteps &list, unsigned char *stages, Shared &shared) {
+    const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+    for (int step = 0; step < list.steps; ++step) {
+        const auto at = state_of(step);
+        unsigned char *q_tile = stages + at.stage * STAGE_BYTES;
+        u64 *full = &shared.steps.full[at.stage];
+        shared.steps.wait_empty(at);
+        mbarrier_arrive_expect(full, TQ * H * 2 * (DK + DV));
+        tma_load_row_tile<DK>(q_tile, &x.q, full, g, list.row(step, 0), b);
+        tma_load_row_tile<DV>(q_tile + K_BYTES, &x.d_o, full, g, list.row(step, 0), b);
+    }
 }
 
 // One warp: q and do of every step by TMA, a token a lane.
@@ -189,8 +236,7 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
     const Problem &p = x.p;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
     const u32 stage0 = uniform(operand(shared_address(stages)));
-    // Of rows in order, only the first KEYS entries of a list can lie within the tile.
-    const i64 masked = p.q_pos ? list.steps : (x.lists.begins[list.list] + KEYS - list.begin + TQ - 1) / TQ;
+    const i64 masked = list.masked_steps();
     float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
 #pragma unroll
     for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
@@ -224,10 +270,12 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
 extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, the stages
     __shared__ Shared shared;
-    if (blockIdx.x >= x.lists.segments[x.lists.lists]) return;
+    if (!ADJACENT && blockIdx.x >= x.lists.segments[x.lists.lists]) return;
+    const SegmentId id = segment_of(x, blockIdx.x);
+    if (ADJACENT && (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list])) return;
     unsigned char *stages = memory + K_BYTES + V_BYTES;
     const int producer = threadIdx.x / 32 - 4;
-    const ListSteps list(x, blockIdx.x);
+    const ListSteps list(x, id);
     if (threadIdx.x == 0) shared.init();
     if (TQ * H < ROWS)  // rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel
         for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += blockDim.x)
@@ -243,6 +291,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_co
     if (threadIdx.x == 128) produce_tile(x, list, memory, shared);
     __syncwarp();
     if (producer == 1) copy_statistics(x, list, shared);
+    else if (ADJACENT) {
+        if (threadIdx.x == 128) produce_boxes(x, list, stages, shared);
+    }
     else if (!BY_TMA) copy_tokens(x, list, stages, shared, producer ? producer - 1 : 0);
     else if (producer == 0) produce_tokens(x, list, stages, shared);
 }

@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dkdv_tiles(const __grid_co
     __shared__ Queries described[3];               // of this step, of the next, whose rows are being copied, and of the one after
     if (blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const Problem &p = x.p;
-    const Segment<WIDTH> segment(x.lists, p.G, blockIdx.x);
+    const Segment<WIDTH> segment(x.lists, p.G, segment_at(x.lists, blockIdx.x));
     const QueryReader reader(x, segment);
     const int warp = threadIdx.x / 32, key0 = warp % KEY_WARPS * 16, half = warp / KEY_WARPS;
 

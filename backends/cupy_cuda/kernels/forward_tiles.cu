@@ -105,5 +105,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_tiles(const __g
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
     if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
     else if (producer <= CONSUMERS)
-        produce_rows<DK, 0>(x.q, x.q, x.p, x.plan, memory + (producer - 1) * Q_BYTES, shared, producer - 1);
+        produce_rows<DK>(x.p, x.plan, memory + (producer - 1) * Q_BYTES, shared, producer - 1, x.q);
 }

@@ -23,6 +23,21 @@ struct KeyGradients {
     u16 *dk, *dv;              // [B*G, S_kv, DK], [B*G, S_kv, DV]
 };
 
+// Segment `number` of a list.
+struct SegmentId {
+    i64 list, number;
+};
+
+// Segment `index` of all lists, one list after the other.
+DEVICE SegmentId segment_at(const KeyToRows &lists, i64 index) {
+    i64 list = 0;  // the last one whose segments begin at or before `index`
+    for (i64 beyond = lists.lists; beyond - list > 1;) {
+        i64 middle = (list + beyond) / 2;
+        (lists.segments[middle] <= index ? list : beyond) = middle;
+    }
+    return {list, index - lists.segments[list]};
+}
+
 // What a CTA computes: a segment of the list of one tile of WIDTH keys.
 template <int WIDTH>
 struct Segment {
@@ -30,9 +45,7 @@ struct Segment {
     int first_key;
     bool final;  // the list has no other segment
 
-    DEVICE Segment(const KeyToRows &lists, i64 G, i64 index) {
-        list = list_of(lists.segments, lists.lists, index);
-        number = index - lists.segments[list];
+    DEVICE Segment(const KeyToRows &lists, i64 G, SegmentId id) : list(id.list), number(id.number) {
         final = lists.segments[list + 1] - lists.segments[list] == 1;
         begin = lists.begins[list] + number * lists.segment;
         end = min(begin + lists.segment, lists.begins[list + 1]);
@@ -40,16 +53,6 @@ struct Segment {
         b = bg / G;
         g = bg % G;
         first_key = static_cast<int>(list % lists.tiles) * WIDTH;
-    }
-
-    // The last list whose segments begin at or before number `index`.
-    static DEVICE i64 list_of(const i64 *segments, i64 lists, i64 index) {
-        i64 list = 0;
-        for (i64 beyond = lists; beyond - list > 1;) {
-            i64 middle = (list + beyond) / 2;
-            (segments[middle] <= index ? list : beyond) = middle;
-        }
-        return list;
     }
 };
 

@@ -34,7 +34,11 @@ struct Problem {
     const char *q_pos;   // [B,S], or null: positions are S_kv - S + s
     i64 stride_pb, stride_ps;
     const char *ranges;  // [B,S,G,n,2], contiguous
-    i64 pos_bytes, range_bytes;  // of one integer: 4 or 8
+    union {
+        i64 pos_bytes;  // of one integer: 4 or 8
+        i64 start;      // of compressed keys: the position of row 0
+    };
+    i64 range_bytes;
     i64 S, S_kv, G, h, n;
     double scale, scale_log2;
 };
@@ -44,11 +48,20 @@ DEVICE i64 integer(const char *array, i64 bytes, i64 i) {
     return bytes == 8 ? reinterpret_cast<const i64 *>(array)[i] : reinterpret_cast<const int *>(array)[i];
 }
 
-// One past the last key that row s may see: min(t + 1, S_kv).
+// One past the last key that row s may see: min(t + 1, S_kv), or how many compressed keys lie at or before t, where k and v are compressed.
 DEVICE int row_limit(const Problem &p, i64 b, i64 s) {
+#ifdef COMPRESS_STRIDE
+    const i64 past = p.start + s + 1 - COMPRESS_BLOCK;  // keys after compressed key 0 that may be seen
+    return past < 0 ? 0 : static_cast<int>(min(past / COMPRESS_STRIDE + 1, p.S_kv));
+#endif
     i64 t = p.q_pos ? integer(p.q_pos, p.pos_bytes, b * p.stride_pb + s * p.stride_ps) : p.S_kv - p.S + s;
     return static_cast<int>(max(0ll, min(t, p.S_kv - 1) + 1));
 }
+
+#ifdef COMPRESS_STRIDE
+// The first row that sees a compressed key; S or more if none does.
+DEVICE i64 first_row(const Problem &p, i64 key) { return max(0ll, key * COMPRESS_STRIDE + COMPRESS_BLOCK - 1 - p.start); }
+#endif
 
 // Range `at` of all ranges as [max(start, 0), min(end, limit)), end >= start; clamped before the cast: int64 may hold any bound.
 DEVICE void clamped_range(const Problem &p, i64 at, int limit, int &start, int &end) {

@@ -1,5 +1,5 @@
 // dk and dv of the tiles of keys whose lists have several segments: their parts, added in the order of the segments. Zeros for tiles that
-// no row selected. Grid: one CTA per (list, 8 keys).
+// no row selected. Grid: one CTA per (list, KEYS keys): few keys if there are few lists, because a CTA waits for one part after the other.
 #include "key_to_rows.cuh"
 
 struct Arguments {
@@ -9,7 +9,6 @@ struct Arguments {
 };
 
 constexpr int WIDTH = 16 * KEY_WARPS;
-constexpr int KEYS = 8;  // of a CTA
 constexpr int THREADS = 128;
 
 template <int D>
@@ -18,7 +17,7 @@ DEVICE void sum(const float *parts, int segments, u16 *result, i64 keys_left) {
         int key = i / (D / 2), column = i % (D / 2) * 2;
         if (key >= keys_left) return;
         float low = 0.0f, high = 0.0f;
-#pragma unroll 4
+#pragma unroll 16
         for (int segment = 0; segment < segments; ++segment) {
             float2 part = *reinterpret_cast<const float2 *>(parts + (static_cast<i64>(segment) * WIDTH + key) * D + column);
             low += part.x;

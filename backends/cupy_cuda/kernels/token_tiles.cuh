@@ -16,51 +16,13 @@
 //   STAGES     stages of the pipeline of steps
 //   BLOCK      keys of a block, a multiple of 64
 #pragma once
-#include "softmax.cuh"
+#include "tile_plan.cuh"
 #include "wgmma.cuh"
 
-constexpr int TQ = 64 / H, TOKENS = CONSUMERS * TQ;
-constexpr u32 TOKEN_MASK = static_cast<u32>((1ull << TQ) - 1);  // of a consumer
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // steps of a block
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224, PRODUCER_REGISTERS = 56;  // a thread
-
-// The lists of all tiles, and the order in which CTAs take tiles.
-struct TilePlan {
-    const int *blocks;   // [all_tiles * capacity]: the union of a tile's blocks, whole ones first
-    const u64 *rows;     // bit r: token r of the tile selected the block
-    const int2 *counts;  // [all_tiles]: whole blocks, all blocks
-    i64 tiles, capacity, all_tiles;  // tiles of one (b, g), blocks of a list at most
-    i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
-    u32 *tile_counter;               // tiles taken beyond each CTA's first, zero at first; null if there are none
-
-    // One warp: the number of a tile that no other CTA has.
-    DEVICE u32 fetch_tile() const {
-        const u32 before = threadIdx.x % 32 == 0 && tile_counter ? atomicAdd(tile_counter, 1u) : static_cast<u32>(all_tiles);
-        return gridDim.x + __shfl_sync(ALL_LANES, before, 0);
-    }
-    // Where block e of a tile, in the order of steps (partial blocks first), is in the lists.
-    DEVICE i64 list_offset(u32 tile, int2 count, int e) const {
-        const int partial = count.y - count.x;
-        return tile * capacity + (e < partial ? count.x + e : e - partial);
-    }
-};
-
-// Tile number `number` in the order of the scheduler: late tokens, which see the most blocks, first; the last tiles are short then.
-struct TokenTile {
-    u32 i, b, g;  // tile i of (b, g)
-    DEVICE TokenTile(u32 number, const TilePlan &plan, u32 G) {
-        const u32 tiles = plan.tiles, heads = plan.interleaved_heads, all_heads = static_cast<u32>(plan.all_tiles) / tiles;
-        const u32 first = number / (tiles * heads) * heads, width = min(heads, all_heads - first), rest = number - first * tiles;
-        const u32 bg = first + rest % width;
-        i = tiles - 1 - rest / width;
-        b = bg / G;
-        g = bg % G;
-    }
-    DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) * static_cast<u32>(plan.tiles) + i; }  // among all lists
-    DEVICE i64 token(int consumer) const { return static_cast<i64>(i) * TOKENS + consumer * TQ; }  // the first of a consumer
-};
 
 // The tiles of a CTA, which one warp fetches for all others.
 struct TileQueue {
@@ -83,10 +45,10 @@ struct TileScheduler {
     DEVICE int parity() const { return (taken - 1) % 2; }  // of barriers with one phase per tile
 
     // The producer of steps: publish a tile, past the last one, too; returns whether it is one.
-    DEVICE bool publish(u32 tile, u32 G) {
+    DEVICE bool publish(u32 tile, const Problem &p) {
         const auto at = state();
         number = tile;
-        counts = number < plan.all_tiles ? plan.counts[TokenTile(number, plan, G).index(plan, G)] : make_int2(0, 0);
+        counts = number < plan.all_tiles ? block_counts(p, plan, TokenTile(number, plan, p.G)) : make_int2(0, 0);
         queue.pipeline.wait_empty(at);
         if (threadIdx.x % 32 == 0) {
             queue.number[at.stage] = number;
@@ -153,18 +115,17 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     int raw_parity = 0;
     PipelineState<STAGES> at;
     TileScheduler scheduler(shared.tiles, plan);
-    for (bool more = scheduler.publish(blockIdx.x, p.G); more; more = scheduler.publish(plan.fetch_tile(), p.G)) {
+    for (bool more = scheduler.publish(blockIdx.x, p); more; more = scheduler.publish(plan.fetch_tile(), p)) {
         const TokenTile tile(scheduler.number, plan, p.G);
-        const u32 list = tile.index(plan, p.G);
         const int2 counts = scheduler.counts;
         const int partial = counts.y - counts.x;
         int block = 0;
         u64 rows = 0;
         for (int e = 0; e < counts.y; ++e) {
             if (e % 32 == 0 && e + lane < counts.y) {
-                const i64 offset = plan.list_offset(list, counts, e + lane);
-                block = plan.blocks[offset];
-                rows = plan.rows[offset];
+                const int at = list_offset(counts, e + lane);
+                block = block_at(plan, p.G, tile, at);
+                rows = selected_by(p, plan, tile, at);
             }
             const int first = __shfl_sync(ALL_LANES, block, e % 32) * BLOCK;
             const u64 selected_by = __shfl_sync(ALL_LANES, rows, e % 32);
@@ -194,10 +155,10 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     }
 }
 
-// Producer warp: a consumer's rows of one or two tensors [B,S,G,H,D], as soon as it needs those of the tile before no more.
-template <int COLUMNS, int MORE>
-DEVICE void produce_rows(const TensorMap &map, const TensorMap &more, const Problem &p, const TilePlan &plan, unsigned char *to,
-                         Shared &shared, int consumer) {
+// Producer warp: a consumer's rows of tensors [B,S,G,H,D], one after the other, as soon as it needs those of the tile before no more. D: as
+// many columns as COLUMNS says, a number for each tensor.
+template <int... COLUMNS, class... Maps>
+DEVICE void produce_rows(const Problem &p, const TilePlan &plan, unsigned char *to, Shared &shared, int consumer, const Maps &...maps) {
     Pipeline<1> &rows = shared.rows[consumer];
     TileScheduler scheduler(shared.tiles, plan);
     while (scheduler.next_tile()) {
@@ -206,9 +167,9 @@ DEVICE void produce_rows(const TensorMap &map, const TensorMap &more, const Prob
         __syncwarp();  // all lanes have seen it: the next phase may pass
         if (threadIdx.x % 32) continue;
         const int s = static_cast<int>(tile.token(consumer));
-        mbarrier_arrive_expect(&rows.full[0], (COLUMNS + MORE) / 64 * TQ * H * 128);
-        tma_load_row_tile<COLUMNS>(to, &map, &rows.full[0], tile.g, s, tile.b);
-        tma_load_row_tile<MORE>(to + COLUMNS / 64 * PANEL, &more, &rows.full[0], tile.g, s, tile.b);
+        mbarrier_arrive_expect(&rows.full[0], (COLUMNS + ...) / 64 * TQ * H * 128);
+        unsigned char *next = to;
+        ((tma_load_row_tile<COLUMNS>(next, &maps, &rows.full[0], tile.g, s, tile.b), next += COLUMNS / 64 * PANEL), ...);
     }
 }
 
@@ -285,8 +246,8 @@ struct RowPair {
 constexpr int NO_MASK = -1;
 
 template <class Math>
-DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const TokenTile &tile, int2 counts, Pipeline<1> &rows,
-                          Math &math) {
+DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const TokenTile &tile, int2 counts,
+                          Pipeline<1> &rows, Math &math) {
     const int partial_steps = (counts.y - counts.x) * STEPS;
     Step coming;
     auto find = [&](int limit) {
@@ -302,8 +263,7 @@ DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const 
         wgmma_wait<0>();
         int key = NO_MASK;
         if (held.number < partial_steps)
-            key = plan.blocks[tile.index(plan, G) * plan.capacity + (steps.total - partial_steps + held.number) / STEPS] * BLOCK +
-                  held.number % STEPS * KEYS;
+            key = block_at(plan, G, tile, (steps.total - partial_steps + held.number) / STEPS) * BLOCK + held.number % STEPS * KEYS;
         math.probabilities(held, key);
         math.update_operand();
         while ((found = find(held.number + STAGES)) == STEP && coming.number >= partial_steps) {

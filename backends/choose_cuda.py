@@ -1,0 +1,46 @@
+"""Choosing blocks with CUDA on Hopper: attention to compressed keys and its gradients by TMA and wgmma (cupy_cuda/compressed.py).
+
+Importance and top n are the Triton kernels of choose_triton.py. Calls with positions (q_pos), without any compressed key, or with tensors
+that TMA cannot read take all of its kernels. So do gradients with Dk > 128, as registers do not hold dk, and dq with Dk = Dv = 64, where
+Triton is faster (H200, 8 heads: 1.31 against 1.77 ms at 64k tokens; dk and dv take 3.24 against 2.25 ms).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa_sel.backends import choose_triton
+from nsa_sel.backends.cupy_cuda import compressed, sm90
+from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.facts import device_info
+
+
+def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
+    """o and lse alone."""
+    device = device_info(call.q.device)
+    call = call if call.scale >= 0 else call.with_positive_scale()
+    return compressed.forward(call, device) if compressed.supports(call, device) else choose_triton.attention(call)
+
+
+def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32, and ranges [B,S,G,n,2] of the blocks."""
+    o, lse = attention(call)
+    return o, lse, choose_triton.best_blocks(call, lse)
+
+
+def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, contiguous, in the dtypes of q, k, v; do has a contiguous last dimension."""
+    if call.scale < 0:
+        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
+        return -dq, dk, dv
+    device = device_info(call.q.device)
+    if call.q.shape[4] > sm90.MOST_DK or not compressed.supports(call, device, do):
+        return choose_triton.backward(call, o, lse, do, dlse)
+    o, lse = o.contiguous(), lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    if call.q.shape[4] + call.v.shape[3] <= choose_triton.NARROW:
+        dq, facts = choose_triton.dq(call, o, lse, do, dlse)
+        delta = facts[:, :, 0].transpose(1, 2).contiguous()
+    else:
+        dq, delta = compressed.dq(call, device, o, lse, do, dlse)
+    return dq, *compressed.dkdv(call, device, lse, do, delta)

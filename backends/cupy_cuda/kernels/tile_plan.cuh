@@ -1,0 +1,69 @@
+// Which tile of adjacent tokens a CTA takes, and which blocks of keys the tile's steps go through.
+//
+// Selected blocks come from lists, the union of a tile's tokens (tile_union.cu). Of compressed keys every token sees the first ones, so
+// that the list is arithmetic: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them.
+#pragma once
+#include "softmax.cuh"
+
+constexpr int TQ = 64 / H, TOKENS = CONSUMERS * TQ;
+constexpr u32 TOKEN_MASK = static_cast<u32>((1ull << TQ) - 1);  // of a consumer
+
+// The lists of all tiles, and the order in which CTAs take tiles. (With its fields in another order the compiler spills registers.)
+struct TilePlan {
+    const int *blocks;   // [all_tiles * capacity]: the union of a tile's blocks, whole ones first; lists are null for compressed keys
+    const u64 *rows;     // bit r: token r of the tile selected the block
+    const int2 *counts;  // [all_tiles]: whole blocks, all blocks
+    i64 tiles, capacity, all_tiles;  // tiles of one (b, g), blocks of a list at most
+    i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
+    u32 *tile_counter;               // tiles taken beyond each CTA's first, zero at first; null if there are none
+
+    // One warp: the number of a tile that no other CTA has.
+    DEVICE u32 fetch_tile() const {
+        const u32 before = threadIdx.x % 32 == 0 && tile_counter ? atomicAdd(tile_counter, 1u) : static_cast<u32>(all_tiles);
+        return gridDim.x + __shfl_sync(ALL_LANES, before, 0);
+    }
+};
+
+// Tile number `number` in the order of the scheduler: late tokens, which see the most blocks, first; the last tiles are short then.
+struct TokenTile {
+    u32 i, b, g;  // tile i of (b, g)
+    DEVICE TokenTile(u32 number, const TilePlan &plan, u32 G) {
+        const u32 tiles = plan.tiles, heads = plan.interleaved_heads, all_heads = static_cast<u32>(plan.all_tiles) / tiles;
+        const u32 first = number / (tiles * heads) * heads, width = min(heads, all_heads - first), rest = number - first * tiles;
+        const u32 bg = first + rest % width;
+        i = tiles - 1 - rest / width;
+        b = bg / G;
+        g = bg % G;
+    }
+    DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) * static_cast<u32>(plan.tiles) + i; }  // among all lists
+    DEVICE i64 token(int consumer) const { return static_cast<i64>(i) * TOKENS + consumer * TQ; }  // the first of a consumer
+};
+
+// The blocks of a tile: how many are whole, and how many there are; then block number `at` of its list, and which tokens selected it. A tile's
+// steps begin with its partial blocks; in the list, whole blocks come first.
+#ifndef COMPRESS_STRIDE
+DEVICE int2 block_counts(const Problem &p, const TilePlan &plan, const TokenTile &tile) { return plan.counts[tile.index(plan, p.G)]; }
+DEVICE int block_at(const TilePlan &plan, u32 G, const TokenTile &tile, i64 at) {
+    return plan.blocks[tile.index(plan, G) * plan.capacity + at];
+}
+DEVICE u64 selected_by(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
+    return plan.rows[tile.index(plan, p.G) * plan.capacity + at];
+}
+#else
+DEVICE int2 block_counts(const Problem &p, const TilePlan &, const TokenTile &tile) {
+    const i64 first = tile.token(0), last = min(first + TOKENS, p.S) - 1;
+    return make_int2(row_limit(p, tile.b, first) / BLOCK, (row_limit(p, tile.b, last) + BLOCK - 1) / BLOCK);
+}
+DEVICE int block_at(const TilePlan &, u32, const TokenTile &, i64 at) { return static_cast<int>(at); }
+// All tokens that exist; what a token does not see of a partial block is masked key by key.
+DEVICE u64 selected_by(const Problem &p, const TilePlan &, const TokenTile &tile, i64) {
+    const i64 exist = p.S - tile.token(0);
+    return exist < TOKENS ? (1ull << exist) - 1 : ~0ull;
+}
+#endif
+
+// Where block e of a tile, in the order of its steps, is in its list.
+DEVICE int list_offset(int2 counts, int e) {
+    const int partial = counts.y - counts.x;
+    return e < partial ? counts.x + e : e - partial;
+}

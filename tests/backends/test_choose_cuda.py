@@ -1,0 +1,90 @@
+"""Choosing by Hopper's kernels, without a GPU: what they would launch fits, and their arithmetic lists are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_sel.backends import choose_cuda, choose_triton
+from nsa_sel.backends._triton import choose_attention, choose_dkdv
+from nsa_sel.backends.cupy_cuda import compressed
+from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.request import DeviceInfo
+from tests.helpers.aot import TARGETS
+from tests.helpers.choose_cases import SMALL, make_choose_call
+from tests.helpers.cuda_aot import compiled, needs_nvrtc
+from tests.helpers.emulate import emulated, needs_compiler
+
+H200 = DeviceInfo(kind="cuda", name="target", sm=90, sm_count=132, shared_memory=227 << 10)
+KERNELS = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "split_lists.cu", "sum_parts.cu"}
+FITTING: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {  # B, S, S_kv, G, h, Dk, Dv
+    "h16": (1, 8192, 8192, 4, 16, 128, 128, Rule()),
+    "h48-192": (1, 500, 1100, 1, 48, 192, 128, Rule()),
+    "h3-64": (2, 2048, 4000, 2, 3, 64, 64, Rule(compress_block=24, compress_stride=12, block_size=48)),
+}
+OF_TRITON = {"h3-64": {"dq_tiles.cu"}, "h48-192": KERNELS - {"forward_tiles.cu"}}
+
+
+def run(call: ChooseCall) -> None:
+    o, lse, _ = choose_cuda.forward(call)
+    choose_cuda.backward(call, o, lse, torch.empty_like(o), None)
+
+
+@pytest.fixture
+def on_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of CPU tensors are an H200's; what Triton computes is left out."""
+    monkeypatch.setattr(choose_cuda, "device_info", lambda device: H200)
+    monkeypatch.setattr(choose_triton, "best_blocks", lambda call, lse: None)
+    monkeypatch.setattr(choose_attention, "dq", lambda *_: None)
+    monkeypatch.setattr(choose_dkdv, "dkdv", lambda *_: (None, None))
+
+
+@needs_nvrtc
+@pytest.mark.slow  # a compiler at work
+@pytest.mark.usefixtures("on_target")
+@pytest.mark.parametrize("shape", FITTING)
+def test_kernels_of_compressed_keys_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    call = make_choose_call(FITTING[shape], torch.bfloat16)
+    kernels = compiled(monkeypatch, 90, lambda: run(call))
+    assert {kernel["kernel"] for kernel in kernels} == KERNELS - OF_TRITON.get(shape, set())
+    for kernel in kernels:
+        assert kernel["shared"] <= TARGETS[90][0] * 1024, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
+        assert kernel["spilled"] == 0, kernel
+
+
+@pytest.mark.parametrize(
+    ("S", "S_kv", "rule"),
+    [(200, 200, Rule()), (300, 2999, Rule()), (4000, 4000, Rule()), (150, 70, Rule()), (700, 900, SMALL), (90, 20, Rule())],
+)
+def test_rows_of_a_tile_are_those_that_see_one_of_its_keys(S: int, S_kv: int, rule: Rule) -> None:
+    call = make_choose_call((1, S, S_kv, 1, 1, 8, 8, rule))
+    seen = call.seen()[0]
+    expected = tuple(int((seen > key).sum()) for key in range(0, call.k.shape[2], compressed.BLOCK))
+    assert compressed.rows_of_tiles(call) == expected
+    assert all(bool((seen[S - rows :] > 64 * tile).all()) for tile, rows in enumerate(expected))
+
+
+@pytest.mark.parametrize("h", [2, 3, 12, 16, 64])
+@pytest.mark.parametrize("scratch", [1 << 16, 1 << 22, 64 << 20])
+def test_segments_are_whole_steps_whose_parts_fit(h: int, scratch: int) -> None:
+    call = make_choose_call((2, 3000, 3000, 2, h, 64, 64, Rule()), scratch=scratch)
+    lengths = compressed.rows_of_tiles(call)
+    segment = compressed.segment_length(call, lengths, 132)
+    assert segment % (64 // h) == 0
+    segments = [x for x in compressed.segments_of(lengths, segment) if x > 1]
+    assert 4 * sum(segments) * 4 * 64 * 128 <= compressed.PARTS * scratch
+    assert sum(-(-rows // segment) for rows in lengths) == sum(compressed.segments_of(lengths, segment))
+
+
+@needs_compiler
+def test_lists_on_the_device_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By split_lists.cu, compiled for the CPU."""
+    emulated(monkeypatch)
+    call = make_choose_call((2, 1500, 1400, 2, 4, 8, 8, Rule()))
+    lengths = compressed.rows_of_tiles(call)
+    lists = compressed._build.__wrapped__(call.q.device, 0, 4, lengths, 96, call.rule, 1500, call.start)
+    begins, segments, parts = (x.diff().tolist() for x in lists[1:4])
+    assert tuple(begins) == 4 * lengths
+    assert tuple(segments) == 4 * compressed.segments_of(lengths, 96)
+    assert parts == [x if x > 1 else 0 for x in segments]

@@ -1,0 +1,61 @@
+"""Compile by NVRTC what cupy-cuda's kernels would be on a GPU that is not here: only the launch is replaced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nsa_sel.backends.cupy_cuda import compiler, compressed, launch, sm90, tensor_map
+from tests.helpers.emulate import packed
+
+
+def reason_to_skip() -> str | None:
+    """Why nothing can be compiled here, with the remedy."""
+    remedy = "pip install cupy-cuda13x nvidia-cuda-nvrtc"
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        return f"no NVRTC through CuPy: {error}; remedy: {remedy}"
+    return None
+
+
+WHY = reason_to_skip()
+needs_nvrtc = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object]) -> list[dict[str, Any]]:
+    """Every kernel that `work()` launches, compiled for compute capability sm/10: its name, macros, threads, registers, shared memory,
+    and bytes that spill."""
+    found: dict[object, dict[str, Any]] = {}
+
+    def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
+        _, ctas, threads, shared, *values = grid_and_values
+        assert len(packed(*values, **others)) <= launch.MOST_BYTES
+        assert 0 < ctas < 2**31
+        if (source, macros) not in found:
+            found[source, macros] = {
+                "kernel": source, "macros": dict(macros), "threads": threads,
+                **_resources(source, macros, compiler.architecture(sm, "maps" in others), shared),
+            }  # fmt: skip
+
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "clear", lambda *_: None)
+    for module in (sm90, compressed):  # the driver makes tensor maps
+        for name in ("tensor_map", "row_map"):
+            monkeypatch.setattr(module, name, lambda *_, **__: bytes(tensor_map.BYTES), raising=False)
+    work()
+    return list(found.values())
+
+
+def _resources(source: str, macros: compiler.Constants, arch: str, shared: int) -> dict[str, int]:
+    _, log = compiler.compile_source(source, macros, arch, ("--ptxas-options=-v",))
+    numbers = {name: re.search(rf"(\d+) bytes {name}", log) for name in ("spill stores", "stack frame", "smem")}
+    spilled, stack, static = (int(match[1]) if match else 0 for match in numbers.values())
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers is not None, log
+    return {"registers": int(registers[1]), "shared": shared + static, "spilled": spilled + stack}
