@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from nsa_sel.backends._window import chunks, flex
-from nsa_sel.core import registry, transforms
+from nsa_sel import window_kernels
+from nsa_sel.backends._window import chunks
+from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.check import check_scale, check_sizes
-from nsa_sel.errors import ArgumentError, warn
-
-_failed: set[tuple[Any, ...]] = set()  # signatures that FlexAttention failed for
+from nsa_sel.errors import ArgumentError
 
 
 @overload
@@ -28,7 +27,7 @@ def sliding_window_attention(
 def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, *, scale: float | None = None, return_lse: bool = False) -> Any:
     """Attention of every query row to the last `window` keys, its own among them (NSA, arXiv 2502.11089, Section 3.3.3).
 
-    Row s stands at position t = S_kv - S + s and attends to the keys max(0, t - window + 1) to t. FlexAttention on a GPU, chunks of
+    Row s stands at position t = S_kv - S + s and attends to the keys max(0, t - window + 1) to t. Triton kernels on a GPU, chunks of
     scaled_dot_product_attention elsewhere; neither holds more than a small part of the logits. Differentiable in q, k and v; bit-equal from
     run to run. May be part of a function that torch.compile traces.
 
@@ -63,8 +62,7 @@ def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, *, sc
         raise ArgumentError(
             "q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows", "pass the keys and values of every row, its own included"
         )
-    unseen = max(0, S_kv - S - window + 1)
-    o, lse = _attend(rows, k[:, :, unseen:], v[:, :, unseen:], window, scale, return_lse)
+    o, lse = _attend(rows, k, v, window, scale, return_lse)
     if q.dim() == 4:
         o, lse = o.squeeze(1), None if lse is None else lse.squeeze(1)
     return (o, lse) if return_lse else o
@@ -73,24 +71,15 @@ def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, *, sc
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     if q.numel() == 0:
         return _nothing(q, k, v)
-    arguments = q, k, v, window, scale, return_lse
-    if not flex.takes(q, v):
-        return chunks.attend(*arguments)
-    if is_compiling():
-        return flex.traced(*arguments)
-    own = flex.signature(*arguments)
-    if own in _failed or not flex.can_run(*arguments):
-        return chunks.attend(*arguments)
-    try:
-        return flex.attend(*arguments)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if registry.is_sticky(error):
-            raise
-        warn(f"FlexAttention failed, chunks of rows run such windows from now on: {error!r}")
-        _failed.add(own)
-        return chunks.attend(*arguments)
+    if window_kernels.takes(q, v):
+        if is_compiling():
+            return window_kernels.attend(q, k, v, window, scale)
+        if not window_kernels.has_failed(q, v):
+            try:
+                return window_kernels.attend(q, k, v, window, scale)
+            except Exception as error:
+                window_kernels.note_failure(q, v, error)
+    return chunks.attend_seen(q, k, v, window, scale, return_lse)
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

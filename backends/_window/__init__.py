@@ -1,4 +1,1 @@
-"""Attention to the last keys of every row: candidates of one signature, `(q, k, v, window, scale, return_lse) -> (o, lse or None)`.
-
-q [B,S,G,h,Dk], k [B,G,S_kv,Dk] and v [B,G,S_kv,Dv] are checked, none is empty, and S_kv <= S + window - 1: some row sees every key.
-"""
+"""Attention to the last keys of every row in plain PyTorch, for what the Triton kernels of window_triton.py do not take: CPUs, float64."""

@@ -16,8 +16,14 @@ from nsa_sel.core.transforms import needs_grad
 _ROWS = 4096  # rows times heads of a chunk, which bound the mask
 
 
+def attend_seen(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """o [B,S,G,h,Dv], and lse [B,S,G,h] with return_lse, of checked tensors none of which is empty; keys that nobody sees are left out."""
+    unseen = max(0, k.shape[2] - q.shape[1] - window + 1)
+    return attend(q, k[:, :, unseen:], v[:, :, unseen:], window, scale, return_lse)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """o [B,S,G,h,Dv], and lse [B,S,G,h] with return_lse; see the package."""
+    """`attend_seen` with S_kv <= S + window - 1: some row sees every key."""
     S, h, start = q.shape[1], q.shape[3], k.shape[2] - q.shape[1]
     window = min(window, k.shape[2])
     size = min(max(window, 32), max(32, _ROWS // h))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_sel import sliding_window_attention, window
-from nsa_sel.backends._window import chunks, flex, plain
+from nsa_sel import sliding_window_attention
+from nsa_sel.backends._window import chunks, plain
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms, lse_dtype, make_grads, make_qkv
 
@@ -166,66 +166,10 @@ def test_lse_has_no_second_derivative() -> None:
         torch.autograd.grad(lse, inputs, torch.ones(2, *lse.shape), is_grads_batched=True)
 
 
-@pytest.mark.parametrize(("S", "S_kv", "window"), [(300, 300, 1), (300, 300, 128), (300, 300, 1000), (300, 400, 101), (200, 455, 256)])
-def test_the_block_mask_has_every_visible_block_once(S: int, S_kv: int, window: int) -> None:
-    """Full blocks are seen whole, blocks that are not listed by nobody."""
-    mask = flex.block_mask(S, S_kv, window, torch.device("cpu"))
-    position, key = torch.arange(S_kv - S, S_kv)[:, None], torch.arange(S_kv)
-    seen = (key <= position) & (position - key < window)
-    rows, keys = -(-S // 128), -(-S_kv // 128)
-    for i in range(rows):
-        partial = mask.kv_indices[0, 0, i, : mask.kv_num_blocks[0, 0, i]].tolist()
-        full = mask.full_kv_indices[0, 0, i, : mask.full_kv_num_blocks[0, 0, i]].tolist()
-        for j in range(keys):
-            block = seen[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
-            assert (partial.count(j), full.count(j)) in {(bool(block.any()), 0), (0, bool(block.all() and block.shape[1] == 128))}
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("with_lse", [False, True], ids=["o", "lse"])
-def test_flex_has_the_same_results(monkeypatch: pytest.MonkeyPatch, with_lse: bool) -> None:
-    """Its layout and its block mask, on a CPU, where FlexAttention runs uncompiled and refuses gradients unless nobody looks."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-    inputs, window = inputs_of((1, 150, 190, 2, 3, 16, 24, 41))
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, window: int, return_lse: bool) -> Any:
-        o, lse = flex.traced(q, k, v, window, 0.25, return_lse)
-        return (o, lse) if return_lse else o
-
-    check(attend, inputs, window, with_lse)
-
-
 def test_torch_compile_traces_a_call() -> None:
     inputs, window = inputs_of("h1")
     work = torch.compile(sliding_window_attention, backend="aot_eager", fullgraph=True)
     assert all(map(torch.equal, results(work, inputs, window, False), results(sliding_window_attention, inputs, window, False)))
-
-
-def test_chunks_run_what_flex_fails_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    inputs, size = inputs_of("h1")
-    expected = sliding_window_attention(*inputs, size)
-    monkeypatch.setattr(flex, "takes", lambda q, v: True)
-    monkeypatch.setattr(flex, "attend", fail)
-    monkeypatch.setattr(window, "_failed", set())
-    with pytest.warns(RuntimeWarning, match="FlexAttention failed, .*no such kernel"):
-        assert torch.equal(sliding_window_attention(*inputs, size), expected)
-    assert torch.equal(sliding_window_attention(*inputs, size), expected)  # without a warning, which is an error
-
-
-def test_nothing_is_compiled_in_a_capture_or_where_compilers_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, size = inputs_of("h1")
-    call = (*inputs, size, 0.25, False)
-    monkeypatch.setattr(flex, "capturing", lambda q: True)
-    monkeypatch.setattr(flex, "_ready", {})
-    assert not flex.can_run(*call)
-    flex._ready[flex._key(*call)] = None
-    assert flex.can_run(*call)
-    assert not flex.can_run(*call[:-1], True)
-    with torch._dynamo.config.patch(disable=True):
-        assert not flex.can_run(*call)
 
 
 # Bad input

@@ -9,11 +9,13 @@ Decoding is compiled forward alone: nothing trains on it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +96,29 @@ def paged_call(shape: str, sm: int) -> Call:
     return Call(q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table)
 
 
-def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
-    """Every kernel that forward and backward of `name` launch for `shape` on a GPU of compute capability sm/10."""
+@contextlib.contextmanager
+def launches_compile(sm: int) -> Iterator[list[Any]]:
+    """Inside, launches compile for a GPU of compute capability sm/10, and append the kernel to the list, instead of running it."""
     compiled: list[Any] = []
-    call = (paged_call if shape in PAGED else target_call)(shape, sm)
     triton.runtime.driver.set_active(TargetDriver(PTX_OF.get(sm, sm)))
     launch = triton.runtime.jit.KernelInterface.__getitem__
     triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
         lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
     )
     try:
+        yield compiled
+    finally:
+        triton.runtime.jit.KernelInterface.__getitem__ = launch
+
+
+def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
+    """Every kernel that forward and backward of `name` launch for `shape` on a GPU of compute capability sm/10."""
+    call = (paged_call if shape in PAGED else target_call)(shape, sm)
+    with launches_compile(sm) as compiled:
         module = registry.load(name)
         o, lse = module.forward(call)
         if shape not in PAGED and call.q.shape[1] > 1:
             module.backward(call, o, lse, torch.empty_like(o), None)
-    finally:
-        triton.runtime.jit.KernelInterface.__getitem__ = launch
     return [{"backend": name, "shape": shape, "sm": sm, "limit": call.device.shared_memory, **resources(kernel, sm)} for kernel in compiled]
 
 

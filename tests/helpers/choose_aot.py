@@ -20,7 +20,7 @@ import triton
 
 from nsa_sel.backends import choose_triton
 from nsa_sel.core.choose_call import NSA_POOL, Pool, Rule
-from tests.helpers.aot import TARGETS, TargetDriver, resources
+from tests.helpers.aot import TARGETS, launches_compile, resources
 from tests.helpers.choose_cases import make_choose_call
 
 SHAPES = {  # name: B, S, S_kv, G, h, Dk, Dv, rule, dtype
@@ -45,20 +45,12 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (SHAPES[name], NSA_POOL)
     call = make_choose_call(tuple(shape), dtype, pool=pool)
     call.q_pos = torch.zeros(call.q.shape[:2], dtype=torch.int64) if name == "positions" else None
-    compiled: list[Any] = []
-    triton.runtime.driver.set_active(TargetDriver(sm))
-    launch = triton.runtime.jit.KernelInterface.__getitem__
-    triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
-        lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
-    )
-    try:
+    with launches_compile(sm) as compiled:
         if name in POOLS:
             choose_triton.best_blocks(call, choose_triton.log_sum_exp(call) if pool.softmax else None)
         else:
             o, lse, _ = choose_triton.forward(call)
             choose_triton.backward(call, o, lse, torch.empty_like(o), None)
-    finally:
-        triton.runtime.jit.KernelInterface.__getitem__ = launch
     limit = TARGETS[sm][0] * 1024
     return [{"shape": name, "sm": sm, "limit": limit, **resources(kernel, sm), "looped": spills_in_loops(kernel)} for kernel in compiled]
 

@@ -1,0 +1,105 @@
+"""What rows see of keys in a sliding window, and the arguments that all kernels over windows take.
+
+Row s stands at position t = start + s and sees the keys t - window + 1 to t, its own last. Of a packed batch, whose rows are its keys, it
+sees none before its sequence; rows after the last sequence, padding, see none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_sel.backends._triton.arguments import Dims, Heads, split_dims
+from nsa_sel.backends._triton.tma import aligned, descriptor
+from nsa_sel.settings.schema import KernelConfig
+
+LOG2_E = 1.4426950408889634
+
+
+class WindowCall(NamedTuple):
+    """The checked arguments of a call with a positive scale.
+
+    Args:
+        q: [B,S,G,h,Dk]; k: [B,G,S_kv,Dk]; v: [B,G,S_kv,Dv], any strides with a contiguous last dimension; none is empty, S <= S_kv.
+        window: keys that a row sees.
+        scale: factor of the logits.
+        bounds: of a packed batch: where each row's sequence begins and ends, [2,T] int32, contiguous; T and 0 in padding.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    window: int
+    scale: float
+    bounds: Tensor | None = None
+
+    def scale_log2(self) -> float:
+        """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
+        return max(self.scale * LOG2_E, 1e-30)
+
+
+class Sizes(NamedTuple):
+    """As kernels take them."""
+
+    S: int
+    S_kv: int
+    G: int
+    start: int  # position of row 0
+    window: int
+    tiles: int  # of rows, or of keys
+
+
+class Strides(NamedTuple):
+    """In elements; the last dimension is contiguous."""
+
+    q: tuple[int, ...]  # b, s, g, h
+    k: tuple[int, ...]  # b, g, n
+    v: tuple[int, ...]  # b, g, n
+
+
+@triton.jit
+def keys_of_rows(bounds, s, sizes):
+    """The keys [low, high) that each of the rows s sees; low >= high for padding, and low never decreases."""
+    begin = 0
+    if bounds is not None:
+        begin = tl.load(bounds + s)
+    return tl.maximum(sizes.start + s - sizes.window + 1, begin), sizes.start + s + 1
+
+
+@triton.jit
+def rows_of_keys(bounds, key, sizes):
+    """The rows [low, high) that see each of the keys `key`, which exist where key < S_kv; high may be past the last row."""
+    high = key + sizes.window
+    if bounds is not None:
+        high = tl.minimum(high, tl.load(bounds + sizes.S + key, mask=key < sizes.S_kv, other=0))
+    return key - sizes.start, high - sizes.start
+
+
+def dims_of(call: WindowCall) -> Dims:
+    return split_dims(heads_of(call))
+
+
+def heads_of(call: WindowCall) -> Heads:
+    _, _, _, h, Dk = call.q.shape
+    return Heads(call.q.dtype, h, Dk, call.v.shape[3], 0, 0)
+
+
+def strides_of(call: WindowCall) -> Strides:
+    return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3])
+
+
+def sizes_of(call: WindowCall, tiles: int) -> Sizes:
+    S, G, S_kv = call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    return Sizes(S, S_kv, G, S_kv - S, min(call.window, S_kv), tiles)
+
+
+def key_value_descriptors(call: WindowCall, dims: Dims, block_k: int, config: KernelConfig) -> tuple[TensorDescriptor | None, ...]:
+    """Of k, of the second tile of k, and of v, by which TMA loads block_k keys; None where pointers do."""
+    if config.loads != "tma" or not (aligned(call.k) and aligned(call.v)):
+        return None, None, None
+    rest = descriptor(call.k, block_k, dims.BLOCK_REST) if dims.BLOCK_REST else None
+    return descriptor(call.k, block_k, dims.BLOCK_D), rest, descriptor(call.v, block_k, dims.BLOCK_DV)

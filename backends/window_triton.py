@@ -1,0 +1,64 @@
+"""Sliding-window attention in Triton: one kernel forward, two backward, no atomics.
+
+Forward: o and lse in _triton/window_attention.py. Backward: dq and delta there, then dk and dv in _triton/window_dkdv.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._triton import window_attention, window_dkdv
+from nsa_sel.backends._triton.arguments import Heads, config_suffix
+from nsa_sel.backends._triton.kernel import REMEMBERED
+from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.backends._triton.window_rows import WindowCall, heads_of
+from nsa_sel.settings.schema import KernelConfig
+
+CONFIGS = {  # by kernel and class of head dims (`head_class`); one that has no config of its own takes the plain one
+    "window/forward": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
+    "window/forward-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
+    "window/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "window/dq": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
+    "window/dq-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
+    "window/dq-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=64, loads="tma"),
+    "window/dq-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=16, loads="tma"),
+    "window/dkdv": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=32, loads="tma"),
+    "window/dkdv-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
+    "window/dkdv-wide": KernelConfig(block_l=64, num_warps=8, num_stages=2, rows=32),
+    "window/dkdv-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32),
+}
+NARROW = 128  # columns of a key and a value together
+
+
+def config_of(call: WindowCall, kernel: str) -> KernelConfig:
+    return CONFIGS.get(kernel + head_class(heads_of(call)), CONFIGS[kernel])
+
+
+@functools.lru_cache(REMEMBERED)
+def head_class(heads: Heads) -> str:
+    """What follows a kernel's name in CONFIGS for such heads."""
+    narrow = tile_size(heads.Dk) + tile_size(heads.Dv) <= NARROW and heads.dtype.itemsize == 2
+    return "-narrow" if narrow else config_suffix(heads)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32, contiguous; see `WindowCall`, but for the sign of the scale."""
+    call = WindowCall(q if scale >= 0 else -q, k, v, window, abs(scale), bounds)
+    o = q.new_empty(*q.shape[:-1], v.shape[3])
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    window_attention.forward(call, o, lse, config_of(call, "window/forward"))
+    return o, lse
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, window: int, scale: float,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, contiguous, in the dtypes of q, k, v; o, lse and dlse are contiguous, do has a contiguous last dimension."""
+    call = WindowCall(q if scale >= 0 else -q, k, v, window, abs(scale), bounds)
+    dq, lse2, delta = window_attention.dq(call, o, lse, do, dlse, config_of(call, "window/dq"))
+    dk, dv = window_dkdv.dkdv(call, do, lse2, delta, config_of(call, "window/dkdv"))
+    return dq if scale >= 0 else dq.neg_(), dk, dv

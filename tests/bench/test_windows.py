@@ -1,0 +1,64 @@
+"""The bench of sliding windows: FlexAttention as a contender, the table, and what the committed rows show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_sel.bench.core import flex_window, store
+from nsa_sel.bench.questions import windows
+from tests.api.test_window import check, inputs_of
+from tests.helpers.paths import ROOT
+
+FILE = ROOT / "bench" / "results" / "h200" / "profiles" / "windows.jsonl"
+
+
+@pytest.mark.parametrize(("S", "S_kv", "window"), [(300, 300, 1), (300, 300, 128), (300, 300, 1000), (300, 400, 101), (200, 455, 256)])
+def test_the_block_mask_has_every_visible_block_once(S: int, S_kv: int, window: int) -> None:
+    """Full blocks are seen whole, blocks that are not listed by nobody."""
+    mask = flex_window.window_mask(S, S_kv, window, "cpu")
+    position, key = torch.arange(S_kv - S, S_kv)[:, None], torch.arange(S_kv)
+    seen = (key <= position) & (position - key < window)
+    rows, keys = -(-S // 128), -(-S_kv // 128)
+    for i in range(rows):
+        partial = mask.kv_indices[0, 0, i, : mask.kv_num_blocks[0, 0, i]].tolist()
+        full = mask.full_kv_indices[0, 0, i, : mask.full_kv_num_blocks[0, 0, i]].tolist()
+        for j in range(keys):
+            block = seen[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
+            assert (partial.count(j), full.count(j)) in {(bool(block.any()), 0), (0, bool(block.all() and block.shape[1] == 128))}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_has_the_results_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where FlexAttention runs uncompiled and refuses gradients unless nobody looks."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex_window, "_compiled", lambda: flex_attention)
+    inputs, size = inputs_of((1, 150, 190, 2, 3, 16, 24, 41))
+    check(
+        lambda q, k, v, window, **_: flex_window.flex_window(q, k, v, flex_window.window_mask(150, 190, window, "cpu")), inputs, size, False
+    )
+
+
+def row(case: str, contender: str, direction: str, ms: float) -> dict[str, Any]:
+    return {"case": case, "contender": contender, "direction": direction, "ms_median": ms}
+
+
+def test_table() -> None:
+    rows = [row("8k", "triton", "fwd", 9.0), row("8k", "triton", "fwd", 1.0), row("8k", "triton", "bwd", 3.0)]
+    rows += [row("8k", "flex", "fwd", 2.0), row("8k", "flex", "bwd", 4.0), row("32k", "dense", "fwd", 29.0)]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in windows.table(rows).splitlines()]
+    assert lines[2] == ["8k", "1 / 3", "2 / 4", "- / -", "2.00x / 1.33x / 1.50x"]
+    assert lines[3] == ["32k", "- / -", "- / -", "29 / -", "-"]
+
+
+@pytest.mark.skipif(not FILE.exists(), reason="no rows of this bench are committed")
+@pytest.mark.parametrize("case", windows.CASES)
+def test_ours_is_ahead_of_flex_by_a_third(case: str) -> None:
+    """What lets the kernels stay; in each direction ours is ahead, too."""
+    factors = windows.ahead(store.read(FILE), case)
+    assert factors["both"] >= 4 / 3
+    assert min(factors.values()) > 1
