@@ -1,6 +1,7 @@
 """Choosing blocks in plain PyTorch: the reference, which runs everywhere in bounded memory, rows in chunks.
 
-16-bit inputs are computed in float32. Gradients of k and v are added chunk by chunk, in the order of the rows.
+16-bit inputs are computed in float32. Gradients of k and v are added chunk by chunk, in the order of the rows. The sequences of a packed
+batch run one after the other: the host waits for a GPU whose bounds it does not know.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from nsa_sel.core.scores import sorted_blocks
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
     """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32 (float64 for float64 inputs), ranges [B,S,G,n,2] of the blocks."""
+    if call.sequences is not None:
+        return _packed_forward(call)
     B, S, G, h, _ = call.q.shape
     o = call.q.new_empty(B, S, G, h, call.v.shape[3])
     lse = call.q.new_empty(B, S, G, h, dtype=_wide(call))
@@ -26,7 +29,9 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
         p = logits.softmax(-1).masked_fill_((part_lse == -torch.inf).unsqueeze(-1), 0.0)  # exp(logits - lse) rounds lse first
         o[at] = _heads(p.flatten(2, 3) @ _visible(part, part.v), h)
         lse[at] = part_lse.transpose(1, 2)
-        ranges[at] = _best(part, block_importance(p.sum(3), call.rule, call.blocks))
+        importance = block_importance(p.sum(3), call.rule, call.blocks).transpose(1, 2)
+        _, _, size, n, first, local = call.rule
+        ranges[at] = whole_blocks(sorted_blocks(importance, n, size, first, local, 0, part.positions()), size)
     return o, lse, ranges
 
 
@@ -39,18 +44,15 @@ def log_sum_exp(call: ChooseCall) -> Tensor:
 
 
 def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
-    """ranges [B,S,G,n,2] of the blocks by the scores that call.pool defines, of lse [B,S,G,h] where they are weights."""
-    ranges = call.q.new_empty(*call.q.shape[:3], call.rule.n, 2, dtype=range_dtype(call.rule.block_size))
+    """ranges [B,S,G,n,2] by the scores that call.pool defines, of lse [B,S,G,h] where they are weights."""
+    rule = call.rule
+    ranges = call.q.new_empty(*call.q.shape[:3], rule.n, 2, dtype=range_dtype(rule.block_size))
     for at in call.parts(_row_bytes(call)):
         part = call.part(*at)
-        ranges[at] = _best(part, block_scores(part, None if lse is None else lse[at]))
+        scores = block_scores(part, None if lse is None else lse[at]).transpose(1, 2)
+        chosen = sorted_blocks(scores, rule.n, rule.block_size, rule.first, rule.local, 0, part.positions())
+        ranges[at] = whole_blocks(chosen, rule.block_size)
     return ranges
-
-
-def _best(part: ChooseCall, scores: Tensor) -> Tensor:
-    """ranges [B,S,G,n,2] of the best blocks of scores [B,G,S,blocks]."""
-    _, _, size, n, first, local = part.rule
-    return whole_blocks(sorted_blocks(scores.transpose(1, 2), n, size, first, local, 0, part.positions()), size)
 
 
 def block_scores(part: ChooseCall, lse: Tensor | None) -> Tensor:
@@ -71,6 +73,8 @@ def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
 
     With p = exp(scale q.k - lse) and delta = rowsum(do * o) - dlse: ds = p (do.v - delta), dq = scale ds k, dk = scale ds^T q, dv = p^T do.
     """
+    if call.sequences is not None:
+        return _packed_backward(call, o, lse, do, dlse)
     dq, wide = call.q.new_empty(call.q.shape), _wide(call)
     dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (call.k, call.v))
     for at in call.parts(_row_bytes(call)):
@@ -89,6 +93,25 @@ def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
         dk[at[0], :, :seen] += (ds.transpose(2, 3) @ q_rows).mul_(call.scale)
         dv[at[0], :, :seen] += p.transpose(2, 3) @ do_rows
     return dq, dk.to(call.k.dtype), dv.to(call.v.dtype)
+
+
+def _packed_forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
+    """`forward` of each sequence; padding sees nothing."""
+    _, S, G, h, _ = call.q.shape
+    o = call.q.new_zeros(1, S, G, h, call.v.shape[3])
+    lse = call.q.new_full((1, S, G, h), -torch.inf, dtype=_wide(call))
+    ranges = call.q.new_zeros(1, S, G, call.rule.n, 2, dtype=range_dtype(call.rule.block_size))
+    for rows, _, sequence in call.each_sequence():
+        o[:, rows], lse[:, rows], ranges[:, rows] = forward(sequence)
+    return o, lse, ranges
+
+
+def _packed_backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (call.q, call.k, call.v))
+    for rows, keys, sequence in call.each_sequence():
+        own = backward(sequence, o[:, rows], lse[:, rows], do[:, rows], None if dlse is None else dlse[:, rows])
+        dq[:, rows], dk[:, :, keys], dv[:, :, keys] = own
+    return dq, dk, dv
 
 
 def block_importance(p: Tensor, rule: Rule, blocks: int) -> Tensor:

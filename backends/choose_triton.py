@@ -76,8 +76,8 @@ def log_sum_exp(call: ChooseCall) -> Tensor:
 
 
 def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
-    """ranges [B,S,G,n,2], for a pool with softmax from lse [B,S,G,h], whichever kernel computed that; scores of as many rows at once as fit
-    the scratch."""
+    """ranges [B,S,G,n,2], for a pool with softmax from lse [B,S,G,h], whichever kernel computed that; scores of as many rows at once as
+    fit the scratch."""
     call = call if call.scale >= 0 else call.with_positive_scale()
     _, _, block_size, n, first, local = call.rule
     B, S, G = call.q.shape[:3]
@@ -90,8 +90,11 @@ def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
         part, part_lse, part_ranges, scores = (call, lse, ranges, scratch) if len(parts) == 1 else _rows(call, lse, ranges, scratch, at)
         visible = part.visible_blocks()
         scores = scores if width == visible else scores[..., :visible]  # the fewer, the faster is top_n
-        _scores(part, part_lse, scores)
-        top_n(scores, part_ranges, block_size, first, local, part.start, part.q_pos)
+        positions = part.q_pos
+        if call.sequences is not None:
+            positions = torch.empty(part.q.shape[:2], dtype=torch.int32, device=call.q.device)
+        _scores(part, part_lse, scores, None if call.sequences is None else positions)
+        top_n(scores, part_ranges, block_size, first, local, part.start, positions)
     return ranges
 
 
@@ -104,11 +107,12 @@ def _rows(
     return part, None if lse is None else lse[at], ranges[at], scratch[:b, :s]
 
 
-def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor) -> None:
-    """Write the scores of visible blocks to [B,S,G,blocks]; later ones may stay unwritten."""
+def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Tensor | None) -> None:
+    """Write the scores of visible blocks to [B,S,G,blocks]; later ones may stay unwritten. Of a packed batch the positions, too, which
+    importance alone knows."""
     config = config_of(part, "choose/importance")
-    if lse is not None and part.pool == NSA_POOL and part.rule.pieces <= config.block_l:
-        importance(part, lse, scores, config)
+    if lse is not None and part.pool == NSA_POOL and (part.rule.pieces <= config.block_l or positions is not None):
+        importance(part, lse, scores, config, positions)
     else:
         block_scores(part, lse, scores, config_of(part, "choose/scores"))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nsa_sel.telemetry.describe import describe
     from nsa_sel.telemetry.events import counters, decisions
     from nsa_sel.telemetry.target import log_to
-    from nsa_sel.varlen import selection_attention_varlen, varlen_positions
+    from nsa_sel.varlen import compressed_cu_seqlens, selection_attention_varlen, varlen_positions
     from nsa_sel.window import sliding_window_attention
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "block_scores",
     "choose_blocks",
     "compressed_attention",
+    "compressed_cu_seqlens",
     "counters",
     "decisions",
     "describe",
@@ -65,6 +66,7 @@ _HOMES = {
     "block_scores": "layer",
     "choose_blocks": "choosing",
     "compressed_attention": "compressed",
+    "compressed_cu_seqlens": "varlen",
     "counters": "telemetry.events",
     "decisions": "telemetry.events",
     "describe": "telemetry.describe",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nsa_sel.branches import nsa_attention
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
+from nsa_sel.core.bounds import Bounds, CuSeqlens, row_positions
 from nsa_sel.core.check_choose import check_rule
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import as_positions
@@ -99,16 +100,19 @@ class NSAttention(nn.Module):
             return BlockMean(self.rule.compress_block, self.rule.compress_stride)
         raise ArgumentError("compression", shown(self.compression), "'mlp', 'mean'", "pass one of these, or call nsa_attention yourself")
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None) -> Tensor:
         """Causal attention of x to itself.
 
         Args:
             x: [B,S,width].
             positions: [S] or [B,S] int32 or int64 for the rotary positions, by default 0 to S - 1, with context
-                parallelism those in the whole sequence. They do not change who sees whom.
+                parallelism those in the whole sequence, in a packed batch from 0 on in each sequence. They do not change who sees whom.
+            cu_seqlens: for a packed batch (docs/varlen.md), x [1,T,width]: [N+1] int32 or int64 on the CPU or on x's device, or a list;
+                sequence i is x[0, cu_seqlens[i]:cu_seqlens[i+1]]. Bounds on a GPU are not checked. Not with context parallelism, nor
+                with recompute=True.
 
         Returns:
-            [B,S,width].
+            [B,S,width]; of a packed batch 0 (or the output's bias) after the last sequence.
 
         Raises:
             ArgumentError: bad input.
@@ -119,18 +123,37 @@ class NSAttention(nn.Module):
             raise ArgumentError(
                 "x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", "add the missing axes, or make another layer"
             )
+        if cu_seqlens is not None and len(x) != 1:
+            remedy = "pass the tokens of all sequences in a row: x.flatten(0, 1).unsqueeze(0)"
+            raise ArgumentError("x", f"of B = {len(x)} with cu_seqlens", "[1,T,width]", remedy)
+        if cu_seqlens is not None and self.context is not None:
+            raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
         q = self.q(x).unflatten(-1, (-1, self.heads, self.head_dim))
         sizes = [self.head_dim, self.value_dim] * 3
         k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = self.kv(x).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)  # [B,S,G,D] each
         gates = self.gate(x).sigmoid().unflatten(-1, (-1, self.heads, 3))
+        if cu_seqlens is not None and positions is None:
+            positions = self._positions(x, cu_seqlens)
         q_cmp, (q, k_slc, k_win) = q, self._rotated((q, k_slc, k_win), positions)
+        options: Any = {"window": self.window, "backend": self.backend, "recompute": self.recompute, **self.rule._asdict()}
+        if cu_seqlens is not None:
+            o = nsa_attention(
+                q[0], self.compress_k(k_cmp[0], cu_seqlens), self.compress_v(v_cmp[0], cu_seqlens), k_slc[0], v_slc[0], k_win[0],
+                v_win[0], gates[0], q_cmp=q_cmp[0], cu_seqlens=cu_seqlens, **options,
+            ).unsqueeze(0)  # fmt: skip
+            return self.out(o.flatten(2))  # type: ignore[no-any-return]
         others = *(y.transpose(1, 2) for y in (k_slc, v_slc, k_win, v_win)), gates
         if self.context is None:
-            options: Any = {"window": self.window, "backend": self.backend, "recompute": self.recompute, **self.rule._asdict()}
             o = nsa_attention(q, self.compress_k(k_cmp), self.compress_v(v_cmp), *others, q_cmp=q_cmp, **options)
         else:
             o = self.context.attend(self, q, k_cmp, v_cmp, *others, q_cmp=q_cmp)
         return self.out(o.flatten(2))  # type: ignore[no-any-return]
+
+    def _positions(self, x: Tensor, cu_seqlens: CuSeqlens) -> Tensor | None:
+        """[T] of x [1,T,width], 0 for padding; None without rotary positions."""
+        T = x.shape[1]
+        cu = Bounds.of("cu_seqlens", cu_seqlens, T, x).on(x)
+        return None if self.rotary is None else row_positions(cu, T)[0].clamp(min=0)
 
     def _rotated(self, tensors: tuple[Tensor, ...], positions: Tensor | None) -> tuple[Tensor, ...]:
         """Tensors [B,S,...,D] with rotary positions."""

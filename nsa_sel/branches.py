@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from nsa_sel import by_groups
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import entry, transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
+from nsa_sel.core.bounds import CuSeqlens
 from nsa_sel.core.check import check_scale, check_sizes
+from nsa_sel.core.check_packed import as_batch, check_packed_sizes, check_rows_are_keys
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.gating import gated_sum
+from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, renamed
 from nsa_sel.window import sliding_window_attention
+
+Pair = tuple[Tensor, Tensor]  # keys and values of a branch
 
 
 def nsa_attention(
@@ -34,6 +41,7 @@ def nsa_attention(
     local: int = 2,
     scale: float | None = None,
     q_cmp: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     backend: str | None = None,
     recompute: bool = False,
 ) -> Tensor:
@@ -60,12 +68,16 @@ def nsa_attention(
         compress_block, compress_stride, block_size, n, first, local: as of `compressed_attention`.
         scale: factor of the logits of all branches, by default 1/sqrt(Dk).
         q_cmp: [B,S,G,h,Dk], queries of the compressed branch where they differ from q, for example without rotary positions.
+        cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list; sequence i has the
+            rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q and q_cmp are then [T,G,h,Dk], gates [T,G,h,3], keys and
+            values of the selected branch and of the window [T,G,D], k_cmp and v_cmp [C,G,D] as of `compressed_attention`. Bounds on a GPU
+            are not checked.
         backend: the name of a backend to force for the selected branch; `use_backend` forces one for the compressed branch.
         recompute: save the inputs alone for the backward pass, which computes the branches again, a few groups at a time: less memory for
             about a quarter more time at long contexts (docs/layer.md "Memory"). The result and the gradients are the same.
 
     Returns:
-        o [B,S,G,h,Dv] in q's dtype (under torch.autocast in its dtype).
+        o [B,S,G,h,Dv] in q's dtype (under torch.autocast in its dtype); of a packed batch [T,G,h,Dv], 0 after the last sequence.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.
@@ -74,27 +86,65 @@ def nsa_attention(
     check_flag("recompute", recompute)
     q_cmp = q if q_cmp is None else q_cmp
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win, gates=gates, q_cmp=q_cmp)
+    if cu_seqlens is not None:
+        if recompute:
+            raise ArgumentError("recompute", "True with cu_seqlens", "False there", "wrap the call in torch.utils.checkpoint")
+        _check_packed(q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win))
     own = q_cmp is q
     q, k_slc, v_slc = transforms.in_autocast_dtype(q, k_slc, v_slc)
     q_cmp, k_cmp, v_cmp = transforms.in_autocast_dtype(q if own else q_cmp, k_cmp, v_cmp)
     _, k_win, v_win = transforms.in_autocast_dtype(q, k_win, v_win)
-    check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)
-    scale = check_scale(scale, q.shape[4])
-    inputs = by_groups.Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None if own else q_cmp)
-    if by_groups.takes(inputs, recompute):
-        rule = Rule(compress_block, compress_stride, block_size, n, first, local)
-        return by_groups.attention(inputs, by_groups.Options(window, rule, scale, backend))
-    compressed, selection = compressed_attention(
-        q_cmp, k_cmp, v_cmp, compress_block=compress_block, compress_stride=compress_stride, block_size=block_size, n=n, first=first,
-        local=local, scale=scale, S_kv=k_slc.shape[2],
-    )  # fmt: skip
-    selected = entry.selection_attention(q, k_slc, v_slc, selection, scale=scale, q_pos=None, return_lse=False, backend=backend)
-    near = sliding_window_attention(q, k_win, v_win, window, scale=scale)
+    if cu_seqlens is None:
+        check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)
+        scale = check_scale(scale, q.shape[4])
+        inputs = by_groups.Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None if own else q_cmp)
+        if by_groups.takes(inputs, recompute):
+            rule = Rule(compress_block, compress_stride, block_size, n, first, local)
+            return by_groups.attention(inputs, by_groups.Options(window, rule, scale, backend))
+    sizes: dict[str, Any] = {
+        "compress_block": compress_block, "compress_stride": compress_stride, "block_size": block_size, "n": n, "first": first,
+        "local": local,
+    }  # fmt: skip
+    arguments = q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win), gates, window, scale, sizes, backend
+    return _attend(*arguments) if cu_seqlens is None else _attend_packed(*arguments, cu_seqlens)
+
+
+def _attend(
+    q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, sizes: dict[str, Any],
+    backend: str | None,
+) -> Tensor:  # fmt: skip
+    compressed, selection = compressed_attention(q_cmp, *cmp, **sizes, scale=scale, S_kv=slc[0].shape[2])
+    selected = entry.selection_attention(q, *slc, selection, scale=scale, q_pos=None, return_lse=False, backend=backend)
+    near = sliding_window_attention(q, *win, window, scale=scale)
     return gated_sum(compressed, selected, near, gates)
 
 
+def _attend_packed(
+    q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, sizes: dict[str, Any],
+    backend: str | None, cu_seqlens: CuSeqlens,
+) -> Tensor:  # fmt: skip
+    _, v_cmp, *keys = as_batch(q, cmp[1], *slc, *win)
+    check_branches(q.unsqueeze(0), q_cmp.unsqueeze(0), (v_cmp, keys[1], keys[3]), (keys[0], keys[2]), gates, window, packed=True)
+    scale = check_scale(scale, q.shape[3])
+    compressed, selection = compressed_attention(q_cmp, *cmp, **sizes, scale=scale, cu_seqlens=cu_seqlens)
+    selected = packed_attention(
+        q, *slc, selection, cu_seqlens, None, scale=scale, return_lse=False, backend=backend, block_aligned=False, align=None
+    )  # fmt: skip
+    near = sliding_window_attention(q, *win, window, scale=scale, cu_seqlens=cu_seqlens)
+    compressed, selected, near, gates = (x.unsqueeze(0) for x in (compressed, selected, near, gates))
+    return gated_sum(compressed, selected, near, gates).squeeze(0)
+
+
+def _check_packed(q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair) -> None:
+    check_packed_sizes(q=q, k_slc=slc[0], v_slc=slc[1])
+    check_packed_sizes(q=q, k_win=win[0], v_win=win[1])
+    check_packed_sizes(q_cmp=q_cmp, k_cmp=cmp[0], v_cmp=cmp[1])
+    check_rows_are_keys(q, "k_slc", slc[0])
+
+
 def check_branches(
-    q: Tensor, q_cmp: Tensor, values: tuple[Tensor, Tensor, Tensor], keys: tuple[Tensor, Tensor], gates: Tensor, window: int
+    q: Tensor, q_cmp: Tensor, values: tuple[Tensor, Tensor, Tensor], keys: tuple[Tensor, Tensor], gates: Tensor, window: int,
+    packed: bool = False,
 ) -> None:  # fmt: skip
     """What `compressed_attention`, which checks its own arguments before any kernel runs, does not see."""
     if q.dim() != 5:
@@ -118,15 +168,16 @@ def check_branches(
         if v.shape[-1] != v_slc.shape[-1]:
             value, allowed = f"of head dimension {v.shape[-1]}", f"v_slc's head dimension {v_slc.shape[-1]}"
             raise ArgumentError(name, value, allowed, "project the values of all branches to the same size: the gates add them")
-    _check_gates(gates, q)
+    _check_gates(gates, q, packed)
     check_positive("window", window)
 
 
-def _check_gates(gates: Tensor, q: Tensor) -> None:
-    wanted = (*q.shape[:4], 3)
+def _check_gates(gates: Tensor, q: Tensor, packed: bool) -> None:
+    rows = "T" if packed else "B,S"
+    wanted = (*q.shape[packed:4], 3)
     if gates.shape != wanted:
         remedy = "pass one gate per head for the compressed, the selected and the window branch, in this order"
-        raise ArgumentError("gates", f"of shape {tuple(gates.shape)}", f"[B,S,G,h,3] = {wanted}", remedy)
+        raise ArgumentError("gates", f"of shape {tuple(gates.shape)}", f"[{rows},G,h,3] = {wanted}", remedy)
     if not gates.is_floating_point():
         raise ArgumentError("gates", f"of dtype {gates.dtype}", "a floating dtype", "pass the sigmoid of a projection")
     if gates.device != q.device:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from nsa_sel.core import choose, choose_ops, choose_repeat, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.bounds import CuSeqlens
 from nsa_sel.core.check_choose import check_choose
+from nsa_sel.core.check_packed import check_packed_choose
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.selection import Selection
 
@@ -17,13 +19,13 @@ from nsa_sel.selection import Selection
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, compress_block: int = 32, compress_stride: int = 16, block_size: int = 64, n: int = 16,
     first: int = 1, local: int = 2, scale: float | None = None, q_pos: Tensor | None = None, S_kv: int | None = None,
-    return_lse: Literal[False] = False, backend: str | None = None,
+    cu_seqlens: CuSeqlens | None = None, return_lse: Literal[False] = False, backend: str | None = None,
 ) -> tuple[Tensor, Selection]: ...  # fmt: skip
 @overload
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, compress_block: int = 32, compress_stride: int = 16, block_size: int = 64, n: int = 16,
     first: int = 1, local: int = 2, scale: float | None = None, q_pos: Tensor | None = None, S_kv: int | None = None,
-    return_lse: Literal[True], backend: str | None = None,
+    cu_seqlens: CuSeqlens | None = None, return_lse: Literal[True], backend: str | None = None,
 ) -> tuple[Tensor, Selection, Tensor]: ...  # fmt: skip
 def compressed_attention(
     q: Tensor,
@@ -39,6 +41,7 @@ def compressed_attention(
     scale: float | None = None,
     q_pos: Tensor | None = None,
     S_kv: int | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -66,13 +69,20 @@ def compressed_attention(
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: [S] or [B,S] int32 or int64, positions of the rows, by default S_kv - S + s.
         S_kv: keys of the sequence, by default S.
+        cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list; sequence i has the
+            rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q is then [T,G,h,Dk], k_cmp [C,G,Dk] and v_cmp [C,G,Dv]:
+            sequence i has its own compressed keys [cu_cmp[i], cu_cmp[i+1]), cu_cmp = `compressed_cu_seqlens(cu_seqlens, ...)`, and C is
+            cu_cmp[N] or more, at most (T - compress_block) // compress_stride + 1. Not together with q_pos or S_kv. Bounds on a GPU are
+            not checked.
         return_lse: also return the log-sum-exp.
         backend: the name of a backend to force (`nsa-sel doctor`); else `use_backend`, then NSA_SEL_BACKEND, then the policy decides.
 
     Returns:
         (o, selection), or (o, selection, lse): o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) in q's dtype, 0 for rows that see no compressed
         key; the `Selection` of whole blocks, for `selection_attention`; lse [B,S,G,h], the natural logarithm, float32 (float64 for
-        float64 inputs), -inf for rows that see no compressed key.
+        float64 inputs), -inf for rows that see no compressed key. Of a packed batch: o [T,G,h,Dv], lse [T,G,h], and the
+        `Selection` of [1,T,G,n,2] for `selection_attention_varlen`, in positions of each row's own sequence; rows after the last sequence
+        get o = 0, lse = -inf and no block.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.
@@ -81,17 +91,36 @@ def compressed_attention(
     transforms.check_transforms(q, k_cmp, v_cmp, name="compressed_attention")
     check_flag("return_lse", return_lse)
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
-    if transforms.traces(q, k_cmp, v_cmp):
+    if cu_seqlens is not None:
+        o, lse, ranges = _packed(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens, backend)
+    elif transforms.traces(q, k_cmp, v_cmp):
         check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
         q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
         rows, S_kv, scale, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, fake=True)
         needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
-        o, lse, ranges = choose_ops.traced(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend, needs_grad)
+        o, lse, ranges = choose_ops.traced(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend, needs_grad, None)
     else:
         q, k_cmp, v_cmp = transforms.in_autocast_dtype(*transforms.materialized(q, k_cmp, v_cmp))
         needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
         o, lse, ranges = choose.choose(choose_repeat.begin_or_repeat(q, k_cmp, v_cmp, rule, S_kv, scale, q_pos, needs_grad, backend))
     selection = Selection.from_ranges(ranges, block_size, disjoint=True)
     if q.dim() == 4:
-        o, lse = o.squeeze(1), lse.squeeze(1)
+        o, lse = (x.squeeze(1 if cu_seqlens is None else 0) for x in (o, lse))
     return (o, selection, lse) if return_lse else (o, selection)
+
+
+def _packed(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, cu_seqlens: CuSeqlens,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """o [1,T,G,h,Dv], lse [1,T,G,h] and ranges [1,T,G,n,2] of a packed batch."""
+    check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
+    traced = transforms.traces(q, k_cmp, v_cmp)
+    if not traced:
+        q, k_cmp, v_cmp = transforms.materialized(q, k_cmp, v_cmp)
+    q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
+    rows, k, v, scale, bounds = check_packed_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens)
+    needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
+    if traced:
+        return choose_ops.traced(rows, k, v, rule, len(q), scale, None, backend, needs_grad, bounds)
+    return choose.choose(choose.begin(rows, k, v, rule, len(q), scale, None, needs_grad, backend, bounds))

@@ -2,15 +2,61 @@
 
 Blocks overlap. They are never unfolded: all is computed from pieces of compress_stride keys, of which a block has r = compress_block /
 compress_stride, each piece once.
+
+In a packed batch pieces and blocks lie within one sequence. Pieces are gathered in the order of the sequences, all of them are compressed
+as those of one sequence, and what straddles a border is left out at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
+
+from nsa_sel.core.bounds import Bounds, CuSeqlens, compressed_bounds
+from nsa_sel.core.check_packed import check_packed_keys
+
+
+class PackedPieces(NamedTuple):
+    """Where the pieces and blocks of a packed batch are; T keys give room for as many of both as one sequence of T keys has."""
+
+    keys: Tensor  # [pieces,stride] int64, of every piece; some key where there is no piece
+    exists: Tensor  # [pieces] bool
+    blocks: Tensor  # [C] int64, the first piece of every block; some piece where there is no block
+    used: Tensor  # [C] bool
+
+    @classmethod
+    def of(cls, cu: Tensor, T: int, stride: int, r: int) -> PackedPieces:
+        """From cu [N+1] int64; never waits for a GPU."""
+        bounds = compressed_bounds(cu, stride, stride)
+        i, piece, exists = _owners(bounds, T // stride)
+        first = cu[i] + piece * stride
+        keys = first[:, None] + torch.arange(stride, device=cu.device)
+        own, block, used = _owners(compressed_bounds(cu, r * stride, stride), blocks_of(T // stride, r))
+        return cls(keys.clamp(0, max(0, T - 1)), exists, (bounds[own] + block).clamp(0, max(0, len(used) - 1)), used)
+
+    def split(self, x: Tensor) -> Tensor:
+        """The pieces [1,pieces,stride,G,D] of x [T,G,D]; zeros where there is none: padding may hold NaN."""
+        return torch.where(self.exists[:, None, None, None], x[self.keys], 0.0).unsqueeze(0)
+
+    def join(self, x: Tensor) -> Tensor:
+        """[C,G,D] of blocks x [1,G,C,D] that begin at every piece; zeros where no block is."""
+        return torch.where(self.used[:, None, None], x.squeeze(0).transpose(0, 1)[self.blocks], 0.0)
+
+
+def _owners(bounds: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each of `total` numbers: the sequence whose bounds hold it, its number there, and whether there is one."""
+    number = torch.arange(total, device=bounds.device)
+    i = torch.searchsorted(bounds, number, right=True).clamp(1, len(bounds) - 1) - 1
+    return i, number - bounds[i], number < bounds[-1]
+
+
+def _packed_pieces(x: Tensor, cu_seqlens: CuSeqlens, stride: int, r: int) -> PackedPieces:
+    check_packed_keys("x", x)
+    return PackedPieces.of(Bounds.of("cu_seqlens", cu_seqlens, len(x), x).on(x), len(x), stride, r)
 
 
 def split(x: Tensor, stride: int) -> Tensor:
@@ -50,14 +96,21 @@ class BlockMLP(nn.Module):
         self.second = nn.Linear(2 * dim, dim, device=device, dtype=dtype)
         self.of_rank: Callable[[Tensor], Tensor] | None = None  # of a parameter: set by nsa_sel.distributed.tensor_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B,G,C,D] of x [B,S,G,D].
+    def forward(self, x: Tensor, cu_seqlens: CuSeqlens | None = None) -> Tensor:
+        """[B,G,C,D] of x [B,S,G,D]; of a packed x [T,G,D] the k_cmp [C,G,D] of `compressed_attention`, zeros after the last sequence.
 
         The first layer is linear: its matrix is r matrices side by side, W_0 ... W_(r-1), one for each piece of a block, so that block i
         gives sum_j W_j piece_(i+j). One product multiplies every piece by all r of them, for as many operations as blocks take, and sums
         of shifted views join the blocks. Positions inside the block add the same to all blocks: they go through the layer once.
         """
-        pieces = split(x, self.stride).permute(0, 3, 1, 2, 4).flatten(3)  # [B,G,pieces,stride*D]
+        if cu_seqlens is not None:
+            packed = _packed_pieces(x, cu_seqlens, self.stride, self.r)
+            return packed.join(self._blocks(packed.split(x)))
+        return self._blocks(split(x, self.stride))
+
+    def _blocks(self, pieces: Tensor) -> Tensor:
+        """[B,G,C,D] of pieces [B,pieces,stride,G,D]."""
+        pieces = pieces.permute(0, 3, 1, 2, 4).flatten(3)  # [B,G,pieces,stride*D]
         C = blocks_of(pieces.shape[2], self.r)
         inside, *first, second, bias = self._weights()
         matrices = first[0].view(2 * self.dim * self.r, self.stride * self.dim)
@@ -82,14 +135,21 @@ class BlockMean(nn.Module):
         super().__init__()
         self.stride, self.r = compress_stride, compress_block // compress_stride
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B,G,C,D] of x [B,S,G,D]; sums are in float32 (float64 for float64)."""
-        means = split(x, self.stride).mean(2, dtype=torch.promote_types(x.dtype, torch.float32)).transpose(1, 2)  # [B,G,pieces,D]
+    def forward(self, x: Tensor, cu_seqlens: CuSeqlens | None = None) -> Tensor:
+        """As of `BlockMLP`; sums are in float32 (float64 for float64)."""
+        if cu_seqlens is not None:
+            packed = _packed_pieces(x, cu_seqlens, self.stride, self.r)
+            return packed.join(self._blocks(packed.split(x)))
+        return self._blocks(split(x, self.stride))
+
+    def _blocks(self, pieces: Tensor) -> Tensor:
+        """[B,G,C,D] of pieces [B,pieces,stride,G,D]."""
+        means = pieces.mean(2, dtype=torch.promote_types(pieces.dtype, torch.float32)).transpose(1, 2)  # [B,G,pieces,D]
         C = blocks_of(means.shape[2], self.r)
         total = means[:, :, :C]
         for j in range(1, self.r):
             total = total + means[:, :, j : j + C]
-        mean: Tensor = (total / self.r).to(x.dtype)
+        mean: Tensor = (total / self.r).to(pieces.dtype)
         return mean
 
     def extra_repr(self) -> str:

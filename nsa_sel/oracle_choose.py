@@ -5,8 +5,9 @@ It shares no code with any backend. Equations are those of NSA (arXiv 2502.11089
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ def oracle_choose(
     local: int,
     scale: float | None = None,
     q_pos: Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> Chosen:
     """Attention over the compressed keys that each row sees, and the blocks that it selects by their importance.
 
@@ -58,6 +60,9 @@ def oracle_choose(
         first, local: blocks that are always among them.
         scale: factor of the logits, by default 1/sqrt(Dk).
         q_pos: [S] or [B,S], positions of the rows, by default S_kv - S + s.
+        cu_seqlens: of a packed batch, with B = 1 and without q_pos: sequence i has the rows [cu_seqlens[i], cu_seqlens[i+1]), and its
+            compressed keys follow those of the sequences before it. J are keys of a row's own sequence; positions and blocks count from
+            its beginning. Rows after the last sequence see nothing.
 
     Returns:
         o, lse, importance and blocks.
@@ -69,12 +74,12 @@ def oracle_choose(
     importance = torch.zeros(B, S, G, -(-S_kv // block_size), dtype=torch.float64)
     blocks = torch.full((B, S, G, n), -1, dtype=torch.int32)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    for b, s, g, t, seen in _rows(q, k_cmp, S_kv, compress_block, compress_stride, q_pos):
-        if seen:
-            logits = scale * (q[b, s, g].double() @ k_cmp[b, g, :seen].double().T)
+    for b, s, g, t, seen in _rows(q, k_cmp, S_kv, compress_block, compress_stride, q_pos, cu_seqlens):
+        if seen.stop > seen.start:
+            logits = scale * (q[b, s, g].double() @ k_cmp[b, g, seen].double().T)
             lse[b, s, g] = logits.logsumexp(-1)
             p = torch.exp(logits - lse[b, s, g, :, None])
-            o[b, s, g] = p @ v_cmp[b, g, :seen].double()
+            o[b, s, g] = p @ v_cmp[b, g, seen].double()
             importance[b, s, g] = _importance(p.sum(0), compress_block // compress_stride, compress_stride, block_size, S_kv)
         best = _best(importance[b, s, g].tolist(), t // block_size, n, first, local)
         blocks[b, s, g, : len(best)] = torch.tensor(best, dtype=torch.int32)
@@ -93,6 +98,7 @@ def oracle_choose_backward(
     compress_stride: int,
     scale: float | None = None,
     q_pos: Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of sum(o * do) + sum(lse * dlse), derived by hand; J, s, p, o, lse as in `oracle_choose`:
 
@@ -105,7 +111,7 @@ def oracle_choose_backward(
     Args:
         do: [B,S,G,h,Dv], the gradient of o.
         dlse: [B,S,G,h], the gradient of lse, None for zeros.
-        q, k_cmp, v_cmp, S_kv, compress_block, compress_stride, scale, q_pos: as of `oracle_choose`.
+        q, k_cmp, v_cmp, S_kv, compress_block, compress_stride, scale, q_pos, cu_seqlens: as of `oracle_choose`.
 
     Returns:
         dq, dk_cmp, dv_cmp; float64 on the CPU.
@@ -114,29 +120,46 @@ def oracle_choose_backward(
     dlse = torch.zeros(do.shape[:-1]) if dlse is None else dlse.detach().cpu()
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (q, k_cmp, v_cmp))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    for b, s, g, _, seen in _rows(q, k_cmp, S_kv, compress_block, compress_stride, q_pos):
-        if seen == 0:
+    for b, s, g, _, seen in _rows(q, k_cmp, S_kv, compress_block, compress_stride, q_pos, cu_seqlens):
+        if seen.stop == seen.start:
             continue
         q_row, do_row = (x[b, s, g].double() for x in (q, do))
-        k_seen, v_seen = (x[b, g, :seen].double() for x in (k_cmp, v_cmp))
+        k_seen, v_seen = (x[b, g, seen].double() for x in (k_cmp, v_cmp))
         p = torch.softmax(scale * (q_row @ k_seen.T), -1)
         g_row = do_row @ v_seen.T
         ds = p * (g_row - (p * g_row).sum(-1, keepdim=True) + dlse[b, s, g].double()[:, None])
         dq[b, s, g] = scale * (ds @ k_seen)
-        dk[b, g, :seen] += scale * (ds.T @ q_row)
-        dv[b, g, :seen] += p.T @ do_row
+        dk[b, g, seen] += scale * (ds.T @ q_row)
+        dv[b, g, seen] += p.T @ do_row
     return dq, dk, dv
 
 
-def _rows(q: Tensor, k_cmp: Tensor, S_kv: int, l: int, d: int, q_pos: Tensor | None) -> Iterator[tuple[int, int, int, int, int]]:
-    """b, s, g, position t, and how many compressed keys the row sees: always the first ones."""
+def _rows(
+    q: Tensor, k_cmp: Tensor, S_kv: int, l: int, d: int, q_pos: Tensor | None, cu_seqlens: Sequence[int] | None
+) -> Iterator[tuple[int, int, int, int, slice]]:  # fmt: skip
+    """b, s, g, position t, and the compressed keys that the row sees: always the first ones, of its sequence."""
     B, S, G = q.shape[:3]
     for b in range(B):
-        positions = range(S_kv - S, S_kv) if q_pos is None else (q_pos[b] if q_pos.dim() == 2 else q_pos).tolist()
+        positions, firsts, counts = list(range(S_kv - S, S_kv)), [0] * S, [k_cmp.shape[2]] * S
+        if q_pos is not None:
+            positions = (q_pos[b] if q_pos.dim() == 2 else q_pos).tolist()
+        if cu_seqlens is not None:
+            positions, firsts, counts = _packed_rows(cu_seqlens, S, l, d)
         for s, t in enumerate(positions):
-            seen = sum(i * d + l - 1 <= t for i in range(k_cmp.shape[2]))
+            seen = sum(i * d + l - 1 <= t for i in range(counts[s]))
             for g in range(G):
-                yield b, s, g, t, seen
+                yield b, s, g, t, slice(firsts[s], firsts[s] + seen)
+
+
+def _packed_rows(cu_seqlens: Sequence[int], S: int, l: int, d: int) -> tuple[list[int], list[int], list[int]]:
+    """Of every row the position, -1 for padding, and of its sequence the first compressed key and their number."""
+    positions, firsts, counts, first = [-1] * S, [0] * S, [0] * S, 0
+    for begin, end in itertools.pairwise(cu_seqlens):
+        count = sum(i * d + l <= end - begin for i in range(end - begin))
+        for s in range(begin, end):
+            positions[s], firsts[s], counts[s] = s - begin, first, count
+        first += count
+    return positions, firsts, counts
 
 
 def _importance(p: Tensor, pieces: int, d: int, block_size: int, S_kv: int) -> Tensor:

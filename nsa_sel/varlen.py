@@ -7,7 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nsa_sel.core.bounds import Bounds, CuSeqlens, positions_in_sequences
+from nsa_sel.core.bounds import Bounds, CuSeqlens, compressed_bounds, positions_in_sequences
+from nsa_sel.core.check_choose import check_compression
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.selection import Selection
 
@@ -104,3 +105,30 @@ def varlen_positions(
     bounds_k = bounds_q if cu_seqlens_k is None else Bounds.of("cu_seqlens_k", cu_seqlens_k, None, like)
     cu_q, cu_k = bounds_q.on(like), bounds_k.on(like)
     return positions_in_sequences(cu_q, cu_k, T, cu_k, 0)[1].squeeze(0) - 1
+
+
+def compressed_cu_seqlens(
+    cu_seqlens: CuSeqlens, compress_block: int = 32, compress_stride: int = 16, *, device: torch.device | str | None = None
+) -> Tensor:
+    """Where the compressed keys of each sequence of a packed batch begin: the layout of `compressed_attention(..., cu_seqlens=)`.
+
+    Blocks of keys lie within one sequence: sequence i of L_i keys has max(0, (L_i - compress_block) // compress_stride + 1) compressed
+    keys, and they follow one another in the order of the sequences. Together they are no more than those of one sequence of all T keys,
+    (T - compress_block) // compress_stride + 1, so that the host can make room for them. Never waits for a GPU.
+
+    Args:
+        cu_seqlens: [N+1] int32 or int64, or a list: sequence i has the keys [cu_seqlens[i], cu_seqlens[i+1]).
+        compress_block, compress_stride: keys of a compressed key, and from one to the next.
+        device: of the result, by default that of cu_seqlens.
+
+    Returns:
+        [N+1] int64: sequence i has the compressed keys [result[i], result[i+1]).
+
+    Raises:
+        ArgumentError: bad bounds or sizes.
+    """
+    check_compression(compress_block, compress_stride)
+    if device is None:
+        device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
+    like = torch.empty(0, device=device)
+    return compressed_bounds(Bounds.of("cu_seqlens", cu_seqlens, None, like).on(like), compress_block, compress_stride)

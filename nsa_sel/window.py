@@ -9,22 +9,47 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from nsa_sel import window_kernels
-from nsa_sel.backends._window import chunks
+from nsa_sel.backends._window import chunks, packed
 from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
+from nsa_sel.core.bounds import Bounds, CuSeqlens
 from nsa_sel.core.check import check_scale, check_sizes
+from nsa_sel.core.check_packed import as_batch, check_packed_sizes, check_rows_are_keys
 from nsa_sel.errors import ArgumentError
 
 
 @overload
 def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, *, scale: float | None = None, return_lse: Literal[False] = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    *,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    return_lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def sliding_window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, *, scale: float | None = None, return_lse: Literal[True]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    *,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, *, scale: float | None = None, return_lse: bool = False) -> Any:
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    *,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    return_lse: bool = False,
+) -> Any:
     """Attention of every query row to the last `window` keys, its own among them (NSA, arXiv 2502.11089, Section 3.3.3).
 
     Row s stands at position t = S_kv - S + s and attends to the keys max(0, t - window + 1) to t. Triton kernels on a GPU, chunks of
@@ -38,11 +63,14 @@ def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, *, sc
         v: [B,G,S_kv,Dv].
         window: keys that a row attends to.
         scale: factor of the logits, by default 1/sqrt(Dk).
+        cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list; sequence i has the
+            rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]), and no window reaches beyond its beginning. q is then
+            [T,G,h,Dk], k [T,G,Dk], v [T,G,Dv]. Bounds on a GPU are not checked.
         return_lse: also return the log-sum-exp.
 
     Returns:
         o [B,S,G,h,Dv] ([B,G,h,Dv] for decode) in q's dtype, or (o, lse): lse [B,S,G,h], the natural logarithm, float32 (float64 for
-        float64 inputs).
+        float64 inputs). Of a packed batch: o [T,G,h,Dv], lse [T,G,h]; rows after the last sequence get o = 0 and lse = -inf.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.
@@ -56,6 +84,9 @@ def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, *, sc
     check_positive("window", window)
     check_tensors(q=q, k=k, v=v)
     q, k, v = transforms.in_autocast_dtype(*((q, k, v) if is_compiling() else transforms.materialized(q, k, v)))
+    if cu_seqlens is not None:
+        o, lse = _packed(q, k, v, window, scale, cu_seqlens, return_lse)
+        return (o, lse) if return_lse else o
     rows, scale = check_sizes(q, k, v), check_scale(scale, q.shape[-1])
     S, S_kv = rows.shape[1], k.shape[2]
     if S > S_kv:
@@ -68,17 +99,36 @@ def sliding_window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, *, sc
     return (o, lse) if return_lse else o
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None, cu_seqlens: CuSeqlens, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """o [T,G,h,Dv] and lse [T,G,h] of a packed batch."""
+    check_packed_sizes(q=q, k=k, v=v)
+    check_rows_are_keys(q, "k", k)
+    bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q)
+    rows, k, v = as_batch(q, k, v)
+    check_sizes(rows, k, v)
+    scale = check_scale(scale, q.shape[-1])
+    o, lse = _attend(rows, k, v, window, scale, return_lse, bounds)
+    return o.squeeze(0), None if lse is None else lse.squeeze(0)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool, bounds: Bounds | None = None
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     if q.numel() == 0:
         return _nothing(q, k, v)
     if window_kernels.takes(q, v):
+        of_rows = None if bounds is None else window_kernels.packed_bounds(bounds.on(q), q.shape[1])
         if is_compiling():
-            return window_kernels.attend(q, k, v, window, scale)
+            return window_kernels.attend(q, k, v, window, scale, of_rows)
         if not window_kernels.has_failed(q, v):
             try:
-                return window_kernels.attend(q, k, v, window, scale)
+                return window_kernels.attend(q, k, v, window, scale, of_rows)
             except Exception as error:
                 window_kernels.note_failure(q, v, error)
+    if bounds is not None:
+        return packed.attend(q, k, v, window, scale, return_lse, bounds)
     return chunks.attend_seen(q, k, v, window, scale, return_lse)
 
 

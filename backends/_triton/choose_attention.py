@@ -17,7 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton.arguments import Dims, options
+from nsa_sel.backends._triton.choose_packed import locate_tile
 from nsa_sel.backends._triton.choose_rows import (
+    bounds_of,
     by_tma,
     dims_of,
     key_descriptors,
@@ -29,7 +31,6 @@ from nsa_sel.backends._triton.choose_rows import (
     value_descriptor,
 )
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.rows import tile_rows
 from nsa_sel.backends._triton.softmax import (
     LN_2,
     LOG2_E,
@@ -58,7 +59,7 @@ def tile_limits(q_pos, stride_pos, b, s, exists, sizes, rule: tl.constexpr, BLOC
 
 @triton.jit
 def forward_kernel(
-    q, k_desc, k_rest_desc, v_desc, k, v, q_pos, o, lse, strides, sizes, scale_log2,
+    q, k_desc, k_rest_desc, v_desc, k, v, q_pos, cu, cu_cmp, o, lse, strides, sizes, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile's rows and heads.
@@ -68,21 +69,21 @@ def forward_kernel(
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
-    b, g, _, s, _, head, out, exists = tile_rows(tl.program_id(0), sizes.S, sizes.G, sizes.tiles, dims.h, TQ, ROWS)
+    b, g, s, head, out, exists, first, own = locate_tile(tl.program_id(0), cu, cu_cmp, sizes, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
-    seen, whole, end = tile_limits(q_pos, strides.pos, b64, s64, exists, sizes, rule, BLOCK_K)
+    seen, whole, end = tile_limits(q_pos, strides.pos, b64, s64, exists, own, rule, BLOCK_K)
 
     acc = tl.zeros([ROWS, BLOCK_DV], ACC)
     l = tl.zeros([ROWS], ACC)
     m = tl.full([ROWS], LOWEST, ACC)
     for c in range(0, whole, BLOCK_K):
-        k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_K)
+        k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, first + c, dims, BLOCK_K)
         logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
         acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
     for c in range(whole, end, TAIL_K):
         key = c + tl.arange(0, TAIL_K)
-        k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, key, key < end, dims)
+        k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, first + key, key < end, dims)
         logits = split_products(q_tile, q_rest, k_tail, k_rest, dims.BLOCK_REST)
         logits = tl.where(key[None, :] < seen[:, None], logits, float("-inf"))
         acc, l, m = softmax_step(logits, v_tail, acc, l, m, scale_log2)
@@ -94,7 +95,7 @@ def forward_kernel(
 
 @triton.jit
 def dq_kernel(
-    q, k_desc, k_rest_desc, v_desc, k, v, q_pos, o, lse, do, dlse, dq, facts, strides, stride_do, sizes, scale, scale_log2,
+    q, k_desc, k_rest_desc, v_desc, k, v, q_pos, cu, cu_cmp, o, lse, do, dlse, dq, facts, strides, stride_do, sizes, scale, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_K: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * ds k of one tile's rows and heads, and what dk and dv need of them: delta = sum(do * o) - dlse and lse in base 2, in
@@ -105,7 +106,7 @@ def dq_kernel(
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_D: tl.constexpr = dims.BLOCK_D
     REST: tl.constexpr = dims.BLOCK_REST
-    b, g, _, s, _, head, out, exists = tile_rows(tl.program_id(0), sizes.S, sizes.G, sizes.tiles, dims.h, TQ, ROWS)
+    b, g, s, head, out, exists, first, own = locate_tile(tl.program_id(0), cu, cu_cmp, sizes, dims.h, TQ, ROWS)
     b64, g64, s64 = b.to(tl.int64), g.to(tl.int64), s.to(tl.int64)
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s64, head), exists, dims.Dk, BLOCK_D, REST)
     do_tile = load_columns(row_pointers(do, stride_do, b64, g64, s64, head), exists, 0, dims.Dv, dims.BLOCK_DV)
@@ -114,12 +115,12 @@ def dq_kernel(
     facts += ((b64 * sizes.G + g64) * 2 * sizes.S + s64) * dims.h + head
     tl.store(facts, delta, mask=exists)
     tl.store(facts + sizes.S * dims.h, lse2, mask=exists)
-    seen, whole, end = tile_limits(q_pos, strides.pos, b64, s64, exists, sizes, rule, BLOCK_K)
+    seen, whole, end = tile_limits(q_pos, strides.pos, b64, s64, exists, own, rule, BLOCK_K)
 
     acc = tl.zeros([ROWS, BLOCK_D], ACC)
     rest = tl.zeros([ROWS, REST], ACC) if REST > 0 else acc
     for c in range(0, whole, BLOCK_K):
-        k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_K)
+        k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, first + c, dims, BLOCK_K)
         logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
         p, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta, scale_log2)
         acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
@@ -127,7 +128,7 @@ def dq_kernel(
             rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
     for c in range(whole, end, TAIL_K):
         key = c + tl.arange(0, TAIL_K)
-        k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, key, key < end, dims)
+        k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, first + key, key < end, dims)
         logits = split_products(q_tile, q_rest, k_tail, k_rest, REST)
         p, ds = p_and_ds(logits, do_tile, v_tail, lse2, delta, scale_log2, key[None, :] < seen[:, None])
         acc = add_product(acc, ds.to(k_tail.dtype), k_tail)
@@ -169,7 +170,7 @@ def _inputs(call: ChooseCall, kernel: Kernel, config: KernelConfig) -> tuple[Ten
     if by_tma(call, config):
         dims, block_k = kernel.constants["dims"], kernel.constants["BLOCK_K"]
         descriptors = *key_descriptors(call, dims, block_k), value_descriptor(call, dims, block_k)
-    return call.q, *descriptors, call.k, call.v, call.q_pos
+    return call.q, *descriptors, call.k, call.v, call.q_pos, *bounds_of(call)
 
 
 @functools.lru_cache(REMEMBERED)

@@ -16,7 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton.arguments import Dims, options
-from nsa_sel.backends._triton.choose_rows import dims_of, seen_keys, sizes_of, strides_of
+from nsa_sel.backends._triton.choose_packed import key_tile
+from nsa_sel.backends._triton.choose_rows import bounds_of, dims_of, seen_keys, sizes_of, strides_of, tiles_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import add_product, products, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
@@ -30,7 +31,10 @@ FEW_HEADS = 16
 
 
 class Sections(NamedTuple):
-    """As kernels take them: `total` sections of `rows` rows, `tiles` tiles of keys, `pairs` = B * G."""
+    """As kernels take them: `total` sections of `rows` rows, `tiles` tiles of keys, `pairs` = B * G.
+
+    In a packed batch every sequence has as many sections of its own, unless those would be shorter than `rows`.
+    """
 
     total: int
     rows: int
@@ -46,14 +50,14 @@ def first_row(key, start, rule: tl.constexpr):
 
 @triton.jit
 def add_rows(
-    sums, kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, low, high, strides, stride_do, sizes, scale_log2,
+    sums, kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, low, high, strides, stride_do, sizes, own, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """sums (dk / scale in two tiles, dv) of the keys `key` [BLOCK_K], the first of which is `first`, plus those of the rows [low, high).
 
     A step takes ROWS pairs of row and head, so that any number of heads fills the tensor cores. MASKED: some row may not see some key;
-    where positions are implied, all rows see the first. By TMA rows from `high` on are read, and count for nothing. Without MASKED all
-    steps are full if h divides ROWS.
+    where positions are implied, all rows see the first. By TMA rows from `high` on are read, and count for nothing, but not in a packed
+    batch: they may be another sequence's. Without MASKED all steps are full if h divides ROWS.
     """
     FULL: tl.constexpr = ROWS % dims.h == 0 and not MASKED
     h: tl.constexpr = dims.h
@@ -65,7 +69,7 @@ def add_rows(
     r = tl.arange(0, ROWS)
     facts += (b * sizes.G + g) * 2 * sizes.S * h
     if q_pos is None:
-        begin = tl.minimum(first_row(key, sizes.start, rule), sizes.S).to(tl.int32)  # once, instead of seen_keys in every step
+        begin = tl.minimum(first_row(key, own.start, rule), own.S).to(tl.int32)  # once, instead of seen_keys in every step
     for pair0 in range(low * h, high * h, ROWS):
         pair = pair0 + r
         exists = None if FULL else pair < high * h
@@ -104,7 +108,7 @@ def add_rows(
 
 @triton.jit
 def dkdv_kernel(
-    q, q_desc, do_desc, k, v, q_pos, do, facts, part_dk, part_dv, strides, stride_do, sizes, sections, scale, scale_log2,
+    q, q_desc, do_desc, k, v, q_pos, cu, cu_cmp, do, facts, part_dk, part_dv, strides, stride_do, sizes, sections, scale, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """part_dk, part_dv [sections, B*G, C, D]: the sums of one section of rows for one tile of keys. Where positions are implied, sections
@@ -118,45 +122,46 @@ def dkdv_kernel(
     REST: tl.constexpr = dims.BLOCK_REST
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     number = tl.program_id(0)
-    first = number % sections.tiles * BLOCK_K
+    first, first_key, row0, own, rows = key_tile(number % sections.tiles, cu, cu_cmp, sizes, sections, BLOCK_K)
     pair = number // sections.tiles % sections.pairs
     section = sections.total - 1 - number // sections.tiles // sections.pairs
     b, g = (pair // sizes.G).to(tl.int64), (pair % sizes.G).to(tl.int64)
-    low, high = section * sections.rows, tl.minimum((section + 1) * sections.rows, sizes.S)
+    low, high = row0 + section * rows, tl.minimum(row0 + (section + 1) * rows, own.S)
     begin, whole = low, high  # rows [begin, whole) may not see all keys; the others come in full steps
     if q_pos is None:
-        begin = tl.maximum(low, tl.minimum(first_row(first, sizes.start, rule), high)).to(tl.int32)
-        last = tl.minimum(first + BLOCK_K, sizes.C) - 1
-        whole = tl.maximum(begin, tl.minimum(first_row(last, sizes.start, rule), high)).to(tl.int32)
+        begin = tl.maximum(low, tl.minimum(first_row(first, own.start, rule), high)).to(tl.int32)
+        last = tl.minimum(first + BLOCK_K, own.C) - 1
+        whole = tl.maximum(begin, tl.minimum(first_row(last, own.start, rule), high)).to(tl.int32)
         if ROWS % dims.h == 0:
             whole += (high - whole) % (ROWS // dims.h)
     if (begin < high) | (q_pos is not None):
         key = first + tl.arange(0, BLOCK_K)
         # Where positions are implied, keys that no row sees, which may hold NaN, are not read.
-        is_seen = key < sizes.C if q_pos is not None else (key < sizes.C) & (first_row(key, sizes.start, rule) < sizes.S)
-        kv = load_kv(k, v, strides, b, g, key, is_seen, dims)
+        is_seen = key < own.C if q_pos is not None else (key < own.C) & (first_row(key, own.start, rule) < own.S)
+        kv = load_kv(k, v, strides, b, g, first_key + key, is_seen, dims)
         dk = tl.zeros([BLOCK_K, BLOCK_D], ACC)
         dk_rest = tl.zeros([BLOCK_K, REST], ACC) if REST > 0 else dk
         dv = tl.zeros([BLOCK_K, BLOCK_DV], ACC)
         sums = add_rows(
-            (dk, dk_rest, dv), kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, begin, whole, strides, stride_do, sizes,
-            scale_log2, dims, rule, ROWS, True,
+            (dk, dk_rest, dv), kv, q_desc if cu is None else None, do_desc if cu is None else None, q, do, facts, q_pos, b, g, key, first,
+            begin, whole, strides, stride_do, sizes, own, scale_log2, dims, rule, ROWS, True,
         )  # fmt: skip
         if q_pos is None:
             sums = add_rows(
-                sums, kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, whole, high, strides, stride_do, sizes,
+                sums, kv, q_desc, do_desc, q, do, facts, q_pos, b, g, key, first, whole, high, strides, stride_do, sizes, own,
                 scale_log2, dims, rule, ROWS, False,
             )  # fmt: skip
         dk, dk_rest, dv = sums
-        part = (section * sections.pairs + pair).to(tl.int64) * sizes.C + first
+        part = (section * sections.pairs + pair).to(tl.int64) * sizes.C + first_key + first
         row = tl.arange(0, BLOCK_K)
-        store_split(part_dk + part * dims.Dk + row * dims.Dk, dk * scale, dk_rest * scale, row < sizes.C - first, dims.Dk, REST)
-        store_columns(part_dv + part * dims.Dv + row * dims.Dv, dv, row < sizes.C - first, 0, dims.Dv)
+        store_split(part_dk + part * dims.Dk + row * dims.Dk, dk * scale, dk_rest * scale, row < own.C - first, dims.Dk, REST)
+        store_columns(part_dv + part * dims.Dv + row * dims.Dv, dv, row < own.C - first, 0, dims.Dv)
 
 
 @triton.jit
 def sum_sections_kernel(
-    part_dk, part_dv, q_pos, dk, dv, sizes, sections, dims: tl.constexpr, rule: tl.constexpr, BLOCK_K: tl.constexpr, KEYS: tl.constexpr
+    part_dk, part_dv, q_pos, cu, cu_cmp, dk, dv, sizes, sections,
+    dims: tl.constexpr, rule: tl.constexpr, BLOCK_K: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dk [B*G, C, Dk] and dv [B*G, C, Dv]: the parts added in the order of the sections; zeros for keys that no row sees.
 
@@ -167,20 +172,27 @@ def sum_sections_kernel(
     number = tl.program_id(0)
     tile = number // PIECES % sections.tiles
     bg = (number // PIECES // sections.tiles).to(tl.int64)
-    key = tile * BLOCK_K + number % PIECES * KEYS + tl.arange(0, KEYS)
-    exists = key < sizes.C
+    first, first_key, row0, own, rows = key_tile(tile, cu, cu_cmp, sizes, sections, BLOCK_K)
+    key = first + number % PIECES * KEYS + tl.arange(0, KEYS)
+    exists = key < own.C
     COLUMNS: tl.constexpr = dims.BLOCK_D if dims.BLOCK_REST == 0 else 2 * dims.BLOCK_D  # 128 + 64 take 256
     dk_acc = tl.zeros([KEYS, COLUMNS], part_dk.dtype.element_ty)
     dv_acc = tl.zeros([KEYS, BLOCK_DV], part_dk.dtype.element_ty)
     section = 0
+    total = sections.total
     if q_pos is None:
-        section = (first_row(tile * BLOCK_K, sizes.start, rule) // sections.rows).to(tl.int32)
-    for i in range(section, sections.total):
-        row = (i * sections.pairs + bg) * sizes.C + key
+        begin = first_row(first, own.start, rule)
+        if cu is not None:  # sections of one sequence; keys that no row sees have none
+            total = tl.where(begin < own.S, tl.cdiv(own.S - row0, rows), 0)
+            begin = tl.minimum(begin, own.S) - row0
+        section = (begin // rows).to(tl.int32)
+    for i in range(section, total):
+        row = (i * sections.pairs + bg) * sizes.C + first_key + key
         dk_acc += load_columns(part_dk + row * dims.Dk, exists, 0, dims.Dk, COLUMNS)
         dv_acc += load_columns(part_dv + row * dims.Dv, exists, 0, dims.Dv, BLOCK_DV)
-    store_columns(dk + (bg * sizes.C + key) * dims.Dk, dk_acc, exists, 0, dims.Dk)
-    store_columns(dv + (bg * sizes.C + key) * dims.Dv, dv_acc, exists, 0, dims.Dv)
+    out = bg * sizes.C + first_key + key
+    store_columns(dk + out * dims.Dk, dk_acc, exists, 0, dims.Dk)
+    store_columns(dv + out * dims.Dv, dv_acc, exists, 0, dims.Dv)
 
 
 def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> tuple[Tensor, Tensor]:
@@ -196,13 +208,13 @@ def dkdv(call: ChooseCall, do: Tensor, facts: Tensor, config: KernelConfig) -> t
     part_dk, part_dv = (facts.new_empty(sections.total, *x.shape) for x in (call.k, call.v))
     _dkdv(dims, call.rule, config).launch(
         sections.total * sections.tiles * sections.pairs,
-        (call.q, *_row_descriptors(call, do, dims, config), call.k, call.v, call.q_pos, do, facts, part_dk, part_dv),
+        (call.q, *_row_descriptors(call, do, dims, config), call.k, call.v, call.q_pos, *bounds_of(call), do, facts, part_dk, part_dv),
         (strides_of(call), do.stride()[:4], sizes, sections, call.scale, call.scale_log2()),
     )
     total = _sum_sections(dims, call.rule, config.block_l)
     total.launch(
         sections.tiles * sections.pairs * (config.block_l // total.constants["KEYS"]),
-        (part_dk, part_dv, call.q_pos, dk, dv),
+        (part_dk, part_dv, call.q_pos, *bounds_of(call), dk, dv),
         (sizes, sections),
     )
     return dk, dv
@@ -222,10 +234,12 @@ def sections_of(call: ChooseCall, config: KernelConfig) -> Sections:
     """As many sections as give PROGRAMS programs, as fit in memory, and as are not too short."""
     B, S, G = call.q.shape[:3]
     C = call.k.shape[2]
-    tiles = -(-C // config.block_l)
+    tiles = tiles_of(call, C, config.block_l)
     size = B * G * C * (call.k.shape[3] + call.v.shape[3]) * 4
     shortest = SHORTEST if call.q.shape[3] >= FEW_HEADS else 2 * SHORTEST
     count = max(1, min(-(-PROGRAMS // (tiles * B * G)), 4 * call.scratch // size, S // shortest))
+    if call.sequences is not None:
+        return Sections(count, shortest, tiles, B * G)
     rows = -(-S // count)
     return Sections(-(-S // rows), rows, tiles, B * G)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton.arguments import Dims, Heads, Strides, split_dims
@@ -26,6 +27,7 @@ class Sizes(NamedTuple):
     G: int
     start: int  # position of row 0, where there is no q_pos
     tiles: int  # of rows
+    sequences: int  # of a packed batch, else 0
 
 
 @triton.jit
@@ -52,7 +54,22 @@ def strides_of(call: ChooseCall) -> Strides:
 def sizes_of(call: ChooseCall, tokens: int) -> Sizes:
     """For tiles of `tokens` rows."""
     _, S, G = call.q.shape[:3]
-    return Sizes(S, call.k.shape[2], G, call.start, -(-S // tokens))
+    return Sizes(S, call.k.shape[2], G, call.start, tiles_of(call, S, tokens), sequences_of(call))
+
+
+def sequences_of(call: ChooseCall) -> int:
+    """Sequences of a packed batch, else 0."""
+    return 0 if call.sequences is None else len(call.sequences.rows) - 1
+
+
+def bounds_of(call: ChooseCall) -> tuple[Tensor | None, Tensor | None]:
+    """Where the sequences of a packed batch begin, in rows and in compressed keys."""
+    return (None, None) if call.sequences is None else (call.sequences.rows, call.sequences.keys)
+
+
+def tiles_of(call: ChooseCall, total: int, size: int) -> int:
+    """Tiles of so many rows or keys; in a packed batch a bound on them, padding's among them, each within one sequence."""
+    return -(-total // size) if call.sequences is None else total // size + sequences_of(call) + 1
 
 
 def tile_tokens(h: int, rows: int) -> int:
@@ -63,7 +80,7 @@ def tile_tokens(h: int, rows: int) -> int:
 def programs_of(call: ChooseCall, rows: int) -> int:
     """Tiles of all sequences and groups; more than `rows` heads take several."""
     B, S, G, h, _ = call.q.shape
-    return B * G * -(-S // tile_tokens(h, rows)) * -(-h // rows)
+    return B * G * tiles_of(call, S, tile_tokens(h, rows)) * -(-h // rows)
 
 
 def key_descriptors(call: ChooseCall, dims: Dims, block_k: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._triton.arguments import Dims, options
-from nsa_sel.backends._triton.choose_rows import by_tma, dims_of, key_descriptors, seen_keys, sizes_of, strides_of
+from nsa_sel.backends._triton.choose_packed import last_row, token_tile
+from nsa_sel.backends._triton.choose_rows import bounds_of, by_tma, dims_of, key_descriptors, seen_keys, sizes_of, strides_of
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_position
 from nsa_sel.backends._triton.softmax import LOG2_E, dot
@@ -43,10 +44,11 @@ def load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, exists, first, dims:
 
 @triton.jit
 def importance_kernel(
-    q, k_desc, k_rest_desc, k, lse, q_pos, scores, strides, stride_lse, stride_scores, sizes, blocks, scale_log2,
+    q, k_desc, k_rest_desc, k, lse, q_pos, cu, cu_cmp, scores, positions, strides, stride_lse, stride_scores, sizes, blocks, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """scores [B,S,G,blocks] up to the block of each tile's last position; later ones stay unwritten.
+    """scores [B,S,G,blocks] up to the block of each tile's last position; later ones stay unwritten. Of a packed batch the positions [1,S]
+    int32, too, -1 for padding, so that `top_n` need not look for the sequence of each row.
 
     Grid: one program per tile of TOKENS rows, late tiles first. Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D], a block's
     keys padded to PIECES, a power of two. Masks come after the sum over heads: what no row may see, NaN included, is dropped there.
@@ -55,24 +57,28 @@ def importance_kernel(
     REACH: tl.constexpr = rule.compress_block // rule.compress_stride
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     number = tl.program_id(0)
-    i = sizes.tiles - 1 - number % sizes.tiles
+    row0, first_key, sizes = token_tile(sizes.tiles - 1 - number % sizes.tiles, cu, cu_cmp, sizes, TOKENS)
     b, g = number // sizes.tiles // sizes.G, number // sizes.tiles % sizes.G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
 
     column = tl.arange(0, HEADS * TOKENS)
-    head, s = (column // TOKENS).to(tl.int64), i * TOKENS + column % TOKENS
+    head, s = (column // TOKENS).to(tl.int64), row0 + column % TOKENS
     exists = (s < sizes.S) & (head < dims.h)
-    s = tl.minimum(s, sizes.S - 1).to(tl.int64)
+    s = last_row(s, cu, sizes).to(tl.int64)
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b64, g64, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
     q_columns, rest_columns = q_tile.T, q_rest.T  # transposed in the loop, they would be copied to shared memory in every step
     # Columns that do not exist get p = 0 from an infinite log-sum-exp.
     lse2 = tl.load(row_pointers(lse, stride_lse, b64, g64, s, head), mask=exists, other=float("inf")) * LOG2_E
 
-    token = i * TOKENS + tl.arange(0, TOKENS)
+    token = row0 + tl.arange(0, TOKENS)
     is_token = token < sizes.S
-    row = tl.minimum(token, sizes.S - 1).to(tl.int64)
+    row = last_row(token, cu, sizes).to(tl.int64)
     seen = seen_keys(q_pos, strides.pos, b64, row, sizes, rule)
-    t = tl.max(row_position(q_pos, strides.pos, b64, row, sizes.start), 0)
+    t = row_position(q_pos, strides.pos, b64, row, sizes.start)
+    if positions is not None:  # noqa: SIM102 - a constant, then a number
+        if g == 0:
+            tl.store(positions + row, tl.maximum(t, -1).to(tl.int32), mask=is_token)
+    t = tl.max(t, 0)
     end = tl.minimum(tl.where(t < 0, 0, t // rule.block_size + 1), blocks).to(tl.int32)
 
     r, block = tl.arange(0, BLOCK_K), tl.arange(0, BLOCKS)
@@ -85,7 +91,9 @@ def importance_kernel(
     for first in range(0, end, BLOCKS):
         key = first * STEP + (r if PIECES == STEP else r // PIECES * STEP + r % PIECES)
         is_key = key < sizes.C if PIECES == STEP else (key < sizes.C) & (r % PIECES < STEP)
-        k_tile, k_rest = load_pieces(k_desc, k_rest_desc, k, strides, b, g, key, is_key, first * STEP, dims, BLOCK_K)
+        k_tile, k_rest = load_pieces(
+            k_desc, k_rest_desc, k, strides, b, g, first_key + key, is_key, first_key + first * STEP, dims, BLOCK_K
+        )
         products = dot(k_tile, q_columns)
         if dims.BLOCK_REST > 0:
             products = tl.dot(k_rest, rest_columns, products, input_precision="ieee", out_dtype=products.dtype)
@@ -101,7 +109,7 @@ def importance_kernel(
         tl.store(out[None, :] + at[:, None], importance, mask=(at < blocks)[:, None] & is_token[None, :])
 
 
-def importance(call: ChooseCall, lse: Tensor, scores: Tensor, config: KernelConfig) -> None:
+def importance(call: ChooseCall, lse: Tensor, scores: Tensor, config: KernelConfig, positions: Tensor | None = None) -> None:
     """Write the importance of every row's visible blocks to `scores` [B,S,G,blocks] float32; later blocks may stay unwritten.
 
     Args:
@@ -109,6 +117,7 @@ def importance(call: ChooseCall, lse: Tensor, scores: Tensor, config: KernelConf
         lse: [B,S,G,h].
         scores: with a contiguous last dimension.
         config: block_l compressed keys a step, `rows` columns of heads and tokens.
+        positions: [1,S] int32, of a packed batch, or None: gets the rows' positions.
     """
     if scores.numel() == 0:
         return
@@ -119,7 +128,7 @@ def importance(call: ChooseCall, lse: Tensor, scores: Tensor, config: KernelConf
     k_desc, k_rest_desc = key_descriptors(call, kernel.constants["dims"], blocks * pieces) if tma else (None, None)
     kernel.launch(
         call.q.shape[0] * sizes.G * sizes.tiles,
-        (call.q, k_desc, k_rest_desc, call.k, lse, call.q_pos, scores),
+        (call.q, k_desc, k_rest_desc, call.k, lse, call.q_pos, *bounds_of(call), scores, positions),
         (strides_of(call), lse.stride(), scores.stride()[:3], sizes, call.blocks, call.scale_log2()),
     )
 

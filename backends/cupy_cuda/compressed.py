@@ -36,7 +36,7 @@ def supports(call: ChooseCall, device: DeviceInfo, *others: Tensor) -> bool:
         device.sm == COMPRESSED_TILES.sm
         and C > 0
         and call.q_pos is None
-        and getattr(call, "sequences", None) is None  # rows of a packed batch do not see the first keys
+        and call.sequences is None  # rows of a packed batch do not see the first keys
         and COMPRESSED_TILES.fits(S, C, h, Dk, call.v.shape[3], BLOCK)
         and sm90.mappable(call.q, call.k, call.v, *others)
     )

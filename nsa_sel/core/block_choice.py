@@ -22,7 +22,7 @@ LSE = ("lse",)  # the pool of a request for the log-sum-exp alone
 
 
 def best_blocks(index: Index, rule: Rule, pool: Pool, backend: str | None) -> Tensor:
-    """ranges [B,S,G,n,2], ascending, empty ones last. A pool with softmax and no lse takes that of the index keys themselves."""
+    """ranges [B,S,G,n,2], ascending, [0, 0) last. A pool with softmax and no lse takes that of the index keys themselves."""
     if index.q.numel() == 0:
         return index.q.new_empty(*index.q.shape[:3], rule.n, 2, dtype=range_dtype(rule.block_size))
 

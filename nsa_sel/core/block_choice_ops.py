@@ -31,8 +31,8 @@ def _lse(q: Tensor, k: Tensor, S_kv: int, scale: float, q_pos: Tensor | None, ru
 
 @_blocks.register_fake
 def _(q: Tensor, k: Tensor, lse: Tensor | None, S_kv: int, scale: float, q_pos: Tensor | None, rule: list[int], *_: Any) -> Tensor:
-    sizes = Rule(*rule)
-    return q.new_empty(*q.shape[:3], sizes.n, 2, dtype=range_dtype(sizes.block_size))
+    own = Rule(*rule)
+    return q.new_empty(*q.shape[:3], own.n, 2, dtype=range_dtype(own.block_size))
 
 
 @_lse.register_fake

@@ -45,7 +45,7 @@ class Bounds(NamedTuple):
             value = f"{numbers[0]} first" if numbers[0] else f"{numbers[drops[0] - 1]}, then {numbers[drops[0]]} at {drops[0]}"
             raise ArgumentError(name, value, "0 first, then numbers that never decrease", "pass cumulative lengths that start at 0")
         if total is not None and numbers[-1] > total:
-            of = "q's rows" if name == "cu_seqlens_q" else "the keys"
+            of = "the keys" if name == "cu_seqlens_k" else "q's rows"
             raise ArgumentError(name, f"{numbers[-1]} last", f"at most {total}, the number of {of}", "pass the bounds of this batch")
         return cls(numbers, None)
 
@@ -54,10 +54,13 @@ class Bounds(NamedTuple):
         """N, the number of sequences."""
         return (len(self.numbers) if self.numbers is not None else self.tensor.numel()) - 1  # type: ignore[union-attr]
 
+    def as_tensor(self) -> Tensor:
+        """[N+1], as given, or on the CPU."""
+        return torch.tensor(self.numbers, device="cpu") if self.tensor is None else self.tensor
+
     def on(self, like: Tensor) -> Tensor:
         """[N+1] int64 on like's device, without waiting for it."""
-        tensor = torch.tensor(self.numbers, device="cpu") if self.tensor is None else self.tensor
-        return tensor.to(like.device, torch.int64, non_blocking=True)
+        return self.as_tensor().to(like.device, torch.int64, non_blocking=True)
 
     def longest(self, total: int) -> int:
         """An upper bound on the keys of a sequence, rounded up to a power of two so that batches share decisions."""
@@ -68,8 +71,8 @@ class Bounds(NamedTuple):
 
 
 def _readable(bounds: Tensor) -> bool:
-    """Whether the host may read the numbers: on a CPU, and not while torch.compile traces."""
-    return bounds.is_cpu and not torch.compiler.is_compiling()
+    """Whether the host may read the numbers: on a CPU, not fake, and not while torch.compile traces."""
+    return bounds.is_cpu and type(bounds) is Tensor and not torch.compiler.is_compiling()
 
 
 def whole_blocks(keys: int, block: int) -> int:
@@ -89,6 +92,17 @@ def positions_in_sequences(cu_q: Tensor, cu_k: Tensor, T: int, begin: Tensor, ro
     after = after.clamp(1, len(cu_q) - 1)
     limit = (cu_k[after] - cu_k[after - 1] - (cu_q[after] - row) + 1).clamp(min=0).masked_fill(padding, 0)
     return begin[after - 1].masked_fill(padding, room).unsqueeze(0), limit.unsqueeze(0)
+
+
+def row_positions(cu: Tensor, T: int) -> Tensor:
+    """[1,T] int64: the position of each row in its own sequence, where rows are keys; -1 for padding."""
+    return positions_in_sequences(cu, cu, T, cu, 0)[1] - 1
+
+
+def compressed_bounds(cu: Tensor, compress_block: int, compress_stride: int) -> Tensor:
+    """[N+1] int64: the first compressed key of each sequence, and their number. Sequences are compressed apart, one after the other."""
+    keys = ((cu.diff() - compress_block) // compress_stride + 1).clamp(min=0)
+    return torch.nn.functional.pad(keys.cumsum(0), (1, 0))
 
 
 def begin_with_blocks(cu_k: Tensor, Tk: int, block: int, room: int) -> tuple[Tensor, Tensor]:

@@ -103,10 +103,20 @@ def check_rule(rule: Rule) -> None:
     for name in ("compress_block", "compress_stride", "block_size", "n"):
         check_positive(name, getattr(rule, name))
     check_forced(rule.first, rule.local, rule.n)
-    stride = rule.compress_stride
-    for name in ("compress_block", "block_size"):
-        if getattr(rule, name) % stride:
-            raise ArgumentError(name, getattr(rule, name), f"a multiple of compress_stride = {stride}", "choose sizes as in NSA's Eq. 9")
+    check_compression(rule.compress_block, rule.compress_stride)
+    _check_multiple("block_size", rule.block_size, rule.compress_stride)
     if rule.compress_block > rule.block_size:
         allowed = f"at most block_size = {rule.block_size}"
         raise ArgumentError("compress_block", rule.compress_block, allowed, "compress fewer keys, or select larger blocks")
+
+
+def check_compression(compress_block: int, compress_stride: int) -> None:
+    """ArgumentError unless blocks are whole numbers of strides."""
+    check_positive("compress_block", compress_block)
+    check_positive("compress_stride", compress_stride)
+    _check_multiple("compress_block", compress_block, compress_stride)
+
+
+def _check_multiple(name: str, size: int, stride: int) -> None:
+    if size % stride:
+        raise ArgumentError(name, size, f"a multiple of compress_stride = {stride}", "choose sizes as in NSA's Eq. 9")

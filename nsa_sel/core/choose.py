@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import fallback, registry, transforms
+from nsa_sel.core.bounds import Bounds
 from nsa_sel.core.call import DTYPES
-from nsa_sel.core.choose_call import SCRATCH, ChooseCall, Rule
+from nsa_sel.core.choose_call import SCRATCH, ChooseCall, Rule, Sequences
 from nsa_sel.core.decide import decide
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.facts import device_info, is_aligned
@@ -27,21 +28,25 @@ class Decided(NamedTuple):
 
 
 def begin(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None
-) -> Decided:
-    """Decide on checked arguments."""
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
+    bounds: Bounds | None = None,
+) -> Decided:  # fmt: skip
+    """Decide on checked arguments; `bounds` of the sequences of a packed batch."""
     request = request_of(q, k, v, rule, S_kv, needs_grad)
-    return decided_call(q, k, v, rule, scale, q_pos, decide(request, device_info(q.device), backend), request)
+    return decided_call(q, k, v, rule, scale, q_pos, decide(request, device_info(q.device), backend), request, bounds)
 
 
 def decided_call(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, scale: float, q_pos: Tensor | None, decision: Decision, request: Request
-) -> Decided:
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, scale: float, q_pos: Tensor | None, decision: Decision, request: Request,
+    bounds: Bounds | None = None,
+) -> Decided:  # fmt: skip
     """The call of checked arguments with this decision and this exact request."""
     settings, S_kv = decision.settings, request.S_kv
     target.follow(settings)
     scratch = min(SCRATCH, settings.workspace_bytes)
-    call = ChooseCall(q, k, v, rule, -(-S_kv // rule.block_size), S_kv - q.shape[1], scale, q_pos, scratch, settings=settings)
+    longest = S_kv if bounds is None else bounds.longest(S_kv)
+    call = ChooseCall(q, k, v, rule, -(-longest // rule.block_size), S_kv - q.shape[1], scale, q_pos, scratch, settings=settings)
+    call.sequences = None if bounds is None else Sequences.of(bounds, rule, q)
     return Decided(call, decision, request)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_sel.core.bounds import Bounds, compressed_bounds, row_positions
 from nsa_sel.core.call import LOG2_E, capturing
 from nsa_sel.settings.schema import Settings
 
@@ -47,6 +49,23 @@ class Rule(NamedTuple):
         return self.compress_block // self.compress_stride
 
 
+class Sequences(NamedTuple):
+    """The sequences of a packed batch, on q's device."""
+
+    bounds: Bounds  # as the host knows them
+    rows: Tensor  # [N+1] int64, the first row of each, which is also its first key; then the first row of padding
+    keys: Tensor  # [N+1] int64, the first compressed key of each; then the first unused one
+
+    @classmethod
+    def of(cls, bounds: Bounds, rule: Rule, q: Tensor) -> Sequences:
+        rows = bounds.on(q)
+        return cls(bounds, rows, compressed_bounds(rows, rule.compress_block, rule.compress_stride))
+
+    def numbers(self) -> tuple[int, ...]:
+        """`rows` as the host's numbers; waits for a GPU whose bounds the host does not know."""
+        return tuple(self.rows.tolist()) if self.bounds.numbers is None else self.bounds.numbers
+
+
 class Pool(NamedTuple):
     """What the score of a block is; by default NSA's importance (Eq. 8 to 10).
 
@@ -75,13 +94,14 @@ class ChooseCall:
         k: [B,G,C,Dk], compressed keys.
         v: [B,G,C,Dv].
         rule: sizes and counts.
-        blocks: blocks of a sequence.
-        start: the position of row 0 where q_pos is None; row s is at start + s.
+        blocks: blocks of a sequence, of the longest one in a packed batch.
+        start: the position of row 0 where q_pos is None; row s is at start + s. In a packed batch: its number among all rows.
         q_pos: [B,S] int32 or int64, positions of the rows, or None.
         scale: factor of the logits.
         scratch: bytes of temporaries; a bound on the largest in choose_torch, on scores and on partial sums in choose_triton.
         pool: what the score of a block is.
         settings: of the decision.
+        sequences: of a packed batch, where B = 1 and q_pos is None; their compressed keys follow one another in k and v.
     """
 
     q: Tensor
@@ -95,6 +115,7 @@ class ChooseCall:
     scratch: int = SCRATCH
     pool: Pool = NSA_POOL
     settings: Settings = field(kw_only=True)
+    sequences: Sequences | None = None
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> ChooseCall:
         """The call of other tensors of the same sizes, such as those that autograd saved."""
@@ -105,14 +126,16 @@ class ChooseCall:
         return self.settings.debug_timing and not capturing(self.q)
 
     def positions(self) -> Tensor:
-        """[B,S] int64."""
+        """[B,S] int64, of each row in its own sequence; -1 for padding."""
         B, S = self.q.shape[:2]
         if self.q_pos is not None:
             return self.q_pos.long()
+        if self.sequences is not None:
+            return row_positions(self.sequences.rows, self.start + S)[:, self.start :]
         return torch.arange(self.start, self.start + S, device=self.q.device).expand(B, S)
 
     def seen(self) -> Tensor:
-        """How many compressed keys each row sees, [B,S] int64: always the first ones."""
+        """How many compressed keys each row sees, [B,S] int64: always the first ones of its sequence."""
         past = self.positions() + 1 - self.rule.compress_block
         return torch.where(past >= 0, past // self.rule.compress_stride + 1, 0).clamp(max=self.k.shape[2])
 
@@ -136,6 +159,17 @@ class ChooseCall:
         return replace(
             self, q=self.q[batch, rows], k=self.k[batch], v=self.v[batch], start=self.start + (rows.start or 0), q_pos=q_pos
         )  # fmt: skip
+
+    def each_sequence(self) -> Iterator[tuple[slice, slice, ChooseCall]]:
+        """The rows, the compressed keys and the call of every sequence of a packed batch. Waits for a GPU as `Sequences.numbers`."""
+        assert self.sequences is not None
+        numbers, first = self.sequences.numbers(), 0
+        for begin, end in itertools.pairwise(numbers):
+            rows, keys = slice(begin, end), slice(first, first + self.rule.compressed_keys(end - begin))
+            first = keys.stop
+            if end > begin:
+                q, k, v = self.q[:, rows], self.k[:, :, keys], self.v[:, :, keys]
+                yield rows, keys, replace(self, q=q, k=k, v=v, blocks=-(-(end - begin) // self.rule.block_size), sequences=None)
 
     def parts(self, row_bytes: int) -> Iterator[tuple[slice, slice]]:
         """Sequences and rows, in order, whose temporaries of row_bytes per row fit the scratch; one row at least."""

@@ -11,25 +11,33 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import choose
+from nsa_sel.core.bounds import Bounds
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import range_dtype
 
 
 @torch.library.custom_op("nsa_sel::choose", mutates_args=())
 def _choose(
-    q: Tensor, k: Tensor, v: Tensor, rule: list[int], S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    o, lse, ranges, _ = choose.run_forward(choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, needs_grad, backend))
+    q: Tensor, k: Tensor, v: Tensor, rule: list[int], S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    o, lse, ranges, _ = choose.run_forward(
+        choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, needs_grad, backend, _bounds(cu_seqlens, q))
+    )
     return o, lse, ranges
 
 
 @torch.library.custom_op("nsa_sel::choose_backward", mutates_args=())
 def _choose_backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rule: list[int], S_kv: int,
-    scale: float, q_pos: Tensor | None, backend: str | None,
+    scale: float, q_pos: Tensor | None, backend: str | None, cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    decided = choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, True, backend)
+    decided = choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, True, backend, _bounds(cu_seqlens, q))
     return choose.gradients(decided.call, decided.decision, o, lse, do, dlse)
+
+
+def _bounds(cu_seqlens: Tensor | None, q: Tensor) -> Bounds | None:
+    return None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, q.shape[1], q)
 
 
 @_choose.register_fake
@@ -46,9 +54,9 @@ def _(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, rule, S_kv, scale, q_pos, backend, _ = inputs
+    q, k, v, rule, S_kv, scale, q_pos, backend, _, cu_seqlens = inputs
     o, lse, ranges = output
-    ctx.save_for_backward(q, k, v, o, lse, q_pos)
+    ctx.save_for_backward(q, k, v, o, lse, q_pos, cu_seqlens)
     ctx.facts = rule, S_kv, scale, backend
     ctx.mark_non_differentiable(ranges)
     ctx.set_materialize_grads(False)
@@ -56,18 +64,23 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _ranges: None) -> tuple[Tensor | None, ...]:
     if do is None and dlse is None:
-        return (None,) * 9
-    q, k, v, o, lse, q_pos = ctx.saved_tensors
+        return (None,) * 10
+    q, k, v, o, lse, q_pos, cu_seqlens = ctx.saved_tensors
     rule, S_kv, scale, backend = ctx.facts
-    return *torch.ops.nsa_sel.choose_backward(do, dlse, q, k, v, o, lse, rule, S_kv, scale, q_pos, backend), *(None,) * 6
+    gradients = torch.ops.nsa_sel.choose_backward(do, dlse, q, k, v, o, lse, rule, S_kv, scale, q_pos, backend, cu_seqlens)
+    return *gradients, *(None,) * 7
 
 
 _choose.register_autograd(_backward, setup_context=_save)
 
 
 def traced(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool,
+    bounds: Bounds | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`choose.choose` through the op."""
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.nsa_sel.choose(q, k, v, list(rule), S_kv, scale, q_pos, backend, needs_grad)
+    cu_seqlens = None if bounds is None else bounds.as_tensor()
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.nsa_sel.choose(
+        q, k, v, list(rule), S_kv, scale, q_pos, backend, needs_grad, cu_seqlens
+    )
     return found

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import entry, registry
-from nsa_sel.core.arguments import check_dense
 from nsa_sel.core.bounds import Bounds, CuSeqlens, begin_with_blocks, positions_in_sequences, starts_with_blocks, whole_blocks
 from nsa_sel.core.check import check_call
+from nsa_sel.core.check_packed import check_packed_sizes
 from nsa_sel.core.decide import decide, select
 from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import DeviceInfo, Request
@@ -27,7 +27,7 @@ def packed_attention(
     scale: float | None, return_lse: bool, backend: str | None, block_aligned: bool, align: bool | None,
 ) -> Any:  # fmt: skip
     """`selection_attention_varlen`, for it and for compat."""
-    _check_shapes(q, k, v)
+    check_packed_sizes(q=q, k=k, v=v)
     T, G, Tk = q.shape[0], q.shape[1], k.shape[0]
     if T and not Tk:
         raise ArgumentError("k", f"of no keys for {T} rows", "at least one key", "skip the call: there is nothing to attend to")
@@ -124,21 +124,6 @@ def _check_align(align: object, block_size: int | None) -> None:
     if align and block_size is None:
         remedy = "build it with Selection.from_blocks, or leave out align: ranges need no copy"
         raise ArgumentError("align", "True, but the selection has no block_size", "a selection of whole blocks", remedy)
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(name, f"a {type(x).__name__}", "a torch.Tensor", "wrap it in torch.as_tensor")
-        check_dense(name, x)
-    if q.dim() != 4:
-        raise ArgumentError("q", f"of shape {tuple(q.shape)}", "[T,G,h,Dk]", "a q [T,heads,Dk] is passed as q.unflatten(1, (G, h))")
-    for name, x in (("k", k), ("v", v)):
-        if x.dim() != 3 or x.shape[1] != q.shape[1] or x.shape[0] != k.shape[0]:
-            keys = "Tk" if name == "k" else f"Tk={k.shape[0]}"
-            raise ArgumentError(
-                name, f"of shape {tuple(x.shape)}", f"[{keys}, G={q.shape[1]}, D]", "pass one key per position and KV group"
-            )
 
 
 def _of_rows(selection: Selection | Tensor, T: int, G: int, device: torch.device) -> Selection:

@@ -37,7 +37,7 @@ def compiled(sm: int, *shapes: str) -> list[dict[str, object]]:
     return found
 
 
-@pytest.mark.parametrize(("sm", "shapes"), [(90, ("h16", "h8-64"))])
+@pytest.mark.parametrize(("sm", "shapes"), [(90, ("h16", "h8-64", "packed"))])
 def test_choosing_fits(sm: int, shapes: tuple[str, ...]) -> None:
     found = compiled(sm, *shapes)
     assert {(kernel["shape"], kernel["kernel"]) for kernel in found} == {(shape, kernel) for shape in shapes for kernel in KERNELS}

@@ -18,7 +18,7 @@ from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
 from tests.helpers.choose_cases import check_forward as check_forward_choice
-from tests.helpers.choose_cases import check_gradients, make_choose_call
+from tests.helpers.choose_cases import check_gradients, make_choose_call, make_packed_call
 from tests.helpers.choosing_reference import assert_chosen, best, infllm_scores, moba_scores, msa_scores
 from tests.helpers.layer_kernels import check_gate, check_gate_parts, check_rotation
 from tests.helpers.parity import check_both, check_forward
@@ -85,6 +85,9 @@ def test_every_kernel_of_choosing(width: str) -> None:
         call = make_choose_call((B, S, S_kv, 2, 4, Dk, Dv, Rule(n=4)), dtype, "cuda")
         check_forward_choice(choose_triton.forward, call, slack=1e-4)
         check_gradients(choose_triton.forward, choose_triton.backward, call)
+    packed = make_packed_call((150, 0, 1, 31, 333), 9, Rule(n=4), (2, 4, Dk, Dv), dtype, "cuda")
+    check_forward_choice(choose_triton.forward, packed, slack=1e-4)
+    check_gradients(choose_triton.forward, choose_triton.backward, packed)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's")

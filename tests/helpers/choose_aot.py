@@ -19,7 +19,8 @@ import torch
 import triton
 
 from nsa_sel.backends import choose_triton
-from nsa_sel.core.choose_call import NSA_POOL, Pool, Rule
+from nsa_sel.core.bounds import Bounds
+from nsa_sel.core.choose_call import NSA_POOL, Pool, Rule, Sequences
 from tests.helpers.aot import TARGETS, launches_compile, resources
 from tests.helpers.choose_cases import make_choose_call
 
@@ -30,6 +31,7 @@ SHAPES = {  # name: B, S, S_kv, G, h, Dk, Dv, rule, dtype
     "h3-fp32": (1, 2048, 2048, 2, 3, 64, 64, Rule(block_size=48), torch.float32),
     "h12-256": (1, 1024, 4096, 2, 12, 256, 256, Rule(), torch.bfloat16),
     "positions": (2, 1024, 4096, 4, 4, 64, 64, Rule(), torch.float16),
+    "packed": (1, 8192, 8192, 4, 16, 128, 128, Rule(), torch.bfloat16),
 }
 
 POOLS = {  # choices without attention; name: shape as above, pool
@@ -45,6 +47,8 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (SHAPES[name], NSA_POOL)
     call = make_choose_call(tuple(shape), dtype, pool=pool)
     call.q_pos = torch.zeros(call.q.shape[:2], dtype=torch.int64) if name == "positions" else None
+    if name == "packed":
+        call.sequences = Sequences.of(Bounds.of("cu_seqlens", [0, 5000, 8000], call.q.shape[1], call.q), call.rule, call.q)
     with launches_compile(sm) as compiled:
         if name in POOLS:
             choose_triton.best_blocks(call, choose_triton.log_sum_exp(call) if pool.softmax else None)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_sel.core.choose_call import ChooseCall, Rule
+from nsa_sel.core.bounds import Bounds
+from nsa_sel.core.choose_call import ChooseCall, Rule, Sequences
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.oracle_choose import Chosen, oracle_choose, oracle_choose_backward
 from nsa_sel.selection import Selection
@@ -52,6 +54,18 @@ def make_choose_call(
     )
 
 
+def make_packed_call(
+    lengths: Sequence[int], spare: int = 3, rule: Rule = SMALL, sizes: tuple[int, int, int, int] = (2, 3, 16, 24),
+    dtype: torch.dtype = torch.float32, device: str = "cpu", **changed: Any,
+) -> ChooseCall:  # fmt: skip
+    """The call of a packed batch of sequences of these lengths and of `spare` rows of padding; sizes: G, h, Dk, Dv."""
+    T = sum(lengths) + spare
+    call = make_choose_call((1, T, T, *sizes, rule), dtype, device, **changed)
+    bounds = Bounds.of("cu_seqlens", torch.tensor([0, *accumulate(lengths)]).to(device), T, call.q)
+    call.sequences = Sequences.of(bounds, rule, call.q)
+    return call
+
+
 def oracle(call: ChooseCall) -> Chosen:
     rule = call.rule
     return oracle_choose(
@@ -62,13 +76,28 @@ def oracle(call: ChooseCall) -> Chosen:
 def _positions(call: ChooseCall) -> dict[str, Any]:
     return {
         "S_kv": call.blocks * call.rule.block_size, "compress_block": call.rule.compress_block,
-        "compress_stride": call.rule.compress_stride, "scale": call.scale, "q_pos": call.positions(),
+        "compress_stride": call.rule.compress_stride, "scale": call.scale,
+        "q_pos": call.positions() if call.sequences is None else None,
+        "cu_seqlens": None if call.sequences is None else call.sequences.rows.tolist(),
     }  # fmt: skip
+
+
+def visible(call: ChooseCall) -> Tensor:
+    """[B,S,C] bool: the compressed keys that each row sees."""
+    C, device = call.k.shape[2], call.q.device
+    if call.sequences is None:
+        return torch.arange(C, device=device) < call.seen()[:, :, None]
+    found, first, bounds = torch.zeros(1, call.q.shape[1], C, dtype=torch.bool), 0, call.sequences.rows.tolist()
+    for begin, end in pairwise(bounds):
+        for t in range(end - begin):
+            found[0, begin + t, first : first + call.rule.compressed_keys(t + 1)] = True
+        first += call.rule.compressed_keys(end - begin)
+    return found.to(device)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, call: ChooseCall) -> tuple[Tensor, Tensor]:
     """o and lse in the inputs' own dtype, for autograd."""
-    seen = torch.arange(k.shape[2], device=q.device) < call.seen()[:, :, None, None, None]
+    seen = visible(call)[:, :, None, None]
     logits = torch.einsum("bsghd,bgkd->bsghk", q * call.scale, k)
     some = seen.any(-1, keepdim=True)
     logits = torch.where(seen, logits, torch.where(some, -math.inf, 0.0).to(logits.dtype))
@@ -123,14 +152,14 @@ def check_gradients(forward: Forward, backward: Backward, call: ChooseCall, *, w
     for name, x, mine, right, baseline, term in zip(("dq", "dk", "dv"), inputs, got, exact, baselines, terms, strict=True):
         assert mine.dtype == x.dtype
         assert_within_twice_baseline(mine, right, baseline, name, term)
-    unseen = torch.arange(call.k.shape[2], device=call.q.device) >= call.seen().amax(1, keepdim=True)
+    unseen = ~visible(call).any(1)
     assert all(int(torch.count_nonzero(x.transpose(1, 2)[unseen])) == 0 for x in got[1:])
 
 
 def poisoned(call: ChooseCall) -> ChooseCall:
     """The call with NaN in q of rows that see nothing and in keys and values that no row sees; both exist."""
     empty = (call.seen() == 0)[:, :, None, None, None]
-    unseen = (torch.arange(call.k.shape[2], device=call.q.device) >= call.seen().amax(1, keepdim=True))[:, None, :, None]
+    unseen = ~visible(call).any(1)[:, None, :, None]
     assert bool(empty.any())
     assert bool(unseen.any())
     q, k, v = (x.masked_fill(where, math.nan) for x, where in ((call.q, empty), (call.k, unseen), (call.v, unseen)))
