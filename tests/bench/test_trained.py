@@ -264,7 +264,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.syspath_prepend(str(ROOT / "examples"))
         example = importlib.import_module("train_nsa_lm")
         importlib.import_module("save_selections")
-    example.train(folder, example.TINY, "sdpa-packed", torch.device("cpu"), ROOT / "docs", 1, 1, 1)
+    example.train(folder, example.TINY, "sdpa-packed", torch.device("cpu"), ROOT / "docs", 1, 1, 1, graph=False)
     return folder
 
 
