@@ -21,6 +21,7 @@ from nsa_sel.backends._triton.tiles import tile_size
 MOST_BLOCKS = 16384  # of a row, which one program holds in registers
 PER_WARP = 1024  # scores, 32 per thread, at most; half as many where short rows share a warp
 
+BOUNDED = tl.constexpr(2048)  # blocks of a row whose groups' maxima bound the threshold
 VECTOR = tl.constexpr(8)  # scores of a load
 INFINITY = tl.constexpr(0x7F800000)  # the bits of a float32
 LARGEST = tl.constexpr(0x7F7FFFFF)  # of the largest finite one
@@ -45,12 +46,13 @@ def nth_largest(key, count, n, NP: tl.constexpr):
     """A threshold per row [ROWS] that as many keys reach as are wanted, or more only if they equal it; count: of keys above EXCLUDED.
 
     Bisects the numbers between two bounds, and ends early when exactly n keys reach the middle. Of NP >= n groups each has a key that
-    reaches the least of the groups' maxima: so do n keys. About six steps are left for scores of NSA.
+    reaches the least of the groups' maxima: so do n keys. About six steps are left for scores of NSA. In wider rows the groups take too
+    many registers, and compilers minutes: their bisection begins at the least number.
     """
     ROWS: tl.constexpr = key.shape[0]
     WIDTH: tl.constexpr = key.shape[1]
     low = count * 0 + (EXCLUDED + 1)  # n keys reach it, if there are as many
-    if NP <= WIDTH:
+    if NP <= WIDTH and WIDTH <= BOUNDED:
         low = tl.maximum(low, tl.min(tl.max(key.reshape(ROWS, WIDTH // NP, NP), 1), 1))
     high = tl.max(tl.where(key == FORCED, EXCLUDED, key), 1) + 1  # only forced blocks reach it
     forced = tl.sum((key == FORCED).to(tl.int32), 1)

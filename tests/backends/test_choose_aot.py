@@ -51,3 +51,9 @@ def test_choosing_without_attention_fits(sm: int, shape: str) -> None:
     assert {kernel["kernel"] for kernel in found} == {"block_scores_kernel", "top_n_kernel"}
     for kernel in found:
         assert kernel["wgmma"] == kernel["tma"] == (sm == 90 and kernel["kernel"] == "block_scores_kernel"), kernel
+
+
+def test_the_most_blocks_fit() -> None:
+    (kernel,) = compiled(90, "most-blocks")
+    assert kernel["kernel"] == "top_n_kernel"
+    assert kernel["spilled"] == 0

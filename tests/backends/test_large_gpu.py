@@ -45,7 +45,8 @@ def test_the_last_rows(attend: Attend, keys: int) -> None:
     found = run(attend, q, k, v, do)
     wanted = run(attend, q[:, -LAST:].clone(), k, v, do[:, -LAST:].clone())
     for mine, other in zip(found, wanted, strict=True):
-        assert torch.allclose(mine.float(), other.float(), rtol=1e-2, atol=1e-3)
+        mine, other = mine.double(), other.double()  # of another tile, or section of rows: bf16 may round to its neighbor
+        assert float((mine - other).norm() / other.norm()) < 1e-2
 
 
 def run(attend: Attend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:

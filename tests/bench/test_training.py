@@ -155,7 +155,7 @@ def test_backends_train_alike_on_a_gpu(tmp_path: Path) -> None:
     """In bfloat16, with whole blocks that all of them take: every loss within 0.05 nats of packed SDPA's."""
     sizes = replace(example.TINY, context=512, groups=2, heads=4, head_dim=64, block=64)
     runs = {
-        name: example.train(tmp_path / name, sizes, name, torch.device("cuda"), ROOT / "docs", 5, 20, 10)
+        name: example.train(tmp_path / name, sizes, name, torch.device("cuda"), ROOT / "docs", 5, 20, 10, graph=True)
         for name in ("sdpa-packed", "triton-group", "triton-token", "triton-tile", "triton-block")
     }
     assert {name: rows[0]["backend"] for name, rows in runs.items()} == {name: name for name in runs}

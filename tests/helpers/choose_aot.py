@@ -19,6 +19,7 @@ import torch
 import triton
 
 from nsa_sel.backends import choose_triton
+from nsa_sel.backends._triton import top_n
 from nsa_sel.core.bounds import Bounds
 from nsa_sel.core.choose_call import NSA_POOL, Pool, Rule, Sequences
 from tests.helpers.aot import TARGETS, launches_compile, resources
@@ -34,6 +35,7 @@ SHAPES = {  # name: B, S, S_kv, G, h, Dk, Dv, rule, dtype
     "packed": (1, 8192, 8192, 4, 16, 128, 128, Rule(), torch.bfloat16),
 }
 
+MOST_BLOCKS = "most-blocks"
 POOLS = {  # choices without attention; name: shape as above, pool
     "msa": ((1, 8192, 8192, 4, 1, 128, 128, Rule(1, 1, 128), torch.bfloat16), Pool(False, False, True)),
     "moba": ((1, 8192, 8192, 16, 1, 128, 128, Rule(512, 512, 512), torch.bfloat16), Pool(False, False, True)),
@@ -44,6 +46,8 @@ POOLS = {  # choices without attention; name: shape as above, pool
 
 
 def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
+    if name == MOST_BLOCKS:
+        return compile_top_n(sm)
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (SHAPES[name], NSA_POOL)
     call = make_choose_call(tuple(shape), dtype, pool=pool)
     call.q_pos = torch.zeros(call.q.shape[:2], dtype=torch.int64) if name == "positions" else None
@@ -57,6 +61,14 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
             choose_triton.backward(call, o, lse, torch.empty_like(o), None)
     limit = TARGETS[sm][0] * 1024
     return [{"shape": name, "sm": sm, "limit": limit, **resources(kernel, sm), "looped": spills_in_loops(kernel)} for kernel in compiled]
+
+
+def compile_top_n(sm: int) -> list[dict[str, Any]]:
+    """The kernel for as many blocks as it takes."""
+    scores, ranges = torch.zeros(1, 3, 2, top_n.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32)
+    with launches_compile(sm) as compiled:
+        top_n.top_n(scores, ranges, 64, 1, 2, 0)
+    return [{"shape": MOST_BLOCKS, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm), "looped": 0} for kernel in compiled]
 
 
 def spills_in_loops(kernel: Any) -> int:

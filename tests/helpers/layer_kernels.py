@@ -45,13 +45,14 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
 
 def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
     """The sum, and the gradients of one branch after the other, of each group alone, written into tensors of other strides: bit-equal to
-    those of all at once, by the kernels and by plain PyTorch."""
+    those of all at once, by the kernels and by plain PyTorch. Strides are multiples of 16: with others the compiler stores, and so adds, in
+    another order."""
     branches, gates, do = gated(dtype, device, Dv)
     kernels = gate.forward(branches, gates), *gate.backward(do, branches, gates)
     plain = gating.plain_sum(branches, gates), *gating.plain_backward(do, branches, gates)
     for module, whole in ((gate, kernels), (gating, kernels if gating.on_gpu(gates) else plain)):
         nan: Any = {"fill_value": float("nan"), "device": device}
-        to = [torch.full((*do.shape[:4], Dv + 8), dtype=dtype, **nan)[..., :Dv] for _ in range(4)]
+        to = [torch.full((*do.shape[:4], Dv + 16), dtype=dtype, **nan)[..., :Dv] for _ in range(4)]
         to_gates = torch.full((3, *gates.shape[:4]), dtype=gates.dtype, **nan).movedim(0, -1)
         for g in range(do.shape[2]):
             of = slice(None), slice(None), slice(g, g + 1)
