@@ -98,8 +98,9 @@ def claim() -> str:
     gains, contexts = _listed(f"{nsa / dense:.2f}" for _, dense, nsa in rates), _listed(f"{context // 1024}k" for context, _, _ in rates)
     return (
         f"Measured on an NVIDIA H200: attention of one layer, forward and backward, takes {shares} of dense attention's time (cuDNN) at"
-        f" {lengths} tokens (4 KV groups of 16 heads, D 128, bf16), and a model of 25 million parameters trains at {gains} times the tokens"
-        f" per second at {contexts}."
+        f" {lengths} tokens of text (4 KV groups of 16 heads, D 128, bf16). A model of 25 million parameters trains at {gains} times as"
+        f" many tokens per second as with dense attention at {contexts}. [layer.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/layer.md)"
+        " has all parts, [training.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/training.md) the losses."
     )
 
 

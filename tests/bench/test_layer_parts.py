@@ -40,11 +40,16 @@ def test_memory_table_leaves_out_what_is_the_result() -> None:
 
 
 def test_committed_rows() -> None:
-    of_text = {"select of text", "layer of text"}
-    assert {row["part"] for row in ROWS} - of_text == {"choose", "from_scores", "select", "window", "layer", "dense"}
-    assert {row["backend"] for row in ROWS if row["part"] == "choose"} == {"choose-triton"}
+    assert {row["part"] for row in ROWS} == set(layer_parts.parts(8192, 16)) | set(layer_parts.parts(32768, 16))
+    chooser = {row["S"]: row["backend"] for row in ROWS if row["part"] == "choose"}
+    assert chooser[8192] == chooser[32768] == "choose-cuda"
     times = {(row["part"], row["S"], row["direction"]): row["ms_median"] for row in ROWS}
     assert times["from_scores", 32768, "fwd"] <= 0.8
+    assert times["choose", 8192, "fwd"] <= 0.35
+    assert times["choose", 32768, "fwd"] <= 4.0
     assert all(row["peak_mib"] <= 64 for row in ROWS if row["part"] == "from_scores" and row["S"] <= 32768)
-    both = {part: times[part, 8192, "fwd"] + times[part, 8192, "bwd"] for part in ("layer", "dense")}
-    assert both["layer"] < both["dense"]
+    for S, share in ((8192, 0.8), (32768, 0.3)):
+        both = {part: times[part, S, "fwd"] + times[part, S, "bwd"] for part in ("layer of text", "dense")}
+        assert both["layer of text"] < share * both["dense"]
+    beyond = {row["part"]: layer_parts.beyond(row) for row in ROWS if row["S"] == 32768 and row["direction"] == "fwd+bwd"}
+    assert beyond["recomputed"] < beyond["layer"] / 2
