@@ -65,8 +65,8 @@ def test_every_panel_has_its_figure_or_its_table() -> None:
 def test_the_committed_report_is_derived_from_the_rows() -> None:
     """The text whole; pictures differ with the version of matplotlib: each is there, and in the text once."""
     assert committed_text() == committed().document(), "run make report"
-    images = [f"{name}{ending}.png" for name in FIGURES for ending in ("", "-dark")]
-    assert {file.name for file in FOLDER.iterdir()} == {report.DOCUMENT, *images}
+    images, of_readme = ([f"{name}{ending}.png" for name in names for ending in ("", "-dark")] for names in (FIGURES, ("layer",)))
+    assert {file.name for file in FOLDER.iterdir()} == {report.DOCUMENT, *images, *of_readme}
     assert sorted(re.findall(r'(?:src|srcset)="(.*?)"', committed_text())) == sorted(images)
 
 

@@ -291,7 +291,8 @@ def test_tables_of_the_documents_are_derived_from_their_rows() -> None:
     for text in texts:
         assert with_tables(text) == text, "run python -m nsa_sel.bench.report.tables"
     assert all(any(f"<!-- table: {name} -->" in text for text in texts) for name in TABLES)
-    assert [name for name, table in TABLES.items() if len(table().splitlines()) < 3] == []  # a heading, a rule, and rows
+    short = [name for name, table in TABLES.items() if len(table().splitlines()) < 3]
+    assert short == ["claim"]  # a sentence; the others have a heading, a rule, and rows
 
 
 @pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
