@@ -21,8 +21,6 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_DIM = 256
 _OLDEST = (8, 0)  # compute capability
 
-_failed: set[tuple[Any, ...]] = set()  # heads that the kernels failed for
-
 
 def takes(q: Tensor, v: Tensor) -> bool:
     """Whether the kernels run such tensors."""
@@ -34,15 +32,18 @@ def takes(q: Tensor, v: Tensor) -> bool:
 
 def has_failed(q: Tensor, v: Tensor) -> bool:
     """Whether the kernels have failed for such heads in this process."""
-    return _heads(q, v) in _failed
+    return _heads(q, v) in registry.broken_windows
 
 
 def note_failure(q: Tensor, v: Tensor, error: Exception) -> None:
     """Leave such heads to chunks from now on; raises what chunks would not survive either."""
     if isinstance(error, torch.OutOfMemoryError) or registry.is_sticky(error):
         raise error
-    warn(f"The Triton kernels of sliding_window_attention failed, chunks of rows run such heads from now on: {error!r}")
-    _failed.add(_heads(q, v))
+    warn(
+        f"The Triton kernels of sliding_window_attention failed, chunks of rows run such heads from now on: {error!r}."
+        " Remedy: nsa_sel.reset() lets them try again"
+    )
+    registry.broken_windows.add(_heads(q, v))
 
 
 def _heads(q: Tensor, v: Tensor) -> tuple[Any, ...]:

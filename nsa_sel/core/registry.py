@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -129,6 +129,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 # Automatically chosen backends that failed: not tried again for this request class in this process. Each access is one dict operation,
 # so no lock is needed.
 _broken: dict[tuple[str, Request], Reason] = {}
+broken_windows: set[tuple[Any, ...]] = set()  # heads that the kernels of sliding_window_attention failed for
 
 
 def _kind(request: Request) -> Request:
@@ -157,8 +158,9 @@ def is_broken(name: str, request: Request) -> bool:
 
 
 def forget_broken() -> None:
-    """Allow every backend again."""
+    """Allow every backend again, and the kernels of windows."""
     _broken.clear()
+    broken_windows.clear()
 
 
 def offers(request: Request) -> tuple[Offer, ...]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+import nsa_sel
 from nsa_sel import sliding_window_attention, window_kernels
 from nsa_sel.backends import window_triton
+from nsa_sel.core import registry
 from nsa_sel.errors import BackendError
 from tests.api.test_window import check, inputs_of, results
 from tests.helpers.cases import make_grads
@@ -140,7 +143,8 @@ def test_chunks_run_what_kernels_fail_for(monkeypatch: pytest.MonkeyPatch, broke
 
     inputs, window = inputs_of(SHAPES["decode"])
     wanted = outcome(inputs, window)
-    monkeypatch.setattr(window_kernels, "_failed", set())
+    monkeypatch.setattr(registry, "broken_windows", set())
+    kernel = getattr(window_triton, broken)
     monkeypatch.setattr(window_triton, broken, fail)
     with pytest.warns(RuntimeWarning, match=r"Triton kernels of sliding_window_attention failed, .*no such kernel"):
         found = results(sliding_window_attention, inputs, window, True, return_lse=True)
@@ -149,6 +153,10 @@ def test_chunks_run_what_kernels_fail_for(monkeypatch: pytest.MonkeyPatch, broke
     again = results(sliding_window_attention, inputs, window, True, return_lse=True)  # without a warning, which is an error
     for mine, right in zip(again, wanted, strict=True):
         torch.testing.assert_close(mine, right)
+    nsa_sel.reset()
+    monkeypatch.setattr(window_triton, broken, Mock(side_effect=kernel))
+    results(sliding_window_attention, inputs, window, True, return_lse=True)
+    getattr(window_triton, broken).assert_called()
 
 
 def check_packed(cu_seqlens: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
