@@ -2,7 +2,7 @@
 
 Importance and top n are the Triton kernels of choose_triton.py. Calls with positions (q_pos), without any compressed key, or with tensors
 that TMA cannot read take all of its kernels. So do gradients with Dk > 128, as registers do not hold dk, and dq with Dk = Dv = 64, where
-Triton is faster (H200, 8 heads: 1.31 against 1.77 ms at 64k tokens; dk and dv take 3.24 against 2.25 ms).
+Triton was faster in trials on an H200.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa_sel.backends import choose_triton
+from nsa_sel.backends._triton.arguments import NARROW
 from nsa_sel.backends.cupy_cuda import compressed, sm90
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.facts import device_info
@@ -38,7 +39,7 @@ def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
         return choose_triton.backward(call, o, lse, do, dlse)
     o, lse = o.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    if call.q.shape[4] + call.v.shape[3] <= choose_triton.NARROW:
+    if call.q.shape[4] + call.v.shape[3] <= NARROW:
         dq, facts = choose_triton.dq(call, o, lse, do, dlse)
         delta = facts[:, :, 0].transpose(1, 2).contiguous()
     else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton import choose_attention, choose_dkdv
-from nsa_sel.backends._triton.arguments import config_suffix
+from nsa_sel.backends._triton.arguments import narrow_suffix
 from nsa_sel.backends._triton.block_scores import block_scores
 from nsa_sel.backends._triton.choose_rows import heads_of
 from nsa_sel.backends._triton.importance import importance
@@ -25,8 +25,7 @@ from nsa_sel.core.choose_call import NSA_POOL, ChooseCall
 from nsa_sel.core.indices import range_dtype
 from nsa_sel.settings.schema import KernelConfig
 
-NARROW = 128  # columns of a key and its value in 16 bits, up to which a config may have the suffix "-narrow"
-CONFIGS = {  # by kernel and class of head dims (`config_of`); one that has no config of its own takes the plain one
+CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has no config of its own takes the plain one
     "choose/forward": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "choose/forward-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
@@ -46,11 +45,7 @@ CONFIGS = {  # by kernel and class of head dims (`config_of`); one that has no c
 
 
 def config_of(call: ChooseCall, kernel: str) -> KernelConfig:
-    heads = heads_of(call)
-    suffix = config_suffix(heads)
-    if not suffix and heads.Dk + heads.Dv <= NARROW:
-        suffix = "-narrow"
-    return CONFIGS.get(kernel + suffix, CONFIGS[kernel])
+    return CONFIGS.get(kernel + narrow_suffix(heads_of(call)), CONFIGS[kernel])
 
 
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,19 +5,15 @@ Forward: o and lse in _triton/window_attention.py. Backward: dq and delta there,
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from nsa_sel.backends._triton import window_attention, window_dkdv
-from nsa_sel.backends._triton.arguments import Heads, config_suffix
-from nsa_sel.backends._triton.kernel import REMEMBERED
-from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.backends._triton.arguments import narrow_suffix
 from nsa_sel.backends._triton.window_rows import WindowCall, heads_of
 from nsa_sel.settings.schema import KernelConfig
 
-CONFIGS = {  # by kernel and class of head dims (`head_class`); one that has no config of its own takes the plain one
+CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has no config of its own takes the plain one
     "window/forward": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "window/forward-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "window/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
@@ -30,18 +26,10 @@ CONFIGS = {  # by kernel and class of head dims (`head_class`); one that has no 
     "window/dkdv-wide": KernelConfig(block_l=64, num_warps=8, num_stages=2, rows=32),
     "window/dkdv-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1, rows=32),
 }
-NARROW = 128  # columns of a key and a value together
 
 
 def config_of(call: WindowCall, kernel: str) -> KernelConfig:
-    return CONFIGS.get(kernel + head_class(heads_of(call)), CONFIGS[kernel])
-
-
-@functools.lru_cache(REMEMBERED)
-def head_class(heads: Heads) -> str:
-    """What follows a kernel's name in CONFIGS for such heads."""
-    narrow = tile_size(heads.Dk) + tile_size(heads.Dv) <= NARROW and heads.dtype.itemsize == 2
-    return "-narrow" if narrow else config_suffix(heads)
+    return CONFIGS.get(kernel + narrow_suffix(heads_of(call)), CONFIGS[kernel])
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from nsa_sel import by_groups
@@ -74,7 +72,7 @@ def nsa_attention(
             are not checked.
         backend: the name of a backend to force for the selected branch; `use_backend` forces one for the compressed branch.
         recompute: save the inputs alone for the backward pass, which computes the branches again, a few groups at a time: less memory for
-            about a quarter more time at long contexts (docs/layer.md "Memory"). The result and the gradients are the same.
+            the time of another forward pass (docs/layer.md "Memory"). The result and the gradients are the same.
 
     Returns:
         o [B,S,G,h,Dv] in q's dtype (under torch.autocast in its dtype); of a packed batch [T,G,h,Dv], 0 after the last sequence.
@@ -87,46 +85,40 @@ def nsa_attention(
     q_cmp = q if q_cmp is None else q_cmp
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win, gates=gates, q_cmp=q_cmp)
     if cu_seqlens is not None:
-        if recompute:
-            raise ArgumentError("recompute", "True with cu_seqlens", "False there", "wrap the call in torch.utils.checkpoint")
-        _check_packed(q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win))
+        _check_packed(q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win), recompute)
     own = q_cmp is q
     q, k_slc, v_slc = transforms.in_autocast_dtype(q, k_slc, v_slc)
     q_cmp, k_cmp, v_cmp = transforms.in_autocast_dtype(q if own else q_cmp, k_cmp, v_cmp)
     _, k_win, v_win = transforms.in_autocast_dtype(q, k_win, v_win)
+    rule = Rule(compress_block, compress_stride, block_size, n, first, local)
     if cu_seqlens is None:
         check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)
         scale = check_scale(scale, q.shape[4])
         inputs = by_groups.Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None if own else q_cmp)
         if by_groups.takes(inputs, recompute):
-            rule = Rule(compress_block, compress_stride, block_size, n, first, local)
             return by_groups.attention(inputs, by_groups.Options(window, rule, scale, backend))
-    sizes: dict[str, Any] = {
-        "compress_block": compress_block, "compress_stride": compress_stride, "block_size": block_size, "n": n, "first": first,
-        "local": local,
-    }  # fmt: skip
-    arguments = q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win), gates, window, scale, sizes, backend
+    arguments = q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win), gates, window, scale, rule, backend
     return _attend(*arguments) if cu_seqlens is None else _attend_packed(*arguments, cu_seqlens)
 
 
 def _attend(
-    q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, sizes: dict[str, Any],
+    q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, rule: Rule,
     backend: str | None,
 ) -> Tensor:  # fmt: skip
-    compressed, selection = compressed_attention(q_cmp, *cmp, **sizes, scale=scale, S_kv=slc[0].shape[2])
+    compressed, selection = compressed_attention(q_cmp, *cmp, **rule._asdict(), scale=scale, S_kv=slc[0].shape[2])
     selected = entry.selection_attention(q, *slc, selection, scale=scale, q_pos=None, return_lse=False, backend=backend)
     near = sliding_window_attention(q, *win, window, scale=scale)
     return gated_sum(compressed, selected, near, gates)
 
 
 def _attend_packed(
-    q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, sizes: dict[str, Any],
+    q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, rule: Rule,
     backend: str | None, cu_seqlens: CuSeqlens,
 ) -> Tensor:  # fmt: skip
     _, v_cmp, *keys = as_batch(q, cmp[1], *slc, *win)
     check_branches(q.unsqueeze(0), q_cmp.unsqueeze(0), (v_cmp, keys[1], keys[3]), (keys[0], keys[2]), gates, window, packed=True)
     scale = check_scale(scale, q.shape[3])
-    compressed, selection = compressed_attention(q_cmp, *cmp, **sizes, scale=scale, cu_seqlens=cu_seqlens)
+    compressed, selection = compressed_attention(q_cmp, *cmp, **rule._asdict(), scale=scale, cu_seqlens=cu_seqlens)
     selected = packed_attention(
         q, *slc, selection, cu_seqlens, None, scale=scale, return_lse=False, backend=backend, block_aligned=False, align=None
     )  # fmt: skip
@@ -135,7 +127,9 @@ def _attend_packed(
     return gated_sum(compressed, selected, near, gates).squeeze(0)
 
 
-def _check_packed(q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair) -> None:
+def _check_packed(q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, recompute: bool) -> None:
+    if recompute:
+        raise ArgumentError("recompute", "True with cu_seqlens", "False there", "wrap the call in torch.utils.checkpoint")
     check_packed_sizes(q=q, k_slc=slc[0], v_slc=slc[1])
     check_packed_sizes(q=q, k_win=win[0], v_win=win[1])
     check_packed_sizes(q_cmp=q_cmp, k_cmp=cmp[0], v_cmp=cmp[1])

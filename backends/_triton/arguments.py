@@ -116,6 +116,16 @@ def split_dims(of: Heads) -> Dims:
     return one._replace(BLOCK_D=128, BLOCK_REST=64) if in_two else one
 
 
+NARROW = 128  # columns of a key and its value together
+
+
+@functools.lru_cache(REMEMBERED)
+def narrow_suffix(of: Heads) -> str:
+    """`config_suffix`, but "-narrow" for NARROW columns of 16 bits at most, where kernels have configs for these."""
+    narrow = tile_size(of.Dk) + tile_size(of.Dv) <= NARROW and of.dtype.itemsize == 2
+    return "-narrow" if narrow else config_suffix(of)
+
+
 @functools.lru_cache(REMEMBERED)
 def config_suffix(of: Heads) -> str:
     """What follows a kernel's name in configs/ for such heads."""

@@ -46,7 +46,7 @@ def nth_largest(key, count, n, NP: tl.constexpr):
     """A threshold per row [ROWS] that as many keys reach as are wanted, or more only if they equal it; count: of keys above EXCLUDED.
 
     Bisects the numbers between two bounds, and ends early when exactly n keys reach the middle. Of NP >= n groups each has a key that
-    reaches the least of the groups' maxima: so do n keys. About six steps are left for scores of NSA. In wider rows the groups take too
+    reaches the least of the groups' maxima: so do n keys. Few steps are left. In wider rows the groups take too
     many registers, and compilers minutes: their bisection begins at the least number.
     """
     ROWS: tl.constexpr = key.shape[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel import Selection, compressed_attention, selection_attention, sliding_window_attention
+from nsa_sel import Selection, compressed_attention, decisions, selection_attention, sliding_window_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +20,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 def choose(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     o, selection, lse = compressed_attention(q, k, v, S_kv=S, return_lse=True)
+    assert decisions()[-1].forward != "choose-torch"
     return o, lse, selection.block_indices
 
 
