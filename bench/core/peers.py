@@ -34,7 +34,7 @@ def peers() -> tuple[Contender, ...]:
         dense(peer=True),
         dense("dense-flash", "flash", peer=True),
         dense("dense-sdpa", "any", "cpu", peer=True),
-        Contender("fla-nsa", _fla, _fla_lacks, _fla_refuses, peer=True),
+        Contender("fla-nsa", _fla, fla_lacks, _fla_refuses, peer=True),
     )
 
 
@@ -75,7 +75,23 @@ def _flex(problem: Problem) -> Ready:
     return as_it_is(call)
 
 
-def _fla_lacks(device: str) -> str | None:
+def fla_layer(
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, n: int, block_size: int
+) -> Tensor:  # fmt: skip
+    """o [B,S,heads,Dv] of `parallel_nsa` with its compression and choice of blocks, without a window, for which it needs another package.
+
+    Args:
+        q: [B,S,heads,Dk].
+        k, v: [B,S,G,Dk] and [B,S,G,Dv], which all branches share.
+        g_cmp, g_slc: gates [B,S,heads].
+        n: blocks of a row.
+        block_size: keys of a block, and of a compressed key: its mean.
+    """
+    o: Tensor = importlib.import_module(FLA).parallel_nsa(q, k, v, g_cmp, g_slc, block_counts=n, block_size=block_size)
+    return o
+
+
+def fla_lacks(device: str) -> str | None:
     """Why `parallel_nsa` can't be called as it is here."""
     if util.find_spec("fla") is None:
         return f"flash-linear-attention is not installed: {INSTALL_FLA}"
@@ -92,7 +108,11 @@ def _fla_lacks(device: str) -> str | None:
 def _fla_refuses(case: Case) -> str | None:
     if not case.block:
         return "takes whole blocks alone"
-    return None if case.h >= 16 and not case.h & (case.h - 1) else "takes 16, 32 ... heads per group alone"
+    return fla_refuses_heads(case.h)
+
+
+def fla_refuses_heads(h: int) -> str | None:
+    return None if h >= 16 and not h & (h - 1) else "takes 16, 32 ... heads per group alone"
 
 
 def _fla(problem: Problem) -> Ready:

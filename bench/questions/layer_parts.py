@@ -12,6 +12,8 @@ parts with the blocks that a model chose in a text of this length, as far as ben
     gate          the gated sum of the three
     layer         nsa_attention: all of these
     recomputed    nsa_attention(recompute=True)
+    fla           parallel_nsa of flash-linear-attention, if it is installed: its own compression (means of 64 keys), choice and selected
+                  branch on keys that the branches share; no window, for which it needs another package
     dense         causal attention by cuDNN
 Directions: fwd, without gradients; bwd, torch.autograd.grad of the part; fwd+bwd, both in one, with all that is saved in between.
 `peak_mib` is the most memory beyond what was there before (inputs; for bwd also what forward saved), `outputs_mib` what of it is o and
@@ -29,7 +31,7 @@ import typer
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.bench.core import environment, markdown, store
+from nsa_sel.bench.core import environment, markdown, peers, store
 from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
@@ -95,12 +97,16 @@ def parts(S: int, h: int) -> dict[str, Callable[[], Part]]:
         _, inputs = layer()
         return lambda: nsa_attention(*inputs, window=WINDOW, recompute=True), inputs
 
+    def fla() -> Part:
+        inputs = random(1, S, G * h, D), random(1, S, G, D), random(1, S, G, D), random(1, S, G * h), random(1, S, G * h)
+        return lambda: peers.fla_layer(*inputs, N, BLOCK), inputs
+
     def dense() -> Part:
         inputs = q(), *keys()
         return lambda: dense_causal_sdpa(*inputs), inputs
 
     mine = {made.__name__: made for made in (choose, from_scores, select, window, gate, layer, recomputed)}
-    return {**mine, **text_parts(S, h, lambda: (q(), *keys()), of_layer), "dense": dense}
+    return {**mine, **text_parts(S, h, lambda: (q(), *keys()), of_layer), "fla": fla, "dense": dense}
 
 
 def measure(part: Part, rep: float) -> list[dict[str, Any]]:
@@ -177,6 +183,9 @@ def main(
         for h in map(int, heads.split(",")):
             for name, make in parts(S, h).items():
                 if only and name not in only.split(","):
+                    continue
+                if name == "fla" and (lacks := peers.fla_lacks("cuda") or peers.fla_refuses_heads(h)):
+                    echo(f"fla was left out: {lacks}")
                     continue
                 found = measure(make(), rep)
                 decided = events.decisions()[-1].forward if name.split()[0] in ("choose", "select") else None
