@@ -89,7 +89,7 @@ def select(request: Request, device: DeviceInfo, backend: str | None = None) -> 
     if decision is None:
         settings = tuned.apply(settings_for(device), facts[0], device)
         offers = registry.offers(request)
-        check_names(settings, offers)
+        check_names(settings)
         override = _override(backend, settings, request.kind)
         decision = make_decision(facts[0], device, load_policy("default"), settings, offers, override)
         memory.remember(facts, decision)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
-from nsa_sel.core.backend import REFUSING_KINDS, Offer
+from nsa_sel.core import registry
+from nsa_sel.core.backend import REFUSING_KINDS
 from nsa_sel.core.decision import Decision, load_policy, make_decision
+from nsa_sel.core.request import Kind
 from nsa_sel.errors import ConfigError
 from nsa_sel.settings.schema import Settings
 
 
-def check_names(settings: Settings, offers: Sequence[Offer]) -> None:
+def check_names(settings: Settings) -> None:
     """ConfigError for a backend's name in the user's configuration file that is not installed.
 
-    A missing backend of a committed profile is no error, but a step of the decision.
+    A missing backend of a committed profile is no error, but a step of the decision. Costs may be of both kinds, whatever is decided.
     """
+    attending, every = list(registry.backends()), [name for kind in get_args(Kind) for name in registry.backends(kind)]
+    costs = [name.rpartition("/")[0] for name in settings.costs.models] if settings.costs else []
     written = {
-        "prefer_forward": settings.prefer_forward,
-        "prefer_backward": settings.prefer_backward,
-        "costs": [name.rpartition("/")[0] for name in settings.costs.models] if settings.costs else [],
+        "prefer_forward": (settings.prefer_forward, attending),
+        "prefer_backward": (settings.prefer_backward, attending),
+        "costs": (costs, every),
     }
-    names = [offer.backend.name for offer in offers]
     own = [field for field in written if settings.sources.get(field, "") == settings.config_file]
-    unknown = [(field, name) for field in own for name in written[field] if name not in names]
+    unknown = [(field, name) for field in own for name in written[field][0] if name not in written[field][1]]
     if unknown:
         field, name = unknown[0]
+        names = written[field][1]
         close = difflib.get_close_matches(name, names, n=1)
         meant = f" (did you mean {close[0]}?)" if close else ""
         remedy = f"correct the name{meant}, or install the package that brings this backend"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import nsa_sel
+from nsa_sel.core.decide import forget_decisions
+from nsa_sel.core.request import Request, example_choice, example_request
 from nsa_sel.errors import ConfigError
 from tests.helpers.policy_cases import H100, LONG
 from tests.helpers.wrong_calls import Wrong, assert_in_order, call, message_of
@@ -102,6 +104,17 @@ def test_wrong_files_are_named(configure: Callable[[str], Path], content: str, f
     message = message_of(Wrong("file", call(), error=ConfigError))
     assert message.startswith(str(file))
     assert all(fragment in message for fragment in (*fragments, "; allowed: ", "Remedy: ")), message
+
+
+@pytest.mark.parametrize("request_of", [example_request, example_choice])
+def test_a_preference_refuses_no_call_of_either_kind(configure: Callable[[str], Path], request_of: Callable[[], Request]) -> None:
+    """It names backends that attend, whatever the call; a wrong name is refused by both."""
+    configure(GOOD + "runtime: {prefer_forward: [sdpa-packed]}\n")
+    assert nsa_sel.explain_request(request_of(), H100).forward is not None
+    configure(GOOD + "runtime: {prefer_forward: [choose-torch]}\n")
+    forget_decisions()
+    with pytest.raises(ConfigError, match="prefer_forward is 'choose-torch'"):
+        nsa_sel.explain_request(request_of(), H100)
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", ".", "fifo", "link to a fifo", "/dev/zero"])
