@@ -30,6 +30,10 @@ _CUDA = (
 _GATHERED = ("launch", "pairs", "read", "scores", "rows", "read-wide")
 _TILES = ("launch", "union", "pairs", "tile", "distinct", "rows", "tile-wide")
 _BLOCKS = ("launch", "pairs", "exact", "partials", "rows", "exact-wide")
+_CHOICE = {
+    "choose": ("launch", "compressed", "ranked", "rows", "compressed-wide"),
+    "choose-backward": ("launch", "compressed", "rows", "compressed-wide"),
+}
 
 HOPPER_TILES = TileKernels(
     sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=128
@@ -125,7 +129,7 @@ SPECS = (
     ),
 )
 
-# Of the kind "choose", the preferred first: no costs are measured yet.
+# Of the kind "choose", the preferred first where no costs are known.
 CHOOSERS = (
     Backend(
         name="choose-cuda",
@@ -143,6 +147,7 @@ CHOOSERS = (
         libraries=_CUDA,
         summary="choose-triton, but for attention to compressed keys and its gradients: by TMA and wgmma, as cupy-cuda's tiles",
         tiles=COMPRESSED_TILES,
+        cost_terms={**_CHOICE, "choose-backward": ("launch", "compressed", "rows")},
     ),
     Backend(
         name="choose-triton",
@@ -156,6 +161,7 @@ CHOOSERS = (
         ),
         requires=(_TRITON,),
         summary="tiles of rows and heads over compressed keys; importance and the best blocks a chunk of rows at a time",
+        cost_terms=_CHOICE,
     ),
     Backend(
         name="choose-torch",
@@ -165,6 +171,10 @@ CHOOSERS = (
         limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
         summary="matrix products and a stable sort, a chunk of rows at a time; the fallback that always runs",
         fallback=True,
+        cost_terms={
+            "choose": ("launch", "scores", "ranked", "rows", "compressed-wide"),
+            "choose-backward": ("launch", "scores", "rows", "compressed-wide"),
+        },
     ),
 )
 

@@ -22,6 +22,12 @@ TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
 MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
 
+def ceil_sum(count: int, step: int) -> int:
+    """Sum of ceil(x / step) over x = 1 ... count."""
+    whole, rest = divmod(count, step)
+    return step * whole * (whole + 1) // 2 + rest * (whole + 1)
+
+
 class Blocks(NamedTuple):
     """(row, block) pairs, summed over all rows of a request."""
 
@@ -35,9 +41,7 @@ def blocks_of(request: Request) -> Blocks:
     first, last = max(0, request.S_kv - request.S), request.S_kv
 
     def started(keys: int) -> int:
-        """Sum of ceil(x / block) over x = 1 ... keys: the visible blocks of the first `keys` positions."""
-        whole, rest = divmod(keys, block)
-        return block * whole * (whole + 1) // 2 + rest * (whole + 1)
+        return ceil_sum(keys, block)  # the visible blocks of the first `keys` positions
 
     def at_most(n: int, keys: int) -> int:
         full = min(keys, n * block)
@@ -67,6 +71,8 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
 
     sm_count: multiprocessors of the GPU.
     """
+    if request.kind == "choose":
+        return choice_work(request, backward)
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
     block = request.block_size or 1
     pairs = blocks_of(request).chosen
@@ -101,12 +107,39 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
     }
 
 
+def seen_of(request: Request) -> float:
+    """(row, compressed key) pairs, summed over all rows of a request of the kind "choose"."""
+    block, stride = request.compress or (1, 1)
+    first, last = max(0, request.S_kv - request.S), request.S_kv
+    seen = [ceil_sum(max(0, keys - block + 1), stride) for keys in (first, last)]
+    return request.B * request.G * request.S / max(1, last - first) * (seen[1] - seen[0])
+
+
+def choice_work(request: Request, backward: bool) -> dict[str, float]:
+    """`work` of a request of the kind "choose": attention to compressed keys, and forward the choice of the best blocks."""
+    size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
+    wide_k, wide_v = tile_columns(Dk, Dv, size)
+    # Products per (row, key). Forward: logits, o, and the logits again for importance. Backward: logits, dP, dQ; then logits, dP, dV, dK.
+    widths = 4 * wide_k + 3 * wide_v if backward else 2 * wide_k + wide_v
+    seen, rows = seen_of(request), request.B * request.S * request.G
+    suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
+    counted = {
+        "launch": 1.0,
+        "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
+        "compressed" + suffix: seen * h * 2 * widths / 1e12,
+        "scores": seen * h / 1e9,
+    }
+    return counted if backward else {**counted, "ranked": blocks_of(request).visible / 1e9}
+
+
 def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     """Whether the backend's cost model covers such calls.
 
     Not for paged caches that the backend does not read itself: gathering their ranges was not measured. Not for calls that tile kernels
-    do not take: they run on other kernels.
+    do not take: they run on other kernels. Not for a choice of one query per sequence, or without attention, which was not measured.
     """
+    if request.kind == "choose" and (request.S == 1 or request.pool is not None):
+        return False
     if request.page_size is not None:
         return backend.reads_caches
     if backend.tiles is None or request.S == 1:
@@ -116,13 +149,13 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
 
 def predict(case: Case, backend: Backend) -> float | None:
     """Milliseconds to four digits; None where the profile has no rows for such a request."""
-    request, costs = case.request, case.settings.costs
-    model = costs and costs.models.get(f"{backend.name}/{case.phase}")
+    request, costs, backward = case.request, case.settings.costs, case.direction == "backward"
+    model = costs and costs.models.get(f"{backend.name}/{request.phase(backward)}")
     if not costs or not model or request.dtype not in costs.dtypes or request.block_size is None:
         return None
-    if not modelled(backend, request, case.direction == "backward"):
+    if not modelled(backend, request, backward):
         return None
-    amounts = work(request, case.direction == "backward", request.sharing or case.settings.sharing_prior, case.device.sm_count)
+    amounts = work(request, backward, request.sharing or case.settings.sharing_prior, case.device.sm_count)
     wide = any(term.endswith("-wide") for term in amounts)
     if wide and not any(term.endswith("-wide") for term in model.terms):
         return None

@@ -20,6 +20,7 @@ LAYERS, REAL_ROWS = 30, 8192  # of the committed maps of SmolLM2
 SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
 SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
 PREFIX = "prefix"  # as "few", which other benches have
+CHOICE = "choose"  # a call of compressed_attention with NSA's sizes, which chooses the n blocks; there is no selection to make
 MANY, MIXED = 8, (2, 4, 8)  # spans of a row that is cut into many; into as many as is drawn for it
 LEAST_BLOCK = 16  # keys: the smallest block that every backend takes
 SPAN_KEYS = 8192  # that a row of a span case may select
@@ -30,7 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 class Case(NamedTuple):
     """Sizes of one case; `distribution`: random (scores from a normal distribution), real (SmolLM2's selections), trained (a model's
-    that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), or one of `SPANS`.
+    that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), one of `SPANS`, or `CHOICE`.
 
     `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
     real or trained case takes, and how many keys a row of spans selects, is in its name alone (`layers_of`, `length_of`).
@@ -114,6 +115,14 @@ def cost_cases() -> list[Case]:
     by_length = [case._replace(case=case.case.replace("threshold", "cost")) for case in threshold_cases()]
     one, batch = decode_cases()[:2]
     return [*found, narrow, *wide, *by_length, one, batch, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192)]
+
+
+def choice_cases() -> list[Case]:
+    """The same for choosing: prefill of 1k to 32k rows with h 16, 4, 1, head dims 64 and 192, and a chunk of a longer prefill."""
+    found = [prefill(CHOICE, S * 1024, h) for S in (1, 8, 32) for h in (16, 4, 1)]
+    narrow = prefill(CHOICE, 8192, 4, Dk=64)._replace(Dv=64)
+    chunk = prefill(CHOICE, 1024, 16)._replace(case="choose-1k-of-32k-h16", S_kv=32768)
+    return [*found, narrow, chunk, prefill(CHOICE, 8192, 16, Dk=192), prefill(CHOICE, 32768, 4, Dk=192)]
 
 
 def trained_cases() -> list[Case]:

@@ -11,21 +11,24 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 
+import msgspec
 import numpy as np
 
-from nsa_sel.backends.specs import SPECS
-from nsa_sel.bench.core.cases import LAYERS, Case, layer_selection, make_selection
+from nsa_sel.backends.specs import CHOOSERS, SPECS
+from nsa_sel.bench.core.cases import CHOICE, LAYERS, Case, layer_selection, make_selection
 from nsa_sel.bench.core.markdown import table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows
-from nsa_sel.core import registry
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.request import SHARING_TOKENS, Request
 from nsa_sel.policies.cost import modelled, work
 from nsa_sel.selection import Selection
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import CostModel, Costs
 
-TERMS = {f"{backend.name}/{direction}": terms for backend in SPECS for direction, terms in backend.cost_terms.items()}
+BACKENDS = {backend.name: backend for backend in (*SPECS, *CHOOSERS)}
+TERMS = {f"{backend.name}/{phase}": terms for backend in BACKENDS.values() for phase, terms in backend.cost_terms.items()}
+CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosing; `WAYS` are those of others
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
 # Commands whose rows time more than a call (caches, packed batches, ranks) under a backend's name; old rows have the old names.
 MORE_THAN_A_CALL = ("paged_caches", "packed_batches", "weak_scaling", "bench_serving", "bench_varlen", "bench_scaling")
@@ -41,13 +44,24 @@ def is_time(row: Row) -> bool:
         return False
     if not all(field in row for field in Case._fields):
         return False
-    return f"{row.get('backend')}/{WAYS.get(str(row.get('direction')))}" in TERMS
+    return model_of(row) in TERMS
 
 
 def is_cost_row(row: Row) -> bool:
     """Whether a model is fitted to the row: `is_time`, and of a call that its backend's model covers."""
     backward = row.get("direction") == "bwd"
-    return is_time(row) and modelled(registry.backends()[row["backend"]], request_of(case_of(row), None, backward), backward)
+    return is_time(row) and modelled(BACKENDS[row["backend"]], request_of(case_of(row), None, backward), backward)
+
+
+def phase_of(row: Row) -> str | None:
+    """`Request.phase` of what the row measured; None for both directions in one."""
+    phases = CHOICE_PHASES if row.get("distribution") == CHOICE else WAYS
+    return phases.get(str(row.get("direction")))
+
+
+def model_of(row: Row) -> str:
+    """The name that a model of such rows has, a key of TERMS where there are such models."""
+    return f"{row.get('backend')}/{phase_of(row)}"
 
 
 def case_of(row: Row) -> Case:
@@ -57,6 +71,8 @@ def case_of(row: Row) -> Case:
 
 def sharing_of(case: Case) -> tuple[float, ...]:
     """The sharing of a case's selection, to two decimals: measured on the committed maps, or the mean over random selections."""
+    if case.distribution == CHOICE:
+        return (1.0,) * len(SHARING_TOKENS)  # takes no part
     if case.distribution == "random":
         exact = _random_sharing(case.S, case.S_kv, case.n, case.block)
     else:  # whatever h: the heads of a group share their selection
@@ -97,6 +113,9 @@ def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool) 
         B=case.B, S=case.S, S_kv=case.S_kv, G=case.G, h=case.h, Dk=case.Dk, Dv=case.Dv, n=case.n, block_size=case.block,
         max_length=min(case.n * case.block, case.S_kv), dtype=case.dtype, needs_grad=needs_grad, sharing=sharing if case.S > 1 else None,
     )  # fmt: skip
+    if case.distribution == CHOICE:
+        compress = Rule().compress_block, Rule().compress_stride
+        exact = msgspec.structs.replace(exact, kind="choose", compress=compress, max_length=case.S_kv, sharing=None)
     return exact.request_class()
 
 
@@ -104,7 +123,7 @@ def models(rows: Sequence[Row], sm_count: int) -> dict[str, CostModel]:
     """The cost model of every backend and direction in the rows, all of which pass `is_cost_row`; sm_count: of their GPU."""
     by_model: dict[str, list[Row]] = {}
     for row in rows:
-        by_model.setdefault(f"{row['backend']}/{WAYS[row['direction']]}", []).append(row)
+        by_model.setdefault(model_of(row), []).append(row)
     return {name: fit(name, by_model[name], sm_count) for name in TERMS if name in by_model}
 
 
@@ -133,8 +152,8 @@ def fit(name: str, rows: Sequence[Row], sm_count: int) -> CostModel:
     not say which calls are host-bound: for each k, the k fastest are assumed to be, and the best k is kept.
 
     Args:
-        name: "backend/direction", a key of TERMS.
-        rows: of that backend and direction.
+        name: a key of TERMS.
+        rows: whose `model_of` is this name.
     """
     rows = sorted(rows, key=lambda row: float(row["ms_median"]))
     cases = [case_of(row) for row in rows]
@@ -189,7 +208,7 @@ def prior() -> tuple[float, ...]:
 
 
 def _amounts(case: Case, name: str, sm_count: int) -> list[float]:
-    backward = name.endswith("/backward")
+    backward = name.endswith("backward")
     sharing = sharing_of(case)
     counted = work(request_of(case, sharing, backward), backward, sharing, sm_count)
     return [counted.get(term, 0.0) for term in TERMS[name]]

@@ -16,15 +16,16 @@ from unittest import mock
 
 import torch
 
+from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core import cases, session, store
-from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.cases import CHOICE, Case
 from nsa_sel.bench.core.contenders import DENSE, SLOW, named
 from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, make_problem, sample
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
-from nsa_sel.bench.tune import cost_fit
-from nsa_sel.bench.tune.committed_rows import DIRECTIONS, WAYS
-from nsa_sel.bench.tune.cost_fit import TERMS
+from nsa_sel.bench.tune import choice_times, cost_fit
+from nsa_sel.bench.tune.committed_rows import DIRECTIONS
+from nsa_sel.bench.tune.cost_fit import TERMS, model_of, phase_of
 from nsa_sel.bench.tune.resume import Measurements, Run, collect, context_loss
 from nsa_sel.bench.tune.search_space import SPACES, kernel_name
 from nsa_sel.bench.tune.tuned_file import beside, locked, rewrite, written
@@ -38,7 +39,7 @@ from nsa_sel.settings.schema import Costs, Settings, Way
 from nsa_sel.settings.tuned import Stamp
 
 ROWS = ".costs.jsonl"  # suffix of the file of rows
-BACKENDS = (*dict.fromkeys(name.partition("/")[0] for name in TERMS), DENSE)  # dense attention is for the report alone
+BACKENDS = (*(backend.name for backend in SPECS if backend.cost_terms), DENSE)  # dense attention is for the report alone
 MAX_ROWS = 8192  # of a case that the slow backends are measured on
 ORDER: tuple[Way, ...] = ("forward", "decode", "backward")  # a direction is used as soon as its rows are complete: the quick ones first
 ORACLE_ROWS = 16  # compared with the oracle
@@ -62,10 +63,14 @@ def without_flags() -> Iterator[None]:
 def wanted(device: DeviceInfo, ways: Sequence[Way]) -> list[Row]:
     """The rows to measure: case, direction, backend, and under "launches" the kernel configs in force for it now."""
     settings = settings_for(device)
+    asked = [way for way in ORDER if way in ways]
+    return [row for way in asked for rows in (_attending, choice_times.wanted) for row in rows(device, settings, way)]
+
+
+def _attending(device: DeviceInfo, settings: Settings, way: Way) -> list[Row]:
+    """Those of attention to selected blocks."""
     return [
         {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": _configs(name, case, way, settings, device)}
-        for way in ORDER
-        if way in ways
         for case in cases.cost_cases()
         if (case.S == 1) == (way == "decode")
         for name, contender in zip(BACKENDS, named(",".join(BACKENDS)), strict=True)
@@ -125,7 +130,7 @@ def _ways(costs: Costs) -> set[str]:
 
 
 def fitted(every: Sequence[Row], known: Sequence[Row], name: str, sm_count: int) -> Costs | None:
-    """The models of the directions all of whose rows are known, None where no direction has two backends to compare.
+    """The models of the phases all of whose rows are known, None where no phase has two backends to compare.
 
     A backend that mostly fails has fewer rows than its model has terms, and gets no model: the policy then prefers the others.
 
@@ -134,13 +139,13 @@ def fitted(every: Sequence[Row], known: Sequence[Row], name: str, sm_count: int)
         known: those of them that were measured.
         name: of the file of rows, for the provenance.
     """
-    counts = Counter(row["direction"] for row in known)
-    complete = {way for way, count in Counter(row["direction"] for row in every).items() if counts[way] == count}
-    timed = [row for row in store.measured(known) if row["direction"] in complete and cost_fit.is_cost_row(row)]
-    rows_of_model = Counter((row["backend"], row["direction"]) for row in timed)
-    fit = {of for of, count in rows_of_model.items() if count > len(TERMS[f"{of[0]}/{WAYS[of[1]]}"])}
-    compared = Counter(direction for _, direction in fit)
-    rows = [row for row in timed if (row["backend"], row["direction"]) in fit and compared[row["direction"]] > 1]
+    counts = Counter(map(phase_of, known))
+    complete = {phase for phase, count in Counter(map(phase_of, every)).items() if counts[phase] == count}
+    timed = [row for row in store.measured(known) if phase_of(row) in complete and cost_fit.is_cost_row(row)]
+    rows_of_model = Counter(map(model_of, timed))
+    fit = {name for name, count in rows_of_model.items() if count > len(TERMS[name])}
+    compared = Counter(name.partition("/")[2] for name in fit)
+    rows = [row for row in timed if model_of(row) in fit and compared[phase_of(row) or ""] > 1]
     if not rows:
         return None
     digest = hashlib.sha256("".join(json.dumps(row, sort_keys=True) for row in rows).encode()).hexdigest()[:16]
@@ -158,6 +163,7 @@ class Runner:
     def __init__(self, device: str = "cuda", rep: float = REP) -> None:
         self.device, self.timing = device, Timing(rep)
         self.prepared: tuple[Case, Problem, Sample] | None = None
+        self.choosing = choice_times.Runner(device, self.timing, MAX_ERROR)
 
     def __call__(self, row: Row) -> Row:
         """The row with its times.
@@ -168,7 +174,7 @@ class Runner:
         """
         try:
             with context_loss(f"{row['backend']} on {row['case']}"):
-                return self._measured(row)
+                return self.choosing(row) if row["distribution"] == CHOICE else self._measured(row)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             raise

@@ -16,11 +16,10 @@ import numpy as np
 import typer
 from tabulate import tabulate
 
-from nsa_sel.backends.specs import SPECS
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import H200_RESULTS, cost_rows
-from nsa_sel.bench.tune.cost_fit import case_of, is_cost_row, is_time, models, request_of, sharing_of
+from nsa_sel.bench.tune.cost_fit import BACKENDS, case_of, is_cost_row, is_time, models, request_of, sharing_of
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
@@ -71,7 +70,7 @@ def choose(
     """
     backward = direction == "bwd"
     request = request_of(case, sharing_of(case) if known else None, backward)
-    offers = [Offer(spec) for spec in SPECS if spec.name in times]
+    offers = [Offer(spec) for name, spec in BACKENDS.items() if name in times]
     decision = make_decision(request, device, load_policy("default"), settings, offers)
     picked = decision.backward if backward else decision.forward
     if picked is None:

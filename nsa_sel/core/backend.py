@@ -140,7 +140,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         "rows"  # what shares loads of K and V: the heads of a row, a tile of tokens, all rows of a KV block
     )
     tiles: TileKernels | None = None
-    cost_terms: Mapping[str, tuple[str, ...]] = {}  # "forward", "backward", "decode" -> the terms of its cost model
+    cost_terms: Mapping[str, tuple[str, ...]] = {}  # `Request.phase` -> the terms of its cost model
 
     def prefers_blocks(self, request: Request, device: DeviceInfo) -> bool:
         """Whether it accepts only whole blocks, or has faster kernels for them on this device."""

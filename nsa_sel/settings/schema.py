@@ -30,7 +30,10 @@ COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts 
     "exact": "TFLOP of blocks over the rows that select them",
     "exact-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "partials": "GB of gathered queries, and of partial outputs or dQ written and read, for each pair",
-    "scores": "billions of (row, head, key) triples",
+    "scores": "billions of (row, head, key) triples; of choosing, of compressed keys that the row sees",
+    "compressed": "TFLOP of choosing: rows and heads over the compressed keys that they see",
+    "compressed-wide": "the same where a key and its value have more than 256 16-bit numbers",
+    "ranked": "billions of (row, block) pairs that the best blocks are chosen from",
 }
 
 
@@ -94,7 +97,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     provenance: str
     dtypes: tuple[str, ...]
-    models: dict[str, CostModel]  # "triton-tile/forward", "triton-tile/backward", "triton-tile/decode" (S = 1)
+    models: dict[str, CostModel]  # by backend and `Request.phase`: "triton-tile/decode", "choose-triton/choose-backward"
 
 
 class Side(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,7 +32,7 @@ from nsa_sel.version import __version__
 
 MOST_HEADS, LEAST_LENGTH, MOST_LENGTH = 64, 64, 4096  # sizes outside belong to the outermost classes
 ANEW = "remove the file and run `nsa-sel tune` again"
-KERNEL_SOURCES = re.compile(r"triton_\w+\.py")
+KERNEL_SOURCES = re.compile(r"(triton_\w+|choose_triton)\.py")
 
 Shape = tuple[int, int, int, int, str]  # Dk, Dv, class of h, bucket of L, dtype
 
@@ -375,9 +375,9 @@ def apply(settings: Settings, request: Request, device: DeviceInfo) -> Settings:
 
 
 def _over(own: Costs, before: Costs | None) -> tuple[Costs, list[str]]:
-    """The user's costs, completed by those of a profile for the directions that the user's leave out, which are named.
+    """The user's costs, completed by those of a profile for the phases that the user's leave out, which are named.
 
-    Predictions are compared within a direction: all its models are from one machine.
+    Predictions are compared within a phase (`Request.phase`): all its models are from one machine.
     """
     ways = {name.rpartition("/")[2] for name in own.models}
     rest = {name: model for name, model in before.models.items() if name.rpartition("/")[2] not in ways} if before else {}

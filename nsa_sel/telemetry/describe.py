@@ -36,7 +36,7 @@ def describe(decision: Decision) -> str:
     if request.pool is not None:
         lines.append(f"scores    {_pool(request.pool)}")
     lines.append(f"rule      {decision.rule}")
-    if decision.predictions:
+    if decision.predictions and request.kind == "attend":
         lines.append(f"sharing   {_sharing(decision)}")
     lines.append(f"config    {decision.settings.profile}{_assumption(decision)}, fingerprint {decision.settings.fingerprint}")
     lines += [f"kernel    {config}" for config in _tuned_configs(decision)]

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("tuned_folder")
 UNKNOWN = replace(policy_cases.UNKNOWN, sm_count=H200.sm_count)  # as many as the times of `priced` are for
 STAMP = stamp_of(UNKNOWN)
 RUN = Run(STAMP)
+PHASES = {*WAYS, "choose", "choose-backward"}
 MODEL = shipped_configs()["sm90_h200.yaml"].costs.models["triton-group/forward"]  # type: ignore[union-attr]
 
 
@@ -48,6 +49,10 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def identity(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(field) for field in resume.IDENTITY)
+
+
+def phase_of_name(model: str) -> str:
+    return model.partition("/")[2]
 
 
 def again(row: Row) -> Row:
@@ -74,9 +79,11 @@ def test_the_suite_spans_what_the_models_need_and_is_small() -> None:
     assert {case.h for case in prefill} == {1, 4, 16}
     assert {case.Dk for case in prefill} == {case.Dk for case in suite if case.S == 1} == {64, 128, 192}
     asked = wanted(UNKNOWN, WAYS)
-    counted = Counter(f"{row['backend']}/{cost_fit.WAYS[row['direction']]}" for row in asked)
+    counted = Counter(map(cost_fit.model_of, wanted(H200, WAYS)))
     for name, terms in TERMS.items():
         assert counted[name] > len(terms), name
+    elsewhere = {cost_fit.model_of(row) for row in asked} | {"choose-cuda/choose", "choose-cuda/choose-backward"}
+    assert elsewhere == set(counted), "one of the kernels runs on Hopper alone"
     assert max(row["S"] for row in asked if row["backend"] in SLOW) == 8192
     assert len({identity(row) for row in asked}) == len(asked)
     assert [row["direction"] for row in asked] == sorted((row["direction"] for row in asked), key=["fwd", "decode", "bwd"].index)
@@ -86,7 +93,7 @@ def test_the_suite_spans_what_the_models_need_and_is_small() -> None:
 def test_the_suite_alone_chooses_as_well_as_all_rows() -> None:
     """On the H200, over all its rows but those of single layers: how far models of the suite's sizes, of which it has most, are off."""
     rows = [row for found in cost_rows(cost_fit.is_cost_row).values() for row in found if "layer" not in row["case"]]
-    sizes = {case[1:] for case in cases.cost_cases()}
+    sizes = {case[1:] for case in (*cases.cost_cases(), *cases.choice_cases())}
     some = [row for row in rows if cost_fit.case_of(row)[1:] in sizes]
     assert len(some) < 0.8 * len(rows)
     own = replace(settings_for(H200), costs=cost_fit.costs(some, ["the suite's rows"], H200.sm_count))
@@ -105,8 +112,8 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     thresholds.measure_thresholds(RUN, sides, WAYS)
     found = measure_costs(RUN, UNKNOWN, priced, WAYS)
     assert found is not None
-    assert {name.partition("/")[2] for name in found.models} == set(WAYS)
-    assert len(found.models) == 16  # six backends forward and backward, four decode
+    assert set(map(phase_of_name, found.models)) == PHASES
+    assert len(found.models) == 20  # six backends forward and backward, four decode; two that choose
     assert all(model.worst_error < 0.01 for name, model in found.models.items() if "token" not in name), "they fit what made the times"
     tuned.forget()
     after = explain_request(request, UNKNOWN)
@@ -132,9 +139,10 @@ def test_they_go_before_a_profiles_and_leave_the_ways_that_were_not_measured(dev
     assert before.sources["costs"] == shipped
     measure_costs(Run(stamp_of(device)), device, lambda row: priced(row, 3.0), ("forward",))
     after = settings(device=device)
-    assert after.sources["costs"] == f"{after.tuned}; backward, decode: {shipped}"
+    others = {phase_of_name(name) for name in before.costs.models} - {"forward", "choose"}
+    assert after.sources["costs"] == f"{after.tuned}; {', '.join(sorted(others))}: {shipped}"
     for name, model in before.costs.models.items():
-        assert (after.costs.models[name] == model) == (not name.endswith("/forward")), name
+        assert (after.costs.models[name] == model) == (phase_of_name(name) in others), name
     measure_costs(Run(stamp_of(device)), device, lambda row: priced(row, 3.0), WAYS)
     after = settings(device=device)
     assert after.sources["costs"] == after.tuned
@@ -189,7 +197,7 @@ def test_time_that_is_up_leaves_the_models_of_complete_directions(monkeypatch: p
         patched.setattr(resume.time, "monotonic", lambda: next(clock))
         first = measure_costs(RUN._replace(deadline=forward + 10), UNKNOWN, priced, WAYS)
     assert first is not None
-    assert {name.partition("/")[2] for name in first.models} == {"forward"}
+    assert set(map(phase_of_name, first.models)) == {"forward", "choose"}
     assert forward < len(json_lines(beside(STAMP, ROWS))) < len(wanted(UNKNOWN, WAYS))
 
 
@@ -246,7 +254,8 @@ def test_what_fails_is_recorded_and_its_model_left_out() -> None:
 
     found = measure_costs(RUN, UNKNOWN, broken, WAYS)
     assert found is not None
-    assert set(TERMS) - set(found.models) == {"triton-block/backward"}
+    asked = {cost_fit.model_of(row) for row in wanted(UNKNOWN, WAYS)}
+    assert asked & set(TERMS) - set(found.models) == {"triton-block/backward"}
     errors = [row["error"] for row in json_lines(beside(STAMP, ROWS)) if "error" in row]
     assert set(errors) == {"OutOfMemoryError: CUDA out of memory"}
     assert measure_costs(RUN, UNKNOWN, again, WAYS) == found

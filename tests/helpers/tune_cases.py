@@ -14,7 +14,7 @@ from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import command, costs, runner, thresholds, tuned_file
 from nsa_sel.bench.tune.committed_rows import WAYS
-from nsa_sel.bench.tune.cost_fit import case_of, request_of, sharing_of
+from nsa_sel.bench.tune.cost_fit import TERMS, case_of, model_of, request_of, sharing_of
 from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.search_space import Case, Job, jobs
 from nsa_sel.core.request import DeviceInfo
@@ -107,8 +107,18 @@ def write(*results: Result, device: DeviceInfo = H200, **stamped: object) -> Non
     tuned_file.write(path, TunedFile(stamp=msgspec.structs.replace(stamp, **stamped), commit=None, results=results))
 
 
+CHOOSERS = {"choose-cuda": 1.0, "choose-triton": 1.5, "choose-torch": 10.0}  # how slow they are, invented
+PRICES = {"launch": 0.02, "compressed": 2.0, "compressed-wide": 3.0, "ranked": 1.0, "rows": 0.3, "scores": 0.5}
+
+
 def priced(row: Row, factor: float = 1.0) -> Row:
-    """The times that the H200's models predict, `factor` times as long; of triton-token, which they leave out, twice triton-group's."""
+    """The times that the H200's models predict, `factor` times as long; of triton-token, which they leave out, twice triton-group's. Of
+    choosing what `PRICES` say."""
+    if row["distribution"] == cases.CHOICE:
+        backward = row["direction"] == "bwd"
+        counted = work(request_of(case_of(row), None, backward), backward, (), H200.sm_count)
+        total = sum(PRICES[term] * counted.get(term, 0.0) for term in TERMS[model_of(row)])
+        return dict(zip(("ms_median", "ms_p20", "ms_p80"), ms(factor * CHOOSERS[row["backend"]] * total), strict=True))
     backend, way = row["backend"], WAYS[row["direction"]]
     stands_in = {"triton-token": "triton-group", "dense-cudnn": "triton-group"}.get(backend, backend)
     profile, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)

@@ -18,7 +18,7 @@ from nsa_sel.core.backend import Backend, Limits, Offer
 from nsa_sel.core.decision import Case as Asked
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
-from nsa_sel.core.request import SHARING_TOKENS, Request
+from nsa_sel.core.request import SHARING_TOKENS, Request, example_choice
 from nsa_sel.errors import ConfigError
 from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
 from nsa_sel.settings.config import parse_config, settings_for
@@ -206,7 +206,8 @@ def test_rows_beyond_the_keys_are_counted_by_their_mean() -> None:
 
 
 def test_work_has_every_cost_term() -> None:
-    counted = [work(replace(SHORT, Dk=Dk), backward, SIMILAR, 132) for Dk in (128, 192) for backward in (False, True)]
+    asked = [replace(request, Dk=Dk) for request in (SHORT, example_choice()) for Dk in (128, 192)]
+    counted = [work(request, backward, SIMILAR, 132) for request in asked for backward in (False, True)]
     assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
     assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
     few = replace(SHORT, B=1, G=4, S=1)  # rows; 132 programs make 33 parts of each
@@ -269,7 +270,7 @@ def test_more_work_is_never_predicted_cheaper(
 
     facts = {"B": B, "G": G, "h": h, "n": n, "tiles": tiles}
     less, more = asked(**facts), asked(**{**facts, grown: facts[grown] + by})
-    for name in {name.split("/")[0] for name in costs.models}:
+    for name in {name.split("/")[0] for name in costs.models} & set(backends()):
         before, after = predict(less, backends()[name]), predict(more, backends()[name])
         assert (before is None) == (after is None) or name == "cupy-cuda", "only its tiles, which shapes join and leave, are predicted"
         assert before is None or after is None or before <= after * (1 + 1e-3), name

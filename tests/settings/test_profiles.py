@@ -111,7 +111,7 @@ def test_a_gpu_of_another_compute_capability_takes_over_the_nearest_measured_pro
     assert found.costs is not None
     assert measured.costs is not None
     left_out = set(measured.costs.models) - set(found.costs.models)
-    assert left_out == {name for name in measured.costs.models if name.startswith("cupy-cuda/")} != set()
+    assert left_out == {name for name in measured.costs.models if name.startswith(config.ONE_SM_ONLY)} != set()
 
 
 def test_the_nearest_is_by_compute_capability_and_of_two_the_newer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,85 @@
+"""Choosers in `nsa-sel tune`: what is measured, how it is checked, and what decisions make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.parity import WrongResult
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import Timing
+from nsa_sel.bench.tune import choice_times, costs
+from nsa_sel.bench.tune.costs import measure_costs, wanted
+from nsa_sel.bench.tune.resume import Run
+from nsa_sel.core import registry
+from nsa_sel.core.decide import explain_request
+from nsa_sel.core.decision import Decision
+from nsa_sel.core.request import example_choice
+from nsa_sel.settings import tuned
+from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.schema import WAYS
+from nsa_sel.settings.tuned import stamp_of
+from tests.helpers.policy_cases import H200, UNKNOWN
+from tests.helpers.tune_cases import priced
+
+SMALL = cases.Case("choose-small", cases.CHOICE, 1, 90, 200, 2, 3, 16, 24, 3, 64, "float32")
+
+
+def row(direction: str) -> Row:
+    return {**SMALL._asdict(), "direction": direction, "backend": "choose-torch", "launches": ""}
+
+
+def test_every_chooser_that_runs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "missing", lambda name: ())
+    rows = [row for row in wanted(H200, WAYS) if row["distribution"] == cases.CHOICE]
+    named = {(row["backend"], row["direction"], row["h"], row["Dk"]) for row in rows}
+    assert {(name, way, 16, 128) for name in registry.backends("choose") for way in ("fwd", "bwd")} <= named
+    assert ("choose-cuda", "fwd", 1, 128) not in named, "its tiles take no single head"
+    assert ("choose-cuda", "bwd", 16, 192) not in named, "which other kernels compute"
+    assert not choice_times.wanted(H200, settings_for(H200), "decode")
+    monkeypatch.setattr(registry, "missing", lambda name: (name,) if name == "choose-triton" else ())
+    assert "choose-triton" not in {row["backend"] for row in wanted(H200, WAYS)}
+
+
+@pytest.mark.usefixtures("tuned_folder")
+def test_choosers_are_ranked_by_what_was_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "missing", lambda name: ())
+    request = example_choice(needs_grad=True)
+    assert measure_costs(Run(stamp_of(UNKNOWN)), UNKNOWN, priced, WAYS) is not None
+    tuned.forget()
+    decision = explain_request(request, UNKNOWN)
+    assert (decision.forward, decision.backward, decision.runner_up) == ("choose-triton", "choose-triton", "choose-torch")
+    assert decision.rule.startswith("least predicted time: choose-triton")
+    assert tuned.file_of(stamp_of(UNKNOWN)).name in decision.rule
+    assert [(p.direction, p.backend) for p in decision.predictions] == [
+        (direction, name) for direction in ("forward", "backward") for name in ("choose-triton", "choose-torch")
+    ]
+    assert Decision.from_json(decision.to_json()).replay() == ()
+
+
+def test_a_chooser_is_timed_and_compared() -> None:
+    measure = costs.Runner("cpu", rep=1)
+    for direction in ("fwd", "bwd"):
+        found = measure(row(direction))
+        assert 0 < found["ms_p20"] <= found["ms_median"] <= found["ms_p80"]
+        assert (found["mae"], found["same_blocks"], found["direction"]) == (0.0, 1.0, direction)
+
+
+@pytest.mark.parametrize("damage", ["NaN in o", "other blocks", "wrong gradient"])
+def test_wrong_results_are_no_times(monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    measure = choice_times.Runner("cpu", Timing(1), 1e-3)
+    measure(row("bwd"))
+    right = choice_times.results
+
+    def wrong(*given: Any) -> tuple[torch.Tensor, ...]:
+        o, dq, dk, dv, blocks = right(*given)
+        if damage == "NaN in o":
+            o[0, 0] = torch.nan
+        return o, dq, dk + (damage == "wrong gradient"), dv, blocks + 64 * (damage == "other blocks")
+
+    monkeypatch.setattr(choice_times, "results", wrong)
+    with pytest.raises(WrongResult, match="of the blocks are the same"):
+        measure(row("bwd"))
