@@ -8,7 +8,10 @@ bench/results/h200/ is read by bench/tune/derive.py, which writes the models int
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+import typer
 
 from nsa_sel.bench.core import environment
 from nsa_sel.bench.core.command_line import Only, Out, echo, need_gpu, program, stderr_console
@@ -19,11 +22,15 @@ from nsa_sel.core.facts import device_info
 from nsa_sel.settings.config import settings_for
 
 
-def main(out: Out, only: Only = "") -> None:
+def main(
+    out: Out,
+    only: Only = "",
+    rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a row should fill")] = costs.REP,
+) -> None:
     """Measure the rows that the file lacks; print all of them. A backend that fails is reported in one line and passed over."""
     need_gpu("choosers")
     device = device_info(torch.device("cuda", torch.cuda.current_device()))
-    settings, file, measure = settings_for(device), RowFile(out), costs.Runner()
+    settings, file, measure = settings_for(device), RowFile(out), costs.Runner(rep=rep)
     facts, console, found = environment.stamp(), stderr_console(), []
     for row in (row for way in costs.ORDER for row in choice_times.wanted(device, settings, way) if only in row["case"]):
         asked = {**row, **facts}
