@@ -13,6 +13,7 @@ from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.bounds import Bounds, CuSeqlens, row_positions
 from nsa_sel.core.check_choose import check_rule
+from nsa_sel.core.check_packed import check_longest
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import as_positions
 from nsa_sel.errors import ArgumentError, renamed, shown
@@ -100,7 +101,9 @@ class NSAttention(nn.Module):
             return BlockMean(self.rule.compress_block, self.rule.compress_stride)
         raise ArgumentError("compression", shown(self.compression), "'mlp', 'mean'", "pass one of these, or call nsa_attention yourself")
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
         """Causal attention of x to itself.
 
         Args:
@@ -110,6 +113,7 @@ class NSAttention(nn.Module):
             cu_seqlens: for a packed batch (docs/varlen.md), x [1,T,width]: [N+1] int32 or int64 on the CPU or on x's device, or a list;
                 sequence i is x[0, cu_seqlens[i]:cu_seqlens[i+1]]. Bounds on a GPU are not checked. Not with context parallelism, nor
                 with recompute=True.
+            max_seqlen: with cu_seqlens, as of `compressed_attention`: no sequence has more rows.
 
         Returns:
             [B,S,width]; of a packed batch 0 (or the output's bias) after the last sequence.
@@ -119,6 +123,7 @@ class NSAttention(nn.Module):
             BackendError: as `nsa_attention`.
         """
         check_tensors(x=x)
+        check_longest(max_seqlen, cu_seqlens)
         if x.dim() != 3 or x.shape[2] != self.width:
             raise ArgumentError(
                 "x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", "add the missing axes, or make another layer"
@@ -139,7 +144,7 @@ class NSAttention(nn.Module):
         if cu_seqlens is not None:
             o = nsa_attention(
                 q[0], self.compress_k(k_cmp[0], cu_seqlens), self.compress_v(v_cmp[0], cu_seqlens), k_slc[0], v_slc[0], k_win[0],
-                v_win[0], gates[0], q_cmp=q_cmp[0], cu_seqlens=cu_seqlens, **options,
+                v_win[0], gates[0], q_cmp=q_cmp[0], cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options,
             ).unsqueeze(0)  # fmt: skip
             return self.out(o.flatten(2))  # type: ignore[no-any-return]
         others = *(y.transpose(1, 2) for y in (k_slc, v_slc, k_win, v_win)), gates

@@ -10,7 +10,7 @@ from nsa_sel.core import entry, transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.bounds import CuSeqlens
 from nsa_sel.core.check import check_scale, check_sizes
-from nsa_sel.core.check_packed import as_batch, check_packed_sizes, check_rows_are_keys
+from nsa_sel.core.check_packed import as_batch, check_longest, check_packed_sizes, check_rows_are_keys
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.gating import gated_sum
 from nsa_sel.core.packed import packed_attention
@@ -40,6 +40,7 @@ def nsa_attention(
     scale: float | None = None,
     q_cmp: Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
+    max_seqlen: int | None = None,
     backend: str | None = None,
     recompute: bool = False,
 ) -> Tensor:
@@ -70,6 +71,7 @@ def nsa_attention(
             rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q and q_cmp are then [T,G,h,Dk], gates [T,G,h,3], keys and
             values of the selected branch and of the window [T,G,D], k_cmp and v_cmp [C,G,D] as of `compressed_attention`. Bounds on a GPU
             are not checked.
+        max_seqlen: with cu_seqlens, as of `compressed_attention`: no sequence has more rows.
         backend: the name of a backend to force for the selected branch; `use_backend` forces one for the compressed branch.
         recompute: save the inputs alone for the backward pass, which computes the branches again, a few groups at a time: less memory for
             the time of another forward pass (docs/layer.md "Memory"). The result and the gradients are the same.
@@ -82,6 +84,7 @@ def nsa_attention(
         BackendError: as `compressed_attention` and `selection_attention`.
     """
     check_flag("recompute", recompute)
+    check_longest(max_seqlen, cu_seqlens)
     q_cmp = q if q_cmp is None else q_cmp
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win, gates=gates, q_cmp=q_cmp)
     if cu_seqlens is not None:
@@ -98,7 +101,7 @@ def nsa_attention(
         if by_groups.takes(inputs, recompute):
             return by_groups.attention(inputs, by_groups.Options(window, rule, scale, backend))
     arguments = q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win), gates, window, scale, rule, backend
-    return _attend(*arguments) if cu_seqlens is None else _attend_packed(*arguments, cu_seqlens)
+    return _attend(*arguments) if cu_seqlens is None else _attend_packed(*arguments, cu_seqlens, max_seqlen)
 
 
 def _attend(
@@ -113,12 +116,12 @@ def _attend(
 
 def _attend_packed(
     q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, rule: Rule,
-    backend: str | None, cu_seqlens: CuSeqlens,
+    backend: str | None, cu_seqlens: CuSeqlens, max_seqlen: int | None,
 ) -> Tensor:  # fmt: skip
     _, v_cmp, *keys = as_batch(q, cmp[1], *slc, *win)
     check_branches(q.unsqueeze(0), q_cmp.unsqueeze(0), (v_cmp, keys[1], keys[3]), (keys[0], keys[2]), gates, window, packed=True)
     scale = check_scale(scale, q.shape[3])
-    compressed, selection = compressed_attention(q_cmp, *cmp, **rule._asdict(), scale=scale, cu_seqlens=cu_seqlens)
+    compressed, selection = compressed_attention(q_cmp, *cmp, **rule._asdict(), scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     selected = packed_attention(
         q, *slc, selection, cu_seqlens, None, scale=scale, return_lse=False, backend=backend, block_aligned=False, align=None
     )  # fmt: skip

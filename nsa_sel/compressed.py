@@ -10,7 +10,7 @@ from nsa_sel.core import choose, choose_ops, choose_repeat, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.bounds import CuSeqlens
 from nsa_sel.core.check_choose import check_choose
-from nsa_sel.core.check_packed import check_packed_choose
+from nsa_sel.core.check_packed import check_longest, check_packed_choose
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.selection import Selection
 
@@ -19,13 +19,13 @@ from nsa_sel.selection import Selection
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, compress_block: int = 32, compress_stride: int = 16, block_size: int = 64, n: int = 16,
     first: int = 1, local: int = 2, scale: float | None = None, q_pos: Tensor | None = None, S_kv: int | None = None,
-    cu_seqlens: CuSeqlens | None = None, return_lse: Literal[False] = False, backend: str | None = None,
+    cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, return_lse: Literal[False] = False, backend: str | None = None,
 ) -> tuple[Tensor, Selection]: ...  # fmt: skip
 @overload
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, compress_block: int = 32, compress_stride: int = 16, block_size: int = 64, n: int = 16,
     first: int = 1, local: int = 2, scale: float | None = None, q_pos: Tensor | None = None, S_kv: int | None = None,
-    cu_seqlens: CuSeqlens | None = None, return_lse: Literal[True], backend: str | None = None,
+    cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, return_lse: Literal[True], backend: str | None = None,
 ) -> tuple[Tensor, Selection, Tensor]: ...  # fmt: skip
 def compressed_attention(
     q: Tensor,
@@ -42,6 +42,7 @@ def compressed_attention(
     q_pos: Tensor | None = None,
     S_kv: int | None = None,
     cu_seqlens: CuSeqlens | None = None,
+    max_seqlen: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
@@ -74,6 +75,9 @@ def compressed_attention(
             sequence i has its own compressed keys [cu_cmp[i], cu_cmp[i+1]), cu_cmp = `compressed_cu_seqlens(cu_seqlens, ...)`, and C is
             cu_cmp[N] or more, at most (T - compress_block) // compress_stride + 1. Not together with q_pos or S_kv. Bounds on a GPU are
             not checked.
+        max_seqlen: with cu_seqlens: no sequence has more rows. Without it, if the bounds are on a GPU, the search for the best blocks takes
+            as long as in one sequence of T rows: the host does not know the lengths. Checked against bounds that the host may read. If it
+            is too small and they are on a GPU, rows beyond it choose among the first blocks alone.
         return_lse: also return the log-sum-exp.
         backend: the name of a backend to force (`nsa-sel doctor`); else `use_backend`, then NSA_SEL_BACKEND, then the policy decides.
 
@@ -90,9 +94,10 @@ def compressed_attention(
     """
     transforms.check_transforms(q, k_cmp, v_cmp, name="compressed_attention")
     check_flag("return_lse", return_lse)
+    check_longest(max_seqlen, cu_seqlens)
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
     if cu_seqlens is not None:
-        o, lse, ranges = _packed(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens, backend)
+        o, lse, ranges = _packed(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens, max_seqlen, backend)
     elif transforms.traces(q, k_cmp, v_cmp):
         check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
         q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
@@ -111,7 +116,7 @@ def compressed_attention(
 
 def _packed(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, cu_seqlens: CuSeqlens,
-    backend: str | None,
+    max_seqlen: int | None, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """o [1,T,G,h,Dv], lse [1,T,G,h] and ranges [1,T,G,n,2] of a packed batch."""
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
@@ -119,7 +124,7 @@ def _packed(
     if not traced:
         q, k_cmp, v_cmp = transforms.materialized(q, k_cmp, v_cmp)
     q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
-    rows, k, v, scale, bounds = check_packed_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens)
+    rows, k, v, scale, bounds = check_packed_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens, max_seqlen)
     needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
     if traced:
         return choose_ops.traced(rows, k, v, rule, len(q), scale, None, backend, needs_grad, bounds)

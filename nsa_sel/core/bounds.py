@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,14 +16,15 @@ _DTYPES = (torch.int32, torch.int64)
 
 
 class Bounds(NamedTuple):
-    """Checked cu_seqlens: their numbers where the host may read them, else the tensor."""
+    """Checked cu_seqlens: their numbers where the host may read them, else the tensor, and what the caller promised of it."""
 
     numbers: tuple[int, ...] | None
     tensor: Tensor | None
+    most: int | None = None  # rows or keys of a sequence
 
     @classmethod
-    def of(cls, name: str, bounds: CuSeqlens, total: int | None, like: Tensor) -> Bounds:
-        """Bounds from the argument `name` over `total` rows or keys (None: any number), for tensors on like's device."""
+    def of(cls, name: str, bounds: CuSeqlens, total: int | None, like: Tensor, max_seqlen: int | None = None) -> Bounds:
+        """Bounds from the argument `name` over `total` rows or keys (None: any number), none longer than max_seqlen, on like's device."""
         if isinstance(bounds, Tensor):
             check_dense(name, bounds)
             if bounds.dtype not in _DTYPES or bounds.dim() != 1:
@@ -33,7 +35,7 @@ class Bounds(NamedTuple):
             if bounds.numel() < 2:
                 raise ArgumentError(name, f"of {bounds.numel()} entries", "N + 1 of them for N >= 1 sequences", "pass [0, T] for one")
             if not _readable(bounds):
-                return cls(None, bounds)
+                return cls(None, bounds, max_seqlen)
             numbers = tuple(bounds.tolist())
         elif isinstance(bounds, list | tuple) and len(bounds) > 1 and all(type(bound) is int for bound in bounds):
             numbers = tuple(bounds)
@@ -47,6 +49,9 @@ class Bounds(NamedTuple):
         if total is not None and numbers[-1] > total:
             of = "the keys" if name == "cu_seqlens_k" else "q's rows"
             raise ArgumentError(name, f"{numbers[-1]} last", f"at most {total}, the number of {of}", "pass the bounds of this batch")
+        if max_seqlen is not None and _longest(numbers) > max_seqlen:
+            remedy = "pass its rows, or leave it out: these bounds say it themselves"
+            raise ArgumentError("max_seqlen", max_seqlen, f"at least {_longest(numbers)}, the longest sequence of {name}", remedy)
         return cls(numbers, None)
 
     @property
@@ -64,10 +69,12 @@ class Bounds(NamedTuple):
 
     def longest(self, total: int) -> int:
         """An upper bound on the keys of a sequence, rounded up to a power of two so that batches share decisions."""
-        if self.numbers is None:
-            return total
-        most = max(end - start for start, end in zip(self.numbers, self.numbers[1:], strict=False))
-        return min(total, 1 << max(0, most - 1).bit_length())
+        most = self.most if self.numbers is None else _longest(self.numbers)
+        return total if most is None else min(total, 1 << max(0, most - 1).bit_length())
+
+
+def _longest(numbers: tuple[int, ...]) -> int:
+    return max(end - start for start, end in pairwise(numbers))
 
 
 def _readable(bounds: Tensor) -> bool:

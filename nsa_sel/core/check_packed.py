@@ -9,7 +9,7 @@ from nsa_sel.core.bounds import Bounds, CuSeqlens
 from nsa_sel.core.check import check_scale, check_sizes
 from nsa_sel.core.check_choose import check_rule
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.errors import ArgumentError, renamed, shown
 
 
 def check_packed_sizes(**tensors: Tensor) -> None:
@@ -35,14 +35,26 @@ def check_packed_keys(name: str, x: Tensor) -> None:
         raise ArgumentError(name, f"of shape {tuple(x.shape)}", "[T,G,D] with cu_seqlens", f"pass {name}.squeeze(0) of a [1,T,G,D]")
 
 
+def check_longest(max_seqlen: int | None, cu_seqlens: CuSeqlens | None) -> None:
+    """ArgumentError for a max_seqlen that is no length, or that comes without bounds. `Bounds.of` compares it with them."""
+    if max_seqlen is None:
+        return
+    if cu_seqlens is None:
+        raise ArgumentError("max_seqlen", shown(max_seqlen), "None without cu_seqlens", "pass the bounds of the sequences, too")
+    if not isinstance(max_seqlen, int) or isinstance(max_seqlen, bool) or not 0 <= max_seqlen < 1 << 31:
+        remedy = "pass the rows of the longest sequence, or more, as the host knows them"
+        raise ArgumentError("max_seqlen", shown(max_seqlen), "a whole number >= 0 and < 2^31, as an int", remedy)
+
+
 def as_batch(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
     """q [1,T,G,h,Dk] and keys or values [1,G,Tk,D], views of packed ones."""
     return q.unsqueeze(0), *(x.transpose(0, 1).unsqueeze(0) for x in keys)
 
 
 def check_packed_choose(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, cu_seqlens: CuSeqlens
-) -> tuple[Tensor, Tensor, Tensor, float, Bounds]:
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, cu_seqlens: CuSeqlens,
+    max_seqlen: int | None,
+) -> tuple[Tensor, Tensor, Tensor, float, Bounds]:  # fmt: skip
     """q [1,T,G,h,Dk], k_cmp and v_cmp [1,G,C,D], the scale, and the bounds. Never reads a GPU or fake tensors.
 
     Raises:
@@ -54,7 +66,7 @@ def check_packed_choose(
             remedy = "leave it out: with cu_seqlens, rows are all positions of their sequence"
             raise ArgumentError(name, "given together with cu_seqlens", "one of them", remedy)
     check_packed_sizes(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
-    bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q)
+    bounds = Bounds.of("cu_seqlens", cu_seqlens, len(q), q, max_seqlen)
     rows, k, v = as_batch(q, k_cmp, v_cmp)
     try:
         check_sizes(rows, k, v)

@@ -19,11 +19,10 @@ from nsa_sel.core.indices import range_dtype
 @torch.library.custom_op("nsa_sel::choose", mutates_args=())
 def _choose(
     q: Tensor, k: Tensor, v: Tensor, rule: list[int], S_kv: int, scale: float, q_pos: Tensor | None, backend: str | None, needs_grad: bool,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    o, lse, ranges, _ = choose.run_forward(
-        choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, needs_grad, backend, _bounds(cu_seqlens, q))
-    )
+    bounds = _bounds(cu_seqlens, q, max_seqlen)
+    o, lse, ranges, _ = choose.run_forward(choose.begin(q, k, v, Rule(*rule), S_kv, scale, q_pos, needs_grad, backend, bounds))
     return o, lse, ranges
 
 
@@ -36,8 +35,8 @@ def _choose_backward(
     return choose.gradients(decided.call, decided.decision, o, lse, do, dlse)
 
 
-def _bounds(cu_seqlens: Tensor | None, q: Tensor) -> Bounds | None:
-    return None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, q.shape[1], q)
+def _bounds(cu_seqlens: Tensor | None, q: Tensor, max_seqlen: int | None = None) -> Bounds | None:
+    return None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, q.shape[1], q, max_seqlen)
 
 
 @_choose.register_fake
@@ -54,7 +53,7 @@ def _(do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, rule, S_kv, scale, q_pos, backend, _, cu_seqlens = inputs
+    q, k, v, rule, S_kv, scale, q_pos, backend, _, cu_seqlens, _ = inputs  # which sequence is the longest changes no gradient
     o, lse, ranges = output
     ctx.save_for_backward(q, k, v, o, lse, q_pos, cu_seqlens)
     ctx.facts = rule, S_kv, scale, backend
@@ -64,11 +63,11 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _ranges: None) -> tuple[Tensor | None, ...]:
     if do is None and dlse is None:
-        return (None,) * 10
+        return (None,) * 11
     q, k, v, o, lse, q_pos, cu_seqlens = ctx.saved_tensors
     rule, S_kv, scale, backend = ctx.facts
     gradients = torch.ops.nsa_sel.choose_backward(do, dlse, q, k, v, o, lse, rule, S_kv, scale, q_pos, backend, cu_seqlens)
-    return *gradients, *(None,) * 7
+    return *gradients, *(None,) * 8
 
 
 _choose.register_autograd(_backward, setup_context=_save)
@@ -79,8 +78,8 @@ def traced(
     bounds: Bounds | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`choose.choose` through the op."""
-    cu_seqlens = None if bounds is None else bounds.as_tensor()
+    cu_seqlens, most = (None, None) if bounds is None else (bounds.as_tensor(), bounds.most)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.nsa_sel.choose(
-        q, k, v, list(rule), S_kv, scale, q_pos, backend, needs_grad, cu_seqlens
+        q, k, v, list(rule), S_kv, scale, q_pos, backend, needs_grad, cu_seqlens, most
     )
     return found

@@ -134,6 +134,11 @@ WRONG_CHOICES = [
     ({"cu_seqlens": torch.tensor([0.0, 1.0])}, ("cu_seqlens is torch.float32", "torch.int32 or torch.int64 [N+1]")),
     ({"cu_seqlens": 5}, ("cu_seqlens is a int",)),
     ({"n": 2}, ("first + local is 1 + 2",)),
+    ({"max_seqlen": 26}, ("max_seqlen is 26", "at least 27, the longest sequence of cu_seqlens", "leave it out")),
+    ({"max_seqlen": torch.tensor(40)}, ("max_seqlen is ", "a whole number >= 0 and < 2^31, as an int", "as the host knows them")),
+    ({"max_seqlen": True}, ("max_seqlen is True", "a whole number >= 0")),
+    ({"max_seqlen": -1}, ("max_seqlen is -1", "a whole number >= 0")),
+    ({"max_seqlen": 40, "cu_seqlens": None}, ("max_seqlen is 40", "None without cu_seqlens", "pass the bounds")),
 ]  # fmt: skip
 
 
@@ -145,7 +150,7 @@ def test_wrong_choices(changes: dict[str, Any], fragments: tuple[str, ...]) -> N
 
 def test_opcheck_of_packed_batches() -> None:
     inputs = random((1, 9, 1, 2, 16), (1, 1, 1, 16), (1, 1, 1, 16))
-    arguments = (*inputs, [8, 4, 8, 4, 1, 2], 9, 0.25, None, None, True, torch.tensor([0, 8, 8, 9]))
+    arguments = (*inputs, [8, 4, 8, 4, 1, 2], 9, 0.25, None, None, True, torch.tensor([0, 8, 8, 9]), 8)
     torch.library.opcheck(torch.ops.nsa_sel.choose.default, arguments)
 
 
@@ -282,6 +287,8 @@ WRONG_LAYERS = [
     ({"k_cmp": lambda k: k[:3], "v_cmp": lambda v: v[:3]}, ("k_cmp is of 3 compressed keys", "9 to 14")),
     ({"cu_seqlens": [0, 99]}, ("cu_seqlens is 99 last",)),
     ({"recompute": True}, ("recompute is True with cu_seqlens", "False there", "torch.utils.checkpoint")),
+    ({"max_seqlen": 3}, ("max_seqlen is 3", "at least 27")),
+    ({"max_seqlen": 3, "cu_seqlens": None}, ("max_seqlen is 3", "None without cu_seqlens")),
 ]  # fmt: skip
 
 
