@@ -171,6 +171,7 @@ CHOOSERS = (
         limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
         summary="matrix products and a stable sort, a chunk of rows at a time; the fallback that always runs",
         fallback=True,
+        slow=True,
         cost_terms={
             "choose": ("launch", "scores", "ranked", "rows", "compressed-wide"),
             "choose-backward": ("launch", "scores", "rows", "compressed-wide"),

@@ -1,7 +1,7 @@
 """Ways to choose blocks as PyTorch alone has them, for benches: products in the inputs' dtype, scores in float32, torch.topk.
 
-Rows in chunks, as scores of all rows take too much memory; of each chunk only the keys that its last row sees. S = S_kv, a multiple of
-the block. Results are block indices [B,S,groups,n] in no order, -1 where fewer are visible; ties go wherever topk takes them.
+Rows in chunks of `SCORES`, as those of all rows may take too much memory; of each chunk only the keys that its last row sees. S = S_kv, a
+multiple of the block. Results are block indices [B,S,groups,n] in no order, -1 where fewer are visible; ties go wherever topk takes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d, pad
 
-ROWS = 512  # of a chunk
+SCORES = 1 << 28  # of rows, heads and index keys in a chunk: 1 GiB in float32
 
 
 def minimax_blocks(q: Tensor, k: Tensor, block: int = 128, n: int = 16) -> Tensor:
@@ -24,7 +24,7 @@ def minimax_blocks(q: Tensor, k: Tensor, block: int = 128, n: int = 16) -> Tenso
         future = torch.arange(keys, device=q.device) > torch.arange(begin, end, device=q.device)[:, None, None]
         return logits.masked_fill_(future, -torch.inf).view(*logits.shape[:3], -1, block).amax(-1)
 
-    return _by_chunk(q, scores, block, n, 0, 1)
+    return _by_chunk(q, scores, k.shape[2], block, n, 0, 1)
 
 
 def moba_blocks(q: Tensor, k: Tensor, block: int = 512, n: int = 3) -> Tensor:
@@ -36,7 +36,7 @@ def moba_blocks(q: Tensor, k: Tensor, block: int = 512, n: int = 3) -> Tensor:
         current = torch.arange(begin, end, device=q.device) // block
         return found.masked_fill_(torch.arange(means.shape[2], device=q.device) >= current[:, None, None], -torch.inf)
 
-    return _by_chunk(q, scores, block, n, 0, 1)
+    return _by_chunk(q, scores, means.shape[2], block, n, 0, 1)
 
 
 def infllm_blocks(q: Tensor, k: Tensor, block: int = 64, n: int = 96, first: int = 1, local: int = 33, size: int = 32) -> Tensor:
@@ -60,14 +60,16 @@ def infllm_blocks(q: Tensor, k: Tensor, block: int = 64, n: int = 96, first: int
         pooled = max_pool1d(weights.flatten(0, 2).unsqueeze(1), pieces + 1, pieces, padding=1)
         return pooled[:, 0, :blocks].view(*weights.shape[:3], blocks)
 
-    return _by_chunk(q, scores, block, n, first, local)
+    return _by_chunk(q, scores, fine.shape[2], block, n, first, local)
 
 
-def _by_chunk(q: Tensor, scores: Callable[[int, int], Tensor], block: int, n: int, first: int, local: int) -> Tensor:
-    """The best blocks of all rows; `scores` of the rows from begin to end: [B,rows,groups,blocks]."""
-    parts = []
-    for begin in range(0, q.shape[1], ROWS):
-        end = min(begin + ROWS, q.shape[1])
+def _by_chunk(
+    q: Tensor, scores: Callable[[int, int], Tensor], keys: int, block: int, n: int, first: int, local: int
+) -> Tensor:  # fmt: skip
+    """The best blocks of all rows; `scores` of the rows from begin to end: [B,rows,groups,blocks], from as many index keys at most."""
+    parts, rows = [], max(1, SCORES // (q.shape[0] * q.shape[2] * q.shape[3] * max(1, keys)))
+    for begin in range(0, q.shape[1], rows):
+        end = min(begin + rows, q.shape[1])
         parts.append(_best(scores(begin, end), torch.arange(begin, end, device=q.device), block, n, first, local))
     return torch.cat(parts, 1)
 

@@ -23,6 +23,7 @@ from nsa_sel.policies.cost import modelled
 from nsa_sel.policies.guards import within_limits
 from nsa_sel.settings.schema import Settings, Way
 
+MAX_ROWS = 8192  # of a case that slow backends are measured on
 FEWEST_SAME = 0.99  # of the chosen blocks: scores that agree to five digits may change places
 
 
@@ -34,7 +35,8 @@ def wanted(device: DeviceInfo, settings: Settings, way: Way) -> list[Row]:
         asked = decision.Case(request, device, settings, "backward" if way == "backward" else "forward")
         for name, backend in registry.backends("choose").items():
             runs = not registry.missing(name) and not within_limits(asked, Offer(backend))
-            if runs and backend.cost_terms and modelled(backend, request, way == "backward"):
+            covered = backend.cost_terms and modelled(backend, request, way == "backward")
+            if runs and covered and not (backend.slow and case.S > MAX_ROWS):
                 rows.append({**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": ""})
     return rows
 

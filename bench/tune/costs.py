@@ -24,6 +24,7 @@ from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, make_problem
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.bench.tune import choice_times, cost_fit
+from nsa_sel.bench.tune.choice_times import MAX_ROWS
 from nsa_sel.bench.tune.committed_rows import DIRECTIONS
 from nsa_sel.bench.tune.cost_fit import TERMS, model_of, phase_of
 from nsa_sel.bench.tune.resume import Measurements, Run, collect, context_loss
@@ -40,7 +41,6 @@ from nsa_sel.settings.tuned import Stamp
 
 ROWS = ".costs.jsonl"  # suffix of the file of rows
 BACKENDS = (*(backend.name for backend in SPECS if backend.cost_terms), DENSE)  # dense attention is for the report alone
-MAX_ROWS = 8192  # of a case that the slow backends are measured on
 ORDER: tuple[Way, ...] = ("forward", "decode", "backward")  # a direction is used as soon as its rows are complete: the quick ones first
 ORACLE_ROWS = 16  # compared with the oracle
 MAX_ERROR = 1e-3  # mean absolute error of o, and of each gradient (REQUIREMENTS 8)

@@ -18,7 +18,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_choosing, "ROWS", 40)  # neither the rows nor a block is a multiple of it
+    """Of some rows, of which neither all rows nor a block are a multiple."""
+    monkeypatch.setattr(plain_choosing, "SCORES", 8000)
 
 
 def ascending(blocks: Tensor) -> Tensor:
