@@ -123,7 +123,9 @@ class TestExplain:
         assert {name: decision["request"][name] for name in expected} == expected
         by_cuda = way == "nsa" and not registry.missing("choose-cuda")
         assert (decision["request"]["kind"], decision["forward"]) == ("choose", "choose-cuda" if by_cuda else "choose-triton")
-        assert decision["rule"].startswith("first of the preference")
+        measured = way == "nsa" and any(name.startswith("choose") for name in decision["settings"]["costs"]["models"])
+        assert bool(decision["predictions"]) == measured, "cost models are of compressed_attention alone"
+        assert decision["rule"].startswith("least predicted time" if measured else "first of the preference")
         assert Decision.from_json(json.dumps(decision)).replay() == ()
 
     def test_a_choice_that_is_none(self) -> None:
