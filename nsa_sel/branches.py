@@ -64,14 +64,12 @@ def nsa_attention(
         v_win: [B,G,S_kv,Dv].
         gates: [B,S,G,h,3] in [0, 1] (after the sigmoid) for the compressed, the selected and the window branch; any floating dtype.
         window: keys that a row sees in the window, its own among them.
-        compress_block, compress_stride, block_size, n, first, local: as of `compressed_attention`.
+        compress_block, compress_stride, block_size, n, first, local, max_seqlen: as of `compressed_attention`.
         scale: factor of the logits of all branches, by default 1/sqrt(Dk).
         q_cmp: [B,S,G,h,Dk], queries of the compressed branch where they differ from q, for example without rotary positions.
         cu_seqlens: for a packed batch (docs/varlen.md): [N+1] int32 or int64 on the CPU or on q's device, or a list; sequence i has the
             rows, which are also its keys, [cu_seqlens[i], cu_seqlens[i+1]). q and q_cmp are then [T,G,h,Dk], gates [T,G,h,3], keys and
-            values of the selected branch and of the window [T,G,D], k_cmp and v_cmp [C,G,D] as of `compressed_attention`. Bounds on a GPU
-            are not checked.
-        max_seqlen: with cu_seqlens, as of `compressed_attention`: no sequence has more rows.
+            values of the selected branch and of the window [T,G,D], k_cmp and v_cmp [C,G,D]. Bounds on a GPU are not checked.
         backend: the name of a backend to force for the selected branch; `use_backend` forces one for the compressed branch.
         recompute: save the inputs alone for the backward pass, which computes the branches again, a few groups at a time: less memory for
             the time of another forward pass (docs/layer.md "Memory"). The result and the gradients are the same.
@@ -84,9 +82,9 @@ def nsa_attention(
         BackendError: as `compressed_attention` and `selection_attention`.
     """
     check_flag("recompute", recompute)
-    check_longest(max_seqlen, cu_seqlens)
     q_cmp = q if q_cmp is None else q_cmp
     check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win, gates=gates, q_cmp=q_cmp)
+    check_longest(max_seqlen, cu_seqlens)
     if cu_seqlens is not None:
         _check_packed(q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win), recompute)
     own = q_cmp is q

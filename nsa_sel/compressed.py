@@ -75,9 +75,8 @@ def compressed_attention(
             sequence i has its own compressed keys [cu_cmp[i], cu_cmp[i+1]), cu_cmp = `compressed_cu_seqlens(cu_seqlens, ...)`, and C is
             cu_cmp[N] or more, at most (T - compress_block) // compress_stride + 1. Not together with q_pos or S_kv. Bounds on a GPU are
             not checked.
-        max_seqlen: with cu_seqlens: no sequence has more rows. Without it, if the bounds are on a GPU, the search for the best blocks takes
-            as long as in one sequence of T rows: the host does not know the lengths. Checked against bounds that the host may read. If it
-            is too small and they are on a GPU, rows beyond it choose among the first blocks alone.
+        max_seqlen: with cu_seqlens: no sequence has more rows. It bounds the search for the best blocks where cu_seqlens is on a GPU; a
+            number that is too small there leaves rows beyond it the first blocks alone.
         return_lse: also return the log-sum-exp.
         backend: the name of a backend to force (`nsa-sel doctor`); else `use_backend`, then NSA_SEL_BACKEND, then the policy decides.
 
@@ -99,11 +98,7 @@ def compressed_attention(
     if cu_seqlens is not None:
         o, lse, ranges = _packed(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, cu_seqlens, max_seqlen, backend)
     elif transforms.traces(q, k_cmp, v_cmp):
-        check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
-        q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
-        rows, S_kv, scale, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, fake=True)
-        needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
-        o, lse, ranges = choose_ops.traced(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend, needs_grad, None)
+        o, lse, ranges = _traced(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, backend)
     else:
         q, k_cmp, v_cmp = transforms.in_autocast_dtype(*transforms.materialized(q, k_cmp, v_cmp))
         needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
@@ -112,6 +107,17 @@ def compressed_attention(
     if q.dim() == 4:
         o, lse = (x.squeeze(1 if cu_seqlens is None else 0) for x in (o, lse))
     return (o, selection, lse) if return_lse else (o, selection)
+
+
+def _traced(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rule: Rule, scale: float | None, q_pos: Tensor | None, S_kv: int | None, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] where operations are traced."""
+    check_tensors(q=q, k_cmp=k_cmp, v_cmp=v_cmp)
+    q, k_cmp, v_cmp = transforms.in_autocast_dtype(q, k_cmp, v_cmp)
+    rows, S_kv, scale, q_pos = check_choose(q, k_cmp, v_cmp, rule, scale, q_pos, S_kv, fake=True)
+    needs_grad = transforms.needs_grad(q, k_cmp, v_cmp)
+    return choose_ops.traced(rows, k_cmp, v_cmp, rule, S_kv, scale, q_pos, backend, needs_grad, None)
 
 
 def _packed(
