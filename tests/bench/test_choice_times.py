@@ -11,9 +11,8 @@ from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.parity import WrongResult
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing
-from nsa_sel.bench.tune import choice_times, costs
-from nsa_sel.bench.tune.costs import measure_costs, wanted
-from nsa_sel.bench.tune.resume import Run
+from nsa_sel.bench.tune import choice_times, costs, tuned_file
+from nsa_sel.bench.tune.costs import wanted
 from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import Decision
@@ -23,7 +22,7 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.schema import WAYS
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers.policy_cases import H200, UNKNOWN
-from tests.helpers.tune_cases import priced
+from tests.helpers.tune_cases import priced, write
 
 SMALL = cases.Case("choose-small", cases.CHOICE, 1, 90, 200, 2, 3, 16, 24, 3, 64, "float32")
 
@@ -48,7 +47,10 @@ def test_every_chooser_that_runs_is_measured(monkeypatch: pytest.MonkeyPatch) ->
 def test_choosers_are_ranked_by_what_was_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "missing", lambda name: ())
     request = example_choice(needs_grad=True)
-    assert measure_costs(Run(stamp_of(UNKNOWN)), UNKNOWN, priced, WAYS) is not None
+    asked = [row for way in WAYS for row in choice_times.wanted(UNKNOWN, settings_for(UNKNOWN), way)]
+    found = costs.fitted(asked, [{**row, **priced(row)} for row in asked], "rows", UNKNOWN.sm_count)
+    write(device=UNKNOWN)
+    tuned_file.rewrite(stamp_of(UNKNOWN), costs=found)
     tuned.forget()
     decision = explain_request(request, UNKNOWN)
     assert (decision.forward, decision.backward, decision.runner_up) == ("choose-triton", "choose-triton", "choose-torch")
@@ -83,3 +85,14 @@ def test_wrong_results_are_no_times(monkeypatch: pytest.MonkeyPatch, damage: str
     monkeypatch.setattr(choice_times, "results", wrong)
     with pytest.raises(WrongResult, match="of the blocks are the same"):
         measure(row("bwd"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_every_chooser_is_timed_on_a_gpu(direction: str) -> None:
+    measure, names = choice_times.Runner("cuda", Timing(1), costs.MAX_ERROR), registry.backends("choose")
+    case = cases.prefill(cases.CHOICE, 1024, 4)
+    for name in (name for name in names if not registry.missing(name)):
+        found = measure({**case._asdict(), "direction": direction, "backend": name, "launches": ""})
+        assert found["ms_median"] > 0
+        assert found["workspace_bytes"] >= 0
