@@ -200,21 +200,24 @@ DEVICE void copy_statistics(const Arguments &x, const ListSteps &list, Shared &s
     }
 }
 
-// p^T in place of s^T, and, if `masked`, 0 in place of p^T and dp^T of keys that a row does not see.
-DEVICE void probabilities(float (&s)[ROWS / 2], float (&dp)[ROWS / 2], const Shared &shared, int stage, bool masked, float c) {
-    const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
+// p^T in place of s^T.
+DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
-        const float2 lse = *reinterpret_cast<const float2 *>(&shared.lse[stage][8 * j + lane % 4 * 2]);
+        const float2 lse = *reinterpret_cast<const float2 *>(lses + 8 * j + threadIdx.x % 4 * 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[4 * j + i] = exp2_fast(s[4 * j + i] * c - (i % 2 ? lse.y : lse.x) * LOG2_E);
     }
-    if (!masked) return;
+}
+
+// 0 in place of what belongs to keys that a row does not see.
+DEVICE void mask_keys(float (&x)[ROWS / 2], const int *limits) {
+    const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (key0 + i / 2 * 8 >= shared.limit[stage][8 * j + lane % 4 * 2 + i % 2]) s[4 * j + i] = dp[4 * j + i] = 0.0f;
+            if (key0 + i / 2 * 8 >= limits[8 * j + lane % 4 * 2 + i % 2]) x[4 * j + i] = 0.0f;
 }
 
 // p^T and ds^T = p^T * (dp^T - delta), rounded: operands.
@@ -249,10 +252,14 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         shared.steps.wait_full(at);
         wgmma_fence();
         wgmma_a_bt<DK>(s, keys, q_tile);
+        wgmma_commit();
         wgmma_a_bt<DV>(dp, values, do_tile);
         wgmma_commit();
+        wgmma_wait<1>();  // p^T while dp^T is computed
+        exponentiate(s, shared.lse[at.stage], p.scale_log2);
+        if (step < masked) mask_keys(s, shared.limit[at.stage]);
         wgmma_wait<0>();
-        probabilities(s, dp, shared, at.stage, step < masked, p.scale_log2);
+        if (step < masked) mask_keys(dp, shared.limit[at.stage]);
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
         as_operands(weights, ds, s, dp, shared.delta[at.stage]);
         wgmma_fence();
