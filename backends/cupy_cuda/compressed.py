@@ -58,7 +58,7 @@ def dq(call: ChooseCall, device: DeviceInfo, o: Tensor, lse: Tensor, do: Tensor,
     tokens = sm90.ROWS // q.shape[3]
     maps = (row_map(q, tokens), row_map(do, tokens), *sm90.key_maps(call), row_map(o, tokens))
     values = (*launch.strided(do), *launch.pointers(o, lse, dlse, gradient, delta))
-    _start_tiles("dq_tiles.cu", call, device, shape, maps, *values)
+    _start_tiles("dq_tiles.cu", call, device, shape, maps, *values, MIXED_TILES=1)
     return gradient, delta
 
 
@@ -85,11 +85,14 @@ def dkdv(call: ChooseCall, device: DeviceInfo, lse: Tensor, do: Tensor, delta: T
 
 
 def _start_tiles(
-    source: str, call: ChooseCall, device: DeviceInfo, shape: sm90.TileShape, maps: tuple[bytes, ...], *values: int
+    source: str, call: ChooseCall, device: DeviceInfo, shape: sm90.TileShape, maps: tuple[bytes, ...], *values: int,
+    **others: int,
 ) -> None:  # fmt: skip
     q = call.q
     plan = sm90.TilePlan(None, None, None, -(-q.shape[1] // shape.tokens), 0)
-    macros = _macros(call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, BLOCK=BLOCK)
+    macros = _macros(
+        call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=BLOCK, **others
+    )  # fmt: skip
     sm90.start_persistent(source, macros, call, plan, device.sm_count, shape, *values, maps=maps, problem=_problem(call))
 
 

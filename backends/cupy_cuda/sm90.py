@@ -35,11 +35,12 @@ CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
 
 
 class TileShape(NamedTuple):
-    """Consumer warpgroups, tokens of a tile, stages, and bytes of dynamic shared memory."""
+    """Consumer warpgroups, tokens of a tile, stages of keys and values and of q, and bytes of dynamic shared memory."""
 
     consumers: int
     tokens: int
     stages: int
+    q_stages: int
     shared: int
 
 
@@ -78,23 +79,24 @@ def supports_blocks(call: Call) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def tile_shape(consumers: int, h: int, Dk: int, Dv: int, columns: int, shared_memory: int) -> TileShape:
-    """For consumers that have 64 rows of so many columns each in shared memory, beside the stages of 64 keys and values."""
-    row_bytes, step_bytes = consumers * PANEL * columns // 64, PANEL * (Dk + Dv) // 64
+def tile_shape(consumers: int, h: int, Dk: int, Dv: int, q_stages: int, columns: int, shared_memory: int) -> TileShape:
+    """For consumers that have so many stages of q, and 64 rows of so many other columns, in shared memory, beside the stages of 64 keys and
+    values."""
+    row_bytes, step_bytes = consumers * PANEL * (q_stages * Dk + columns) // 64, PANEL * (Dk + Dv) // 64
     stages = (shared_memory - STATIC - row_bytes) // step_bytes
-    return TileShape(consumers, consumers * (ROWS // h), stages, row_bytes + stages * step_bytes)
+    return TileShape(consumers, consumers * (ROWS // h), stages, q_stages, row_bytes + stages * step_bytes)
 
 
 def forward_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
     h, Dk = q.shape[3:]
-    return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, v.shape[-1], Dk, device.shared_memory)
+    return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, v.shape[-1], 1, 0, device.shared_memory)
 
 
 def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> TileShape:
     """with_o: o is in shared memory, too."""
     (h, Dk), Dv = q.shape[3:], v.shape[-1]
-    columns = Dk + Dv * (1 + with_o)
-    return tile_shape(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, columns, device.shared_memory)
+    q_stages = 2 if Dk <= MOST_DK else 1  # wider tiles would leave two stages of keys
+    return tile_shape(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, q_stages, Dv * (1 + with_o), device.shared_memory)
 
 
 def key_maps(call: Call | ChooseCall) -> tuple[bytes, bytes]:
@@ -130,7 +132,9 @@ def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps
     q, block = call.q, call.selection.block_size
     assert block is not None, "supports_tiles"
     plan = plan_of(call, ranges, shape.tokens)
-    macros = launch.macros(call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, BLOCK=block)
+    macros = launch.macros(
+        call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=block
+    )  # fmt: skip
     start_persistent(
         source, macros, call, plan, call.device.sm_count, shape, *values, maps=maps, problem=launch.problem(call, ranges)
     )  # fmt: skip

@@ -2,7 +2,9 @@
 //
 //   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
 //
-// Of compressed keys a tile has few steps, so that reading o from memory for delta would be a large part of its time: o comes with q and do.
+// Of compressed keys a tile has few steps, so that reading o from memory for delta would be a large part of its time: o comes with do.
+// do goes to registers as the operand of do v^T: wgmma then reads half as much shared memory for it, and do (and o) of the next tile can
+// come as soon as this one's are read. q of the next tile comes to a stage of its own.
 #include "token_tiles.cuh"
 
 #ifdef COMPRESS_STRIDE
@@ -10,8 +12,10 @@ constexpr bool WITH_O = true;
 #else
 constexpr bool WITH_O = false;
 #endif
+constexpr bool DO_IN_REGISTERS = DK <= 128;  // if acc leaves enough of them
+static_assert(DO_IN_REGISTERS || Q_STAGES == 1, "else do would follow another stage of q");
 constexpr int Q_BYTES = DK / 64 * PANEL, DO_BYTES = DV / 64 * PANEL;
-constexpr int ROW_BYTES = Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0);  // of a consumer
+constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0);  // of a consumer
 
 struct Arguments {
     TensorMap q, d_o, k, v;
@@ -27,69 +31,66 @@ struct Arguments {
     float *delta;             // [B,S,G,h]
 };
 
-// sum(a * b) of eight elements each.
-DEVICE float dot8(uint4 a, uint4 b, float sum) {
-    const u16 *as = reinterpret_cast<const u16 *>(&a), *bs = reinterpret_cast<const u16 *>(&b);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sum += to_float(as[j]) * to_float(bs[j]);
-    return sum;
-}
-
-// delta of a consumer's rows, two threads a row, to memory and to `sums`. row_memory: WITH_O, the rows, which have arrived.
-DEVICE void compute_delta(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *row_memory, float *sums) {
-    const int row = threadIdx.x % 128 / 2, half = threadIdx.x % 2, token = row / H, head = row % H;
-    const i64 s = tile.token(consumer) + token, out = ((tile.b * x.p.S + s) * x.p.G + tile.g) * H + head;
-    const bool exists = token < TQ && s < x.p.S;
-    float sum = 0.0f;
-    if (WITH_O) {
-        const unsigned char *d_out = row_memory + Q_BYTES, *o = d_out + DO_BYTES;
-#pragma unroll 4
-        for (int i = 0; i < DV / 2 && exists; i += 8) {
-            const int column = half * (DV / 2) + i, at = column / 64 * PANEL + swizzled(row, column % 64 / 8);
-            sum = dot8(*reinterpret_cast<const uint4 *>(o + at), *reinterpret_cast<const uint4 *>(d_out + at), sum);
-        }
-    } else if (exists) {
-        const u16 *o = x.o + out * DV + half * (DV / 2);
-        const u16 *d_out = x.d_out.heads(tile.b, s, tile.g) + head * x.d_out.stride_h + half * (DV / 2);
-#pragma unroll 4
-        for (int i = 0; i < DV / 2; i += 8)
-            sum = dot8(*reinterpret_cast<const uint4 *>(o + i), *reinterpret_cast<const uint4 *>(d_out + i), sum);
-    }
-    sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-    if (exists && x.dlse) sum -= x.dlse[out];
-    if (half == 0) {
-        sums[row] = sum;
-        if (exists) x.delta[out] = sum;
-    }
+// sum + a * b of two elements each.
+DEVICE float dot2(u32 a, u32 b, float sum) {
+    sum += to_float(static_cast<u16>(a)) * to_float(static_cast<u16>(b));
+    return sum + to_float(static_cast<u16>(a >> 16)) * to_float(static_cast<u16>(b >> 16));
 }
 
 // What a consumer computes of a tile (consume_steps).
 struct QueryGradient {
     StepReader &steps;
-    const u32 q_tile, do_tile;  // operands
+    const u32 q_tile;  // an operand
     const RowPair &rows;
     const float c;
     float delta[2], lse[2];  // lse in base 2; infinity for a row without keys, so that p = 0
     float acc[DK / 2], s[KEYS / 2], dp[KEYS / 2];
-    u32 ds[KEYS / 16][4];  // an operand
+    u32 ds[KEYS / 16][4], d_out[DV / 16][4];  // operands
 
     DEVICE QueryGradient(StepReader &reader, u32 q, const RowPair &pair, float scale_log2)
-        : steps(reader), q_tile(q), do_tile(q + Q_BYTES / 16), rows(pair), c(scale_log2) {
+        : steps(reader), q_tile(q), rows(pair), c(scale_log2) {}
+    // do and delta, which goes to memory, too. do_tile: do and, WITH_O, o, which have arrived.
+    DEVICE void load_gradients(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *do_tile) {
+        float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int k = 0; k < DV / 16; ++k) {
+            load_operand(d_out[k], do_tile, k);
+            u32 o[4];
+            if (WITH_O) load_operand(o, do_tile + DO_BYTES, k);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (!WITH_O) {
+                    const u16 *row = x.o + RowPair::index(x.p, tile, consumer, i % 2) * DV;
+                    o[i] = rows.bit[i % 2] ? *reinterpret_cast<const u32 *>(row + k * 16 + i / 2 * 8 + threadIdx.x % 4 * 2) : 0u;
+                }
+                sum[i % 2] = dot2(d_out[k][i], o[i], sum[i % 2]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const i64 row = RowPair::index(x.p, tile, consumer, r);
+            delta[r] = quad_sum(sum[r]);
+            if (x.dlse && rows.bit[r]) delta[r] -= x.dlse[row];
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.delta[row] = delta[r];
+        }
 #pragma unroll
         for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
     }
     DEVICE void begin_products(const Step &step) {
         const u32 keys = steps.keys(step);
         wgmma_a_bt<DK>(s, q_tile, keys);
-        wgmma_a_bt<DV>(dp, do_tile, keys + K_BYTES / 16);
+        if (DO_IN_REGISTERS) wgmma_a_bt<DV>(dp, d_out, keys + K_BYTES / 16);
+        else wgmma_a_bt<DV>(dp, q_tile + Q_BYTES / 16, keys + K_BYTES / 16);
         wgmma_commit();
     }
     DEVICE void begin_sums(const Step &step) {
         wgmma_add_a_b<DK>(acc, ds, steps.keys(step) + TRANSPOSED);
         wgmma_commit();
     }
+    template <int PENDING>
     DEVICE void probabilities(const Step &step, int key) {
         const float shift[2] = {step.rows & rows.bit[0] ? lse[0] : infinity(), step.rows & rows.bit[1] ? lse[1] : infinity()};
+        wgmma_wait<PENDING>();
         logit_gradients(s, dp, c, shift, delta);
         if (key != NO_MASK) mask_columns(s, key, rows.limit, 0.0f);
     }
@@ -97,62 +98,66 @@ struct QueryGradient {
     DEVICE void update_operand() { as_operand(ds, s); }
 };
 
-DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned char *row_memory, float *sums, Shared &shared, int consumer) {
+DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned char *row_memory, Shared &shared, int consumer) {
     const Problem &p = x.p;
-    const u32 q_tile = uniform(operand(shared_address(row_memory)));
+    const u32 q_tiles = uniform(operand(shared_address(row_memory)));
     StepReader steps(shared.steps, consumer, stages);
     TileScheduler scheduler(shared.tiles, x.plan);
     while (scheduler.next_tile()) {
         const TokenTile tile(scheduler.number, x.plan, p.G);
         const RowPair rows(p, tile, consumer);
-        QueryGradient gradient(steps, q_tile, rows, p.scale_log2);
+        const auto at = scheduler.at<Q_STAGES>();
+        QueryGradient gradient(steps, Q_STAGES == 1 ? q_tiles : uniform(q_tiles + at.stage * (Q_BYTES / 16)), rows, p.scale_log2);
         steps.begin_tile(scheduler.counts.y * STEPS);
         float lse[2];
-        if (WITH_O) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
-            shared.rows[consumer].wait_full({0, scheduler.parity()});
-        }
-        compute_delta(x, tile, consumer, row_memory, sums);
-        named_barrier<128>(consumer + 1);
+        for (int r = 0; r < 2; ++r) lse[r] = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
+        shared.gradients[consumer].wait_full(scheduler.at<1>());
+        gradient.load_gradients(x, tile, consumer, row_memory + Q_STAGES * Q_BYTES);
+        __syncwarp();  // all lanes have read them
+        if (DO_IN_REGISTERS) shared.gradients[consumer].release(0);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            gradient.delta[r] = sums[RowPair::row(r)];
-            if (!WITH_O) lse[r] = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
-            gradient.lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
-        }
-        if (!WITH_O) shared.rows[consumer].wait_full({0, scheduler.parity()});
-        consume_steps(steps, x.plan, p.G, tile, scheduler.counts, shared.rows[consumer], gradient);
+        for (int r = 0; r < 2; ++r) gradient.lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
+        shared.q[consumer].wait_full(at);
+        consume_steps(steps, x.plan, p.G, tile, scheduler.counts, shared.q[consumer], at.stage, gradient);
+        if (!DO_IN_REGISTERS) shared.gradients[consumer].release(0);
 
         float scale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) scale[r] = gradient.lse[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
         write_rows<DK>(gradient.acc, scale, x.dq, p, tile, consumer);
-        named_barrier<128>(consumer + 1);  // all have read their sums
+    }
+}
+
+// Producer warp: a consumer's q, do and, WITH_O, o.
+DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared &shared, int consumer) {
+    unsigned char *do_tile = row_memory + Q_STAGES * Q_BYTES;
+    TileScheduler scheduler(shared.tiles, x.plan);
+    while (scheduler.next_tile()) {
+        const TokenTile tile(scheduler.number, x.plan, x.p.G);
+        produce_rows<DK>(shared.q[consumer], scheduler.at<Q_STAGES>(), row_memory, tile, consumer, x.q);
+#ifdef COMPRESS_STRIDE
+        produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_rows);
+#else
+        produce_rows<DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o);
+#endif
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_tiles(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // q and do of the consumers, the stages
+    extern __shared__ __align__(1024) unsigned char memory[];  // the rows of the consumers, the stages
     __shared__ Shared shared;
-    __shared__ float sums[CONSUMERS][64];
     unsigned char *stages = memory + CONSUMERS * ROW_BYTES;
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
     __syncthreads();
     if (warpgroup < CONSUMERS) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(true);
-        differentiate(x, stages, memory + warpgroup * ROW_BYTES, sums[warpgroup], shared, warpgroup);
+        differentiate(x, stages, memory + warpgroup * ROW_BYTES, shared, warpgroup);
         return;
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
     if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
-    else if (producer <= CONSUMERS) {
-        unsigned char *rows = memory + (producer - 1) * ROW_BYTES;
-#ifdef COMPRESS_STRIDE
-        produce_rows<DK, DV, DV>(x.p, x.plan, rows, shared, producer - 1, x.q, x.d_o, x.o_rows);
-#else
-        produce_rows<DK, DV>(x.p, x.plan, rows, shared, producer - 1, x.q, x.d_o);
-#endif
-    }
+    else if (producer <= CONSUMERS)
+        produce_tiles(x, memory + (producer - 1) * ROW_BYTES, shared, producer - 1);
 }

@@ -41,7 +41,9 @@ struct Attention {
         wgmma_add_a_b<DV>(acc, p, steps.keys(step) + K_BYTES / 16 + TRANSPOSED);
         wgmma_commit();
     }
+    template <int PENDING>
     DEVICE void probabilities(const Step &step, int key) {
+        wgmma_wait<PENDING>();
         if (key != NO_MASK) mask_columns(s, key, rows.limit, -infinity());
         float top[2];
 #pragma unroll
@@ -75,8 +77,8 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
         const RowPair rows(p, tile, consumer);
         Attention attention(steps, q_tile, rows, c, slack);
         steps.begin_tile(scheduler.counts.y * STEPS);
-        shared.rows[consumer].wait_full({0, scheduler.parity()});
-        consume_steps(steps, x.plan, p.G, tile, scheduler.counts, shared.rows[consumer], attention);
+        shared.q[consumer].wait_full(scheduler.at<1>());
+        consume_steps(steps, x.plan, p.G, tile, scheduler.counts, shared.q[consumer], 0, attention);
 
         const OnlineSoftmax &softmax = attention.softmax;
         float scale[2];
@@ -104,6 +106,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_tiles(const __g
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
     if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
-    else if (producer <= CONSUMERS)
-        produce_rows<DK>(x.p, x.plan, memory + (producer - 1) * Q_BYTES, shared, producer - 1, x.q);
+    else if (producer <= CONSUMERS) {
+        const int consumer = producer - 1;
+        TileScheduler scheduler(shared.tiles, x.plan);
+        while (scheduler.next_tile())
+            produce_rows<DK>(shared.q[consumer], scheduler.at<1>(), memory + consumer * Q_BYTES,
+                             TokenTile(scheduler.number, x.plan, x.p.G), consumer, x.q);
+    }
 }

@@ -24,14 +24,25 @@ struct TilePlan {
     }
 };
 
-// Tile number `number` in the order of the scheduler: late tokens, which see the most blocks, first; the last tiles are short then.
+// The tile that a (b, g) takes as number `at`: late tokens, which see the most blocks, first; the last tiles are short then.
+// MIXED_TILES: tiles of the latest and of early tokens by turns, and the shortest at last. The short ones wait for their rows from memory,
+// which is idle while long ones compute.
+DEVICE u32 tile_at(u32 at, u32 tiles) {
+#ifdef MIXED_TILES
+    const u32 shortest = tiles / 16;
+    if (at < tiles - shortest) return at % 2 ? shortest + at / 2 : tiles - 1 - at / 2;
+#endif
+    return tiles - 1 - at;
+}
+
+// Tile number `number` in the order of the scheduler.
 struct TokenTile {
     u32 i, b, g;  // tile i of (b, g)
     DEVICE TokenTile(u32 number, const TilePlan &plan, u32 G) {
         const u32 tiles = plan.tiles, heads = plan.interleaved_heads, all_heads = static_cast<u32>(plan.all_tiles) / tiles;
         const u32 first = number / (tiles * heads) * heads, width = min(heads, all_heads - first), rest = number - first * tiles;
         const u32 bg = first + rest % width;
-        i = tiles - 1 - rest / width;
+        i = tile_at(rest / width, tiles);
         b = bg / G;
         g = bg % G;
     }

@@ -4,7 +4,7 @@
 //   tiles from an atomic counter, because tiles differ in length.
 // Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator, TQ = 64 / H tokens times H heads. In the producer warpgroup
 //   warp 0 loads K and V of the union of the tile's blocks (tile_union.cu), once for all consumers, in steps of KEYS keys, through a
-//   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i. All by TMA.
+//   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i, a tile ahead. All by TMA.
 // Every consumer waits for every step, and computes those that one of its tokens selected. Rows that did not select the step's block are
 // masked by a shift of their logits to -inf, at no cost per element.
 // Masks: a tile's steps begin with its partial blocks, which the causal clamp or the end of the cache cuts for some row: they take a mask
@@ -15,6 +15,7 @@
 //   CONSUMERS  consumer warpgroups
 //   STAGES     stages of the pipeline of steps
 //   BLOCK      keys of a block, a multiple of 64
+//   Q_STAGES   stages of a consumer's q: with 2, that of the next tile comes while this one is computed
 #pragma once
 #include "tile_plan.cuh"
 #include "wgmma.cuh"
@@ -42,7 +43,9 @@ struct TileScheduler {
 
     DEVICE TileScheduler(TileQueue &shared, const TilePlan &lists) : queue(shared), plan(lists) {}
     DEVICE PipelineState<TileQueue::AHEAD> state() const { return {taken % TileQueue::AHEAD, taken / TileQueue::AHEAD % 2}; }
-    DEVICE int parity() const { return (taken - 1) % 2; }  // of barriers with one phase per tile
+    // Of a pipeline with one stage per tile.
+    template <int N>
+    DEVICE PipelineState<N> at() const { return {(taken - 1) % N, (taken - 1) / N % 2}; }
 
     // The producer of steps: publish a tile, past the last one, too; returns whether it is one.
     DEVICE bool publish(u32 tile, const Problem &p) {
@@ -80,12 +83,16 @@ struct StepPipeline : Pipeline<STAGES> {
 struct Shared {
     StepPipeline steps;
     TileQueue tiles;
-    Pipeline<1> rows[CONSUMERS];  // q (and do)
+    Pipeline<Q_STAGES> q[CONSUMERS];
+    Pipeline<1> gradients[CONSUMERS];  // do (and o), of dq_tiles.cu
 
     DEVICE void init() {
         steps.init(1, 4 * CONSUMERS);           // a lane of every consumer warp
         tiles.pipeline.init(1, 5 * CONSUMERS);  // likewise, and of the warps that load rows
-        for (int i = 0; i < CONSUMERS; ++i) rows[i].init(1, 4);
+        for (int i = 0; i < CONSUMERS; ++i) {
+            q[i].init(1, 4);
+            gradients[i].init(1, 4);
+        }
         mbarrier_init(&steps.raw, 1);
         mbarrier_fence_init();
     }
@@ -115,7 +122,8 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     int raw_parity = 0;
     PipelineState<STAGES> at;
     TileScheduler scheduler(shared.tiles, plan);
-    for (bool more = scheduler.publish(blockIdx.x, p); more; more = scheduler.publish(plan.fetch_tile(), p)) {
+    for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
+        coming = plan.fetch_tile();  // before the steps, which take longer than the counter's answer
         const TokenTile tile(scheduler.number, plan, p.G);
         const int2 counts = scheduler.counts;
         const int partial = counts.y - counts.x;
@@ -155,22 +163,19 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     }
 }
 
-// Producer warp: a consumer's rows of tensors [B,S,G,H,D], one after the other, as soon as it needs those of the tile before no more. D: as
+// Producer warp: a consumer's rows of tensors [B,S,G,H,D], one after the other, as soon as it needs those of an earlier tile no more. D: as
 // many columns as COLUMNS says, a number for each tensor.
-template <int... COLUMNS, class... Maps>
-DEVICE void produce_rows(const Problem &p, const TilePlan &plan, unsigned char *to, Shared &shared, int consumer, const Maps &...maps) {
-    Pipeline<1> &rows = shared.rows[consumer];
-    TileScheduler scheduler(shared.tiles, plan);
-    while (scheduler.next_tile()) {
-        const TokenTile tile(scheduler.number, plan, p.G);
-        rows.wait_empty({0, scheduler.parity()});
-        __syncwarp();  // all lanes have seen it: the next phase may pass
-        if (threadIdx.x % 32) continue;
-        const int s = static_cast<int>(tile.token(consumer));
-        mbarrier_arrive_expect(&rows.full[0], (COLUMNS + ...) / 64 * TQ * H * 128);
-        unsigned char *next = to;
-        ((tma_load_row_tile<COLUMNS>(next, &maps, &rows.full[0], tile.g, s, tile.b), next += COLUMNS / 64 * PANEL), ...);
-    }
+template <int... COLUMNS, int N, class... Maps>
+DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned char *to, const TokenTile &tile, int consumer,
+                         const Maps &...maps) {
+    rows.wait_empty(at);
+    __syncwarp();  // all lanes have seen it: the next phase may pass
+    if (threadIdx.x % 32) return;
+    u64 *full = &rows.full[at.stage];
+    const int s = static_cast<int>(tile.token(consumer));
+    mbarrier_arrive_expect(full, (COLUMNS + ...) / 64 * TQ * H * 128);
+    to += at.stage * (COLUMNS + ...) / 64 * PANEL;
+    ((tma_load_row_tile<COLUMNS>(to, &maps, full, tile.g, s, tile.b), to += COLUMNS / 64 * PANEL), ...);
 }
 
 // A step of a tile, and which of the consumer's tokens selected it.
@@ -238,21 +243,22 @@ struct RowPair {
 
 // A consumer's steps of a tile: the products of one step and the sums of the step before are in flight together, while the former's
 // probabilities are computed. `math` has
-//   begin_products(step)      s = q k^T, asynchronous
-//   probabilities(step, key)  from s, in registers; `key`: the step's first if rows need a mask, else NO_MASK
-//   finish_probabilities()    what the wait must not delay
-//   update_operand()          rounds them to an operand, once the sums of the step before are done
-//   begin_sums(step)          acc += operand * keys or values, asynchronous
+//   begin_products(step)                s = q k^T, asynchronous
+//   probabilities<PENDING>(step, key)   from s, in registers, while PENDING groups of wgmma that began later are in flight; `key`: the
+//                                       first of the step if rows need a mask, else NO_MASK
+//   finish_probabilities()              what the wait must not delay
+//   update_operand()                    rounds them to an operand, once the sums of the step before are done
+//   begin_sums(step)                    acc += operand * keys or values, asynchronous
 constexpr int NO_MASK = -1;
 
 template <class Math>
 DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const TokenTile &tile, int2 counts,
-                          Pipeline<1> &rows, Math &math) {
+                          Pipeline<Q_STAGES> &q, int q_stage, Math &math) {
     const int partial_steps = (counts.y - counts.x) * STEPS;
     Step coming;
     auto find = [&](int limit) {
         const Found found = steps.find(coming, limit);
-        if (found == END) rows.release(0);  // q and do are not read any more
+        if (found == END) q.release(q_stage);  // is not read any more
         return found;
     };
     Found found = find(NO_LIMIT);
@@ -260,18 +266,16 @@ DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const 
         Step held = coming;  // its sums are still to be added
         wgmma_fence();
         math.begin_products(held);
-        wgmma_wait<0>();
         int key = NO_MASK;
         if (held.number < partial_steps)
             key = block_at(plan, G, tile, (steps.total - partial_steps + held.number) / STEPS) * BLOCK + held.number % STEPS * KEYS;
-        math.probabilities(held, key);
+        math.template probabilities<0>(held, key);
         math.update_operand();
         while ((found = find(held.number + STAGES)) == STEP && coming.number >= partial_steps) {
             wgmma_fence();
             math.begin_products(coming);
             math.begin_sums(held);
-            wgmma_wait<1>();
-            math.probabilities(coming, NO_MASK);
+            math.template probabilities<1>(coming, NO_MASK);
             math.finish_probabilities();
             wgmma_wait<0>();
             steps.release(held);

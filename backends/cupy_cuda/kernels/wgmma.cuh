@@ -56,6 +56,21 @@ DEVICE void wgmma_registers(float (&d)[32], const u32 (&a)[4], u64 b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// a: operand A of mma.sync for each warp; b: descriptor of 64 rows of 16 columns; d += a b^T, or d = a b^T if not `add`.
+DEVICE void wgmma_registers_bt(float (&d)[32], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, "
+        "%35}, %36, p, 1, 1, 0;"
+        "\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
+          "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]),
+          "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)));
+}
+
 // a: operand A of mma.sync for each warp; b: descriptor of 16 rows of 128 columns.
 DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b) {
     asm volatile(
@@ -102,6 +117,17 @@ DEVICE void wgmma_a_bt(float (&d)[32], u32 a, u32 b) {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k)
         wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
+}
+// The same for a in registers.
+template <int COLUMNS>
+DEVICE void wgmma_a_bt(float (&d)[32], const u32 (&a)[COLUMNS / 16][4], u32 b) {
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; ++k) wgmma_registers_bt(d, a[k], descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
+}
+// Columns [16 k, 16 k + 16) of a warpgroup's 64 rows in swizzled panels: operand a of wgmma_registers.
+DEVICE void load_operand(u32 (&a)[4], const unsigned char *tile, int k) {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, chunk = k % 4 * 2 + threadIdx.x % 32 / 16;
+    ldmatrix(a, reinterpret_cast<const u16 *>(tile + k / 4 * PANEL + swizzled(row, chunk)));
 }
 // acc += a b, 64 x COLUMNS, for a (64 x 64) in registers and operand b of 64 rows, TRANSPOSED.
 template <int COLUMNS>
