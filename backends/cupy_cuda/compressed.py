@@ -23,8 +23,10 @@ from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
 
 BLOCK = sm90.KEYS  # compressed keys of a step: a tile's last one or two are masked
-SEGMENTS_PER_SM = 8  # a segment is one CTA's work, and two CTAs share a multiprocessor
+CTAS_PER_SM = 2  # of dkdv_groups.cu, each of which takes a segment
 SHORTEST = 16  # steps of a segment: with fewer, loading the keys and writing a part is most of the work
+MOST_MULTIPLE = 16  # of the rows between tiles, and from there on doubles: the choice takes time on the host
+STEPS_OF_A_PART = 6  # steps in the time that a CTA needs to begin, and to write a part that is read again
 PARTS = 4  # times `call.scratch`: bytes of float32 parts
 
 
@@ -128,21 +130,44 @@ def segments_of(lengths: tuple[int, ...], segment: int) -> tuple[int, ...]:
 
 
 def segment_length(call: ChooseCall, lengths: tuple[int, ...], sm_count: int) -> int:
-    """Rows of a segment, which are whole steps: few enough to occupy every multiprocessor evenly, and enough for the float32 parts of
-    segments to fit. Halves or multiples of the rows between one tile of keys and the next: segments of several tiles then have the same
-    rows, and CTAs that run at the same time read each other's rows from the L2 cache."""
+    """Rows of a segment, which are whole steps: so many that CTAs occupy the multiprocessors evenly, in the shortest time, and that the
+    float32 parts of segments fit.
+
+    Multiples or fractions of the rows between one tile of keys and the next: segments of several tiles then have nearly the same rows, and
+    CTAs that run at the same time read each other's rows from the L2 cache.
+    """
     q, k, v = call.q, call.k, call.v
     pairs, tokens = k.shape[0] * k.shape[1], sm90.ROWS // q.shape[3]
-    most = max(sum(lengths) * pairs // (SEGMENTS_PER_SM * sm_count), SHORTEST * tokens)
-    segment = BLOCK * call.rule.compress_stride
-    while segment > most:
-        segment = -(-segment // 2)
-    while 2 * segment <= most:
-        segment *= 2
-    part_bytes = 4 * BLOCK * (k.shape[3] + v.shape[3])
-    while pairs * part_bytes * sum(x for x in segments_of(lengths, segment) if x > 1) > PARTS * call.scratch:
-        segment *= 2
-    return -(-segment // tokens) * tokens
+    most_parts = PARTS * call.scratch // (pairs * 4 * BLOCK * (k.shape[3] + v.shape[3]))
+    between = BLOCK * call.rule.compress_stride  # rows between one tile and the next
+    return _segment_length(lengths, pairs, tokens, between, SHORTEST, most_parts, CTAS_PER_SM * sm_count)
+
+
+@functools.lru_cache(maxsize=256)
+def _segment_length(
+    lengths: tuple[int, ...], pairs: int, tokens: int, between: int, shortest: int, most_parts: int, places: int
+) -> int:  # fmt: skip
+    """shortest: steps of a segment; most_parts: of one sequence and group; places: CTAs that run at the same time."""
+    longest = max(lengths)
+    fractions = range(1, max(between // (shortest * tokens), 1) + 1)
+    candidates = [whole_steps(-(-between // n), tokens) for n in fractions]
+    candidates += [whole_steps(n * between, tokens) for n in range(2, MOST_MULTIPLE + 1)]
+    while candidates[-1] < longest:
+        candidates.append(2 * candidates[-1])
+
+    def fits(segment: int) -> bool:
+        return sum(x for x in segments_of(lengths, segment) if x > 1) <= most_parts
+
+    def steps(segment: int) -> tuple[int, int]:
+        waves = -(-pairs * sum(segments_of(lengths, segment)) // places)
+        return waves * (segment // tokens + STEPS_OF_A_PART), -segment
+
+    return min(filter(fits, candidates), key=steps)
+
+
+def whole_steps(rows: int, tokens: int) -> int:
+    """`rows`, rounded up to whole steps of `tokens`."""
+    return -(-rows // tokens) * tokens
 
 
 def _lists_of(call: ChooseCall, lengths: tuple[int, ...], segment: int) -> KeyToRows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -75,6 +77,14 @@ def test_segments_are_whole_steps_whose_parts_fit(h: int, scratch: int) -> None:
     segments = [x for x in compressed.segments_of(lengths, segment) if x > 1]
     assert 4 * sum(segments) * 4 * 64 * 128 <= compressed.PARTS * scratch
     assert sum(-(-rows // segment) for rows in lengths) == sum(compressed.segments_of(lengths, segment))
+
+
+def test_segments_of_8k_rows_occupy_the_multiprocessors_evenly() -> None:
+    call = make_choose_call((1, 8192, 8192, 4, 16, 8, 8, Rule()), scratch=64 << 20)
+    lengths = compressed.rows_of_tiles(call)
+    segment = compressed.segment_length(call, lengths, 132)
+    waves = 4 * sum(compressed.segments_of(lengths, segment)) / (2 * 132)
+    assert waves / math.ceil(waves) > 0.95
 
 
 @needs_compiler

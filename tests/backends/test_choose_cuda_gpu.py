@@ -58,7 +58,7 @@ def test_cuda_matches_the_oracle(shape: str, dtype: torch.dtype) -> None:
 def test_cuda_takes_a_negative_scale_and_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_choose_call(SHAPES["h4-batch"], torch.bfloat16, "cuda", scale=-0.1)
     for per_sm in (1, 64):
-        monkeypatch.setattr(compressed, "SEGMENTS_PER_SM", per_sm)
+        monkeypatch.setattr(compressed, "CTAS_PER_SM", per_sm)
         monkeypatch.setattr(compressed, "SHORTEST", 1)
         check_gradients(choose_cuda.forward, choose_cuda.backward, call)
         check_gradients(choose_cuda.forward, choose_cuda.backward, dataclasses.replace(call, scratch=1 << 18))
