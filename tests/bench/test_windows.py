@@ -48,7 +48,7 @@ def row(case: str, contender: str, direction: str, ms: float) -> dict[str, Any]:
 
 
 def test_table() -> None:
-    rows = [row("8k", "triton", "fwd", 9.0), row("8k", "triton", "fwd", 1.0), row("8k", "triton", "bwd", 3.0)]
+    rows = [row("8k", "ours", "fwd", 9.0), row("8k", "ours", "fwd", 1.0), row("8k", "ours", "bwd", 3.0)]
     rows += [row("8k", "flex", "fwd", 2.0), row("8k", "flex", "bwd", 4.0), row("32k", "dense", "fwd", 29.0)]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in windows.table(rows).splitlines()]
     assert lines[2] == ["8k", "1 / 3", "2 / 4", "- / -", "2.00x / 1.33x / 1.50x"]
