@@ -12,9 +12,10 @@ from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # t
 
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.window_call import WindowCall
 
 
-def temporary(call: Call | ChooseCall, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+def temporary(call: Call | ChooseCall | WindowCall, like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
     """As `unwritten`, until the pass of the call ends: from the call's workspace, where it has one."""
     workspace = call.workspace if isinstance(call, Call) else None
     taken = None if workspace is None else workspace.take(sizes, like.dtype if dtype is None else dtype)

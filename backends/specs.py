@@ -39,6 +39,7 @@ HOPPER_TILES = TileKernels(
     sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=128
 )
 COMPRESSED_TILES = msgspec.structs.replace(HOPPER_TILES, block_multiple=1, blocks_max=1 << 24)  # of keys; no plan is in memory
+WINDOW_TILES = COMPRESSED_TILES
 
 SPECS = (
     Backend(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nsa_sel.backends._triton import window_attention, window_dkdv
 from nsa_sel.backends._triton.arguments import narrow_suffix
-from nsa_sel.backends._triton.window_rows import WindowCall, heads_of
+from nsa_sel.backends._triton.window_rows import heads_of
+from nsa_sel.core.window_call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
 
 CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has no config of its own takes the plain one
@@ -47,6 +48,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, contiguous, in the dtypes of q, k, v; o, lse and dlse are contiguous, do has a contiguous last dimension."""
     call = WindowCall(q if scale >= 0 else -q, k, v, window, abs(scale), bounds)
-    dq, lse2, delta = window_attention.dq(call, o, lse, do, dlse, config_of(call, "window/dq"))
+    gradient, lse2, delta = dq(call, o, lse, do, dlse)
     dk, dv = window_dkdv.dkdv(call, do, lse2, delta, config_of(call, "window/dkdv"))
-    return dq if scale >= 0 else dq.neg_(), dk, dv
+    return gradient if scale >= 0 else gradient.neg_(), dk, dv
+
+
+def dq(call: WindowCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [B,S,G,h,Dk], and lse in base 2 and delta [B,S,G,h] for dk and dv; of a call with a positive scale."""
+    return window_attention.dq(call, o, lse, do, dlse, config_of(call, "window/dq"))

@@ -52,9 +52,9 @@ def sliding_window_attention(
 ) -> Any:
     """Attention of every query row to the last `window` keys, its own among them (NSA, arXiv 2502.11089, Section 3.3.3).
 
-    Row s stands at position t = S_kv - S + s and attends to the keys max(0, t - window + 1) to t. Triton kernels on a GPU, chunks of
-    scaled_dot_product_attention elsewhere; neither holds more than a small part of the logits. Differentiable in q, k and v; bit-equal from
-    run to run. May be part of a function that torch.compile traces.
+    Row s stands at position t = S_kv - S + s and attends to the keys max(0, t - window + 1) to t. CUDA kernels on Hopper, Triton
+    kernels on other GPUs, chunks of scaled_dot_product_attention elsewhere; none holds more than a small part of the logits.
+    Differentiable in q, k and v; bit-equal from run to run. May be part of a function that torch.compile traces.
 
     Args:
         q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per sequence (decode): G KV groups of h heads. float16, bfloat16, float32 or float64;

@@ -1,4 +1,4 @@
-"""Sliding-window attention by the Triton kernels of window_triton.py, for tensors of a GPU.
+"""Sliding-window attention by kernels, for tensors of a GPU: Hopper's of window_cuda.py, or the Triton kernels of window_triton.py.
 
 Eager calls go through an autograd function, those that torch.compile traces through the ops `nsa_sel::window` and `window_backward`.
 """
@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._window import chunks
+from nsa_sel.backends.specs import WINDOW_TILES
 from nsa_sel.core import registry, transforms
+from nsa_sel.core.facts import device_info
 from nsa_sel.errors import warn
 
-KERNELS = "nsa_sel.backends.window_triton"  # imported at the first call on a GPU
+CUDA, TRITON = "nsa_sel.backends.window_cuda", "nsa_sel.backends.window_triton"  # imported at the first call on a GPU
+_NEEDED = "cupy-cuda"  # the backend whose packages and libraries CUDA needs, too
+_NAMES = {CUDA: ("CUDA", "the Triton kernels"), TRITON: ("Triton", "chunks of rows")}  # and what runs in their place
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_DIM = 256
 _OLDEST = (8, 0)  # compute capability
@@ -30,24 +34,43 @@ def takes(q: Tensor, v: Tensor) -> bool:
     return (facts.major, facts.minor) >= _OLDEST
 
 
-def has_failed(q: Tensor, v: Tensor) -> bool:
+def has_failed(q: Tensor, v: Tensor, kernels: str = TRITON) -> bool:
     """Whether the kernels have failed for such heads in this process."""
-    return _heads(q, v) in registry.broken_windows
+    return bool(registry.broken_windows) and (kernels, *_heads(q, v)) in registry.broken_windows
 
 
-def note_failure(q: Tensor, v: Tensor, error: Exception) -> None:
-    """Leave such heads to chunks from now on; raises what chunks would not survive either."""
+def note_failure(q: Tensor, v: Tensor, error: Exception, kernels: str = TRITON) -> None:
+    """Leave such heads to the next in line from now on; raises what that would not survive either."""
     if isinstance(error, torch.OutOfMemoryError) or registry.is_sticky(error):
         raise error
+    name, other = _NAMES[kernels]
     warn(
-        f"The Triton kernels of sliding_window_attention failed, chunks of rows run such heads from now on: {error!r}."
+        f"The {name} kernels of sliding_window_attention failed, {other} run such heads from now on: {error!r}."
         " Remedy: nsa_sel.reset() lets them try again"
     )
-    registry.broken_windows.add(_heads(q, v))
+    registry.broken_windows.add((kernels, *_heads(q, v)))
 
 
 def _heads(q: Tensor, v: Tensor) -> tuple[Any, ...]:
     return (q.device, q.dtype, *q.shape[3:], v.shape[-1])
+
+
+def _by_cuda(q: Tensor, v: Tensor) -> bool:
+    """Whether CUDA's kernels are tried; they leave to Triton's what they do not compute."""
+    return q.is_cuda and device_info(q.device).sm == WINDOW_TILES.sm and not registry.missing(_NEEDED) and not has_failed(q, v, CUDA)
+
+
+def _run(function: str, q: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """What `forward` or `backward` of the kernels returns."""
+    with _on_device(q):
+        if _by_cuda(q, v):
+            try:
+                found: tuple[Tensor, ...] = getattr(importlib.import_module(CUDA), function)(*arguments)
+                return found
+            except Exception as error:
+                note_failure(q, v, error, CUDA)
+        found = getattr(importlib.import_module(TRITON), function)(*arguments)
+        return found
 
 
 def packed_bounds(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -117,23 +140,19 @@ def _by_chunks(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
-    kernels = importlib.import_module(KERNELS)
-    with _on_device(q):
-        found: tuple[Tensor, Tensor] = kernels.forward(q, k, v, window, scale, bounds)
-    return found
+    o, lse = _run("forward", q, v, q, k, v, window, scale, bounds)
+    return o, lse
 
 
 def _backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float,
     bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    kernels = importlib.import_module(KERNELS)
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     do = do if do.stride(-1) == 1 else do.contiguous()
     dlse = None if dlse is None else dlse.resolve_neg().contiguous()
-    with _on_device(q):
-        found: tuple[Tensor, Tensor, Tensor] = kernels.backward(q, k, v, o, lse, do, dlse, window, scale, bounds)
-    return found
+    dq, dk, dv = _run("backward", q, v, q, k, v, o, lse, do, dlse, window, scale, bounds)
+    return dq, dk, dv
 
 
 def _on_device(q: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -10,36 +10,12 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._triton.arguments import Dims, Heads, split_dims
 from nsa_sel.backends._triton.tma import aligned, descriptor
+from nsa_sel.core.window_call import WindowCall
 from nsa_sel.settings.schema import KernelConfig
-
-LOG2_E = 1.4426950408889634
-
-
-class WindowCall(NamedTuple):
-    """The checked arguments of a call with a positive scale.
-
-    Args:
-        q: [B,S,G,h,Dk]; k: [B,G,S_kv,Dk]; v: [B,G,S_kv,Dv], any strides with a contiguous last dimension; none is empty, S <= S_kv.
-        window: keys that a row sees.
-        scale: factor of the logits.
-        bounds: of a packed batch: where each row's sequence begins and ends, [2,T] int32, contiguous; T and 0 in padding.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    window: int
-    scale: float
-    bounds: Tensor | None = None
-
-    def scale_log2(self) -> float:
-        """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
-        return max(self.scale * LOG2_E, 1e-30)
 
 
 class Sizes(NamedTuple):

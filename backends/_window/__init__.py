@@ -1,1 +1,1 @@
-"""Attention to the last keys of every row in plain PyTorch, for what the Triton kernels of window_triton.py do not take: CPUs, float64."""
+"""Attention to the last keys of every row in plain PyTorch, for what no kernel of windows takes: CPUs, float64."""

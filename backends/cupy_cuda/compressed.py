@@ -59,7 +59,7 @@ def dq(call: ChooseCall, device: DeviceInfo, o: Tensor, lse: Tensor, do: Tensor,
     gradient, delta = unwritten(q, *q.shape), unwritten(lse, *lse.shape)
     tokens = sm90.ROWS // q.shape[3]
     maps = (row_map(q, tokens), row_map(do, tokens), *sm90.key_maps(call), row_map(o, tokens))
-    values = (*launch.strided(do), *launch.pointers(o, lse, dlse, gradient, delta))
+    values = launch.pointers(o, lse, dlse, gradient, delta)
     _start_tiles("dq_tiles.cu", call, device, shape, maps, *values, MIXED_TILES=1)
     return gradient, delta
 

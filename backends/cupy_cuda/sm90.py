@@ -23,6 +23,7 @@ from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.request import DeviceInfo
+from nsa_sel.core.window_call import WindowCall
 
 SM = 90  # wgmma is this chip's alone
 ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a consumer warpgroup, keys of a step, bytes of 64 rows of 64 columns
@@ -47,7 +48,7 @@ class TileShape(NamedTuple):
 class TilePlan(NamedTuple):
     """The lists of blocks of all tiles: `TilePlan` of tile_plan.cuh, without the order of tiles."""
 
-    blocks: Tensor | None  # [all tiles * capacity] int32; of compressed keys there are no lists
+    blocks: Tensor | None  # [all tiles * capacity] int32; if arithmetic, there are no lists
     rows: Tensor | None  # [all tiles * capacity] int64
     counts: Tensor | None  # [all tiles, 2] int32
     tiles: int  # of a batch entry and group
@@ -99,7 +100,7 @@ def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> 
     return tile_shape(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, q_stages, Dv * (1 + with_o), device.shared_memory)
 
 
-def key_maps(call: Call | ChooseCall) -> tuple[bytes, bytes]:
+def key_maps(call: Call | ChooseCall | WindowCall) -> tuple[bytes, bytes]:
     return tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64)
 
 
@@ -124,7 +125,7 @@ def dq_tiles(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dls
     dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
     shape = dq_shape(q, call.v, call.device)
     maps = (row_map(q, ROWS // h), row_map(do, ROWS // h), *key_maps(call))
-    _start_tiles("dq_tiles.cu", call, ranges, shape, maps, *launch.strided(do), *launch.pointers(o, lse, dlse, dq, delta))
+    _start_tiles("dq_tiles.cu", call, ranges, shape, maps, *launch.pointers(o, lse, dlse, dq, delta))
     return dq, delta
 
 
@@ -141,7 +142,7 @@ def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps
 
 
 def start_persistent(
-    source: str, macros: Constants, call: Call | ChooseCall, plan: TilePlan, sm_count: int, shape: TileShape, *values: int,
+    source: str, macros: Constants, call: Call | ChooseCall | WindowCall, plan: TilePlan, sm_count: int, shape: TileShape, *values: int,
     maps: tuple[bytes, ...], problem: tuple[Any, ...],
 ) -> None:  # fmt: skip
     """At most one CTA a multiprocessor, which takes tile after tile.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa_sel.backends.cupy_cuda import compiler, compressed, launch, sm90, tensor_map
+from nsa_sel.backends.cupy_cuda import compiler, compressed, launch, sm90, tensor_map, window
 from tests.helpers.emulate import packed
 
 
@@ -30,7 +30,7 @@ needs_nvrtc = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 
 def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object]) -> list[dict[str, Any]]:
     """Every kernel that `work()` launches, compiled for compute capability sm/10: its name, macros, threads, registers, shared memory,
-    and bytes that spill."""
+    bytes that spill, and warnings that ptxas waits for every single wgmma."""
     found: dict[object, dict[str, Any]] = {}
 
     def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
@@ -45,7 +45,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "clear", lambda *_: None)
-    for module in (sm90, compressed):  # the driver makes tensor maps
+    for module in (sm90, compressed, window):  # the driver makes tensor maps
         for name in ("tensor_map", "row_map"):
             monkeypatch.setattr(module, name, lambda *_, **__: bytes(tensor_map.BYTES), raising=False)
     work()
@@ -58,4 +58,5 @@ def _resources(source: str, macros: compiler.Constants, arch: str, shared: int) 
     spilled, stack, static = (int(match[1]) if match else 0 for match in numbers.values())
     registers = re.search(r"Used (\d+) registers", log)
     assert registers is not None, log
-    return {"registers": int(registers[1]), "shared": shared + static, "spilled": spilled + stack}
+    serialized = log.count("instructions are serialized")
+    return {"registers": int(registers[1]), "shared": shared + static, "spilled": spilled + stack, "serialized": serialized}

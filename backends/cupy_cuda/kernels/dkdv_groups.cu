@@ -9,21 +9,25 @@
 //   small (H < 8), by three warps with cp.async. The tile's K and V come by TMA.
 // Compressed keys: the rows of a list are the last ones of the sequence, from the first that sees a key of the tile. Its entries are
 //   arithmetic, and q and do of a step one box, past which TMA writes zeros: a segment is whole steps.
-// Masks: rows are in order, so that only the first entries of a list can lie within the tile. There, k and v of keys that no row sees may
-//   be NaN: p and ds are replaced, not multiplied, by 0.
+// A window: the rows of a list are those from the tile's first key to the window's end after its last one, arithmetic as above. One segment
+//   has them all, and nothing about the lists is in memory.
+// Masks: rows are in order, so that only the first entries of a list can lie within the tile, and only the last ones see a window that the
+//   tile reaches beyond. There, k and v of keys that no row sees may be NaN: p and ds are replaced, not multiplied, by 0.
 //
 //   H       heads of a group
 //   STAGES  stages of the pipeline of steps
 #include "key_to_rows.cuh"
+#include "window_rows.cuh"
 #include "wgmma.cuh"
 
 constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
-#ifdef COMPRESS_STRIDE
+#ifdef BY_ARITHMETIC
 constexpr bool ADJACENT = true;  // the tokens of a step
 #else
 constexpr bool ADJACENT = false;
 #endif
 constexpr bool BY_TMA = ADJACENT || H >= 8;
+constexpr int NO_END = 0x7fffffff;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
@@ -55,11 +59,14 @@ DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / 
 // A CTA's segment; a number that the list does not have, if there is nothing to do.
 // Compressed keys: `segment` rows of the sequence with all tiles of keys that they see, then the rows before. What runs at the same time
 // reads the same rows, from the L2 cache: q and do of all rows would not fit it.
+// A window: all rows of one tile after the other.
 DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
 #ifdef COMPRESS_STRIDE
     const u32 tiles = x.lists.tiles, length = x.lists.segment, slots = (static_cast<u32>(x.p.S) + length - 1) / length;
     const u32 tile = index % tiles, slot = slots - 1 - index / tiles % slots;
     return {index / tiles / slots * tiles + tile, slot - first_row(x.p, static_cast<i64>(tile) * KEYS) / length};
+#elif defined(WINDOW)
+    return {index, 0};
 #else
     return segment_at(x.lists, index);
 #endif
@@ -70,27 +77,50 @@ struct ListSteps : Segment<KEYS> {
     const Arguments &x;
     const int steps;
     i64 row0 = 0;  // ADJACENT: the row of `begin`
+#ifdef WINDOW
+    const WindowRows<KEYS, TQ> rows;
+    DEVICE ListSteps(const Arguments &arguments, SegmentId id)
+        : ListSteps(arguments, id, WindowRows<KEYS, TQ>(arguments.p, id.list % arguments.lists.tiles * KEYS)) {}
+    DEVICE ListSteps(const Arguments &arguments, SegmentId id, const WindowRows<KEYS, TQ> &window)
+        : Segment<KEYS>(arguments.lists, arguments.p.G, id.list, window.count), x(arguments), steps(window.steps), row0(window.first),
+          rows(window) {}
+    DEVICE int place(int step) const { return rows.place(step); }  // of a step in the list
+#else
     DEVICE ListSteps(const Arguments &arguments, SegmentId id)
         : Segment<KEYS>(arguments.lists, arguments.p.G, id), x(arguments), steps(static_cast<int>((end - begin + TQ - 1) / TQ)) {
         if (ADJACENT) row0 = x.p.S - (x.lists.begins[list + 1] - begin);
     }
+    DEVICE int place(int step) const { return step; }
+#endif
     // The row of listed token number i of a step; S, which is past the rows, if there is none.
     DEVICE int row(int step, int i) const {
-        const i64 at = begin + static_cast<i64>(step) * TQ + i;
+        const i64 at = begin + static_cast<i64>(place(step)) * TQ + i;
         if (i >= TQ || at >= end) return static_cast<int>(x.p.S);
-        if (ADJACENT) return static_cast<int>(row0) + step * TQ + i;
+        if (ADJACENT) return static_cast<int>(row0 + at - begin);
         return static_cast<u32>(x.lists.entries[at] - bg * x.lists.entries_per_bg) / static_cast<u32>(x.p.n * x.lists.reach);
     }
-    // The first steps, in which a row may not see all keys of the tile.
-    DEVICE i64 masked_steps() const {
-#ifdef COMPRESS_STRIDE
-        return (first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0 + TQ - 1) / TQ;
+    // The steps [x, y) of the list in which every row sees all keys of the tile.
+    DEVICE int2 whole_steps() const {
+#ifdef WINDOW
+        return make_int2(rows.begun, rows.over);
+#elif defined(COMPRESS_STRIDE)
+        const i64 begun = first_row(x.p, min(first_key + static_cast<i64>(KEYS), x.p.S_kv) - 1) - row0;
+        return make_int2(static_cast<int>((begun + TQ - 1) / TQ), NO_END);
 #else
         // Of rows in order, only the first KEYS entries of a list can lie within the tile.
-        return x.p.q_pos ? steps : (x.lists.begins[list] + KEYS - begin + TQ - 1) / TQ;
+        return make_int2(x.p.q_pos ? steps : static_cast<int>((x.lists.begins[list] + KEYS - begin + TQ - 1) / TQ), NO_END);
 #endif
     }
 };
+
+// A window ends within the box of its last step: the consumer zeroes the other tokens' q and do, since p = 0 would not cancel NaN.
+DEVICE void zero_tokens(unsigned char *stage, int first) {
+#pragma unroll 1
+    for (int i = threadIdx.x % 128; i < STAGE_BYTES / 16; i += 128)
+        if (i % (PANEL / 16) >= first * H * 8) *reinterpret_cast<uint4 *>(stage + i * 16) = make_uint4(0, 0, 0, 0);
+    fence_async_proxy();
+    named_barrier<128>(1);
+}
 
 // One lane: the tile's keys and values.
 DEVICE void produce_tile(const Arguments &x, const ListSteps &list, unsigned char *k_tile, Shared &shared) {
@@ -211,13 +241,13 @@ DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
 }
 
 // 0 in place of what belongs to keys that a row does not see.
-DEVICE void mask_keys(float (&x)[ROWS / 2], const int *limits) {
+DEVICE void mask_keys(const Problem &p, float (&x)[ROWS / 2], const int *limits) {
     const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (key0 + i / 2 * 8 >= limits[8 * j + lane % 4 * 2 + i % 2]) x[4 * j + i] = 0.0f;
+            if (hidden(p, key0 + i / 2 * 8, limits[8 * j + lane % 4 * 2 + i % 2])) x[4 * j + i] = 0.0f;
 }
 
 // p^T and ds^T = p^T * (dp^T - delta), rounded: operands.
@@ -239,7 +269,7 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
     const Problem &p = x.p;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
     const u32 stage0 = uniform(operand(shared_address(stages)));
-    const i64 masked = list.masked_steps();
+    const int2 whole = list.whole_steps();
     float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
 #pragma unroll
     for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
@@ -249,7 +279,11 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
+        const int place = list.place(step);
         shared.steps.wait_full(at);
+#ifdef WINDOW
+        if (place + 1 == list.steps && list.end % TQ) zero_tokens(stages + at.stage * STAGE_BYTES, static_cast<int>(list.end % TQ));
+#endif
         wgmma_fence();
         wgmma_a_bt<DK>(s, keys, q_tile);
         wgmma_commit();
@@ -257,9 +291,10 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         wgmma_commit();
         wgmma_wait<1>();  // p^T while dp^T is computed
         exponentiate(s, shared.lse[at.stage], p.scale_log2);
-        if (step < masked) mask_keys(s, shared.limit[at.stage]);
+        const bool masked = place < whole.x || place >= whole.y;
+        if (masked) mask_keys(p, s, shared.limit[at.stage]);
         wgmma_wait<0>();
-        if (step < masked) mask_keys(dp, shared.limit[at.stage]);
+        if (masked) mask_keys(p, dp, shared.limit[at.stage]);
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
         as_operands(weights, ds, s, dp, shared.delta[at.stage]);
         wgmma_fence();
@@ -279,7 +314,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_co
     __shared__ Shared shared;
     if (!ADJACENT && blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const SegmentId id = segment_of(x, blockIdx.x);
-    if (ADJACENT && (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list])) return;
+#ifdef COMPRESS_STRIDE
+    if (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list]) return;
+#endif
     unsigned char *stages = memory + K_BYTES + V_BYTES;
     const int producer = threadIdx.x / 32 - 4;
     const ListSteps list(x, id);

@@ -2,12 +2,12 @@
 //
 //   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
 //
-// Of compressed keys a tile has few steps, so that reading o from memory for delta would be a large part of its time: o comes with do.
-// do goes to registers as the operand of do v^T: wgmma then reads half as much shared memory for it, and do (and o) of the next tile can
-// come as soon as this one's are read. q of the next tile comes to a stage of its own.
+// Of compressed keys or a window a tile has few steps, so that reading o from memory for delta would be a large part of its time: o comes
+// with do. do goes to registers as the operand of do v^T: wgmma then reads half as much shared memory for it, and do (and o) of the next
+// tile can come as soon as this one's are read. q of the next tile comes to a stage of its own.
 #include "token_tiles.cuh"
 
-#ifdef COMPRESS_STRIDE
+#ifdef BY_ARITHMETIC
 constexpr bool WITH_O = true;
 #else
 constexpr bool WITH_O = false;
@@ -19,12 +19,11 @@ constexpr int ROW_BYTES = Q_STAGES * Q_BYTES + DO_BYTES + (WITH_O ? DO_BYTES : 0
 
 struct Arguments {
     TensorMap q, d_o, k, v;
-#ifdef COMPRESS_STRIDE
+#ifdef BY_ARITHMETIC
     TensorMap o_rows;
 #endif
     Problem p;
     TilePlan plan;
-    HeadsTensor d_out;        // do [B,S,G,h,DV]
     const u16 *o;             // [B,S,G,h,DV], contiguous
     const float *lse, *dlse;  // [B,S,G,h]; dlse may be null
     u16 *dq;                  // [B,S,G,h,DK]
@@ -79,20 +78,45 @@ struct QueryGradient {
     DEVICE void begin_products(const Step &step) {
         const u32 keys = steps.keys(step);
         wgmma_a_bt<DK>(s, q_tile, keys);
+        begin_gradients(dp, keys);
+        wgmma_commit();
+    }
+    // dp = do v^T of a step's first keys.
+    template <class Tile>
+    DEVICE void begin_gradients(Tile &dp, u32 keys) {
         if (DO_IN_REGISTERS) wgmma_a_bt<DV>(dp, d_out, keys + K_BYTES / 16);
         else wgmma_a_bt<DV>(dp, q_tile + Q_BYTES / 16, keys + K_BYTES / 16);
-        wgmma_commit();
     }
     DEVICE void begin_sums(const Step &step) {
         wgmma_add_a_b<DK>(acc, ds, steps.keys(step) + TRANSPOSED);
         wgmma_commit();
     }
     template <int PENDING>
-    DEVICE void probabilities(const Step &step, int key) {
+    DEVICE void probabilities(const Step &step, int key) { differentiate<PENDING>(s, dp, step, key); }
+    // ds in place of the logits of a step's first keys.
+    template <int PENDING, class Tile>
+    DEVICE void differentiate(Tile &s, Tile &dp, const Step &step, int key) {
         const float shift[2] = {step.rows & rows.bit[0] ? lse[0] : infinity(), step.rows & rows.bit[1] ? lse[1] : infinity()};
         wgmma_wait<PENDING>();
         logit_gradients(s, dp, c, shift, delta);
-        if (key != NO_MASK) mask_columns(s, key, rows.limit, 0.0f);
+        if (key != NO_MASK) rows.mask(s, key, 0.0f);
+    }
+    DEVICE void brief_step(const Step &step, int key) {
+#if BRIEF
+        const u32 keys = steps.keys(step);
+        float few[BRIEF / 2], few_dp[BRIEF / 2];
+        u32 operand[BRIEF / 16][4];
+        wgmma_fence();
+        wgmma_a_bt<DK>(few, q_tile, keys);
+        begin_gradients(few_dp, keys);
+        wgmma_commit();
+        differentiate<0>(few, few_dp, step, key);
+        as_operand(operand, few);
+        wgmma_fence();
+        wgmma_add_a_b<DK>(acc, operand, keys + TRANSPOSED);
+        wgmma_commit();
+        wgmma_wait<0>();
+#endif
     }
     DEVICE void finish_probabilities() {}
     DEVICE void update_operand() { as_operand(ds, s); }
@@ -136,7 +160,7 @@ DEVICE void produce_tiles(const Arguments &x, unsigned char *row_memory, Shared 
     while (scheduler.next_tile()) {
         const TokenTile tile(scheduler.number, x.plan, x.p.G);
         produce_rows<DK>(shared.q[consumer], scheduler.at<Q_STAGES>(), row_memory, tile, consumer, x.q);
-#ifdef COMPRESS_STRIDE
+#ifdef BY_ARITHMETIC
         produce_rows<DV, DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o, x.o_rows);
 #else
         produce_rows<DV>(shared.gradients[consumer], scheduler.at<1>(), do_tile, tile, consumer, x.d_o);

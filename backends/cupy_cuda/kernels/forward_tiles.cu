@@ -42,9 +42,12 @@ struct Attention {
         wgmma_commit();
     }
     template <int PENDING>
-    DEVICE void probabilities(const Step &step, int key) {
+    DEVICE void probabilities(const Step &step, int key) { exponentiate<PENDING>(s, step, key); }
+    // p in place of the logits of a step's first keys, and alpha if a maximum rises.
+    template <int PENDING, class Tile>
+    DEVICE void exponentiate(Tile &s, const Step &step, int key) {
         wgmma_wait<PENDING>();
-        if (key != NO_MASK) mask_columns(s, key, rows.limit, -infinity());
+        if (key != NO_MASK) rows.mask(s, key, -infinity());
         float top[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) top[r] = step.rows & rows.bit[r] ? row_max(s, r) : LOWEST;
@@ -55,6 +58,22 @@ struct Attention {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, step.rows & rows.bit[r]);
+    }
+    DEVICE void brief_step(const Step &step, int key) {
+#if BRIEF
+        float few[BRIEF / 2];
+        u32 operand[BRIEF / 16][4];
+        wgmma_fence();
+        wgmma_a_bt<DK>(few, q_tile, steps.keys(step));
+        wgmma_commit();
+        exponentiate<0>(few, step, key);
+        if (rises) scale_rows(acc, alpha);
+        as_operand(operand, few);
+        wgmma_fence();
+        wgmma_add_a_b<DV>(acc, operand, steps.keys(step) + K_BYTES / 16 + TRANSPOSED);
+        wgmma_commit();
+        wgmma_wait<0>();
+#endif
     }
     DEVICE void finish_probabilities() {
         compute_before_wait(softmax.l[0], &steps.pipeline.raw);
@@ -78,7 +97,7 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
         Attention attention(steps, q_tile, rows, c, slack);
         steps.begin_tile(scheduler.counts.y * STEPS);
         shared.q[consumer].wait_full(scheduler.at<1>());
-        consume_steps(steps, x.plan, p.G, tile, scheduler.counts, shared.q[consumer], 0, attention);
+        consume_steps(steps, scheduler.counts, shared.q[consumer], 0, attention);
 
         const OnlineSoftmax &softmax = attention.softmax;
         float scale[2];

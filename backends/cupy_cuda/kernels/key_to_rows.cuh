@@ -54,7 +54,20 @@ struct Segment {
         g = bg % G;
         first_key = static_cast<int>(list % lists.tiles) * WIDTH;
     }
+    // The only segment of a list that is not in memory, of so many entries.
+    DEVICE Segment(const KeyToRows &lists, i64 G, i64 list, i64 entries)
+        : list(list), number(0), begin(0), end(entries), b(list / lists.tiles / G), g(list / lists.tiles % G), bg(list / lists.tiles),
+          first_key(static_cast<int>(list % lists.tiles) * WIDTH), final(true) {}
 };
+
+// Where the parts of a list begin; the lists of a window have none, and are not in memory.
+DEVICE i64 first_part(const KeyToRows &lists, i64 list) {
+#ifdef WINDOW
+    return 0;
+#else
+    return lists.parts[list];
+#endif
+}
 
 // Where a warp's 16 keys from `key0` on go.
 struct GradientRows {
@@ -63,8 +76,8 @@ struct GradientRows {
 
     template <int WIDTH>
     DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
-        : part_row((lists.parts[segment.list] + segment.number) * WIDTH + key0), row(segment.bg * S_kv + segment.first_key + key0),
-          keys_left(S_kv - segment.first_key - key0), final(segment.final) {}
+        : part_row((first_part(lists, segment.list) + segment.number) * WIDTH + key0),
+          row(segment.bg * S_kv + segment.first_key + key0), keys_left(S_kv - segment.first_key - key0), final(segment.final) {}
 
     // acc * factor, columns from `column0` on; D: columns of a row of dk or dv.
     template <int D, class Tile>

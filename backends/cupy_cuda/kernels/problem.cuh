@@ -4,7 +4,14 @@
 //   forward    o = sum_j p_j v_j
 //   backward   delta = sum(do * o) - dL,  ds = p * (do v^T - delta),  dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
 // Kernels work in base 2, with c = scale * log2 e, because exp2 is one instruction; lse in memory is a natural logarithm.
+//
+// What a row sees may be arithmetic instead of ranges (BY_ARITHMETIC):
+//   COMPRESS_BLOCK, COMPRESS_STRIDE  k and v are compressed: it sees those that lie at or before it
+//   WINDOW                           1: it sees the last `window` keys, its own among them
 #pragma once
+#if defined(COMPRESS_STRIDE) || defined(WINDOW)
+#define BY_ARITHMETIC
+#endif
 #include "warp.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -39,7 +46,11 @@ struct Problem {
         i64 start;      // of compressed keys: the position of row 0
     };
     i64 range_bytes;
-    i64 S, S_kv, G, h, n;
+    i64 S, S_kv, G, h;
+    union {
+        i64 n;       // ranges of a row
+        i64 window;  // keys that a row sees, at most S_kv
+    };
     double scale, scale_log2;
 };
 
@@ -58,10 +69,23 @@ DEVICE int row_limit(const Problem &p, i64 b, i64 s) {
     return static_cast<int>(max(0ll, min(t, p.S_kv - 1) + 1));
 }
 
-#ifdef COMPRESS_STRIDE
-// The first row that sees a compressed key; S or more if none does.
-DEVICE i64 first_row(const Problem &p, i64 key) { return max(0ll, key * COMPRESS_STRIDE + COMPRESS_BLOCK - 1 - p.start); }
+// Whether a row does not see a key, given its `row_limit`. Both may be counted from another key than the first.
+DEVICE bool hidden(const Problem &p, int key, int limit) {
+#ifdef WINDOW
+    return static_cast<u32>(limit - 1 - key) >= static_cast<u32>(p.window);  // the distance from the row's own key
+#else
+    return key >= limit;
 #endif
+}
+
+// BY_ARITHMETIC: the first row that sees a key; S or more if none does.
+DEVICE i64 first_row(const Problem &p, i64 key) {
+#ifdef COMPRESS_STRIDE
+    return max(0ll, key * COMPRESS_STRIDE + COMPRESS_BLOCK - 1 - p.start);
+#else
+    return max(0ll, key - (p.S_kv - p.S));
+#endif
+}
 
 // Range `at` of all ranges as [max(start, 0), min(end, limit)), end >= start; clamped before the cast: int64 may hold any bound.
 DEVICE void clamped_range(const Problem &p, i64 at, int limit, int &start, int &end) {

@@ -1,7 +1,8 @@
 // Which tile of adjacent tokens a CTA takes, and which blocks of keys the tile's steps go through.
 //
 // Selected blocks come from lists, the union of a tile's tokens (tile_union.cu). Of compressed keys every token sees the first ones, so
-// that the list is arithmetic: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them.
+// that the list is arithmetic: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them. So it is of a
+// window: blocks of BLOCK keys from the first key that the tile's first token sees, whole where the windows of all its tokens overlap.
 #pragma once
 #include "softmax.cuh"
 
@@ -10,7 +11,7 @@ constexpr u32 TOKEN_MASK = static_cast<u32>((1ull << TQ) - 1);  // of a consumer
 
 // The lists of all tiles, and the order in which CTAs take tiles. (With its fields in another order the compiler spills registers.)
 struct TilePlan {
-    const int *blocks;   // [all_tiles * capacity]: the union of a tile's blocks, whole ones first; lists are null for compressed keys
+    const int *blocks;   // [all_tiles * capacity]: the union of a tile's blocks, whole ones first; lists are null if BY_ARITHMETIC
     const u64 *rows;     // bit r: token r of the tile selected the block
     const int2 *counts;  // [all_tiles]: whole blocks, all blocks
     i64 tiles, capacity, all_tiles;  // tiles of one (b, g), blocks of a list at most
@@ -50,22 +51,49 @@ struct TokenTile {
     DEVICE i64 token(int consumer) const { return static_cast<i64>(i) * TOKENS + consumer * TQ; }  // the first of a consumer
 };
 
-// The blocks of a tile: how many are whole, and how many there are; then block number `at` of its list, and which tokens selected it. A tile's
-// steps begin with its partial blocks; in the list, whole blocks come first.
-#ifndef COMPRESS_STRIDE
+// The blocks of a tile: how many are whole, and how many there are; then the first key of block number `at` of its list, and which tokens
+// selected it. A tile's steps begin with its partial blocks; in the list, whole blocks come first.
+#ifndef BY_ARITHMETIC
 DEVICE int2 block_counts(const Problem &p, const TilePlan &plan, const TokenTile &tile) { return plan.counts[tile.index(plan, p.G)]; }
-DEVICE int block_at(const TilePlan &plan, u32 G, const TokenTile &tile, i64 at) {
-    return plan.blocks[tile.index(plan, G) * plan.capacity + at];
+DEVICE int block_key(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
+    return plan.blocks[tile.index(plan, p.G) * plan.capacity + at] * BLOCK;
 }
 DEVICE u64 selected_by(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
     return plan.rows[tile.index(plan, p.G) * plan.capacity + at];
 }
 #else
+// `row_limit` of a tile's first and last token, and the keys that each of them sees first.
+struct TileLimits {
+    int first, last, first_key, last_key;
+    DEVICE TileLimits(const Problem &p, const TokenTile &tile) {
+        const i64 token = tile.token(0);
+        first = row_limit(p, tile.b, token);
+        last = row_limit(p, tile.b, min(token + TOKENS, p.S) - 1);
+#ifdef WINDOW
+        first_key = max(0, first - static_cast<int>(p.window));
+        last_key = max(0, last - static_cast<int>(p.window));
+#else
+        first_key = last_key = 0;
+#endif
+    }
+    // Blocks at the beginning that the last token does not see all of.
+    DEVICE int leading() const { return (last_key - first_key + BLOCK - 1) / BLOCK; }
+};
 DEVICE int2 block_counts(const Problem &p, const TilePlan &, const TokenTile &tile) {
-    const i64 first = tile.token(0), last = min(first + TOKENS, p.S) - 1;
-    return make_int2(row_limit(p, tile.b, first) / BLOCK, (row_limit(p, tile.b, last) + BLOCK - 1) / BLOCK);
+    const TileLimits limits(p, tile);
+    const int seen_by_first = (limits.first - limits.first_key) / BLOCK;
+    return make_int2(max(seen_by_first - limits.leading(), 0), (limits.last - limits.first_key + BLOCK - 1) / BLOCK);
 }
-DEVICE int block_at(const TilePlan &, u32, const TokenTile &, i64 at) { return static_cast<int>(at); }
+DEVICE int block_key(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
+#ifdef WINDOW
+    const TileLimits limits(p, tile);
+    const int whole = block_counts(p, plan, tile).x, leading = limits.leading(), number = static_cast<int>(at);
+    const int block = number < whole ? leading + number : number - whole < leading ? number - whole : number;
+    return limits.first_key + block * BLOCK;
+#else
+    return static_cast<int>(at) * BLOCK;
+#endif
+}
 // All tokens that exist; what a token does not see of a partial block is masked key by key.
 DEVICE u64 selected_by(const Problem &p, const TilePlan &, const TokenTile &tile, i64) {
     const i64 exist = p.S - tile.token(0);

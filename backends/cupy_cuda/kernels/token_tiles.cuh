@@ -7,8 +7,8 @@
 //   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i, a tile ahead. All by TMA.
 // Every consumer waits for every step, and computes those that one of its tokens selected. Rows that did not select the step's block are
 // masked by a shift of their logits to -inf, at no cost per element.
-// Masks: a tile's steps begin with its partial blocks, which the causal clamp or the end of the cache cuts for some row: they take a mask
-//   per element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN. Whole blocks
+// Masks: a tile's steps begin with its partial blocks, which the causal clamp, a window or the end of the cache cuts for some row: they take
+//   a mask per element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN. Whole blocks
 //   follow, which every row of the tile sees to their last key: no mask.
 //
 //   H          heads of a group (2 to 64)
@@ -21,6 +21,14 @@
 #include "wgmma.cuh"
 
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // steps of a block
+// Keys of a brief step: where a window is whole steps long, the last keys of a tile, which its later tokens see beyond the first one's.
+#if defined(WINDOW) && CONSUMERS * (64 / H) <= 17
+#define BRIEF 16
+#elif defined(WINDOW) && CONSUMERS * (64 / H) <= 33
+#define BRIEF 32
+#else
+#define BRIEF 0  // there is none
+#endif
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224, PRODUCER_REGISTERS = 56;  // a thread
@@ -78,6 +86,8 @@ struct TileScheduler {
 struct StepPipeline : Pipeline<STAGES> {
     u64 raw;                      // K and V that are still to be zeroed in part
     u32 rows[STAGES][CONSUMERS];  // bit r: token r of the consumer selected the step's block
+    int keys[STAGES];             // the first key
+    int visible[STAGES];          // keys from there on that some row sees, or more
 };
 
 struct Shared {
@@ -127,15 +137,15 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
         const TokenTile tile(scheduler.number, plan, p.G);
         const int2 counts = scheduler.counts;
         const int partial = counts.y - counts.x;
-        int block = 0;
+        int first_key = 0;
         u64 rows = 0;
         for (int e = 0; e < counts.y; ++e) {
             if (e % 32 == 0 && e + lane < counts.y) {
                 const int at = list_offset(counts, e + lane);
-                block = block_at(plan, p.G, tile, at);
+                first_key = block_key(p, plan, tile, at);
                 rows = selected_by(p, plan, tile, at);
             }
-            const int first = __shfl_sync(ALL_LANES, block, e % 32) * BLOCK;
+            const int first = __shfl_sync(ALL_LANES, first_key, e % 32);
             const u64 selected_by = __shfl_sync(ALL_LANES, rows, e % 32);
             const int visible = e < partial ? last_visible(p, tile, selected_by) : first + BLOCK;
             for (int key = first; key < first + BLOCK; key += KEYS, at.next()) {
@@ -144,6 +154,10 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
                 u64 *landed = zeroes ? &steps.raw : &steps.full[at.stage];
                 steps.wait_empty(at);
                 if (lane < CONSUMERS) steps.rows[at.stage][lane] = static_cast<u32>(selected_by >> lane * TQ) & TOKEN_MASK;
+                if (lane == 0) {
+                    steps.keys[at.stage] = key;
+                    steps.visible[at.stage] = visible - key;
+                }
                 __syncwarp();
                 if (lane == 0) {
                     mbarrier_arrive_expect(landed, STAGE_BYTES);
@@ -224,7 +238,8 @@ struct StepReader {
 struct RowPair {
     u32 bit[2];    // of the token in Step::rows; 0: the row does not exist
     int limit[2];  // one past the last key that it may see
-    DEVICE RowPair(const Problem &p, const TokenTile &tile, int consumer) {
+    const Problem &problem;
+    DEVICE RowPair(const Problem &p, const TokenTile &tile, int consumer) : problem(p) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int token = row(r) / H;
@@ -233,6 +248,15 @@ struct RowPair {
             bit[r] = exists ? 1u << token : 0u;
             limit[r] = exists ? row_limit(p, tile.b, s) : 0;
         }
+    }
+    // `value` in place of elements for keys, counted from `first`, that a row does not see.
+    template <class Tile>
+    DEVICE void mask(Tile &s, int first, float value) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int i = 0; i < elements<Tile>; ++i)
+                if (hidden(problem, first + column_of(i), limit[r])) element(s, r, i) = value;
     }
     static DEVICE int row(int r) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
     // Among B*S*G*H.
@@ -249,11 +273,11 @@ struct RowPair {
 //   finish_probabilities()              what the wait must not delay
 //   update_operand()                    rounds them to an operand, once the sums of the step before are done
 //   begin_sums(step)                    acc += operand * keys or values, asynchronous
+//   brief_step(step, key)               all of it for the first BRIEF keys of a step
 constexpr int NO_MASK = -1;
 
 template <class Math>
-DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const TokenTile &tile, int2 counts,
-                          Pipeline<Q_STAGES> &q, int q_stage, Math &math) {
+DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q, int q_stage, Math &math) {
     const int partial_steps = (counts.y - counts.x) * STEPS;
     Step coming;
     auto find = [&](int limit) {
@@ -264,12 +288,17 @@ DEVICE void consume_steps(StepReader &steps, const TilePlan &plan, u32 G, const 
     Found found = find(NO_LIMIT);
     while (found == STEP) {
         Step held = coming;  // its sums are still to be added
+#if BRIEF
+        if (held.number < partial_steps && steps.pipeline.visible[held.stage] <= BRIEF) {
+            math.brief_step(held, steps.pipeline.keys[held.stage]);
+            steps.release(held);
+            found = find(NO_LIMIT);
+            continue;
+        }
+#endif
         wgmma_fence();
         math.begin_products(held);
-        int key = NO_MASK;
-        if (held.number < partial_steps)
-            key = block_at(plan, G, tile, (steps.total - partial_steps + held.number) / STEPS) * BLOCK + held.number % STEPS * KEYS;
-        math.template probabilities<0>(held, key);
+        math.template probabilities<0>(held, held.number < partial_steps ? steps.pipeline.keys[held.stage] : NO_MASK);
         math.update_operand();
         while ((found = find(held.number + STAGES)) == STEP && coming.number >= partial_steps) {
             wgmma_fence();

@@ -43,6 +43,28 @@ DEVICE void wgmma_shared(float (&d)[32], u64 a, u64 b, bool add) {
         : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
 }
 
+// The same for 32 rows of b.
+DEVICE void wgmma_shared(float (&d)[16], u64 a, u64 b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "%12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;"
+        "\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
+}
+
+// The same for 16 rows of b.
+DEVICE void wgmma_shared(float (&d)[8], u64 a, u64 b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;"
+        "\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(a), "l"(b), "r"(static_cast<u32>(add)));
+}
+
 // a: operand A of mma.sync for each warp; b: descriptor of 16 rows of 64 columns.
 DEVICE void wgmma_registers(float (&d)[32], const u32 (&a)[4], u64 b) {
     asm volatile(
@@ -68,6 +90,29 @@ DEVICE void wgmma_registers_bt(float (&d)[32], const u32 (&a)[4], u64 b, bool ad
           "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
           "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]),
           "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)));
+}
+
+// The same for 32 rows of b.
+DEVICE void wgmma_registers_bt(float (&d)[16], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+        "%12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;"
+        "\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)));
+}
+
+// The same for 16 rows of b.
+DEVICE void wgmma_registers_bt(float (&d)[8], const u32 (&a)[4], u64 b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
+        "%12, p, 1, 1, 0;"
+        "\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)));
 }
 
@@ -111,16 +156,16 @@ DEVICE void wgmma_registers(float (&d)[96], const u32 (&a)[4], u64 b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// d = a b^T, 64 x 64, for operands a and b of 64 rows and COLUMNS columns.
-template <int COLUMNS>
-DEVICE void wgmma_a_bt(float (&d)[32], u32 a, u32 b) {
+// d = a b^T, 64 x 2 N, for operands a of 64 and b of 2 N rows, both of COLUMNS columns.
+template <int COLUMNS, int N>
+DEVICE void wgmma_a_bt(float (&d)[N], u32 a, u32 b) {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k)
         wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
 }
 // The same for a in registers.
-template <int COLUMNS>
-DEVICE void wgmma_a_bt(float (&d)[32], const u32 (&a)[COLUMNS / 16][4], u32 b) {
+template <int COLUMNS, int N>
+DEVICE void wgmma_a_bt(float (&d)[N], const u32 (&a)[COLUMNS / 16][4], u32 b) {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k) wgmma_registers_bt(d, a[k], descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
 }
@@ -129,16 +174,17 @@ DEVICE void load_operand(u32 (&a)[4], const unsigned char *tile, int k) {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, chunk = k % 4 * 2 + threadIdx.x % 32 / 16;
     ldmatrix(a, reinterpret_cast<const u16 *>(tile + k / 4 * PANEL + swizzled(row, chunk)));
 }
-// acc += a b, 64 x COLUMNS, for a (64 x 64) in registers and operand b of 64 rows, TRANSPOSED.
-template <int COLUMNS>
-DEVICE void wgmma_add_a_b(float (&acc)[COLUMNS / 2], const u32 (&a)[4][4], u32 b) {
+// acc += a b, 64 x COLUMNS, for a (64 x 16 K) in registers and operand b of 16 K rows, TRANSPOSED.
+template <int COLUMNS, int K>
+DEVICE void wgmma_add_a_b(float (&acc)[COLUMNS / 2], const u32 (&a)[K][4], u32 b) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_registers(acc, a[k], descriptor(b + k * 2048 / 16));
+    for (int k = 0; k < K; ++k) wgmma_registers(acc, a[k], descriptor(b + k * 2048 / 16));
 }
-// A 64 x 64 accumulator, rounded to 16 bits: operand a of wgmma_add_a_b.
-DEVICE void as_operand(u32 (&a)[4][4], const float (&s)[32]) {
+// A 64 x 16 K accumulator, rounded to 16 bits: operand a of wgmma_add_a_b.
+template <int K>
+DEVICE void as_operand(u32 (&a)[K][4], const float (&s)[8 * K]) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < K; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[k][i] = pack(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
 }

@@ -1,0 +1,24 @@
+// The rows that see a tile of keys through a window, in steps of adjacent tokens: what dkdv_groups.cu goes through in place of a list.
+#pragma once
+#include "problem.cuh"
+
+// Of WIDTH keys from `first_key` on, in steps of TOKENS rows.
+template <int WIDTH, int TOKENS>
+struct WindowRows {
+    i64 first, count;  // the rows [first, first + count)
+    int steps;
+    int begun, over;   // in the steps [begun, over) every row sees all keys of the tile
+    int turn;          // steps that come last, though they are the first: see `place`
+
+    DEVICE WindowRows(const Problem &p, i64 first_key) : first(first_row(p, first_key)) {
+        const i64 last_key = min(first_key + WIDTH, p.S_kv) - 1;
+        count = max(min(first_row(p, last_key + p.window), p.S) - first, 0ll);
+        steps = static_cast<int>((count + TOKENS - 1) / TOKENS);
+        begun = static_cast<int>((first_row(p, last_key) - first + TOKENS - 1) / TOKENS);
+        over = static_cast<int>((first_row(p, first_key + p.window) - first) / TOKENS);
+        turn = steps ? static_cast<u32>(first / TOKENS) % static_cast<u32>(steps) : 0;
+    }
+    // Which step comes as number `i`. CTAs of adjacent tiles read nearly the same rows, more in all than the L2 cache holds. Each begins at
+    // a multiple of its steps, counted from row 0, and so they meet.
+    DEVICE int place(int i) const { return i < turn ? i + steps - turn : i - turn; }
+};

@@ -1,0 +1,38 @@
+"""Sliding-window attention with CUDA on Hopper, by TMA and wgmma (cupy_cuda/window.py).
+
+The Triton kernels of window_triton.py compute what those do not: packed batches, few rows, odd head dimensions, float32, tensors that TMA
+cannot read, and gradients with Dk > 128, as registers do not hold dk. So they do dq with Dk = Dv = 64, where they were faster in trials on
+an H200.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa_sel.backends import window_triton
+from nsa_sel.backends._triton.arguments import NARROW
+from nsa_sel.backends.cupy_cuda import sm90
+from nsa_sel.backends.cupy_cuda import window as cuda
+from nsa_sel.core.facts import device_info
+from nsa_sel.core.window_call import WindowCall
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32, contiguous; see `WindowCall`, but for the sign of the scale."""
+    call, device = WindowCall(q if scale >= 0 else -q, k, v, window, abs(scale), bounds), device_info(q.device)
+    return cuda.forward(call, device) if cuda.supports(call, device) else window_triton.forward(q, k, v, window, scale, bounds)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, window: int, scale: float,
+    bounds: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, contiguous, in the dtypes of q, k, v; o, lse and dlse are contiguous, do has a contiguous last dimension."""
+    call, device = WindowCall(q if scale >= 0 else -q, k, v, window, abs(scale), bounds), device_info(q.device)
+    if q.shape[4] > sm90.MOST_DK or not cuda.supports(call, device, do):
+        return window_triton.backward(q, k, v, o, lse, do, dlse, window, scale, bounds)
+    if q.shape[4] + v.shape[3] <= NARROW:
+        dq, _, delta = window_triton.dq(call, o, lse, do, dlse)
+    else:
+        dq, delta = cuda.dq(call, device, o, lse, do, dlse)
+    return dq if scale >= 0 else dq.neg_(), *cuda.dkdv(call, device, lse, do, delta)

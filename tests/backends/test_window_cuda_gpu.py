@@ -1,0 +1,160 @@
+"""Sliding windows by Hopper's kernels on a GPU: parity, both ends of a window, what is not read, reruns, graphs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel import sliding_window_attention, window_kernels
+from nsa_sel.backends import window_cuda, window_triton
+from nsa_sel.backends.cupy_cuda import window as cuda
+from nsa_sel.core import registry
+from nsa_sel.core.facts import device_info
+from nsa_sel.core.window_call import WindowCall
+from tests.api.test_window import check, inputs_of, results
+from tests.helpers.cases import make_grads
+from tests.helpers.poison import new_memory_is_nan
+
+LACKING = registry.missing("cupy-cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING))),
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="wgmma is Hopper's"),
+]
+SHAPES = {  # B, S, S_kv, G, h, Dk, Dv, window
+    "h16": (1, 1500, 1500, 2, 16, 128, 128, 512),
+    "h8-64-batch": (2, 777, 777, 2, 8, 64, 64, 200),
+    "h4-chunked-prefill": (1, 301, 999, 2, 4, 128, 128, 130),
+    "h2": (1, 700, 700, 1, 2, 64, 128, 64),
+    "h3": (1, 433, 433, 2, 3, 64, 64, 101),
+    "h12": (1, 333, 400, 1, 12, 128, 64, 77),
+    "h64": (1, 150, 190, 1, 64, 128, 128, 65),
+    "h48-192": (1, 200, 300, 1, 48, 192, 128, 70),
+    "window-1": (1, 200, 230, 1, 16, 128, 128, 1),
+    "window-17": (1, 200, 200, 1, 6, 128, 128, 17),
+    "window-over-S": (2, 257, 300, 1, 16, 64, 64, 5000),
+}
+
+
+@pytest.fixture(autouse=True)
+def by_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Nothing has failed, and of Triton's kernels none is called but the backward pass of wide keys."""
+    backward = window_triton.backward
+
+    def of_wide_keys(q: Tensor, *others: Any) -> Any:
+        assert q.shape[-1] == 192
+        return backward(q, *others)
+
+    monkeypatch.setattr(window_triton, "forward", lambda *_: pytest.fail("Triton's kernels run"))
+    monkeypatch.setattr(window_triton, "backward", of_wide_keys)
+    yield
+    assert not registry.broken_windows
+
+
+def outcome(inputs: tuple[Tensor, ...], window: int, **options: Any) -> tuple[Tensor, ...]:
+    """o, lse, dq, dk, dv, in new memory that holds NaN."""
+    with new_memory_is_nan():
+        return results(sliding_window_attention, inputs, window, True, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_and_gradients(shape: str, dtype: torch.dtype) -> None:
+    inputs, window = inputs_of(SHAPES[shape], dtype, "cuda")
+    with new_memory_is_nan():
+        check(sliding_window_attention, inputs, window, True)
+
+
+def test_a_negative_scale_and_strides() -> None:
+    (q, k, v), window = inputs_of(SHAPES["h8-64-batch"], torch.bfloat16, "cuda")
+    wanted = outcome((q, k, v), window, scale=0.3)
+    q = q.detach().neg().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_()
+    k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (k, v))
+    found = outcome((q, k, v), window, scale=-0.3)
+    assert all(map(torch.equal, (found[0], found[1], -found[2], *found[3:]), wanted))
+
+
+@pytest.mark.parametrize("shape", ["h16", "h4-chunked-prefill", "h3"])
+def test_what_nobody_sees_is_not_read(shape: str) -> None:
+    """NaN in keys before all windows; reruns are bit-equal."""
+    inputs, window = inputs_of((*SHAPES[shape][:1], 200, 990, *SHAPES[shape][3:]), torch.bfloat16, "cuda")
+    clean = outcome(inputs, window)
+    assert not any(bool(x.isnan().any()) for x in clean)
+    q, k, v = (x.detach() for x in inputs)
+    unseen = (torch.arange(990, device="cuda") <= 990 - 200 - window)[:, None]
+    found = outcome(tuple(x.requires_grad_() for x in (q, k.masked_fill(unseen, math.nan), v.masked_fill(unseen, math.nan))), window)
+    assert all(map(torch.equal, found, clean))
+    for _ in range(20):
+        assert all(map(torch.equal, outcome(inputs, window), clean))
+
+
+@pytest.mark.parametrize("shape", ["h16", "h3"])
+def test_nan_stays_near(shape: str) -> None:
+    """NaN in a row's q and gradient reaches no other row and no tile of keys that it does not see; NaN in a key no rows far away."""
+    inputs, window = inputs_of((*SHAPES[shape][:1], 420, 420, *SHAPES[shape][3:7], 101), torch.bfloat16, "cuda")
+    do, dlse = make_grads(inputs[0], inputs[2])
+    at = 235  # sees 135 to 235: of the tiles of 64 keys, 2 and 3
+    seen = torch.arange(420, device="cuda").div(64, rounding_mode="floor").sub(2.5).abs() < 1
+
+    def gradients(q: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        o, lse = window_cuda.forward(q, *kv, window, 0.1)
+        return o, lse, *window_cuda.backward(q, *kv, o, lse, do, dlse, window, 0.1)
+
+    q, *kv = (x.detach() for x in inputs)
+    clean = gradients(q, do)
+    poisoned = q.clone(), do.clone()
+    for x in poisoned:
+        x[:, at] = math.nan
+    found = gradients(*poisoned)
+    rows = torch.arange(420, device="cuda") != at
+    assert all(torch.equal(x[:, rows], y[:, rows]) for x, y in zip(found[:3], clean[:3], strict=True))
+    assert all(torch.equal(x[:, :, ~seen], y[:, :, ~seen]) for x, y in zip(found[3:], clean[3:], strict=True))
+    kv = [x.clone() for x in kv]
+    for x in kv:
+        x[:, :, 200] = math.nan
+    found = gradients(q, do)
+    tokens = torch.arange(420, device="cuda")
+    far = (tokens < 200 - 64) | (tokens > 300 + 64)
+    assert all(torch.equal(x[:, far], y[:, far]) for x, y in zip(found[:3], clean[:3], strict=True))
+
+
+def test_other_calls_take_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, packed batches, and rows that TMA cannot read."""
+    (q, k, v), _ = inputs_of(SHAPES["h16"], torch.bfloat16, "cuda")
+    device = device_info(q.device)
+    assert cuda.supports(WindowCall(q, k, v, 512, 1.0), device)
+    bounds = window_kernels.packed_bounds(torch.tensor([0, 100, 1500], device="cuda"), 1500)
+    padded = torch.nn.functional.pad(k, (0, 1))[..., :-1]
+    for call in (
+        WindowCall(q[:, :8], k, v, 512, 1.0),
+        WindowCall(q, k, v, 512, 1.0, bounds),
+        WindowCall(q, padded, v, 512, 1.0),
+        WindowCall(*(x.float() for x in (q, k, v)), 512, 1.0),
+        WindowCall(q[..., :64, :], k, v, 512, 1.0)._replace(q=q[..., :1, :]),
+    ):
+        assert not cuda.supports(call, device)
+        monkeypatch.setattr(window_triton, "forward", lambda *_: ("o", "lse"))
+        assert window_cuda.forward(*call[:5], call.bounds) == ("o", "lse")
+
+
+def test_graphs_replay_it() -> None:
+    inputs, window = inputs_of(SHAPES["h16"], torch.bfloat16, "cuda")
+    q, k, v = (x.detach() for x in inputs)
+    do, _ = make_grads(q, v)
+
+    def step() -> tuple[Tensor, ...]:
+        o, lse = window_cuda.forward(q, k, v, window, 0.1)
+        return o, lse, *window_cuda.backward(q, k, v, o, lse, do, None, window, 0.1)
+
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for x in found:
+        x.zero_()
+    graph.replay()
+    assert all(map(torch.equal, expected, found))
