@@ -104,8 +104,8 @@ struct QueryGradient {
     DEVICE void brief_step(const Step &step, int key) {
 #if BRIEF
         const u32 keys = steps.keys(step);
-        float few[BRIEF / 2], few_dp[BRIEF / 2];
-        u32 operand[BRIEF / 16][4];
+        auto &few = reinterpret_cast<float(&)[BRIEF / 2]>(s), &few_dp = reinterpret_cast<float(&)[BRIEF / 2]>(dp);  // registers are scarce
+        auto &operand = reinterpret_cast<u32(&)[BRIEF / 16][4]>(ds);
         wgmma_fence();
         wgmma_a_bt<DK>(few, q_tile, keys);
         begin_gradients(few_dp, keys);
@@ -143,7 +143,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
 #pragma unroll
         for (int r = 0; r < 2; ++r) gradient.lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
         shared.q[consumer].wait_full(at);
-        consume_steps(steps, x.plan, p.G, tile, scheduler.counts, shared.q[consumer], at.stage, gradient);
+        consume_steps(steps, scheduler.counts, shared.q[consumer], at.stage, gradient);
         if (!DO_IN_REGISTERS) shared.gradients[consumer].release(0);
 
         float scale[2];
