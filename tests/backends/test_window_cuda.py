@@ -31,7 +31,6 @@ FITTING = {  # B, S, S_kv, G, h, Dk, Dv
     "h48-192": (1, 500, 1100, 1, 48, 192, 128),
 }
 OF_TRITON = {"h8-64": {"dq_tiles.cu"}, "h48-192": {"dq_tiles.cu", "dkdv_groups.cu"}}
-SPILLED = {"h3": 40}  # bytes: h that does not divide 64 takes registers for the rows of a tile, outside of its steps
 
 
 @needs_nvrtc
@@ -53,7 +52,7 @@ def test_kernels_of_windows_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> 
     for kernel in kernels:
         assert kernel["shared"] <= TARGETS[90][0] * 1024, kernel
         assert kernel["registers"] * kernel["threads"] <= 65536, kernel
-        assert kernel["spilled"] <= SPILLED.get(shape, 0), kernel
+        assert kernel["spilled"] == 0, kernel
 
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, S: int, S_kv: int, size: int, h: int, consumers: int) -> tuple[Tensor, Tensor]:

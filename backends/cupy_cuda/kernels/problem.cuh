@@ -64,6 +64,8 @@ DEVICE int row_limit(const Problem &p, i64 b, i64 s) {
 #ifdef COMPRESS_STRIDE
     const i64 past = p.start + s + 1 - COMPRESS_BLOCK;  // keys after compressed key 0 that may be seen
     return past < 0 ? 0 : static_cast<int>(min(past / COMPRESS_STRIDE + 1, p.S_kv));
+#elif defined(WINDOW)
+    return static_cast<int>(p.S_kv - p.S) + static_cast<int>(s) + 1;  // in 32 bits: computed again sooner than kept in registers
 #endif
     i64 t = p.q_pos ? integer(p.q_pos, p.pos_bytes, b * p.stride_pb + s * p.stride_ps) : p.S_kv - p.S + s;
     return static_cast<int>(max(0ll, min(t, p.S_kv - 1) + 1));
