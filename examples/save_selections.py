@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from train_nsa_lm import LanguageModel, Sizes, batch_at
 
-from nsa_sel import branches
+from nsa_sel import three_branches
 from nsa_sel.bench.core import environment, store, trained
 from nsa_sel.bench.core.command_line import Device, device_of, program
 from nsa_sel.errors import ArgumentError
@@ -63,14 +63,14 @@ def losses(model: LanguageModel, data: Tensor, device: torch.device) -> Tensor:
 def chosen_blocks(model: LanguageModel, data: Tensor, device: torch.device) -> tuple[list[Tensor], float]:
     """The blocks [S,G,n] int16 that every layer chooses over data [1,S+1], and the mean loss."""
     blocks: list[Tensor] = []
-    choose = branches.compressed_attention
+    attend = three_branches.attend
 
-    def recording(*tensors: Tensor, **options: Any) -> Any:
-        o, selection = choose(*tensors, **options)
+    def recording(*arguments: Any) -> Any:
+        passes, selection = attend(*arguments)
         blocks.append(selection.block_indices[0].to("cpu", torch.int16))
-        return o, selection
+        return passes, selection
 
-    with mock.patch.object(branches, "compressed_attention", recording):
+    with mock.patch.object(three_branches, "attend", recording):
         loss = losses(model, data, device).mean()
     return blocks, float(loss)
 
@@ -102,7 +102,7 @@ def saved(run: Path, device: torch.device, most: int, backend: str | None = None
     data = batch_at(text, 0, sizes, held_out=True)[:1]
     blocks, loss = chosen_blocks(model, data, device)
     if len(blocks) != sizes.layers:
-        raise RuntimeError(f"{len(blocks)} calls of nsa_sel.branches.compressed_attention in {sizes.layers} layers")
+        raise RuntimeError(f"{len(blocks)} calls of nsa_sel.three_branches.attend in {sizes.layers} layers")
     rows = store.read(run / "losses.jsonl")
     trained_on = {name: rows[-1].get(name) for name in ("device", "torch", "triton", "commit", "command", "seconds")}
     held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]

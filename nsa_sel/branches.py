@@ -6,15 +6,16 @@ from torch import Tensor
 
 from nsa_sel import by_groups
 from nsa_sel.compressed import compressed_attention
-from nsa_sel.core import entry, transforms
+from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.bounds import CuSeqlens
 from nsa_sel.core.check import check_scale, check_sizes
-from nsa_sel.core.check_packed import as_batch, check_longest, check_packed_sizes, check_rows_are_keys
+from nsa_sel.core.check_packed import as_batch, check_longest, check_packed_choose, check_packed_sizes, check_rows_are_keys
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.gating import gated_sum
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, renamed
+from nsa_sel.three_branches import Inputs, Options
 from nsa_sel.window import sliding_window_attention
 
 Pair = tuple[Tensor, Tensor]  # keys and values of a branch
@@ -62,7 +63,8 @@ def nsa_attention(
         v_slc: [B,G,S_kv,Dv].
         k_win: [B,G,S_kv,Dk], keys of the window.
         v_win: [B,G,S_kv,Dv].
-        gates: [B,S,G,h,3] in [0, 1] (after the sigmoid) for the compressed, the selected and the window branch; any floating dtype.
+        gates: [B,S,G,h,3] in [0, 1] (after the sigmoid) for the compressed, the selected and the window branch; any floating dtype. In
+            bfloat16 a negative gate makes gradients NaN.
         window: keys that a row sees in the window, its own among them.
         compress_block, compress_stride, block_size, n, first, local, max_seqlen: as of `compressed_attention`.
         scale: factor of the logits of all branches, by default 1/sqrt(Dk).
@@ -94,32 +96,26 @@ def nsa_attention(
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
     if cu_seqlens is None:
         check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)
-        scale = check_scale(scale, q.shape[4])
-        inputs = by_groups.Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None if own else q_cmp)
-        if by_groups.takes(inputs, recompute):
-            return by_groups.attention(inputs, by_groups.Options(window, rule, scale, backend))
-    arguments = q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win), gates, window, scale, rule, backend
-    return _attend(*arguments) if cu_seqlens is None else _attend_packed(*arguments, cu_seqlens, max_seqlen)
-
-
-def _attend(
-    q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, rule: Rule,
-    backend: str | None,
-) -> Tensor:  # fmt: skip
-    compressed, selection = compressed_attention(q_cmp, *cmp, **rule._asdict(), scale=scale, S_kv=slc[0].shape[2])
-    selected = entry.selection_attention(q, *slc, selection, scale=scale, q_pos=None, return_lse=False, backend=backend)
-    near = sliding_window_attention(q, *win, window, scale=scale)
-    return gated_sum(compressed, selected, near, gates)
+        inputs = Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None if own else q_cmp)
+        return by_groups.attention(inputs, Options(window, rule, check_scale(scale, q.shape[4]), backend), recompute)
+    pairs = (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win)
+    return _attend_packed(q, None if own else q_cmp, *pairs, gates, window, scale, rule, backend, cu_seqlens, max_seqlen)
 
 
 def _attend_packed(
-    q: Tensor, q_cmp: Tensor, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, rule: Rule,
+    q: Tensor, q_cmp: Tensor | None, cmp: Pair, slc: Pair, win: Pair, gates: Tensor, window: int, scale: float | None, rule: Rule,
     backend: str | None, cu_seqlens: CuSeqlens, max_seqlen: int | None,
 ) -> Tensor:  # fmt: skip
-    _, v_cmp, *keys = as_batch(q, cmp[1], *slc, *win)
-    check_branches(q.unsqueeze(0), q_cmp.unsqueeze(0), (v_cmp, keys[1], keys[3]), (keys[0], keys[2]), gates, window, packed=True)
+    own = q if q_cmp is None else q_cmp
+    rows, v_cmp, k_slc, v_slc, k_win, v_win = as_batch(q, cmp[1], *slc, *win)
+    check_branches(rows, own.unsqueeze(0), (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window, packed=True)
+    if not transforms.traces(q, own, *cmp, *slc, *win, gates):
+        of_cmp, k_cmp, v_cmp, scale, bounds = check_packed_choose(own, *cmp, rule, scale, None, None, cu_seqlens, max_seqlen)
+        q_cmp = None if q_cmp is None else of_cmp
+        inputs = Inputs(rows, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates.unsqueeze(0), q_cmp)
+        return by_groups.attention(inputs, Options(window, rule, scale, backend, bounds)).squeeze(0)
     scale = check_scale(scale, q.shape[3])
-    compressed, selection = compressed_attention(q_cmp, *cmp, **rule._asdict(), scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+    compressed, selection = compressed_attention(own, *cmp, **rule._asdict(), scale=scale, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     selected = packed_attention(
         q, *slc, selection, cu_seqlens, None, scale=scale, return_lse=False, backend=backend, block_aligned=False, align=None
     )  # fmt: skip

@@ -15,6 +15,7 @@ from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.bounds import Bounds, CuSeqlens
 from nsa_sel.core.check import check_scale, check_sizes
 from nsa_sel.core.check_packed import as_batch, check_packed_sizes, check_rows_are_keys
+from nsa_sel.core.gating import Gated
 from nsa_sel.errors import ArgumentError
 
 
@@ -93,7 +94,7 @@ def sliding_window_attention(
         raise ArgumentError(
             "q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows", "pass the keys and values of every row, its own included"
         )
-    o, lse = _attend(rows, k, v, window, scale, return_lse)
+    o, lse = attend(rows, k, v, window, scale, return_lse)
     if q.dim() == 4:
         o, lse = o.squeeze(1), None if lse is None else lse.squeeze(1)
     return (o, lse) if return_lse else o
@@ -109,17 +110,18 @@ def _packed(
     rows, k, v = as_batch(q, k, v)
     check_sizes(rows, k, v)
     scale = check_scale(scale, q.shape[-1])
-    o, lse = _attend(rows, k, v, window, scale, return_lse, bounds)
+    o, lse = attend(rows, k, v, window, scale, return_lse, bounds)
     return o.squeeze(0), None if lse is None else lse.squeeze(0)
 
 
-def _attend(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, return_lse: bool, bounds: Bounds | None = None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """o [B,S,G,h,Dv] and lse [B,S,G,h] of checked tensors, recorded by autograd; without return_lse lse may be None."""
     if q.numel() == 0:
         return _nothing(q, k, v)
     if window_kernels.takes(q, v):
-        of_rows = None if bounds is None else window_kernels.packed_bounds(bounds.on(q), q.shape[1])
+        of_rows = _of_rows(q, bounds)
         if is_compiling():
             return window_kernels.attend(q, k, v, window, scale, of_rows)
         if not window_kernels.has_failed(q, v):
@@ -130,6 +132,27 @@ def _attend(
     if bounds is not None:
         return packed.attend(q, k, v, window, scale, return_lse, bounds)
     return chunks.attend_seen(q, k, v, window, scale, return_lse)
+
+
+def gradients(
+    window: int, scale: float, bounds: Bounds | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dq, dk, dv of `attend`, of which autograd recorded nothing: by the kernels, or by autograd through another forward pass."""
+    if q.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if gated.lse is not None and window_kernels.takes(q, v):
+        found = window_kernels.gradients(gated.do, None, q, k, v, o, gated.lse, window, scale, _of_rows(q, bounds))
+        if found is not None:
+            return found
+    q, k, v = inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    with torch.enable_grad():
+        again, _ = attend(q, k, v, window, scale, False, bounds)
+    return torch.autograd.grad(again, inputs, gated.whole_do())
+
+
+def _of_rows(q: Tensor, bounds: Bounds | None) -> Tensor | None:
+    """The bounds as the kernels take them."""
+    return None if bounds is None else window_kernels.packed_bounds(bounds.on(q), q.shape[1])
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,14 +118,24 @@ class _Window(torch.autograd.Function):
             return (None,) * 6
         q, k, v, o, lse, bounds = ctx.saved_tensors
         window, scale = ctx.facts
-        if not has_failed(q, v):
-            try:
-                return *_backward(do, dlse, q, k, v, o, lse, window, scale, bounds), None, None, None
-            except Exception as error:
-                if bounds is not None:
-                    raise
-                note_failure(q, v, error)
-        return *_by_chunks(do, dlse, q, k, v, window, scale), None, None, None
+        if bounds is not None:  # chunks cannot take over
+            return *_backward(do, dlse, q, k, v, o, lse, window, scale, bounds), None, None, None
+        found = gradients(do, dlse, q, k, v, o, lse, window, scale, None) or _by_chunks(do, dlse, q, k, v, window, scale)
+        return *found, None, None, None
+
+
+def gradients(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float,
+    bounds: Tensor | None,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """dq, dk, dv by the kernels; None if they have failed for such heads."""
+    if has_failed(q, v):
+        return None
+    try:
+        return _backward(do, dlse, q, k, v, o, lse, window, scale, bounds)
+    except Exception as error:
+        note_failure(q, v, error)
+        return None
 
 
 def _by_chunks(
@@ -148,6 +158,7 @@ def _backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float,
     bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     do = do if do.stride(-1) == 1 else do.contiguous()
     dlse = None if dlse is None else dlse.resolve_neg().contiguous()

@@ -1,12 +1,14 @@
-"""The gated sum of NSA's three branches (Eq. 5), o = sum_c g_c o_c, in one pass over memory; and its gradients in another.
+"""The gated sum of NSA's three branches (Eq. 5), o = sum_c g_c o_c, in one pass over memory; and what its backward pass gives them, in
+another, which reads do and the branches once and writes numbers of rows alone (core/gating.py has the formula).
 
 Grid: one program per ROWS of the B * S * G * h rows (a row is one head of one token). Tile: [ROWS, BLOCK_D >= Dv]. Sums are in float32,
-in float64 for float64 tensors. Tensors have any strides with a contiguous last dimension, but for what `gate_backward_kernel` writes.
+in float64 for float64 tensors. Tensors have any strides with a contiguous last dimension, but for `lse` and what is written in its place.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -38,89 +40,100 @@ def row_starts(x, stride, at):
 
 @triton.jit
 def branch(o, stride, gates, stride_gates, c: tl.constexpr, at, exists, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
-    """Rows of a branch [ROWS, BLOCK_D] and their gates [ROWS, 1], wide."""
+    """Rows of a branch [ROWS, BLOCK_D] and their gates [ROWS], wide."""
     gate = tl.load(row_starts(gates, stride_gates, at) + c * stride_gates[4], mask=exists, other=0.0)
-    return load_columns(row_starts(o, stride, at), exists, 0, D, BLOCK_D).to(WIDE), gate.to(WIDE)[:, None]
+    return load_columns(row_starts(o, stride, at), exists, 0, D, BLOCK_D).to(WIDE), gate.to(WIDE)
 
 
 @triton.jit
 def gate_kernel(
     cmp, slc, win, gates, o, strides, sizes, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """o [rows, D] = sum_c gates[..., c] * branch c; strides: of cmp, slc, win, gates and o."""
+    """o [rows, D] = sum_c gates[..., c] * branch c; strides: of cmp, slc, win, gates and o. o may be one of the branches."""
     at, _, exists = tile_rows(sizes, ROWS)
     x, g = branch(cmp, strides[0], gates, strides[3], 0, at, exists, D, BLOCK_D, WIDE)
-    total = g * x
+    total = g[:, None] * x
     x, g = branch(slc, strides[1], gates, strides[3], 1, at, exists, D, BLOCK_D, WIDE)
-    total += g * x
+    total += g[:, None] * x
     x, g = branch(win, strides[2], gates, strides[3], 2, at, exists, D, BLOCK_D, WIDE)
-    store_columns(row_starts(o, strides[4], at), total + g * x, exists, 0, D)
+    store_columns(row_starts(o, strides[4], at), total + g[:, None] * x, exists, 0, D)
 
 
 @triton.jit
-def store_gradients(x, gate, do, dx, dgate, exists, D: tl.constexpr):
-    """dx = gate * do, and dgate = sum_d do * x, of one branch's rows, where dx and dgate say."""
-    store_columns(dx, gate * do, exists, 0, D)
-    tl.store(dgate, tl.sum(do * x, 1).to(dgate.dtype.element_ty), mask=exists)
+def raised(lse, gate):
+    """lse - ln gate: infinity for a gate of 0, NaN for a negative one; -inf, of a row without keys, stays."""
+    off = gate == 0
+    shifted = tl.where(off, float("inf"), lse - tl.log(tl.where(off, 1.0, gate)))
+    return tl.where(lse == float("-inf"), lse, shifted)
+
+
+@triton.jit
+def branch_or_do(do, o, stride, lse, gates, stride_gates, c: tl.constexpr, at, number, exists, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`branch`, and its lse [ROWS]; where one of them is None, what nobody reads."""
+    if o is None:
+        return do, do, do
+    else:
+        x, gate = branch(o, stride, gates, stride_gates, c, at, exists, D, BLOCK_D, do.dtype)
+        if lse is None:
+            return x, gate, gate
+        else:
+            return x, gate, tl.load(lse + number, mask=exists, other=0.0)
+
+
+@triton.jit
+def branch_backward(do, branch, lse, to, dgates, stride, c: tl.constexpr, at, number, exists, D: tl.constexpr):
+    """dgates[..., c] = sum_d do * x of branch c, unless `to` is None; and to `to`, lse - ln gate, or gate * do where lse is None."""
+    x, gate, log_sum = branch
+    if to is not None:
+        if lse is None:
+            store_columns(to + number * D, gate[:, None] * do, exists, 0, D)
+        else:
+            tl.store(to + number, raised(log_sum, gate), mask=exists)
+        tl.store(row_starts(dgates, stride, at) + c * stride[4], tl.sum(do * x, 1).to(dgates.dtype.element_ty), mask=exists)
 
 
 @triton.jit
 def gate_backward_kernel(
-    do, cmp, slc, win, gates, dcmp, dslc, dwin, dgates, strides, sizes,
+    do, cmp, slc, win, gates, dgates, lse_cmp, lse_slc, lse_win, to_cmp, to_slc, to_win, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the branches [rows, D] and of the gates [rows, 3]; strides: of cmp, slc, win, gates and do."""
+    """`branch_backward` of the branches that are not None; strides: of do, cmp, slc, win, gates and dgates, lse and to are contiguous.
+
+    All loads come first: the compiler moves none of them across a store.
+    """
     at, number, exists = tile_rows(sizes, ROWS)
-    grad = load_columns(row_starts(do, strides[4], at), exists, 0, D, BLOCK_D).to(WIDE)
-    x, g = branch(cmp, strides[0], gates, strides[3], 0, at, exists, D, BLOCK_D, WIDE)
-    store_gradients(x, g, grad, dcmp + number * D, dgates + number * 3, exists, D)
-    x, g = branch(slc, strides[1], gates, strides[3], 1, at, exists, D, BLOCK_D, WIDE)
-    store_gradients(x, g, grad, dslc + number * D, dgates + number * 3 + 1, exists, D)
-    x, g = branch(win, strides[2], gates, strides[3], 2, at, exists, D, BLOCK_D, WIDE)
-    store_gradients(x, g, grad, dwin + number * D, dgates + number * 3 + 2, exists, D)
-
-
-@triton.jit
-def branch_backward_kernel(
-    do, o, gates, dx, dgates, strides, sizes, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """The gradients of branch C's output o alone, and of its gates; strides: of do, o, gates, dx and dgates."""
-    at, _, exists = tile_rows(sizes, ROWS)
     grad = load_columns(row_starts(do, strides[0], at), exists, 0, D, BLOCK_D).to(WIDE)
-    x, g = branch(o, strides[1], gates, strides[2], C, at, exists, D, BLOCK_D, WIDE)
-    dgate = row_starts(dgates, strides[4], at) + C * strides[4][4]
-    store_gradients(x, g, grad, row_starts(dx, strides[3], at), dgate, exists, D)
+    first = branch_or_do(grad, cmp, strides[1], lse_cmp, gates, strides[4], 0, at, number, exists, D, BLOCK_D)
+    second = branch_or_do(grad, slc, strides[2], lse_slc, gates, strides[4], 1, at, number, exists, D, BLOCK_D)
+    third = branch_or_do(grad, win, strides[3], lse_win, gates, strides[4], 2, at, number, exists, D, BLOCK_D)
+    branch_backward(grad, first, lse_cmp, to_cmp, dgates, strides[5], 0, at, number, exists, D)
+    branch_backward(grad, second, lse_slc, to_slc, dgates, strides[5], 1, at, number, exists, D)
+    branch_backward(grad, third, lse_win, to_win, dgates, strides[5], 2, at, number, exists, D)
 
 
-def forward(branches: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
-    """o [B,S,G,h,Dv], contiguous, in the branches' dtype."""
-    o = torch.empty(branches[0].shape, dtype=branches[0].dtype, device=gates.device)
-    write_sum(branches, gates, o)
-    return o
-
-
-def write_sum(branches: tuple[Tensor, Tensor, Tensor], gates: Tensor, to: Tensor) -> None:
+def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor) -> None:
     """Write o to a tensor of any strides with a contiguous last dimension."""
     tensors = (*map(_unit, branches), gates, to)
     if to.numel():
         _launch(gate_kernel, to, tensors, tuple(x.stride() for x in tensors))
 
 
-def write_branch_gradient(do: Tensor, o: Tensor, gates: Tensor, c: int, to: Tensor, dgates: Tensor) -> None:
-    """Write the gradient of branch c's output o to `to` [B,S,G,h,Dv], and its gates' to dgates[..., c], of any strides."""
-    tensors = _unit(do), _unit(o), gates, to, dgates
-    if to.numel():
-        _launch(branch_backward_kernel, do, tensors, tuple(x.stride() for x in tensors), C=c)
-
-
-def backward(do: Tensor, branches: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the three branches and of the gates [B,S,G,h,3], contiguous, in the dtypes of those."""
-    do, read = _unit(do), (*map(_unit, branches), gates)
-    dcmp, dslc, dwin, dgates = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in read)
+def backward(
+    do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, lse: Sequence[Tensor | None], dgates: Tensor
+) -> list[Tensor | None]:
+    """Write the gates' gradients; lse - ln gate, or gate * do where lse is None, contiguous, for every branch that is given."""
+    do = _unit(do)
+    read = [None if o is None else _unit(o) for o in branches]
+    log_sums = [None if x is None else x.contiguous() for x in lse]
+    to = [None if o is None else _empty(o if x is None else x) for o, x in zip(branches, log_sums, strict=True)]
     if do.numel():
-        _launch(gate_backward_kernel, do, (do, *read, dcmp, dslc, dwin, dgates), tuple(x.stride() for x in (*read, do)))
-    return dcmp, dslc, dwin, dgates
+        strides = tuple((do if x is None else x).stride() for x in (do, *read, gates, dgates))
+        _launch(gate_backward_kernel, do, (do, *read, gates, dgates, *log_sums, *to), strides)
+    return to
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -128,16 +141,16 @@ def _unit(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _launch(function: object, o: Tensor, tensors: tuple[Tensor, ...], strides: tuple[tuple[int, ...], ...], **constants: int) -> None:
+def _launch(function: object, o: Tensor, tensors: tuple[Tensor | None, ...], strides: tuple[tuple[int, ...], ...]) -> None:
     _, S, G, h, D = o.shape
     block_d = tile_size(D)
     rows = max(1, (TILE if o.is_cuda else INTERPRETED_TILE) // block_d)
     total = o.numel() // D
-    kernel = _kernel(function, D, block_d, rows, o.dtype == torch.float64, **constants)
+    kernel = _kernel(function, D, block_d, rows, o.dtype == torch.float64)
     kernel.launch(-(-total // rows), tensors, (strides, (total, S, G, h)))
 
 
 @functools.lru_cache(REMEMBERED)
-def _kernel(function: object, D: int, block_d: int, rows: int, double: bool, **constants: int) -> Kernel:
+def _kernel(function: object, D: int, block_d: int, rows: int, double: bool) -> Kernel:
     wide = tl.float64 if double else tl.float32
-    return Kernel(function, D=D, BLOCK_D=block_d, ROWS=rows, WIDE=wide, **constants, num_warps=4)
+    return Kernel(function, D=D, BLOCK_D=block_d, ROWS=rows, WIDE=wide, num_warps=4)

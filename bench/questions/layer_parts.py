@@ -9,7 +9,7 @@ parts with the blocks that a model chose in a text of this length, as far as ben
     from_scores   Selection.from_scores on given scores (forward alone)
     select        selection_attention of the chosen blocks, from a new Selection each time, by the policy's choice
     window        sliding_window_attention
-    gate          the gated sum of the three
+    gate          the gated sum of the three by itself, so that backward writes gate * do for each; the layer does not
     layer         nsa_attention: all of these
     recomputed    nsa_attention(recompute=True)
     fla           parallel_nsa of flash-linear-attention, if it is installed: its own compression (means of 64 keys), choice and selected

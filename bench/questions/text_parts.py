@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from nsa_sel import by_groups
 from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core.cases import make_selection, text_case
-from nsa_sel.compressed import compressed_attention
-from nsa_sel.core.gating import gated_sum
+from nsa_sel.core.check import check_scale
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.selection import Selection
-from nsa_sel.window import sliding_window_attention
+from nsa_sel.three_branches import Inputs as Given
+from nsa_sel.three_branches import Options
 
 BLOCK, WINDOW = 64, 512
 Part = tuple[Callable[[], Tensor], tuple[Tensor, ...]]  # what is timed, and the inputs that get gradients
@@ -59,7 +61,5 @@ def layer_with(
     Returns:
         [B,S,G,h,Dv].
     """
-    compressed, _ = compressed_attention(q, k_cmp, v_cmp, n=blocks.shape[-1], S_kv=k_slc.shape[2])
-    selected = selection_attention(q, k_slc, v_slc, Selection.from_blocks(blocks, BLOCK, disjoint=True))
-    near = sliding_window_attention(q, k_win, v_win, WINDOW)
-    return gated_sum(compressed, selected, near, gates)
+    inputs = Given(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, None, blocks)
+    return by_groups.attention(inputs, Options(WINDOW, Rule(n=blocks.shape[-1]), check_scale(None, q.shape[4]), None))

@@ -167,7 +167,10 @@ class ChooserModule(Protocol):
         ...
 
     def backward(self, call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused."""
+        """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
+
+        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (core/gating.py).
+        """
         ...
 
     def log_sum_exp(self, call: ChooseCall) -> Tensor:
@@ -192,5 +195,8 @@ class BackendModule(Protocol):
         ...
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused."""
+        """dq, dk, dv, contiguous, with the shapes and dtypes of q, k, v; dlse is None when lse is unused.
+
+        p = exp(logits - lse) with the lse that is given, which is larger than that of `forward` where a gate is in it (core/gating.py).
+        """
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,10 @@ class Call:
     lengths: Tensor | None = None
     block_table: Tensor | None = None
     workspace: Workspace | None = None
+
+    def others(self) -> tuple[Any, ...]:
+        """The arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
+        return self.selection, self.q_pos, self.scale, self.settings, self.device, self.lengths, self.block_table, self.workspace
 
     @property
     def S_kv(self) -> int:

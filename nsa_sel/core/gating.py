@@ -1,9 +1,19 @@
-"""The gated sum of the layer's three branches (Eq. 5): fused on a GPU, in plain PyTorch elsewhere and where operations are traced."""
+"""The gated sum of the layer's three branches (Eq. 5): fused on a GPU, in plain PyTorch elsewhere and where operations are traced.
+
+Backward, with do the gradient of o = sum_c g_c o_c, and p = exp(logits - lse), delta = sum(do * o_c) of a row of branch c:
+    dv = p^T (g do) = (g p)^T do,  ds = p (g do v^T - g delta) = g p (do v^T - delta),  dg = delta
+and g p = exp(logits - (lse - ln g)). So the branch's own backward pass, given do itself and lse - ln g, gives the gradients of the gated
+sum, and g do, which is as large as o, is never written. For g = 0 it is infinity, and p = 0; for a negative gate it is NaN.
+The larger lse - ln g is, the more its rounding, in float32, changes p: for a gate of 1e-6 by some 1e-6 of p. bfloat16 does not show that.
+float32 would, and in float16 g p may be 0 where g do is not. So in other dtypes than bfloat16 a branch gets g do, and its own lse.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +21,19 @@ from torch import Tensor
 from nsa_sel.core import transforms
 
 KERNELS = "nsa_sel.backends._triton.gate"  # imported at the first sum on a GPU
+WITH_LSE = (torch.bfloat16,)  # dtypes of branches that take gates with lse
+
+
+class Gated(NamedTuple):
+    """What a branch's backward pass takes, to give the gradients of the gated sum."""
+
+    do: Tensor  # [B,S,G,h,Dv]
+    lse: Any  # [B,S,G,h], None if the branch has none
+    gate: Tensor | None  # [B,S,G,h], which lse holds; None: do holds it
+
+    def whole_do(self) -> Tensor:
+        """The gradient of the branch's output, for a backward pass without lse."""
+        return self.do if self.gate is None else _scaled(self.do, self.gate)
 
 
 def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
@@ -29,23 +52,43 @@ def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tenso
     return o
 
 
-def write_sum(branches: tuple[Tensor, Tensor, Tensor], gates: Tensor, to: Tensor) -> None:
-    """Write the gated sum to `to` [B,S,G,h,Dv], a view of any strides with a contiguous last dimension; without gradients."""
+def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor) -> None:
+    """Write the gated sum to `to` [B,S,G,h,Dv], a view of any strides with a contiguous last dimension, which may be one of the branches;
+    without gradients."""
     if on_gpu(gates):
         importlib.import_module(KERNELS).write_sum(branches, gates, to)
     else:
         to.copy_(plain_sum(branches, gates))
 
 
-def write_branch_gradient(do: Tensor, o: Tensor, gates: Tensor, c: int, to: Tensor, dgates: Tensor) -> None:
-    """Gradients of branch c alone, of the branch's output o: gate * do to `to` [B,S,G,h,Dv], and sum(do * o) to dgates[..., c]."""
-    if on_gpu(gates):
-        importlib.import_module(KERNELS).write_branch_gradient(do.resolve_neg(), o, gates, c, to, dgates)
-        return
-    wide = torch.promote_types(do.dtype, torch.float32)
-    dx, dgate = _plain_branch(do.to(wide), o, gates[..., c].to(wide))
-    to.copy_(dx)
-    dgates[..., c].copy_(dgate)
+def add_up(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of up to three tensors [B,S,G,h,D], in the first one, rounded once."""
+    first = parts[0]
+    if len(parts) == 2:
+        first.add_(parts[1])
+    elif len(parts) == 3:
+        write_sum(parts, torch.ones((), dtype=torch.float32, device=first.device).expand(*first.shape[:4], 3), first)
+    return first
+
+
+def backward(
+    do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, lse: Sequence[Tensor | None], dgates: Tensor
+) -> list[Gated | None]:
+    """What the branches' backward passes take, and the gates' gradients, in one pass over memory.
+
+    Args:
+        do: [B,S,G,h,Dv], gradient of the gated sum.
+        branches: the outputs of the three branches; None for one that is left out.
+        gates: [B,S,G,h,3].
+        lse: [B,S,G,h] of each branch, float32 (float64 for float64 branches); None for a branch that takes gate * do.
+        dgates: [B,S,G,h,3] of any strides, to which those of the given branches are written.
+    """
+    lse_of = [x if do.dtype in WITH_LSE else None for x in lse]
+    work = importlib.import_module(KERNELS).backward if on_gpu(gates) else plain_backward
+    found = work(do, branches, gates, lse_of, dgates)
+    return [
+        None if x is None else Gated(x, lse[c], None) if lse_of[c] is None else Gated(do, x, gates[..., c]) for c, x in enumerate(found)
+    ]
 
 
 def on_gpu(gates: Tensor) -> bool:
@@ -53,22 +96,32 @@ def on_gpu(gates: Tensor) -> bool:
     return gates.is_cuda
 
 
-def plain_sum(branches: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> Tensor:
+def plain_sum(branches: Sequence[Tensor], gates: Tensor) -> Tensor:
     wide = torch.promote_types(branches[0].dtype, torch.float32)
     total = sum(gate.unsqueeze(-1) * x.to(wide) for x, gate in zip(branches, gates.to(wide).unbind(-1), strict=True))
     return total.to(branches[0].dtype)  # type: ignore[union-attr]
 
 
-def plain_backward(do: Tensor, branches: tuple[Tensor, Tensor, Tensor], gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plain_backward(
+    do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, lse: Sequence[Tensor | None], dgates: Tensor
+) -> list[Tensor | None]:
+    """Write the gates' gradients; lse - ln gate, or gate * do where lse is None, for every branch that is given."""
+    wide, found = torch.promote_types(do.dtype, torch.float32), list[Tensor | None]()
+    for c, (o, log_sum) in enumerate(zip(branches, lse, strict=True)):
+        if o is not None:
+            dgates[..., c].copy_((do.to(wide) * o.to(wide)).sum(-1))
+        found.append(None if o is None else _scaled(do, gates[..., c]) if log_sum is None else _raised(log_sum, gates[..., c]))
+    return found
+
+
+def _scaled(do: Tensor, gate: Tensor) -> Tensor:
     wide = torch.promote_types(do.dtype, torch.float32)
-    found = [_plain_branch(do.to(wide), x, gate) for x, gate in zip(branches, gates.to(wide).unbind(-1), strict=True)]
-    (dx, dy, dz), dgates = zip(*found, strict=True)
-    return dx, dy, dz, torch.stack(dgates, -1).to(gates.dtype)
+    return (gate.to(wide).unsqueeze(-1) * do.to(wide)).to(do.dtype)
 
 
-def _plain_branch(do: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of a branch's output x, in its dtype, and of its gate, from a wide do and gate."""
-    return (gate.unsqueeze(-1) * do).to(x.dtype), (do * x.to(do.dtype)).sum(-1)
+def _raised(lse: Tensor, gate: Tensor) -> Tensor:
+    """lse - ln gate; -inf, of a row without keys, stays."""
+    return torch.where(lse == -math.inf, lse, lse - gate.to(lse.dtype).log())
 
 
 class _GatedSum(torch.autograd.Function):
@@ -77,10 +130,9 @@ class _GatedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
         ctx.save_for_backward(compressed, selected, window, gates)
-        branches = compressed, selected, window
-        if not on_gpu(gates):
-            return plain_sum(branches, gates)
-        return importlib.import_module(KERNELS).forward(branches, gates)  # type: ignore[no-any-return]
+        o = torch.empty(compressed.shape, dtype=compressed.dtype, device=compressed.device)
+        write_sum((compressed, selected, window), gates, o)
+        return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -88,6 +140,6 @@ class _GatedSum(torch.autograd.Function):
             transforms.refuse_second_derivative("nsa_attention")
         transforms.check_gradients(do)
         *branches, gates = ctx.saved_tensors
-        if not on_gpu(gates):
-            return plain_backward(do, tuple(branches), gates)  # type: ignore[arg-type]
-        return importlib.import_module(KERNELS).backward(do.resolve_neg(), tuple(branches), gates)  # type: ignore[no-any-return]
+        dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+        found = backward(do.resolve_neg(), branches, gates, (None, None, None), dgates)
+        return *(x.do for x in found if x is not None), dgates

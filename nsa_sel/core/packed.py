@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa_sel.core import entry, registry
 from nsa_sel.core.bounds import Bounds, CuSeqlens, begin_with_blocks, positions_in_sequences, starts_with_blocks, whole_blocks
 from nsa_sel.core.check import check_call
-from nsa_sel.core.check_packed import check_packed_sizes
+from nsa_sel.core.check_packed import as_batch, check_packed_sizes
 from nsa_sel.core.decide import decide, select
 from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import DeviceInfo, Request
@@ -41,20 +41,52 @@ def packed_attention(
         value = f"of {bounds_k.number} sequences"
         raise ArgumentError("cu_seqlens_k", value, f"cu_seqlens_q's {bounds_q.number} sequences", "pass bounds of the same sequences")
     same = same or (T == Tk and bounds_q.numbers is not None and bounds_q.numbers == bounds_k.numbers)
-    block = selection.block_size
-    _check_align(align, block)
-    whole = starts_with_blocks(bounds_k, block, block_aligned)
+    _check_align(align, selection.block_size)
+    q, k, v = as_batch(q, k, v)
+    if not torch.compiler.is_compiling():
+        q, k, v = in_autocast_dtype(q, k, v)  # before copying and deciding
+    batch = arrange(q, k, v, selection, bounds_q, None if same else bounds_k, scale, needs_grad(q, k, v), backend, block_aligned, align)
+    found = entry.selection_attention(
+        q, batch.k, batch.v, batch.selection, scale=scale, q_pos=batch.q_pos, return_lse=return_lse, backend=backend
+    )  # fmt: skip
+    return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)
+
+
+class Batch(NamedTuple):
+    """A packed batch as one sequence."""
+
+    k: Tensor  # [1,G,keys,Dk], as given, or a copy in which sequences begin with blocks
+    v: Tensor
+    selection: Selection  # [1,T,G,n,2] of the keys of all sequences
+    q_pos: Tensor | None  # [1,T]
+    where: Tensor | None  # [Tk], the key of a copy that each key is
+
+
+def arrange(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, bounds_q: Bounds, bounds_k: Bounds | None, scale: float | None, needs: bool,
+    backend: str | None, block_aligned: bool = False, align: bool | None = None,
+) -> Batch:  # fmt: skip
+    """A packed batch, q [1,T,G,h,Dk] and k, v [1,G,Tk,D], as one sequence.
+
+    Args:
+        selection: over [1,T,G] or [T,1,G], in positions of each row's own sequence.
+        bounds_q: of the rows.
+        bounds_k: of the keys; None: row s is at key s.
+        needs: whether the call needs gradients.
+        scale, backend, block_aligned, align: as of `selection_attention_varlen`.
+    """
+    T, Tk, block = q.shape[1], k.shape[2], selection.block_size
     rows = _as_one_sequence(selection, Tk)
-    q, k, v = q.unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+    same, bounds_k = bounds_k is None, bounds_q if bounds_k is None else bounds_k
+    whole = starts_with_blocks(bounds_k, block, block_aligned)
     room, longest, aligning = Tk, bounds_k.longest(Tk), False
     if block is not None and not whole and align is not False:
         room = whole_blocks(Tk + bounds_k.number * (block - 1), block)
         if torch.compiler.is_compiling():
             aligning = align is True or (backend is not None and _needs_blocks(backend))
         else:
-            q, k, v = in_autocast_dtype(q, k, v)  # before copying and deciding
             check_call(q, k, v, rows, scale, q.new_empty(T, dtype=torch.int64), fake=True)  # before the copy
-            aligning = _aligns(q, k, v, rows, room, whole_blocks(longest, block), backend, align)
+            aligning = _aligns(q, k, v, rows, room, whole_blocks(longest, block), needs, backend, align)
         room = room if aligning else Tk
     limit_keys = room  # most keys of a row; a block counts as whole even if its sequence ends within it
     if block is not None and (whole or aligning):
@@ -77,16 +109,17 @@ def packed_attention(
         moved, q_pos, index = selection.plan(("varlen", q.device, aligning), build, *facts, *bounds_q, *bounds_k)
     if index is not None:
         k, v = (x.new_zeros(*x.shape[:2], room, x.shape[3]).index_copy(2, index, x) for x in (k, v))
-    found = entry.selection_attention(q, k, v, moved, scale=scale, q_pos=q_pos, return_lse=return_lse, backend=backend)
-    return (found[0].squeeze(0), found[1].squeeze(0)) if return_lse else found.squeeze(0)
+    return Batch(k, v, moved, q_pos, index)
 
 
-def _aligns(q: Tensor, k: Tensor, v: Tensor, rows: Selection, room: int, longest: int, backend: str | None, align: bool | None) -> bool:
+def _aligns(
+    q: Tensor, k: Tensor, v: Tensor, rows: Selection, room: int, longest: int, needs: bool, backend: str | None, align: bool | None
+) -> bool:  # fmt: skip
     """Whether to copy k and v so that blocks stay whole; BackendError if the call after the copy is refused."""
     if transformed():
         return False  # the call itself raises
     copy_k, copy_v = (torch.empty(*x.shape[:2], room, x.shape[3], dtype=x.dtype, device="meta") for x in (k, v))
-    request = request_of(q, copy_k, copy_v, rows, needs_grad(q, k, v))
+    request = request_of(q, copy_k, copy_v, rows, needs)
     request, device = msgspec.structs.replace(request, max_length=min(request.max_length, longest)), device_info(q.device)
     if align is None:
         align = _pays(request, device, backend)

@@ -33,7 +33,7 @@ class _SelectionAttention(torch.autograd.Function):
         # Saved so that autograd notices in-place writes to the selection and positions, too.
         index = [x for x in (call.selection.ranges, call.q_pos) if x is not None and not x.is_inference()]
         ctx.save_for_backward(q, k, v, o, lse, *index)
-        ctx.call = (call.selection, call.q_pos, call.scale, call.settings, call.device, call.lengths, call.block_table, call.workspace)
+        ctx.others = call.others()
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -44,7 +44,7 @@ class _SelectionAttention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors[:5]
         if do is None and dlse is None:
             return None, None, None, None
-        return *gradients(Call(q, k, v, *ctx.call), ctx.decision, o, lse, do, dlse), None
+        return *gradients(Call(q, k, v, *ctx.others), ctx.decision, o, lse, do, dlse), None
 
 
 def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Decision]:

@@ -19,6 +19,7 @@ from nsa_sel import NSAttention, compressed_attention, compressed_cu_seqlens, ns
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._window import packed
 from nsa_sel.compression import BlockMean, BlockMLP
+from nsa_sel.core import gating
 from nsa_sel.core.bounds import Bounds
 from nsa_sel.errors import ArgumentError
 from tests.helpers import nsa_reference
@@ -256,9 +257,13 @@ def make_nsa(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return dict(zip(NAMES, random(*shapes, dtype=dtype), strict=True))
 
 
-def test_nsa_attention_is_the_papers_for_each_sequence() -> None:
-    """Results and gradients, by the reference from the paper's equations."""
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_nsa_attention_is_the_papers_for_each_sequence(with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients, by the reference from the paper's equations; gates with lse are those of bfloat16, and not negative."""
+    monkeypatch.setattr(gating, "WITH_LSE", (torch.float64,) * with_lse)
     tensors = make_nsa()
+    if with_lse:
+        tensors["gates"] = tensors["gates"].detach().abs().requires_grad_()
     options: dict[str, Any] = {"window": 6, **SIZES, "first": 1, "local": 2}
     o = nsa_attention(**tensors, **options, cu_seqlens=CU)
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -62,7 +62,10 @@ def gradients(o: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_results_and_gradients_are_the_papers(shape: str) -> None:
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_results_and_gradients_are_the_papers(shape: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """with_lse: gates come into the gradients as in bfloat16."""
+    monkeypatch.setattr(gating, "WITH_LSE", (torch.float64,) * with_lse)
     tensors, options = make(shape)
     o, wanted = nsa_attention(**tensors, **options), nsa_reference.nsa(**tensors, **options)
     torch.testing.assert_close(o, wanted, rtol=1e-10, atol=1e-10)

@@ -14,8 +14,10 @@ import nsa_sel
 from nsa_sel import by_groups, nsa_attention
 from nsa_sel.backends import choose_triton
 from nsa_sel.core import choose
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.telemetry.events import tallies
+from nsa_sel.three_branches import Inputs
 from tests.api.test_nsa_attention import NAMES, SHAPES, WRONG, cheapest_backend, gradients, make
 
 __all__ = ["cheapest_backend"]  # the fixture
@@ -43,8 +45,9 @@ def one_pair_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("own_q", [False, True])
-def test_results_and_gradients_are_bit_equal(shape: str, own_q: bool) -> None:
-    tensors, options = make(shape, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_and_gradients_are_bit_equal(shape: str, own_q: bool, dtype: torch.dtype) -> None:
+    tensors, options = make(shape, dtype)
     if own_q:
         del tensors["q_cmp"]
     plain, recomputed = both_ways(tensors, options)
@@ -83,7 +86,7 @@ def test_units_fit_the_workspace(B: int, G: int, fitting: int, sizes: tuple[int,
     bound = fitting * 3 * 7 * 2 * 6 * 4
     monkeypatch.setattr(by_groups, "settings_for", lambda device: types.SimpleNamespace(workspace_bytes=bound))
     q, v = torch.zeros(B, 7, G, 2, 4), torch.zeros(B, G, 7, 6)
-    units = by_groups.units_of(by_groups.Inputs(q, None, None, None, v, None, None, None, None))
+    units = by_groups.units_of(Inputs(q, None, None, None, v, None, None, None, None))
     assert {(b.stop - b.start, g.stop - g.start) for b, g in units} == {sizes}
     times = torch.zeros(B, G)
     for unit in units:
@@ -254,7 +257,7 @@ def test_attention_again_is_that_of_the_choice(backend: str, monkeypatch: pytest
     """Bit by bit; the Triton backend does not choose again."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, *shape, 8, generator=generator) for shape in ((43, 1, 3), (1, 9), (1, 9)))
-    decided = choose.begin(q, k, v, by_groups.Rule(8, 4, 8, 4, 1, 2), 43, 0.5, None, False, backend)
+    decided = choose.begin(q, k, v, Rule(8, 4, 8, 4, 1, 2), 43, 0.5, None, False, backend)
     o, lse, _, decision = choose.run_forward(decided)
     monkeypatch.delattr(choose_triton, "best_blocks")
     again = choose.attend_again(decided)

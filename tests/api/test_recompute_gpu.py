@@ -39,7 +39,7 @@ def beyond_inputs_and_outputs(work: Any) -> int:
 
 
 def test_a_recomputed_step_fits_the_workspace_and_its_kernels_temporaries() -> None:
-    """At 32k: two of the four groups at once, where the plain layer holds the three outputs of all, and the gradients of these."""
+    """At 32k: two of the four groups at once, where the plain layer holds the three outputs of all, and dq of all, one of which stays."""
     inputs = layer_inputs(32768, 4, 16, 128)
     do, bound = torch.randn_like(inputs[0]), settings_for(device_info(inputs[0].device)).workspace_bytes
 
@@ -49,7 +49,7 @@ def test_a_recomputed_step_fits_the_workspace_and_its_kernels_temporaries() -> N
 
     recomputed, plain = (beyond_inputs_and_outputs(lambda way=way: step(way)) for way in (True, False))
     assert recomputed <= 1.5 * bound
-    assert plain >= 5.5 * do.nbytes  # so that this test sees what it is about
+    assert plain >= 5 * do.nbytes  # so that this test sees what it is about
     with torch.no_grad():
         assert beyond_inputs_and_outputs(lambda: (nsa_attention(*inputs),)) <= 1.25 * bound
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,18 +30,56 @@ def by_autograd(branches: tuple[Tensor, ...], gates: Tensor, do: Tensor) -> tupl
     return o.detach(), *torch.autograd.grad(o, leaves, do.double())
 
 
+def log_sums(gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """lse of each branch [B,S,G,h]; -inf for rows without keys, whatever their gates."""
+    wide = torch.promote_types(gates.dtype, torch.float32)
+    made = 3 * torch.randn(3, *gates.shape[:4], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    made[:, :, :3] = -math.inf
+    first, second, third = made.to(gates.device, wide)
+    return first, second, third
+
+
+Outputs = tuple[list[Tensor], Tensor]  # of the branches; dgates
+
+
+def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -> Outputs:
+    """What `module`, the kernels or plain PyTorch, gives the branches, and dgates."""
+    dgates = torch.full(gates.shape, math.nan, dtype=gates.dtype, device=gates.device)
+    work = module.backward if module is gate else module.plain_backward
+    return work(do, branches, gates, lse, dgates), dgates
+
+
+def raised(lse: Tensor, gate: Tensor) -> Tensor:
+    """lse - ln gate in float64."""
+    return (lse.double() - gate.double().log()).where(lse > -math.inf, lse.double())
+
+
 def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
-    """The kernels and plain PyTorch give what autograd does in float64, but for the last rounding; reruns are bit-equal."""
+    """The kernels and plain PyTorch give what autograd does in float64, but for the last rounding; reruns are bit-equal. Gates of exactly 0
+    and 1 and of 1e-6 are among them, and negative ones, for which lse is NaN."""
     branches, gates, do = gated(dtype, device, Dv)
-    with new_memory_is_nan():
-        got = gate.forward(branches, gates), *gate.backward(do, branches, gates)
-    plain = gating.plain_sum(branches, gates), *gating.plain_backward(do, branches, gates)
-    for mine, other, right in zip(got, plain, by_autograd(branches, gates, do), strict=True):
-        assert mine.dtype == other.dtype
-        assert mine.is_contiguous()
-        torch.testing.assert_close(mine, right.to(mine.dtype), **tolerance(dtype))
-        torch.testing.assert_close(other, right.to(other.dtype), **tolerance(dtype))
-    assert all(map(torch.equal, (gate.forward(branches, gates), *gate.backward(do, branches, gates)), got))
+    gates[:, 1], gates[:, 2], gates[:, 5], gates[:, 6] = 0.0, 1.0, 1e-6, -0.5
+    lse = log_sums(gates)
+    o, *scaled, dgates = by_autograd(branches, gates, do)
+    for module in (gate, gating):
+        runs = []
+        for _ in range(2):
+            with new_memory_is_nan():
+                total = torch.full(do.shape, math.nan, dtype=dtype, device=device)
+                module.write_sum(branches, gates, total) if module is gate else total.copy_(gating.plain_sum(branches, gates))
+                runs.append((total, *(by_module(module, do, branches, gates, given) for given in ((None,) * 3, lse))))
+        (total, mine, shifted), again = runs
+        for x, right in zip((total, *mine[0], mine[1], shifted[1]), (o, *scaled, dgates, dgates), strict=True):
+            torch.testing.assert_close(x, right.to(x.dtype), **tolerance(dtype))
+        for c, x in enumerate(shifted[0]):
+            assert x.is_contiguous()
+            torch.testing.assert_close(x, raised(lse[c], gates[..., c]).to(x.dtype), equal_nan=True, **tolerance(dtype))
+            assert bool((x[:, 1] == torch.where(lse[c][:, 1] == -math.inf, -math.inf, math.inf)).all())
+            assert torch.equal(x[:, 2], lse[c][:, 2])
+        assert torch.equal(total, again[0])
+        for first, second in zip((mine, shifted), again[1:], strict=True):
+            assert all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(first[0], second[0], strict=True))
+            assert torch.equal(first[1], second[1])
 
 
 def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
@@ -48,18 +87,27 @@ def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
     those of all at once, by the kernels and by plain PyTorch. Strides are multiples of 16: with others the compiler stores, and so adds, in
     another order."""
     branches, gates, do = gated(dtype, device, Dv)
-    kernels = gate.forward(branches, gates), *gate.backward(do, branches, gates)
-    plain = gating.plain_sum(branches, gates), *gating.plain_backward(do, branches, gates)
-    for module, whole in ((gate, kernels), (gating, kernels if gating.on_gpu(gates) else plain)):
-        nan: Any = {"fill_value": float("nan"), "device": device}
-        to = [torch.full((*do.shape[:4], Dv + 16), dtype=dtype, **nan)[..., :Dv] for _ in range(4)]
-        to_gates = torch.full((3, *gates.shape[:4]), dtype=gates.dtype, **nan).movedim(0, -1)
-        for g in range(do.shape[2]):
-            of = slice(None), slice(None), slice(g, g + 1)
-            module.write_sum(tuple(x[of] for x in branches), gates[of], to[0][of])  # type: ignore[attr-defined]
-            for c, x in enumerate(branches):
-                module.write_branch_gradient(do[of], x[of], gates[of], c, to[1 + c][of], to_gates[of])  # type: ignore[attr-defined]
-        assert all(map(torch.equal, (*to, to_gates), whole))
+    lse = log_sums(gates)
+    for module in (gate, gating) if device == "cpu" else (gate,):
+        whole = torch.empty_like(do)
+        module.write_sum(branches, gates, whole)  # type: ignore[attr-defined]
+        for given in ((None, None, None), lse):
+            outputs, dgates = by_module(module, do, branches, gates, given)
+            to = torch.full((*do.shape[:4], Dv + 16), math.nan, dtype=dtype, device=device)[..., :Dv]
+            to_gates = torch.full((3, *gates.shape[:4]), math.nan, dtype=gates.dtype, device=device).movedim(0, -1)
+            work = gate.backward if module is gate else gating.plain_backward
+            for g in range(do.shape[2]):
+                of = slice(None), slice(None), slice(g, g + 1)
+                module.write_sum(tuple(x[of] for x in branches), gates[of], to[of])  # type: ignore[attr-defined]
+                for c in range(3):
+                    alone: list[Any] = [None, None, None]
+                    log_sum = [x if x is None else x[of] for x in given]
+                    alone[c] = branches[c][of]
+                    found = work(do[of], alone, gates[of], log_sum, to_gates[of])
+                    assert [x is None for x in found] == [i != c for i in range(3)]
+                    assert torch.equal(found[c], outputs[c][of])  # type: ignore[arg-type]
+            assert torch.equal(to, whole)
+            assert torch.equal(to_gates, dgates)
 
 
 def check_rotation(dtype: torch.dtype, device: str, D: int) -> None:
