@@ -16,8 +16,10 @@ from nsa_sel.core.check_choose import check_rule
 from nsa_sel.core.check_packed import check_longest
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import as_positions
+from nsa_sel.core.parts import split_columns
+from nsa_sel.core.transforms import in_autocast_dtype
 from nsa_sel.errors import ArgumentError, renamed, shown
-from nsa_sel.rotary import rotate
+from nsa_sel.rotary import angles, base_of, kept_and_rotated, rotate, rotate_by
 
 Rotary = Callable[[Tensor, Tensor], Tensor]
 
@@ -133,13 +135,14 @@ class NSAttention(nn.Module):
             raise ArgumentError("x", f"of B = {len(x)} with cu_seqlens", "[1,T,width]", remedy)
         if cu_seqlens is not None and self.context is not None:
             raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
+        (x,) = in_autocast_dtype(x)  # once for all three projections
         q = self.q(x).unflatten(-1, (-1, self.heads, self.head_dim))
         sizes = [self.head_dim, self.value_dim] * 3
-        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = self.kv(x).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)  # [B,S,G,D] each
+        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = split_columns(self.kv(x).unflatten(-1, (-1, sum(sizes))), sizes)  # [B,S,G,D] each
         gates = self.gate(x).sigmoid().unflatten(-1, (-1, self.heads, 3))
         if cu_seqlens is not None and positions is None:
             positions = self._positions(x, cu_seqlens)
-        q_cmp, (q, k_slc, k_win) = q, self._rotated((q, k_slc, k_win), positions)
+        q_cmp, q, k_slc, k_win = self._rotated(q, k_slc, k_win, positions)
         options: Any = {"window": self.window, "backend": self.backend, "recompute": self.recompute, **self.rule._asdict()}
         if cu_seqlens is not None:
             o = nsa_attention(
@@ -160,11 +163,11 @@ class NSAttention(nn.Module):
         cu = Bounds.of("cu_seqlens", cu_seqlens, T, x).on(x)
         return None if self.rotary is None else row_positions(cu, T)[0].clamp(min=0)
 
-    def _rotated(self, tensors: tuple[Tensor, ...], positions: Tensor | None) -> tuple[Tensor, ...]:
-        """Tensors [B,S,...,D] with rotary positions."""
+    def _rotated(self, q: Tensor, k_slc: Tensor, k_win: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+        """q [B,S,G,h,D] as it is, and all three with rotary positions."""
         if self.rotary is None:
-            return tensors
-        (B, S), device = tensors[0].shape[:2], tensors[0].device
+            return q, q, k_slc, k_win
+        (B, S), device = q.shape[:2], q.device
         if positions is None:
             positions = torch.arange(S, device=device) if self.context is None else self.context.positions(S, device)
         else:
@@ -172,7 +175,11 @@ class NSAttention(nn.Module):
                 as_positions(positions, B, S, device)
             except ArgumentError as error:
                 raise renamed(error, q_pos="positions") from None
-        return tuple(self.rotary(x, positions) for x in tensors)
+        base = base_of(self.rotary)
+        if base is None:
+            return q, *(self.rotary(x, positions) for x in (q, k_slc, k_win))
+        table = angles(q, positions, base)
+        return *kept_and_rotated(q, table), rotate_by(k_slc, table), rotate_by(k_win, table)
 
     def extra_repr(self) -> str:
         """The options that print(layer) shows."""

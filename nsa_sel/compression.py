@@ -10,7 +10,7 @@ as those of one sequence, and what straddles a border is left out at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,9 +115,7 @@ class BlockMLP(nn.Module):
         inside, *first, second, bias = self._weights()
         matrices = first[0].view(2 * self.dim * self.r, self.stride * self.dim)
         products = linear(pieces, matrices).view(*pieces.shape[:3], 2 * self.dim, self.r)
-        hidden = linear(inside.flatten(), *first)
-        for j in range(self.r):
-            hidden = hidden + products[:, :, j : j + C, :, j]
+        hidden = linear(inside.flatten(), *first) + _Joined.apply(products, C)  # type: ignore[no-untyped-call]
         return linear(gelu(hidden), second, bias)
 
     def _weights(self) -> tuple[Tensor, ...]:
@@ -126,6 +124,26 @@ class BlockMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"compress_block={self.r * self.stride}, compress_stride={self.stride}"
+
+
+class _Joined(torch.autograd.Function):
+    """Sums over j of products [B,G,C + j,width,j]: [B,G,C,width]. The gradient is written into one tensor, where autograd would add one
+    for each j."""
+
+    @staticmethod
+    def forward(ctx: Any, products: Tensor, C: int) -> Tensor:
+        ctx.shape = products.shape
+        total = products[:, :, :C, :, 0]
+        for j in range(1, products.shape[-1]):
+            total = total + products[:, :, j : j + C, :, j]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        found = do.new_zeros(ctx.shape)
+        for j in range(ctx.shape[-1]):
+            found[:, :, j : j + do.shape[2], :, j] = do
+        return found, None
 
 
 class BlockMean(nn.Module):

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_sel.core import transforms
 
+BASE = 10000.0
 KERNELS = "nsa_sel.backends._triton.rotate"  # imported at the first rotation on a GPU
 
 
-def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+class Angles(NamedTuple):
+    """cos and sin [1 or B,S,D/2] in float32 (float64 for float64)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotate(x: Tensor, positions: Tensor, base: float = BASE) -> Tensor:
     """x with rotary positions: pair i of (x[..., :D/2], x[..., D/2:]) rotates by position * base^(-2i/D).
 
     Args:
@@ -22,18 +32,35 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
         base: of the angles' geometric series; functools.partial(rotate, base=5e5) is a `rotary` for `NSAttention`.
 
     Returns:
-        As x; computed in float32 (float64 for float64), in one pass on a GPU. Autograd saves the positions alone.
+        As x; computed in float32 (float64 for float64), in one pass on a GPU. Autograd saves the angles alone.
     """
-    if transforms.traces(x, positions):  # a compiler fuses it
-        cos, sin = _table(positions, x.shape[-1] // 2, base, torch.promote_types(x.dtype, torch.float32))
-        return _rotated(x, cos, sin, False)
-    rotated: Tensor = _Rotate.apply(x, positions, base, False)  # type: ignore[no-untyped-call]
-    return rotated
+    return rotate_by(x, angles(x, positions, base))
 
 
-def _angles(x: Tensor, positions: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [1 or B,S,D/2]."""
-    return _cos_and_sin(positions, x.shape[-1] // 2, base, torch.promote_types(x.dtype, torch.float32))
+def angles(x: Tensor, positions: Tensor, base: float = BASE) -> Angles:
+    """The angles of `rotate`, for `rotate_by` of several tensors of x's B, S, D and dtype."""
+    make = _table if transforms.traces(positions) else _cos_and_sin  # a compiler makes one for all layers
+    return Angles(*make(positions, x.shape[-1] // 2, base, torch.promote_types(x.dtype, torch.float32)))
+
+
+def rotate_by(x: Tensor, table: Angles) -> Tensor:
+    """`rotate` by given angles."""
+    return kept_and_rotated(x, table)[1]
+
+
+def kept_and_rotated(x: Tensor, table: Angles) -> tuple[Tensor, Tensor]:
+    """x and `rotate_by`(x): one pass of the backward pass rotates the second's gradient back and adds the first's."""
+    if transforms.traces(x):  # a compiler fuses it
+        return x, _plain(x, None, *table, False)
+    both: tuple[Tensor, Tensor] = _Rotate.apply(x, None, *table, False)  # type: ignore[no-untyped-call]
+    return both
+
+
+def base_of(rotary: Callable[..., Tensor]) -> float | None:
+    """The base where a callable is `rotate`, or functools.partial(rotate, base=...); None of any other."""
+    if isinstance(rotary, functools.partial):
+        return rotary.keywords["base"] if rotary.func is rotate and not rotary.args and rotary.keywords else None
+    return BASE if rotary is rotate else None
 
 
 def _cos_and_sin(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -52,29 +79,32 @@ def _(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Te
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+def _plain(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     shape = (*cos.shape[:2], *[1] * (x.dim() - 3), cos.shape[2])
     cos, sin = cos.view(shape), (-sin if back else sin).view(shape)
     a, b = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+    rotated = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+    return (rotated if plus is None else rotated + plus).to(x.dtype)
 
 
-def _fused(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    heads = x.unsqueeze(2) if x.dim() == 3 else x.flatten(2, -2)
-    rotated: Tensor = importlib.import_module(KERNELS).rotate(heads, cos, sin, back)
+def _fused(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    heads, more = (y if y is None else y.unsqueeze(2) if y.dim() == 3 else y.flatten(2, -2) for y in (x, plus))
+    rotated: Tensor = importlib.import_module(KERNELS).rotate(heads, more, cos, sin, back)
     return rotated.view(x.shape)
 
 
 class _Rotate(torch.autograd.Function):
-    """A gradient rotates back."""
+    """x, and x rotated + plus. The gradient of x is of the same kind: the second's rotated back + the first's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, positions: Tensor, base: float, back: bool) -> Tensor:
-        ctx.save_for_backward(positions)
-        ctx.base, ctx.back = base, back
-        return (_fused if x.is_cuda else _rotated)(x, *_angles(x, positions, base), back)
+    def forward(ctx: Any, x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)
+        ctx.back = back
+        return x, (_fused if x.is_cuda else _plain)(x, plus, cos, sin, back)
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (positions,) = ctx.saved_tensors
-        return _Rotate.apply(do.resolve_neg(), positions, ctx.base, not ctx.back), None, None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, kept: Tensor | None, do: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        kept, do = (None if y is None else y.resolve_neg() for y in (kept, do))
+        dx = kept if do is None else _Rotate.apply(do, kept, *ctx.saved_tensors, not ctx.back)[1]  # type: ignore[no-untyped-call]
+        return dx, do if ctx.needs_input_grad[1] else None, None, None, None

@@ -117,13 +117,12 @@ def materialized(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-def in_autocast_dtype(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """q, k, v, unchecked, cast by torch.autocast as scaled_dot_product_attention does; float64 is left alone."""
+def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors, unchecked, cast by torch.autocast as scaled_dot_product_attention does; float64 is left alone."""
     if not _any_autocast():
-        return q, k, v
-    kind = "cuda" if getattr(q, "is_cuda", False) else "cpu"
+        return tensors
+    kind = "cuda" if getattr(tensors[0], "is_cuda", False) else "cpu"
     if not torch.is_autocast_enabled(kind):
-        return q, k, v
+        return tensors
     dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    return q, k, v
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -111,16 +111,16 @@ def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
 
 
 def check_rotation(dtype: torch.dtype, device: str, D: int) -> None:
-    """Of strided keys with positions for all, and of queries with positions for each sequence, forward and back."""
+    """Of strided keys with positions for all, and of queries with positions for each sequence, forward and back, alone and plus another."""
     keys = torch.randn(2, 19, 3, D + 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)[..., 8:]
     queries = torch.randn(2, 19, 3, 2, D, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     each = torch.randint(0, 1000, (2, 19), generator=torch.Generator().manual_seed(2)).to(device)
     for x, positions in ((keys, each[0]), (queries, each), (keys[:, :, 0], each)):
-        angles = rotary._angles(x, positions, 10000.0)
-        for back in (False, True):
+        angles = rotary.angles(x, positions)
+        for back, plus in ((False, None), (True, None), (True, x.flip(-1).transpose(0, 1).contiguous().transpose(0, 1))):
             with new_memory_is_nan():
-                got = rotary._fused(x, *angles, back)
-            wanted = rotary._rotated(x.double(), *(y.double() for y in angles), back)
+                got = rotary._fused(x, plus, *angles, back)
+            wanted = rotary._plain(x.double(), None if plus is None else plus.double(), *(y.double() for y in angles), back)
             torch.testing.assert_close(got, wanted.to(dtype), **tolerance(dtype))
 
 
