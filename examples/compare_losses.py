@@ -13,16 +13,13 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import typer
+from loss_curves import Curve, draw
 
 from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.command_line import program
 from nsa_sel.bench.report.losses import averages, furthest, speed
 from nsa_sel.errors import ArgumentError
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 
 def losses(folder: Path) -> list[dict[str, Any]]:
@@ -46,16 +43,10 @@ def table(runs: dict[str, list[dict[str, Any]]], window: int) -> str:
     return markdown.table(headers, lines)
 
 
-def draw(runs: dict[str, list[dict[str, Any]]], window: int, file: Path) -> None:
-    """The averaged losses of all runs in one picture."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, rows in runs.items():
-        found = averages(rows, window)
-        axes.plot([(i + 0.5) * window for i in range(len(found))], found, linewidth=1, label=f"{name} ({rows[0]['backend'] or 'dense'})")
-    axes.set(xlabel="step", ylabel=f"loss, nats a byte, mean of {window} steps")
-    axes.legend()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+def curve(name: str, rows: list[dict[str, Any]], window: int) -> Curve:
+    """The averaged losses of a run."""
+    points = [((i + 0.5) * window, loss) for i, loss in enumerate(averages(rows, window))]
+    return Curve(f"{name} ({rows[0]['backend'] or 'dense'})", points)
 
 
 def main(
@@ -69,7 +60,7 @@ def main(
     reference = runs[folders[0].name]
     print(table(runs, window))
     if out:
-        draw(runs, window, out)
+        draw(out, f"loss, nats a byte, mean of {window} steps", [curve(name, rows, window) for name, rows in runs.items()])
     distances = {
         name: furthest(rows, reference, window) for name, rows in runs.items() if rows[0]["attention"] == reference[0]["attention"]
     }

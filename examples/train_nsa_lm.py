@@ -21,22 +21,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import torch
 import typer
 from byte_text import HELD_OUT, load_text
 from graphed_step import GraphedStep
+from loss_curves import Curve, draw
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from nsa_sel import NSAttention, decisions
 from nsa_sel.bench.core import environment, store
 from nsa_sel.bench.core.command_line import Device, device_of, program
+from nsa_sel.core.transforms import in_autocast_dtype
 from nsa_sel.errors import ArgumentError
-from nsa_sel.rotary import rotate
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from nsa_sel.rotary import angles, rotate_by
 
 
 @dataclass(frozen=True)
@@ -85,16 +83,6 @@ def batch_at(text: Tensor, step: int, sizes: Sizes, held_out: bool = False) -> T
 # The model
 
 
-def attention_layer(sizes: Sizes, backend: str | None) -> nn.Module:
-    """The layer that a run is about."""
-    if sizes.attention == "dense":
-        return DenseAttention(sizes)
-    return NSAttention(
-        sizes.width, sizes.groups, sizes.heads, sizes.head_dim, compress_block=sizes.compress_block, compress_stride=sizes.compress_stride,
-        block_size=sizes.block, n=sizes.n, window=sizes.window, backend=backend,
-    )  # fmt: skip
-
-
 class DenseAttention(nn.Module):
     """Causal attention with the same heads."""
 
@@ -108,9 +96,10 @@ class DenseAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B,S,width] of x [B,S,width]."""
         B, S, _ = x.shape
+        (x,) = in_autocast_dtype(x)  # once for both projections, as NSAttention does
         q, (k, v) = self.q(x).view(B, S, -1, self.head_dim), self.kv(x).view(B, S, 2, -1, self.head_dim).unbind(2)
-        positions = torch.arange(S, device=x.device)
-        q, k, v = (y.transpose(1, 2) for y in (rotate(q, positions), rotate(k, positions), v))
+        table = angles(q, torch.arange(S, device=x.device))
+        q, k, v = (y.transpose(1, 2) for y in (rotate_by(q, table), rotate_by(k, table), v))
         o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -121,7 +110,10 @@ class Block(nn.Module):
     def __init__(self, sizes: Sizes, backend: str | None) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)])
-        self.attention = attention_layer(sizes, backend)
+        self.attention = DenseAttention(sizes) if sizes.attention == "dense" else NSAttention(
+            sizes.width, sizes.groups, sizes.heads, sizes.head_dim, compress_block=sizes.compress_block,
+            compress_stride=sizes.compress_stride, block_size=sizes.block, n=sizes.n, window=sizes.window, backend=backend,
+        )  # fmt: skip
         self.mlp = nn.Sequential(nn.Linear(sizes.width, 4 * sizes.width), nn.GELU(), nn.Linear(4 * sizes.width, sizes.width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,7 +152,8 @@ class Training:
         self.rate = torch.zeros((), device=device)  # a captured step reads it anew
         options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True, "capturable": self.graph is not None}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), self.rate, **options)
-        self.fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
+        fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
+        self.identity = {"sizes": asdict(sizes), "text": fingerprint, "graph": self.graph is not None}
 
     def loss(self, data: Tensor) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -192,11 +185,7 @@ class Training:
 
     def save(self, file: Path) -> None:
         """Replace the checkpoint at once: a kill leaves the old one or the new one."""
-        state = {
-            "model": self.model.state_dict(), "optimiser": self.optimizer.state_dict(), "step": self.step,
-            "sizes": asdict(self.sizes), "text": self.fingerprint, "graph": self.graph is not None, "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
-        }  # fmt: skip
+        state = {"model": self.model.state_dict(), "optimiser": self.optimizer.state_dict(), "step": self.step, **self.identity}
         unfinished = file.with_name(f".{file.name}.{os.getpid()}")
         with unfinished.open("wb") as opened:
             torch.save(state, opened)
@@ -207,7 +196,7 @@ class Training:
     def load(self, file: Path) -> None:
         """Resume from a checkpoint of the same run, or raise ArgumentError."""
         state = torch.load(file, map_location=self.device, weights_only=True)
-        for name, mine in (("sizes", asdict(self.sizes)), ("text", self.fingerprint), ("graph", self.graph is not None)):
+        for name, mine in self.identity.items():
             if state[name] != mine:
                 raise ArgumentError("--out", f"a folder with a run of other {name}: {state[name]}", str(mine), "pass another folder")
         self.model.load_state_dict(state["model"])
@@ -215,9 +204,6 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         self.step = state["step"]
-        torch.set_rng_state(state["rng"].cpu())
-        if state["cuda_rng"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"].cpu())
 
 
 def train(
@@ -230,8 +216,8 @@ def train(
     training = Training(sizes, backend, device, load_text(text, out / "text.bin", sizes.context), graph)
     if checkpoint.exists():
         training.load(checkpoint)
-    before = store.read(log) if log.exists() else []
-    rows = [row for row in before if row["step"] < training.step]  # steps after the checkpoint are trained again
+    rows = store.read(log) if log.exists() else []
+    rows = [row for row in rows if row["step"] < training.step]  # steps after the checkpoint are trained again
     store.write_whole(log, store.as_lines(rows))
     facts = environment.stamp(device.type)  # device, versions, commit, command
     started, tokens = time.perf_counter(), sizes.batch * sizes.context
@@ -253,7 +239,8 @@ def train(
             training.save(checkpoint)
             print(f"step {training.step}: loss {loss:.4f}, held out {row['held_out_loss']:.4f}, {row['tokens_per_second']} tokens/s")
     training.save(checkpoint)
-    draw(rows, out / "losses.png")
+    held_out = Curve("held out", [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row], "o-")
+    draw(out / "losses.png", "loss, nats a byte", [Curve("training", [(row["step"], row["loss"]) for row in rows]), held_out])
     return rows
 
 
@@ -265,34 +252,16 @@ def chosen(sizes: Sizes) -> str | None:
     return str(last.forward) if last.backward in (None, last.forward) else f"{last.forward} / {last.backward}"
 
 
-def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """The losses as a picture."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], linewidth=0.8, label="training")
-    held_out = [row for row in rows if "held_out_loss" in row]
-    axes.plot([row["step"] for row in held_out], [row["held_out_loss"] for row in held_out], "o-", markersize=3, label="held out")
-    axes.set(xlabel="step", ylabel="loss, nats a byte")
-    axes.legend()
-    unfinished = file.with_name(f".{os.getpid()}.{file.name}")  # savefig goes by the ending
-    figure.savefig(unfinished, dpi=120)
-    plt.close(figure)
-    unfinished.replace(file)
-
-
 def main(
     out: Annotated[Path, typer.Option(help="folder of the run; an existing one is resumed")],
     minutes: Annotated[float, typer.Option(help="of training in this process; start it again for more")] = 8,
     steps: Annotated[int | None, typer.Option(help="the step to stop at, counted from the run's beginning")] = None,
     attention: Annotated[str, typer.Option(help="nsa, or dense: full causal attention in its place")] = "nsa",
     backend: Annotated[str | None, typer.Option(help="of the selected branch; by default the policy chooses")] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="folder with text, or a file, such as text.bin of another run; by default what is on the machine")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="folder or file of text, such as a run's text.bin; by default the machine's")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="a size for a CPU")] = False,
     context: Annotated[int | None, typer.Option(help="bytes of a sequence, such as 8192, 32768 or 65536")] = None,
-    batch: Annotated[
-        int | None, typer.Option(help="sequences a step, by default as many as keep its number of bytes, at least one")
-    ] = None,
+    batch: Annotated[int | None, typer.Option(help="sequences a step, by default as many as keep its bytes, at least one")] = None,
     seed: Annotated[int, typer.Option(help="of weights and batches")] = 0,
     every: Annotated[int, typer.Option(help="steps between checkpoints")] = 100,
     graph: Annotated[bool, typer.Option(help="capture a step as a CUDA graph, on a GPU")] = True,

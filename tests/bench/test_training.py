@@ -32,7 +32,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-texts, _ = load("byte_text"), load("graphed_step")  # which the example imports
+texts, *_ = load("byte_text"), load("graphed_step"), load("loss_curves")  # which the example imports
 example, comparison = load("train_nsa_lm"), load("compare_losses")
 
 
