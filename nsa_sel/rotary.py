@@ -59,7 +59,8 @@ def kept_and_rotated(x: Tensor, table: Angles) -> tuple[Tensor, Tensor]:
 def base_of(rotary: Callable[..., Tensor]) -> float | None:
     """The base where a callable is `rotate`, or functools.partial(rotate, base=...); None of any other."""
     if isinstance(rotary, functools.partial):
-        return rotary.keywords["base"] if rotary.func is rotate and not rotary.args and rotary.keywords else None
+        bases = rotary.keywords.keys() <= {"base"} and not rotary.args
+        return rotary.keywords.get("base", BASE) if rotary.func is rotate and bases else None
     return BASE if rotary is rotate else None
 
 

@@ -26,8 +26,13 @@ class _Split(torch.autograd.Function):
         return torch.split(x, sizes, -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:  # type: ignore[override]
-        found = next(dx for dx in gradients if dx is not None).new_empty(ctx.shape)
-        for part, dx in zip(torch.split(found, ctx.sizes, -1), gradients, strict=True):
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        like = next((dx for dx in gradients if dx is not None), None)
+        if like is None:
+            return None, None
+        found, first = like.new_empty(ctx.shape), 0
+        for size, dx in zip(ctx.sizes, gradients, strict=True):
+            part = found.narrow(-1, first, size)
             part.zero_() if dx is None else part.copy_(dx)
+            first += size
         return found, None

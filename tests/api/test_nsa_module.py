@@ -14,11 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from nsa_sel import NSAttention, attention_layer, nsa_attention, rotary
 from nsa_sel.backends._triton import rotate as rotate_kernel
 from nsa_sel.compression import BlockMean, BlockMLP
+from nsa_sel.core.parts import split_columns
 from nsa_sel.errors import ArgumentError
 from nsa_sel.rotary import rotate
 from tests.helpers import nsa_reference
 from tests.helpers.graphs import captured, no_waiting, replayed
 from tests.helpers.layer_kernels import check_rotation
+from tests.helpers.poison import new_memory_is_nan
 
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
 SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options
@@ -157,6 +159,58 @@ def test_gradients_of_rotary_positions() -> None:
     half = x.detach().half()
     assert rotate(half, torch.arange(5)).dtype == torch.float16
     torch.testing.assert_close(rotate(half, torch.arange(5)), rotate(half.double(), torch.arange(5)).half())
+
+
+@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
+def test_gradients_of_queries_with_and_without_positions(used: tuple[bool, bool]) -> None:
+    """Autograd's sum of both, in float64, from a float32 pass that rounds once."""
+    x, positions = torch.randn(2, 5, 3, 4, requires_grad=True), torch.tensor([[0, 3, 1, 8, 2], [700, 9, 4, 4, 4]])
+    weights = torch.randn(2, *x.shape)
+    kept, rotated = rotary.kept_and_rotated(x, rotary.angles(x, positions))
+    assert torch.equal(kept, x)
+    assert torch.equal(rotated, rotate(x, positions))
+    outputs, given = ([y for y, use in zip(pair, used, strict=True) if use] for pair in ((kept, rotated), weights))
+    (mine,) = torch.autograd.grad(outputs, x, given)
+    wide = x.detach().double().requires_grad_()
+    both = (wide * weights[0] * used[0] + rotate(wide, positions) * weights[1] * used[1]).sum()
+    torch.testing.assert_close(mine, torch.autograd.grad(both, wide)[0].float())
+
+
+def test_gradients_of_parts_are_one_tensor() -> None:
+    """A part that nothing depends on has zeros there; others come with any strides."""
+    x = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    assert all(map(torch.equal, split_columns(x, [2, 4, 1]), x.split([2, 4, 1], -1)))
+
+    def work(y: Tensor) -> Tensor:
+        a, _, b = split_columns(y, [2, 4, 1])
+        return a.transpose(0, 2).contiguous().sin().sum() + b.square().sum()
+
+    with new_memory_is_nan():
+        assert torch.autograd.gradcheck(work, (x,))
+    assert torch.autograd.gradgradcheck(work, (x,))
+
+
+@pytest.mark.parametrize("rotary_of", [True, functools.partial(rotate, base=500.0)], ids=["default", "base"])
+def test_a_step_casts_once_and_makes_one_table(rotary_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = NSAttention(10, 2, 2, 4, rotary=rotary_of, compression="mean", **SMALL)
+    tables, make = [], rotary._cos_and_sin
+    monkeypatch.setattr(rotary, "_cos_and_sin", lambda *args: tables.append(args) or make(*args))  # type: ignore[func-returns-value]
+    x, seen = hidden(layer, 20), []
+    for projection in (layer.q, layer.kv, layer.gate):
+        projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        o = layer(x)
+    gradients(o, layer, x)
+    assert len(tables) == 1
+    assert len(seen) == 3
+    assert all(y is seen[0] for y in seen)
+    assert seen[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rotary_of", [functools.partial(rotate, torch.zeros(1)), functools.partial(torch.add, alpha=2), torch.add])
+def test_only_rotate_and_its_bases_share_a_table(rotary_of: Any) -> None:
+    assert rotary.base_of(rotary_of) is None
+    assert [rotary.base_of(f) for f in (rotate, functools.partial(rotate), functools.partial(rotate, base=5.0))] == [1e4, 1e4, 5.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
