@@ -9,6 +9,8 @@ from torch import Tensor
 
 from nsa_sel.core import transforms
 
+WORD = 8  # bytes of an int64
+
 
 def split_columns(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """x.split(sizes, -1)."""
@@ -33,6 +35,24 @@ class _Split(torch.autograd.Function):
         found, first = like.new_empty(ctx.shape), 0
         for size, dx in zip(ctx.sizes, gradients, strict=True):
             part = found.narrow(-1, first, size)
-            part.zero_() if dx is None else part.copy_(dx)
+            if dx is None:
+                part.zero_()
+            elif torch.is_grad_enabled():
+                part.copy_(dx)
+            else:
+                copy_wide(part, dx.resolve_neg())
             first += size
         return found, None
+
+
+def copy_wide(to: Tensor, x: Tensor) -> None:
+    """to.copy_(x), eight bytes at a time where that fits: of strided tensors PyTorch copies number by number."""
+    if to.dtype == x.dtype and fits_wide(to) and fits_wide(x):
+        to, x = to.view(torch.int64), x.view(torch.int64)
+    to.copy_(x)
+
+
+def fits_wide(x: Tensor) -> bool:
+    """Whether x.view(torch.int64) is possible: rows of whole words, each of which begins at one."""
+    places = x.storage_offset(), x.shape[-1], *x.stride()[:-1]
+    return x.stride(-1) == 1 and all(place * x.element_size() % WORD == 0 for place in places)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa_sel import NSAttention, attention_layer, nsa_attention, rotary
 from nsa_sel.backends._triton import rotate as rotate_kernel
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.core.parts import split_columns
+from nsa_sel.core.parts import copy_wide, fits_wide, split_columns
 from nsa_sel.errors import ArgumentError
 from nsa_sel.rotary import rotate
 from tests.helpers import nsa_reference
@@ -188,6 +188,19 @@ def test_gradients_of_parts_are_one_tensor() -> None:
     with new_memory_is_nan():
         assert torch.autograd.gradcheck(work, (x,))
     assert torch.autograd.gradgradcheck(work, (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("first", "size", "room"), [(4, 8, 16), (4, 8, 15), (3, 8, 16), (4, 7, 16), (0, 16, 16)])
+def test_wide_copies_are_copies(dtype: torch.dtype, first: int, size: int, room: int) -> None:
+    """Of rows that begin at words or do not; only what is asked for is written."""
+    source, to = torch.randn(3, 2, 5, room).to(dtype), torch.full((2, 5, 3, room), 7.0, dtype=dtype)
+    part, x = to[..., first : first + size], source.permute(1, 2, 0, 3)[..., first : first + size]
+    assert fits_wide(x) == (dtype == torch.float64 or (room, first % 4, size) in ((16, 0, 8), (16, 0, 16)))
+    copy_wide(part, x)
+    assert torch.equal(part, x)
+    assert to.ne(7).sum() <= part.numel()
+    assert not fits_wide(x.transpose(-1, 0))
 
 
 @pytest.mark.parametrize("rotary_of", [True, functools.partial(rotate, base=500.0)], ids=["default", "base"])
