@@ -38,6 +38,7 @@ DEVICE float dot2(u32 a, u32 b, float sum) {
 
 // What a consumer computes of a tile (consume_steps).
 struct QueryGradient {
+    static constexpr int BRIEF = 0;  // brief steps were slower here
     StepReader &steps;
     const u32 q_tile;  // an operand
     const RowPair &rows;
@@ -78,45 +79,20 @@ struct QueryGradient {
     DEVICE void begin_products(const Step &step) {
         const u32 keys = steps.keys(step);
         wgmma_a_bt<DK>(s, q_tile, keys);
-        begin_gradients(dp, keys);
-        wgmma_commit();
-    }
-    // dp = do v^T of a step's first keys.
-    template <class Tile>
-    DEVICE void begin_gradients(Tile &dp, u32 keys) {
         if (DO_IN_REGISTERS) wgmma_a_bt<DV>(dp, d_out, keys + K_BYTES / 16);
         else wgmma_a_bt<DV>(dp, q_tile + Q_BYTES / 16, keys + K_BYTES / 16);
+        wgmma_commit();
     }
     DEVICE void begin_sums(const Step &step) {
         wgmma_add_a_b<DK>(acc, ds, steps.keys(step) + TRANSPOSED);
         wgmma_commit();
     }
     template <int PENDING>
-    DEVICE void probabilities(const Step &step, int key) { differentiate<PENDING>(s, dp, step, key); }
-    // ds in place of the logits of a step's first keys.
-    template <int PENDING, class Tile>
-    DEVICE void differentiate(Tile &s, Tile &dp, const Step &step, int key) {
+    DEVICE void probabilities(const Step &step, int key) {
         const float shift[2] = {step.rows & rows.bit[0] ? lse[0] : infinity(), step.rows & rows.bit[1] ? lse[1] : infinity()};
         wgmma_wait<PENDING>();
         logit_gradients(s, dp, c, shift, delta);
         if (key != NO_MASK) rows.mask(s, key, 0.0f);
-    }
-    DEVICE void brief_step(const Step &step, int key) {
-#if BRIEF
-        const u32 keys = steps.keys(step);
-        auto &few = reinterpret_cast<float(&)[BRIEF / 2]>(s), &few_dp = reinterpret_cast<float(&)[BRIEF / 2]>(dp);  // registers are scarce
-        auto &operand = reinterpret_cast<u32(&)[BRIEF / 16][4]>(ds);
-        wgmma_fence();
-        wgmma_a_bt<DK>(few, q_tile, keys);
-        begin_gradients(few_dp, keys);
-        wgmma_commit();
-        differentiate<0>(few, few_dp, step, key);
-        as_operand(operand, few);
-        wgmma_fence();
-        wgmma_add_a_b<DK>(acc, operand, keys + TRANSPOSED);
-        wgmma_commit();
-        wgmma_wait<0>();
-#endif
     }
     DEVICE void finish_probabilities() {}
     DEVICE void update_operand() { as_operand(ds, s); }

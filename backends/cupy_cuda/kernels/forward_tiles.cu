@@ -19,6 +19,11 @@ struct Arguments {
 
 // What a consumer computes of a tile (consume_steps).
 struct Attention {
+#ifdef WINDOW  // of whole steps: the last keys of a tile, which its later tokens see beyond the first one's, are fewer than its tokens
+    static constexpr int BRIEF = TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
+#else
+    static constexpr int BRIEF = 0;
+#endif
     StepReader &steps;
     const u32 q_tile;  // an operand
     const RowPair &rows;
@@ -59,10 +64,10 @@ struct Attention {
 #pragma unroll
         for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, step.rows & rows.bit[r]);
     }
+    template <int KEYS>
     DEVICE void brief_step(const Step &step, int key) {
-#if BRIEF
-        float few[BRIEF / 2];
-        u32 operand[BRIEF / 16][4];
+        float few[KEYS / 2];
+        u32 operand[KEYS / 16][4];
         wgmma_fence();
         wgmma_a_bt<DK>(few, q_tile, steps.keys(step));
         wgmma_commit();
@@ -73,7 +78,6 @@ struct Attention {
         wgmma_add_a_b<DV>(acc, operand, steps.keys(step) + K_BYTES / 16 + TRANSPOSED);
         wgmma_commit();
         wgmma_wait<0>();
-#endif
     }
     DEVICE void finish_probabilities() {
         compute_before_wait(softmax.l[0], &steps.pipeline.raw);

@@ -21,14 +21,6 @@
 #include "wgmma.cuh"
 
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // steps of a block
-// Keys of a brief step: where a window is whole steps long, the last keys of a tile, which its later tokens see beyond the first one's.
-#if defined(WINDOW) && CONSUMERS * (64 / H) <= 17
-#define BRIEF 16
-#elif defined(WINDOW) && CONSUMERS * (64 / H) <= 33
-#define BRIEF 32
-#else
-#define BRIEF 0  // there is none
-#endif
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224, PRODUCER_REGISTERS = 56;  // a thread
@@ -273,7 +265,8 @@ struct RowPair {
 //   finish_probabilities()              what the wait must not delay
 //   update_operand()                    rounds them to an operand, once the sums of the step before are done
 //   begin_sums(step)                    acc += operand * keys or values, asynchronous
-//   brief_step(step, key)               all of it for the first BRIEF keys of a step
+//   BRIEF                               keys of a brief step, 0: there are none
+//   brief_step<BRIEF>(step, key)        all of it for the first BRIEF keys of a step
 constexpr int NO_MASK = -1;
 
 template <class Math>
@@ -288,14 +281,13 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
     Found found = find(NO_LIMIT);
     while (found == STEP) {
         Step held = coming;  // its sums are still to be added
-#if BRIEF
-        if (held.number < partial_steps && steps.pipeline.visible[held.stage] <= BRIEF) {
-            math.brief_step(held, steps.pipeline.keys[held.stage]);
-            steps.release(held);
-            found = find(NO_LIMIT);
-            continue;
-        }
-#endif
+        if constexpr (Math::BRIEF > 0)
+            if (held.number < partial_steps && steps.pipeline.visible[held.stage] <= Math::BRIEF) {
+                math.template brief_step<Math::BRIEF>(held, steps.pipeline.keys[held.stage]);
+                steps.release(held);
+                found = find(NO_LIMIT);
+                continue;
+            }
         wgmma_fence();
         math.begin_products(held);
         math.template probabilities<0>(held, held.number < partial_steps ? steps.pipeline.keys[held.stage] : NO_MASK);

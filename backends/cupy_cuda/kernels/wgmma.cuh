@@ -93,29 +93,6 @@ DEVICE void wgmma_registers_bt(float (&d)[32], const u32 (&a)[4], u64 b, bool ad
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)));
 }
 
-// The same for 32 rows of b.
-DEVICE void wgmma_registers_bt(float (&d)[16], const u32 (&a)[4], u64 b, bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
-        "%12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;"
-        "\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)));
-}
-
-// The same for 16 rows of b.
-DEVICE void wgmma_registers_bt(float (&d)[8], const u32 (&a)[4], u64 b, bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32." DTYPE "." DTYPE " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, "
-        "%12, p, 1, 1, 0;"
-        "\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(add)));
-}
-
 // a: operand A of mma.sync for each warp; b: descriptor of 16 rows of 128 columns.
 DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b) {
     asm volatile(
@@ -164,8 +141,8 @@ DEVICE void wgmma_a_bt(float (&d)[N], u32 a, u32 b) {
         wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
 }
 // The same for a in registers.
-template <int COLUMNS, int N>
-DEVICE void wgmma_a_bt(float (&d)[N], const u32 (&a)[COLUMNS / 16][4], u32 b) {
+template <int COLUMNS>
+DEVICE void wgmma_a_bt(float (&d)[32], const u32 (&a)[COLUMNS / 16][4], u32 b) {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k) wgmma_registers_bt(d, a[k], descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
 }
