@@ -95,10 +95,12 @@ def claim() -> str:
     """The README's first figures, in words."""
     of_parts, rates = committed()
     shares, lengths = _listed(f"{whole:.0f}%" for _, _, whole in of_parts), _listed(f"{S // 1024}k" for S, _, _ in of_parts)
+    text = max(row["S"] for row in store.read(PARTS_FILE) if row["part"] == "layer of text")
+    inputs = "text" if text == of_parts[-1][0] else f"text up to {text // 1024}k, random inputs beyond"
     gains, contexts = _listed(f"{nsa / dense:.2f}" for _, dense, nsa in rates), _listed(f"{context // 1024}k" for context, _, _ in rates)
     return (
         f"Measured on an NVIDIA H200: attention of one layer, forward and backward, takes {shares} of dense attention's time (cuDNN) at"
-        f" {lengths} tokens of text (4 KV groups of 16 heads, D 128, bf16). A model of 25 million parameters trains at {gains} times as"
+        f" {lengths} tokens ({inputs}; 4 KV groups of 16 heads, D 128, bf16). A model of 25 million parameters trains at {gains} times as"
         f" many tokens per second as with dense attention at {contexts}. [layer.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/layer.md)"
         " has all parts, [training.md](https://github.com/nsa-sel/nsa-sel/blob/main/docs/training.md) the losses."
     )

@@ -11,7 +11,7 @@ from nsa_sel.bench.core.contenders import of_framework
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.questions import layer_parts, paged_caches, ways_to_choose, weak_scaling
+from nsa_sel.bench.questions import layer_parts, paged_caches, ways_to_choose, weak_scaling, windows
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report import summary, training
 from nsa_sel.bench.report.ideas import ideas_table
@@ -221,9 +221,8 @@ def layer() -> str:
 
 
 def other_ways() -> str:
-    """Other ways to choose blocks; without times until they are measured."""
-    name = "profiles/ways_to_choose.jsonl"
-    return ways_to_choose.table(rows_of(name) if (ROOT / H200 / name).exists() else [])
+    """Other ways to choose blocks."""
+    return ways_to_choose.table(rows_of("profiles/ways_to_choose.jsonl"))
 
 
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
@@ -242,6 +241,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "compiled": compiled,
     },
     "docs/choosing.md": {"other_ways": other_ways},
+    "docs/kernels.md": {"windows": lambda: windows.table(rows_of("profiles/windows.jsonl"))},
     "docs/layer.md": {"parts": layer, "memory": lambda: layer_parts.memory_table(rows_of("profiles/layer_parts.jsonl"))},
     "docs/serving.md": {"serving": lambda: paged_caches.table(rows_of("serving.jsonl"))},
     "docs/varlen.md": {"varlen": varlen},
