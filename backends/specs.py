@@ -38,8 +38,7 @@ _CHOICE = {
 HOPPER_TILES = TileKernels(
     sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=128
 )
-COMPRESSED_TILES = msgspec.structs.replace(HOPPER_TILES, block_multiple=1, blocks_max=1 << 24)  # of keys; no plan is in memory
-WINDOW_TILES = COMPRESSED_TILES
+ARITHMETIC_TILES = msgspec.structs.replace(HOPPER_TILES, block_multiple=1, blocks_max=1 << 24)  # of keys; no plan in memory
 
 SPECS = (
     Backend(
@@ -147,7 +146,7 @@ CHOOSERS = (
         requires=(_CUPY, _TRITON),
         libraries=_CUDA,
         summary="choose-triton, but for attention to compressed keys and its gradients: by TMA and wgmma, as cupy-cuda's tiles",
-        tiles=COMPRESSED_TILES,
+        tiles=ARITHMETIC_TILES,
         cost_terms={**_CHOICE, "choose-backward": ("launch", "compressed", "rows")},
     ),
     Backend(

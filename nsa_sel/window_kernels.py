@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._window import chunks
-from nsa_sel.backends.specs import WINDOW_TILES
+from nsa_sel.backends.specs import ARITHMETIC_TILES
 from nsa_sel.core import registry, transforms
 from nsa_sel.core.facts import device_info
 from nsa_sel.errors import warn
@@ -57,7 +57,7 @@ def _heads(q: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 def _by_cuda(q: Tensor, v: Tensor) -> bool:
     """Whether CUDA's kernels are tried; they leave to Triton's what they do not compute."""
-    return q.is_cuda and device_info(q.device).sm == WINDOW_TILES.sm and not registry.missing(_NEEDED) and not has_failed(q, v, CUDA)
+    return q.is_cuda and device_info(q.device).sm == ARITHMETIC_TILES.sm and not registry.missing(_NEEDED) and not has_failed(q, v, CUDA)
 
 
 def _run(function: str, q: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

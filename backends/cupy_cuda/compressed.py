@@ -1,28 +1,22 @@
-"""Attention to compressed keys on Hopper, by the kernels of selected blocks (sm90.py): TMA, wgmma, warp-specialized CTAs.
+"""Attention to compressed keys on Hopper, by the kernels of selected blocks: TMA, wgmma, warp-specialized CTAs (arithmetic.py).
 
-A row sees the first compressed keys. So the plans of tiles and the lists of rows are arithmetic (tile_plan.cuh, dkdv_groups.cu), and
-nothing about the blocks is in memory but where the segments of the rows begin.
+A row sees the first compressed keys. Nothing about the blocks is in memory but where the segments of the rows begin.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
-from nsa_sel.backends.cupy_cuda import launch, sm90
-from nsa_sel.backends.cupy_cuda.compiler import Constants
+from nsa_sel.backends.cupy_cuda import arithmetic, sm90
+from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK, Arithmetic
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, split, write_gradients
-from nsa_sel.backends.cupy_cuda.tensor_map import row_map
-from nsa_sel.backends.specs import COMPRESSED_TILES
 from nsa_sel.core.call import capturing
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
 
-BLOCK = sm90.KEYS  # compressed keys of a step: a tile's last one or two are masked
 CTAS_PER_SM = 2  # of dkdv_groups.cu, each of which takes a segment
 SHORTEST = 16  # steps of a segment: with fewer, loading the keys and writing a part is most of the work
 MOST_MULTIPLE = 16  # of the rows between tiles, and from there on doubles: the choice takes time on the host
@@ -32,85 +26,37 @@ PARTS = 4  # times `call.scratch`: bytes of float32 parts
 
 def supports(call: ChooseCall, device: DeviceInfo, *others: Tensor) -> bool:
     """Whether the kernels compute this call on `device`; `others` are read row by row as q, k and v are."""
-    _, S, _, h, Dk = call.q.shape
-    C = call.k.shape[2]
-    return (
-        device.sm == COMPRESSED_TILES.sm
-        and C > 0
-        and call.q_pos is None
-        and call.sequences is None  # rows of a packed batch do not see the first keys
-        and COMPRESSED_TILES.fits(S, C, h, Dk, call.v.shape[3], BLOCK)
-        and sm90.mappable(call.q, call.k, call.v, *others)
-    )
+    first_keys = call.q_pos is None and call.sequences is None  # rows of a packed batch do not see the first keys
+    return first_keys and call.k.shape[2] > 0 and arithmetic.supports(call, device, *others)
 
 
 def forward(call: ChooseCall, device: DeviceInfo) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h] in float32, with a positive scale."""
-    q, shape = call.q, sm90.forward_shape(call.q, call.v, device)
-    o, lse = unwritten(q, *q.shape[:4], call.v.shape[3]), unwritten(q, *q.shape[:4], dtype=torch.float32)
-    maps = (row_map(q, sm90.ROWS // q.shape[3]), *sm90.key_maps(call))
-    _start_tiles("forward_tiles.cu", call, device, shape, maps, *launch.pointers(o, lse))
-    return o, lse
+    return arithmetic.forward(call, keys_of(call), device)
 
 
 def dq(call: ChooseCall, device: DeviceInfo, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """dq [B,S,G,h,Dk] and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
-    q, shape = call.q, sm90.dq_shape(call.q, call.v, device, with_o=True)
-    gradient, delta = unwritten(q, *q.shape), unwritten(lse, *lse.shape)
-    tokens = sm90.ROWS // q.shape[3]
-    maps = (row_map(q, tokens), row_map(do, tokens), *sm90.key_maps(call), row_map(o, tokens))
-    values = launch.pointers(o, lse, dlse, gradient, delta)
-    _start_tiles("dq_tiles.cu", call, device, shape, maps, *values, MIXED_TILES=1)
-    return gradient, delta
+    return arithmetic.dq(call, keys_of(call), device, o, lse, do, dlse, MIXED_TILES=1)
 
 
 def dkdv(call: ChooseCall, device: DeviceInfo, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dk [B,G,C,Dk] and dv [B,G,C,Dv] from lse and delta [B,S,G,h]."""
-    q, k, v = call.q, call.k, call.v
-    h, tokens = q.shape[3], sm90.ROWS // q.shape[3]
     lengths = rows_of_tiles(call)
     segment = segment_length(call, lengths, device.sm_count)
-    lists = _lists_of(call, lengths, segment)
-    pairs = k.shape[0] * k.shape[1]
+    pairs = call.k.shape[0] * call.k.shape[1]
     parts = max(1, pairs * sum(x for x in segments_of(lengths, segment) if x > 1))
-    ctas = pairs * len(lengths) * -(-q.shape[1] // segment)  # segment_of in dkdv_groups.cu; of few tiles, some have nothing to do
-    stages, shared = sm90.group_stages(k.shape[3], v.shape[3], device)
-    maps = (row_map(q, tokens), row_map(do, tokens), *sm90.key_maps(call))
+    ctas = pairs * len(lengths) * -(-call.q.shape[1] // segment)  # segment_of in dkdv_groups.cu; of few tiles, some have nothing to do
 
     def start(values: tuple[int, ...]) -> None:
-        launch.start(
-            "dkdv_groups.cu", _macros(call, H=h, STAGES=stages), q.get_device(), ctas, 256, shared,
-            *launch.strided(do), *launch.pointers(lse, delta), *values, maps=maps, problem=_problem(call),
-        )  # fmt: skip
+        arithmetic.start_dkdv(call, keys_of(call), device, ctas, lse, do, delta, *values)
 
-    return write_gradients(call, lists, BLOCK, parts, start)
+    return write_gradients(call, _lists_of(call, lengths, segment), BLOCK, parts, start)
 
 
-def _start_tiles(
-    source: str, call: ChooseCall, device: DeviceInfo, shape: sm90.TileShape, maps: tuple[bytes, ...], *values: int,
-    **others: int,
-) -> None:  # fmt: skip
-    q = call.q
-    plan = sm90.TilePlan(None, None, None, -(-q.shape[1] // shape.tokens), 0)
-    macros = _macros(
-        call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=BLOCK, **others
-    )  # fmt: skip
-    sm90.start_persistent(source, macros, call, plan, device.sm_count, shape, *values, maps=maps, problem=_problem(call))
-
-
-def _macros(call: ChooseCall, **others: int) -> Constants:
-    rule = call.rule
-    return launch.macros(call, aligned=True, COMPRESS_BLOCK=rule.compress_block, COMPRESS_STRIDE=rule.compress_stride, **others)
-
-
-def _problem(call: ChooseCall) -> tuple[Any, ...]:
-    """The values of `Problem` (problem.cuh): no positions, no ranges; `start` in place of their size."""
-    q, k = call.q, call.k
-    _, S, G, h, _ = q.shape
-    return (
-        *launch.strided(q), *launch.strided(k), *launch.strided(call.v), 0, 0, 0, 0, call.start, 0,
-        S, k.shape[2], G, h, 0, call.scale, call.scale_log2(),
-    )  # fmt: skip
+def keys_of(call: ChooseCall) -> Arithmetic:
+    """What kernels need to know of the compressed keys."""
+    return Arithmetic({"COMPRESS_BLOCK": call.rule.compress_block, "COMPRESS_STRIDE": call.rule.compress_stride}, call.start, 0)
 
 
 def rows_of_tiles(call: ChooseCall) -> tuple[int, ...]:

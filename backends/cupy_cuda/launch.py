@@ -89,7 +89,7 @@ def clear(pointer: int, size: int, device: int) -> None:
     runtime.memsetAsync(pointer, 0, size, torch._C._cuda_getCurrentRawStream(device))
 
 
-def macros(call: Call | ChooseCall | WindowCall, *, aligned: bool = True, **others: int) -> Constants:
+def macros(call: Call | ChooseCall | WindowCall, *, aligned: int = True, **others: int) -> Constants:
     """The constants of a kernel: those that all take (hardware.cuh), and others."""
     q = call.q
     return constants(BF16=int(q.dtype == torch.bfloat16), DK=q.shape[-1], DV=call.v.shape[-1], ALIGNED=int(aligned), **others)

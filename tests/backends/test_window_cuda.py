@@ -12,7 +12,7 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel import sliding_window_attention, window_kernels
 from nsa_sel.backends import window_cuda, window_triton
-from nsa_sel.backends.cupy_cuda import compiler, launch, window
+from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, window
 from nsa_sel.core import registry
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.window_call import WindowCall
@@ -66,11 +66,10 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, S: int, S_kv: int, size: int, h: in
     tiles, key_tiles, capacity = -(-S // (consumers * (64 // h))), -(-S_kv // window.BLOCK), S + S_kv
     steps = torch.zeros(tiles, 2 + capacity, dtype=torch.int32)
     rows = torch.zeros(key_tiles, 4 + capacity, dtype=torch.int32)
-    macros = window._macros(call, H=h, CONSUMERS=consumers, BLOCK=window.BLOCK)
-    values = (0, 0, 0, tiles, capacity, tiles, 1, 0, key_tiles)
-    launch.start(
-        "window_plan.cu", macros, 0, max(tiles, key_tiles), 32, 0, *values, *launch.pointers(steps, rows), problem=window._problem(call)
-    )  # fmt: skip
+    sees = window.keys_of(call)
+    macros = launch.macros(call, H=h, CONSUMERS=consumers, BLOCK=window.BLOCK, **sees.macros)
+    values = (0, 0, 0, tiles, capacity, tiles, 1, 0, key_tiles, *launch.pointers(steps, rows))
+    launch.start("window_plan.cu", macros, 0, max(tiles, key_tiles), 32, 0, *values, problem=arithmetic.problem(call, sees))
     monkeypatch.undo()
     return steps, rows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa_sel.backends.cupy_cuda import compiler, compressed, launch, sm90, tensor_map, window
+from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, sm90, tensor_map
 from tests.helpers.emulate import packed
 
 
@@ -45,7 +45,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "clear", lambda *_: None)
-    for module in (sm90, compressed, window):  # the driver makes tensor maps
+    for module in (sm90, arithmetic):  # the driver makes tensor maps
         for name in ("tensor_map", "row_map"):
             monkeypatch.setattr(module, name, lambda *_, **__: bytes(tensor_map.BYTES), raising=False)
     work()

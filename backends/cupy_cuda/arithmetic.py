@@ -1,0 +1,93 @@
+"""Hopper's kernels (sm90.py) where the keys of a row are arithmetic (BY_ARITHMETIC in problem.cuh): no plan of tiles is in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends.cupy_cuda import launch, sm90
+from nsa_sel.backends.cupy_cuda.tensor_map import row_map
+from nsa_sel.backends.specs import ARITHMETIC_TILES
+from nsa_sel.core.choose_call import ChooseCall
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.core.window_call import WindowCall
+
+BLOCK = sm90.KEYS  # keys of a step; a tile masks those of its partial blocks one by one
+
+
+class Arithmetic(NamedTuple):
+    """Which keys a row sees, as problem.cuh has it."""
+
+    macros: dict[str, int]
+    start: int  # `Problem.start`
+    window: int  # `Problem.window`
+
+
+def supports(call: ChooseCall | WindowCall, device: DeviceInfo, *others: Tensor) -> bool:
+    """Whether the kernels compute calls of these sizes on `device`; `others` are read row by row as q, k and v are."""
+    _, S, _, h, Dk = call.q.shape
+    return (
+        device.sm == ARITHMETIC_TILES.sm
+        and ARITHMETIC_TILES.fits(S, call.k.shape[2], h, Dk, call.v.shape[3], BLOCK)
+        and sm90.mappable(call.q, call.k, call.v, *others)
+    )
+
+
+def forward(call: ChooseCall | WindowCall, keys: Arithmetic, device: DeviceInfo) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h] in float32, with a positive scale."""
+    q, shape = call.q, sm90.forward_shape(call.q, call.v, device)
+    o, lse = unwritten(q, *q.shape[:4], call.v.shape[3]), unwritten(q, *q.shape[:4], dtype=torch.float32)
+    _start_tiles("forward_tiles.cu", call, keys, device, shape, *launch.pointers(o, lse), rows=(q,))
+    return o, lse
+
+
+def dq(
+    call: ChooseCall | WindowCall, keys: Arithmetic, device: DeviceInfo, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
+    **macros: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq [B,S,G,h,Dk] and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    q, shape = call.q, sm90.dq_shape(call.q, call.v, device, with_o=True)
+    gradient, delta = unwritten(q, *q.shape), unwritten(lse, *lse.shape)
+    values = launch.pointers(o, lse, dlse, gradient, delta)
+    _start_tiles("dq_tiles.cu", call, keys, device, shape, *values, rows=(q, do), more_rows=(o,), **macros)
+    return gradient, delta
+
+
+def start_dkdv(
+    call: ChooseCall | WindowCall, keys: Arithmetic, device: DeviceInfo, ctas: int, lse: Tensor, do: Tensor, delta: Tensor, *values: int
+) -> None:
+    """Start dkdv_groups.cu; values: its `KeyToRows` and `KeyGradients`."""
+    q, h = call.q, call.q.shape[3]
+    stages, shared = sm90.group_stages(q.shape[4], call.v.shape[3], device)
+    launch.start(
+        "dkdv_groups.cu", launch.macros(call, H=h, STAGES=stages, **keys.macros), q.get_device(), ctas, 256, shared,
+        *launch.strided(do), *launch.pointers(lse, delta), *values,
+        maps=(row_map(q, sm90.ROWS // h), row_map(do, sm90.ROWS // h), *sm90.key_maps(call)), problem=problem(call, keys),
+    )  # fmt: skip
+
+
+def _start_tiles(
+    source: str, call: ChooseCall | WindowCall, keys: Arithmetic, device: DeviceInfo, shape: sm90.TileShape, *values: int,
+    rows: tuple[Tensor, ...], more_rows: tuple[Tensor, ...] = (), **macros: int,
+) -> None:  # fmt: skip
+    """rows, more_rows: what TMA reads by rows, in the order of `Arguments`, before and after k and v."""
+    h, plan = call.q.shape[3], sm90.TilePlan(None, None, None, -(-call.q.shape[1] // shape.tokens), 0)
+    macros |= {"H": h, "CONSUMERS": shape.consumers, "STAGES": shape.stages, "Q_STAGES": shape.q_stages, "BLOCK": BLOCK, **keys.macros}
+    before, after = ([row_map(x, sm90.ROWS // h) for x in tensors] for tensors in (rows, more_rows))
+    maps = (*before, *sm90.key_maps(call), *after)
+    sm90.start_persistent(
+        source, launch.macros(call, **macros), call, plan, device.sm_count, shape, *values, maps=maps, problem=problem(call, keys)
+    )  # fmt: skip
+
+
+def problem(call: ChooseCall | WindowCall, keys: Arithmetic) -> tuple[int | float, ...]:
+    """The values of `Problem` (problem.cuh): no positions, no ranges."""
+    q, k = call.q, call.k
+    _, S, G, h, _ = q.shape
+    return (
+        *launch.strided(q), *launch.strided(k), *launch.strided(call.v), 0, 0, 0, 0, keys.start, 0,
+        S, k.shape[2], G, h, keys.window, call.scale, call.scale_log2(),
+    )  # fmt: skip
