@@ -1,8 +1,8 @@
 """Choosing blocks with CUDA on Hopper: attention to compressed keys and its gradients by TMA and wgmma (cupy_cuda/compressed.py).
 
 Importance and top n are the Triton kernels of choose_triton.py. Calls with positions (q_pos), without any compressed key, or with tensors
-that TMA cannot read take all of its kernels. So do gradients with Dk > 128, as registers do not hold dk, and dq with Dk = Dv = 64, where
-Triton was faster in trials on an H200.
+that TMA cannot read take all of its kernels. So do gradients with Dk > 128, as registers do not hold dk. Triton's dq is faster
+with Dk = Dv = 64 (docs/kernels.md, "Tried without rows").
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sliding-window attention with CUDA on Hopper, by TMA and wgmma (cupy_cuda/window.py).
 
 The Triton kernels of window_triton.py compute what those do not: packed batches, few rows, odd head dimensions, float32, tensors that TMA
-cannot read, and gradients with Dk > 128, as registers do not hold dk. So they do dq with Dk = Dv = 64, where they were faster in trials on
-an H200.
+cannot read, and gradients with Dk > 128, as registers do not hold dk. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md, "Tried
+without rows").
 """
 
 from __future__ import annotations

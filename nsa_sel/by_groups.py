@@ -1,4 +1,4 @@
-"""`nsa_attention` as one autograd function, and for a few KV groups at a time: without gradients, and with a backward pass that recomputes.
+"""`nsa_attention` as one autograd function; a few KV groups at a time without gradients, or where the backward pass recomputes.
 
 Sequences and KV groups are independent of each other. A unit of some of them has temporaries of its own size alone, and writes its part
 of the result and of the gradients. With recompute nothing is saved for backward but the inputs and the chosen blocks.
@@ -58,7 +58,7 @@ def attention(inputs: Inputs, options: Options, recompute: bool = False) -> Tens
     if records and not recompute:
         o = _Saved.apply(options, *inputs)  # type: ignore[no-untyped-call]
         return o
-    if options.bounds is None:  # all groups; who has bounds has checked
+    if options.bounds is None:  # packed batches are checked already
         check_choose(*inputs.branch(COMPRESSED), options.rule, options.scale, None, inputs.k_slc.shape[2], fake=False)
     if not records:
         return _forward(inputs, options, (False, False, False))

@@ -1,5 +1,6 @@
-"""The gated sum of NSA's three branches (Eq. 5), o = sum_c g_c o_c, in one pass over memory; and what its backward pass gives them, in
-another, which reads do and the branches once and writes numbers of rows alone (core/gating.py has the formula).
+"""The gated sum of NSA's three branches (Eq. 5), o = sum_c g_c o_c, in one pass over memory, and its backward pass in another.
+
+Backward reads do and the branches once, and writes lse - ln g and the gradients of the gates (core/gating.py has the formula).
 
 Grid: one program per ROWS of the B * S * G * h rows (a row is one head of one token). Tile: [ROWS, BLOCK_D >= Dv]. Sums are in float32,
 in float64 for float64 tensors. Tensors have any strides with a contiguous last dimension, but for `lse` and what is written in its place.
@@ -69,7 +70,7 @@ def raised(lse, gate):
 
 @triton.jit
 def branch_or_do(do, o, stride, lse, gates, stride_gates, c: tl.constexpr, at, number, exists, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`branch`, and its lse [ROWS]; where one of them is None, what nobody reads."""
+    """`branch`, and its lse [ROWS]; placeholders, which nothing reads, where o or lse is None."""
     if o is None:
         return do, do, do
     else:

@@ -3,7 +3,7 @@
 Backward, with do the gradient of o = sum_c g_c o_c, and p = exp(logits - lse), delta = sum(do * o_c) of a row of branch c:
     dv = p^T (g do) = (g p)^T do,  ds = p (g do v^T - g delta) = g p (do v^T - delta),  dg = delta
 and g p = exp(logits - (lse - ln g)). So the branch's own backward pass, given do itself and lse - ln g, gives the gradients of the gated
-sum, and g do, which is as large as o, is never written. For g = 0 it is infinity, and p = 0; for a negative gate it is NaN.
+sum, and g do, which is as large as o, is never written. For g = 0, lse - ln g is infinity and p = 0; for g < 0 it is NaN.
 The larger lse - ln g is, the more its rounding, in float32, changes p: for a gate of 1e-6 by some 1e-6 of p. bfloat16 does not show that.
 float32 would, and in float16 g p may be 0 where g do is not. So in other dtypes than bfloat16 a branch gets g do, and its own lse.
 """
