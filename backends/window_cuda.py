@@ -19,7 +19,7 @@ from nsa_sel.core.window_call import WindowCall
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32, contiguous; see `WindowCall`, but for the sign of the scale."""
-    call, device = WindowCall(q if scale >= 0 else -q, k, v, window, abs(scale), bounds), device_info(q.device)
+    call, device = WindowCall.of(q, k, v, window, scale, bounds), device_info(q.device)
     return cuda.forward(call, device) if cuda.supports(call, device) else window_triton.forward(q, k, v, window, scale, bounds)
 
 
@@ -28,7 +28,7 @@ def backward(
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, contiguous, in the dtypes of q, k, v; o, lse and dlse are contiguous, do has a contiguous last dimension."""
-    call, device = WindowCall(q if scale >= 0 else -q, k, v, window, abs(scale), bounds), device_info(q.device)
+    call, device = WindowCall.of(q, k, v, window, scale, bounds), device_info(q.device)
     if q.shape[4] > sm90.MOST_DK or not cuda.supports(call, device, do):
         return window_triton.backward(q, k, v, o, lse, do, dlse, window, scale, bounds)
     if q.shape[4] + v.shape[3] <= NARROW:

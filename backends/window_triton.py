@@ -35,7 +35,7 @@ def config_of(call: WindowCall, kernel: str) -> KernelConfig:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] in q's dtype and lse [B,S,G,h] in float32, contiguous; see `WindowCall`, but for the sign of the scale."""
-    call = WindowCall(q if scale >= 0 else -q, k, v, window, abs(scale), bounds)
+    call = WindowCall.of(q, k, v, window, scale, bounds)
     o = q.new_empty(*q.shape[:-1], v.shape[3])
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     window_attention.forward(call, o, lse, config_of(call, "window/forward"))
@@ -47,7 +47,7 @@ def backward(
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, contiguous, in the dtypes of q, k, v; o, lse and dlse are contiguous, do has a contiguous last dimension."""
-    call = WindowCall(q if scale >= 0 else -q, k, v, window, abs(scale), bounds)
+    call = WindowCall.of(q, k, v, window, scale, bounds)
     gradient, lse2, delta = dq(call, o, lse, do, dlse)
     dk, dv = window_dkdv.dkdv(call, do, lse2, delta, config_of(call, "window/dkdv"))
     return gradient if scale >= 0 else gradient.neg_(), dk, dv

@@ -103,7 +103,7 @@ def _given(part: Inputs, options: Options) -> Selection:
     return Selection.from_blocks(part.blocks, options.rule.block_size, disjoint=True)
 
 
-def _begin_compressed(part: Inputs, options: Options, needs: bool) -> choose.Decided:
+def _begin_compressed(part: Inputs, options: Options, needs: bool) -> choose.DecidedChoice:
     tensors, S_kv = part.branch(COMPRESSED), part.k_slc.shape[2]
     if options.bounds is None:
         return choose_repeat.begin_or_repeat(*tensors, options.rule, S_kv, options.scale, None, needs, None)
@@ -122,7 +122,7 @@ def _compressed_again(part: Inputs, options: Options, needs: bool) -> Pass:
     return _pass(options, decided, decision, o, lse)
 
 
-def _pass(options: Options, decided: choose.Decided, decision: Decision, o: Tensor, lse: Tensor) -> Pass:
+def _pass(options: Options, decided: choose.DecidedChoice, decision: Decision, o: Tensor, lse: Tensor) -> Pass:
     return Pass(o, lse, functools.partial(_compressed_gradients, options, decision, decided.request))
 
 

@@ -1,4 +1,4 @@
-"""One call of `compressed_attention`: the same way as of `selection_attention`, with backends of the kind "choose"."""
+"""One call of `compressed_attention`, run as `selection_attention` is, with backends of the kind "choose"."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from nsa_sel.core.request import Request
 from nsa_sel.telemetry import events, target
 
 
-class Decided(NamedTuple):
-    """A checked call, its decision, and its exact request."""
+class DecidedChoice(NamedTuple):
+    """A checked call of the kind "choose", its decision, and its exact request."""
 
     call: ChooseCall
     decision: Decision
@@ -30,7 +30,7 @@ class Decided(NamedTuple):
 def begin(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
     bounds: Bounds | None = None,
-) -> Decided:  # fmt: skip
+) -> DecidedChoice:  # fmt: skip
     """Decide on checked arguments; `bounds` of the sequences of a packed batch."""
     request = request_of(q, k, v, rule, S_kv, needs_grad)
     return decided_call(q, k, v, rule, scale, q_pos, decide(request, device_info(q.device), backend), request, bounds)
@@ -39,7 +39,7 @@ def begin(
 def decided_call(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, scale: float, q_pos: Tensor | None, decision: Decision, request: Request,
     bounds: Bounds | None = None,
-) -> Decided:  # fmt: skip
+) -> DecidedChoice:  # fmt: skip
     """The call of checked arguments with this decision and this exact request."""
     settings, S_kv = decision.settings, request.S_kv
     target.follow(settings)
@@ -47,10 +47,10 @@ def decided_call(
     longest = S_kv if bounds is None else bounds.longest(S_kv)
     call = ChooseCall(q, k, v, rule, -(-longest // rule.block_size), S_kv - q.shape[1], scale, q_pos, scratch, settings=settings)
     call.sequences = None if bounds is None else Sequences.of(bounds, rule, q)
-    return Decided(call, decision, request)
+    return DecidedChoice(call, decision, request)
 
 
-def choose(decided: Decided) -> tuple[Tensor, Tensor, Tensor]:
+def choose(decided: DecidedChoice) -> tuple[Tensor, Tensor, Tensor]:
     """o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2]; autograd records o and lse if the request needs gradients."""
     if not decided.request.needs_grad:
         return run_forward(decided)[:3]
@@ -70,7 +70,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int, needs_gra
 
 class _Choose(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: DecidedChoice) -> tuple[Tensor, Tensor, Tensor]:
         o, lse, ranges, ctx.decision = run_forward(decided)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.call = decided.call
@@ -103,7 +103,7 @@ def gradients(
     return found
 
 
-def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Tensor, Decision]:
+def run_forward(decided: DecidedChoice) -> tuple[Tensor, Tensor, Tensor, Decision]:
     """o, lse, ranges, and the decision of the backend that ran."""
     call, decision, request = decided
     if call.q.numel() == 0:
@@ -116,7 +116,7 @@ def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Tensor, Decision]:
     return o, lse, ranges, decision
 
 
-def attend_again(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
+def attend_again(decided: DecidedChoice) -> tuple[Tensor, Tensor, Decision]:
     """o and lse of a call whose blocks are known already, and the decision of the backend that ran: `run_forward`, without choosing where
     the backend can leave that out."""
     call, decision, _ = decided

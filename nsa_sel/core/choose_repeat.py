@@ -9,14 +9,14 @@ from torch import Tensor
 from nsa_sel.core import memory
 from nsa_sel.core.arguments import check_tensors
 from nsa_sel.core.check_choose import check_choose
-from nsa_sel.core.choose import Decided, begin, decided_call
+from nsa_sel.core.choose import DecidedChoice, begin, decided_call
 from nsa_sel.core.choose_call import Rule
 
 
 def begin_or_repeat(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, S_kv: int | None, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
     backend: str | None,
-) -> Decided:  # fmt: skip
+) -> DecidedChoice:  # fmt: skip
     """Check the arguments of `compressed_attention` and decide, unless all facts that both read are those of an earlier call."""
     facts = _facts(q, k, v, rule, S_kv, scale, q_pos, needs_grad, backend)
     found = memory.recall(facts)

@@ -26,6 +26,11 @@ class WindowCall(NamedTuple):
     scale: float
     bounds: Tensor | None = None
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None) -> WindowCall:
+        """With -q for a negative scale: kernels track the maximum of q.k, which must be that of the logits."""
+        return cls(q if scale >= 0 else -q, k, v, window, abs(scale), bounds)
+
     def scale_log2(self) -> float:
         """The factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
         return max(self.scale * LOG2_E, 1e-30)
