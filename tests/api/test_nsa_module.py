@@ -12,15 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import NSAttention, attention_layer, nsa_attention, rotary
-from nsa_sel.backends._triton import rotate as rotate_kernel
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.core.parts import copy_wide, fits_wide, split_columns
 from nsa_sel.errors import ArgumentError
 from nsa_sel.rotary import rotate
 from tests.helpers import nsa_reference
 from tests.helpers.graphs import captured, no_waiting, replayed
-from tests.helpers.layer_kernels import check_rotation
-from tests.helpers.poison import new_memory_is_nan
 
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
 SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options
@@ -152,57 +148,6 @@ def test_rotary_positions_are_relative_and_may_be_given() -> None:
     assert [len(shape) for shape, _ in seen] == [5, 4, 4]
 
 
-def test_gradients_of_rotary_positions() -> None:
-    x = torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True)
-    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(lambda y: rotate(y, torch.tensor([0, 3, 1, 8, 2])), (x,))
-    half = x.detach().half()
-    assert rotate(half, torch.arange(5)).dtype == torch.float16
-    torch.testing.assert_close(rotate(half, torch.arange(5)), rotate(half.double(), torch.arange(5)).half())
-
-
-@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
-def test_gradients_of_queries_with_and_without_positions(used: tuple[bool, bool]) -> None:
-    """Autograd's sum of both, in float64, from a float32 pass that rounds once."""
-    x, positions = torch.randn(2, 5, 3, 4, requires_grad=True), torch.tensor([[0, 3, 1, 8, 2], [700, 9, 4, 4, 4]])
-    weights = torch.randn(2, *x.shape)
-    kept, rotated = rotary.kept_and_rotated(x, rotary.angles(x, positions))
-    assert torch.equal(kept, x)
-    assert torch.equal(rotated, rotate(x, positions))
-    outputs, given = ([y for y, use in zip(pair, used, strict=True) if use] for pair in ((kept, rotated), weights))
-    (mine,) = torch.autograd.grad(outputs, x, given)
-    wide = x.detach().double().requires_grad_()
-    both = (wide * weights[0] * used[0] + rotate(wide, positions) * weights[1] * used[1]).sum()
-    torch.testing.assert_close(mine, torch.autograd.grad(both, wide)[0].float())
-
-
-def test_gradients_of_parts_are_one_tensor() -> None:
-    """A part that nothing depends on has zeros there; others come with any strides."""
-    x = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
-    assert all(map(torch.equal, split_columns(x, [2, 4, 1]), x.split([2, 4, 1], -1)))
-
-    def work(y: Tensor) -> Tensor:
-        a, _, b = split_columns(y, [2, 4, 1])
-        return a.transpose(0, 2).contiguous().sin().sum() + b.square().sum()
-
-    with new_memory_is_nan():
-        assert torch.autograd.gradcheck(work, (x,))
-    assert torch.autograd.gradgradcheck(work, (x,))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("first", "size", "room"), [(4, 8, 16), (4, 8, 15), (3, 8, 16), (4, 7, 16), (0, 16, 16)])
-def test_wide_copies_are_copies(dtype: torch.dtype, first: int, size: int, room: int) -> None:
-    """Of rows that begin at words or do not; only what is asked for is written."""
-    source, to = torch.randn(3, 2, 5, room).to(dtype), torch.full((2, 5, 3, room), 7.0, dtype=dtype)
-    part, x = to[..., first : first + size], source.permute(1, 2, 0, 3)[..., first : first + size]
-    assert fits_wide(x) == (dtype == torch.float64 or (room, first % 4, size) in ((16, 0, 8), (16, 0, 16)))
-    copy_wide(part, x)
-    assert torch.equal(part, x)
-    assert to.ne(7).sum() <= part.numel()
-    assert not fits_wide(x.transpose(-1, 0))
-
-
 @pytest.mark.parametrize("rotary_of", [True, functools.partial(rotate, base=500.0)], ids=["default", "base"])
 def test_a_step_casts_once_and_makes_one_table(rotary_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = NSAttention(10, 2, 2, 4, rotary=rotary_of, compression="mean", **SMALL)
@@ -218,25 +163,6 @@ def test_a_step_casts_once_and_makes_one_table(rotary_of: Any, monkeypatch: pyte
     assert len(seen) == 3
     assert all(y is seen[0] for y in seen)
     assert seen[0].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("rotary_of", [functools.partial(rotate, torch.zeros(1)), functools.partial(torch.add, alpha=2), torch.add])
-def test_only_rotate_and_its_bases_share_a_table(rotary_of: Any) -> None:
-    assert rotary.base_of(rotary_of) is None
-    assert [rotary.base_of(f) for f in (rotate, functools.partial(rotate), functools.partial(rotate, base=5.0))] == [1e4, 1e4, 5.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_the_rotary_kernel_is_exact(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotate_kernel, "INTERPRETED_TILE", 1 << 10)  # several programs, and the last one has rows to spare
-    check_rotation(dtype, "cpu", 12)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("D", [2, 24, 64, 128, 192, 256])
-def test_the_rotary_kernel_is_exact_on_a_gpu(dtype: torch.dtype, D: int) -> None:
-    check_rotation(dtype, "cuda", D)
 
 
 def test_compression_holds_no_unfolded_windows() -> None:

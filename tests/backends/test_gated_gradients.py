@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from nsa_sel import Selection, by_groups, compressed_attention, decisions, use_backend, window_kernels
 from nsa_sel.backends import window_triton
+from nsa_sel.backends._triton import gate
 from nsa_sel.core import gating, registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.oracle import oracle_mask
@@ -86,10 +90,16 @@ def terms_of(inputs: Inputs, do: Tensor) -> dict[str, float]:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gates and the window run as on a GPU, in the interpreter."""
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The gates and the window run as on a GPU, in the interpreter: all their kernels must."""
     monkeypatch.setattr(gating, "on_gpu", lambda gates: True)
     monkeypatch.setattr(window_kernels, "takes", lambda q, v: True)
+    calls = [(gate, "write_sum"), (gate, "backward"), (window_triton, "forward"), (window_triton, "backward")]
+    spies = [mock.patch.object(module, name, wraps=getattr(module, name)) for module, name in calls]
+    with contextlib.ExitStack() as stack:
+        ran = [stack.enter_context(spy) for spy in spies]
+        yield
+        assert all(each.called for each in ran)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
