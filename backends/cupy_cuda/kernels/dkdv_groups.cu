@@ -2,7 +2,7 @@
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta),  dv = sum p^T do,  dk = scale * sum ds^T q
 //
-// Grid: one CTA per segment of a list, or of its place (segment_of), two CTAs a multiprocessor: one computes p and ds, begins or ends while the other multiplies.
+// Grid: one CTA per segment (segment_of), two CTAs a multiprocessor: one computes p and ds, begins or ends while the other multiplies.
 // Tiles: 64 keys by 64 rows, TQ = 64 / H listed tokens times H heads. The products are transposed: with keys as rows, p^T and ds^T come out
 //   in the registers from which dv += p^T do and dk += ds^T q read them.
 // Warpgroups: one consumer. In the producer warpgroup a warp loads lse and delta; q and do come by TMA, a token each, or, if those would be
@@ -84,17 +84,17 @@ struct ListSteps : Segment<KEYS> {
     DEVICE ListSteps(const Arguments &arguments, SegmentId id, const WindowRows<KEYS, TQ> &window)
         : Segment<KEYS>(arguments.lists, arguments.p.G, id.list, window.count), x(arguments), steps(window.steps), row0(window.first),
           rows(window) {}
-    DEVICE int place(int step) const { return rows.place(step); }  // of a step in the list
+    DEVICE int step_at(int i) const { return rows.step_at(i); }  // which step of the list comes as number `i`
 #else
     DEVICE ListSteps(const Arguments &arguments, SegmentId id)
         : Segment<KEYS>(arguments.lists, arguments.p.G, id), x(arguments), steps(static_cast<int>((end - begin + TQ - 1) / TQ)) {
         if (ADJACENT) row0 = x.p.S - (x.lists.begins[list + 1] - begin);
     }
-    DEVICE int place(int step) const { return step; }
+    DEVICE int step_at(int i) const { return i; }
 #endif
     // The row of listed token number i of a step; S, which is past the rows, if there is none.
     DEVICE int row(int step, int i) const {
-        const i64 at = begin + static_cast<i64>(place(step)) * TQ + i;
+        const i64 at = begin + static_cast<i64>(step_at(step)) * TQ + i;
         if (i >= TQ || at >= end) return static_cast<int>(x.p.S);
         if (ADJACENT) return static_cast<int>(row0 + at - begin);
         return static_cast<u32>(x.lists.entries[at] - bg * x.lists.entries_per_bg) / static_cast<u32>(x.p.n * x.lists.reach);
@@ -279,10 +279,10 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
-        const int place = list.place(step);
+        const int in_list = list.step_at(step);
         shared.steps.wait_full(at);
 #ifdef WINDOW
-        if (place + 1 == list.steps && list.end % TQ) zero_tokens(stages + at.stage * STAGE_BYTES, static_cast<int>(list.end % TQ));
+        if (in_list + 1 == list.steps && list.end % TQ) zero_tokens(stages + at.stage * STAGE_BYTES, static_cast<int>(list.end % TQ));
 #endif
         wgmma_fence();
         wgmma_a_bt<DK>(s, keys, q_tile);
@@ -291,7 +291,7 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         wgmma_commit();
         wgmma_wait<1>();  // p^T while dp^T is computed
         exponentiate(s, shared.lse[at.stage], p.scale_log2);
-        const bool masked = place < whole.x || place >= whole.y;
+        const bool masked = in_list < whole.x || in_list >= whole.y;
         if (masked) mask_keys(p, s, shared.limit[at.stage]);
         wgmma_wait<0>();
         if (masked) mask_keys(p, dp, shared.limit[at.stage]);

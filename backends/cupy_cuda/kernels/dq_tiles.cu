@@ -38,7 +38,7 @@ DEVICE float dot2(u32 a, u32 b, float sum) {
 
 // What a consumer computes of a tile (consume_steps).
 struct QueryGradient {
-    static constexpr int BRIEF = 0;  // brief steps were slower here
+    static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried without rows"
     StepReader &steps;
     const u32 q_tile;  // an operand
     const RowPair &rows;

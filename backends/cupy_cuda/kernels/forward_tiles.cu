@@ -19,7 +19,7 @@ struct Arguments {
 
 // What a consumer computes of a tile (consume_steps).
 struct Attention {
-#ifdef WINDOW  // of whole steps: the last keys of a tile, which its later tokens see beyond the first one's, are fewer than its tokens
+#ifdef WINDOW  // of a multiple of KEYS: only the last step is brief, with fewer keys than the tile has tokens: those after its first token
     static constexpr int BRIEF = TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
 #else
     static constexpr int BRIEF = 0;

@@ -1,8 +1,9 @@
 // Which tile of adjacent tokens a CTA takes, and which blocks of keys the tile's steps go through.
 //
 // Selected blocks come from lists, the union of a tile's tokens (tile_union.cu). Of compressed keys every token sees the first ones, so
-// that the list is arithmetic: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them. So it is of a
-// window: blocks of BLOCK keys from the first key that the tile's first token sees, whole where the windows of all its tokens overlap.
+// that the list is arithmetic: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them. For a window it
+// is arithmetic, too: blocks of BLOCK keys from the first key that the tile's first token sees, whole where the windows of all its tokens
+// overlap.
 #pragma once
 #include "softmax.cuh"
 
@@ -26,7 +27,7 @@ struct TilePlan {
 };
 
 // The tile that a (b, g) takes as number `at`: late tokens, which see the most blocks, first; the last tiles are short then.
-// MIXED_TILES: tiles of the latest and of early tokens by turns, and the shortest at last. The short ones wait for their rows from memory,
+// MIXED_TILES: tiles of late and of early tokens alternate, and the shortest come last. The short ones wait for their rows from memory,
 // which is idle while long ones compute.
 DEVICE u32 tile_at(u32 at, u32 tiles) {
 #ifdef MIXED_TILES

@@ -7,9 +7,9 @@
 //   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i, a tile ahead. All by TMA.
 // Every consumer waits for every step, and computes those that one of its tokens selected. Rows that did not select the step's block are
 // masked by a shift of their logits to -inf, at no cost per element.
-// Masks: a tile's steps begin with its partial blocks, which the causal clamp, a window or the end of the cache cuts for some row: they take
-//   a mask per element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN. Whole blocks
-//   follow, which every row of the tile sees to their last key: no mask.
+// Masks: a tile's steps begin with its partial blocks, which the causal clamp, a window or the end of the cache cuts for some row: they
+//   take a mask per element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN.
+//   Whole blocks follow, which every row of the tile sees to their last key: no mask.
 //
 //   H          heads of a group (2 to 64)
 //   CONSUMERS  consumer warpgroups
@@ -169,8 +169,8 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     }
 }
 
-// Producer warp: a consumer's rows of tensors [B,S,G,H,D], one after the other, as soon as it needs those of an earlier tile no more. D: as
-// many columns as COLUMNS says, a number for each tensor.
+// Producer warp: a consumer's rows of tensors [B,S,G,H,D], one after the other, once it no longer needs those of an earlier tile.
+// COLUMNS: D of each tensor.
 template <int... COLUMNS, int N, class... Maps>
 DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned char *to, const TokenTile &tile, int consumer,
                          const Maps &...maps) {

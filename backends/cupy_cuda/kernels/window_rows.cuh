@@ -8,7 +8,7 @@ struct WindowRows {
     i64 first, count;  // the rows [first, first + count)
     int steps;
     int begun, over;   // in the steps [begun, over) every row sees all keys of the tile
-    int turn;          // steps that come last, though they are the first: see `place`
+    int rotation;      // steps that come last, though they are the first: see `step_at`
 
     DEVICE WindowRows(const Problem &p, i64 first_key) : first(first_row(p, first_key)) {
         const i64 last_key = min(first_key + WIDTH, p.S_kv) - 1;
@@ -16,9 +16,9 @@ struct WindowRows {
         steps = static_cast<int>((count + TOKENS - 1) / TOKENS);
         begun = static_cast<int>((first_row(p, last_key) - first + TOKENS - 1) / TOKENS);
         over = static_cast<int>((first_row(p, first_key + p.window) - first) / TOKENS);
-        turn = steps ? static_cast<u32>(first / TOKENS) % static_cast<u32>(steps) : 0;
+        rotation = steps ? static_cast<u32>(first / TOKENS) % static_cast<u32>(steps) : 0;
     }
-    // Which step comes as number `i`. CTAs of adjacent tiles read nearly the same rows, more in all than the L2 cache holds. Each begins at
-    // a multiple of its steps, counted from row 0, and so they meet.
-    DEVICE int place(int i) const { return i < turn ? i + steps - turn : i - turn; }
+    // Which step comes as number `i`. CTAs of adjacent tiles read nearly the same rows, but in all more than the L2 cache holds. Each
+    // begins at a multiple of its number of steps, counted from row 0, so that they read the same rows at the same time.
+    DEVICE int step_at(int i) const { return i < rotation ? i + steps - rotation : i - rotation; }
 };

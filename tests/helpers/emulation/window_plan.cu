@@ -10,7 +10,7 @@ struct Arguments {
     TilePlan plan;
     i64 key_tiles;
     int *steps;  // [tiles, 2 + capacity]: whole blocks, all blocks, the first key of each in the order of the steps
-    int *rows;   // [key_tiles, 4 + capacity]: the first row, how many, begun and over, the place of each step
+    int *rows;   // [key_tiles, 4 + capacity]: the first row, how many, begun and over, the steps in their order
 };
 
 extern "C" __global__ void window_plan(const Arguments x) {
@@ -27,6 +27,6 @@ extern "C" __global__ void window_plan(const Arguments x) {
         const WindowRows<BLOCK, TQ> rows(x.p, static_cast<i64>(number) * BLOCK);
         int *to = x.rows + number * (4 + x.plan.capacity);
         to[0] = rows.first, to[1] = rows.count, to[2] = rows.begun, to[3] = rows.over;
-        for (int i = 0; i < rows.steps; ++i) to[4 + i] = rows.place(i);
+        for (int i = 0; i < rows.steps; ++i) to[4 + i] = rows.step_at(i);
     }
 }
