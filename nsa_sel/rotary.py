@@ -38,13 +38,28 @@ def rotate(x: Tensor, positions: Tensor, base: float = BASE) -> Tensor:
 
 
 def angles(x: Tensor, positions: Tensor, base: float = BASE) -> Angles:
-    """The angles of `rotate`, for `rotate_by` of several tensors of x's B, S, D and dtype."""
+    """The angles of `rotate`, for `rotate_by` of several tensors of x's B, S, D and dtype.
+
+    Args:
+        x, positions, base: as of `rotate`.
+
+    Returns:
+        cos and sin [1,S,D/2], or [B,S,D/2] for positions [B,S].
+    """
     make = _table if transforms.traces(positions) else _cos_and_sin  # a compiler makes one for all layers
     return Angles(*make(positions, x.shape[-1] // 2, base, torch.promote_types(x.dtype, torch.float32)))
 
 
 def rotate_by(x: Tensor, table: Angles) -> Tensor:
-    """`rotate` by given angles."""
+    """`rotate` by given angles.
+
+    Args:
+        x: [B,S,...,D], D even.
+        table: of `angles`, for x's B, S, D and dtype.
+
+    Returns:
+        As x.
+    """
     return kept_and_rotated(x, table)[1]
 
 

@@ -40,16 +40,13 @@ def blocks_of(request: Request) -> Blocks:
     block = request.block_size or 1
     first, last = max(0, request.S_kv - request.S), request.S_kv
 
-    def started(keys: int) -> int:
-        return ceil_sum(keys, block)  # the visible blocks of the first `keys` positions
-
     def at_most(n: int, keys: int) -> int:
         full = min(keys, n * block)
-        return started(full) + n * (keys - full)
+        return ceil_sum(full, block) + n * (keys - full)
 
     n = -(-request.max_length // block)
     rows = request.B * request.G * request.S / max(1, last - first)
-    return Blocks(rows * (at_most(n, last) - at_most(n, first)), rows * (started(last) - started(first)))
+    return Blocks(rows * (at_most(n, last) - at_most(n, first)), rows * (ceil_sum(last, block) - ceil_sum(first, block)))
 
 
 def sharing_at(sharing: tuple[float, ...], tokens: int) -> float:
