@@ -145,7 +145,7 @@ def start_persistent(
     source: str, macros: Constants, call: Call | ChooseCall | WindowCall, plan: TilePlan, sm_count: int, shape: TileShape, *values: int,
     maps: tuple[bytes, ...], problem: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """At most one CTA a multiprocessor, which takes tile after tile.
+    """At most one CTA per multiprocessor, which takes tile after tile.
 
     Args:
         source, macros, maps, problem: as of `launch.start`.
@@ -208,7 +208,7 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
 
 
 def group_stages(Dk: int, Dv: int, device: DeviceInfo) -> tuple[int, int]:
-    """Stages of dkdv_groups.cu and its bytes of dynamic shared memory, of two CTAs a multiprocessor."""
+    """Stages of dkdv_groups.cu and its bytes of dynamic shared memory, of two CTAs per multiprocessor."""
     step_bytes = PANEL * (Dk + Dv) // 64
     of_cta = (device.shared_memory + 1024) // 2 - STATIC - MOST_STAGES * STATISTICS
     stages = min(MOST_STAGES, of_cta // step_bytes - 1)
@@ -222,8 +222,8 @@ def head_tiles(h: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def block_plan(h: int, Dk: int, Dv: int, bf16: bool, alone: bool, shared_memory: int) -> tuple[Constants, int, int]:
-    """The macros of forward_blocks.cu, CTAs a multiprocessor, and bytes of dynamic shared memory: as many stages as there is room for; two
-    CTAs a multiprocessor, one if there are no more (`alone`), or if a warp has all columns in registers."""
+    """The macros of forward_blocks.cu, CTAs per multiprocessor, and bytes of dynamic shared memory: as many stages as there is room for;
+    two CTAs per multiprocessor, one if there are no more (`alone`), or if a warp has all columns in registers."""
     head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
     per_sm = 1 if alone or head_warps == CONSUMER_WARPS else 2
     head_bytes, step_bytes = 2 * 16 * head_warps * (Dk + 8 + KEYS + 8), PANEL * (Dk + Dv) // 64  # q and p; keys and values

@@ -3,7 +3,7 @@
     python -m nsa_sel.bench.questions.ways_to_choose --out bench/results/h200/profiles/ways_to_choose.jsonl
 
 One sequence, 4 KV groups of 16 heads, D 128, bf16, random inputs, each way with the sizes of its source, without gradients:
-    choose_blocks       MiniMax Sparse Attention: one index head a group, one index key a token, 16 blocks of 128
+    choose_blocks       MiniMax Sparse Attention: one index head per group, one index key per token, 16 blocks of 128
     moba_selection      MoBA: every head chooses 3 blocks of 512
     infllm_selection    InfLLM-v2: 96 blocks of 64
 Contenders: ours, by the policy's choice; torch, bench/core/plain_choosing.py; dense, causal attention by cuDNN to all keys, forward. Rows

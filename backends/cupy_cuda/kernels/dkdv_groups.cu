@@ -2,7 +2,7 @@
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta),  dv = sum p^T do,  dk = scale * sum ds^T q
 //
-// Grid: one CTA per segment (segment_of), two CTAs a multiprocessor: one computes p and ds, begins or ends while the other multiplies.
+// Grid: one CTA per segment (segment_of), two CTAs per multiprocessor: one computes p and ds, begins or ends while the other multiplies.
 // Tiles: 64 keys by 64 rows, TQ = 64 / H listed tokens times H heads. The products are transposed: with keys as rows, p^T and ds^T come out
 //   in the registers from which dv += p^T do and dk += ds^T q read them.
 // Warpgroups: one consumer. In the producer warpgroup a warp loads lse and delta; q and do come by TMA, a token each, or, if those would be
@@ -144,7 +144,7 @@ DEVICE void produce_boxes(const Arguments &x, const ListSteps &list, unsigned ch
     }
 }
 
-// One warp: q and do of every step by TMA, a token a lane.
+// One warp: q and do of every step by TMA, one token per lane.
 DEVICE void produce_tokens(const Arguments &x, const ListSteps &list, unsigned char *stages, Shared &shared) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     int coming = list.row(0, lane);
@@ -207,7 +207,7 @@ DEVICE void copy_tokens(const Arguments &x, const ListSteps &list, unsigned char
     announce((list.steps - 1) % STAGES);
 }
 
-// One warp: lse, delta and limit of two rows a lane.
+// One warp: lse, delta and limit of two rows per lane.
 DEVICE void copy_statistics(const Arguments &x, const ListSteps &list, Shared &shared) {
     const int lane = threadIdx.x % 32;
     int coming[2];

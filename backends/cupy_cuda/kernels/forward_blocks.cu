@@ -13,7 +13,7 @@
 //
 //   STAGES      stages of the pipeline of steps
 //   HEAD_WARPS  1, 2 or 4: warps of 16 heads each
-//   PER_SM      CTAs a multiprocessor
+//   PER_SM      CTAs per multiprocessor
 #include "mma.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
