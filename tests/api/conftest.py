@@ -1,8 +1,9 @@
-"""Fixtures of the tests of packed batches."""
+"""Fixtures of the tests of calls: packed batches, and the layer."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.helpers.varlen_cases import hide_bounds
 
@@ -11,3 +12,10 @@ from tests.helpers.varlen_cases import hide_bounds
 def unreadable_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may not read tensors of bounds, as on a GPU."""
     hide_bounds(monkeypatch)
+
+
+@pytest.fixture
+def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the selected branch, on a CPU: the one that compiles nothing."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")

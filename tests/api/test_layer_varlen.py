@@ -21,19 +21,14 @@ from tests.helpers import nsa_reference
 from tests.helpers.graphs import no_waiting
 from tests.helpers.varlen_cases import hide_bounds
 
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
+
 LENGTHS = (5, 0, 1, 27, 8, 18)
 SPARE = 3
 CU = [0, *accumulate(LENGTHS)]
 T = CU[-1] + SPARE
 SIZES: dict[str, int] = {"compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
 C = (T - 8) // 4 + 1
-
-
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the selected branch: the one that compiles nothing."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
 
 
 def rows() -> list[slice]:

@@ -18,6 +18,8 @@ from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers import nsa_reference
 from tests.helpers.layer_kernels import by_autograd, check_gate, check_gate_parts, gated
 
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
+
 SMALL: dict[str, Any] = {
     "window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4, "first": 1, "local": 2
 }  # fmt: skip
@@ -31,13 +33,6 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, dict[str, Any]]] = { 
     "window-longer-than-the-text": (1, 13, 17, 1, 1, 4, 4, {"window": 100}),
     "four-strides-in-a-block": (1, 37, 37, 1, 2, 4, 4, {"compress_block": 16, "block_size": 16, "n": 2, "local": 1, "window": 1}),
 }
-
-
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the selected branch: the one that compiles nothing."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
 
 
 def make(shape: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:

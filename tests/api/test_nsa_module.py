@@ -18,6 +18,8 @@ from nsa_sel.rotary import rotate
 from tests.helpers import nsa_reference
 from tests.helpers.graphs import captured, no_waiting, replayed
 
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
+
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
 SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options
     "mlp": (10, 2, 2, 4, None, {}),
@@ -25,13 +27,6 @@ SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # w
     "half-sized-strides": (6, 2, 1, 2, 4, {"compress_stride": 2, "bias": True, "rotary": False}),
     "another-base": (6, 1, 2, 6, 2, {"compression": "mean", "rotary": functools.partial(rotate, base=500.0)}),
 }
-
-
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the selected branch: the one that compiles nothing."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
 
 
 def make(name: str = "mlp", dtype: torch.dtype = torch.float64, device: str = "cpu") -> NSAttention:

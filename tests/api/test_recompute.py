@@ -18,9 +18,9 @@ from nsa_sel.core.choose_call import Rule
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.telemetry.events import tallies
 from nsa_sel.three_branches import Inputs
-from tests.api.test_nsa_attention import NAMES, SHAPES, WRONG, cheapest_backend, gradients, make
+from tests.api.test_nsa_attention import NAMES, SHAPES, WRONG, gradients, make
 
-__all__ = ["cheapest_backend"]  # the fixture
+pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
 
 def both_ways(tensors: dict[str, Tensor], options: dict[str, Any], *others: str) -> list[tuple[Tensor, ...]]:

@@ -11,13 +11,12 @@ from nsa_sel.backends import choose_cuda, choose_triton
 from nsa_sel.backends._triton import choose_attention, choose_dkdv
 from nsa_sel.backends.cupy_cuda import compressed
 from nsa_sel.core.choose_call import ChooseCall, Rule
-from nsa_sel.core.request import DeviceInfo
 from tests.helpers.aot import TARGETS
 from tests.helpers.choose_cases import SMALL, make_choose_call
 from tests.helpers.cuda_aot import compiled, needs_nvrtc
 from tests.helpers.emulate import emulated, needs_compiler
+from tests.helpers.policy_cases import H200
 
-H200 = DeviceInfo(kind="cuda", name="target", sm=90, sm_count=132, shared_memory=227 << 10)
 KERNELS = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "split_lists.cu", "sum_parts.cu"}
 FITTING: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {  # B, S, S_kv, G, h, Dk, Dv
     "h16": (1, 8192, 8192, 4, 16, 128, 128, Rule()),

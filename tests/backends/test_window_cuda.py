@@ -14,15 +14,14 @@ from nsa_sel import sliding_window_attention, window_kernels
 from nsa_sel.backends import window_cuda, window_triton
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, window
 from nsa_sel.core import registry
-from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.window_call import WindowCall
 from tests.api.test_window import inputs_of, results
 from tests.helpers import emulate
 from tests.helpers.aot import TARGETS
 from tests.helpers.cases import make_qkv
 from tests.helpers.cuda_aot import compiled, needs_nvrtc
+from tests.helpers.policy_cases import H200
 
-H200 = DeviceInfo(kind="cuda", name="target", sm=90, sm_count=132, shared_memory=227 << 10)
 ALL = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu"}
 FITTING = {  # B, S, S_kv, G, h, Dk, Dv
     "h16": (1, 8192, 8192, 4, 16, 128, 128),
