@@ -60,16 +60,16 @@ def _by_cuda(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and device_info(q.device).sm == ARITHMETIC_TILES.sm and not registry.missing(_NEEDED) and not has_failed(q, v, CUDA)
 
 
-def _run(function: str, q: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _run(function: str, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """What `forward` or `backward` of the kernels returns."""
     with _on_device(q):
         if _by_cuda(q, v):
             try:
-                found: tuple[Tensor, ...] = getattr(importlib.import_module(CUDA), function)(*arguments)
+                found: tuple[Tensor, ...] = getattr(importlib.import_module(CUDA), function)(q, k, v, *others)
                 return found
             except Exception as error:
                 note_failure(q, v, error, CUDA)
-        found = getattr(importlib.import_module(TRITON), function)(*arguments)
+        found = getattr(importlib.import_module(TRITON), function)(q, k, v, *others)
         return found
 
 
@@ -150,7 +150,7 @@ def _by_chunks(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
-    o, lse = _run("forward", q, v, q, k, v, window, scale, bounds)
+    o, lse = _run("forward", q, k, v, window, scale, bounds)
     return o, lse
 
 
@@ -162,7 +162,7 @@ def _backward(
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     do = do if do.stride(-1) == 1 else do.contiguous()
     dlse = None if dlse is None else dlse.resolve_neg().contiguous()
-    dq, dk, dv = _run("backward", q, v, q, k, v, o, lse, do, dlse, window, scale, bounds)
+    dq, dk, dv = _run("backward", q, k, v, o, lse, do, dlse, window, scale, bounds)
     return dq, dk, dv
 
 

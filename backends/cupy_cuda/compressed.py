@@ -91,9 +91,9 @@ def segment_length(call: ChooseCall, lengths: tuple[int, ...], sm_count: int) ->
 
 @functools.lru_cache(maxsize=256)
 def _segment_length(
-    lengths: tuple[int, ...], pairs: int, tokens: int, between: int, shortest: int, most_parts: int, places: int
+    lengths: tuple[int, ...], pairs: int, tokens: int, between: int, shortest: int, most_parts: int, at_once: int
 ) -> int:  # fmt: skip
-    """shortest: steps of a segment; most_parts: of one sequence and group; places: CTAs that run at the same time."""
+    """shortest: steps of a segment; most_parts: of one sequence and group; at_once: CTAs that run at the same time."""
     longest = max(lengths)
     fractions = range(1, max(between // (shortest * tokens), 1) + 1)
     candidates = [whole_steps(-(-between // n), tokens) for n in fractions]
@@ -105,7 +105,7 @@ def _segment_length(
         return sum(x for x in segments_of(lengths, segment) if x > 1) <= most_parts
 
     def steps(segment: int) -> tuple[int, int]:
-        waves = -(-pairs * sum(segments_of(lengths, segment)) // places)
+        waves = -(-pairs * sum(segments_of(lengths, segment)) // at_once)
         return waves * (segment // tokens + STEPS_OF_A_PART), -segment
 
     return min(filter(fits, candidates), key=steps)

@@ -29,7 +29,7 @@ class Gated(NamedTuple):
 
     do: Tensor  # [B,S,G,h,Dv]
     lse: Any  # [B,S,G,h], None if the branch has none
-    gate: Tensor | None  # [B,S,G,h], which lse holds; None: do holds it
+    gate: Tensor | None  # [B,S,G,h], if lse is lse - ln gate; None: do is gate * do
 
     def whole_do(self) -> Tensor:
         """The gradient of the branch's output, for a backward pass without lse."""
@@ -82,6 +82,9 @@ def backward(
         gates: [B,S,G,h,3].
         lse: [B,S,G,h] of each branch, float32 (float64 for float64 branches); None for a branch that takes gate * do.
         dgates: [B,S,G,h,3] of any strides, to which those of the given branches are written.
+
+    Returns:
+        For each branch what its backward pass takes; None for one that is left out.
     """
     lse_of = [x if do.dtype in WITH_LSE else None for x in lse]
     work = importlib.import_module(KERNELS).backward if on_gpu(gates) else plain_backward

@@ -54,5 +54,5 @@ def copy_wide(to: Tensor, x: Tensor) -> None:
 
 def fits_wide(x: Tensor) -> bool:
     """Whether x.view(torch.int64) is possible: rows of whole words, each of which begins at one."""
-    places = x.storage_offset(), x.shape[-1], *x.stride()[:-1]
-    return x.stride(-1) == 1 and all(place * x.element_size() % WORD == 0 for place in places)
+    offsets = x.storage_offset(), x.shape[-1], *x.stride()[:-1]
+    return x.stride(-1) == 1 and all(offset * x.element_size() % WORD == 0 for offset in offsets)

@@ -115,7 +115,7 @@ def test_packed_batches(shape: tuple[int, ...]) -> None:
 
 
 def test_more_than_2_31_elements() -> None:
-    """The last rows of a long sequence, whose offsets pass 2^31, are those of the same rows alone, where these lie alike in tiles."""
+    """The last rows of a long sequence, whose offsets pass 2^31, equal those rows alone, with the same rows in each tile."""
     S, h, D, size = (1 << 20) + 192, 16, 128, 64
     q = torch.randn(1, S, 1, h, D, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, S, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
