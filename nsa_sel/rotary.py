@@ -80,7 +80,8 @@ def base_of(rotary: Callable[..., Tensor]) -> float | None:
 
 
 def _cos_and_sin(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angle = positions.to(dtype).unsqueeze(-1) / base ** (torch.arange(half, device=positions.device, dtype=dtype) / half)
+    at = positions.to(dtype).contiguous()  # the angles keep its order in memory, which kernels take to be that of rows
+    angle = at.unsqueeze(-1) / base ** (torch.arange(half, device=positions.device, dtype=dtype) / half)
     angle = angle if angle.dim() == 3 else angle.unsqueeze(0)
     return angle.cos(), angle.sin()
 

@@ -111,11 +111,12 @@ def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
 
 
 def check_rotation(dtype: torch.dtype, device: str, D: int) -> None:
-    """Of strided keys with positions for all, and of queries with positions for each sequence, forward and back, alone and plus another."""
+    """Of strided keys with positions for all, and of queries with positions for each sequence, forward and back, alone and plus another.
+    Those of each sequence are of any strides, too."""
     keys = torch.randn(2, 19, 3, D + 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)[..., 8:]
     queries = torch.randn(2, 19, 3, 2, D, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     each = torch.randint(0, 1000, (2, 19), generator=torch.Generator().manual_seed(2)).to(device)
-    for x, positions in ((keys, each[0]), (queries, each), (keys[:, :, 0], each)):
+    for x, positions in ((keys, each[0]), (queries, each), (queries, each.t().contiguous().t()), (keys[:, :, 0], each)):
         angles = rotary.angles(x, positions)
         for back, plus in ((False, None), (True, None), (True, x.flip(-1).transpose(0, 1).contiguous().transpose(0, 1))):
             with new_memory_is_nan():
