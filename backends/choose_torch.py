@@ -1,10 +1,14 @@
 """Choosing blocks in plain PyTorch: the reference, which runs everywhere in bounded memory, rows in chunks.
 
-16-bit inputs are computed in float32. Gradients of k and v are added chunk by chunk, in the order of the rows. The sequences of a packed
-batch run one after the other: the host waits for a GPU whose bounds it does not know.
+16-bit inputs are computed in float32, whatever autocast says. Gradients of k and v are added chunk by chunk, in the order of the rows.
+The sequences of a packed batch run one after the other: the host waits for a GPU whose bounds it does not know.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +17,20 @@ from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.indices import range_dtype, whole_blocks
 from nsa_sel.core.scores import sorted_blocks
 
+Others = ParamSpec("Others")
+Found = TypeVar("Found")
 
+
+def _without_autocast(work: Callable[Concatenate[ChooseCall, Others], Found]) -> Callable[Concatenate[ChooseCall, Others], Found]:
+    @functools.wraps(work)
+    def run(call: ChooseCall, /, *args: Others.args, **kwargs: Others.kwargs) -> Found:
+        with torch.autocast(call.q.device.type, enabled=False):
+            return work(call, *args, **kwargs)
+
+    return run
+
+
+@_without_autocast
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
     """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32 (float64 for float64 inputs), ranges [B,S,G,n,2] of the blocks."""
     if call.sequences is not None:
@@ -35,6 +52,7 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
     return o, lse, ranges
 
 
+@_without_autocast
 def log_sum_exp(call: ChooseCall) -> Tensor:
     """lse [B,S,G,h] alone."""
     lse = call.q.new_empty(call.q.shape[:-1], dtype=_wide(call))
@@ -43,6 +61,7 @@ def log_sum_exp(call: ChooseCall) -> Tensor:
     return lse
 
 
+@_without_autocast
 def best_blocks(call: ChooseCall, lse: Tensor | None) -> Tensor:
     """ranges [B,S,G,n,2] by the scores that call.pool defines, of lse [B,S,G,h] where they are weights."""
     rule = call.rule
@@ -68,6 +87,7 @@ def block_scores(part: ChooseCall, lse: Tensor | None) -> Tensor:
     return scores if pool.softmax else scores.where(_largest(seen.float(), part.rule, part.blocks, 0.0) > 0, -torch.inf)
 
 
+@_without_autocast
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the dtypes of q, k, v; p is recomputed from lse.
 

@@ -117,3 +117,20 @@ def test_torch_reads_no_key_and_no_row_that_counts_for_nothing(positions: str) -
     gradients = choose_torch.backward(bad, *found[:2], do.masked_fill(empty[..., None], math.nan), dlse.masked_fill(empty, math.nan))
     for x, y in zip((*found, *gradients), (*clean, *clean_gradients), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_keeps_out(dtype: torch.dtype) -> None:
+    """Matrix products stay in float32 under the caller's autocast, forward and backward."""
+    call = make_choose_call("h3", dtype)
+    do, dlse = make_grads(call.q, call.v)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        o, lse, ranges = choose_torch.forward(call)
+        alone = choose_torch.log_sum_exp(call)
+        return o, lse, ranges, alone, choose_torch.best_blocks(call, lse), *choose_torch.backward(call, o, lse, do, dlse)
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run()
+    assert all(map(torch.equal, got, expected))
