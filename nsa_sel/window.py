@@ -145,7 +145,7 @@ def gradients(
         if found is not None:
             return found
     q, k, v = inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):  # of who calls backward; forward cast already
         again, _ = attend(q, k, v, window, scale, False, bounds)
     return torch.autograd.grad(again, inputs, gated.whole_do())
 

@@ -143,7 +143,7 @@ def _by_chunks(
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv by autograd through `chunks`."""
     q, k, v = inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):  # of who calls backward; forward cast already
         results = chunks.attend_seen(q, k, v, window, scale, True)
     used = [(x, gradient) for x, gradient in zip(results, (do, dlse), strict=True) if x is not None and gradient is not None]
     return torch.autograd.grad([x for x, _ in used], inputs, [gradient for _, gradient in used])

@@ -1,4 +1,7 @@
-"""Attention under a mask written out, with lse: differentiable, bit-equal from run to run, logits of a bounded size."""
+"""Attention under a mask written out, with lse: differentiable, bit-equal from run to run, logits of a bounded size.
+
+16-bit inputs are computed in float32, whatever autocast says.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,11 @@ class _Plain(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         o = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(q.shape[:-1], dtype=_wide(q))
-        for at in _pieces(q, k):
-            logits = _logits(q[at], k[at], keep, scale)
-            lse[at] = logits.logsumexp(-1)
-            o[at] = ((logits - lse[at].unsqueeze(-1)).exp() @ v[at].to(lse.dtype)).to(o.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            for at in _pieces(q, k):
+                logits = _logits(q[at], k[at], keep, scale)
+                lse[at] = logits.logsumexp(-1)
+                o[at] = ((logits - lse[at].unsqueeze(-1)).exp() @ v[at].to(lse.dtype)).to(o.dtype)
         ctx.save_for_backward(q, k, v, keep, o, lse)
         ctx.scale = scale
         return o, lse
@@ -43,14 +47,15 @@ class _Plain(torch.autograd.Function):
             transforms.check_gradients(do, dlse, name="sliding_window_attention")
         q, k, v, keep, o, lse = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for at in _pieces(q, k):
-            wide_q, wide_k, wide_v, wide_do = (x[at].to(lse.dtype) for x in (q, k, v, do))
-            p = (_logits(wide_q, wide_k, keep, ctx.scale) - lse[at].unsqueeze(-1)).exp()
-            dv[at] = (p.mT @ wide_do).to(dv.dtype)
-            delta = (wide_do * o[at]).sum(-1) - dlse[at]
-            ds = p.mul_(wide_do @ wide_v.mT - delta.unsqueeze(-1)).mul_(ctx.scale)
-            dq[at] = (ds @ wide_k).to(dq.dtype)
-            dk[at] = (ds.mT @ wide_q).to(dk.dtype)
+        with torch.autocast(q.device.type, enabled=False):
+            for at in _pieces(q, k):
+                wide_q, wide_k, wide_v, wide_do = (x[at].to(lse.dtype) for x in (q, k, v, do))
+                p = (_logits(wide_q, wide_k, keep, ctx.scale) - lse[at].unsqueeze(-1)).exp()
+                dv[at] = (p.mT @ wide_do).to(dv.dtype)
+                delta = (wide_do * o[at]).sum(-1) - dlse[at]
+                ds = p.mul_(wide_do @ wide_v.mT - delta.unsqueeze(-1)).mul_(ctx.scale)
+                dq[at] = (ds @ wide_k).to(dq.dtype)
+                dk[at] = (ds.mT @ wide_q).to(dk.dtype)
         return dq, dk, dv, None, None
 
 

@@ -180,6 +180,17 @@ def test_autocast_is_that_of_the_forward_pass(own_q: bool) -> None:
     assert_equal(results[1], results[0])
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_autocast_in_the_backward_pass_changes_nothing(recompute: bool) -> None:
+    tensors, options = make("two-groups", torch.float32)
+    o = nsa_attention(**tensors, **options, recompute=recompute)
+    do = torch.ones_like(o)
+    wanted = torch.autograd.grad(o, list(tensors.values()), do, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(o, list(tensors.values()), do)
+    assert_equal((o, *found), (o, *wanted))
+
+
 def test_forced_backends_are_those_of_the_forward_pass() -> None:
     tensors, options = make("two-groups", torch.float32)
     with nsa_sel.use_backend("numba"):

@@ -120,6 +120,21 @@ def test_scale_and_autocast() -> None:
         assert sliding_window_attention(q, k, v, window).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_changes_no_more_than_the_dtype(dtype: torch.dtype) -> None:
+    """With lse, matrix products are in float32; a backward pass under autocast is that of the forward pass."""
+    inputs, window = inputs_of("h3")
+    inputs = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        found = sliding_window_attention(*inputs, window, return_lse=True)
+    right = sliding_window_attention(*inputs, window, return_lse=True)
+    assert all(map(torch.equal, found, right))
+    gradients = [torch.randn_like(x) for x in right]
+    wanted = torch.autograd.grad(right, inputs, gradients)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, torch.autograd.grad(found, inputs, gradients), wanted))
+
+
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_gradcheck(return_lse: bool) -> None:
     inputs, window = inputs_of((1, 38, 40, 1, 2, 3, 2, 4), torch.float64)
