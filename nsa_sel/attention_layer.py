@@ -17,7 +17,7 @@ from nsa_sel.core.check_packed import check_longest
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.indices import as_positions
 from nsa_sel.core.parts import split_columns
-from nsa_sel.core.transforms import in_autocast_dtype
+from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.rotary import angles, base_of, kept_and_rotated, rotate, rotate_by
 
@@ -125,6 +125,7 @@ class NSAttention(nn.Module):
             BackendError: as `nsa_attention`.
         """
         check_tensors(x=x)
+        check_transforms(x, name="NSAttention")
         check_longest(max_seqlen, cu_seqlens)
         if x.dim() != 3 or x.shape[2] != self.width:
             raise ArgumentError(

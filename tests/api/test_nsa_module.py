@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import NSAttention, attention_layer, nsa_attention, rotary
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.rotary import rotate
 from tests.helpers import nsa_reference
 from tests.helpers.graphs import captured, no_waiting, replayed
@@ -158,6 +158,20 @@ def test_a_step_casts_once_and_makes_one_table(rotary_of: Any, monkeypatch: pyte
     assert len(seen) == 3
     assert all(y is seen[0] for y in seen)
     assert seen[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rotary_of", [True, False])
+def test_transforms_are_refused(rotary_of: bool) -> None:
+    """Not with what PyTorch says of the layer's autograd functions."""
+    layer = NSAttention(10, 2, 2, 4, rotary=rotary_of, **SMALL)
+    x = hidden(layer, 20).detach()
+    for work in (
+        torch.func.grad(lambda y: layer(y).sum()),
+        lambda y: torch.func.jvp(layer, (y,), (y,)),
+        torch.func.vmap(lambda y: layer(y[None])),
+    ):
+        with pytest.raises(BackendError, match="NSAttention is called inside a transform"):
+            work(x)
 
 
 def test_compression_holds_no_unfolded_windows() -> None:
