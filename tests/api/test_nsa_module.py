@@ -160,6 +160,13 @@ def test_a_step_casts_once_and_makes_one_table(rotary_of: Any, monkeypatch: pyte
     assert seen[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("shape", "positions", "named"), [((2, 5, 7), (5,), "x"), ((5, 6), (5,), "x"), ((2, 5, 6), (4,), "positions")])
+def test_what_does_not_rotate(shape: tuple[int, ...], positions: tuple[int, ...], named: str) -> None:
+    """The kernel would read other angles, or memory beyond them."""
+    with pytest.raises(ArgumentError, match=f"{named} is of shape"):
+        rotate(torch.zeros(shape), torch.zeros(positions, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("rotary_of", [True, False])
 def test_transforms_are_refused(rotary_of: bool) -> None:
     """Not with what PyTorch says of the layer's autograd functions."""
