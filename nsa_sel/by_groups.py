@@ -102,18 +102,19 @@ def _write_unit(part: Inputs, options: Options, needs: Needs, o: Tensor, blocks:
 
 
 class _Saved(torch.autograd.Function):
-    """Saves the inputs, and the output and lse of each branch."""
+    """Saves the inputs, of branches without gradients none, and the output and lse of each branch."""
 
     @staticmethod
     def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> Tensor:
         inputs = Inputs(*tensors)
-        passes, _ = three_branches.attend(inputs, options, _needs(inputs, ctx.needs_input_grad[1:]))
+        needs = _needs(inputs, ctx.needs_input_grad[1:])
+        passes, _ = three_branches.attend(inputs, options, needs)
         o = _empty_output(inputs)
         gating.write_sum([each.o for each in passes], inputs.gates, o)
         if (copies := passes[SELECTED].copies) is not None:
             inputs = inputs._replace(k_slc=copies[0], v_slc=copies[1])
         ctx.gradients = [each.gradients for each in passes]
-        ctx.save_for_backward(*inputs, *(each.o for each in passes), *(each.lse for each in passes))
+        ctx.save_for_backward(*inputs.for_gradients(needs), *(each.o for each in passes), *(each.lse for each in passes))
         return o
 
     @staticmethod

@@ -50,6 +50,12 @@ class Inputs(NamedTuple):
         own = c == COMPRESSED and self.q_cmp is not None
         return self._fields.index("q_cmp" if own else "q"), 1 + 2 * c, 2 + 2 * c
 
+    def for_gradients(self, needs: Needs) -> Inputs:
+        """What the gradients of those branches and of the gates take; None for the rest."""
+        kept = {"gates", *(("q", "q_cmp") if any(needs) else ())}
+        kept.update(name for c in BRANCHES if needs[c] for name in self._fields[1 + 2 * c : 3 + 2 * c])
+        return Inputs(*(x if name in kept else None for name, x in self._asdict().items()))
+
     def branch(self, c: int) -> tuple[Any, Any, Any]:
         """q, k and v of branch c."""
         q, k, v = self.fields_of(c)
@@ -57,6 +63,7 @@ class Inputs(NamedTuple):
 
 
 Unit = tuple[slice, slice]  # sequences and groups
+Needs = tuple[bool, bool, bool]  # whether a gradient of a branch's q, k or v is wanted
 
 
 class Options(NamedTuple):
@@ -79,9 +86,6 @@ class Pass(NamedTuple):
     lse: Tensor | None
     gradients: Gradients
     copies: tuple[Tensor, Tensor] | None = None  # of k and v, which gradients take in their stead
-
-
-Needs = tuple[bool, bool, bool]  # whether a gradient of a branch's q, k or v is wanted
 
 
 def attend(part: Inputs, options: Options, needs: Needs) -> tuple[tuple[Pass, Pass, Pass], Selection]:

@@ -113,6 +113,22 @@ def test_reruns_and_checkpoints_are_bit_equal() -> None:
         assert all(map(torch.equal, other, results[0]))
 
 
+@pytest.mark.parametrize("wanted", [("gates",), ("gates", "v_slc"), ("k_cmp",), ("q_cmp", "k_win"), ("q",)], ids=str)
+def test_keys_of_branches_without_gradients_are_not_saved(wanted: tuple[str, ...]) -> None:
+    """They may be inference tensors, which cannot be."""
+    tensors, options = make("two-groups", torch.float32)
+    full = dict(zip(tensors, gradients(nsa_attention(**tensors, **options), tensors), strict=True))
+    of = {c: {"q" if c != "cmp" else "q_cmp", f"k_{c}", f"v_{c}"} for c in ("cmp", "slc", "win")}
+    needed = {"gates", *(("q", "q_cmp") if wanted != ("gates",) else ())}.union(*(names for names in of.values() if names & set(wanted)))
+    with torch.inference_mode():
+        frozen = {name: x.detach().clone() for name, x in tensors.items()}
+    given = {name: x.detach().requires_grad_(name in wanted) if name in needed else frozen[name] for name, x in tensors.items()}
+    o = nsa_attention(**given, **options)
+    weights = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(o)
+    found = torch.autograd.grad(o, [given[name] for name in wanted], weights)
+    assert all(torch.equal(dx, full[name]) for name, dx in zip(wanted, found, strict=True))
+
+
 def test_strided_keys_and_bfloat16_autocast() -> None:
     """Keys as [B,S,G,D] caches; under autocast o and decisions are bfloat16's, gates stay as they are."""
     tensors, options = make("chunked-prefill", torch.float32)
