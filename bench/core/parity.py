@@ -101,7 +101,7 @@ def parity(call: Attend, problem: Problem, wanted: Sample, strict: bool = True) 
 def checked_error(name: str, mine: Tensor, exact: Tensor) -> float:
     """Mean absolute error; WrongResult where it is a larger part of the mean magnitude than `GROSS`."""
     error, size = float((mine.detach().double() - exact).abs().mean()), float(exact.abs().mean())
-    if error > GROSS[mine.dtype] * size:
+    if not error <= GROSS[mine.dtype] * size:  # NaN is wrong, too
         raise WrongResult(f"{name} is {error:.1e} off in the mean, and {size:.1e} large: it is not the attention of this selection")
     return error
 

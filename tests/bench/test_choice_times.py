@@ -70,8 +70,16 @@ def test_a_chooser_is_timed_and_compared() -> None:
         assert (found["mae"], found["same_blocks"], found["direction"]) == (0.0, 1.0, direction)
 
 
-@pytest.mark.parametrize("damage", ["NaN in o", "other blocks", "wrong gradient"])
-def test_wrong_results_are_no_times(monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("NaN in o", "o is nan off"),
+        ("other blocks", "0.0% of the blocks"),
+        ("wrong gradient", "dk is 1"),
+        ("NaN in a gradient", "dv is nan off"),
+    ],
+)
+def test_wrong_results_are_no_times(monkeypatch: pytest.MonkeyPatch, damage: str, message: str) -> None:
     measure = choice_times.Runner("cpu", Timing(1), 1e-3)
     measure(row("bwd"))
     right = choice_times.results
@@ -80,10 +88,12 @@ def test_wrong_results_are_no_times(monkeypatch: pytest.MonkeyPatch, damage: str
         o, dq, dk, dv, blocks = right(*given)
         if damage == "NaN in o":
             o[0, 0] = torch.nan
+        if damage == "NaN in a gradient":
+            dv[0, 0] = torch.nan
         return o, dq, dk + (damage == "wrong gradient"), dv, blocks + 64 * (damage == "other blocks")
 
     monkeypatch.setattr(choice_times, "results", wrong)
-    with pytest.raises(WrongResult, match="of the blocks are the same"):
+    with pytest.raises(WrongResult, match=message):
         measure(row("bwd"))
 
 
