@@ -31,7 +31,9 @@ CLOSE = "real-8k-h1", "fwd+bwd"  # the case of the table in README's claim that 
 TRAINED = '"trained": what a model that was trained with NSA at this context selects ([decisions.md](decisions.md)).'
 OF_TEXT = (
     '"of text": the selected branch attends to what a model chose in a text, SmolLM2-135M up to 8k and one trained with NSA beyond'
-    " ([decisions.md](decisions.md)); the layer chooses all the same."
+    " ([decisions.md](decisions.md)); the layer chooses all the same.\n"
+    '"fla": flash-linear-attention\'s `parallel_nsa` from its wheel, with its own compression (means of 64 keys: a quarter as many'
+    " compressed keys) and choice, but without a window."
 )
 
 
