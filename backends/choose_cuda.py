@@ -31,12 +31,17 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous, in the dtypes of q, k, v; do has a contiguous last dimension."""
+    return backward_and_delta(call, o, lse, do, dlse)[:3]
+
+
+def backward_and_delta(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`backward`, and delta [B,S,G,h]."""
     if call.scale < 0:
-        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
-        return -dq, dk, dv
+        dq, dk, dv, delta = backward_and_delta(call.with_positive_scale(), o, lse, do, dlse)
+        return -dq, dk, dv, delta
     device = device_info(call.q.device)
     if call.q.shape[4] > sm90.MOST_DK or not compressed.supports(call, device, do):
-        return choose_triton.backward(call, o, lse, do, dlse)
+        return choose_triton.backward_and_delta(call, o, lse, do, dlse)
     o, lse = o.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     if call.q.shape[4] + call.v.shape[3] <= NARROW:
@@ -44,4 +49,4 @@ def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor 
         delta = facts[:, :, 0].transpose(1, 2).contiguous()
     else:
         dq, delta = compressed.dq(call, device, o, lse, do, dlse)
-    return dq, *compressed.dkdv(call, device, lse, do, delta)
+    return dq, *compressed.dkdv(call, device, lse, do, delta), delta

@@ -114,11 +114,16 @@ def _scores(part: ChooseCall, lse: Tensor | None, scores: Tensor, positions: Ten
 
 def backward(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, contiguous, in the dtypes of q, k, v; o and lse are contiguous, do has a contiguous last dimension."""
+    return backward_and_delta(call, o, lse, do, dlse)[:3]
+
+
+def backward_and_delta(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`backward`, and delta [B,S,G,h], of any strides."""
     if call.scale < 0:
-        negative, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
-        return -negative, dk, dv
+        negative, dk, dv, delta = backward_and_delta(call.with_positive_scale(), o, lse, do, dlse)
+        return -negative, dk, dv, delta
     gradient, facts = dq(call, o, lse, do, None if dlse is None else dlse.contiguous())
-    return gradient, *choose_dkdv.dkdv(call, do, facts, config_of(call, "choose/dkdv"))
+    return gradient, *choose_dkdv.dkdv(call, do, facts, config_of(call, "choose/dkdv")), facts[:, :, 0].transpose(1, 2)
 
 
 def dq(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, window: int, scale: float,
     bounds: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, contiguous, in the dtypes of q, k, v; o, lse and dlse are contiguous, do has a contiguous last dimension."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, contiguous, in the dtypes of q, k, v, and delta [B,S,G,h]; o, lse and dlse are contiguous, do has a contiguous last
+    dimension."""
     call, device = WindowCall.of(q, k, v, window, scale, bounds), device_info(q.device)
     if q.shape[4] > sm90.MOST_DK or not cuda.supports(call, device, do):
         return window_triton.backward(q, k, v, o, lse, do, dlse, window, scale, bounds)
@@ -35,4 +36,4 @@ def backward(
         dq, _, delta = window_triton.dq(call, o, lse, do, dlse)
     else:
         dq, delta = cuda.dq(call, device, o, lse, do, dlse)
-    return dq if scale >= 0 else dq.neg_(), *cuda.dkdv(call, device, lse, do, delta)
+    return dq if scale >= 0 else dq.neg_(), *cuda.dkdv(call, device, lse, do, delta), delta

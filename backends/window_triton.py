@@ -45,12 +45,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, window: int, scale: float,
     bounds: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv, contiguous, in the dtypes of q, k, v; o, lse and dlse are contiguous, do has a contiguous last dimension."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, contiguous, in the dtypes of q, k, v, and delta [B,S,G,h]; o, lse and dlse are contiguous, do has a contiguous last
+    dimension."""
     call = WindowCall.of(q, k, v, window, scale, bounds)
     gradient, lse2, delta = dq(call, o, lse, do, dlse)
     dk, dv = window_dkdv.dkdv(call, do, lse2, delta, config_of(call, "window/dkdv"))
-    return gradient if scale >= 0 else gradient.neg_(), dk, dv
+    return gradient if scale >= 0 else gradient.neg_(), dk, dv, delta
 
 
 def dq(call: WindowCall, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -197,14 +197,16 @@ def _add_branches(
     needs = _needs(part, wanted)
     passes = [run(c) if c in branches and (needs[c] or wanted[GATES]) else None for c in BRANCHES]
     o, lse = [None if each is None else each.o for each in passes], [None if each is None else each.lse for each in passes]
-    gated = gating.backward(do, o, part.gates, lse, dgates)
+    gated, deltas = gating.backward(do, o, part.gates, lse, dgates), list[Tensor | None]([None] * 3)
     for c in branches:
         each = passes[c]
         if each is None or not needs[c]:
             continue
-        for i, dx in zip(part.fields_of(c), each.gradients(*part.branch(c), each.o, gated[c]), strict=True):
+        dq, dk, dv, deltas[c] = each.gradients(*part.branch(c), each.o, gated[c])
+        for i, dx in zip(part.fields_of(c), (dq, dk, dv), strict=True):
             if wanted[i]:
                 found[i].append(dx if found[i] or to[i] is None else to[i].copy_(dx))
+    gating.write_dgates(do, o, part.gates, gated, deltas, dgates)
 
 
 class Surroundings(NamedTuple):

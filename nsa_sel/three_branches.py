@@ -76,7 +76,8 @@ class Options(NamedTuple):
     bounds: Bounds | None = None  # of a packed batch, where B = 1
 
 
-Gradients = Callable[..., tuple[Tensor, ...]]  # of q, k, v, o and a Gated: dq, dk, dv
+# Of q, k, v, o and a Gated: dq, dk, dv, and delta if the kernels give it.
+Gradients = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 class Pass(NamedTuple):
@@ -132,9 +133,9 @@ def _pass(options: Options, decided: choose.DecidedChoice, decision: Decision, o
 
 def _compressed_gradients(
     options: Options, decision: Decision, request: Request, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     call = choose.decided_call(q, k, v, options.rule, options.scale, None, decision, request, options.bounds).call
-    return choose.gradients(call, decision, o, gated.lse, gated.do, None)
+    return choose.gradients_and_delta(call, decision, o, gated.lse, gated.do, None)
 
 
 def _selected(part: Inputs, options: Options, needs: bool, selection: Selection) -> Pass:
@@ -152,9 +153,9 @@ def _selected(part: Inputs, options: Options, needs: bool, selection: Selection)
 
 def _selected_gradients(
     others: tuple[Any, ...], decision: Decision, where: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dq, dk, dv = run.gradients(Call(q, k, v, *others), decision, o, gated.lse, gated.do, None)
-    return (dq, dk, dv) if where is None else (dq, dk.index_select(2, where), dv.index_select(2, where))
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    dq, dk, dv, delta = run.gradients_and_delta(Call(q, k, v, *others), decision, o, gated.lse, gated.do, None)
+    return (dq, dk, dv, delta) if where is None else (dq, dk.index_select(2, where), dv.index_select(2, where), delta)
 
 
 def _window(part: Inputs, options: Options) -> Pass:

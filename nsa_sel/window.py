@@ -136,10 +136,11 @@ def attend(
 
 def gradients(
     window: int, scale: float, bounds: Bounds | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, gated: Gated
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """dq, dk, dv of `attend`, of which autograd recorded nothing: by the kernels, or by autograd through another forward pass."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dq, dk, dv of `attend`, of which autograd recorded nothing: by the kernels, or by autograd through another forward pass; and
+    delta = sum(do * o) [B,S,G,h] if the kernels give it."""
     if q.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
     if gated.lse is not None and window_kernels.takes(q, v):
         found = window_kernels.gradients(gated.do, None, q, k, v, o, gated.lse, window, scale, _of_rows(q, bounds))
         if found is not None:
@@ -147,7 +148,8 @@ def gradients(
     q, k, v = inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):  # of who calls backward; forward cast already
         again, _ = attend(q, k, v, window, scale, False, bounds)
-    return torch.autograd.grad(again, inputs, gated.whole_do())
+    dq, dk, dv = torch.autograd.grad(again, inputs, gated.whole_do())
+    return dq, dk, dv, None
 
 
 def _of_rows(q: Tensor, bounds: Bounds | None) -> Tensor | None:

@@ -119,16 +119,16 @@ class _Window(torch.autograd.Function):
         q, k, v, o, lse, bounds = ctx.saved_tensors
         window, scale = ctx.facts
         if bounds is not None:  # chunks cannot take over
-            return *_backward(do, dlse, q, k, v, o, lse, window, scale, bounds), None, None, None
+            return *_backward(do, dlse, q, k, v, o, lse, window, scale, bounds)[:3], None, None, None
         found = gradients(do, dlse, q, k, v, o, lse, window, scale, None) or _by_chunks(do, dlse, q, k, v, window, scale)
-        return *found, None, None, None
+        return *found[:3], None, None, None
 
 
 def gradients(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float,
     bounds: Tensor | None,
-) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """dq, dk, dv by the kernels; None if they have failed for such heads."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """dq, dk, dv and delta by the kernels; None if they have failed for such heads."""
     if has_failed(q, v):
         return None
     try:
@@ -157,13 +157,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds:
 def _backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float,
     bounds: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, and delta = sum(do * o) - dlse [B,S,G,h]."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     do = do if do.stride(-1) == 1 else do.contiguous()
     dlse = None if dlse is None else dlse.resolve_neg().contiguous()
-    dq, dk, dv = _run("backward", q, k, v, o, lse, do, dlse, window, scale, bounds)
-    return dq, dk, dv
+    dq, dk, dv, delta = _run("backward", q, k, v, o, lse, do, dlse, window, scale, bounds)
+    return dq, dk, dv, delta
 
 
 def _on_device(q: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -182,7 +183,7 @@ def _op_backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int, scale: float,
     bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _backward(do, dlse, q, k, v, o, lse, window, scale, bounds)
+    return _backward(do, dlse, q, k, v, o, lse, window, scale, bounds)[:3]
 
 
 @_op.register_fake

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda import sm80, sm90
 from nsa_sel.core.call import Call
 
-__all__ = ["backward", "forward", "loaded_keys"]
+__all__ = ["backward", "backward_and_delta", "forward", "loaded_keys"]
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -28,15 +28,20 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, shaped and typed as q, k, v."""
+    return backward_and_delta(call, o, lse, do, dlse)[:3]
+
+
+def backward_and_delta(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`backward`, and delta [B,S,G,h], which a workspace of the call lends until its next pass."""
     if call.scale < 0:
-        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
-        return -dq, dk, dv
+        dq, dk, dv, delta = backward_and_delta(call.with_positive_scale(), o, lse, do, dlse)
+        return -dq, dk, dv, delta
     o, lse, ranges = o.contiguous(), lse.contiguous(), call.selection.disjoint_ranges()
     dlse = None if dlse is None else dlse.contiguous()
     on_tiles = sm90.supports_tiles(call, do)
     dq, delta = (sm90.dq_tiles if on_tiles else sm80.dq_rows)(call, ranges, o, lse, do, dlse)
     on_groups = on_tiles and call.q.shape[-1] <= sm90.MOST_DK
-    return dq, *(sm90.dkdv_groups if on_groups else sm80.dkdv_tiles)(call, ranges, lse, do, delta)
+    return dq, *(sm90.dkdv_groups if on_groups else sm80.dkdv_tiles)(call, ranges, lse, do, delta), delta
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:

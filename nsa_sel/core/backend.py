@@ -159,7 +159,8 @@ class Offer(msgspec.Struct, frozen=True):
 class ChooserModule(Protocol):
     """The functions in the module of a backend of the kind "choose". All get a checked call whose tensors are on the current device.
 
-    A module may also have `attention(call)`: o and lse of `forward`, bit by bit, without choosing, for a backward pass that recomputes.
+    A module may also have `attention(call)`: o and lse of `forward`, bit by bit, without choosing, for a backward pass that recomputes;
+    and `backward_and_delta`, as a BackendModule.
     """
 
     def forward(self, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +188,8 @@ class BackendModule(Protocol):
 
     Only a backend with `reads_caches` gets `Call.lengths` and `Call.block_table`; for others core/pages.py turns them into positions
     and ranges. A module may also have `loaded_keys(call, selected, count)`, for events: how many of the selected keys its forward
-    loads, counted on the device if `count`, else from static facts.
+    loads, counted on the device if `count`, else from static facts. And `backward_and_delta`: `backward`, and delta = sum(do * o) - dlse
+    [B,S,G,h] in lse's dtype, of any strides: the gradient of a layer's gate (core/gating.py).
     """
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:

@@ -92,13 +92,21 @@ def gradients(
     call: ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
+    return gradients_and_delta(call, decision, o, lse, do, dlse)[:3]
+
+
+def gradients_and_delta(
+    call: ChooseCall, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if the backend gives it."""
     transforms.check_gradients(do, dlse)
     if call.q.numel() == 0 or call.k.numel() == 0:
-        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
+        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     do = do if do.stride(-1) == 1 else do.contiguous()
     dlse = None if dlse is None else dlse.resolve_neg()
-    found, decision = fallback.run(call, decision, "backward", lambda name: registry.load_chooser(name).backward(call, o, lse, do, dlse))
+    work = fallback.with_delta(registry.load_chooser, call, o, lse, do, dlse)
+    found, decision = fallback.run(call, decision, "backward", work)
     events.count("backward", str(decision.backward))
     return found
 

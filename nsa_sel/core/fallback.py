@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from nsa_sel.core import launch, registry
 from nsa_sel.core.call import Call
@@ -50,3 +51,21 @@ def run(call: Call | ChooseCall, decision: Decision, direction: str, work: Calla
         again = after_failure(decision, name)
         events.count("fallbacks", name, type(error).__name__)
         return run(call, again, direction, work)
+
+
+def with_delta(load: Callable[[str], Any], call: Call | ChooseCall, *given: Tensor | None) -> Callable[[str], tuple[Any, ...]]:
+    """The backward pass of a backend, for `run`: dq, dk, dv and delta, None where the backend does not give it.
+
+    Args:
+        load: the module of a backend, by its name.
+        call: the call.
+        given: o, lse, do and dlse.
+    """
+
+    def work(name: str) -> tuple[Any, ...]:
+        module = load(name)
+        if hasattr(module, "backward_and_delta"):
+            return tuple(module.backward_and_delta(call, *given))
+        return *module.backward(call, *given), None
+
+    return work

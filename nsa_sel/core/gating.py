@@ -3,7 +3,8 @@
 Backward, with do the gradient of o = sum_c g_c o_c, and p = exp(logits - lse), delta = sum(do * o_c) of a row of branch c:
     dv = p^T (g do) = (g p)^T do,  ds = p (g do v^T - g delta) = g p (do v^T - delta),  dg = delta
 and g p = exp(logits - (lse - ln g)). So the branch's own backward pass, given do itself and lse - ln g, gives the gradients of the gated
-sum, and g do, which is as large as o, is never written. For g = 0, lse - ln g is infinity and p = 0; for g < 0 it is NaN.
+sum, and g do, which is as large as o, is never written. For g = 0, lse - ln g is infinity and p = 0; for g < 0 it is NaN. Kernels that
+have delta in memory hand it out: it is the gate's gradient, for which do and o_c need not be read again.
 The larger lse - ln g is, the more its rounding, in float32, changes p: for a gate of 1e-6 by some 1e-6 of p. bfloat16 does not show that.
 float32 would, and in float16 g p may be 0 where g do is not. So in other dtypes than bfloat16 a branch gets g do, and its own lse.
 """
@@ -74,24 +75,53 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
 def backward(
     do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, lse: Sequence[Tensor | None], dgates: Tensor
 ) -> list[Gated | None]:
-    """What the branches' backward passes take, and the gates' gradients, in one pass over memory.
+    """What the branches' backward passes take. `write_dgates` follows them.
 
     Args:
         do: [B,S,G,h,Dv], gradient of the gated sum.
         branches: the outputs of the three branches; None for one that is left out.
         gates: [B,S,G,h,3].
         lse: [B,S,G,h] of each branch, float32 (float64 for float64 branches); None for a branch that takes gate * do.
-        dgates: [B,S,G,h,3] of any strides, to which those of the given branches are written.
+        dgates: [B,S,G,h,3] of any strides, to which those of branches that take gate * do are written.
 
     Returns:
         For each branch what its backward pass takes; None for one that is left out.
     """
-    lse_of = [x if do.dtype in WITH_LSE else None for x in lse]
-    work = importlib.import_module(KERNELS).backward if on_gpu(gates) else plain_backward
-    found = work(do, branches, gates, lse_of, dgates)
-    return [
-        None if x is None else Gated(x, lse[c], None) if lse_of[c] is None else Gated(do, x, gates[..., c]) for c, x in enumerate(found)
-    ]
+    raises = [x if do.dtype in WITH_LSE else None for x in lse]
+    rest = [o if x is None else None for o, x in zip(branches, raises, strict=True)]
+    work = _work(gates)
+    raised = work.raise_lse(raises, gates) if any(x is not None for x in raises) else raises
+    scaled = work.backward(do, rest, gates, dgates, True) if any(o is not None for o in rest) else rest
+    found: list[Gated | None] = []
+    for c, (x, y) in enumerate(zip(raised, scaled, strict=True)):
+        found.append(Gated(do, x, gates[..., c]) if x is not None else None if y is None else Gated(y, lse[c], None))
+    return found
+
+
+def write_dgates(
+    do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, gated: Sequence[Gated | None], deltas: Sequence[Tensor | None],
+    dgates: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradients of the gates that went with lse.
+
+    Args:
+        do, branches, gates, dgates: as of `backward`.
+        gated: what it has returned.
+        deltas: sum(do * o_c) [B,S,G,h] where the branch's backward pass has given it, else None.
+    """
+    raised = [x is not None and x.gate is not None for x in gated]
+    known = [delta if x else None for delta, x in zip(deltas, raised, strict=True)]
+    rest = [o if x and delta is None else None for o, delta, x in zip(branches, deltas, raised, strict=True)]
+    work = _work(gates)
+    if any(x is not None for x in known):
+        work.write_deltas(known, dgates)
+    if any(o is not None for o in rest):
+        work.backward(do, rest, gates, dgates, False)
+
+
+def _work(gates: Tensor) -> Any:
+    """The kernels, or the same in plain PyTorch."""
+    return importlib.import_module(KERNELS) if on_gpu(gates) else Plain
 
 
 def on_gpu(gates: Tensor) -> bool:
@@ -105,16 +135,27 @@ def plain_sum(branches: Sequence[Tensor], gates: Tensor) -> Tensor:
     return total.to(branches[0].dtype)  # type: ignore[union-attr]
 
 
-def plain_backward(
-    do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, lse: Sequence[Tensor | None], dgates: Tensor
-) -> list[Tensor | None]:
-    """Write the gates' gradients; lse - ln gate, or gate * do where lse is None, for every branch that is given."""
-    wide, found = torch.promote_types(do.dtype, torch.float32), list[Tensor | None]()
-    for c, (o, log_sum) in enumerate(zip(branches, lse, strict=True)):
-        if o is not None:
-            dgates[..., c].copy_((do.to(wide) * o.to(wide)).sum(-1))
-        found.append(None if o is None else _scaled(do, gates[..., c]) if log_sum is None else _raised(log_sum, gates[..., c]))
-    return found
+class Plain:
+    """The functions of the kernels' module."""
+
+    @staticmethod
+    def raise_lse(lse: Sequence[Tensor | None], gates: Tensor) -> list[Tensor | None]:
+        return [None if x is None else _raised(x, gates[..., c]) for c, x in enumerate(lse)]
+
+    @staticmethod
+    def write_deltas(deltas: Sequence[Tensor | None], dgates: Tensor) -> None:
+        for c, delta in enumerate(deltas):
+            if delta is not None:
+                dgates[..., c].copy_(delta)
+
+    @staticmethod
+    def backward(do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, dgates: Tensor, scales: bool) -> list[Tensor | None]:
+        wide, found = torch.promote_types(do.dtype, torch.float32), list[Tensor | None]()
+        for c, o in enumerate(branches):
+            if o is not None:
+                dgates[..., c].copy_((do.to(wide) * o.to(wide)).sum(-1))
+            found.append(_scaled(do, gates[..., c]) if scales and o is not None else None)
+        return found
 
 
 def _scaled(do: Tensor, gate: Tensor) -> Tensor:

@@ -65,18 +65,26 @@ def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
 
 def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
     """dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
+    return gradients_and_delta(call, decision, o, lse, do, dlse)[:3]
+
+
+def gradients_and_delta(
+    call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if the backend gives it."""
     transforms.check_gradients(do, dlse)
     if _nothing_to_do(call):
-        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v)
+        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     dlse = None if dlse is None else dlse.resolve_neg()
     # Kernels read rows with a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
     do = do if do.stride(-1) == 1 else do.contiguous()
-    found, decision = fallback.run(call, decision, "backward", lambda name: registry.load(name).backward(call, o, lse, do, dlse))
+    work = fallback.with_delta(registry.load, call, o, lse, do, dlse)
+    (dq, dk, dv, delta), decision = fallback.run(call, decision, "backward", work)
     events.count("backward", str(decision.backward))
     if call.settings.debug_compare and not call.capturing():
-        compare.compare_backward(call, decision, found, o, lse, do, dlse)
-    return found
+        compare.compare_backward(call, decision, (dq, dk, dv), o, lse, do, dlse)
+    return dq, dk, dv, delta
 
 
 def _nothing_to_do(call: Call) -> bool:

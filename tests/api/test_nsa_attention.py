@@ -16,7 +16,7 @@ from nsa_sel.backends._triton import gate
 from nsa_sel.core import gating
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers import nsa_reference
-from tests.helpers.layer_kernels import by_autograd, check_gate, check_gate_parts, gated
+from tests.helpers.layer_kernels import by_autograd, check_deltas, check_gate, check_gate_parts, gated
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
@@ -201,6 +201,7 @@ def test_wrong_calls(changes: dict[str, Any], fragments: tuple[str, ...], monkey
 def test_gate_kernels_match_autograd(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "INTERPRETED_TILE", 1 << 13)  # so that there are two programs, and the last one has rows to spare
     check_gate(dtype, "cpu", 24)
+    check_deltas(dtype, "cpu")
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from tests.helpers.cases import make_blocks, make_qkv, make_spans
 from tests.helpers.choose_cases import check_forward as check_forward_choice
 from tests.helpers.choose_cases import check_gradients, make_choose_call, make_packed_call
 from tests.helpers.choosing_reference import assert_chosen, best, infllm_scores, moba_scores, msa_scores
-from tests.helpers.layer_kernels import check_gate, check_gate_parts, check_rotation
+from tests.helpers.layer_kernels import check_deltas, check_gate, check_gate_parts, check_rotation
 from tests.helpers.parity import check_both, check_forward
 
 pytestmark = pytest.mark.gpu
@@ -123,6 +123,7 @@ def test_every_kernel_of_choosing_without_attention(width: str) -> None:
 def test_every_kernel_of_the_layer(width: str) -> None:
     Dk, Dv, dtype = WIDTHS[width]
     check_gate(dtype, "cuda", Dv)
+    check_deltas(dtype, "cuda")
     check_gate_parts(dtype, "cuda", Dv)
     check_rotation(dtype, "cuda", Dk)
 

@@ -105,10 +105,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("kernels")
 def test_backends_take_gates_with_lse(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for bfloat16, whose products the interpreter gets wrong, in float32; gates of 0, 1 and 1e-6 are among others."""
+    """As for bfloat16, whose products the interpreter gets wrong, in float32; gates of 0, 1 and 1e-6 are among others. Gradients of gates
+    come from the backends that have them."""
     monkeypatch.setattr(gating, "WITH_LSE", (torch.float32,))
     chooser = "choose-triton" if backend == "triton-tile" else "choose-torch"
-    check(backend, chooser, inputs_of("mixed", torch.float32, "cpu", 40, 1, 2, 16, RULE), RULE, WINDOW)
+    with mock.patch.object(gate, "write_deltas", wraps=gate.write_deltas) as deltas:
+        check(backend, chooser, inputs_of("mixed", torch.float32, "cpu", 40, 1, 2, 16, RULE), RULE, WINDOW)
+    assert [x is not None for x in deltas.call_args.args[0]] == [chooser == "choose-triton", False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

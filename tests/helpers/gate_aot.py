@@ -16,16 +16,16 @@ from tests.helpers.aot import TARGETS, launches_compile, resources
 
 
 def compile_kernels(sm: int, Dv: int = 128, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
-    """The sum; what all branches get with lse, and with gate * do, and one branch alone."""
+    """The sum; what all branches get and give with lse, and with gate * do, and one branch alone."""
     gate.INTERPRETED_TILE = gate.TILE
     do, gates = torch.empty(1, 4096, 4, 16, Dv, dtype=dtype), torch.empty(1, 4096, 4, 16, 3, dtype=dtype)
     lse = torch.empty(do.shape[:4])
-    none: list[Any] = [None, None, None]
     with launches_compile(sm) as compiled:
         gate.write_sum([do] * 3, gates, do)
-        gate.backward(do, [do] * 3, gates, [lse] * 3, gates)
-        gate.backward(do, [do] * 3, gates, none, gates)
-        gate.backward(do, [None, do, None], gates, [None, lse, None], gates)
+        gate.raise_lse([lse] * 3, gates)
+        gate.write_deltas([lse] * 3, gates)
+        gate.backward(do, [do] * 3, gates, gates, True)
+        gate.backward(do, [None, do, None], gates, gates, False)
     return [{"Dv": Dv, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm)} for kernel in compiled]
 
 

@@ -45,8 +45,10 @@ Outputs = tuple[list[Tensor], Tensor]  # of the branches; dgates
 def by_module(module: Any, do: Tensor, branches: Any, gates: Tensor, lse: Any) -> Outputs:
     """What `module`, the kernels or plain PyTorch, gives the branches, and dgates."""
     dgates = torch.full(gates.shape, math.nan, dtype=gates.dtype, device=gates.device)
-    work = module.backward if module is gate else module.plain_backward
-    return work(do, branches, gates, lse, dgates), dgates
+    if lse is None:
+        return module.backward(do, branches, gates, dgates, True), dgates
+    assert module.backward(do, branches, gates, dgates, False) == [None] * 3
+    return module.raise_lse(lse, gates), dgates
 
 
 def raised(lse: Tensor, gate: Tensor) -> Tensor:
@@ -61,13 +63,13 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
     gates[:, 1], gates[:, 2], gates[:, 5], gates[:, 6] = 0.0, 1.0, 1e-6, -0.5
     lse = log_sums(gates)
     o, *scaled, dgates = by_autograd(branches, gates, do)
-    for module in (gate, gating):
+    for module in (gate, gating.Plain):
         runs = []
         for _ in range(2):
             with new_memory_is_nan():
                 total = torch.full(do.shape, math.nan, dtype=dtype, device=device)
                 module.write_sum(branches, gates, total) if module is gate else total.copy_(gating.plain_sum(branches, gates))
-                runs.append((total, *(by_module(module, do, branches, gates, given) for given in ((None,) * 3, lse))))
+                runs.append((total, *(by_module(module, do, branches, gates, given) for given in (None, lse))))
         (total, mine, shifted), again = runs
         for x, right in zip((total, *mine[0], mine[1], shifted[1]), (o, *scaled, dgates, dgates), strict=True):
             torch.testing.assert_close(x, right.to(x.dtype), **tolerance(dtype))
@@ -82,28 +84,42 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
             assert torch.equal(first[1], second[1])
 
 
+def check_deltas(dtype: torch.dtype, device: str) -> None:
+    """Those of branches that are given become gates' gradients; of the others nothing is written."""
+    _, gates, do = gated(dtype, device)
+    first, second, _ = log_sums(gates)
+    second = second.transpose(1, 3).contiguous().transpose(1, 3)
+    for module in (gate, gating.Plain):
+        dgates = torch.full((3, *gates.shape[:4]), math.nan, dtype=dtype, device=device).movedim(0, -1)
+        module.write_deltas([first, None, second], dgates)
+        assert torch.equal(dgates[..., 0], first.to(dtype))
+        assert torch.equal(dgates[..., 2], second.to(dtype))
+        assert bool(dgates[..., 1].isnan().all())
+
+
 def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
     """The sum, and the gradients of one branch after the other, of each group alone, written into tensors of other strides: bit-equal to
     those of all at once, by the kernels and by plain PyTorch. Strides are multiples of 16: with others the compiler stores, and so adds, in
     another order."""
     branches, gates, do = gated(dtype, device, Dv)
     lse = log_sums(gates)
-    for module in (gate, gating) if device == "cpu" else (gate,):
+    for module in (gate, gating.Plain) if device == "cpu" else (gate,):
+        sums = gate if module is gate else gating
         whole = torch.empty_like(do)
-        module.write_sum(branches, gates, whole)  # type: ignore[attr-defined]
-        for given in ((None, None, None), lse):
+        sums.write_sum(branches, gates, whole)
+        for given in (None, lse):
             outputs, dgates = by_module(module, do, branches, gates, given)
             to = torch.full((*do.shape[:4], Dv + 16), math.nan, dtype=dtype, device=device)[..., :Dv]
             to_gates = torch.full((3, *gates.shape[:4]), math.nan, dtype=gates.dtype, device=device).movedim(0, -1)
-            work = gate.backward if module is gate else gating.plain_backward
             for g in range(do.shape[2]):
                 of = slice(None), slice(None), slice(g, g + 1)
-                module.write_sum(tuple(x[of] for x in branches), gates[of], to[of])  # type: ignore[attr-defined]
+                sums.write_sum(tuple(x[of] for x in branches), gates[of], to[of])
                 for c in range(3):
                     alone: list[Any] = [None, None, None]
-                    log_sum = [x if x is None else x[of] for x in given]
                     alone[c] = branches[c][of]
-                    found = work(do[of], alone, gates[of], log_sum, to_gates[of])
+                    found = module.backward(do[of], alone, gates[of], to_gates[of], given is None)
+                    if given is not None:
+                        found = module.raise_lse([x[of] if i == c else None for i, x in enumerate(given)], gates[of])
                     assert [x is None for x in found] == [i != c for i in range(3)]
                     assert torch.equal(found[c], outputs[c][of])  # type: ignore[arg-type]
             assert torch.equal(to, whole)
