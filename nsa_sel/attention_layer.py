@@ -19,7 +19,8 @@ from nsa_sel.core.indices import as_positions
 from nsa_sel.core.parts import split_columns
 from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
 from nsa_sel.errors import ArgumentError, renamed, shown
-from nsa_sel.rotary import angles, base_of, kept_and_rotated, rotate, rotate_by
+from nsa_sel.projection import Heads, Parts, joins, project
+from nsa_sel.rotary import angles, angles_of, base_of, kept_and_rotated, rotate, rotate_by
 
 Rotary = Callable[[Tensor, Tensor], Tensor]
 
@@ -137,18 +138,15 @@ class NSAttention(nn.Module):
         if cu_seqlens is not None and self.context is not None:
             raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
         (x,) = in_autocast_dtype(x)  # once for all three projections
-        q = self.q(x).unflatten(-1, (-1, self.heads, self.head_dim))
-        sizes = [self.head_dim, self.value_dim] * 3
-        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = split_columns(self.kv(x).unflatten(-1, (-1, sum(sizes))), sizes)  # [B,S,G,D] each
-        gates = self.gate(x).sigmoid().unflatten(-1, (-1, self.heads, 3))
         if cu_seqlens is not None and positions is None:
             positions = self._positions(x, cu_seqlens)
-        q_cmp, q, k_slc, k_win = self._rotated(q, k_slc, k_win, positions)
+        q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = self._parts(x, positions)
         options: Any = {"window": self.window, "backend": self.backend, "recompute": self.recompute, **self.rule._asdict()}
         if cu_seqlens is not None:
+            compressed = self.compress_k(k_cmp[0], cu_seqlens), self.compress_v(v_cmp[0], cu_seqlens)
             o = nsa_attention(
-                q[0], self.compress_k(k_cmp[0], cu_seqlens), self.compress_v(v_cmp[0], cu_seqlens), k_slc[0], v_slc[0], k_win[0],
-                v_win[0], gates[0], q_cmp=q_cmp[0], cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options,
+                q[0], *compressed, k_slc[0], v_slc[0], k_win[0], v_win[0], gates[0], q_cmp=q_cmp[0], cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen, **options,
             ).unsqueeze(0)  # fmt: skip
             return self.out(o.flatten(2))  # type: ignore[no-any-return]
         others = *(y.transpose(1, 2) for y in (k_slc, v_slc, k_win, v_win)), gates
@@ -164,19 +162,35 @@ class NSAttention(nn.Module):
         cu = Bounds.of("cu_seqlens", cu_seqlens, T, x).on(x)
         return None if self.rotary is None else row_positions(cu, T)[0].clamp(min=0)
 
-    def _rotated(self, q: Tensor, k_slc: Tensor, k_win: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """q [B,S,G,h,D] as it is, and all three with rotary positions."""
-        if self.rotary is None:
-            return q, q, k_slc, k_win
-        (B, S), device = q.shape[:2], q.device
+    def _parts(self, x: Tensor, positions: Tensor | None) -> Parts:
+        """What the branches take, with rotary positions in q and the keys of the selected branch and the window."""
+        positions = None if self.rotary is None else self._checked(positions, x)
+        base = None if self.rotary is None else base_of(self.rotary)
+        layers, heads = (self.q, self.kv, self.gate), Heads(self.heads, self.head_dim, self.value_dim)
+        if positions is not None and base is not None and joins(x, layers):
+            return project(x, angles_of(positions, self.head_dim, x.dtype, base), layers, heads)
+        q = self.q(x).unflatten(-1, (-1, self.heads, self.head_dim))
+        columns = heads.columns()
+        k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = split_columns(self.kv(x).unflatten(-1, (-1, sum(columns))), columns)
+        gates = self.gate(x).sigmoid().unflatten(-1, (-1, self.heads, 3))
+        q_cmp, q, k_slc, k_win = self._rotated(q, k_slc, k_win, positions, base)
+        return Parts(q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+
+    def _checked(self, positions: Tensor | None, x: Tensor) -> Tensor:
+        """Positions of the rows of x, by default those of whole sequences."""
+        (B, S), device = x.shape[:2], x.device
         if positions is None:
-            positions = torch.arange(S, device=device) if self.context is None else self.context.positions(S, device)
-        else:
-            try:
-                as_positions(positions, B, S, device)
-            except ArgumentError as error:
-                raise renamed(error, q_pos="positions") from None
-        base = base_of(self.rotary)
+            return torch.arange(S, device=device) if self.context is None else self.context.positions(S, device)  # type: ignore[no-any-return]
+        try:
+            as_positions(positions, B, S, device)
+        except ArgumentError as error:
+            raise renamed(error, q_pos="positions") from None
+        return positions
+
+    def _rotated(self, q: Tensor, k_slc: Tensor, k_win: Tensor, positions: Tensor | None, base: float | None) -> tuple[Tensor, ...]:
+        """q [B,S,G,h,D] as it is, and all three with rotary positions."""
+        if self.rotary is None or positions is None:
+            return q, q, k_slc, k_win
         if base is None:
             return q, *(self.rotary(x, positions) for x in (q, k_slc, k_win))
         table = angles(q, positions, base)

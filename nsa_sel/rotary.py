@@ -59,8 +59,13 @@ def angles(x: Tensor, positions: Tensor, base: float = BASE) -> Angles:
     Returns:
         cos and sin [1,S,D/2], or [B,S,D/2] for positions [B,S].
     """
+    return angles_of(positions, x.shape[-1], x.dtype, base)
+
+
+def angles_of(positions: Tensor, D: int, dtype: torch.dtype, base: float) -> Angles:
+    """`angles` for tensors of so many dimensions and this dtype."""
     make = _table if transforms.traces(positions) else _cos_and_sin  # a compiler makes one for all layers
-    return Angles(*make(positions, x.shape[-1] // 2, base, torch.promote_types(x.dtype, torch.float32)))
+    return Angles(*make(positions, D // 2, base, torch.promote_types(dtype, torch.float32)))
 
 
 def rotate_by(x: Tensor, table: Angles) -> Tensor:
@@ -117,10 +122,25 @@ def _plain(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool)
     return (rotated if plus is None else rotated + plus).to(x.dtype)
 
 
-def _fused(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    heads, more = (y if y is None else y.unsqueeze(2) if y.dim() == 3 else y.flatten(2, -2) for y in (x, plus))
-    rotated: Tensor = importlib.import_module(KERNELS).rotate(heads, more, cos, sin, back)
-    return rotated.view(x.shape)
+def _fused(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool, to: Tensor | None = None) -> Tensor:
+    """`_plain`, written to `to` [B,S,...,D] of strides that let heads be one dimension, or to a new tensor."""
+    to = torch.empty(x.shape, dtype=x.dtype, device=x.device) if to is None else to
+    heads, more, out = (y if y is None else y.unsqueeze(2) if y.dim() == 3 else y.flatten(2, -2) for y in (x, plus, to))
+    importlib.import_module(KERNELS).rotate(heads, more, cos, sin, back, out)
+    return to
+
+
+def rotated(x: Tensor, table: Angles) -> Tensor:
+    """`rotate_by` of plain tensors, without autograd."""
+    return (_fused if x.is_cuda else _plain)(x, None, *table, False)
+
+
+def write_rotated_back(to: Tensor, do: Tensor, plus: Tensor | None, table: Angles) -> None:
+    """Write do [B,S,...,D] rotated back, + plus, to a tensor of its shape, whose heads [...] must be one dimension by their strides."""
+    if do.is_cuda:
+        _fused(do, plus, *table, True, to)
+    else:
+        to.copy_(_plain(do, plus, *table, True))
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,14 +1,13 @@
 """Rotary positions in one pass over memory, (a, b) -> (a cos - b sin, a sin + b cos), and back with -sin; plus another tensor, if given.
 
 Grid: one program per ROWS of the B * S * H rows (a row is one head of one token). Tiles: a and b, the halves of a row, [ROWS, BLOCK].
-x and plus have any strides with a contiguous last dimension; what is written is contiguous. Computed in the dtype of the angles.
+x, plus and what is written have any strides with a contiguous last dimension. Computed in the dtype of the angles.
 """
 
 from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,8 +30,8 @@ def rotate_kernel(
     x, plus, cos, sin, out, strides, sequence_angles, rows, S, H,
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, 2 * HALF] of x [B,S,H,2 * HALF], plus `plus` if it is not None; strides: of x and plus. cos and sin [S, HALF] of each
-    sequence, sequence_angles numbers apart (0: the same)."""
+    """out of x [B,S,H,2 * HALF], plus `plus` if it is not None; strides: of x, plus and out. cos and sin [S, HALF] of each sequence,
+    sequence_angles numbers apart (0: the same)."""
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = number < rows
     inside = tl.where(exists, number, 0)
@@ -50,23 +49,22 @@ def rotate_kernel(
         more = rows_of(plus, strides[1], b, s, head)
         first += load_columns(more, exists, 0, HALF, BLOCK)
         second += load_columns(more + HALF, exists, 0, HALF, BLOCK)
-    store_columns(out + number * 2 * HALF, first, exists, 0, HALF)
-    store_columns(out + number * 2 * HALF + HALF, second, exists, 0, HALF)
+    to = rows_of(out, strides[2], b, s, head)
+    store_columns(to, first, exists, 0, HALF)
+    store_columns(to + HALF, second, exists, 0, HALF)
 
 
-def rotate(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """x [B,S,H,D] rotated, + plus [B,S,H,D], contiguous; cos and sin [1 or B,S,D/2], contiguous."""
+def rotate(x: Tensor, plus: Tensor | None, cos: Tensor, sin: Tensor, back: bool, out: Tensor) -> None:
+    """Write x [B,S,H,D] rotated, + plus [B,S,H,D], to out [B,S,H,D]; cos and sin [1 or B,S,D/2], contiguous."""
     B, S, H, D = x.shape
     read = tuple(y if y.stride(-1) == 1 else y.contiguous() for y in (x, x if plus is None else plus))
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         block = tile_size(D // 2)
         rows = max(1, (TILE if x.is_cuda else INTERPRETED_TILE) // block)
         apart = 0 if len(cos) == 1 else S * D // 2
-        strides = tuple(y.stride()[:3] for y in read)
+        strides = tuple(y.stride()[:3] for y in (*read, out))
         tensors = read[0], None if plus is None else read[1], cos, sin, out
         _kernel(D // 2, block, rows, back).launch(-(-B * S * H // rows), tensors, (strides, apart, B * S * H, S, H))
-    return out
 
 
 @functools.lru_cache(REMEMBERED)
