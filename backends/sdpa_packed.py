@@ -21,7 +21,7 @@ def path(call: Call) -> Literal["dense", "varlen"]:
       tiles of keys take the rows that selected them instead (_sdpa/key_tiles.py).
 
     NSA_SEL_TRITON_FORCE_PATH=dense takes n = 1 densely at any cost, varlen takes nothing densely. Keys are gathered in any case where
-    masks or copies do not fit runtime.workspace_bytes, and on a CPU where K or V are not finite.
+    masks or copies do not fit runtime.workspace_bytes, on a CPU where K or V are not finite, and where they are quantized.
     """
     return "varlen" if dense.tiles_of(call, *call.clamped_ranges()) is None else "dense"
 

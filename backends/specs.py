@@ -45,7 +45,7 @@ SPECS = (
         name="sdpa-packed",
         path="nsa_sel.backends.sdpa_packed",
         framework="torch",
-        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64"))),
+        limits=Limits(dtypes=dict.fromkeys(("cpu", "cuda"), ("float16", "bfloat16", "float32", "float64")), quantized={"e4m3": 0}),
         summary="rows bucketed by length, gathered, scaled_dot_product_attention; the fallback that always runs",
         switches=(Switch("use_sel_pack", "pack-off", "unset NSA_USE_SEL_PACK"),),
         fallback=True,
@@ -78,7 +78,7 @@ SPECS = (
         name="triton-group",
         path="nsa_sel.backends.triton_group",
         framework="triton",
-        limits=_TRITON_LIMITS,
+        limits=msgspec.structs.replace(_TRITON_LIMITS, quantized={"e4m3": 89}),  # older GPUs have no instruction that converts it
         requires=(_TRITON,),
         summary="one program per query row and KV group: K/V loaded once for all h heads",
         switches=(Switch("triton_group", "group-off", "unset NSA_SEL_TRITON_GROUP"),),

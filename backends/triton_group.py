@@ -64,8 +64,8 @@ def _forward_blocks(call: Call, heads: arguments.Heads, config: KernelConfig, pr
     descriptors = _descriptors(call, kernel) if config.loads == "tma" else (None, None)
     kernel.launch(
         programs,
-        (call.q, *descriptors, call.k, call.v, *_index(call), o, lse),
-        (arguments.strides(call), _table_stride(call), arguments.sizes(call), n, call.scale_log2()),
+        (call.q, *descriptors, call.k, call.v, *_index(call), *_scales(call), o, lse),
+        (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, call.scale_log2()),
     )
     return o, lse
 
@@ -82,8 +82,8 @@ def _forward_ranges(call: Call, heads: arguments.Heads, config: KernelConfig, pr
     walk, n = arguments.walk_width(call), call.selection.n
     _ranges(heads, _cache(call), config, walk, _one_page(call), parts > 1, parts > 1 and n <= walk).launch(
         programs * parts,
-        (call.q, call.k, call.v, *_index(call), to_o, to_lse),
-        (arguments.strides(call), _table_stride(call), arguments.sizes(call), n, parts, call.scale_log2()),
+        (call.q, call.k, call.v, *_index(call), *_scales(call), to_o, to_lse),
+        (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, parts, call.scale_log2()),
     )
     if parts > 1:
         combine(to_o, to_lse, o, lse, parts)
@@ -127,10 +127,23 @@ class Cache(NamedTuple):
 
     LENGTHS: bool  # whether positions are counted from the sequences' lengths
     PAGE: int  # keys per page, 0 where k and v hold whole sequences
+    PAGE_SCALES: bool  # whether quantized keys of other pages have other scales
+
+
+class CacheStrides(NamedTuple):
+    """In elements, 0 where there is nothing of the kind."""
+
+    table: int  # from a row of the block table to the next
+    k_scale: tuple[int, ...]  # from a page to the next, from a group to the next
+    v_scale: tuple[int, ...]
+
+
+_NO_STRIDES = CacheStrides(0, (0, 0), (0, 0))
 
 
 def _cache(call: Call) -> Cache:
-    return Cache(call.lengths is not None, 0 if call.block_table is None else call.k.shape[2])
+    of_pages = call.scales is not None and call.scales.page_keys > 0
+    return Cache(call.lengths is not None, 0 if call.block_table is None else call.k.shape[2], of_pages)
 
 
 def _index(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -138,9 +151,16 @@ def _index(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return call.selection.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table
 
 
-def _table_stride(call: Call) -> int:
-    """From a row of the block table to the next."""
-    return 0 if call.block_table is None else call.block_table.stride(0)
+def _scales(call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """Of quantized keys and values."""
+    return (None, None) if call.scales is None else (call.scales.k, call.scales.v)
+
+
+def _cache_strides(call: Call) -> CacheStrides:
+    if call.block_table is None and call.scales is None:
+        return _NO_STRIDES
+    k_scale, v_scale = ((0, 0) if x is None else x.stride() for x in _scales(call))
+    return CacheStrides(0 if call.block_table is None else call.block_table.stride(0), k_scale, v_scale)
 
 
 @functools.lru_cache(REMEMBERED)

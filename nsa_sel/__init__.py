@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nsa_sel.core.decision import Decision
     from nsa_sel.core.reset import reset
     from nsa_sel.layer import NSASelection, block_scores
+    from nsa_sel.quantize import quantize_e4m3
     from nsa_sel.selection import Selection
     from nsa_sel.serving import selection_attention_with_kvcache
     from nsa_sel.settings.syncing import sync_tuning
@@ -48,6 +49,7 @@ __all__ = [
     "log_to",
     "moba_selection",
     "nsa_attention",
+    "quantize_e4m3",
     "reset",
     "selection_attention",
     "selection_attention_varlen",
@@ -76,6 +78,7 @@ _HOMES = {
     "log_to": "telemetry.target",
     "moba_selection": "choosing",
     "nsa_attention": "branches",
+    "quantize_e4m3": "quantize",
     "reset": "core.reset",
     "selection_attention": "attention",
     "selection_attention_varlen": "varlen",

@@ -13,6 +13,7 @@ from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.begin import begin
 from nsa_sel.core.check import check_call
 from nsa_sel.core.prepare import prepared
+from nsa_sel.core.quantized import STORED, scales_of
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
@@ -20,12 +21,14 @@ from nsa_sel.selection import Selection
 @overload
 def selection_attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *,
-    scale: float | None = None, return_lse: Literal[False] = False, backend: str | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, return_lse: Literal[False] = False,
+    backend: str | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def selection_attention_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor, block_table: Tensor | None = None, *,
-    scale: float | None = None, return_lse: Literal[True], backend: str | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, scale: float | None = None, return_lse: Literal[True],
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def selection_attention_with_kvcache(
     q: Tensor,
@@ -35,6 +38,8 @@ def selection_attention_with_kvcache(
     cache_seqlens: Tensor,
     block_table: Tensor | None = None,
     *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -43,7 +48,7 @@ def selection_attention_with_kvcache(
 
     New token s of sequence b is at position cache_seqlens[b] - S_q + s, so new tokens see each other causally; a token below position 0
     sees nothing (o = 0, lse = -inf). It never waits for a GPU: a CUDA graph of it may be replayed after its inputs were written in
-    place. Gradients are supported without pages only. Under torch.autocast nothing is cast: a cache keeps its dtype.
+    place. Gradients are supported without pages and quantization only. Under torch.autocast nothing is cast: a cache keeps its dtype.
 
     Args:
         q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`.
@@ -55,6 +60,9 @@ def selection_attention_with_kvcache(
         cache_seqlens: [B] int32 or int64, the keys of each sequence. Checked on a CPU; on a GPU a length past the end is clamped.
         block_table: [B, pages of a sequence] int32. Key j of sequence b is key j % page_size of page block_table[b, j // page_size].
             Entries past a sequence's keys may hold anything. Checked on a CPU; on a GPU a page that does not exist is undefined behavior.
+        k_scale: of a cache in float8_e4m3fn, beside q in float16, bfloat16 or float32: key = stored * k_scale. float32, of one element,
+            [G], or [pages,G] for a paged cache; None for 1. Scales of pages that nobody reads may hold anything.
+        v_scale: likewise; both or neither.
         scale, return_lse, backend: as of `selection_attention`.
 
     Returns:
@@ -62,7 +70,7 @@ def selection_attention_with_kvcache(
         for float64 inputs).
 
     Raises:
-        ArgumentError: bad input; gradients over a paged cache.
+        ArgumentError: bad input; gradients over a paged or quantized cache.
         BackendError: as `selection_attention`; make_fx or FakeTensorMode traces the call.
     """
     if not is_compiling():
@@ -72,6 +80,7 @@ def selection_attention_with_kvcache(
     if decode:
         q = q.unsqueeze(1)
     S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table)
+    scales = scales_of(q, k_cache, v_cache, k_scale, v_scale, block_table is not None)
     q, k_cache, v_cache = transforms.materialized(q, k_cache, v_cache)
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     # For pages, check views of the shape that contiguous keys would have; nothing reads them.
@@ -80,17 +89,20 @@ def selection_attention_with_kvcache(
         B, _, G, _, _ = q.shape
         k_checked, v_checked = (x.as_strided((B, G, S_kv, x.shape[3]), (0, 0, 0, x.stride(3))) for x in (k, v))
     try:
-        q, _, _, selection, scale, _ = check_call(q, k_checked, v_checked, selection, scale, None)
+        q, _, _, selection, scale, _ = check_call(
+            q, k_checked, v_checked, selection, scale, None, stored=None if scales is None else STORED
+        )
     except ArgumentError as error:
         raise _of_cache(error) from None
     if transforms.needs_grad(q, k, v):
-        if block_table is not None:
+        if block_table is not None or scales is not None:
             name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
-            remedy = "call it under torch.no_grad(), or use a cache without pages"
-            raise ArgumentError(name, "a tensor that requires gradients", "none over a paged cache", remedy)
+            kind, other = ("paged", "without pages") if scales is None else ("quantized", "of q's dtype")
+            remedy = f"call it under torch.no_grad(), or use a cache {other}"
+            raise ArgumentError(name, "a tensor that requires gradients", f"none over a {kind} cache", remedy)
         found = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
     else:
-        decided = begin(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table)
+        decided = begin(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table, scales)
         found = run.attend(prepared(decided, backend))
     o, lse = (x.squeeze(1) for x in found) if decode else found
     return (o, lse) if return_lse else o

@@ -133,9 +133,12 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     """Whether the backend's cost model covers such calls.
 
     Not for paged caches that the backend does not read itself: gathering their ranges was not measured. Not for calls that tile kernels
-    do not take: they run on other kernels. Not for a choice of one query per sequence, or without attention, which was not measured.
+    do not take: they run on other kernels. Not for quantized caches, nor for a choice of one query per sequence or without attention,
+    which were not measured.
     """
     if request.kind == "choose" and (request.S == 1 or request.pool is not None):
+        return False
+    if request.quantized is not None:
         return False
     if request.page_size is not None:
         return backend.reads_caches

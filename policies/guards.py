@@ -47,6 +47,7 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
     if limits.block_aligned_only and request.page_size is not None:
         remedy = "let the policy choose a backend that reads block tables, or use a cache without pages"
         reasons.append(Reason("paged", "unsupported", "request.page_size", request.page_size, "a cache without pages", remedy))
+    reasons += _quantized(case, offer)
     if request.block_size is not None and request.block_size % limits.block_multiple:
         required = f"a multiple of {limits.block_multiple}"
         remedy = "select blocks of that size, or use another backend"
@@ -65,6 +66,24 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
     if request.needs_grad and not limits.backward:
         reasons.append(Reason("no-backward", "unsupported", "request.needs_grad", True, False, "use another backend, or torch.no_grad()"))
     return tuple(reasons)
+
+
+def _quantized(case: Case, offer: Offer) -> list[Reason]:
+    """A backend that reads no caches of the request's format, or does so on newer GPUs alone."""
+    format_name = (case.request.quantized or "").split("/")[0]
+    if not format_name:
+        return []
+    formats, name = offer.backend.limits.quantized, case.request.quantized
+    if case.request.needs_grad:
+        remedy = "call it under torch.no_grad(), or use a cache of q's dtype"
+        return [Reason("quantized-grad", "unsupported", "request.needs_grad", True, False, remedy)]
+    if format_name not in formats:
+        remedy = "let the policy choose another backend, or use a cache of q's dtype"
+        return [Reason("quantized", "unsupported", "request.quantized", name, " or ".join(formats) or None, remedy)]
+    if case.device.kind == "cuda" and (case.device.sm or 0) < formats[format_name]:
+        required, remedy = f">= {formats[format_name]} for {format_name}", "use a newer GPU, another backend, or a cache of q's dtype"
+        return [Reason("quantized-sm", "unsupported", "device.sm", case.device.sm, required, remedy)]
+    return []
 
 
 def _beyond_tiles(case: Case, offer: Offer) -> list[Reason]:

@@ -37,7 +37,7 @@ def tiles_of(call: Call, start: Tensor, end: Tensor) -> list[Tile] | None:
     B, S, G, h, Dk = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     forced = call.settings.triton_force_path
-    if call.selection.n != 1 or forced == "varlen" or start.numel() == 0 or S_kv == 0:
+    if call.selection.n != 1 or forced == "varlen" or call.scales is not None or start.numel() == 0 or S_kv == 0:
         return None
     on_cpu, itemsize = attend.may_read(call), attend.accumulate(call.q.dtype).itemsize
     if not on_cpu and B * G > attend.STEP_ROWS:

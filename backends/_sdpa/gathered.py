@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from nsa_sel.backends._buffers import temporary
 from nsa_sel.backends._sdpa import attend
 from nsa_sel.core.call import Call
+from nsa_sel.core.quantized import Scales
 from nsa_sel.telemetry import events
 
 _SMALLEST_BUCKET = 16  # keys
@@ -44,16 +45,30 @@ def forward(call: Call, start: Tensor, end: Tensor, o: Tensor, lse: Tensor) -> N
     """Fills o and lse; ranges start, end [B,S,G,n] are clamped."""
     h, Dk = call.q.shape[3:]
     q, o, lse = call.q.reshape(-1, h, Dk), o.view(-1, h, o.shape[4]), lse.view(-1, h)
+    attended = call.q.dtype if call.scales is None else lse.dtype
     for rows, steps in packed(call, start, end, 3 * h, "forward"):
-        q_rows, keep = q[rows.ids].unsqueeze(1), rows.keep[:, None, None]
+        q_rows, keep = q[rows.ids].unsqueeze(1).to(attended), rows.keep[:, None, None]
         parts = []
         for step in steps:
             k, v = rows.gather(step)
+            if call.scales is not None:
+                k, v = dequantized(call, call.scales, rows, step, k, v)
             parts.append(attend.attend(q_rows[step], k.unsqueeze(1), v.unsqueeze(1), keep[step], call.scale))
         o_rows, lse_rows = (torch.cat(part).squeeze(1) for part in zip(*parts, strict=True))
         filled = rows.filled.unsqueeze(1)
-        o.index_copy_(0, rows.ids, torch.where(filled.unsqueeze(2), o_rows, 0))
+        o.index_copy_(0, rows.ids, torch.where(filled.unsqueeze(2), o_rows, 0).to(o.dtype))
         lse.index_copy_(0, rows.ids, torch.where(filled, lse_rows, float("-inf")))
+
+
+def dequantized(call: Call, scales: Scales, rows: Rows, step: slice, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k [r,L,Dk] and v [r,L,Dv] in float32 from their bytes, which were gathered for some of the rows."""
+    wide_k, wide_v = (x.view(call.k.dtype).to(torch.float32) for x in (k, v))
+    if scales.k is not None and scales.v is not None:
+        page = rows.position[step] // scales.page_keys if scales.page_keys else torch.zeros_like(rows.ids[step]).unsqueeze(1)
+        group = (rows.ids[step] % call.q.shape[2]).unsqueeze(1)
+        wide_k *= scales.k[page, group].unsqueeze(2)
+        wide_v *= scales.v[page, group].unsqueeze(2)
+    return wide_k, wide_v
 
 
 def backward(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,9 +107,10 @@ def packed(call: Call, start: Tensor, end: Tensor, per_key: int, direction: str)
     """
     S, G = call.q.shape[1:3]
     start, end = start.reshape(-1, call.selection.n), end.reshape(-1, call.selection.n)
-    (k_table, k_strides), (v_table, v_strides) = _table(call.k), _table(call.v)
+    k, v = (call.k, call.v) if call.scales is None else (call.k.view(torch.uint8), call.v.view(torch.uint8))
+    (k_table, k_strides), (v_table, v_strides) = _table(k), _table(v)
     wide = attend.accumulate(call.q.dtype)
-    copies = call.q.element_size() + (wide.itemsize if call.q.dtype != wide else 0)
+    copies = k.element_size() + (wide.itemsize if k.dtype != wide else 0)
     key_bytes = (call.k.shape[3] + call.v.shape[3]) * copies + per_key * wide.itemsize
     half = attend.budget(call) // 2
     timed, device = call.timed(), call.q.device.type

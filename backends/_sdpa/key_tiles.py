@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 def pays(call: Call, start: Tensor, end: Tensor) -> bool:
     """Whether tiles have enough rows, hold few keys that these did not select, and all keys are finite."""
-    if not attend.may_read(call) or call.q.shape[1] < _LEAST_ROWS:
+    if not attend.may_read(call) or call.scales is not None or call.q.shape[1] < _LEAST_ROWS:
         return False
     lists = list(itertools.chain.from_iterable(rows_by_tile(call, start, end)))
     pairs, tiles = sum(map(len, lists)), sum(len(rows) > 0 for rows in lists)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from nsa_sel.backends._triton.group_ranges import row_heads
+from nsa_sel.backends._triton.quantized import page_scales, quantized_row, scaled, step_logits, step_weights
 from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
 from nsa_sel.backends._triton.softmax import (
     LN_2,
@@ -47,15 +48,15 @@ def load_step(desc, x, stride, b, g, c, page, D: tl.constexpr, BLOCK_L: tl.const
 
 @triton.jit
 def forward_blocks_kernel(
-    q, k_desc, v_desc, k, v, ranges, q_pos, block_table, o, lse, strides, stride_table, sizes, n, scale_log2,
-    dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr,
-    TAIL_L: tl.constexpr, NP: tl.constexpr,
+    q, k_desc, v_desc, k, v, ranges, q_pos, block_table, k_scale, v_scale, o, lse, strides, of_cache, sizes, n, scale_log2,
+    dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one row's heads; every range is one block of BLOCK keys.
 
     Grid: one program per row and tile of heads. Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]. TMA: k_desc and
     v_desc are descriptors of k, v [B,G,S_kv,D], or of pages [pages,G,PAGE,D], each of which holds whole steps of BLOCK_L keys; None:
-    pointers. LENGTHS and PAGE as in `forward_ranges_kernel`.
+    pointers. LENGTHS, PAGE and scales as in `forward_ranges_kernel`.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     TMA: tl.constexpr = k_desc is not None
@@ -64,7 +65,8 @@ def forward_blocks_kernel(
         q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H, LENGTHS
     )
 
-    table = block_table + b * stride_table if PAGE > 0 else block_table
+    q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, PAGE_SCALES)
+    table = block_table + b * of_cache.table if PAGE > 0 else block_table
     listed, last_whole, cut_start, cut_end = split_blocks(row_ranges, n, limit, BLOCK, NP)
     acc = tl.zeros([BLOCK_H, BLOCK_DV], ACC)
     l = tl.zeros([BLOCK_H], ACC)
@@ -84,20 +86,24 @@ def forward_blocks_kernel(
             c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
             page = c
         k_tile = load_step(k_desc, k, strides.k, b, g, c, page, dims.Dk, BLOCK_L, dims.BLOCK_D, PAGE)
-        logits = products(q_tile, k_tile)
+        exist = None if TMA else w >= 0
+        logits = step_logits(q_tile, k_tile, k_rate, page_scales(k_scale, of_cache.k_scale, g, page, exist, PAGE_SCALES))
         v_tile = load_step(v_desc, v, strides.v, b, g, c, page, dims.Dv, BLOCK_L, BLOCK_DV, PAGE)
-        acc, l, m = chosen_step(logits, is_whole, v_tile, acc, l, m, scale_log2)
+        weight, shrink, v_rate = step_weights(page_scales(v_scale, of_cache.v_scale, g, page, exist, PAGE_SCALES), v_rate)
+        acc, l, m = chosen_step(logits, is_whole, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
 
     for c in range(cut_start, cut_end, TAIL_L):
         position = c + tl.arange(0, TAIL_L)
         valid = position < cut_end
         page = page_of(position, valid, table, PAGE) if PAGE > 0 else position
         k_tile = load_columns(cached_pointers(k, strides.k, b, g, position, page, PAGE), valid, 0, dims.Dk, dims.BLOCK_D)
-        logits = tl.where(valid[None, :], products(q_tile, k_tile), float("-inf"))
+        k_factor = page_scales(k_scale, of_cache.k_scale, g, page, valid, PAGE_SCALES)
+        logits = tl.where(valid[None, :], step_logits(q_tile, k_tile, k_rate, k_factor), float("-inf"))
         v_tile = load_columns(cached_pointers(v, strides.v, b, g, position, page, PAGE), valid, 0, dims.Dv, BLOCK_DV)
-        acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
+        weight, shrink, v_rate = step_weights(page_scales(v_scale, of_cache.v_scale, g, page, valid, PAGE_SCALES), v_rate)
+        acc, l, m = softmax_step(logits, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
 
-    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
+    o_tile, lse_rows = finish_softmax(scaled(acc, v_rate), l, m, scale_log2)
     store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
     tl.store(lse + out, lse_rows * LN_2, mask=is_head)
 

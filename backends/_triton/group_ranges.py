@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_sel.backends._triton.quantized import page_scales, quantized_row, scaled, step_logits, step_weights
 from nsa_sel.backends._triton.rows import (
     count_keys,
     locate_heads,
@@ -39,15 +40,15 @@ def row_heads(q, ranges, q_pos, strides, sizes, n, program, dims: tl.constexpr, 
 
 @triton.jit
 def forward_ranges_kernel(
-    q, k, v, ranges, q_pos, block_table, o, lse, strides, stride_table, sizes, n, parts, scale_log2,
-    dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, SPLIT: tl.constexpr, ONE_WALK: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+    q, k, v, ranges, q_pos, block_table, k_scale, v_scale, o, lse, strides, of_cache, sizes, n, parts, scale_log2,
+    dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr, ONE_PAGE: tl.constexpr, SPLIT: tl.constexpr,
+    ONE_WALK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one row's heads; with SPLIT, the float32 partials [rows, parts, ...] of one part of the walk, lse in base 2.
 
     Grid: one program per row, tile of heads, and part. Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]; the walk
     takes NP ranges at once, with ONE_WALK all ranges of a split row. With LENGTHS, q_pos holds the sequences' lengths; where PAGE > 0,
-    k and v are pages [pages,G,PAGE,D], and with ONE_PAGE each range lies within one.
+    k and v are pages [pages,G,PAGE,D], and with ONE_PAGE each range lies within one. Scales of quantized keys: quantized.py.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
@@ -56,7 +57,8 @@ def forward_ranges_kernel(
         q, ranges, q_pos, strides, sizes, n, tl.program_id(0) // parts, dims, BLOCK_H, LENGTHS
     )
 
-    table = block_table + b * stride_table if PAGE > 0 else block_table
+    q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, PAGE_SCALES)
+    table = block_table + b * of_cache.table if PAGE > 0 else block_table
     low, high = 0, sizes[1]
     if ONE_WALK:
         shift, before, after, total = walk_keys(row_ranges, 0, n, limit, table, NP, PAGE, ONE_PAGE)
@@ -90,12 +92,15 @@ def forward_ranges_kernel(
                 position = positions_of(w, shift, before, after)
                 page = position // PAGE if PAGE > 0 else position
             k_tile = load_columns(cached_pointers(k, strides.k, b, g, position, page, PAGE), valid, 0, dims.Dk, dims.BLOCK_D)
-            logits = tl.where(valid[None, :], products(q_tile, k_tile), float("-inf"))
+            k_factor = page_scales(k_scale, of_cache.k_scale, g, page, valid, PAGE_SCALES)
+            logits = tl.where(valid[None, :], step_logits(q_tile, k_tile, k_rate, k_factor), float("-inf"))
             v_tile = load_columns(cached_pointers(v, strides.v, b, g, position, page, PAGE), valid, 0, dims.Dv, BLOCK_DV)
-            acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
+            v_factor = page_scales(v_scale, of_cache.v_scale, g, page, valid, PAGE_SCALES)
+            weight, shrink, v_rate = step_weights(v_factor, v_rate)
+            acc, l, m = softmax_step(logits, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
         base += keys
 
-    o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
+    o_tile, lse_rows = finish_softmax(scaled(acc, v_rate), l, m, scale_log2)
     out = out * parts + part
     store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
     tl.store(lse + out, lse_rows if SPLIT else lse_rows * LN_2, mask=is_head)

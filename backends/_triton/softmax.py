@@ -81,22 +81,27 @@ def add_product(acc, a, b):
 
 
 @triton.jit
-def softmax_step(s, v, acc, l, m, c):
+def softmax_step(s, v, acc, l, m, c, weight=None, shrink=None):
     """Take the products s = q k^T [M, BLOCK_L] (-inf where masked) and their values v [BLOCK_L, Dv] into (acc, l, m)."""
-    return chosen_step(s, True, v, acc, l, m, c)
+    return chosen_step(s, True, v, acc, l, m, c, weight, shrink)
 
 
 @triton.jit
-def chosen_step(s, chosen, v, acc, l, m, c):
+def chosen_step(s, chosen, v, acc, l, m, c, weight=None, shrink=None):
     """`softmax_step` for the rows `chosen` (a bool, or one per row) alone.
 
     The others keep m and l, and a shift of infinity makes their p = 0: masking whole rows costs nothing per element. Where such a
     row's own s is not finite p is NaN, and acc with it: `finish_softmax` drops acc of rows that never took part.
+
+    weight, shrink: factors of p beside v and of acc before, None for 1 (scales of quantized values, quantized.py).
     """
     m_new = tl.where(chosen, tl.maximum(m, tl.max(s, 1)), m)
     alpha = tl.exp2((m - m_new) * c)
     p = powers(s, tl.where(chosen, m_new, float("inf")), c, v.dtype)
     l = l * alpha + tl.where(chosen, tl.sum(p, 1), 0.0)
+    if weight is not None:
+        p *= weight
+        alpha *= shrink
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=acc.dtype)
     return acc, l, m_new
 

@@ -49,6 +49,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 # What typer offers as choices.
 Dtype = enum.StrEnum("Dtype", ["float16", "bfloat16", "float32", "float64"])
+CacheFormat = enum.StrEnum("CacheFormat", {"ones": "e4m3", "tensor": "e4m3/tensor", "head": "e4m3/head", "page": "e4m3/page"})
 Direction = enum.StrEnum("Direction", ["forward", "backward", "decode"])  # of kernel configs; decode: one query per sequence
 Where = enum.StrEnum("Where", ["auto", "cpu", "cuda"])
 
@@ -93,6 +94,7 @@ def explain(
     dtype: Annotated[Dtype, typer.Option(help="Of q, k, v.")] = Dtype.bfloat16,
     needs_grad: Annotated[bool, typer.Option("--needs-grad/--no-grad", help="Whether gradients are needed.")] = _EXAMPLE.needs_grad,
     page_size: Annotated[int | None, typer.Option(min=1, help="Keys a page, of a paged KV cache.")] = None,
+    quantized: Annotated[CacheFormat | None, typer.Option(help="Format of a quantized KV cache, and what has a scale of its own.")] = None,
     choose: Annotated[Choice | None, typer.Option(help="Explain the choice of n blocks instead, by this way and its own sizes.")] = None,
     device: Annotated[
         str, typer.Option(help=f"auto, cpu, cuda (those of this machine), {', '.join(GPUS)}, or a compute capability like sm89.")
@@ -112,7 +114,7 @@ def explain(
             max_length = min(S_kv, n * block_size if block_size else S_kv)
         request = Request(
             B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=n, block_size=block_size or None, max_length=max_length,
-            dtype=dtype.value, needs_grad=needs_grad, page_size=page_size,
+            dtype=dtype.value, needs_grad=needs_grad, page_size=page_size, quantized=quantized.value if quantized else None,
         )  # fmt: skip
         request = request if choose is None else choice(request, choose)
         decision = explain_request(request, _device_facts(device), backend)

@@ -21,7 +21,7 @@ def choice(request: Request, way: str) -> Request:
     """
     if request.block_size is None:
         raise ArgumentError("--block-size", 0, "keys of a block", "blocks are chosen: pass their size")
-    common = msgspec.structs.replace(request, kind="choose", max_length=request.S_kv, page_size=None)
+    common = msgspec.structs.replace(request, kind="choose", max_length=request.S_kv, page_size=None, quantized=None)
     if way == "nsa":
         return msgspec.structs.replace(common, compress=(32, 16))
     if request.needs_grad:

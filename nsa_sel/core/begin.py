@@ -10,6 +10,7 @@ from nsa_sel.core.call import Call
 from nsa_sel.core.decide import decide
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.facts import device_info, request_of
+from nsa_sel.core.quantized import Scales
 from nsa_sel.core.request import Request
 from nsa_sel.selection import Selection
 
@@ -24,10 +25,10 @@ class Decided(NamedTuple):
 
 def begin(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
-    lengths: Tensor | None = None, block_table: Tensor | None = None,
+    lengths: Tensor | None = None, block_table: Tensor | None = None, scales: Scales | None = None,
 ) -> Decided:  # fmt: skip
     """Decide on arguments that `check_call` returned."""
-    request = request_of(q, k, v, selection, needs_grad, block_table)
+    request = request_of(q, k, v, selection, needs_grad, block_table, scales)
     decision = decide(request, device_info(q.device), backend)
-    call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table)
+    call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table, scales=scales)
     return Decided(call, decision, request)

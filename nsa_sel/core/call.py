@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_sel.core.quantized import Scales
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.workspace import Workspace
 from nsa_sel.selection import Selection
@@ -30,7 +31,7 @@ class Call:
 
     Attributes:
         q: [B,S,G,h,Dk]; float16, bfloat16, float32 or float64, with a contiguous last dimension; k and v likewise.
-        k: [B,G,S_kv,Dk], or pages [pages,G,page_size,Dk].
+        k: [B,G,S_kv,Dk], or pages [pages,G,page_size,Dk]; of dtype float8_e4m3fn with `scales`, and v likewise.
         v: [B,G,S_kv,Dv], or pages [pages,G,page_size,Dv].
         selection: over the rows [B,S,G].
         q_pos: [B,S] int32 or int64, positions of the rows; None for S_kv - S + s.
@@ -40,6 +41,7 @@ class Call:
         lengths: [B] int32 or int64, keys of each cached sequence (nsa_sel/serving.py): row s is at lengths - S + s.
         block_table: [B, pages of a sequence] int32, the pages of each sequence in a paged cache.
         workspace: memory for temporaries, if the user passed one.
+        scales: of a quantized cache, None for k and v of q's dtype. Without gradients.
     """
 
     q: Tensor
@@ -53,6 +55,7 @@ class Call:
     lengths: Tensor | None = None
     block_table: Tensor | None = None
     workspace: Workspace | None = None
+    scales: Scales | None = None
 
     def others(self) -> tuple[Any, ...]:
         """The arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""

@@ -17,13 +17,21 @@ _LARGEST = sys.float_info.max
 
 
 def check_call(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None, fake: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection | Tensor,
+    scale: float | None,
+    q_pos: Tensor | None,
+    fake: bool = False,
+    stored: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Selection, float, Tensor | None]:
     """Check the arguments of `selection_attention`. Never reads a GPU or fake tensors.
 
     Args:
         q, k, v: dense tensors (`check_tensors`). selection, scale, q_pos: as of `selection_attention`.
         fake: the tensors have no values.
+        stored: the dtype of quantized k and v, None for q's.
 
     Returns:
         q [B,S,G,h,Dk] (S = 1 for decode), k, v, a Selection, the scale, and q_pos [B,S] or None.
@@ -32,7 +40,7 @@ def check_call(
         ArgumentError: the first bad argument.
     """
     decode = q.dim() == 4
-    q = check_sizes(q, k, v)
+    q = check_sizes(q, k, v, stored)
     B, S, G, _, Dk = q_shape = q.shape
     S_kv, device = k.shape[2], q.device
     if not isinstance(selection, Selection):
@@ -50,8 +58,9 @@ def check_call(
     return q, k, v, selection, scale, None
 
 
-def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B,S,G,h,Dk] of dense tensors q, k, v that fit together in shape, dtype, device and strides; else ArgumentError."""
+def check_sizes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None = None) -> Tensor:
+    """q [B,S,G,h,Dk] of dense tensors q, k, v that fit together in shape, dtype (`stored`: of k and v), device and strides; else
+    ArgumentError."""
     decode = q.dim() == 4
     if decode:
         q = q.unsqueeze(1)
@@ -72,7 +81,7 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not (h and Dk and Dv and G):
         size = next(name for name, size in (("h", h), ("Dk", Dk), ("Dv", Dv), ("G", G)) if not size)
         raise ArgumentError("v" if size == "Dv" else "q", f"of size 0 in {size}", f"{size} >= 1", "drop the empty dimension")
-    _check_dtypes(q, k, v)
+    _check_dtypes(q, k, v, stored)
     if not (q.is_cpu or q.is_cuda):
         raise ArgumentError("q", f"on {q.device}", "cpu or cuda", "move q, k, v there")
     return q
@@ -136,12 +145,13 @@ def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: boo
     return ArgumentError(name, f"of shape {tuple(shape)}", allowed, "; ".join(remedies))
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, stored: torch.dtype | None) -> None:
     """Check dtypes, devices, and contiguous last dimensions (any stride over a single element)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype not in DTYPES:
+        quantized = stored is not None and name != "q" and tensor.dtype == stored
+        if tensor.dtype not in DTYPES and not quantized:
             raise ArgumentError(name, f"of dtype {tensor.dtype}", ", ".join(DTYPES.values()), f"call {name}.to(torch.bfloat16)")
-        if tensor.dtype != q.dtype:
+        if tensor.dtype != q.dtype and not quantized:
             raise ArgumentError(name, f"of dtype {tensor.dtype}", f"q's dtype {q.dtype}", f"call {name}.to(q.dtype)")
         if tensor.device != q.device:
             raise ArgumentError(name, f"on {tensor.device}", f"q's device {q.device}", f"call {name}.to(q.device)")

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.call import DTYPES
+from nsa_sel.core.quantized import Scales
 from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.selection import Selection
 
 
-def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool, block_table: Tensor | None = None) -> Request:
+def request_of(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad: bool, block_table: Tensor | None = None,
+    scales: Scales | None = None,
+) -> Request:  # fmt: skip
     """The request of a checked call."""
     B, S, G, h, Dk = q.shape
     _, _, S_kv, Dv = v.shape
@@ -26,6 +30,7 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection, needs_grad
         aligned=is_aligned(q, k, v),
         sharing=selection.sharing if S > 1 else None,  # one row has no neighbours
         page_size=page_size,
+        quantized=None if scales is None else scales.quantized,
     )  # fmt: skip
 
 

@@ -25,7 +25,11 @@ def over_the_pool(call: Call, block_table: Tensor) -> Call:
     rows = ranges.shape[1]
     last = torch.full((1, 1), k.shape[2] - 1, device=k.device).expand(1, rows)  # the ranges are clamped already
     selection = Selection(ranges, None, call.selection.length_bound(call.S_kv), disjoint=True)
-    return replace(call, q=call.q.flatten(0, 1).unsqueeze(0), k=k, v=v, selection=selection, q_pos=last, lengths=None, block_table=None)
+    scales = call.scales
+    if scales is not None and scales.page_keys:
+        scales = scales._replace(page_keys=page_keys)
+    q = call.q.flatten(0, 1).unsqueeze(0)
+    return replace(call, q=q, k=k, v=v, selection=selection, q_pos=last, lengths=None, block_table=None, scales=scales)
 
 
 def _pool(name: str, x: Tensor) -> tuple[Tensor, int]:

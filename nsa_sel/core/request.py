@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["attend", "choose"]  # attention to selected blocks; to compressed keys, with the blocks that they choose
+Quantized = Literal["e4m3", "e4m3/tensor", "e4m3/head", "e4m3/page"]  # format of K and V, and what has a scale of its own
 SHARING_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tile sizes, in adjacent query tokens, that `sharing` covers
 
 
@@ -35,6 +36,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         sharing: distinct blocks of 1, 2, 4 ... 64 adjacent tokens (`SHARING_TOKENS`) over those of one token, from
             `Selection.measure()`; None: not measured, `runtime.sharing_prior` is used.
         page_size: keys of a page in a paged cache, else None. S_kv is then the room of a row of the block table.
+        quantized: format of the numbers of a KV cache that are not of `dtype`, and what has a scale of its own: the tensor, each head, or
+            each head of each page; None for a cache of `dtype`.
         kind: which of the two. For "choose", n blocks of block_size are chosen of S_kv keys, and max_length is S_kv.
         compress: keys of a compressed key, and from one to the next; None for "attend".
         pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a block
@@ -56,6 +59,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     aligned: bool = True
     sharing: tuple[float, ...] | None = None
     page_size: int | None = None
+    quantized: Quantized | None = None
     kind: Kind = "attend"
     compress: tuple[int, int] | None = None
     pool: tuple[str, ...] | None = None

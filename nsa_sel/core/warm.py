@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_sel.core.begin import Decided, begin
 from nsa_sel.core.facts import device_info
+from nsa_sel.core.quantized import STORED, Scales
 from nsa_sel.core.request import Request
 from nsa_sel.core.run import attend
 from nsa_sel.errors import NsaSelError, warn
@@ -72,8 +73,10 @@ def warm(request: Request, device: torch.device, tune: bool) -> Warmed:
     kind, scale, ms_backward = device.type, 1.0 / math.sqrt(request.Dk), None
     with torch.inference_mode(False), torch.set_grad_enabled(request.needs_grad), torch.autocast(kind, enabled=False):
         started = events.now(kind)
-        k, v, *lengths_and_table = (k, v) if request.page_size is None else _pages(request, k, v)
-        o, _ = attend(begin(q, k, v, selection, scale, None, request.needs_grad, None, *lengths_and_table))
+        lengths, table, scales = None, None, None
+        if request.page_size is not None or request.quantized is not None:
+            k, v, lengths, table, scales = _cache(request, k, v)
+        o, _ = attend(begin(q, k, v, selection, scale, None, request.needs_grad, None, lengths, table, scales))
         ms_forward = (events.now(kind) - started) * 1e3
         decision = events.decisions()[-1]
         if request.needs_grad:
@@ -103,12 +106,20 @@ def _tensors(request: Request, device: torch.device) -> tuple[Tensor, Tensor, Te
     return q, k, v, Selection(ranges, request.block_size, min(request.max_length, S_kv), disjoint=True)
 
 
-def _pages(request: Request, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k and v [1,G,page_size,D] of a paged cache with one page, lengths [B] of full sequences, a block table with that page alone."""
-    size = request.page_size or 1
-    k, v = (x.new_zeros(1, size, request.G, x.shape[3]).transpose(1, 2) for x in (k, v))
+def _cache(request: Request, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Scales | None]:
+    """k and v of a cache, lengths [B] of full sequences, a block table, scales. Of a paged cache: [1,G,page_size,D], with one page, and a
+    table with that page alone."""
+    size, table, scales = request.page_size, None, None
     lengths = torch.full((request.B,), request.S_kv, dtype=torch.int32, device=k.device)
-    return k, v, lengths, lengths.new_zeros(request.B, -(-request.S_kv // size))
+    if size is not None:
+        k, v = (x.new_zeros(1, size, request.G, x.shape[3]).transpose(1, 2) for x in (k, v))
+        table = lengths.new_zeros(request.B, -(-request.S_kv // size))
+    if request.quantized is not None:
+        _, _, each = request.quantized.partition("/")
+        one = torch.ones((), device=k.device).expand(1, request.G) if each == "tensor" else torch.ones(1, request.G, device=k.device)
+        k, v = k.to(STORED), v.to(STORED)
+        scales = Scales(one, one, size or 0 if each == "page" else 0, each) if each else Scales(None, None, 0, None)
+    return k, v, lengths, table, scales
 
 
 def _tune(request: Request, device: torch.device) -> float | None:

@@ -23,7 +23,7 @@ def warmup(
     Args:
         device: by default the current CUDA device, else the CPU.
         requests: `Request`s, or mappings of their fields (B, S, S_kv, G, h, Dk, Dv, n, block_size, max_length, dtype, needs_grad,
-            page_size) over those of the example; by default the example, an 8k prefill with gradients, and its decode step.
+            page_size, quantized) over those of the example; by default the example, an 8k prefill with gradients, and its decode step.
         tune: on a GPU, first tune the kernel configs of the chosen backends (as `nsa-sel tune --quick`), and keep the result.
 
     Returns:

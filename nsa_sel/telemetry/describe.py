@@ -24,6 +24,7 @@ def describe(decision: Decision) -> str:
     request, device = decision.request, decision.device
     block = f", block {request.block_size}" if request.block_size else ""
     block += f", pages of {request.page_size} keys" if request.page_size else ""
+    block += f", quantized KV cache ({request.quantized})" if request.quantized else ""
     lines = [
         f"request   B={request.B} S={request.S} S_kv<={request.S_kv} G={request.G} h={request.h} Dk={request.Dk} Dv={request.Dv}"
         f" n={request.n}{block}, at most {request.max_length} keys a row (L), {request.dtype},"

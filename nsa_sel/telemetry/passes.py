@@ -77,7 +77,7 @@ def _tell_forward(call: Call, backend: str, loads: LoadedKeys | None, seconds: f
         name, backend=backend, tokens=tokens, bytes=tokens * row_bytes, loaded_tokens=loaded, loaded_bytes=loaded * row_bytes,
         rows=B * S * G, source=source,
     )  # fmt: skip
-    events.count("bytes", backend, "forward", by=(loaded + B * S * G * h) * row_bytes)
+    events.count("bytes", backend, "forward", by=loaded * row_bytes + B * S * G * h * (Dk + Dv) * call.q.element_size())
     events.count("flops", backend, "forward", by=2 * tokens * h * (Dk + Dv))
 
 

@@ -1,0 +1,257 @@
+"""Decoding over e4m3 caches, against the float64 oracle on the numbers that they stand for; Triton's kernels are interpreted.
+
+The interpreter reads e4m3 exactly, but for NaN, which it takes for 480: keys and values of NaN are tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import nsa_sel
+from nsa_sel.core.quantized import STORED
+from nsa_sel.core.request import DeviceInfo, example_request
+from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.selection import Selection
+from nsa_sel.serving import selection_attention_with_kvcache
+from tests.helpers.cache_cases import PAGES, Cache
+from tests.helpers.quantized_cases import EACH, check_quantized, make_quantized
+
+READERS = ("sdpa-packed", "triton-group")
+FEW = (0, 1, 40)  # lengths: one Triton program takes 20 ms
+
+
+@pytest.mark.parametrize("each", [each for each in EACH if each != "page"])
+@pytest.mark.parametrize("backend", READERS)
+def test_contiguous_caches_match_the_oracle(backend: str, each: str | None) -> None:
+    check_quantized(make_quantized(each, None, G=1 + (each == "head"), lengths=FEW), backend)
+    check_quantized(make_quantized(each, None, G=1, S_q=4, lengths=FEW, dtype=torch.float16), backend)
+
+
+@pytest.mark.parametrize("each", EACH)
+@pytest.mark.parametrize("page_size", PAGES)
+def test_paged_caches_match_the_oracle_in_packed_sdpa(page_size: int, each: str | None) -> None:
+    for S_q, block, dtype in ((1, 16, torch.float32), (2, 32, torch.bfloat16), (8, 64, torch.float16)):
+        check_quantized(make_quantized(each, page_size, S_q=S_q, block=block, dtype=dtype), "sdpa-packed")
+    check_quantized(make_quantized(each, page_size, S_q=2, block=None), "sdpa-packed")
+
+
+@pytest.mark.parametrize(("page_size", "each"), [(16, "page"), (24, "page"), (64, "head"), (64, "page"), (256, None)])
+def test_paged_caches_match_the_oracle_in_triton(page_size: int, each: str | None) -> None:
+    """Rows are split, or too many for that; blocks are loaded by TMA where pages hold whole steps, else by pointers."""
+    check_quantized(make_quantized(each, page_size, G=1, lengths=FEW), "triton-group")
+    check_quantized(make_quantized(each, page_size, G=2, S_q=2, block=32, lengths=FEW, dtype=torch.float16), "triton-group")
+
+
+@pytest.mark.parametrize("backend", READERS)
+def test_ranges_may_cross_pages(backend: str) -> None:
+    given = make_quantized("page", 16, lengths=(64, 150), block=None, S_q=2, G=1)
+    check_quantized(given, backend)
+    longest = torch.tensor([15, 49]).expand(2, 2, 1, 1, 2)  # 34 keys on four pages, as many as 34 keys can touch
+    check_quantized(given.replaced(selection=Selection(longest, None, 34)), backend)
+
+
+@pytest.mark.parametrize("backend", READERS)
+def test_a_prefill_attends_over_a_cache(backend: str) -> None:
+    for page_size, each in ((None, "tensor"), (16, "page")):
+        check_quantized(make_quantized(each, page_size, S_q=12, lengths=(12, 30), G=1, room=48, n=2, dtype=torch.float16), backend)
+
+
+@pytest.mark.parametrize("backend", READERS)
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_scales_may_be_zero_or_negative(backend: str, factor: float) -> None:
+    given = make_quantized("head", 16, G=1, lengths=FEW)
+    exact = given.exact._replace(k_cache=given.exact.k_cache * factor)
+    scales = {**given.scales, "k_scale": given.scales["k_scale"] * factor}
+    check_quantized(given._replace(scales=scales, exact=exact), backend)
+
+
+@pytest.mark.parametrize("backend", READERS)
+@pytest.mark.parametrize("factor", [1e-3, 100.0])
+def test_weights_of_float16_keep_their_digits_beside_small_and_large_scales(backend: str, factor: float) -> None:
+    """A weight times the scale of its page alone would be subnormal, or not exact beside weights of other pages."""
+    given = make_quantized("page", 16, G=1, lengths=(40, 60), n=3, dtype=torch.float16)
+    exact = given.exact._replace(v_cache=given.exact.v_cache * factor)
+    scales = {**given.scales, "v_scale": given.scales["v_scale"].double().mul(factor).float()}
+    check_quantized(given._replace(scales=scales, exact=exact), backend)
+
+
+@pytest.mark.parametrize("backend", READERS)
+def test_one_scale_in_other_shapes_gives_equal_results(backend: str) -> None:
+    given = make_quantized("tensor", 16, lengths=(40,))
+    wanted = check_quantized(given, backend)
+    for shape in ((), (1,), (2,)):
+        scales = {name: scale.expand(shape) if shape else scale.squeeze() for name, scale in given.scales.items()}
+        assert all(map(torch.equal, check_quantized(given._replace(scales=scales), backend), wanted))
+    mixed = {**given.scales, "v_scale": given.scales["v_scale"].expand(len(given.cache.v_cache), 2)}
+    check_quantized(given._replace(scales=mixed), backend)
+
+
+@pytest.mark.parametrize("backend", READERS)
+def test_pages_of_any_layout_give_equal_results(backend: str) -> None:
+    """K and V of one buffer of bytes, as vLLM has them, and heads before keys: views, without copies."""
+    given = make_quantized("page", 32, lengths=(40, 61), n=2, Dv=16, G=1)
+    cache = given.cache
+    wanted = check_quantized(given, backend)
+    both = torch.stack((cache.k_cache.view(torch.uint8), cache.v_cache.view(torch.uint8)), 1).view(STORED)
+    by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k_cache, cache.v_cache)]
+    for k_cache, v_cache in (both.unbind(1), by_heads):
+        got = check_quantized(given.replaced(k_cache=k_cache, v_cache=v_cache), backend)
+        assert all(map(torch.equal, got, wanted))
+
+
+def test_packed_sdpa_gathers_within_its_workspace(configure: Callable[[str], Path]) -> None:
+    given = make_quantized("page", 16, S_q=4)
+    wanted = check_quantized(given, "sdpa-packed")
+    configure("provenance: a test\nruntime: {workspace_bytes: 65536}\n")
+    got = check_quantized(given, "sdpa-packed")
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_events_count_the_bytes_of_stored_numbers(monkeypatch: pytest.MonkeyPatch, logged: Any) -> None:
+    monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
+    monkeypatch.setenv("NSA_DEBUG_COMPARE", "1")
+    check_quantized(make_quantized("head", 16, n=12, lengths=(0, 40), G=1), "triton-group")
+    assert logged("sel.triton.reads")[-1]["bytes"] == 40 * (16 + 8)
+    assert logged("sel.compare")[-1]["mae"] < 1e-6
+
+
+def test_quantized_caches_refuse_gradients() -> None:
+    for page_size in (None, 16):
+        given = make_quantized("head", page_size)
+        wanted = given.cache._replace(q=given.cache.q.clone().requires_grad_())
+        with pytest.raises(ArgumentError, match=r"^q is .* requires gradients.*none over a quantized cache.*no_grad|^q is .*paged"):
+            selection_attention_with_kvcache(*wanted, **given.scales)
+        with torch.no_grad():
+            selection_attention_with_kvcache(*wanted, **given.scales)
+        scales = {**given.scales, "k_scale": given.scales["k_scale"].clone().requires_grad_()}
+        with pytest.raises(ArgumentError, match=r"^k_scale is a tensor that requires gradients"):
+            selection_attention_with_kvcache(*given.cache, **scales)
+
+
+def test_other_backends_refuse_quantized_caches() -> None:
+    given = make_quantized("head", None)
+    for backend in ("numba", "triton-token", "triton-tile", "triton-block", "cupy-cuda"):
+        with pytest.raises(BackendError, match=r"request\.quantized is e4m3/head"):
+            selection_attention_with_kvcache(*given.cache, **given.scales, backend=backend)
+    check_quantized(given, None)
+
+
+@pytest.mark.parametrize(("sm", "forward"), [(80, "sdpa-packed"), (89, "sdpa-packed"), (90, "triton-group"), (100, "triton-group")])
+def test_gpus_without_e4m3_take_packed_sdpa(sm: int, forward: str) -> None:
+    """SM 8.0 has no instruction for it; on SM 8.9 Triton is off by the device rule."""
+    device = DeviceInfo(kind="cuda", name="a GPU", sm=sm, sm_count=100, shared_memory=99 << 10)
+    request = msgspec.structs.replace(example_request(), S=1, page_size=64, quantized="e4m3/head")
+    decision = nsa_sel.explain_request(request, device)
+    assert decision.forward == forward
+    (verdict,) = (verdict for verdict in decision.verdicts if verdict.backend == "triton-group")
+    assert ("quantized-sm" in {reason.code for reason in verdict.forward}) == (sm < 89)
+    assert "quantized KV cache (e4m3/head)" in nsa_sel.describe(decision)
+
+
+def test_nothing_serves_gradients_of_a_quantized_request() -> None:
+    request = msgspec.structs.replace(example_request(needs_grad=True), quantized="e4m3")
+    decision = nsa_sel.explain_request(request, DeviceInfo(kind="cpu"))
+    assert decision.forward is None
+    assert all("quantized-grad" in {reason.code for reason in verdict.forward} for verdict in decision.verdicts)
+
+
+@pytest.mark.parametrize("quantized", ["e4m3", "e4m3/tensor", "e4m3/head", "e4m3/page"])
+def test_warmup_runs_over_quantized_caches(quantized: str) -> None:
+    for page_size in (16,) if quantized == "e4m3/page" else (None, 16):
+        facts = {"S": 1, "S_kv": 100, "dtype": "float32", "needs_grad": False, "page_size": page_size, "quantized": quantized}
+        (warmed,) = nsa_sel.warmup("cpu", [facts])
+        assert warmed.forward == "sdpa-packed"
+        assert nsa_sel.decisions()[-1].request.quantized == quantized
+
+
+def _e5m2(cache: Cache) -> dict[str, Any]:
+    return {"k_cache": cache.k_cache.to(torch.float8_e5m2)}
+
+
+ONE, HEAD = torch.ones(1), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("cache", "scales", "message"),
+    [
+        (_e5m2, {}, r"^k_cache is of dtype torch.float8_e5m2; allowed: .*e5m2 has 2 bits of mantissa.*quantize to torch.float8_e4m3fn"),
+        (lambda c: {"v_cache": c.v_cache.to(torch.float8_e5m2)}, {}, r"^v_cache is of dtype torch.float8_e5m2"),
+        (lambda c: {"k_cache": c.k_cache.view(torch.uint8)}, {}, r"^k_cache is of dtype torch.uint8.*k_cache\.view\(torch.float8_e4m3fn\)"),
+        (lambda c: {"v_cache": c.v_cache.float()}, {}, r"^v_cache is of dtype torch.float32; allowed: k_cache's dtype torch.float8_e4m3fn"),
+        (lambda c: {"k_cache": c.k_cache.float()}, {}, r"^v_cache is of dtype torch.float8_e4m3fn; allowed: k_cache's dtype torch.float32"),
+        (lambda c: {"q": c.q.double()}, {}, r"^q is of dtype torch.float64; allowed: torch.float16, torch.bfloat16, torch.float32 over"),
+        (lambda c: {"q": c.q.to(STORED)}, {}, r"^q is of dtype torch.float8_e4m3fn; allowed: torch.float16"),
+        (lambda c: {"k_cache": c.k_cache.float(), "v_cache": c.v_cache.float()}, {"k_scale": ONE}, r"^k_scale is given for an unquantized"),
+        (lambda c: {"k_cache": c.k_cache.float(), "v_cache": c.v_cache.float()}, {"v_scale": ONE}, r"^v_scale is given for an unquantized"),
+        (lambda c: {}, {"k_scale": ONE}, r"^v_scale is None; allowed: a tensor, as k_scale is.*torch\.ones"),
+        (lambda c: {}, {"v_scale": HEAD}, r"^k_scale is None; allowed: a tensor, as v_scale is"),
+        (lambda c: {}, {"k_scale": 0.5, "v_scale": ONE}, r"^k_scale is a float; allowed: a torch.Tensor"),
+        (
+            lambda c: {},
+            {"k_scale": ONE, "v_scale": ONE.double()},
+            r"^v_scale is of dtype torch.float64; allowed: torch.float32.*v_scale\.float\(\)",
+        ),
+        (lambda c: {}, {"k_scale": ONE, "v_scale": ONE.half()}, r"^v_scale is of dtype torch.float16"),
+        (lambda c: {}, {"k_scale": torch.ones(1, device="meta"), "v_scale": ONE}, r"^k_scale is on meta; allowed: q's device cpu"),
+        (
+            lambda c: {},
+            {"k_scale": torch.ones(3), "v_scale": HEAD},
+            r"^k_scale is of shape \(3,\); allowed: one number, \[G\] or \[pages,G\] for G = 2",
+        ),
+        (lambda c: {}, {"k_scale": HEAD, "v_scale": torch.ones(3, 2)}, r"^v_scale is of shape \(3, 2\); allowed: .*pages = 15"),
+        (lambda c: {}, {"k_scale": HEAD, "v_scale": torch.ones(2, 15)}, r"^v_scale is of shape \(2, 15\)"),
+    ],
+)
+def test_bad_arguments_are_refused(cache: Callable[[Cache], dict[str, Any]], scales: dict[str, Any], message: str) -> None:
+    given = make_quantized(None).cache
+    with pytest.raises(ArgumentError, match=message):
+        selection_attention_with_kvcache(*given._replace(**cache(given)), **scales)
+
+
+def test_a_contiguous_cache_has_no_scales_of_pages() -> None:
+    given = make_quantized(None, None).cache
+    with pytest.raises(ArgumentError, match=r"^k_scale is of shape \(4, 2\); allowed: one number, \[G\] for G = 2\. .*each group one"):
+        selection_attention_with_kvcache(*given, k_scale=torch.ones(4, 2), v_scale=torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("each", ["tensor", "head", "page"])
+def test_quantized_numbers_are_close_to_what_they_stand_for(each: str) -> None:
+    x = torch.randn(3, 5, 2, 7, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-6, 1e3])[:, None]
+    x[1] = 0
+    stored, scale = nsa_sel.quantize_e4m3(x, each)  # type: ignore[arg-type]
+    assert (stored.dtype, stored.shape) == (STORED, x.shape)
+    assert scale.shape == {"tensor": (1,), "head": (2,), "page": (3, 2)}[each]
+    wide = scale.reshape(-1, 1, scale.shape[-1], 1)
+    assert bool(((stored.float() * wide - x).abs() <= torch.maximum(x.abs() / 16, wide / 1024)).all())
+    assert float(stored.float().abs().max()) == 448
+    assert each != "page" or bool((scale[1] == 1).all())
+
+
+def test_numbers_that_are_not_finite_count_for_no_scale() -> None:
+    x = torch.ones(1, 4, 1, 8)
+    x[0, 1], x[0, 2] = math.nan, math.inf
+    stored, scale = nsa_sel.quantize_e4m3(x, "tensor")
+    assert float(scale) == pytest.approx(1 / 448)
+    assert stored.float()[0, :, 0, 0].isnan().tolist() == [False, True, True, False]
+    assert nsa_sel.quantize_e4m3(x[:0])[1].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((3,), r"^x is a int"),
+        ((torch.ones(2, 3),), r"^x is torch.float32 of shape \(2, 3\); allowed: a cache \[B,S_max,G,D\]"),
+        ((torch.ones(1, 1, 1, 1, dtype=torch.int32),), r"^x is torch.int32"),
+        ((torch.ones(1, 1, 1, 1), "row"), r"^each is 'row'; allowed: tensor, head, page"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(given: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        nsa_sel.quantize_e4m3(*given)
