@@ -4,13 +4,15 @@
 
 The cases are those of the decode suite, with one new token a sequence and with four; times are of whole calls by graph replay. Pages
 are in random order. A plain call knows no lengths; all others are given them, and all sequences are as long as their cache. Caches lie
-in memory as the arguments say, [.., key, group, D], or with a group's keys together, [.., group, key, D].
+in memory as the arguments say, [.., key, group, D], or with a group's keys together, [.., group, key, D]. With --quantized caches are e4m3
+with one scale per head, per page and head, or for all.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -24,10 +26,12 @@ from nsa_sel.bench.core.parity import Problem
 from nsa_sel.bench.core.session import Job, able, run
 from nsa_sel.bench.core.store import Row, measured
 from nsa_sel.bench.core.timing import Timing
+from nsa_sel.quantize import Each, quantize_e4m3
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 
 PAGE_SIZES = (16, 64, 256)
+Scaled = enum.StrEnum("Scaled", ["tensor", "head", "page"])
 QUICK = Case("quick-decode-B3-512", "random", 3, 1, 512, 2, 2, 16, 16, 4, 16, "float32")
 IN_ONE_PIECE = "in one piece"  # what pages are compared with
 KEYS_FIRST, GROUPS_FIRST = "keys first", "groups first"  # how the numbers of a cache lie in memory
@@ -39,8 +43,8 @@ def serving_cases() -> list[Case]:
     return [*one, *(case._replace(case=f"{case.case}-S4", S=4) for case in one)]
 
 
-def cached(backend: str, page_size: int | None, layout: str) -> Contender:
-    """`backend` over the keys of a problem, as a contiguous cache or as pages in random order."""
+def cached(backend: str, page_size: int | None, layout: str, each: Each | None = None) -> Contender:
+    """`backend` over the keys of a problem, as a contiguous cache or as pages in random order; with `each` quantized."""
 
     def prepare(problem: Problem) -> Ready:
         B, S_kv = len(problem.q), problem.k.shape[2]
@@ -52,18 +56,21 @@ def cached(backend: str, page_size: int | None, layout: str) -> Contender:
             order = torch.randperm(B * (S_kv // page_size), generator=generator).to(lengths.device)
             table = order.int().view(B, -1)
             k_cache, v_cache = (in_pages(x, order, page_size) for x in (k_cache, v_cache))
+        scales: dict[str, Any] = {}
+        if each is not None:
+            (k_cache, scales["k_scale"]), (v_cache, scales["v_scale"]) = (quantize_e4m3(x, each) for x in (k_cache, v_cache))
         k_cache, v_cache = (laid_out(x, layout) for x in (k_cache, v_cache))
         ranges, block = problem.selection.ranges, problem.selection.block_size
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             fresh = Selection(ranges, block, disjoint=True)
-            o: Tensor = selection_attention_with_kvcache(q, k_cache, v_cache, fresh, lengths, table, backend=backend)
+            o: Tensor = selection_attention_with_kvcache(q, k_cache, v_cache, fresh, lengths, table, backend=backend, **scales)
             return o
 
         return as_it_is(attend)
 
-    name = IN_ONE_PIECE if page_size is None else f"pages of {page_size}"
-    return Contender(f"{backend}, {name}, {layout}", prepare, ours(backend).lacks, directions=("decode",))
+    name = f"{IN_ONE_PIECE if page_size is None else f'pages of {page_size}'}, {layout}" + ("" if each is None else f", e4m3/{each}")
+    return Contender(f"{backend}, {name}", prepare, ours(backend).lacks, directions=("decode",))
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -80,24 +87,33 @@ def in_pages(x: Tensor, order: Tensor, page_size: int) -> Tensor:
 
 def table(rows: Sequence[Row]) -> str:
     """Microseconds over a cache in one piece, and over pages with how many times as long that takes."""
-    found: dict[tuple[str, str, str], dict[str, Row]] = {}
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in measured(rows):
         backend, *how = row["backend"].split(", ")
         if how:
-            found.setdefault((row["case"], backend, how[1]), {})[how[0]] = row
+            numbers = how[2] if len(how) > 2 else row["dtype"]
+            found.setdefault((row["case"], backend, how[1], numbers), {})[how[0]] = row
     lines = []
-    for (case, backend, layout), times in found.items():
+    for key, times in found.items():
         us = {name: f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}" for name, row in times.items()}
-        whole = times[IN_ONE_PIECE]["ms_median"]
-        paged = [f"{us[name]} ({row['ms_median'] / whole:.3f})" for name, row in times.items() if name != IN_ONE_PIECE]
-        lines.append((case, backend, layout, us[IN_ONE_PIECE], *paged))
-    headers = ("case", "backend", "layout", IN_ONE_PIECE, *(name for name in next(iter(found.values()), {}) if name != IN_ONE_PIECE))
+        whole = times.get(IN_ONE_PIECE, {}).get("ms_median")
+        paged = [us[name] + (f" ({row['ms_median'] / whole:.3f})" if whole else "") for name, row in times.items() if name != IN_ONE_PIECE]
+        lines.append((*key, us.get(IN_ONE_PIECE, "-"), *paged))
+    headers = (
+        "case",
+        "backend",
+        "layout",
+        "cache",
+        IN_ONE_PIECE,
+        *(name for name in next(iter(found.values()), {}) if name != IN_ONE_PIECE),
+    )
     return markdown.table(headers, lines)
 
 
 def main(
     out: Out,
     backend: Annotated[str, typer.Option(help="the backend that is forced")] = "triton-group",
+    quantized: Annotated[Scaled | None, typer.Option(help="e4m3 caches beside unquantized ones, and what has a scale of its own")] = None,
     only: Only = "",
     device: Device = "auto",
     quick: Quick = False,
@@ -106,6 +122,10 @@ def main(
     where, console = device_of(device), stderr_console()
     plain = ours(backend)._replace(directions=("decode",))
     caches = [cached(backend, size, layout) for layout in (KEYS_FIRST, GROUPS_FIRST) for size in (None, *PAGE_SIZES)]
+    if quantized is not None:
+        sizes = PAGE_SIZES if quantized == "page" else (None, *PAGE_SIZES)  # a cache in one piece has no scales of pages
+        both = (None, cast(Each, quantized.value))
+        caches = [cached(backend, size, KEYS_FIRST, each) for each in both for size in (None, *PAGE_SIZES) if each is None or size in sizes]
     contenders = able((plain, *caches), where, console.print)
     chosen = [case for case in ([QUICK] if quick else serving_cases()) if only in case.case]
     jobs = [Job(case, contenders, ("decode",), 64, Timing(50), {"quick": True} if quick else {}) for case in chosen]

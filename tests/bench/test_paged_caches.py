@@ -24,9 +24,24 @@ def test_the_bench_compares_pages_with_contiguous_caches(instant: list[Timing], 
     ]
     assert all(row["mae"] < 1e-6 for row in rows)
     *_, last = paged_caches.table(rows).splitlines()
-    assert [part.strip() for part in last.split("|")][1:4] == ["S4", "sdpa-packed", GROUPS_FIRST]
+    assert [part.strip() for part in last.split("|")][1:5] == ["S4", "sdpa-packed", GROUPS_FIRST, "float32"]
     whole, paged = (row["ms_median"] for row in rows[-2:])
     assert f"({paged / whole:.3f})" in last
     assert {(case.B, case.S_kv, case.S) for case in paged_caches.serving_cases()} == {
         (B, S_kv, S) for B, S_kv in ((1, 65536), (64, 32768), (256, 16384)) for S in (1, 4)
     }
+
+
+def test_the_bench_compares_quantized_caches_with_others(instant: list[Timing], tmp_path: Path) -> None:
+    layouts = (
+        cached("sdpa-packed", 64, KEYS_FIRST),
+        cached("sdpa-packed", None, KEYS_FIRST, "head"),
+        cached("sdpa-packed", 64, KEYS_FIRST, "page"),
+    )
+    jobs = [Job(paged_caches.QUICK._replace(dtype="bfloat16"), layouts, ("decode",), 8)]
+    rows = run(jobs, tmp_path / "rows.jsonl", "cpu", stderr_console())
+    assert [row["backend"].split(", ")[3:] for row in rows] == [[], ["e4m3/head"], ["e4m3/page"]]
+    assert 2 * rows[0]["mae"] < rows[1]["mae"] < 0.02  # against the numbers before quantization
+    lines = [[part.strip() for part in line.split("|")] for line in paged_caches.table(rows).splitlines()[2:]]
+    assert [line[4] for line in lines] == ["bfloat16", "e4m3/head", "e4m3/page"]
+    assert [line[5] == "-" for line in lines] == [True, False, True]
