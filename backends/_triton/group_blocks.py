@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nsa_sel.backends._triton.group_ranges import row_heads
-from nsa_sel.backends._triton.quantized import page_scales, quantized_row, scaled, step_logits, step_weights
+from nsa_sel.backends._triton.quantized import page_scales, quantized_row, step_logits, step_weights
 from nsa_sel.backends._triton.rows import page_of, split_blocks, whole_block
 from nsa_sel.backends._triton.softmax import (
     LN_2,
@@ -77,33 +77,35 @@ def forward_blocks_kernel(
         coming, coming_whole = step_keys(row_ranges, 0, limit, last_whole, BLOCK, BLOCK_L)
         exists = steps > 0 if TMA else w < steps * BLOCK_L
         coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
+        coming_k, coming_v = page_scales(k_scale, v_scale, of_cache, g, coming_page, exists, PAGE_SCALES)
     for step in range(0, steps):
-        if PAGE > 0:  # the next step's pages are read one step ahead, or every step would wait for them
-            c, page, is_whole = coming, coming_page, coming_whole
+        if PAGE > 0:  # the next step's pages and their scales are read one step ahead, or every step would wait for them
+            c, page, is_whole, k_factor, v_factor = coming, coming_page, coming_whole, coming_k, coming_v
             coming, coming_whole = step_keys(row_ranges, tl.minimum(step + 1, steps - 1), limit, last_whole, BLOCK, BLOCK_L)
             coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
         else:
             c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
-            page = c
+            page, k_factor, v_factor = c, 1.0, 1.0
         k_tile = load_step(k_desc, k, strides.k, b, g, c, page, dims.Dk, BLOCK_L, dims.BLOCK_D, PAGE)
-        exist = None if TMA else w >= 0
-        logits = step_logits(q_tile, k_tile, k_rate, page_scales(k_scale, of_cache.k_scale, g, page, exist, PAGE_SCALES))
+        logits = step_logits(q_tile, k_tile, k_rate, k_factor)
         v_tile = load_step(v_desc, v, strides.v, b, g, c, page, dims.Dv, BLOCK_L, BLOCK_DV, PAGE)
-        weight, shrink, v_rate = step_weights(page_scales(v_scale, of_cache.v_scale, g, page, exist, PAGE_SCALES), v_rate)
+        weight, shrink, v_rate = step_weights(v_factor, v_rate, PAGE_SCALES)
         acc, l, m = chosen_step(logits, is_whole, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
+        if PAGE > 0:
+            coming_k, coming_v = page_scales(k_scale, v_scale, of_cache, g, coming_page, exists, PAGE_SCALES)
 
     for c in range(cut_start, cut_end, TAIL_L):
         position = c + tl.arange(0, TAIL_L)
         valid = position < cut_end
         page = page_of(position, valid, table, PAGE) if PAGE > 0 else position
         k_tile = load_columns(cached_pointers(k, strides.k, b, g, position, page, PAGE), valid, 0, dims.Dk, dims.BLOCK_D)
-        k_factor = page_scales(k_scale, of_cache.k_scale, g, page, valid, PAGE_SCALES)
+        k_factor, v_factor = page_scales(k_scale, v_scale, of_cache, g, page, valid, PAGE_SCALES)
         logits = tl.where(valid[None, :], step_logits(q_tile, k_tile, k_rate, k_factor), float("-inf"))
         v_tile = load_columns(cached_pointers(v, strides.v, b, g, position, page, PAGE), valid, 0, dims.Dv, BLOCK_DV)
-        weight, shrink, v_rate = step_weights(page_scales(v_scale, of_cache.v_scale, g, page, valid, PAGE_SCALES), v_rate)
+        weight, shrink, v_rate = step_weights(v_factor, v_rate, PAGE_SCALES)
         acc, l, m = softmax_step(logits, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
 
-    o_tile, lse_rows = finish_softmax(scaled(acc, v_rate), l, m, scale_log2)
+    o_tile, lse_rows = finish_softmax(acc * v_rate, l, m, scale_log2)
     store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
     tl.store(lse + out, lse_rows * LN_2, mask=is_head)
 

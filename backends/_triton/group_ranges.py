@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_sel.backends._triton.quantized import page_scales, quantized_row, scaled, step_logits, step_weights
+from nsa_sel.backends._triton.quantized import page_scales, quantized_row, step_logits, step_weights
 from nsa_sel.backends._triton.rows import (
     count_keys,
     locate_heads,
@@ -92,15 +92,14 @@ def forward_ranges_kernel(
                 position = positions_of(w, shift, before, after)
                 page = position // PAGE if PAGE > 0 else position
             k_tile = load_columns(cached_pointers(k, strides.k, b, g, position, page, PAGE), valid, 0, dims.Dk, dims.BLOCK_D)
-            k_factor = page_scales(k_scale, of_cache.k_scale, g, page, valid, PAGE_SCALES)
+            k_factor, v_factor = page_scales(k_scale, v_scale, of_cache, g, page, valid, PAGE_SCALES)
             logits = tl.where(valid[None, :], step_logits(q_tile, k_tile, k_rate, k_factor), float("-inf"))
             v_tile = load_columns(cached_pointers(v, strides.v, b, g, position, page, PAGE), valid, 0, dims.Dv, BLOCK_DV)
-            v_factor = page_scales(v_scale, of_cache.v_scale, g, page, valid, PAGE_SCALES)
-            weight, shrink, v_rate = step_weights(v_factor, v_rate)
+            weight, shrink, v_rate = step_weights(v_factor, v_rate, PAGE_SCALES)
             acc, l, m = softmax_step(logits, v_tile.to(q_tile.dtype), acc, l, m, scale_log2, weight, shrink)
         base += keys
 
-    o_tile, lse_rows = finish_softmax(scaled(acc, v_rate), l, m, scale_log2)
+    o_tile, lse_rows = finish_softmax(acc * v_rate, l, m, scale_log2)
     out = out * parts + part
     store_columns(o + out * dims.Dv, o_tile, is_head, 0, dims.Dv)
     tl.store(lse + out, lse_rows if SPLIT else lse_rows * LN_2, mask=is_head)

@@ -5,8 +5,10 @@ of a head are factors of whole rows: of the products, and of the accumulator at 
 multiplies column j of the products, and c_j / r the weights, where r is the largest scale so far: r / r_new shrinks the accumulator as a
 new maximum does, so that weights of 16 bits never leave their range.
 
-e4m3 is exact in float16, to which GPUs convert it in one instruction, and in bfloat16, to which they do in four. So queries of
-bfloat16 become float16, exactly: times a power of two per row.
+e4m3 is exact in float16, to which GPUs convert two numbers in one instruction, and in bfloat16, to which they do in several: a loop of
+these steps then took 1.4 times as long on an H200. So queries of bfloat16 become float16, exactly: times a power of two per row.
+
+Factors of 1 stand where there is nothing to multiply; the compiler drops them. (Triton 3.6 has no functions that return None.)
 """
 
 from __future__ import annotations
@@ -31,53 +33,42 @@ def float16_rows(q_tile):
 
 @triton.jit
 def quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, PAGE_SCALES: tl.constexpr):
-    """q_tile as it multiplies keys, and the factors of its products and of its accumulator; None: 1. Unquantized keys change nothing."""
-    if k.dtype.element_ty == q_tile.dtype:
-        return q_tile, None, None
-    else:
-        k_rate, v_rate = None, None
+    """q_tile as it multiplies keys, and the factors of its products and of its accumulator. Unquantized keys change nothing."""
+    k_rate, v_rate = 1.0, 1.0
+    if k.dtype.element_ty != q_tile.dtype:
         if q_tile.dtype == tl.bfloat16:
             q_tile, k_rate = float16_rows(q_tile)
         if PAGE_SCALES:
-            v_rate = tl.full([], _SMALLEST, tl.float32)
+            v_rate = _SMALLEST
         elif k_scale is not None:
-            k_rate = scaled(tl.load(k_scale + g * of_cache.k_scale[1]), k_rate)
+            k_rate *= tl.load(k_scale + g * of_cache.k_scale[1])
             v_rate = tl.load(v_scale + g * of_cache.v_scale[1])
-        return q_tile, k_rate, v_rate
+    return q_tile, k_rate, v_rate
 
 
 @triton.jit
-def scaled(x, factor):
-    """x * factor, x where that is None."""
-    if factor is None:
-        return x
-    else:
-        return x * factor
-
-
-@triton.jit
-def page_scales(scale, stride, g, page, exists, PAGE_SCALES: tl.constexpr):
-    """The scales of the pages `page`: [1, BLOCK_L], or one number for one page (exists None). None without scales of pages."""
-    if not PAGE_SCALES:
-        return None
-    elif exists is None:
-        return tl.load(scale + page.to(tl.int64) * stride[0] + g * stride[1])
-    else:
-        return tl.load(scale + page.to(tl.int64) * stride[0] + g * stride[1], mask=exists, other=0.0)[None, :]
+def page_scales(k_scale, v_scale, of_cache, g, page, exists, PAGE_SCALES: tl.constexpr):
+    """The scales of keys and of values in the pages `page`: two of [BLOCK_L], or two numbers of one page. 1 without scales of pages."""
+    k_factor, v_factor = 1.0, 1.0
+    if PAGE_SCALES:
+        page = page.to(tl.int64)
+        k_factor = tl.load(k_scale + page * of_cache.k_scale[0] + g * of_cache.k_scale[1], mask=exists, other=0.0)
+        v_factor = tl.load(v_scale + page * of_cache.v_scale[0] + g * of_cache.v_scale[1], mask=exists, other=0.0)
+    return k_factor, v_factor
 
 
 @triton.jit
 def step_logits(q_tile, k_tile, k_rate, k_factor):
     """The products q k^T [BLOCK_H, BLOCK_L] of a step's keys as stored, times their scales."""
-    return scaled(scaled(products(q_tile, k_tile.to(q_tile.dtype)), k_rate), k_factor)
+    return products(q_tile, k_tile.to(q_tile.dtype)) * k_rate * k_factor
 
 
 @triton.jit
-def step_weights(v_factor, v_rate):
-    """Of a step's values with scales of pages: the factors of their weights and of the accumulator, and the largest scale so far."""
-    if v_factor is None:
-        return None, None, v_rate
-    else:
-        largest = tl.max(tl.abs(v_factor)) if v_factor.type.is_block() else tl.abs(v_factor)
+def step_weights(v_factor, v_rate, PAGE_SCALES: tl.constexpr):
+    """Of a step's values: the factors of their weights and of the accumulator, and the largest scale of a page so far."""
+    weight, shrink = 1.0, 1.0
+    if PAGE_SCALES:
+        largest = tl.max(tl.abs(v_factor), 0) if v_factor.type.is_block() else tl.abs(v_factor)
         after = tl.maximum(v_rate, largest)
-        return v_factor / after, v_rate / after, after
+        weight, shrink, v_rate = v_factor / after, v_rate / after, after
+    return weight, shrink, v_rate

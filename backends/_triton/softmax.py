@@ -93,7 +93,7 @@ def chosen_step(s, chosen, v, acc, l, m, c, weight=None, shrink=None):
     The others keep m and l, and a shift of infinity makes their p = 0: masking whole rows costs nothing per element. Where such a
     row's own s is not finite p is NaN, and acc with it: `finish_softmax` drops acc of rows that never took part.
 
-    weight, shrink: factors of p beside v and of acc before, None for 1 (scales of quantized values, quantized.py).
+    weight, shrink: factors of p beside v, and of acc before it, None for 1 (scales of quantized values, quantized.py).
     """
     m_new = tl.where(chosen, tl.maximum(m, tl.max(s, 1)), m)
     alpha = tl.exp2((m - m_new) * c)
