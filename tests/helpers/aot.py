@@ -27,6 +27,7 @@ from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
+from nsa_sel.core.quantized import STORED, Scales
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
@@ -54,6 +55,9 @@ PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size
     "paged-16": (256, 1, 1024, 16, 4, 16, 128, 16, 64),
     "paged-16-widest": (64, 4, 1024, 16, 1, 16, 256, 16, 64),
     "paged-256": (64, 4, 128, 256, 4, 16, 128, 16, 64),
+    "paged-16-split-e4m3-page": (1, 1, 4096, 16, 4, 16, 128, 16, 64),  # quantized, and what has a scale of its own
+    "paged-16-e4m3-head": (256, 1, 1024, 16, 4, 16, 128, 16, 64),
+    "paged-256-e4m3-page": (64, 4, 128, 256, 4, 16, 128, 16, 64),
 }
 
 
@@ -93,7 +97,12 @@ def paged_call(shape: str, sm: int) -> Call:
     q, pages = torch.empty(B, S, G, h, D, dtype=torch.bfloat16), torch.empty(1, page_size, G, D, dtype=torch.bfloat16).transpose(1, 2)
     selection = Selection(torch.zeros(B, S, G, n, 2, dtype=torch.int32), block)
     lengths, table = torch.ones(B, dtype=torch.int32), torch.zeros(B, each, dtype=torch.int32)
-    return Call(q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table)
+    scales = None
+    if "e4m3" in shape:
+        scale = torch.ones(1, G)
+        scales = Scales(scale, scale, page_size if shape.endswith("page") else 0, shape.rpartition("-")[2])
+        pages = pages.to(STORED)
+    return Call(q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table, scales=scales)
 
 
 @contextlib.contextmanager
@@ -150,5 +159,7 @@ if __name__ == "__main__":
             if not takes:
                 continue
             for target in map(int, targets.split(",")):
+                if "e4m3" in shape_name and (target < 89 or target in PTX_OF):  # SM 8.6, whose PTX is taken, has no such type
+                    continue
                 for line in compile_backend(backend.name, shape_name, target):
                     print(json.dumps(line), flush=True)
