@@ -131,14 +131,16 @@ class Cache(NamedTuple):
 
 
 class CacheStrides(NamedTuple):
-    """In elements, 0 where there is nothing of the kind."""
+    """In elements, 0 where there is nothing of the kind. Flat: Triton 3.6 loses the ones of nested tuples that begin with 1."""
 
     table: int  # from a row of the block table to the next
-    k_scale: tuple[int, ...]  # from a page to the next, from a group to the next
-    v_scale: tuple[int, ...]
+    k_page: int  # of the scales of keys, from a page to the next
+    k_group: int
+    v_page: int
+    v_group: int
 
 
-_NO_STRIDES = CacheStrides(0, (0, 0), (0, 0))
+_NO_STRIDES = CacheStrides(0, 0, 0, 0, 0)
 
 
 def _cache(call: Call) -> Cache:
@@ -160,7 +162,7 @@ def _cache_strides(call: Call) -> CacheStrides:
     if call.block_table is None and call.scales is None:
         return _NO_STRIDES
     k_scale, v_scale = ((0, 0) if x is None else x.stride() for x in _scales(call))
-    return CacheStrides(0 if call.block_table is None else call.block_table.stride(0), k_scale, v_scale)
+    return CacheStrides(0 if call.block_table is None else call.block_table.stride(0), *k_scale, *v_scale)
 
 
 @functools.lru_cache(REMEMBERED)

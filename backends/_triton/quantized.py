@@ -41,8 +41,8 @@ def quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, PAGE_SCALES: tl.cons
         if PAGE_SCALES:
             v_rate = _SMALLEST
         elif k_scale is not None:
-            k_rate *= tl.load(k_scale + g * of_cache.k_scale[1])
-            v_rate = tl.load(v_scale + g * of_cache.v_scale[1])
+            k_rate *= tl.load(k_scale + g * of_cache.k_group)
+            v_rate = tl.load(v_scale + g * of_cache.v_group)
     return q_tile, k_rate, v_rate
 
 
@@ -52,8 +52,8 @@ def page_scales(k_scale, v_scale, of_cache, g, page, exists, PAGE_SCALES: tl.con
     k_factor, v_factor = 1.0, 1.0
     if PAGE_SCALES:
         page = page.to(tl.int64)
-        k_factor = tl.load(k_scale + page * of_cache.k_scale[0] + g * of_cache.k_scale[1], mask=exists, other=0.0)
-        v_factor = tl.load(v_scale + page * of_cache.v_scale[0] + g * of_cache.v_scale[1], mask=exists, other=0.0)
+        k_factor = tl.load(k_scale + page * of_cache.k_page + g * of_cache.k_group, mask=exists, other=0.0)
+        v_factor = tl.load(v_scale + page * of_cache.v_page + g * of_cache.v_group, mask=exists, other=0.0)
     return k_factor, v_factor
 
 
