@@ -60,6 +60,9 @@ def forward_blocks_kernel(
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     TMA: tl.constexpr = k_desc is not None
+    # Read the next step's range, page and scales one step ahead: every step would wait for its page, and its keys would come a stage
+    # late, which shows where they are few bytes.
+    AHEAD: tl.constexpr = PAGE > 0 or k.dtype.element_ty != q.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
     b, g, _, _, is_head, out, limit, row_ranges, q_tile = row_heads(
         q, ranges, q_pos, strides, sizes, n, tl.program_id(0), dims, BLOCK_H, LENGTHS
@@ -73,19 +76,22 @@ def forward_blocks_kernel(
     m = tl.full([BLOCK_H], LOWEST, ACC)
     w = tl.arange(0, BLOCK_L)
     steps = listed * (BLOCK // BLOCK_L)
-    if PAGE > 0:
+    if AHEAD:
         coming, coming_whole = step_keys(row_ranges, 0, limit, last_whole, BLOCK, BLOCK_L)
+    if PAGE > 0:
         exists = steps > 0 if TMA else w < steps * BLOCK_L
         coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
         coming_k, coming_v = page_scales(k_scale, v_scale, of_cache, g, coming_page, exists, PAGE_SCALES)
     for step in range(0, steps):
-        if PAGE > 0:  # the next step's pages and their scales are read one step ahead, or every step would wait for them
-            c, page, is_whole, k_factor, v_factor = coming, coming_page, coming_whole, coming_k, coming_v
+        if AHEAD:
+            c, is_whole = coming, coming_whole
             coming, coming_whole = step_keys(row_ranges, tl.minimum(step + 1, steps - 1), limit, last_whole, BLOCK, BLOCK_L)
-            coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
         else:
             c, is_whole = step_keys(row_ranges, step, limit, last_whole, BLOCK, BLOCK_L)
-            page, k_factor, v_factor = c, 1.0, 1.0
+        page, k_factor, v_factor = c, 1.0, 1.0
+        if PAGE > 0:
+            page, k_factor, v_factor = coming_page, coming_k, coming_v
+            coming_page = page_of(coming if TMA else coming + w, exists, table, PAGE)
         k_tile = load_step(k_desc, k, strides.k, b, g, c, page, dims.Dk, BLOCK_L, dims.BLOCK_D, PAGE)
         logits = step_logits(q_tile, k_tile, k_rate, k_factor)
         v_tile = load_step(v_desc, v, strides.v, b, g, c, page, dims.Dv, BLOCK_L, BLOCK_DV, PAGE)
