@@ -5,8 +5,8 @@ of a head are factors of whole rows: of the products, and of the accumulator at 
 multiplies column j of the products, and c_j / r the weights, where r is the largest scale so far: r / r_new shrinks the accumulator as a
 new maximum does, so that weights of 16 bits never leave their range.
 
-e4m3 is exact in float16, to which GPUs convert two numbers in one instruction, and in bfloat16, to which they do in several: a loop of
-these steps then took 1.4 times as long on an H200. So queries of bfloat16 become float16, exactly: times a power of two per row.
+e4m3 is exact in float16, to which GPUs convert two numbers in one instruction, and in bfloat16, to which they do in several. So queries of
+bfloat16 become float16, exactly: times a power of two per row.
 
 Factors of 1 stand where there is nothing to multiply; the compiler drops them. (Triton 3.6 has no functions that return None.)
 """
