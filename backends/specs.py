@@ -121,6 +121,8 @@ SPECS = (
         libraries=_CUDA,
         summary="hand-written CUDA: tiles of adjacent rows on Hopper, else one block per query row and KV group; dk and dv by KV tiles",
         tiles=HOPPER_TILES,
+        reads_caches=True,
+        page_multiple=64,  # a step by TMA; smaller pages are gathered
         cost_terms={
             "forward": _TILES,
             "decode": ("launch", "walk", "read", "read-wide"),

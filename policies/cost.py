@@ -132,16 +132,16 @@ def choice_work(request: Request, backward: bool) -> dict[str, float]:
 def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     """Whether the backend's cost model covers such calls.
 
-    Not for paged caches that the backend does not read itself: gathering their ranges was not measured. Not for calls that tile kernels
-    do not take: they run on other kernels. Not for quantized caches, nor for a choice of one query per sequence or without attention,
-    which were not measured.
+    Not for paged caches that the backend does not read itself, or not as fast as contiguous ones: they were not measured. Not for calls
+    that tile kernels do not take: they run on other kernels. Not for quantized caches, nor for a choice of one query per sequence or without
+    attention, which were not measured.
     """
     if request.kind == "choose" and (request.S == 1 or request.pool is not None):
         return False
     if request.quantized is not None:
         return False
-    if request.page_size is not None:
-        return backend.reads_caches
+    if request.page_size is not None and not (backend.reads_caches and request.page_size % backend.page_multiple == 0):
+        return False
     if backend.tiles is None or request.S == 1:
         return True
     return backend.tiles.take(request) and not (backward and request.Dk > backend.tiles.backward_key_dim_max)

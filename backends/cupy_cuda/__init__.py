@@ -16,7 +16,11 @@ __all__ = ["backward", "backward_and_delta", "forward", "loaded_keys"]
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h]: on Hopper by tiles of tokens or by whole blocks, if the call allows; else row by row."""
+    """o [B,S,G,h,Dv] and lse [B,S,G,h]: on Hopper by tiles of tokens or by whole blocks, if the call allows; else row by row.
+
+    All kernels read a cache's lengths and block table themselves. Rows are gathered from pages of any size; tiles and blocks take pages of
+    whole steps.
+    """
     if call.scale < 0:
         return forward(call.with_positive_scale())
     if sm90.supports_tiles(call):

@@ -79,15 +79,16 @@ def _start_tiles(
     before, after = ([row_map(x, sm90.ROWS // h) for x in tensors] for tensors in (rows, more_rows))
     maps = (*before, *sm90.key_maps(call), *after)
     sm90.start_persistent(
-        source, launch.macros(call, **macros), call, plan, device.sm_count, shape, *values, maps=maps, problem=problem(call, keys)
+        source, launch.macros(call, **macros), call, plan, call.k.shape[2], device.sm_count, shape, *values,
+        maps=maps, problem=problem(call, keys),
     )  # fmt: skip
 
 
 def problem(call: ChooseCall | WindowCall, keys: Arithmetic) -> tuple[int | float, ...]:
-    """The values of `Problem` (problem.cuh): no positions, no ranges."""
+    """The values of `Problem` (problem.cuh): no positions, no ranges, no block table."""
     q, k = call.q, call.k
     _, S, G, h, _ = q.shape
     return (
         *launch.strided(q), *launch.strided(k), *launch.strided(call.v), 0, 0, 0, 0, keys.start, 0,
-        S, k.shape[2], G, h, keys.window, call.scale, call.scale_log2(),
+        S, k.shape[2], G, h, keys.window, 0, 0, call.scale, call.scale_log2(),
     )  # fmt: skip

@@ -74,14 +74,14 @@ def segment_length(call: Call, width: int, entries: int) -> int:
 
 
 def cached_plan(call: Call, key: tuple[Any, ...], build: Callable[[], Plan]) -> Plan:
-    """What `build` returns, cached in the selection for these positions, which the causal clamp depends on.
+    """What `build` returns, cached in the selection for these positions or lengths, which the causal clamp depends on.
 
     Built every time inside a CUDA graph: a replay must follow ranges that were written since, and what a capture builds holds nothing
     until it is replayed.
     """
     if call.capturing():
         return build()
-    plan: Plan = call.selection.plan(key, build, call.q_pos)
+    plan: Plan = call.selection.plan(key, build, call.q_pos, call.lengths)
     return plan
 
 

@@ -46,7 +46,7 @@ def _interfaces() -> tuple[Any, Any]:
 @functools.cache
 def layout(maps: int, problem: bool, values: int) -> struct.Struct:
     """The `Arguments` of a kernel: tensor maps, `Problem` (problem.cuh), and values of 8 bytes; nothing is padded."""
-    return struct.Struct("<" + maps * "128s" + problem * "24q2d" + values * "q")
+    return struct.Struct("<" + maps * "128s" + problem * "26q2d" + values * "q")
 
 
 @functools.cache
@@ -105,15 +105,32 @@ def strided(x: Tensor) -> tuple[int, ...]:
     return (x.data_ptr(), *x.stride()[:-1])
 
 
+def page_of(call: Call) -> int | None:
+    """PAGE of problem.cuh: keys of a cache's page, 0 for a cache without pages, None if there is no cache."""
+    if call.lengths is None:
+        return None
+    return 0 if call.block_table is None else call.k.shape[2]
+
+
+def cache_macros(page: int | None) -> dict[str, int]:
+    """The constants of a kernel that reads a cache of such pages."""
+    return {} if page is None else {"PAGE": page}
+
+
 def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     """The values of `Problem` (problem.cuh); `ranges` are the selection's, contiguous."""
-    q, k, q_pos = call.q, call.k, call.q_pos
+    q, q_pos, table = call.q, call.q_pos, call.block_table
     _, S, G, h, _ = q.shape
-    positions = (0, 0, 0) if q_pos is None else (q_pos.data_ptr(), *q_pos.stride())
+    positions: tuple[int, ...] = (0, 0, 0)
+    pos_bytes = 0
+    if call.lengths is not None:
+        positions, pos_bytes = (call.lengths.data_ptr(), call.lengths.stride(0), 0), call.lengths.element_size()
+    elif q_pos is not None:
+        positions, pos_bytes = (q_pos.data_ptr(), *q_pos.stride()), q_pos.element_size()
     return (
-        *strided(q), *strided(k), *strided(call.v), *positions, ranges.data_ptr(),
-        0 if q_pos is None else q_pos.element_size(), ranges.element_size(),
-        S, k.shape[2], G, h, call.selection.n, call.scale, call.scale_log2(),
+        *strided(q), *strided(call.k), *strided(call.v), *positions, ranges.data_ptr(), pos_bytes, ranges.element_size(),
+        S, call.S_kv, G, h, call.selection.n, *((0, 0) if table is None else (table.data_ptr(), table.stride(0))),
+        call.scale, call.scale_log2(),
     )  # fmt: skip
 
 

@@ -91,9 +91,13 @@ def row_shape(h: int, Dk: int, Dv: int, longest: int, shared_memory: int, backwa
 
 @functools.lru_cache(maxsize=1024)
 def row_plan(
-    rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm: int | None, sm_count: int, shared_memory: int
+    rows: int, h: int, Dk: int, Dv: int, longest: int, bf16: bool, aligned: bool, sm: int | None, sm_count: int, shared_memory: int,
+    page: int | None = None, one_page: bool = False,
 ) -> RowPlan:  # fmt: skip
-    """The launch for `rows` rows of at most `longest` keys: each split among as many CTAs as fill the GPU, one if there are rows enough."""
+    """The launch for `rows` rows of at most `longest` keys: each split among as many CTAs as fill the GPU, one if there are rows enough.
+
+    page: of a cache, keys of a page, 0 without pages. one_page: whether each range lies within a page.
+    """
     shape = row_shape(h, Dk, Dv, longest, shared_memory, False)
     head_tiles = shape.head_tiles(h)
     tiles = -(-longest // (TILE * shape.teams))  # of a team
@@ -102,7 +106,10 @@ def row_plan(
     if sm in WITH_CLUSTERS and tiles <= MOST_CLUSTER_TILES * MOST_CTAS:
         splits = cluster = 1 << min(splits, MOST_CTAS).bit_length() - 1
     combined = splits > cluster
-    macros = constants(BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=int(aligned), SPLIT=int(combined), CLUSTER=cluster, **shape.macros())
+    cache = {**launch.cache_macros(page), **({"ONE_PAGE": 1} if one_page else {})}
+    macros = constants(
+        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=int(aligned), SPLIT=int(combined), CLUSTER=cluster, **shape.macros(), **cache
+    )  # fmt: skip
     return RowPlan(macros, shape, head_tiles, splits, combined)
 
 
@@ -115,13 +122,14 @@ def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
     q, device, facts = call.q, call.q.get_device(), call.device
     B, S, G, h, Dk = q.shape
-    _, _, S_kv, Dv = call.v.shape
-    rows, bf16 = B * S * G, q.dtype == torch.bfloat16
+    rows, Dv, bf16 = B * S * G, call.v.shape[3], q.dtype == torch.bfloat16
+    page, block = launch.page_of(call), call.selection.block_size
     ranges = call.selection.disjoint_ranges()
     problem = launch.problem(call, ranges)
-    longest, aligned = call.selection.length_bound(S_kv), launch.problem_aligned(call, problem)
+    longest, aligned = call.selection.length_bound(call.S_kv), launch.problem_aligned(call, problem)
     macros, shape, head_tiles, splits, combined = row_plan(
-        rows, h, Dk, Dv, longest, bf16, aligned, facts.sm, facts.sm_count, facts.shared_memory
+        rows, h, Dk, Dv, longest, bf16, aligned, facts.sm, facts.sm_count, facts.shared_memory,
+        page, bool(page and block and page % block == 0),
     )  # fmt: skip
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     split_o, split_lse = o, lse

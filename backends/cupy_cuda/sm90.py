@@ -65,16 +65,22 @@ def supports_tiles(call: Call, *others: Tensor) -> bool:
     _, S, _, h, Dk = call.q.shape
     return (
         call.device.sm == SM
-        and HOPPER_TILES.fits(S, call.k.shape[2], h, Dk, call.v.shape[-1], call.selection.block_size)
+        and HOPPER_TILES.fits(S, call.S_kv, h, Dk, call.v.shape[-1], call.selection.block_size)
+        and steps_in_pages(call)
         and mappable(call.q, call.k, call.v, *others)
     )
+
+
+def steps_in_pages(call: Call) -> bool:
+    """Whether a step's keys lie within a page, as TMA loads them."""
+    return call.block_table is None or call.k.shape[2] % KEYS == 0
 
 
 def supports_blocks(call: Call) -> bool:
     """Whether forward_blocks.cu computes this call: rows enough for most multiprocessors, of blocks of 64 keys or a multiple."""
     size, device = call.selection.block_size, call.device
     B, S, G, h, Dk = call.q.shape
-    if device.sm != SM or size is None or size % KEYS or 2 * B * S * G * head_tiles(h) <= device.sm_count:
+    if device.sm != SM or size is None or size % KEYS or 2 * B * S * G * head_tiles(h) <= device.sm_count or not steps_in_pages(call):
         return False
     return Dk in (64, 128) and call.v.shape[-1] in (64, 128) and mappable(call.k, call.v) and launch.aligned(call.q)
 
@@ -101,6 +107,7 @@ def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> 
 
 
 def key_maps(call: Call | ChooseCall | WindowCall) -> tuple[bytes, bytes]:
+    """The maps of k and v, or of pages of them, in tiles of a step."""
     return tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64)
 
 
@@ -134,16 +141,17 @@ def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps
     assert block is not None, "supports_tiles"
     plan = plan_of(call, ranges, shape.tokens)
     macros = launch.macros(
-        call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=block
+        call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=block,
+        **launch.cache_macros(launch.page_of(call)),
     )  # fmt: skip
     start_persistent(
-        source, macros, call, plan, call.device.sm_count, shape, *values, maps=maps, problem=launch.problem(call, ranges)
+        source, macros, call, plan, call.S_kv, call.device.sm_count, shape, *values, maps=maps, problem=launch.problem(call, ranges)
     )  # fmt: skip
 
 
 def start_persistent(
-    source: str, macros: Constants, call: Call | ChooseCall | WindowCall, plan: TilePlan, sm_count: int, shape: TileShape, *values: int,
-    maps: tuple[bytes, ...], problem: tuple[Any, ...],
+    source: str, macros: Constants, call: Call | ChooseCall | WindowCall, plan: TilePlan, S_kv: int, sm_count: int, shape: TileShape,
+    *values: int, maps: tuple[bytes, ...], problem: tuple[Any, ...],
 ) -> None:  # fmt: skip
     """At most one CTA per multiprocessor, which takes tile after tile.
 
@@ -151,11 +159,12 @@ def start_persistent(
         source, macros, maps, problem: as of `launch.start`.
         call: whose k and v are read.
         plan: of the tiles.
+        S_kv: keys of a sequence.
         sm_count: multiprocessors.
         shape: of a tile.
         values: what follows `TilePlan` (tile_plan.cuh) in the kernel's `Arguments`.
     """
-    (B, G, S_kv, Dk), Dv, device = call.k.shape, call.v.shape[3], call.k.get_device()
+    (B, _, G, _, Dk), Dv, device = call.q.shape, call.v.shape[3], call.q.get_device()
     all_tiles, interleaved = B * G * plan.tiles, max(1, min(B * G, L2_BYTES // (2 * S_kv * (Dk + Dv))))
     counter = None
     if all_tiles > sm_count:
@@ -170,22 +179,23 @@ def start_persistent(
 
 def plan_of(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
     """The plan for tiles of `tokens` rows."""
-    return cached_plan(call, ("cupy-cuda union", tokens, call.k.shape[2]), lambda: _build(call, ranges, tokens))
+    return cached_plan(call, ("cupy-cuda union", tokens, call.S_kv), lambda: _build(call, ranges, tokens))
 
 
 def _build(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
     B, S, G = call.q.shape[:3]
     n, block, device = call.selection.n, call.selection.block_size, call.q.device
     assert block is not None, "supports_tiles"
-    blocks_of_keys = -(-call.k.shape[2] // block)
+    blocks_of_keys = -(-call.S_kv // block)
     tiles, capacity = -(-S // tokens), min(tokens * n, blocks_of_keys)
     all_tiles = B * G * tiles
     blocks = torch.empty(all_tiles * capacity, dtype=torch.int32, device=device)
     rows = torch.empty(all_tiles * capacity, dtype=torch.int64, device=device)
     counts = torch.empty(all_tiles, 2, dtype=torch.int32, device=device)
+    lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages
     shared = 8 << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
     launch.start(
-        "tile_union.cu", constants(**dict(SORT_MACROS), TOKENS=tokens, BLOCK=block), call.q.get_device(), all_tiles, 128, shared,
+        "tile_union.cu", constants(**dict(SORT_MACROS), TOKENS=tokens, BLOCK=block, **lengths), call.q.get_device(), all_tiles, 128, shared,
         *launch.pointers(blocks, rows, counts), tiles, capacity, problem=launch.problem(call, ranges),
     )  # fmt: skip
     return TilePlan(blocks, rows, counts, tiles, capacity)
@@ -221,14 +231,18 @@ def head_tiles(h: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def block_plan(h: int, Dk: int, Dv: int, bf16: bool, alone: bool, shared_memory: int) -> tuple[Constants, int, int]:
+def block_plan(
+    h: int, Dk: int, Dv: int, bf16: bool, alone: bool, shared_memory: int, page: int | None = None
+) -> tuple[Constants, int, int]:  # fmt: skip
     """The macros of forward_blocks.cu, CTAs per multiprocessor, and bytes of dynamic shared memory: as many stages as there is room for;
     two CTAs per multiprocessor, one if there are no more (`alone`), or if a warp has all columns in registers."""
     head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
     per_sm = 1 if alone or head_warps == CONSUMER_WARPS else 2
     head_bytes, step_bytes = 2 * 16 * head_warps * (Dk + 8 + KEYS + 8), PANEL * (Dk + Dv) // 64  # q and p; keys and values
     stages = min(MOST_STAGES, ((shared_memory + 1024) // per_sm - STATIC - head_bytes) // step_bytes)
-    macros = constants(BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm)
+    macros = constants(
+        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, **launch.cache_macros(page)
+    )  # fmt: skip
     return macros, per_sm, stages * step_bytes + head_bytes
 
 
@@ -239,7 +253,9 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
     Dv = call.v.shape[-1]
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     work = B * S * G * head_tiles(h)
-    macros, per_sm, shared = block_plan(h, Dk, Dv, q.dtype == torch.bfloat16, work <= sm_count, call.device.shared_memory)
+    macros, per_sm, shared = block_plan(
+        h, Dk, Dv, q.dtype == torch.bfloat16, work <= sm_count, call.device.shared_memory, launch.page_of(call)
+    )  # fmt: skip
     ranges = call.selection.disjoint_ranges()
     launch.start(
         "forward_blocks.cu", macros, q.get_device(), min(work, per_sm * sm_count), 32 * (CONSUMER_WARPS + 1), shared,

@@ -100,6 +100,7 @@ def test_pools_may_have_more_than_two_to_the_31_elements() -> None:
     near = small._replace(v_cache=small.k_cache)
     k, v = gathered(near)
     exact, baseline = (of(near.q, k, v, near.selection.ranges, q_pos=positions(near)) for of in (oracle_forward, plain_torch))
-    for backend in ("triton-group", "sdpa-packed"):
+    with_cuda = ("cupy-cuda",) if not registry.missing("cupy-cuda") else ()
+    for backend in ("triton-group", "sdpa-packed", *with_cuda):
         o = selection_attention_with_kvcache(*far, backend=backend)
         assert_within_twice_baseline(o, exact[0], baseline[0], backend)

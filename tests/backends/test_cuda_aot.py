@@ -23,7 +23,7 @@ from nsa_sel.backends.cupy_cuda import compiler, sm80, sm90
 from nsa_sel.core import registry
 from nsa_sel.errors import BackendError
 from nsa_sel.settings.flags import CACHE_FLAG
-from tests.helpers.aot import OF_CUDA, TARGETS, target_call
+from tests.helpers.aot import OF_CUDA, TARGETS, paged_call, target_call
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.cuda_aot import compiled, needs_nvrtc
 from tests.helpers.damage import OF_THE_FILE, OF_THE_FOLDER
@@ -81,6 +81,25 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
         }
     else:
         assert names == ALL_KERNELS - {"combine.cu", *HOPPERS}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("sm", "shape", "names"),
+    [
+        (86, "paged-16", {"forward_rows.cu"}),
+        (90, "paged-16-split", {"forward_rows.cu"}),
+        (90, "paged-256", {"forward_blocks.cu"}),
+        (90, "paged-64-prefill", {"tile_union.cu", "forward_tiles.cu"}),
+    ],
+)
+def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str, names: set[str]) -> None:
+    kernels = compiled(monkeypatch, sm, lambda: cupy_cuda.forward(paged_call(shape, sm)))
+    assert {kernel["kernel"] for kernel in kernels} == names
+    for kernel in kernels:
+        assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
+        assert kernel["spilled"] == kernel["serialized"] == 0, kernel
 
 
 @needs_nvrtc

@@ -58,6 +58,7 @@ PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size
     "paged-16-split-e4m3-page": (1, 1, 4096, 16, 4, 16, 128, 16, 64),  # quantized, and what has a scale of its own
     "paged-16-e4m3-head": (256, 1, 1024, 16, 4, 16, 128, 16, 64),
     "paged-256-e4m3-page": (64, 4, 128, 256, 4, 16, 128, 16, 64),
+    "paged-64-prefill": (1, 256, 128, 64, 4, 16, 128, 16, 128),
 }
 
 

@@ -8,6 +8,7 @@
 // Tiles: the consumers are HEAD_WARPS times SHARES. Warps of the same 16 heads split a step's keys for s = q k^T, and, once p is in shared
 //   memory, the columns of v for acc += p v, so that no partial results are left to combine. All shares have one maximum, which is lazy, as
 //   in forward_tiles.cu.
+// Pages: of whole steps; the producer reads the page of a range with the range, and that of a range's later pages as it gets there.
 // Masks: only the last step of a range may have fewer than KEYS keys. Past them logits become -inf and values zero, since p = 0 would not
 //   cancel NaN.
 //
@@ -66,18 +67,22 @@ DEVICE void produce_steps(const Arguments &x, unsigned char *stages, Shared &sha
         for (i64 first = 0; first < p.n; first += 32) {
             int start = 0, end = 0;
             if (first + lane < p.n) clamped_range(p, row.index * p.n + first + lane, limit, start, end);
+            const int first_page = end > start ? page_of(p, row.b, start) : 0;
             for (u32 left = __ballot_sync(ALL_LANES, end > start); left; left &= left - 1) {
                 const int which = __ffs(left) - 1, stop = __shfl_sync(ALL_LANES, end, which);
-                for (int key = __shfl_sync(ALL_LANES, start, which); key < stop; key += KEYS, at.next()) {
+                const int begin = __shfl_sync(ALL_LANES, start, which);
+                int page = __shfl_sync(ALL_LANES, first_page, which);
+                for (int key = begin; key < stop; key += KEYS, at.next()) {
                     next_stage();
                     if (lane) continue;
+                    if (key > begin && in_page(key) == 0) page = page_of(p, row.b, key);
                     u64 *full = &shared.steps.full[at.stage];
                     unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
                     shared.keys[at.stage] = stop - key;
                     mbarrier_arrive_expect(full, STAGE_BYTES);
                     auto load = [&](unsigned char *to, const TensorMap *map, int column) {
-                        if (once) tma_load_keys_once(to, map, full, column, key, row.g, row.b);
-                        else tma_load_keys(to, map, full, column, key, row.g, row.b);
+                        if (once) tma_load_keys_once(to, map, full, column, in_page(key), row.g, page);
+                        else tma_load_keys(to, map, full, column, in_page(key), row.g, page);
                     };
 #pragma unroll
                     for (int column = 0; column < DK; column += 64) load(k_tile + column / 64 * PANEL, &x.k, column);

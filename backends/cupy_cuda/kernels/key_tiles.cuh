@@ -8,6 +8,7 @@
 //   TEAMS        teams of a CTA; 1 if a team has several warps
 //   HEAD_WARPS   warps of a team
 //   Q_REGISTERS  1: q (and do) stay in registers; 0: they are read from shared memory for every tile (wide heads)
+//   ONE_PAGE     1: every range lies within a page, whose number is read with the range; 0: it is read for every key
 #pragma once
 #include "mma.cuh"
 #include "softmax.cuh"
@@ -28,11 +29,17 @@ struct RowHeads {
     DEVICE i64 index(const Problem &p, int head) const { return row.index * p.h + head0 + head; }
 };
 
+// A key: its number within a page, or within the sequence if there are no pages.
+struct KeyPlace {
+    int key, page;
+};
+
 // The tiles of a row, for one team. The ranges are laid end to end, 32 at a time, one a lane: short and unaligned ranges fill whole tiles,
 // and only the last tile of every 32 ranges may be partial.
 struct KeyIterator {
     const Problem &p;
     i64 row;    // index among B*S*G
+    int b;
     int limit;  // one past the last key that the row may see
     int step;   // tiles from one of this team to its next
     i64 next;   // number of the next tile's first key, among the keys of the 32 ranges
@@ -40,12 +47,13 @@ struct KeyIterator {
     int keys = 0;         // of the 32 ranges
     int prefix = 0;       // keys of the ranges up to and including this lane's
     int to_position = 0;  // from the number of a key of this lane's range to its position
+    int page = 0;         // of this lane's range
 
     DEVICE KeyIterator(const Problem &problem, const Row &row, int tile, int tiles)
-        : p(problem), row(row.index), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
+        : p(problem), row(row.index), b(row.b), limit(row_limit(problem, row.b, row.s)), step(tiles), next(static_cast<i64>(tile) * TILE) {}
 
-    // The next tile: how many keys it has, 0 after the last; `position` is that of its key number lane % TILE, 0 past the keys.
-    DEVICE int next_tile(int &position) {
+    // The next tile: how many keys it has, 0 after the last; `place` is that of its key number lane % TILE, 0 past the keys.
+    DEVICE int next_tile(KeyPlace &place) {
         const int lane = threadIdx.x % 32;
         while (next >= keys) {
             next -= (keys + TILE - 1) / TILE * TILE;  // tiles are numbered on from one 32 ranges to the next
@@ -60,8 +68,13 @@ struct KeyIterator {
         int range = 0;  // how many ranges end at or before the key: a binary search over the lanes
         for (int jump = 16; jump; jump /= 2)
             if (__shfl_sync(ALL_LANES, prefix, range + jump - 1) <= key) range += jump;
-        position = key + __shfl_sync(ALL_LANES, to_position, range);
-        if (lane % TILE >= count) position = 0;
+        const int position = key + __shfl_sync(ALL_LANES, to_position, range);
+#if PAGE && ONE_PAGE
+        place = {in_page(position), __shfl_sync(ALL_LANES, page, range)};
+        if (lane % TILE >= count) place = {0, 0};
+#else
+        place = lane % TILE < count ? KeyPlace{in_page(position), page_of(p, b, position)} : KeyPlace{0, 0};
+#endif
         next += static_cast<i64>(step) * TILE;
         return count;
     }
@@ -72,6 +85,9 @@ struct KeyIterator {
         prefix = warp_prefix_sum(end - start);
         to_position = start - (prefix - (end - start));
         keys = __shfl_sync(ALL_LANES, prefix, 31);
+#if PAGE && ONE_PAGE
+        page = end > start ? page_of(p, b, start) : 0;
+#endif
     }
 };
 
@@ -84,17 +100,20 @@ DEVICE void team_sync() {
         __syncthreads();
 }
 
-// Gather keys into a tile: row r comes from the position that lane r holds; zeros from row `count` and from column D on.
+// Gather keys into a tile: row r comes from the place that lane r holds; zeros from row `count` and from column D on.
 template <int D, int PITCH>
-DEVICE void gather_keys(u16 *tile, const u16 *base, i64 stride, int position, int count) {
+DEVICE void gather_keys(u16 *tile, const KeysTensor &x, const u16 *base, const KeyPlace &place, int count) {
     constexpr int CHUNKS = (PITCH - 8) / 8, ALL_CHUNKS = TILE * CHUNKS;
 #pragma unroll
     for (int first = 0; first < ALL_CHUNKS; first += TEAM) {
         const int i = first + static_cast<int>(threadIdx.x % TEAM);
         if (ALL_CHUNKS % TEAM && i >= ALL_CHUNKS) break;  // whole warps
         const int r = i / CHUNKS, column = i % CHUNKS * 8;
-        const u32 key = __shfl_sync(ALL_LANES, position, r);
-        const u16 *from = base + column + key * static_cast<u64>(stride);  // of a row that does not exist it is not read
+        const u32 key = __shfl_sync(ALL_LANES, place.key, r);
+        const u16 *from = base + column + key * static_cast<u64>(x.stride_n);  // of a row that does not exist it is not read
+#if PAGE
+        from += __shfl_sync(ALL_LANES, place.page, r) * x.stride_b;
+#endif
         cp_async_16(tile + r * PITCH + column, from, r < count && column < D);
     }
 }
@@ -103,21 +122,23 @@ DEVICE void gather_keys(u16 *tile, const u16 *base, i64 stride, int position, in
 struct KeyPipeline {
     KeyIterator tiles;
     u16 *buffers;  // STAGES of STAGE numbers
-    const u16 *k_base, *v_base;
+    const u16 *k_base, *v_base;  // of page 0, if there are pages
     int counts[STAGES];      // keys of the tiles in flight, the next one first
     int stage = STAGES - 1;  // of the tile that `next_tile` returned last
 
     DEVICE KeyPipeline(const KeyIterator &iterator, u16 *memory, const Row &row)
-        : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(row.b, row.g)), v_base(iterator.p.v.keys(row.b, row.g)) {
+        : tiles(iterator), buffers(memory), k_base(iterator.p.k.keys(PAGE ? 0 : row.b, row.g)),
+          v_base(iterator.p.v.keys(PAGE ? 0 : row.b, row.g)) {
 #pragma unroll
         for (int i = 0; i < STAGES - 1; ++i) counts[i] = copy_next(i);
     }
 
     DEVICE int copy_next(int into) {
-        int position, count = tiles.next_tile(position);
+        KeyPlace place;
+        const int count = tiles.next_tile(place);
         if (count) {
-            gather_keys<DK, KP>(buffers + into * STAGE, k_base, tiles.p.k.stride_n, position, count);
-            gather_keys<DV, VP>(buffers + into * STAGE + TILE * KP, v_base, tiles.p.v.stride_n, position, count);
+            gather_keys<DK, KP>(buffers + into * STAGE, tiles.p.k, k_base, place, count);
+            gather_keys<DV, VP>(buffers + into * STAGE + TILE * KP, tiles.p.v, v_base, place, count);
         }
         cp_async_commit();  // empty groups, too: their number tells what has arrived
         return count;

@@ -8,9 +8,18 @@
 // What a row sees may be arithmetic instead of ranges (BY_ARITHMETIC):
 //   COMPRESS_BLOCK, COMPRESS_STRIDE  k and v are compressed: it sees those that lie at or before it
 //   WINDOW                           1: it sees the last `window` keys, its own among them
+//
+// K and V may be the cache of several sequences, each with a length of its own:
+//   PAGE  keys of a page: key j of sequence b is key j % PAGE of page block_table[b, j / PAGE]; 0: there are no pages
 #pragma once
 #if defined(COMPRESS_STRIDE) || defined(WINDOW)
 #define BY_ARITHMETIC
+#endif
+#ifdef PAGE
+constexpr bool CACHED = true;
+#else
+constexpr bool CACHED = false;
+#define PAGE 0
 #endif
 #include "warp.cuh"
 
@@ -27,7 +36,7 @@ struct HeadsTensor {
     DEVICE const u16 *heads(i64 b, i64 s, i64 g) const { return data + b * stride_b + s * stride_s + g * stride_g; }
 };
 
-// k or v [B,G,S_kv,D], of any strides.
+// k or v [B,G,S_kv,D], or pages [pages,G,PAGE,D], of any strides.
 struct KeysTensor {
     const u16 *data;
     i64 stride_b, stride_g, stride_n;
@@ -38,7 +47,7 @@ struct KeysTensor {
 struct Problem {
     HeadsTensor q;       // [B,S,G,h,DK]
     KeysTensor k, v;     // [B,G,S_kv,DK], [B,G,S_kv,DV]
-    const char *q_pos;   // [B,S], or null: positions are S_kv - S + s
+    const char *q_pos;   // [B,S], or null: positions are S_kv - S + s; CACHED: lengths [B], positions are lengths[b] - S + s
     i64 stride_pb, stride_ps;
     const char *ranges;  // [B,S,G,n,2], contiguous
     union {
@@ -51,6 +60,8 @@ struct Problem {
         i64 n;       // ranges of a row
         i64 window;  // keys that a row sees, at most S_kv
     };
+    const int *block_table;  // [B, pages of a sequence]; entries past a sequence's keys hold anything
+    i64 stride_table;
     double scale, scale_log2;
 };
 
@@ -67,7 +78,9 @@ DEVICE int row_limit(const Problem &p, i64 b, i64 s) {
 #elif defined(WINDOW)
     return static_cast<int>(p.S_kv - p.S) + static_cast<int>(s) + 1;  // in 32 bits: computed again sooner than kept in registers
 #endif
-    i64 t = p.q_pos ? integer(p.q_pos, p.pos_bytes, b * p.stride_pb + s * p.stride_ps) : p.S_kv - p.S + s;
+    const i64 t = CACHED    ? integer(p.q_pos, p.pos_bytes, b * p.stride_pb) - p.S + s
+                  : p.q_pos ? integer(p.q_pos, p.pos_bytes, b * p.stride_pb + s * p.stride_ps)
+                            : p.S_kv - p.S + s;
     return static_cast<int>(max(0ll, min(t, p.S_kv - 1) + 1));
 }
 
@@ -86,6 +99,23 @@ DEVICE i64 first_row(const Problem &p, i64 key) {
     return max(0ll, key * COMPRESS_STRIDE + COMPRESS_BLOCK - 1 - p.start);
 #else
     return max(0ll, key - (p.S_kv - p.S));
+#endif
+}
+
+// Where key `key` of sequence b lies: at key `in_page` of page `page_of`, in place of which there is a batch entry where there are no pages.
+// The entry of the block table is read: of keys that exist alone.
+DEVICE int page_of(const Problem &p, int b, int key) {
+#if PAGE
+    return p.block_table[b * p.stride_table + key / PAGE];
+#else
+    return b;
+#endif
+}
+DEVICE int in_page(int key) {
+#if PAGE
+    return key % PAGE;
+#else
+    return key;
 #endif
 }
 

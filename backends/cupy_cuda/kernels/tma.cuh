@@ -85,7 +85,7 @@ DEVICE bool named_barrier_any(int number, bool x) {
 
 DEVICE void tma_prefetch(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// TMA load of box (column, key) of k or v [B,G,S_kv,D]; what lies outside reads as zeros.
+// TMA load of box (column, key) of k or v [B,G,S_kv,D], or of pages, whose number is b then; what lies outside reads as zeros.
 DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(

@@ -7,6 +7,8 @@
 //   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i, a tile ahead. All by TMA.
 // Every consumer waits for every step, and computes those that one of its tokens selected. Rows that did not select the step's block are
 // masked by a shift of their logits to -inf, at no cost per element.
+// Pages: of whole steps. The page of a block is read with the block, that of its later pages in turn, if some row sees a key there; else the
+//   step's page is -1, where TMA reads nothing and writes zeros.
 // Masks: a tile's steps begin with its partial blocks, which the causal clamp, a window or the end of the cache cuts for some row: they
 //   take a mask per element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN.
 //   Whole blocks follow, which every row of the tile sees to their last key: no mask.
@@ -129,20 +131,23 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
         const TokenTile tile(scheduler.number, plan, p.G);
         const int2 counts = scheduler.counts;
         const int partial = counts.y - counts.x;
-        int first_key = 0;
+        int first_key = 0, first_page = 0;
         u64 rows = 0;
         for (int e = 0; e < counts.y; ++e) {
             if (e % 32 == 0 && e + lane < counts.y) {
                 const int at = list_offset(counts, e + lane);
                 first_key = block_key(p, plan, tile, at);
                 rows = selected_by(p, plan, tile, at);
+                first_page = page_of(p, tile.b, first_key);
             }
             const int first = __shfl_sync(ALL_LANES, first_key, e % 32);
             const u64 selected_by = __shfl_sync(ALL_LANES, rows, e % 32);
+            int page = __shfl_sync(ALL_LANES, first_page, e % 32);
             const int visible = e < partial ? last_visible(p, tile, selected_by) : first + BLOCK;
             for (int key = first; key < first + BLOCK; key += KEYS, at.next()) {
                 unsigned char *stage = stages + at.stage * STAGE_BYTES;
                 const bool zeroes = key + KEYS > visible;
+                if (PAGE && key > first && in_page(key) == 0) page = key < visible ? page_of(p, tile.b, key) : -1;
                 u64 *landed = zeroes ? &steps.raw : &steps.full[at.stage];
                 steps.wait_empty(at);
                 if (lane < CONSUMERS) steps.rows[at.stage][lane] = static_cast<u32>(selected_by >> lane * TQ) & TOKEN_MASK;
@@ -153,8 +158,8 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
                 __syncwarp();
                 if (lane == 0) {
                     mbarrier_arrive_expect(landed, STAGE_BYTES);
-                    tma_load_key_tile<DK>(stage, &k_map, landed, key, tile.g, tile.b);
-                    tma_load_key_tile<DV>(stage + K_BYTES, &v_map, landed, key, tile.g, tile.b);
+                    tma_load_key_tile<DK>(stage, &k_map, landed, in_page(key), tile.g, page);
+                    tma_load_key_tile<DV>(stage + K_BYTES, &v_map, landed, in_page(key), tile.g, page);
                 }
                 if (zeroes) {
                     mbarrier_wait(landed, raw_parity);

@@ -1,0 +1,131 @@
+"""cupy-cuda over caches without a GPU: its portable kernels, emulated on the CPU, read lengths and block tables."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends.cupy_cuda import sm90
+from nsa_sel.core.call import Call
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.helpers.cache_cases import Cache, gathered, make_cache, positions
+from tests.helpers.cases import assert_forward
+from tests.helpers.emulate import BACKWARDS, GPU, emulated, needs_compiler
+from tests.helpers.poison import new_memory_is_nan
+
+pytestmark = needs_compiler
+
+GARBAGE = 2**30  # in the block table, after a sequence's last page: a key there would be far outside of memory
+
+
+def small_cache(page_size: int | None, **sizes: object) -> Cache:
+    """Sizes that most tests share: every other one is compiled anew."""
+    cache = make_cache(page_size=page_size, **{"dtype": torch.float16, "h": 3, "Dv": 24, **sizes})  # type: ignore[arg-type]
+    if cache.block_table is not None:
+        cache.block_table[cache.block_table < 0] = GARBAGE
+    return cache
+
+
+def call_of(cache: Cache, gpu: DeviceInfo = GPU) -> Call:
+    k, v = (x.transpose(1, 2) for x in cache[1:3])
+    selection, scale = cache.selection, cache.q.shape[-1] ** -0.5
+    return Call(cache.q, k, v, selection, None, scale, settings_for(gpu), gpu, cache.cache_seqlens, cache.block_table)
+
+
+def check(cache: Cache, gpu: DeviceInfo = GPU) -> tuple[Tensor, Tensor]:
+    """o and lse are as close to the oracle as everywhere, from outputs that held NaN."""
+    with new_memory_is_nan():
+        found = cupy_cuda.forward(call_of(cache, gpu))
+    known = cache if cache.block_table is None else cache._replace(block_table=cache.block_table % GARBAGE)
+    assert_forward(found, cache.q, *gathered(known), cache.selection.ranges, q_pos=positions(cache))
+    return found
+
+
+@pytest.mark.parametrize("S_q", [1, 4])
+@pytest.mark.parametrize("page_size", [None, 16, 24, 64])
+def test_caches_match_the_oracle(monkeypatch: pytest.MonkeyPatch, page_size: int | None, S_q: int) -> None:
+    """Lengths 0, 1 and shorter than S_q among them: nothing is selected where there is no key."""
+    emulated(monkeypatch)
+    cache = small_cache(page_size, S_q=S_q)
+    o, lse = check(cache)
+    nothing = positions(cache) < 0
+    assert bool((o[nothing] == 0).all())
+    assert bool((lse[nothing] == -math.inf).all())
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_ranges_may_cross_pages(monkeypatch: pytest.MonkeyPatch, page_size: int | None) -> None:
+    emulated(monkeypatch, BACKWARDS)
+    cache = small_cache(page_size, lengths=(64, 150), block=None, S_q=2)
+    check(cache._replace(cache_seqlens=cache.cache_seqlens.long()))
+
+
+@pytest.mark.parametrize("sm", [86, 90])
+def test_splits_of_a_row_read_pages(monkeypatch: pytest.MonkeyPatch, sm: int) -> None:
+    emulated(monkeypatch)
+    check(small_cache(16, lengths=(190,), G=1, n=12), msgspec.structs.replace(GPU, sm=sm))
+
+
+def test_pages_of_any_strides_give_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of K between those of V, and heads before keys."""
+    emulated(monkeypatch)
+    cache = small_cache(16, Dk=24)
+    wanted = check(cache)
+    between = torch.stack((cache.k_cache, cache.v_cache), 1).unbind(1)
+    by_heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k_cache, cache.v_cache)]
+    for k_cache, v_cache in (between, by_heads):
+        assert all(map(torch.equal, check(cache._replace(k_cache=k_cache, v_cache=v_cache)), wanted))
+
+
+def test_lengths_past_the_end_are_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    cache = small_cache(16, lengths=(192, 192))
+    long = cache._replace(cache_seqlens=cache.cache_seqlens + 1000)
+    assert all(map(torch.equal, cupy_cuda.forward(call_of(long)), check(cache)))
+
+
+@pytest.mark.parametrize("lengths", [(70, 150, 3), (0, 1, 9)])
+def test_the_union_of_a_tile_follows_lengths(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
+    """Blocks that a row of the tile may see, and which of them all rows see whole."""
+    emulated(monkeypatch)
+    cache = small_cache(64, lengths=lengths, S_q=8)
+    call = call_of(cache)
+    plan = sm90.plan_of(call, cache.selection.ranges, 12)
+    start, end = call.clamped_ranges()
+    for number, (whole, count) in enumerate(plan.counts.tolist()):
+        b, g = divmod(number, 2)
+        seen = end[b, :, g] > start[b, :, g]
+        wanted = sorted(set((start[b, :, g][seen] // 16).tolist()))
+        assert plan.blocks[number * plan.capacity :][:count].tolist() == wanted
+        assert whole == sum((block + 1) * 16 <= max(0, lengths[b] - 7) for block in wanted)
+
+
+def test_another_length_makes_another_union(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    cache = small_cache(64, S_q=8)
+    call = call_of(cache)
+    first = sm90.plan_of(call, cache.selection.ranges, 12)
+    assert sm90.plan_of(call, cache.selection.ranges, 12) is first
+    cache.cache_seqlens[1] = 0
+    assert sm90.plan_of(call, cache.selection.ranges, 12) is not first
+
+
+def test_pages_of_parts_of_a_step_are_gathered() -> None:
+    """TMA loads 64 keys of one page."""
+    for page_size, fits in ((16, False), (64, True), (96, False), (128, True), (None, True)):
+        assert sm90.steps_in_pages(call_of(small_cache(page_size))) == fits
+
+
+def test_selections_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range that covers all pages of a sequence."""
+    emulated(monkeypatch)
+    cache = small_cache(16, S_q=2)
+    every = torch.tensor([0, 192]).expand(4, 2, 2, 1, 2).contiguous()
+    check(cache._replace(selection=Selection(every, None, 192)))

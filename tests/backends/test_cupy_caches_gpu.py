@@ -1,0 +1,87 @@
+"""cupy-cuda over caches on a GPU: which kernel serves which cache, and that it reads keys of the sequences alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.core import registry
+from nsa_sel.serving import selection_attention_with_kvcache
+from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, make_cache
+from tests.helpers.graphs import no_waiting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(registry.missing("cupy-cuda")), reason="; ".join(map(str, registry.missing("cupy-cuda")))),
+]
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+MANY = LENGTHS * 16  # sequences: more rows than half of the multiprocessors
+Started = list[str]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """The files of the kernels that ran."""
+    names: Started = []
+    start: Callable[..., None] = launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *rest, **others: (names.append(source), start(source, *rest, **others))[1])
+    return names
+
+
+def gpu_cache(page_size: int | None, **sizes: Any) -> Cache:
+    """NaN wherever no sequence has a key."""
+    return make_cache(
+        page_size=page_size, **{"dtype": torch.bfloat16, "device": "cuda", "Dk": 128, "Dv": 128, "h": 16, "block": 64, **sizes}
+    )
+
+
+def garbled(cache: Cache) -> Cache:
+    """Pages that do not exist after every sequence's last one."""
+    assert cache.block_table is not None
+    return cache._replace(block_table=torch.where(cache.block_table < 0, 2**30, cache.block_table))
+
+
+@pytest.mark.parametrize("page_size", [None, *PAGES])
+@pytest.mark.parametrize(
+    ("lengths", "S_q", "block", "kernel"),
+    [
+        (LENGTHS, 1, 64, "forward_rows.cu"),
+        (LENGTHS, 4, 64, "forward_rows.cu"),
+        (MANY, 1, 64, "forward_blocks.cu"),
+        (MANY, 4, 128, "forward_blocks.cu"),
+        ((0, 1, 9, 150, 600), 40, 128, "forward_tiles.cu"),
+    ],
+)
+def test_each_kernel_reads_lengths_and_tables(
+    lengths: tuple[int, ...], S_q: int, block: int, kernel: str, page_size: int | None, started: Started
+) -> None:
+    cache = gpu_cache(page_size, lengths=lengths, S_q=S_q, block=block, room=640 if max(lengths) > 192 else 256)
+    wanted = check(cache, "cupy-cuda")
+    expected = kernel if HOPPER and page_size not in (16, 32) else "forward_rows.cu"
+    assert set(started) - {"tile_union.cu", "combine.cu"} == {expected}
+    if page_size is not None:
+        got = selection_attention_with_kvcache(*garbled(cache), return_lse=True, backend="cupy-cuda")
+        assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+def test_a_step_is_one_launch_that_never_waits(page_size: int | None, started: Started) -> None:
+    cache = gpu_cache(page_size, lengths=MANY)
+    selection_attention_with_kvcache(*cache, backend="cupy-cuda")
+    started.clear()
+    with no_waiting():
+        selection_attention_with_kvcache(*cache, backend="cupy-cuda")
+    assert len(started) == 1
+
+
+def test_lengths_past_the_end_are_clamped() -> None:
+    for lengths in ((256, 256), (256,) * 64):
+        cache = gpu_cache(64, lengths=lengths, room=256)
+        wanted = check(cache, "cupy-cuda")
+        long = cache._replace(cache_seqlens=cache.cache_seqlens + 1000)
+        assert all(map(torch.equal, selection_attention_with_kvcache(*long, return_lse=True, backend="cupy-cuda"), wanted))
