@@ -25,6 +25,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return forward(call.with_positive_scale())
     if sm90.supports_tiles(call):
         return sm90.forward_tiles(call)
+    if sm90.supports_few_tokens(call):
+        return sm90.forward_few_tokens(call)
     if sm90.supports_blocks(call):
         return sm90.forward_blocks(call)
     return sm80.forward_rows(call)

@@ -89,7 +89,9 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
     [
         (86, "paged-16", {"forward_rows.cu"}),
         (90, "paged-16-split", {"forward_rows.cu"}),
-        (90, "paged-256", {"forward_blocks.cu"}),
+        (90, "paged-64", {"forward_blocks.cu"}),
+        (90, "paged-256", {"forward_tiles.cu"}),
+        (90, "paged-64-S8", {"forward_tiles.cu"}),
         (90, "paged-64-prefill", {"tile_union.cu", "forward_tiles.cu"}),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,11 +12,12 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import sm90
+from nsa_sel.backends.cupy_cuda import compiler, launch, sm90
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
+from tests.helpers import emulate
 from tests.helpers.cache_cases import Cache, gathered, make_cache, positions
 from tests.helpers.cases import assert_forward
 from tests.helpers.emulate import BACKWARDS, GPU, emulated, needs_compiler
@@ -129,3 +132,63 @@ def test_selections_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small_cache(16, S_q=2)
     every = torch.tensor([0, 192]).expand(4, 2, 2, 1, 2).contiguous()
     check(cache._replace(selection=Selection(every, None, 192)))
+
+
+def lists_of(monkeypatch: pytest.MonkeyPatch, call: Call, block: int) -> list[tuple[int, dict[int, int]]]:
+    """For each sequence and group how many blocks are whole, and its blocks in the order of the list, each with a bit per token."""
+    source = (Path(emulate.__file__).parent / "emulation" / "few_union.cu").read_text()
+    headers = compiler.sources("forward_tiles.cu")
+    monkeypatch.setattr(compiler, "sources", lambda name: {**headers, name: source})
+    B, _, G = call.q.shape[:3]
+    counts, entries = torch.zeros(B * G, 2, dtype=torch.int32), torch.zeros(B * G, sm90.MOST_ENTRIES, dtype=torch.int32)
+    macros = launch.macros(call, BLOCK=block, **launch.cache_macros(launch.page_of(call)))
+    problem = launch.problem(call, call.selection.disjoint_ranges())
+    launch.start("few_union.cu", macros, 0, B * G, 256, 0, *launch.pointers(counts, entries), problem=problem)
+    return [
+        (whole, {entry >> 8: entry & 255 for entry in row[:count]})
+        for (whole, count), row in zip(counts.tolist(), entries.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS])
+@pytest.mark.parametrize(("lengths", "S_q", "n"), [((150, 9, 64, 0), 4, 12), ((3, 1, 190), 8, 7), ((70,), 2, 1)])
+def test_few_tokens_make_their_union(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], S_q: int, n: int, mode: int) -> None:
+    """Every block that a token sees once, those that all tokens see whole first, with a bit for each token that selected it."""
+    emulated(monkeypatch, mode)
+    cache = small_cache(64, lengths=lengths, S_q=S_q, n=n)
+    call = call_of(cache)
+    start, end = call.clamped_ranges()
+    for number, (whole, found) in enumerate(lists_of(monkeypatch, call, 16)):
+        b, g = divmod(number, 2)
+        wanted: dict[int, int] = {}
+        for s in range(S_q):
+            for i in range(n):
+                if end[b, s, g, i] > start[b, s, g, i]:
+                    block = int(start[b, s, g, i]) // 16
+                    wanted[block] = wanted.get(block, 0) | 1 << s
+        assert found == wanted
+        lowest = max(0, lengths[b] - S_q + 1)
+        assert [(block + 1) * 16 <= lowest for block in found] == [True] * whole + [False] * (len(found) - whole)
+
+
+@pytest.mark.parametrize(
+    ("changed", "takes"),
+    [
+        ({}, True),
+        ({"S_q": 1}, False),
+        ({"S_q": 9}, False),
+        ({"page_size": 16}, False),
+        ({"page_size": None}, True),
+        ({"block": 32}, False),
+        ({"lengths": (150,) * 22}, False),
+        ({"h": 1}, False),
+        ({"Dk": 80}, False),
+        ({"S_q": 8, "h": 32}, False),
+        ({"S_q": 8, "h": 16}, True),
+    ],
+)
+def test_which_calls_read_the_union_of_their_tokens(changed: dict[str, Any], takes: bool) -> None:
+    """2 to 8 tokens of a sequence, whole blocks of 64 keys, pages of whole steps, tiles for a third of the multiprocessors."""
+    facts = {"lengths": (150,) * 23, "page_size": 64, "S_q": 4, "h": 16, "Dk": 64, "Dv": 128, "block": 64, "dtype": torch.float16}
+    cache = make_cache(**{**facts, **changed})  # type: ignore[arg-type]
+    assert sm90.supports_few_tokens(call_of(cache, msgspec.structs.replace(GPU, sm_count=132))) == takes

@@ -53,7 +53,10 @@ def garbled(cache: Cache) -> Cache:
         (LENGTHS, 1, 64, "forward_rows.cu"),
         (LENGTHS, 4, 64, "forward_rows.cu"),
         (MANY, 1, 64, "forward_blocks.cu"),
-        (MANY, 4, 128, "forward_blocks.cu"),
+        (MANY, 10, 64, "forward_blocks.cu"),
+        (MANY, 4, 64, "forward_tiles.cu"),
+        (LENGTHS * 17, 3, 64, "forward_tiles.cu"),
+        (MANY, 8, 128, "forward_tiles.cu"),
         ((0, 1, 9, 150, 600), 40, 128, "forward_tiles.cu"),
     ],
 )
@@ -69,9 +72,10 @@ def test_each_kernel_reads_lengths_and_tables(
         assert all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.parametrize("S_q", [1, 4])
 @pytest.mark.parametrize("page_size", [None, 16, 64])
-def test_a_step_is_one_launch_that_never_waits(page_size: int | None, started: Started) -> None:
-    cache = gpu_cache(page_size, lengths=MANY)
+def test_a_step_is_one_launch_that_never_waits(page_size: int | None, S_q: int, started: Started) -> None:
+    cache = gpu_cache(page_size, lengths=MANY, S_q=S_q)
     selection_attention_with_kvcache(*cache, backend="cupy-cuda")
     started.clear()
     with no_waiting():

@@ -58,6 +58,10 @@ PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size
     "paged-16-split-e4m3-page": (1, 1, 4096, 16, 4, 16, 128, 16, 64),  # quantized, and what has a scale of its own
     "paged-16-e4m3-head": (256, 1, 1024, 16, 4, 16, 128, 16, 64),
     "paged-256-e4m3-page": (64, 4, 128, 256, 4, 16, 128, 16, 64),
+}
+PAGED_OF_CUDA = {  # likewise
+    "paged-64": (256, 1, 256, 64, 4, 16, 128, 16, 64),
+    "paged-64-S8": (64, 8, 256, 64, 1, 16, 128, 16, 128),
     "paged-64-prefill": (1, 256, 128, 64, 4, 16, 128, 16, 128),
 }
 
@@ -92,7 +96,7 @@ def target_call(shape: str, sm: int) -> Call:
 
 def paged_call(shape: str, sm: int) -> Call:
     """A call over a pool of pages, likewise."""
-    B, S, each, page_size, G, h, D, n, block = PAGED[shape]
+    B, S, each, page_size, G, h, D, n, block = (PAGED | PAGED_OF_CUDA)[shape]
     kilobytes, sms = TARGETS[sm]
     device = DeviceInfo(kind="cuda", name="target", sm=sm, sm_count=sms, shared_memory=kilobytes * 1024)
     q, pages = torch.empty(B, S, G, h, D, dtype=torch.bfloat16), torch.empty(1, page_size, G, D, dtype=torch.bfloat16).transpose(1, 2)

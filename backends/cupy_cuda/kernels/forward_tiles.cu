@@ -115,19 +115,22 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_tiles(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // q of the consumers, the stages
     __shared__ Shared shared;
     unsigned char *stages = memory + CONSUMERS * Q_BYTES;
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
+#ifdef FEW_TOKENS
+    make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G));
+#endif
     __syncthreads();
     if (warpgroup < CONSUMERS) {
-        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(true);
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(true);
         attend(x, stages, memory + warpgroup * Q_BYTES, shared, warpgroup);
         return;
     }
-    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
+    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(false);
     if (producer == 0) produce_steps(x.k, x.v, x.p, x.plan, stages, shared);
     else if (producer <= CONSUMERS) {
         const int consumer = producer - 1;

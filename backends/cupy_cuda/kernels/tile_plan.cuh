@@ -4,7 +4,12 @@
 // that the list is arithmetic: blocks 0, 1, ... of BLOCK compressed keys, whole as far as the tile's first token sees them. For a window it
 // is arithmetic, too: blocks of BLOCK keys from the first key that the tile's first token sees, whole where the windows of all its tokens
 // overlap.
+//
+//   FEW_TOKENS  a tile has all tokens of a (b, g), and its CTA makes the list (few_tokens.cuh)
 #pragma once
+#ifdef FEW_TOKENS
+#include "few_tokens.cuh"
+#endif
 #include "softmax.cuh"
 
 constexpr int TQ = 64 / H, TOKENS = CONSUMERS * TQ;
@@ -54,7 +59,13 @@ struct TokenTile {
 
 // The blocks of a tile: how many are whole, and how many there are; then the first key of block number `at` of its list, and which tokens
 // selected it. A tile's steps begin with its partial blocks; in the list, whole blocks come first.
-#ifndef BY_ARITHMETIC
+#ifdef FEW_TOKENS
+DEVICE int2 block_counts(const Problem &, const TilePlan &, const TokenTile &) { return union_counts; }
+DEVICE int block_key(const Problem &, const TilePlan &, const TokenTile &, i64 at) { return (union_entries[at] >> TOKEN_BITS) * BLOCK; }
+DEVICE u64 selected_by(const Problem &, const TilePlan &, const TokenTile &, i64 at) {
+    return union_entries[at] & ((1u << TOKEN_BITS) - 1);
+}
+#elif !defined(BY_ARITHMETIC)
 DEVICE int2 block_counts(const Problem &p, const TilePlan &plan, const TokenTile &tile) { return plan.counts[tile.index(plan, p.G)]; }
 DEVICE int block_key(const Problem &p, const TilePlan &plan, const TokenTile &tile, i64 at) {
     return plan.blocks[tile.index(plan, p.G) * plan.capacity + at] * BLOCK;

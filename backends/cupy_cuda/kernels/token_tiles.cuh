@@ -1,6 +1,6 @@
 // Persistent, warp-specialized kernels over tiles of adjacent tokens on Hopper: what forward_tiles.cu and dq_tiles.cu share.
 //
-// Grid: at most one CTA per multiprocessor. A tile has TOKENS = CONSUMERS * TQ adjacent tokens of one (b, g) with their H heads. CTAs pull
+// Grid: at most one CTA per multiprocessor; of FEW_TOKENS, one CTA per tile, two per multiprocessor. A tile has TOKENS = CONSUMERS * TQ adjacent tokens of one (b, g) with their H heads. CTAs pull
 //   tiles from an atomic counter, because tiles differ in length.
 // Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator, TQ = 64 / H tokens times H heads. In the producer warpgroup
 //   warp 0 loads K and V of the union of the tile's blocks (tile_union.cu), once for all consumers, in steps of KEYS keys, through a
@@ -25,7 +25,13 @@
 constexpr int KEYS = 64, STEPS = BLOCK / KEYS;  // steps of a block
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224, PRODUCER_REGISTERS = 56;  // a thread
+constexpr int PER_SM = CONSUMERS == 1 ? 2 : 1;                                                                // CTAs
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : CONSUMERS == 2 ? 224 : 200, PRODUCER_REGISTERS = 56;  // a thread
+#ifdef FEW_TOKENS
+constexpr bool ONCE = true;  // K and V are read by one CTA alone
+#else
+constexpr bool ONCE = false;
+#endif
 
 // The tiles of a CTA, which one warp fetches for all others.
 struct TileQueue {
@@ -158,8 +164,8 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
                 __syncwarp();
                 if (lane == 0) {
                     mbarrier_arrive_expect(landed, STAGE_BYTES);
-                    tma_load_key_tile<DK>(stage, &k_map, landed, in_page(key), tile.g, page);
-                    tma_load_key_tile<DV>(stage + K_BYTES, &v_map, landed, in_page(key), tile.g, page);
+                    tma_load_key_tile<DK, ONCE>(stage, &k_map, landed, in_page(key), tile.g, page);
+                    tma_load_key_tile<DV, ONCE>(stage + K_BYTES, &v_map, landed, in_page(key), tile.g, page);
                 }
                 if (zeroes) {
                     mbarrier_wait(landed, raw_parity);

@@ -1,0 +1,44 @@
+// The union of the blocks that the few tokens of a (b, g) selected, made by the CTA that attends to it: no plan is in memory, and none is
+// launched. Used where a tile has all tokens of a sequence: when it decodes several tokens at once.
+//
+// Every thread has one (token, range). The first of those that selected a block writes it to the list, with a bit per token.
+#pragma once
+#include "softmax.cuh"
+
+constexpr int MOST_ENTRIES = 192;  // (token, range) of a tile, at most as many as there are threads
+constexpr int TOKEN_BITS = 8;      // of a tile's tokens beside a block's number
+
+__shared__ u32 union_entries[MOST_ENTRIES];  // block << TOKEN_BITS | tokens, whole blocks first
+__shared__ int2 union_counts;                // whole blocks, all blocks
+
+// All THREADS threads of the CTA make the list.
+template <int THREADS>
+DEVICE void make_union(const Problem &p, u32 b, u32 g) {
+    static_assert(THREADS >= MOST_ENTRIES, "one entry per thread");
+    constexpr u32 NONE = 0xffffffffu;
+    const u32 S = p.S, n = p.n, e = threadIdx.x, token = e / n;
+    u32 block = NONE, tokens = 0;
+    int lowest = static_cast<int>(p.S_kv);
+    for (u32 s = 0; s < S; ++s) lowest = min(lowest, row_limit(p, b, s));
+    if (token < S) {
+        int start, end;
+        clamped_range(p, ((static_cast<i64>(b) * S + token) * p.G + g) * n + e % n, row_limit(p, b, token), start, end);
+        if (end > start) block = start / BLOCK;
+        union_entries[e] = block;
+    }
+    __syncthreads();
+    bool listed = block != NONE;
+    if (listed)
+        for (u32 s = 0, other = 0; s < S; ++s)
+            for (u32 i = 0; i < n; ++i, ++other)
+                if (union_entries[other] == block) {
+                    tokens |= 1u << s;
+                    listed = listed && other >= e;
+                }
+    const bool whole = listed && (block + 1) * static_cast<i64>(BLOCK) <= lowest;
+    int upto[2] = {listed, whole}, total[2];
+    block_prefix_sum<THREADS>(upto, total);  // all have read the entries, too
+    if (listed) union_entries[(whole ? upto[1] : total[1] + upto[0] - upto[1]) - 1] = block << TOKEN_BITS | tokens;
+    if (e == 0) union_counts = make_int2(total[1], total[0]);
+    __syncthreads();
+}
