@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.bench.core import trained
+from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.errors import NsaSelError
 from nsa_sel.selection import Selection
 
@@ -67,6 +68,25 @@ def decode_cases() -> list[Case]:
     """One query a sequence over a long cache: one stream, a batch, a large batch, and small groups."""
     sizes = ((1, 65536, 4, 16), (64, 32768, 4, 16), (256, 16384, 4, 16), (64, 32768, 8, 4))
     return [Case(f"decode-B{B}-{S // 1024}k-h{h}", "random", B, 1, S, G, h, 128, 128, 16, 64, "bfloat16") for B, S, G, h in sizes]
+
+
+def few_token_cases() -> list[Case]:
+    """Several new tokens a sequence, as speculative decoding checks them: one stream to a large batch, and one group of 128-key blocks."""
+    sizes = (  # B, S, S_kv, G, h, D, block
+        *((64, S, 32768, 4, 16, 128, 64) for S in (2, 4, 8)),
+        *((64, S, 32768, 1, 16, 128, 128) for S in (2, 4, 8)),
+        (256, 4, 16384, 4, 16, 128, 64), (16, 4, 32768, 4, 16, 128, 64), (1, 4, 65536, 4, 16, 128, 64),
+        (64, 4, 32768, 8, 4, 128, 64), (256, 2, 16384, 1, 16, 128, 128), (64, 4, 32768, 4, 16, 64, 64), (16, 2, 32768, 2, 8, 128, 64),
+    )  # fmt: skip
+    return [
+        Case(f"tokens-B{B}-S{S}-{S_kv // 1024}k-G{G}-h{h}-D{D}", "random", B, S, S_kv, G, h, D, D, 16, block, "bfloat16")
+        for B, S, S_kv, G, h, D, block in sizes
+    ]
+
+
+def decodes(case: Case) -> bool:
+    """Whether the case is a decoding step, of one token a sequence or of few, timed by graph replay."""
+    return case.S <= FEW_TOKENS
 
 
 def threshold_cases() -> list[Case]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.bench.core.cases import Case, make_inputs, make_selection
+from nsa_sel.bench.core.cases import Case, decodes, make_inputs, make_selection
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 
@@ -66,7 +66,7 @@ def sample(case: Case, problem: Problem, most: int, every_key: bool = False) -> 
     do[:entries, on_device] = few_do
     few = few_q, k[:entries], v[:entries], ranges
     o, _ = oracle_forward(*few, q_pos=position)
-    gradients = () if case.S == 1 else oracle_backward(*few, few_do, q_pos=position)
+    gradients = () if decodes(case) else oracle_backward(*few, few_do, q_pos=position)
     return Sample(on_device, entries, do, o.to(q.device), tuple(x.to(q.device) for x in gradients))
 
 

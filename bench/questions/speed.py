@@ -42,6 +42,7 @@ class Suite(NamedTuple):
 SUITES = {
     "performance": Suite(cases.performance_cases, packed=True, whole=True, rep=50, rows=64),
     "decode": Suite(cases.decode_cases, packed=True, whole=False, rep=50, rows=64),
+    "tokens": Suite(cases.few_token_cases, packed=False, whole=False, rep=20, rows=4),
     "threshold": Suite(cases.threshold_cases, packed=True, whole=False, rep=50, rows=64),
     "breakeven": Suite(cases.breakeven_cases, packed=False, whole=True, rep=50, rows=16),
     "scaling": Suite(cases.scaling_cases, packed=False, whole=False, rep=50, rows=16),
@@ -74,9 +75,12 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
     found: dict[str, Job] = {}
     for name, suite in suites.items():
         for case in suite.cases():
-            takes_part = {PACKED: suite.packed, **dict.fromkeys(PREFILL_ONLY, case.S > 1)}
+            step = cases.decodes(case)
+            takes_part = {PACKED: suite.packed, **dict.fromkeys(PREFILL_ONLY, not step)}
             chosen = tuple(contender for contender in contenders if takes_part.get(contender.name, True))
-            directions = ("decode",) if case.S == 1 else ("fwd", "bwd", "fwd+bwd") if suite.whole else ("fwd", "bwd")
+            if step:  # computes no gradients, and checks none
+                chosen = tuple(contender._replace(directions=("decode",)) for contender in chosen)
+            directions = ("decode",) if step else ("fwd", "bwd", "fwd+bwd") if suite.whole else ("fwd", "bwd")
             if only in case.case and chosen:
                 case = case if device == "cuda" else case._replace(dtype="float32")  # what CPUs compute in
                 more = {"quick": True} if name == "quick" else {}

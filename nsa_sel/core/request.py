@@ -8,6 +8,7 @@ import msgspec
 
 Kind = Literal["attend", "choose"]  # attention to selected blocks; to compressed keys, with the blocks that they choose
 Quantized = Literal["e4m3", "e4m3/tensor", "e4m3/head", "e4m3/page"]  # format of K and V, and what has a scale of its own
+FEW_TOKENS = 8  # new tokens of a sequence up to which a call is a decoding step
 SHARING_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tile sizes, in adjacent query tokens, that `sharing` covers
 
 

@@ -11,7 +11,7 @@ import torch
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core import registry
 from nsa_sel.serving import selection_attention_with_kvcache
-from tests.helpers.cache_cases import LENGTHS, PAGES, Cache, check, make_cache
+from tests.helpers.cache_cases import LENGTHS, Cache, check, make_cache
 from tests.helpers.graphs import no_waiting
 
 pytestmark = [
@@ -46,7 +46,7 @@ def garbled(cache: Cache) -> Cache:
     return cache._replace(block_table=torch.where(cache.block_table < 0, 2**30, cache.block_table))
 
 
-@pytest.mark.parametrize("page_size", [None, *PAGES])
+@pytest.mark.parametrize("page_size", [None, 16, 64, 256])
 @pytest.mark.parametrize(
     ("lengths", "S_q", "block", "kernel"),
     [
@@ -65,7 +65,7 @@ def test_each_kernel_reads_lengths_and_tables(
 ) -> None:
     cache = gpu_cache(page_size, lengths=lengths, S_q=S_q, block=block, room=640 if max(lengths) > 192 else 256)
     wanted = check(cache, "cupy-cuda")
-    expected = kernel if HOPPER and page_size not in (16, 32) else "forward_rows.cu"
+    expected = kernel if HOPPER and page_size != 16 else "forward_rows.cu"
     assert set(started) - {"tile_union.cu", "combine.cu"} == {expected}
     if page_size is not None:
         got = selection_attention_with_kvcache(*garbled(cache), return_lse=True, backend="cupy-cuda")
