@@ -21,6 +21,8 @@ LAYERS, REAL_ROWS = 30, 8192  # of the committed maps of SmolLM2
 SCORES_AT_ONCE = 1 << 26  # of a random selection: 32k rows, 4 groups, 512 blocks, which sorting takes 2 GB for
 SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
 PREFIX = "prefix"  # as "few", which other benches have
+ALIKE = "alike"  # random, but the tokens of a sequence share most of their scores
+ALIKE_SHARE = 4.0  # standard deviation of what they share, over that of what they don't
 CHOICE = "choose"  # a call of compressed_attention with NSA's sizes, which chooses the n blocks; there is no selection to make
 MANY, MIXED = 8, (2, 4, 8)  # spans of a row that is cut into many; into as many as is drawn for it
 LEAST_BLOCK = 16  # keys: the smallest block that every backend takes
@@ -31,8 +33,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class Case(NamedTuple):
-    """Sizes of one case; `distribution`: random (scores from a normal distribution), real (SmolLM2's selections), trained (a model's
-    that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), one of `SPANS`, or `CHOICE`.
+    """Sizes of one case; `distribution`: random (scores from a normal distribution), `ALIKE`, real (SmolLM2's selections), trained (a
+    model's that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), one of `SPANS`, or `CHOICE`.
 
     `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
     real or trained case takes, and how many keys a row of spans selects, is in its name alone (`layers_of`, `length_of`).
@@ -73,14 +75,15 @@ def decode_cases() -> list[Case]:
 def few_token_cases() -> list[Case]:
     """Several new tokens a sequence, as speculative decoding checks them: one stream to a large batch, and one group of 128-key blocks."""
     sizes = (  # B, S, S_kv, G, h, D, block
-        *((64, S, 32768, 4, 16, 128, 64) for S in (2, 4, 8)),
-        *((64, S, 32768, 1, 16, 128, 128) for S in (2, 4, 8)),
-        (256, 4, 16384, 4, 16, 128, 64), (16, 4, 32768, 4, 16, 128, 64), (1, 4, 65536, 4, 16, 128, 64),
-        (64, 4, 32768, 8, 4, 128, 64), (256, 2, 16384, 1, 16, 128, 128), (64, 4, 32768, 4, 16, 64, 64), (16, 2, 32768, 2, 8, 128, 64),
+        *((ALIKE, 64, S, 32768, 4, 16, 128, 64) for S in (2, 4, 8)),
+        *((ALIKE, 64, S, 32768, 1, 16, 128, 128) for S in (4, 8)),
+        (ALIKE, 256, 4, 16384, 4, 16, 128, 64), (ALIKE, 16, 4, 32768, 4, 16, 128, 64), (ALIKE, 64, 4, 32768, 8, 4, 128, 64),
+        (ALIKE, 64, 4, 32768, 4, 16, 64, 64), ("random", 64, 4, 32768, 4, 16, 128, 64), ("random", 64, 4, 32768, 1, 16, 128, 128),
+        ("random", 1, 4, 65536, 4, 16, 128, 64), ("random", 16, 2, 32768, 2, 8, 128, 64),
     )  # fmt: skip
     return [
-        Case(f"tokens-B{B}-S{S}-{S_kv // 1024}k-G{G}-h{h}-D{D}", "random", B, S, S_kv, G, h, D, D, 16, block, "bfloat16")
-        for B, S, S_kv, G, h, D, block in sizes
+        Case(f"tokens-{kind}-B{B}-S{S}-{S_kv // 1024}k-G{G}-h{h}-D{D}", kind, B, S, S_kv, G, h, D, D, 16, block, "bfloat16")
+        for kind, B, S, S_kv, G, h, D, block in sizes
     ]
 
 
@@ -282,18 +285,23 @@ def layer_selection(layers: list[int], device: torch.device | str) -> Selection:
 def random_selection(case: Case, device: torch.device | str, seed: int, at_once: int = SCORES_AT_ONCE) -> Selection:
     """The best blocks by normally distributed scores, drawn for as many rows at a time as `at_once` scores allow.
 
-    The first, the previous and the current block are always among the n. The draws depend on the device and on `at_once`.
+    The first, the previous and the current block are always among the n. The draws depend on the device and on `at_once`. Of a case that
+    is `ALIKE` the rows of a sequence and group share a part of their scores.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = -(-case.S_kv // case.block)
     first, local = int(case.n > 1), min(2, max(1, case.n - 1))
     rows = max(1, at_once // (case.B * case.G * blocks))
-    ranges = []
+    ranges, shared = [], 0.0 if case.distribution != ALIKE else ALIKE_SHARE * _normal(case.B, 1, case.G, blocks, generator)
     for start in range(case.S_kv - case.S, case.S_kv, rows):
         position = torch.arange(start, min(start + rows, case.S_kv), device=device)
-        scores = torch.randn(case.B, len(position), case.G, blocks, device=device, generator=generator)
+        scores = shared + _normal(case.B, len(position), case.G, blocks, generator)
         ranges.append(Selection.from_scores(scores, case.n, case.block, first, local, q_pos=position).ranges)
     return Selection(torch.cat(ranges, 1), case.block, disjoint=True)
+
+
+def _normal(B: int, S: int, G: int, blocks: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(B, S, G, blocks, device=generator.device, generator=generator)
 
 
 def span_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
@@ -321,8 +329,8 @@ def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Sel
     """The selection of a case. A real or trained one is the same for every seed."""
     if case.distribution in (*SPANS, PREFIX):
         return span_selection(case, device, seed)
-    if case.distribution in ("random", "packed"):
-        return (random_selection if case.distribution == "random" else packed_selection)(case, device, seed)
+    if case.distribution in ("random", ALIKE, "packed"):
+        return (packed_selection if case.distribution == "packed" else random_selection)(case, device, seed)
     layers = layers_of(case.case)
     if case.distribution == "trained":
         return trained.trained_selection(case.S, device, layers)
