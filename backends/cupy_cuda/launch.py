@@ -23,10 +23,17 @@ from nsa_sel.errors import BackendError
 MOST_BYTES = 4096  # of a kernel's arguments
 
 
+_CONFIG = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig (cuda.h): grid, block, shared memory; stream, attributes and their number
+_EARLY = struct.pack("<I4xI60x", 6, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_DRIVER_OF_EARLY_GRAPHS = 12040  # the first whose CUDA graphs hold early starts
+
+
 class _Buffer(threading.local):
-    """Where a thread packs a kernel's arguments, and the list of one pointer that the driver takes."""
+    """Where a thread packs a kernel's arguments, and the list of one pointer that the driver takes; and an early start."""
 
     def __init__(self) -> None:
+        self.config, self.early = ctypes.create_string_buffer(_CONFIG.size), ctypes.create_string_buffer(_EARLY, len(_EARLY))
+        self.config_address, self.early_address = ctypes.addressof(self.config), ctypes.addressof(self.early)
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))
         self.address = ctypes.addressof(self.pointers)
@@ -41,6 +48,17 @@ def _interfaces() -> tuple[Any, Any]:
     from cupy_backends.cuda.api import driver, runtime
 
     return driver, runtime
+
+
+@functools.cache
+def _early_launch(device: int) -> Any:
+    """The driver's function that starts a kernel before the one ahead has ended, None where GPU or driver can't."""
+    _, runtime = _interfaces()
+    if torch.cuda.get_device_capability(device) < (9, 0) or runtime.driverGetVersion() < _DRIVER_OF_EARLY_GRAPHS:
+        return None
+    found = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    found.argtypes = (ctypes.c_void_p,) * 4
+    return found
 
 
 @functools.cache
@@ -67,11 +85,12 @@ def function(source: str, macros: Constants, device: int, shared: int, own: bool
 
 def start(
     source: str, macros: Constants, device: int, ctas: int, threads: int, shared: int, *values: int,
-    maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] = (),
+    maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] = (), early: bool = False,
 ) -> None:  # fmt: skip
     """Start the kernel of `source` on `device`: `ctas` CTAs of `threads` threads, `shared` bytes of dynamic shared memory each.
 
     maps, problem, values: its `Arguments`, in this order. A kernel with tensor maps is compiled for this GPU's own instructions.
+    early: it calls `wait_for_stream` (hardware.cuh), so that it may start before the kernel ahead of it in the stream has ended.
     The device's context is made this thread's own: autograd's threads come without one.
     """
     driver, runtime = _interfaces()
@@ -79,6 +98,11 @@ def start(
     runtime.setDevice(device)
     layout(len(maps), bool(problem), len(values)).pack_into(_buffer.arguments, 0, *maps, *problem, *values)
     stream = torch._C._cuda_getCurrentRawStream(device)
+    launch_early = _early_launch(device) if early else None
+    if launch_early is not None:
+        _CONFIG.pack_into(_buffer.config, 0, ctas, 1, 1, threads, 1, 1, shared, stream, _buffer.early_address, 1)
+        driver.check_status(launch_early(_buffer.config_address, handle, _buffer.address, None))
+        return
     driver.launchKernel(handle, ctas, 1, 1, threads, 1, 1, shared, stream, _buffer.address, 0)
 
 

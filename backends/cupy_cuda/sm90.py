@@ -22,7 +22,7 @@ from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
-from nsa_sel.core.request import DeviceInfo
+from nsa_sel.core.request import FEW_TOKENS, DeviceInfo
 from nsa_sel.core.window_call import WindowCall
 
 SM = 90  # wgmma is this chip's alone
@@ -32,7 +32,7 @@ MOST_STAGES = 6  # of forward_blocks.cu and dkdv_groups.cu
 MOST_DK = 128  # columns of dk that registers hold beside dv in dkdv_groups.cu
 L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
-FEW_TOKENS, MOST_ENTRIES = 8, 192  # tokens of a sequence, and their ranges: few_tokens.cuh
+MOST_ENTRIES, MOST_CONSUMERS = 192, 3  # ranges of a sequence's tokens (few_tokens.cuh), warpgroups of a tile
 CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
 
 
@@ -138,12 +138,12 @@ def supports_few_tokens(call: Call) -> bool:
     (B, S, G, h, Dk), device, size = call.q.shape, call.device, call.selection.block_size
     if device.sm != SM or not 1 < S <= FEW_TOKENS or S * call.selection.n > MOST_ENTRIES or 3 * B * G <= device.sm_count:
         return False
-    tiles = HOPPER_TILES
     return (
-        size is not None and size % KEYS == 0 and tiles.heads[0] <= h <= tiles.heads[1] and few_consumers(S, h) <= 3
-        and Dk in tiles.key_dims and call.v.shape[3] in tiles.value_dims and call.S_kv < size << 24
-        and steps_in_pages(call) and mappable(call.q, call.k, call.v)
-    )  # fmt: skip
+        HOPPER_TILES.fits_few(h, Dk, call.v.shape[3], size)
+        and few_consumers(S, h) <= MOST_CONSUMERS
+        and steps_in_pages(call)
+        and mappable(call.q, call.k, call.v)
+    )
 
 
 def few_consumers(S: int, h: int) -> int:
@@ -178,7 +178,7 @@ def forward_few_tokens(call: Call) -> tuple[Tensor, Tensor]:
     launch.start(
         "forward_tiles.cu", plan.macros, q.get_device(), B * G, plan.threads, plan.shared, *lists, o.data_ptr(), lse.data_ptr(),
         maps=(row_map(q, ROWS // h), tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(v, KEYS, 64, promoted=False)),
-        problem=launch.problem(call, call.selection.disjoint_ranges()),
+        problem=launch.problem(call, call.selection.disjoint_ranges()), early=True,
     )  # fmt: skip
     return o, lse
 
@@ -323,6 +323,6 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
         "forward_blocks.cu", macros, q.get_device(), min(work, per_sm * sm_count), 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work,
         maps=(tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(call.v, KEYS, 64, promoted=False)),
-        problem=launch.problem(call, ranges),
+        problem=launch.problem(call, ranges), early=True,
     )  # fmt: skip
     return o, lse

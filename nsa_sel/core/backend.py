@@ -77,11 +77,15 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
 
     def fits(self, S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
         """Whether the forward pass of these sizes runs on tiles."""
-        if block_size is None or block_size % self.block_multiple or not self.heads[0] <= h <= self.heads[1]:
-            return False
-        if Dk not in self.key_dims or Dv not in self.value_dims:
+        if not self.fits_few(h, Dk, Dv, block_size) or block_size is None:
             return False
         return self.tokens(h, Dk) <= S and S_kv <= self.blocks_max * block_size
+
+    def fits_few(self, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
+        """Whether a few new tokens of these sizes run on tiles, one for each sequence and group."""
+        if block_size is None or block_size % self.block_multiple or not self.heads[0] <= h <= self.heads[1]:
+            return False
+        return Dk in self.key_dims and Dv in self.value_dims
 
     def wanted(self) -> str:
         """What `take` and `sm` ask for, in words."""

@@ -38,6 +38,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
 
     def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
         _, ctas, threads, shared, *values = grid_and_values
+        others.pop("early", None)
         arguments = ctypes.create_string_buffer(packed(*values, **others))
         _library(source, macros).run(ctas, threads, shared, mode, arguments)
 

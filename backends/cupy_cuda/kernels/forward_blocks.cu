@@ -57,10 +57,6 @@ DEVICE void produce_steps(const Arguments &x, unsigned char *stages, Shared &sha
         shared.steps.wait_empty(at);
         __syncwarp();  // all lanes have seen it: the next phase may pass
     };
-    if (lane == 0) {
-        tma_prefetch(&x.k);
-        tma_prefetch(&x.v);
-    }
     for (u32 number = blockIdx.x; number < x.all; number += gridDim.x) {
         const Row row = RowHeads(x, number).row;
         const int limit = row_limit(p, row.b, row.s);
@@ -270,8 +266,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, PER_SM) forward_block
     if (threadIdx.x == THREADS) {
         shared.steps.init(1, WARPS);  // a lane of each
         mbarrier_fence_init();
+        tma_prefetch(&x.k);
+        tma_prefetch(&x.v);
     }
     __syncthreads();
+    wait_for_stream();
     if (threadIdx.x < THREADS) attend(x, memory, q_tile, p_tile, shared);
     else produce_steps(x, memory, shared);
 }

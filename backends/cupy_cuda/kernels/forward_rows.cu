@@ -120,6 +120,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS) forward_rows(con
     OnlineSoftmax softmax(p.scale_log2);
     float acc[DVP / 8][4] = {};
 
+    wait_for_stream();
     copy_heads<DK, KP, HEADS, THREADS>(memory, p.q, heads.row, heads.head0, p.h);
     cp_async_commit();
     const KeyIterator tiles(p, heads.row, split * TEAMS + heads.team, splits * TEAMS);

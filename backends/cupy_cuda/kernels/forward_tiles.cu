@@ -122,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
 #ifdef FEW_TOKENS
+    wait_for_stream();
     make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G));
 #endif
     __syncthreads();

@@ -66,6 +66,14 @@ DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Where this kernel was started before the one ahead of it in the stream had ended (`launch.start`, early): lets the next kernel start in
+// the same way, and waits for the end of the one ahead. Nothing that a kernel may have written is read before it, and nothing is written.
+DEVICE void wait_for_stream() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Barrier of all threads of a cluster (sm_90 and newer); earlier writes to shared memory are visible to the whole cluster after it.
 DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
