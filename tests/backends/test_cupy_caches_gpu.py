@@ -89,3 +89,29 @@ def test_lengths_past_the_end_are_clamped() -> None:
         wanted = check(cache, "cupy-cuda")
         long = cache._replace(cache_seqlens=cache.cache_seqlens + 1000)
         assert all(map(torch.equal, selection_attention_with_kvcache(*long, return_lse=True, backend="cupy-cuda"), wanted))
+
+
+@pytest.mark.parametrize("ahead", ["a kernel", "a copy", "two streams"])
+@pytest.mark.parametrize("lengths", [LENGTHS, MANY])
+def test_a_graph_may_have_anything_ahead_of_a_step(lengths: tuple[int, ...], ahead: str) -> None:
+    """A kernel that is started early waits for what writes its queries."""
+    cache = gpu_cache(64, lengths=lengths)
+    wanted = check(cache, "cupy-cuda")
+    q = torch.zeros_like(cache.q)
+    half, rest = (x.clone() for x in (cache.q[: len(lengths) // 2], cache.q[len(lengths) // 2 :]))
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        if ahead == "two streams":
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                q[: len(half)].mul_(0).add_(half)
+            q[len(half) :].mul_(0).add_(rest)
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            for to, values in ((q[: len(half)], half), (q[len(half) :], rest)):
+                to.copy_(values) if ahead == "a copy" else to.mul_(0).add_(values)
+        found = selection_attention_with_kvcache(q, *cache[1:], return_lse=True, backend="cupy-cuda")
+    for _ in range(3):
+        q.fill_(9.0)
+        graph.replay()
+        assert all(map(torch.equal, found, wanted))
