@@ -138,7 +138,7 @@ def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
         split_lse = temporary(call, q, rows * h * splits, dtype=torch.float32)
     launch.start(
         "forward_rows.cu", macros, device, rows * head_tiles * splits, shape.threads, shape.shared,
-        split_o.data_ptr(), split_lse.data_ptr(), splits, head_tiles, problem=problem, early=True,
+        split_o.data_ptr(), split_lse.data_ptr(), splits, head_tiles, problem=problem, early=splits > 1,
     )  # fmt: skip
     if combined:
         launch.start(

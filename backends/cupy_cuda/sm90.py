@@ -133,10 +133,11 @@ def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
 def supports_few_tokens(call: Call) -> bool:
     """Whether forward_tiles.cu computes this call with one tile per sequence and group, which reads the union of its tokens' blocks once.
 
-    There must be sequences enough for a third of the multiprocessors; few rows are split among CTAs instead.
+    There must be tiles for three quarters of the multiprocessors: one multiprocessor loads 64 keys and values in about 1 us, however many
+    others are idle. With fewer, forward_blocks.cu has a CTA per token, and the tokens' CTAs share their blocks in the L2 cache.
     """
     (B, S, G, h, Dk), device, size = call.q.shape, call.device, call.selection.block_size
-    if device.sm != SM or not 1 < S <= FEW_TOKENS or S * call.selection.n > MOST_ENTRIES or 3 * B * G <= device.sm_count:
+    if device.sm != SM or not 1 < S <= FEW_TOKENS or S * call.selection.n > MOST_ENTRIES or 4 * B * G <= 3 * device.sm_count:
         return False
     return (
         HOPPER_TILES.fits_few(h, Dk, call.v.shape[3], size)
@@ -323,6 +324,6 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
         "forward_blocks.cu", macros, q.get_device(), min(work, per_sm * sm_count), 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work,
         maps=(tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(call.v, KEYS, 64, promoted=False)),
-        problem=launch.problem(call, ranges), early=True,
+        problem=launch.problem(call, ranges), early=S == 1 and work > sm_count,  # else it is slower: kernel-results.md
     )  # fmt: skip
     return o, lse

@@ -180,7 +180,7 @@ def test_few_tokens_make_their_union(monkeypatch: pytest.MonkeyPatch, lengths: t
         ({"page_size": 16}, False),
         ({"page_size": None}, True),
         ({"block": 32}, False),
-        ({"lengths": (150,) * 22}, False),
+        ({"lengths": (150,) * 49}, False),
         ({"h": 1}, False),
         ({"Dk": 80}, False),
         ({"S_q": 8, "h": 32}, False),
@@ -188,7 +188,7 @@ def test_few_tokens_make_their_union(monkeypatch: pytest.MonkeyPatch, lengths: t
     ],
 )
 def test_which_calls_read_the_union_of_their_tokens(changed: dict[str, Any], takes: bool) -> None:
-    """2 to 8 tokens of a sequence, whole blocks of 64 keys, pages of whole steps, tiles for a third of the multiprocessors."""
-    facts = {"lengths": (150,) * 23, "page_size": 64, "S_q": 4, "h": 16, "Dk": 64, "Dv": 128, "block": 64, "dtype": torch.float16}
+    """2 to 8 tokens of a sequence, whole blocks of 64 keys, pages of whole steps, tiles for three quarters of the multiprocessors."""
+    facts = {"lengths": (150,) * 50, "page_size": 64, "S_q": 4, "h": 16, "Dk": 64, "Dv": 128, "block": 64, "dtype": torch.float16}
     cache = make_cache(**{**facts, **changed})  # type: ignore[arg-type]
     assert sm90.supports_few_tokens(call_of(cache, msgspec.structs.replace(GPU, sm_count=132))) == takes

@@ -61,7 +61,7 @@ PAGED = {  # name: (B, S, pages of a sequence, page size, G, h, D, n, block_size
 }
 PAGED_OF_CUDA = {  # likewise
     "paged-64": (256, 1, 256, 64, 4, 16, 128, 16, 64),
-    "paged-64-S8": (64, 8, 256, 64, 1, 16, 128, 16, 128),
+    "paged-64-S8": (128, 8, 256, 64, 1, 16, 128, 16, 128),
     "paged-64-prefill": (1, 256, 128, 64, 4, 16, 128, 16, 128),
 }
 
