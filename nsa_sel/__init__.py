@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nsa_sel.attention import explain, selection_attention
     from nsa_sel.attention_layer import NSAttention
     from nsa_sel.branches import nsa_attention
+    from nsa_sel.cache import NSACache
     from nsa_sel.choosing import choose_blocks, infllm_selection, moba_selection
     from nsa_sel.compressed import compressed_attention
     from nsa_sel.core.decide import explain_request, use_backend
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Decision",
+    "NSACache",
     "NSASelection",
     "NSAttention",
     "Selection",
@@ -62,6 +64,7 @@ __all__ = [
 ]
 _HOMES = {
     "Decision": "core.decision",
+    "NSACache": "cache",
     "NSASelection": "layer",
     "NSAttention": "attention_layer",
     "Selection": "selection",

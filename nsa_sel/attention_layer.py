@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_sel.branches import nsa_attention
+from nsa_sel.caching.step import LayerStep, Projected
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.bounds import Bounds, CuSeqlens, row_positions
@@ -105,7 +106,13 @@ class NSAttention(nn.Module):
         raise ArgumentError("compression", shown(self.compression), "'mlp', 'mean'", "pass one of these, or call nsa_attention yourself")
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+        max_seqlen: int | None = None,
+        *,
+        cache: LayerStep | None = None,
     ) -> Tensor:
         """Causal attention of x to itself.
 
@@ -117,9 +124,11 @@ class NSAttention(nn.Module):
                 sequence i is x[0, cu_seqlens[i]:cu_seqlens[i+1]]. Bounds on a GPU are not checked. Not with context parallelism, nor
                 with recompute=True.
             max_seqlen: with cu_seqlens, as of `compressed_attention`: no sequence has more rows.
+            cache: step[i] of an `NSACache` for the model's layer i, where x holds new tokens of cached sequences. Positions then are those
+                in the sequences. Without gradients, and not with cu_seqlens or context parallelism.
 
         Returns:
-            [B,S,width]; of a packed batch 0 (or the output's bias) after the last sequence.
+            [B,S,width]; 0 (or the output's bias) after the last sequence of a packed batch, and for rows of a cache without a token.
 
         Raises:
             ArgumentError: bad input.
@@ -137,10 +146,17 @@ class NSAttention(nn.Module):
             raise ArgumentError("x", f"of B = {len(x)} with cu_seqlens", "[1,T,width]", remedy)
         if cu_seqlens is not None and self.context is not None:
             raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
+        if cache is not None:
+            cache.check(x, self.rule, self.window, cu_seqlens is not None, self.context is not None)
+            positions = cache.at.position if positions is None else positions
         (x,) = in_autocast_dtype(x)  # once for all three projections
         if cu_seqlens is not None and positions is None:
             positions = self._positions(x, cu_seqlens)
         q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = self._parts(x, positions)
+        if cache is not None:
+            new = Projected(q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+            o = cache.attend(new, (self.compress_k, self.compress_v), self.rule, self.backend)
+            return self.out(o.flatten(2))  # type: ignore[no-any-return]
         options: Any = {"window": self.window, "backend": self.backend, "recompute": self.recompute, **self.rule._asdict()}
         if cu_seqlens is not None:
             compressed = self.compress_k(k_cmp[0], cu_seqlens), self.compress_v(v_cmp[0], cu_seqlens)

@@ -75,6 +75,20 @@ class BackendError(NsaSelError, RuntimeError):
         return self.message
 
 
+class CacheFull(NsaSelError, RuntimeError):
+    """A step of an `NSACache` needs more pages than are free. Nothing has changed: sequences are as they were before.
+
+    Attributes:
+        argument: of NSACache, that says how many pages there are: "pages" or "window_pages".
+        pages: how many that are.
+    """
+
+    def __init__(self, argument: str, pages: int) -> None:
+        self.argument, self.pages = argument, pages
+        what = f"the step needs more pages than are free, of {argument} = {pages}; nothing has changed"
+        super().__init__(f"{what}. Remedy: free or truncate a sequence, step fewer of them, or make the cache with more {argument}.")
+
+
 @contextlib.contextmanager
 def needs_extra(extra: str, what: str) -> Iterator[None]:
     """Imports inside the `with` block are of packages that the extra `extra` installs.

@@ -1,0 +1,273 @@
+"""`NSACache`: keys and values of many sequences in pages, for a model of `NSAttention` layers that prefills and decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from nsa_sel.attention_layer import NSAttention
+from nsa_sel.caching import numbers
+from nsa_sel.caching.numbers import Numbers, Sizes
+from nsa_sel.caching.pages import Pages
+from nsa_sel.caching.pools import Pools
+from nsa_sel.caching.sequences import Copies
+from nsa_sel.caching.sequences import Sequence as Cached
+from nsa_sel.caching.step import CacheStep
+from nsa_sel.core.arguments import check_positive
+from nsa_sel.core.call import DTYPES
+from nsa_sel.core.check_choose import check_compression
+from nsa_sel.errors import ArgumentError, shown
+
+_ROOM_STEPS = 8  # sizes of tables per power of two: with few of them, calls repeat
+
+
+class NSACache:
+    """The cache of a model's `NSAttention` layers. Prefill, prefill in chunks, decoding and verifying drafted tokens are one call:
+
+        a = cache.open()
+        step = cache.step([a, b], tokens=[3, 1])
+        for i, layer in enumerate(layers):
+            x = x + layer(norm(x), cache=step[i])  # [B,S,width]; the new tokens of a sequence are its last rows
+
+    Pages of all keys hold the selected branch's K and V, and the compressed keys that end in them. Other pages hold the last keys alone:
+    the window's, and those that a compressed key still needs; the next step of a sequence gives back those that its rows do not see.
+    Sequences may share pages: a shared page that would be written is copied first. Device work is stream-ordered, so that all steps must
+    run on one stream. Not thread-safe.
+
+    Args:
+        layers: how many layers the model has.
+        pages: of page_size keys each, for all sequences together, in every layer.
+        page_size: a multiple of compress_stride.
+        groups: G, KV groups; with tensor parallelism those of this rank.
+        head_dim, value_dim: Dk and Dv; by default Dv = Dk.
+        compress_block, compress_stride, window: the layers'.
+        window_pages: pages for the last keys of all sequences; by default as many as `pages`, which never run out first. A sequence
+            holds (max(window, compress_block) + S - 2) // page_size + 2 of them at most, with S rows in its longest step.
+        dtype: float16, bfloat16, float32 or float64: that of the layers' projections (under torch.autocast its dtype).
+        device: by default the current one.
+
+    Raises:
+        ArgumentError: sizes that do not fit together, or another dtype.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        groups: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        compress_block: int = 32,
+        compress_stride: int = 16,
+        window: int = 512,
+        window_pages: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        value_dim = head_dim if value_dim is None else value_dim
+        window_pages = pages if window_pages is None else window_pages
+        sizes = {"layers": layers, "pages": pages, "page_size": page_size, "groups": groups, "head_dim": head_dim, "value_dim": value_dim}
+        for name, size in {**sizes, "window_pages": window_pages}.items():
+            _check_size(name, size)
+        check_positive("window", window)
+        check_compression(compress_block, compress_stride)
+        if page_size % compress_stride:
+            allowed = f"a multiple of compress_stride = {compress_stride}"
+            raise ArgumentError("page_size", page_size, allowed, "pass one: a page holds the compressed keys that end in it")
+        if dtype not in DTYPES:
+            raise ArgumentError("dtype", shown(dtype), ", ".join(DTYPES.values()), "pass the dtype of the layers' projections")
+        self.page_size, self.device = page_size, torch.empty(0, device=device).device
+        self._sizes = Sizes(0, 0, 0, pages, window_pages, page_size, compress_block, compress_stride, window)
+        self._pages, self._window_pages = Pages("pages", pages), Pages("window_pages", window_pages)
+        dims = head_dim, value_dim
+        pieces = self._sizes.page_pieces
+        self._pools = Pools.make(layers, pages, window_pages, page_size, pieces, groups, dims, dtype, self.device)
+        self._sequences: dict[int, Cached] = {}
+        self._opened = 0
+
+    @classmethod
+    def of(
+        cls, model_layers: Iterable[NSAttention], pages: int, page_size: int, *, window_pages: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> NSACache:  # fmt: skip
+        """A cache for these layers, in their order.
+
+        Args:
+            model_layers: layers of the same sizes on one device.
+            pages, page_size, window_pages: as of `NSACache`.
+            dtype: by default that of the layers' parameters; pass autocast's if the model runs under torch.autocast.
+
+        Returns:
+            The cache, on the layers' device.
+
+        Raises:
+            ArgumentError: no layers, or layers of several sizes.
+        """
+        layers = list(model_layers)
+        kinds = {(x.groups, x.head_dim, x.value_dim, *x.rule[:2], x.window, x.kv.weight.dtype, x.kv.weight.device) for x in layers}
+        if len(kinds) != 1:
+            value = f"{len(layers)} layers of {len(kinds)} kinds"
+            allowed = "layers of one number of groups, head dimensions, compression, window, dtype and device"
+            raise ArgumentError("model_layers", value, allowed, "make one cache for each kind")
+        groups, head_dim, value_dim, block, stride, window, own, device = kinds.pop()
+        return cls(
+            len(layers), pages, page_size, groups, head_dim, value_dim, compress_block=block, compress_stride=stride, window=window,
+            window_pages=window_pages, dtype=own if dtype is None else dtype, device=device,
+        )  # fmt: skip
+
+    @property
+    def free_pages(self) -> int:
+        """How many of `pages` no sequence holds."""
+        return self._pages.free
+
+    @property
+    def free_window_pages(self) -> int:
+        """How many of `window_pages` no sequence holds."""
+        return self._window_pages.free
+
+    def open(self) -> int:
+        """A new sequence without keys. Returns its number, which names it until it is freed."""
+        return self._add(Cached(self._pages, self._window_pages, self.page_size, self._sizes.last_keys))
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence with the keys of another, whose pages they share until one of them writes to one. Returns its number."""
+        return self._add(self._of(sequence).fork())
+
+    def free(self, sequence: int) -> None:
+        """Give back all pages of a sequence; its number names nothing any more."""
+        self._of(sequence).cut(0)
+        del self._sequences[sequence]
+
+    def length(self, sequence: int) -> int:
+        """How many keys a sequence has."""
+        return self._of(sequence).length
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Drop the keys from `length` on, for example of drafted tokens that were not accepted.
+
+        Args:
+            sequence: its number.
+            length: what it had before its last step, or more; less only while pages of the window before it are held, or 0.
+
+        Raises:
+            ArgumentError: another length.
+        """
+        found = self._of(sequence)
+        least = found.shortest()
+        if not isinstance(length, int) or isinstance(length, bool) or (length and not least <= length <= found.length) or length < 0:
+            remedy = "keep a fork of the shorter sequence, or prefill another one: the window's keys before it are given back"
+            raise ArgumentError("length", shown(length), f"0, or {least} to {found.length}", remedy)
+        found.cut(length)
+
+    def step(
+        self, sequences: Sequence[int], tokens: int | Sequence[int] = 1, *, room: int | None = None, into: CacheStep | None = None
+    ) -> CacheStep:
+        """Make room for new tokens of some sequences, and say where their keys go. Every layer must then run with the step.
+
+        Nothing waits for a GPU. A step whose device work was captured in a CUDA graph is passed as `into`: its tensors are written in
+        place, and the graph is replayed with them.
+
+        Args:
+            sequences: [B] numbers, each once.
+            tokens: new ones of each sequence, or one number for all. x has as many rows for every sequence as the most of them, S; new
+                tokens are the last rows of a sequence, those before have none.
+            room: keys for which tables have room, by default those of the longest sequence, rounded up. Work does not depend on it but
+                for the compressed branch, which copies that many compressed keys.
+            into: an earlier step of at least this many sequences, rows and keys, to be written again. Further sequences of it get no
+                tokens.
+
+        Returns:
+            A new step, or `into`.
+
+        Raises:
+            ArgumentError: bad input.
+            CacheFull: too few free pages. Nothing has changed then.
+        """
+        found = self._distinct(sequences)
+        counts = _counts(tokens, len(found))
+        sizes = self._sizes_of(found, counts, room, into)
+        copies = self._grow(found, counts)
+        self._pools.copy(*copies)
+        pinned = self.device.type == "cuda"
+        staged, host = numbers.buffer(sizes, torch.device("cpu"), pinned)
+        numbers.write(Numbers(*(x.numpy() for x in host)), sizes, found, counts)
+        if into is None:
+            into = CacheStep(sizes, self._pools, *reversed(numbers.buffer(sizes, self.device)))  # type: ignore[arg-type]
+        into.memory.copy_(staged, non_blocking=True)
+        return into
+
+    def _add(self, sequence: Cached) -> int:
+        self._opened += 1
+        self._sequences[self._opened] = sequence
+        return self._opened
+
+    def _of(self, sequence: int) -> Cached:
+        found = self._sequences.get(sequence) if isinstance(sequence, int) else None
+        if found is None:
+            raise ArgumentError("sequence", shown(sequence), "the number of an open sequence of this cache", "call open() or fork()")
+        return found
+
+    def _distinct(self, sequences: Sequence[int]) -> list[Cached]:
+        found = [self._of(sequence) for sequence in sequences]
+        if len(set(sequences)) < len(found):
+            raise ArgumentError("sequences", shown(list(sequences)), "each sequence once", "pass all its new tokens in one row")
+        return found
+
+    def _sizes_of(self, sequences: list[Cached], tokens: list[int], room: int | None, into: CacheStep | None) -> Sizes:
+        """Sizes of a step; ArgumentError where `room` or `into` is too small for it."""
+        B, S = len(sequences), max(tokens, default=0)
+        longest = max((x.length + count for x, count in zip(sequences, tokens, strict=True)), default=0)
+        if into is not None:
+            sizes = into.sizes
+            if room is not None or into._pools is not self._pools or B > sizes.B or S > sizes.S or longest > sizes.room * self.page_size:
+                allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="
+                value = f"of {sizes.B} sequences, {sizes.S} rows and room for {sizes.room * self.page_size} keys"
+                raise ArgumentError("into", value, allowed, "make it with more of them, then capture it again")
+            return sizes
+        if room is None:
+            pages = max(1, -(-longest // self.page_size))
+            unit = max(1, (1 << (pages.bit_length() - 1)) // _ROOM_STEPS)
+            pages = -(-pages // unit) * unit
+        else:
+            _check_size("room", room)
+            if room < longest:
+                raise ArgumentError("room", room, f"at least {longest}, the keys of the longest sequence", "pass more, or leave it out")
+            pages = -(-room // self.page_size)
+        return self._sizes._replace(B=B, S=S, room=pages)
+
+    def _grow(self, sequences: list[Cached], tokens: list[int]) -> tuple[Copies, Copies]:
+        """Hold pages for the new tokens, and the copies that shared ones need; CacheFull leaves all as it was."""
+        before = [(x.all.mark(), x.recent.mark()) for x in sequences]
+        copies: tuple[Copies, Copies] = ([], [])
+        try:
+            with self._pages.all_or_nothing(), self._window_pages.all_or_nothing():
+                for sequence, count in zip(sequences, tokens, strict=True):
+                    sequence.begin(count)
+                for sequence, count in zip(sequences, tokens, strict=True):
+                    copies[0].extend(sequence.all.grow(sequence.length, count))
+                    copies[1].extend(sequence.recent.grow(sequence.length, count))
+        except BaseException:
+            for sequence, (every, recent) in zip(sequences, before, strict=True):
+                sequence.all.restore(every)
+                sequence.recent.restore(recent)
+            raise
+        for sequence, count in zip(sequences, tokens, strict=True):
+            sequence.length += count
+        return copies
+
+
+def _counts(tokens: int | Sequence[int], B: int) -> list[int]:
+    counts = [tokens] * B if isinstance(tokens, int) else list(tokens)
+    whole = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
+    if not whole or len(counts) != B:
+        allowed = f"a whole number >= 0, or one for each of {B} sequences"
+        raise ArgumentError("tokens", shown(tokens), allowed, "say how many new tokens each sequence has")
+    return counts
+
+
+def _check_size(name: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 1 << 31:
+        raise ArgumentError(name, shown(size), "a whole number >= 1 and < 2^31", "pass the sizes of the cache as ints")

@@ -1,0 +1,72 @@
+"""Pages of a pool: which are free, and how many sequences hold each. Host bookkeeping; no tensor is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nsa_sel.errors import CacheFull
+
+
+class Pages:
+    """Counts of the holders of `number` pages. A page without holders is free.
+
+    Args:
+        name: what the pool holds, for errors.
+        number: of pages.
+    """
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number = name, number
+        self._free = list(range(number - 1, -1, -1))  # the last one is taken next
+        self._holders = [0] * number
+        self._journal: list[tuple[int, bool]] | None = None  # pages taken (True) and released (False), while they may have to be undone
+
+    @property
+    def free(self) -> int:
+        """The number of free pages."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free page, which then has one holder; CacheFull where none is left."""
+        if not self._free:
+            raise CacheFull(self.name, self.number)
+        page = self._free.pop()
+        self._holders[page] = 1
+        if self._journal is not None:
+            self._journal.append((page, True))
+        return page
+
+    def share(self, page: int) -> None:
+        """Add a holder."""
+        self._holders[page] += 1
+
+    def is_shared(self, page: int) -> bool:
+        return self._holders[page] > 1
+
+    def release(self, page: int) -> None:
+        """Remove a holder; a page without one is free."""
+        self._holders[page] -= 1
+        if not self._holders[page]:
+            self._free.append(page)
+        if self._journal is not None:
+            self._journal.append((page, False))
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """What was taken and released inside is undone, in reverse order, if an error leaves the block."""
+        self._journal = []
+        try:
+            yield
+        except BaseException:
+            for page, taken in reversed(self._journal):
+                if taken:
+                    self._holders[page] = 0
+                    self._free.append(page)
+                else:
+                    if not self._holders[page]:
+                        self._free.pop()
+                    self._holders[page] += 1
+            raise
+        finally:
+            self._journal = None

@@ -1,0 +1,86 @@
+"""The device side of a cache: keys and values in pages, of every layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.caching.numbers import Numbers
+from nsa_sel.caching.sequences import Copies
+
+
+class Pools(NamedTuple):
+    """Of a cache [layers, pages + 1, ...], or of one of its layers [pages + 1, ...]; the last page takes what nobody sees.
+
+    Attributes:
+        k, v: [pages + 1,page_size,G,D], of the selected branch, with rotary positions.
+        k_cmp, v_cmp: [pages + 1,page_size / compress_stride,G,D], compressed keys, at the piece of compress_stride keys in which they end:
+            what a page holds depends on its own and earlier tokens alone, so that sequences with the same beginning may share it.
+        k_win, v_win: [window_pages + 1,page_size,G,D], of the window, with rotary positions.
+        k_raw, v_raw: likewise, of the compressed branch, before they are compressed.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    k_raw: Tensor
+    v_raw: Tensor
+
+    @classmethod
+    def make(
+        cls, layers: int, pages: int, window_pages: int, page_size: int, pieces: int, G: int, dims: tuple[int, int], dtype: torch.dtype,
+        device: torch.device,
+    ) -> Pools:  # fmt: skip
+        """Of zeros; `pieces` of a page."""
+        shapes = ((pages, page_size), (pages, pieces), (window_pages, page_size), (window_pages, page_size))
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside of it
+            return cls(*(torch.zeros(layers, n + 1, size, G, D, dtype=dtype, device=device) for n, size in shapes for D in dims))
+
+    def layer(self, i: int) -> Pools:
+        """Views of one layer's."""
+        return Pools(*(x[i] for x in self))
+
+    def copy(self, pages: Copies, window_pages: Copies) -> None:
+        """Copy pages of all layers; all sources are read before anything is written."""
+        for copies, pools in ((pages, self[:4]), (window_pages, self[4:])):
+            if copies:
+                source, to = sent(torch.tensor(copies), self.k.device).unbind(1)
+                for x in pools:
+                    x.index_copy_(1, to, x.index_select(1, source))
+
+    def append(self, at: Numbers, keys: tuple[Tensor, ...]) -> None:
+        """Write a layer's k_cmp, v_cmp (not compressed), k_slc, v_slc, k_win, v_win [B,S,G,D] of new tokens."""
+        pools = self.k_raw, self.v_raw, self.k, self.v, self.k_win, self.v_win
+        slots = (at.recent_slot,) * 2 + (at.slot,) * 2 + (at.recent_slot,) * 2
+        for x, slot, y in zip(pools, slots, keys, strict=True):
+            put(x, slot, y)
+
+    def covered(self, at: Numbers) -> tuple[Tensor, Tensor]:
+        """Keys and values [B,(pieces + reach - 1) * compress_stride,G,D] from which new compressed ones are made."""
+        slots = at.covered.flatten()
+        k, v = (x.flatten(0, 1).index_select(0, slots).view(*at.covered.shape, *x.shape[2:]) for x in (self.k_raw, self.v_raw))
+        return k, v
+
+    def compressed(self, at: Numbers, reach: int) -> tuple[Tensor, Tensor]:
+        """All compressed keys and values of every sequence, [B,G,C,D], gathered from their pages; those that do not exist may be anything.
+
+        Compressed key c ends in piece c + reach - 1.
+        """
+        B = len(at.table)
+        k, v = (x.index_select(0, at.table.flatten()).view(B, -1, *x.shape[2:])[:, reach - 1 :].transpose(1, 2) for x in self[2:4])
+        return k, v
+
+
+def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
+    """Write y [B,N,G,D] to the slots [B,N] of pages x [pages,size,G,D]."""
+    x.flatten(0, 1).index_copy_(0, slots.flatten(), y.flatten(0, 1))
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without waiting for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -1,0 +1,145 @@
+"""A step of a cache: some new tokens of some sequences, as every layer of a model attends to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.caching.numbers import Numbers, Sizes
+from nsa_sel.caching.pools import Pools, put
+from nsa_sel.compressed import compressed_attention
+from nsa_sel.core import transforms
+from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.gating import gated_sum
+from nsa_sel.errors import ArgumentError
+from nsa_sel.selection import Selection
+from nsa_sel.serving import selection_attention_with_kvcache
+
+
+class Projected(NamedTuple):
+    """What a layer's projections make of x [B,S,width]; rotary positions are in q, k_slc and k_win."""
+
+    q: Tensor  # [B,S,G,h,Dk]
+    q_cmp: Tensor
+    k_cmp: Tensor  # [B,S,G,D], before compression
+    v_cmp: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor  # [B,S,G,h,3]
+
+    def keys(self) -> tuple[Tensor, ...]:
+        return self[2:8]
+
+
+class CacheStep:
+    """New tokens of some sequences of an `NSACache`, made by `NSACache.step`. step[i] goes to layer i: `layer(x, cache=step[i])`.
+
+    Every layer runs once with it, in any order, before the cache's next step. The new tokens of a sequence are the last rows of its row of
+    x: with 3 tokens of 4 rows, row 0 has none. Rows without a token may hold anything and give 0 (or the output's bias).
+
+    Attributes:
+        positions: [B,S] int64 on the device, of each row in its sequence; 0 for rows without a token.
+        is_token: [B,S] bool on the device, which rows have one.
+        lengths: [B] int32 on the device, keys of each sequence, with the new ones.
+    """
+
+    def __init__(self, sizes: Sizes, pools: Pools, numbers: Numbers, memory: Tensor) -> None:
+        self.sizes, self.numbers = sizes, numbers
+        self.memory = memory  # of the numbers
+        self._pools = pools
+
+    @property
+    def positions(self) -> Tensor:
+        position: Tensor = self.numbers.position
+        return position
+
+    @property
+    def is_token(self) -> Tensor:
+        is_token: Tensor = self.numbers.is_token
+        return is_token
+
+    @property
+    def lengths(self) -> Tensor:
+        lengths: Tensor = self.numbers.lengths
+        return lengths
+
+    def __len__(self) -> int:
+        """Layers of the cache."""
+        return len(self._pools.k)
+
+    def __getitem__(self, layer: int) -> LayerStep:
+        """What layer `layer` takes as its `cache`."""
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(self):
+            raise ArgumentError("layer", repr(layer), f"0 to {len(self) - 1}, the layers of the cache", "make the cache with more layers")
+        return LayerStep(self.sizes, self._pools.layer(layer), self.numbers)
+
+
+class LayerStep(NamedTuple):
+    """A `CacheStep` for one layer."""
+
+    sizes: Sizes
+    pools: Pools
+    at: Numbers
+
+    def check(self, x: Tensor, rule: Rule, window: int, packed: bool, context: bool) -> None:
+        """ArgumentError unless the step fits hidden states x [B,S,width] and a layer with these sizes."""
+        transforms.check_eager("NSAttention with a cache", x)
+        for name, given in (("cu_seqlens", packed), ("context parallelism", context)):
+            if given:
+                remedy = "pass the rows [B,S] of the step; sequences of other lengths have rows without a token"
+                raise ArgumentError("cache", f"given with {name}", f"no {name} there", remedy)
+        rows = self.at.position.shape
+        if x.shape[:2] != rows:
+            remedy = "pass one row per token of the step, the last rows of each sequence"
+            raise ArgumentError(
+                "x", f"of shape {tuple(x.shape)}", f"[B={rows[0]}, S={rows[1]}, width], the rows of the cache's step", remedy
+            )
+        sizes = self.sizes
+        for name, mine, theirs in (
+            ("compress_block", rule.compress_block, sizes.compress_block),
+            ("compress_stride", rule.compress_stride, sizes.compress_stride),
+            ("window", window, sizes.window),
+        ):
+            if mine != theirs:
+                raise ArgumentError("cache", f"of {name} = {theirs}", f"the layer's {name} = {mine}", "make it by NSACache.of(layers, ...)")
+
+    def attend(self, new: Projected, compress: tuple[Callable[[Tensor], Tensor], ...], rule: Rule, backend: str | None) -> Tensor:
+        """Append the keys and values of the new tokens, extend the compressed keys, and attend: [B,S,G,h,Dv], 0 for rows without a token.
+
+        Args:
+            new: projected new tokens.
+            compress: the layer's compression of keys and of values.
+            rule, backend: the layer's.
+
+        Raises:
+            ArgumentError: sizes, dtypes or devices other than the cache's; gradients.
+        """
+        self._check(new)
+        at, sizes = self.at, self.sizes
+        self.pools.append(at, new.keys())
+        for x, work, raw in zip(self.pools[2:4], compress, self.pools.covered(at), strict=True):
+            put(x, at.compressed_slot, work(raw).transpose(1, 2))
+        compressed, blocks = compressed_attention(
+            new.q_cmp, *self.pools.compressed(at, sizes.reach), **rule._asdict(), q_pos=at.position, S_kv=sizes.room * sizes.page_size
+        )  # fmt: skip
+        selected = selection_attention_with_kvcache(
+            new.q, self.pools.k, self.pools.v, blocks, at.lengths, at.table, backend=backend
+        )  # fmt: skip
+        near = Selection(at.near[:, :, None, None].expand(-1, -1, new.q.shape[2], -1, -1), None, sizes.window, disjoint=True)
+        recent = selection_attention_with_kvcache(new.q, self.pools.k_win, self.pools.v_win, near, at.recent_lengths, at.recent_table)
+        return torch.where(at.is_token[:, :, None, None, None], gated_sum(compressed, selected, recent, new.gates), 0.0)
+
+    def _check(self, new: Projected) -> None:
+        if any(x.requires_grad for x in new):
+            remedy = "call the model under torch.no_grad() or torch.inference_mode()"
+            raise ArgumentError("x", "a tensor that requires gradients, or of a layer that does", "none with a cache", remedy)
+        for name, mine, cached in (("keys", new.k_slc, self.pools.k), ("values", new.v_slc, self.pools.v)):
+            here, there = ((x.dtype, x.device, x.shape[-2], x.shape[-1]) for x in (mine, cached))
+            if here != there:
+                value, allowed = (f"of {G} groups of {name} of {D} numbers, {dtype} on {device}" for dtype, device, G, D in (there, here))
+                raise ArgumentError("cache", value, f"as the layer: {allowed}", "make it by NSACache.of(layers, ...)")
