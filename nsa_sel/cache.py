@@ -47,6 +47,10 @@ class NSACache:
         dtype: float16, bfloat16, float32 or float64: that of the layers' projections (under torch.autocast its dtype).
         device: by default the current one.
 
+    Attributes:
+        pools: its memory on the device, `nsa_sel.caching.pools.Pools` [layers, ...].
+        sizes: pages and compression, `nsa_sel.caching.numbers.Sizes`.
+
     Raises:
         ArgumentError: sizes that do not fit together, or another dtype.
     """
@@ -79,12 +83,10 @@ class NSACache:
             raise ArgumentError("page_size", page_size, allowed, "pass one: a page holds the compressed keys that end in it")
         if dtype not in DTYPES:
             raise ArgumentError("dtype", shown(dtype), ", ".join(DTYPES.values()), "pass the dtype of the layers' projections")
-        self.page_size, self.device = page_size, torch.empty(0, device=device).device
-        self._sizes = Sizes(0, 0, 0, pages, window_pages, page_size, compress_block, compress_stride, window)
+        self.device = torch.empty(0, device=device).device
+        self.sizes = Sizes(0, 0, 0, pages, window_pages, page_size, compress_block, compress_stride, window)
         self._pages, self._window_pages = Pages("pages", pages), Pages("window_pages", window_pages)
-        dims = head_dim, value_dim
-        pieces = self._sizes.page_pieces
-        self._pools = Pools.make(layers, pages, window_pages, page_size, pieces, groups, dims, dtype, self.device)
+        self.pools = Pools.make(layers, self.sizes, groups, (head_dim, value_dim), dtype, self.device)
         self._sequences: dict[int, Cached] = {}
         self._opened = 0
 
@@ -130,7 +132,7 @@ class NSACache:
 
     def open(self) -> int:
         """A new sequence without keys. Returns its number, which names it until it is freed."""
-        return self._add(Cached(self._pages, self._window_pages, self.page_size, self._sizes.last_keys))
+        return self._add(Cached(self._pages, self._window_pages, self.sizes.page_size, self.sizes.last_keys))
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the keys of another, whose pages they share until one of them writes to one. Returns its number."""
@@ -190,12 +192,12 @@ class NSACache:
         counts = _counts(tokens, len(found))
         sizes = self._sizes_of(found, counts, room, into)
         copies = self._grow(found, counts)
-        self._pools.copy(*copies)
+        self.pools.copy(*copies)
         pinned = self.device.type == "cuda"
         staged, host = numbers.buffer(sizes, torch.device("cpu"), pinned)
         numbers.write(Numbers(*(x.numpy() for x in host)), sizes, found, counts)
         if into is None:
-            into = CacheStep(sizes, self._pools, *reversed(numbers.buffer(sizes, self.device)))  # type: ignore[arg-type]
+            into = CacheStep(sizes, self.pools, *reversed(numbers.buffer(sizes, self.device)))  # type: ignore[arg-type]
         into.memory.copy_(staged, non_blocking=True)
         return into
 
@@ -222,21 +224,27 @@ class NSACache:
         longest = max((x.length + count for x, count in zip(sequences, tokens, strict=True)), default=0)
         if into is not None:
             sizes = into.sizes
-            if room is not None or into._pools is not self._pools or B > sizes.B or S > sizes.S or longest > sizes.room * self.page_size:
+            if (
+                room is not None
+                or into.pools is not self.pools
+                or B > sizes.B
+                or S > sizes.S
+                or longest > sizes.room * self.sizes.page_size
+            ):
                 allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="
-                value = f"of {sizes.B} sequences, {sizes.S} rows and room for {sizes.room * self.page_size} keys"
+                value = f"of {sizes.B} sequences, {sizes.S} rows and room for {sizes.room * self.sizes.page_size} keys"
                 raise ArgumentError("into", value, allowed, "make it with more of them, then capture it again")
             return sizes
         if room is None:
-            pages = max(1, -(-longest // self.page_size))
+            pages = max(1, -(-longest // self.sizes.page_size))
             unit = max(1, (1 << (pages.bit_length() - 1)) // _ROOM_STEPS)
             pages = -(-pages // unit) * unit
         else:
             _check_size("room", room)
             if room < longest:
                 raise ArgumentError("room", room, f"at least {longest}, the keys of the longest sequence", "pass more, or leave it out")
-            pages = -(-room // self.page_size)
-        return self._sizes._replace(B=B, S=S, room=pages)
+            pages = -(-room // self.sizes.page_size)
+        return self.sizes._replace(B=B, S=S, room=pages)
 
     def _grow(self, sequences: list[Cached], tokens: list[int]) -> tuple[Copies, Copies]:
         """Hold pages for the new tokens, and the copies that shared ones need; CacheFull leaves all as it was."""

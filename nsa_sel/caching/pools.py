@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.caching.numbers import Numbers
+from nsa_sel.caching.numbers import Numbers, Sizes
 from nsa_sel.caching.sequences import Copies
 
 
@@ -32,12 +32,10 @@ class Pools(NamedTuple):
     v_raw: Tensor
 
     @classmethod
-    def make(
-        cls, layers: int, pages: int, window_pages: int, page_size: int, pieces: int, G: int, dims: tuple[int, int], dtype: torch.dtype,
-        device: torch.device,
-    ) -> Pools:  # fmt: skip
-        """Of zeros; `pieces` of a page."""
-        shapes = ((pages, page_size), (pages, pieces), (window_pages, page_size), (window_pages, page_size))
+    def make(cls, layers: int, sizes: Sizes, G: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Pools:
+        """Of zeros; dims of keys and of values."""
+        every, recent = (sizes.pages, sizes.page_size), (sizes.recent_pages, sizes.page_size)
+        shapes = every, (sizes.pages, sizes.page_pieces), recent, recent
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of it
             return cls(*(torch.zeros(layers, n + 1, size, G, D, dtype=dtype, device=device) for n, size in shapes for D in dims))
 

@@ -46,12 +46,13 @@ class CacheStep:
         positions: [B,S] int64 on the device, of each row in its sequence; 0 for rows without a token.
         is_token: [B,S] bool on the device, which rows have one.
         lengths: [B] int32 on the device, keys of each sequence, with the new ones.
+        sizes, pools, numbers, memory: what layers and the cache take.
     """
 
     def __init__(self, sizes: Sizes, pools: Pools, numbers: Numbers, memory: Tensor) -> None:
         self.sizes, self.numbers = sizes, numbers
         self.memory = memory  # of the numbers
-        self._pools = pools
+        self.pools = pools
 
     @property
     def positions(self) -> Tensor:
@@ -70,13 +71,13 @@ class CacheStep:
 
     def __len__(self) -> int:
         """Layers of the cache."""
-        return len(self._pools.k)
+        return len(self.pools.k)
 
     def __getitem__(self, layer: int) -> LayerStep:
         """What layer `layer` takes as its `cache`."""
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(self):
             raise ArgumentError("layer", repr(layer), f"0 to {len(self) - 1}, the layers of the cache", "make the cache with more layers")
-        return LayerStep(self.sizes, self._pools.layer(layer), self.numbers)
+        return LayerStep(self.sizes, self.pools.layer(layer), self.numbers)
 
 
 class LayerStep(NamedTuple):
@@ -120,19 +121,34 @@ class LayerStep(NamedTuple):
             ArgumentError: sizes, dtypes or devices other than the cache's; gradients.
         """
         self._check(new)
-        at, sizes = self.at, self.sizes
-        self.pools.append(at, new.keys())
-        for x, work, raw in zip(self.pools[2:4], compress, self.pools.covered(at), strict=True):
-            put(x, at.compressed_slot, work(raw).transpose(1, 2))
-        compressed, blocks = compressed_attention(
-            new.q_cmp, *self.pools.compressed(at, sizes.reach), **rule._asdict(), q_pos=at.position, S_kv=sizes.room * sizes.page_size
-        )  # fmt: skip
-        selected = selection_attention_with_kvcache(
-            new.q, self.pools.k, self.pools.v, blocks, at.lengths, at.table, backend=backend
-        )  # fmt: skip
-        near = Selection(at.near[:, :, None, None].expand(-1, -1, new.q.shape[2], -1, -1), None, sizes.window, disjoint=True)
-        recent = selection_attention_with_kvcache(new.q, self.pools.k_win, self.pools.v_win, near, at.recent_lengths, at.recent_table)
-        return torch.where(at.is_token[:, :, None, None, None], gated_sum(compressed, selected, recent, new.gates), 0.0)
+        self.extend(new, compress)
+        compressed, blocks = self.choose(new.q_cmp, rule)
+        branches = compressed, self.select(new.q, blocks, backend), self.near(new.q)
+        return torch.where(self.at.is_token[:, :, None, None, None], gated_sum(*branches, new.gates), 0.0)
+
+    def extend(self, new: Projected, compress: tuple[Callable[[Tensor], Tensor], ...]) -> None:
+        """Append keys and values, and compress those whose last key is new."""
+        self.pools.append(self.at, new.keys())
+        for x, work, raw in zip(self.pools[2:4], compress, self.pools.covered(self.at), strict=True):
+            put(x, self.at.compressed_slot, work(raw).transpose(1, 2))
+
+    def choose(self, q: Tensor, rule: Rule) -> tuple[Tensor, Selection]:
+        """The compressed branch of q [B,S,G,h,Dk], and the blocks that it chooses."""
+        k, v = self.pools.compressed(self.at, self.sizes.reach)
+        room = self.sizes.room * self.sizes.page_size
+        return compressed_attention(q, k, v, **rule._asdict(), q_pos=self.at.position, S_kv=room)
+
+    def select(self, q: Tensor, blocks: Selection, backend: str | None) -> Tensor:
+        """The selected branch."""
+        return selection_attention_with_kvcache(q, self.pools.k, self.pools.v, blocks, self.at.lengths, self.at.table, backend=backend)
+
+    def near(self, q: Tensor) -> Tensor:
+        """The window: one range of the last keys for each row."""
+        ranges = self.at.near[:, :, None, None].expand(-1, -1, q.shape[2], -1, -1)
+        selection = Selection(ranges, None, self.sizes.window, disjoint=True)
+        return selection_attention_with_kvcache(
+            q, self.pools.k_win, self.pools.v_win, selection, self.at.recent_lengths, self.at.recent_table
+        )
 
     def _check(self, new: Projected) -> None:
         if any(x.requires_grad for x in new):

@@ -32,16 +32,16 @@ def make_layer(name: str = "mlp", dtype: torch.dtype = torch.float64, device: st
 
 def poison(cache: NSACache) -> None:
     """NaN in every page and position that no sequence may read, in all layers. The page after the last one is among them."""
-    pages = torch.zeros(cache._pools.k.shape[1:3], dtype=torch.bool)
-    pieces = torch.zeros(cache._pools.k_cmp.shape[1:3], dtype=torch.bool)
-    recent = torch.zeros(cache._pools.k_win.shape[1:3], dtype=torch.bool)
+    pages = torch.zeros(cache.pools.k.shape[1:3], dtype=torch.bool)
+    pieces = torch.zeros(cache.pools.k_cmp.shape[1:3], dtype=torch.bool)
+    recent = torch.zeros(cache.pools.k_win.shape[1:3], dtype=torch.bool)
     for sequence in cache._sequences.values():
-        stride, size = cache._sizes.compress_stride, cache.page_size
+        stride, size = cache.sizes.compress_stride, cache.sizes.page_size
         _mark(pages, sequence.all.held(), 0, sequence.length)
         _mark(pieces, sequence.all.held(), 0, sequence.length // stride)
         start = sequence.recent.first * size
         _mark(recent, sequence.recent.held(), _first_key(sequence) - start, sequence.length - start)
-    for x, mask in zip(cache._pools, (pages, pages, pieces, pieces, *[recent] * 4), strict=True):
+    for x, mask in zip(cache.pools, (pages, pages, pieces, pieces, *[recent] * 4), strict=True):
         x.masked_fill_(~mask.to(x.device)[None, :, :, None, None], math.nan)
 
 

@@ -1,0 +1,153 @@
+"""What does a decoding step of NSA's layer take over an `NSACache`, part by part, beside dense attention over the same keys?
+
+    python -m nsa_sel.bench.questions.decoding_steps --out bench/results/h200/profiles/decoding_steps.jsonl
+
+4 KV groups of 16 heads, D 128, bf16, NSA's sizes, one new token of each of B sequences of one length, caches of random numbers in pages of
+64; times by graph replay. Parts:
+    extend   appends keys and values, and compresses the last 32
+    choose   compressed keys gathered from their pages, attention to them, the best blocks
+    select   the selected branch, by the policy's choice
+    window   the window, as one range of each row
+    whole    all of them and the gated sum: `LayerStep.attend`, without projections
+    dense    attention to all keys by cuDNN, in one piece
+`floor_ms` is what reading the keys and values of a part once takes at `copy_tbs`, the bandwidth of a copy measured in the same process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+from nsa_sel.attention_layer import NSAttention
+from nsa_sel.bench.core import environment, markdown, store
+from nsa_sel.bench.core.baselines import dense_causal_sdpa
+from nsa_sel.bench.core.command_line import echo, need_gpu, program
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
+from nsa_sel.cache import NSACache
+from nsa_sel.caching.step import Projected
+from nsa_sel.selection import Selection
+from nsa_sel.telemetry import events
+
+G, h, D, PAGE = 4, 16, 128, 64
+CHUNK = 4096  # tokens per step that reserves pages
+COPIED = 1 << 30  # bytes
+
+
+class Part(NamedTuple):
+    """What is timed, and the bytes of keys and values that it has to read."""
+
+    work: Callable[[], object]
+    least_bytes: int
+
+
+def small_layer() -> NSAttention:
+    """Of the sizes in question, and few hidden states: projections are not timed."""
+    return NSAttention(64, G, h, D, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+
+
+def grown(layer: NSAttention, B: int, lengths: list[int]) -> Iterator[tuple[NSACache, list[int], int]]:
+    """A cache of B sequences at each length in turn; the last token of a length is not in it yet."""
+    recent = (layer.window + CHUNK - 2) // PAGE + 2
+    cache = NSACache.of([layer], B * -(-max(lengths) // PAGE), PAGE, window_pages=B * recent)
+    for x in cache.pools:
+        x.normal_()
+    sequences, held = [cache.open() for _ in range(B)], 0
+    for length in lengths:
+        while held < length - 1:
+            count = min(CHUNK, length - 1 - held)
+            cache.step(sequences, count)
+            held += count
+        yield cache, sequences, length
+
+
+def new_tokens(B: int) -> Projected:
+    q, q_cmp = torch.randn(2, B, 1, G, h, D, dtype=torch.bfloat16, device="cuda")
+    keys = torch.randn(6, B, 1, G, D, dtype=torch.bfloat16, device="cuda")
+    return Projected._make((q, q_cmp, *keys, torch.rand(B, 1, G, h, 3, dtype=torch.bfloat16, device="cuda")))
+
+
+def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int) -> dict[str, Part]:
+    """Every part of a step in which each sequence gets its last token."""
+    B, rule, compress = len(sequences), layer.rule, (layer.compress_k, layer.compress_v)
+    step, new = cache.step(sequences, room=length)[0], new_tokens(B)
+    ranges = step.choose(new.q_cmp, rule)[1].ranges
+    key_bytes = B * G * 2 * D * 2  # of K and V, one key of every group
+    choose, select, window = (key_bytes * keys for keys in (rule.compressed_keys(length), rule.n * rule.block_size, layer.window))
+    k, v = (x[: B * length // PAGE].view(B, length, G, D).transpose(1, 2) for x in (step.pools.k, step.pools.v))
+
+    def selected() -> Tensor:
+        return step.select(new.q, Selection.from_ranges(ranges, rule.block_size, disjoint=True), None)
+
+    return {
+        "extend": Part(lambda: step.extend(new, compress), 0),
+        "choose": Part(lambda: step.choose(new.q_cmp, rule), choose),
+        "select": Part(selected, select),
+        "window": Part(lambda: step.near(new.q), window),
+        "whole": Part(lambda: step.attend(new, compress, rule, None), choose + select + window),
+        "dense": Part(lambda: dense_causal_sdpa(new.q, k, v), key_bytes * length),
+    }
+
+
+def copy_tbs() -> float:
+    """TB/s of a copy in device memory, reads and writes counted."""
+    x, y = torch.empty(2, COPIED, dtype=torch.uint8, device="cuda")
+    return 2 * COPIED / milliseconds(lambda: y.copy_(x), Timing(20)).median / 1e9
+
+
+def table(rows: list[Row]) -> str:
+    """Microseconds of each part, and in brackets the floor, by B and length; then how many times as long dense attention takes."""
+    found = {(row["B"], row["S_kv"], row["part"]): row for row in rows}
+    names = list(dict.fromkeys(row["part"] for row in rows))
+
+    def cell(B: int, S_kv: int, part: str) -> str:
+        row = found.get((B, S_kv, part))
+        return "-" if row is None else f"{row['ms_median'] * 1e3:.1f} ({row['floor_ms'] * 1e3:.1f})"
+
+    lines = []
+    for B, S_kv in dict.fromkeys((B, S_kv) for B, S_kv, _ in found):
+        whole, dense = (found.get((B, S_kv, part)) for part in ("whole", "dense"))
+        ahead = "-" if whole is None or dense is None else f"{dense['ms_median'] / whole['ms_median']:.2f}"
+        lines.append((B, f"{S_kv // 1024}k", *(cell(B, S_kv, part) for part in names), ahead))
+    return markdown.table(["B", "keys", *names, "dense / whole"], lines, left=0)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
+    batches: Annotated[str, typer.Option(help="sequences, comma-separated")] = "1,16,64",
+    lengths: Annotated[
+        str, typer.Option(help="keys of each sequence, comma-separated, ascending multiples of 64")
+    ] = "16384,32768,65536,131072",
+    rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 50,
+) -> None:
+    """Time every part at every size; append the rows, and print a table."""
+    need_gpu("decoding_steps")
+    torch.manual_seed(0)
+    facts, rows, layer = environment.stamp(), list[Row](), small_layer()
+    with torch.inference_mode():
+        bandwidth = copy_tbs()
+        for B in map(int, batches.split(",")):
+            for cache, sequences, length in grown(layer, B, list(map(int, lengths.split(",")))):
+                for name, part in parts(layer, cache, sequences, length).items():
+                    part.work()
+                    decided = events.decisions()[-1].forward if name in ("choose", "select", "window") else None
+                    times = replayed_milliseconds(part.work, Timing(rep))
+                    row = {"part": name, "B": B, "S": 1, "S_kv": length, "G": G, "h": h, "D": D, "page_size": PAGE, "direction": "decode"}
+                    spread = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
+                    floor = {"floor_ms": part.least_bytes / bandwidth / 1e9, "copy_tbs": bandwidth}
+                    rows.append({**row, "backend": decided, **spread, **floor, **facts})
+                    store.append(out, rows[-1:])
+                for sequence in sequences:
+                    cache.truncate(sequence, length - 1)
+            del cache
+            torch.cuda.empty_cache()
+    echo(table(rows))
+
+
+if __name__ == "__main__":
+    program(main)
