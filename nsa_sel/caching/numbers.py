@@ -143,7 +143,7 @@ def write(to: Numbers, sizes: Sizes, sequences: list[Sequence], tokens: list[int
     complete = (piece >= sizes.reach - 1) & ((piece + 1) * stride <= length[:, None])
     to.compressed_slot[:] = _slots(to.table, sizes.pages, piece, complete, sizes.page_pieces)
     key = (first - sizes.reach + 1) * stride + np.arange(to.covered.shape[1])
-    present = (key >= base[:, None]) & (key < length[:, None])
+    present = (new[:, None] > 0) & (key >= base[:, None]) & (key < length[:, None])
     to.covered[:] = _slots(to.recent_table, sizes.recent_pages, key - base[:, None], present, page_size)
 
 

@@ -69,8 +69,9 @@ class Pools(NamedTuple):
 
         Compressed key c ends in piece c + reach - 1.
         """
-        B = len(at.table)
-        k, v = (x.index_select(0, at.table.flatten()).view(B, -1, *x.shape[2:])[:, reach - 1 :].transpose(1, 2) for x in self[2:4])
+        pages = at.table.flatten()
+        gathered = (x.index_select(0, pages).view(*at.table.shape, *x.shape[1:]).flatten(1, 2) for x in self[2:4])
+        k, v = (x[:, reach - 1 :].transpose(1, 2) for x in gathered)
         return k, v
 
 

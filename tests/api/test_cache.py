@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import nsa_sel
-from nsa_sel.errors import CacheFull
-from tests.helpers.layer_cache import SIZES, Model, make_layer
+from nsa_sel import NSACache, compressed_attention
+from nsa_sel.caching import step
+from nsa_sel.errors import ArgumentError, BackendError, CacheFull
+from tests.helpers.graphs import captured, replayed
+from tests.helpers.layer_cache import SIZES, Model, make_layer, poison
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
@@ -104,4 +108,164 @@ def test_a_cache_that_is_full_changes_nothing() -> None:
     assert cache.length(a) == cache.length(b) == 20
     cache.free(b)
     close(model, torch.cat((first, model.step([a], [x[0, 20:]])[0]))[None], model.prefill(x))
-    assert isinstance(CacheFull("pages", 4), nsa_sel.errors.NsaSelError)
+
+
+def test_the_same_blocks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, token by token, as in the prefill; the cached call pads none and reads no page of NaN."""
+    layer = make_layer("mlp", torch.float32, n=3)
+    model, chosen = Model([layer], 12, 8), list[Tensor]()
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        o, selection = compressed_attention(*args, **kwargs)
+        chosen.append(selection.ranges)
+        return o, selection
+
+    monkeypatch.setattr(step, "compressed_attention", recorded)
+    x = hidden(model, 1, 70)
+    in_chunks(model, x, [20] + [1] * 50)
+    q = layer.q(x).unflatten(-1, (2, 2, 4))
+    k, v = (layer.kv(x).unflatten(-1, (2, -1))[..., at : at + 4] for at in (0, 4))
+    _, whole = compressed_attention(q, layer.compress_k(k), layer.compress_v(v), **layer.rule._asdict())
+    assert torch.equal(torch.cat(chosen, 1), whole.ranges)
+    assert bool((whole.ranges[:, :16, :, -1] == 0).all())  # where fewer blocks are visible
+
+
+def test_a_captured_step_follows_other_sequences() -> None:
+    """Fewer of them, with fewer tokens and other lengths, than it was made for."""
+    model = Model([make_layer()], 40, 8)
+    cache, layer = model.cache, model.layers[0]
+    x = hidden(model, 3, 40)
+    sequences = [cache.open() for _ in x]
+    kept = cache.step(sequences, 2, room=64)
+    rows = hidden(model, 3, 2)
+    graph, outputs = captured(lambda: (layer(rows, cache=kept[0]),), "cpu")
+    for sequence in sequences:
+        cache.truncate(sequence, 0)
+    wanted, found, at = layer(x), [[] for _ in x], [0, 0, 0]
+    for counts in ([2, 1, 2], [2, 2, 0], [0, 1, 2], [2, 0, 0], [1, 2, 1]) * 4:
+        chosen = [b for b in range(3) if counts[b]]
+        assert cache.step([sequences[b] for b in chosen], [counts[b] for b in chosen], into=kept) is kept
+        poison(cache)
+        rows.fill_(float("nan"))
+        for i, b in enumerate(chosen):
+            rows[i, 2 - counts[b] :] = x[b, at[b] : at[b] + counts[b]]
+            at[b] += counts[b]
+        (y,) = replayed(graph, outputs)
+        assert not y[~kept.is_token].any()
+        for i, b in enumerate(chosen):
+            found[b].append(y[i, 2 - counts[b] :])
+    for b in range(3):
+        close(model, torch.cat(found[b]), wanted[b, : at[b]])
+    with pytest.raises(
+        ArgumentError, match=r"into is of 3 sequences, 2 rows and room for 64 keys; allowed: .* at least 3 sequences, 30 rows"
+    ):
+        cache.step(sequences, 30, into=kept)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autocast_and_modes(mode: Any) -> None:
+    """The cache holds autocast's dtype; pools are made outside and inside of the mode."""
+    layer = make_layer("mlp", torch.float32).requires_grad_(True)
+    x = hidden(Model([layer], 1, 4), 1, 30)
+    with mode(), torch.autocast("cpu", torch.bfloat16):
+        cache = NSACache.of([layer], 8, 4, dtype=torch.bfloat16)
+        wanted, a = layer(x), cache.open()
+        first = layer(x[:, :17], cache=cache.step([a], 17)[0])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        both = torch.cat((first, layer(x[:, 17:], cache=cache.step([a], 13)[0])), 1)
+    assert both.dtype == torch.bfloat16
+    assert float((both.float() - wanted.float()).square().mean().sqrt() / wanted.float().std()) < 0.02
+    with pytest.raises(ArgumentError, match=r"cache is of 2 groups of keys of 4 numbers, torch.bfloat16 .*float32"), torch.no_grad():
+        layer(x[:, :1], cache=cache.step([a])[0])
+
+
+def test_nothing_to_do() -> None:
+    model = Model([make_layer()], 4, 8)
+    assert model.step([], []) == []
+    a = model.cache.open()
+    assert model.step([a, model.cache.open()], [hidden(model, 0)] * 2)[0].shape == (0, 10)
+    assert model.cache.length(a) == 0
+    assert model.cache.free_pages == model.cache.free_window_pages == 4
+
+
+WRONG_SIZES: dict[str, tuple[dict[str, Any], str]] = {
+    "no pages": ({"pages": 0}, "pages is 0; allowed: a whole number >= 1"),
+    "pages as a float": ({"pages": 4.0}, "pages is 4.0"),
+    "odd pages": ({"page_size": 24}, "page_size is 24; allowed: a multiple of compress_stride = 16"),
+    "no window": ({"window": 0}, "window is 0"),
+    "strides": ({"compress_block": 24}, "compress_block is 24; allowed: a multiple of compress_stride"),
+    "float8": ({"dtype": torch.float8_e4m3fn}, r"dtype is torch.float8_e4m3fn; allowed: float16"),
+    "window pages": ({"window_pages": -1}, "window_pages is -1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SIZES)
+def test_sizes_that_make_no_cache(name: str) -> None:
+    changed, message = WRONG_SIZES[name]
+    with pytest.raises(ArgumentError, match=message):
+        NSACache(**{"layers": 1, "pages": 4, "page_size": 16, "groups": 1, "head_dim": 4, **changed})
+
+
+WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
+    "unknown": (lambda cache, a: cache.step([a, a + 1]), "sequence is 2; allowed: the number of an open sequence"),
+    "unhashable": (lambda cache, a: cache.length([a]), r"sequence is \[1\]"),  # type: ignore[arg-type]
+    "freed": (lambda cache, a: (cache.free(a), cache.fork(a)), "sequence is 1"),
+    "twice": (lambda cache, a: cache.step([a, a]), r"sequences is \[1, 1\]; allowed: each sequence once"),
+    "other counts": (lambda cache, a: cache.step([a], [1, 2]), r"tokens is \[1, 2\]; allowed: .* each of 1 sequences"),
+    "negative": (lambda cache, a: cache.step([a], -1), "tokens is -1"),
+    "flags": (lambda cache, a: cache.step([a], [True]), r"tokens is \[True\]"),
+    "no room": (lambda cache, a: cache.step([a], room=20), "room is 20; allowed: at least 21"),
+    "longer": (lambda cache, a: cache.truncate(a, 21), "length is 21; allowed: 0, or 19 to 20"),
+    "given back": (lambda cache, a: cache.truncate(a, 12), "length is 12; allowed: 0, or 19 to 20"),
+    "below zero": (lambda cache, a: cache.truncate(a, -1), "length is -1"),
+    "no such layer": (lambda cache, a: cache.step([a])[1], "layer is 1; allowed: 0 to 0"),
+    "room and into": (lambda cache, a: cache.step([a], room=64, into=cache.step([a])), "into is of 1 sequences"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_calls_that_are_wrong_change_nothing(name: str) -> None:
+    work, message = WRONG_CALLS[name]
+    cache = NSACache(1, 12, 4, 2, 4, window=6, compress_block=8, compress_stride=4, dtype=torch.float64)
+    a = cache.open()
+    for _ in range(20):
+        cache.step([a])
+    with pytest.raises(ArgumentError, match=message):
+        work(cache, a)
+    if name not in ("freed", "no such layer", "room and into"):
+        assert (cache.length(a), cache.free_pages, cache.free_window_pages) == (20, 7, 10)
+
+
+WRONG_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
+    "window": ({"window": 5}, "cache is of window = 6; allowed: the layer's window = 5"),
+    "stride": ({"compress_stride": 2}, "cache is of compress_stride = 4"),
+    "dtype": ({"dtype": torch.float32}, "cache is of 2 groups of keys of 4 numbers, torch.float64 .*torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LAYERS)
+def test_layers_of_another_kind_are_refused(name: str) -> None:
+    changed, message = WRONG_LAYERS[name]
+    model, other = Model([make_layer()], 4, 8), make_layer(**changed)
+    x = hidden(model, 1, 1).to(other.q.weight)
+    with pytest.raises(ArgumentError, match=message):
+        other(x, cache=model.cache.step([model.cache.open()])[0])
+    with pytest.raises(ArgumentError, match="2 layers of 2 kinds"):
+        NSACache.of([*model.layers, other], 4, 8)
+
+
+def test_layers_refuse_what_a_cache_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model([make_layer()], 4, 8)
+    layer, x = model.layers[0], hidden(model, 1, 3)
+    of_step = model.cache.step([model.cache.open()], 3)[0]
+    with pytest.raises(ArgumentError, match=r"x is of shape \(1, 2, 10\); allowed: \[B=1, S=3, width\]"):
+        layer(x[:, :2], cache=of_step)
+    with pytest.raises(ArgumentError, match="cache is given with cu_seqlens"):
+        layer(x, cu_seqlens=[0, 3], cache=of_step)
+    with pytest.raises(ArgumentError, match="x is a tensor that requires gradients"):
+        layer(x.requires_grad_(), cache=of_step)
+    with torch.no_grad():
+        close(model, layer(x, cache=of_step), layer(x))
+    monkeypatch.setattr("nsa_sel.core.transforms.is_compiling", lambda: True)
+    with pytest.raises(BackendError, match=r"NSAttention with a cache is called in a function that torch\.compile traces"):
+        layer(x, cache=of_step)
