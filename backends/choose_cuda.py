@@ -23,6 +23,11 @@ def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:
     return compressed.forward(call, device) if compressed.supports(call, device) else choose_triton.attention(call)
 
 
+def paged(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
+    """`forward` over compressed keys in pages, with positions: by Triton's kernels."""
+    return choose_triton.paged(call)
+
+
 def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
     """o [B,S,G,h,Dv] in q's dtype, lse [B,S,G,h] in float32, and ranges [B,S,G,n,2] of the blocks."""
     o, lse = attention(call)

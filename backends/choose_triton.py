@@ -4,6 +4,7 @@ Forward kernels:
     _triton/choose_attention.py   o and lse
     _triton/importance.py         scores of blocks of some rows, from q, k and lse: NSA's
     _triton/block_scores.py       the same for other pools: the largest, or of logits
+    _triton/choose_pages.py       all of these for a few new tokens over compressed keys in pages
     _triton/top_n.py              their best blocks; then the next rows, so that scores never stand in memory for all
 Backward: dq in _triton/choose_attention.py, dk and dv in _triton/choose_dkdv.py. There is no gradient through the choice.
 A compressed key must not cover more pieces than a block has (rule.reach <= rule.pieces).
@@ -11,10 +12,12 @@ A compressed key must not cover more pieces than a block has (rule.reach <= rule
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._triton import choose_attention, choose_dkdv
+from nsa_sel.backends._triton import choose_attention, choose_dkdv, choose_pages
 from nsa_sel.backends._triton.arguments import narrow_suffix
 from nsa_sel.backends._triton.block_scores import block_scores
 from nsa_sel.backends._triton.choose_rows import heads_of
@@ -29,6 +32,9 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
     "choose/forward": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "choose/forward-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
+    "choose/pages": KernelConfig(block_l=64, num_warps=4, num_stages=3),
+    "choose/pages-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2),
+    "choose/pages-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1),
     "choose/importance": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=128, loads="tma"),
     "choose/importance-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "choose/importance-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
@@ -53,6 +59,21 @@ def forward(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
     call = call if call.scale >= 0 else call.with_positive_scale()
     o, lse = attention(call)
     return o, lse, best_blocks(call, lse)
+
+
+def paged(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
+    """`forward` over compressed keys in pages: without gathering them for a few new tokens a sequence."""
+    if not choose_pages.takes(call):
+        return forward(call.gathered())
+    call = call if call.scale >= 0 else call.with_positive_scale()
+    B, S, G, h, _ = call.q.shape
+    o = call.q.new_empty(B, S, G, h, call.v.shape[3])
+    lse, scores = (call.q.new_empty(B, S, G, width, dtype=torch.float32) for width in (h, call.blocks))
+    ranges = call.q.new_empty(B, S, G, call.rule.n, 2, dtype=range_dtype(call.rule.block_size))
+    for at in replace(call, scratch=call.settings.workspace_bytes).parts(G * h * call.C * 4):  # logits
+        choose_pages.choose(call.part(*at), config_of(call, "choose/pages"), o[at], lse[at], scores[at])
+    top_n(scores, ranges, call.rule.block_size, call.rule.first, call.rule.local, call.start, call.q_pos)
+    return o, lse, ranges
 
 
 def attention(call: ChooseCall) -> tuple[Tensor, Tensor]:

@@ -64,16 +64,6 @@ class Pools(NamedTuple):
         k, v = (x.flatten(0, 1).index_select(0, slots).view(*at.covered.shape, *x.shape[2:]) for x in (self.k_raw, self.v_raw))
         return k, v
 
-    def compressed(self, at: Numbers, reach: int) -> tuple[Tensor, Tensor]:
-        """All compressed keys and values of every sequence, [B,G,C,D], gathered from their pages; those that do not exist may be anything.
-
-        Compressed key c ends in piece c + reach - 1.
-        """
-        pages = at.table.flatten()
-        gathered = (x.index_select(0, pages).view(*at.table.shape, *x.shape[1:]).flatten(1, 2) for x in self[2:4])
-        k, v = (x[:, reach - 1 :].transpose(1, 2) for x in gathered)
-        return k, v
-
 
 def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
     """Write y [B,N,G,D] to the slots [B,N] of pages x [pages,size,G,D]."""

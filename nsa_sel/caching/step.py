@@ -10,9 +10,9 @@ from torch import Tensor
 
 from nsa_sel.caching.numbers import Numbers, Sizes
 from nsa_sel.caching.pools import Pools, put
-from nsa_sel.compressed import compressed_attention
 from nsa_sel.core import transforms
-from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.choose import over_pages
+from nsa_sel.core.choose_call import PagedKeys, Rule
 from nsa_sel.core.gating import gated_sum
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -134,9 +134,10 @@ class LayerStep(NamedTuple):
 
     def choose(self, q: Tensor, rule: Rule) -> tuple[Tensor, Selection]:
         """The compressed branch of q [B,S,G,h,Dk], and the blocks that it chooses."""
-        k, v = self.pools.compressed(self.at, self.sizes.reach)
-        room = self.sizes.room * self.sizes.page_size
-        return compressed_attention(q, k, v, **rule._asdict(), q_pos=self.at.position, S_kv=room)
+        pages = PagedKeys(self.at.table, self.sizes.reach - 1)
+        k, v = (x.transpose(1, 2) for x in self.pools[2:4])
+        o, _, ranges = over_pages(q, k, v, pages, rule, self.sizes.room * self.sizes.page_size, self.at.position)
+        return o, Selection.from_ranges(ranges, rule.block_size, disjoint=True)
 
     def select(self, q: Tensor, blocks: Selection, backend: str | None) -> Tensor:
         """The selected branch."""

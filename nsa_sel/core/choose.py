@@ -10,7 +10,8 @@ from torch import Tensor
 from nsa_sel.core import fallback, registry, transforms
 from nsa_sel.core.bounds import Bounds
 from nsa_sel.core.call import DTYPES
-from nsa_sel.core.choose_call import SCRATCH, ChooseCall, Rule, Sequences
+from nsa_sel.core.check import check_scale
+from nsa_sel.core.choose_call import SCRATCH, ChooseCall, PagedKeys, Rule, Sequences
 from nsa_sel.core.decide import decide
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.facts import device_info, is_aligned
@@ -34,6 +35,16 @@ def begin(
     """Decide on checked arguments; `bounds` of the sequences of a packed batch."""
     request = request_of(q, k, v, rule, S_kv, needs_grad)
     return decided_call(q, k, v, rule, scale, q_pos, decide(request, device_info(q.device), backend), request, bounds)
+
+
+def over_pages(
+    q: Tensor, k: Tensor, v: Tensor, pages: PagedKeys, rule: Rule, S_kv: int, q_pos: Tensor, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] of checked rows at q_pos [B,S], without gradients; k and v as of
+    `ChooseCall.pages`, with room for S_kv keys of a sequence."""
+    decided = begin(q, k, v, rule, S_kv, check_scale(None, q.shape[4]), q_pos, False, backend)
+    decided.call.pages = pages
+    return run_forward(decided)[:3]
 
 
 def decided_call(
@@ -119,9 +130,16 @@ def run_forward(decided: DecidedChoice) -> tuple[Tensor, Tensor, Tensor, Decisio
         wide = torch.promote_types(call.q.dtype, torch.float32)
         ranges = o.new_empty(*o.shape[:3], call.rule.n, 2, dtype=range_dtype(call.rule.block_size))
         return o, o.new_empty(o.shape[:-1], dtype=wide), ranges, decision
-    (o, lse, ranges), decision = fallback.run(call, decision, "forward", lambda name: registry.load_chooser(name).forward(call))
+    (o, lse, ranges), decision = fallback.run(call, decision, "forward", lambda name: _forward(name, call))
     events.record(decision, request)
     return o, lse, ranges, decision
+
+
+def _forward(name: str, call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
+    module = registry.load_chooser(name)
+    found: tuple[Tensor, Tensor, Tensor]
+    found = module.paged(call) if call.pages is not None and hasattr(module, "paged") else module.forward(call.gathered())
+    return found
 
 
 def attend_again(decided: DecidedChoice) -> tuple[Tensor, Tensor, Decision]:

@@ -66,6 +66,19 @@ class Sequences(NamedTuple):
         return tuple(self.rows.tolist()) if self.bounds.numbers is None else self.bounds.numbers
 
 
+class PagedKeys(NamedTuple):
+    """Compressed keys in pages: that of piece p of sequence b, which ends there, is key p % slots of page table[b, p // slots]."""
+
+    table: Tensor  # [B, pages of a sequence] int32
+    skipped: int  # pieces at the start of a sequence in which no compressed key ends
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """[B,G,C,D] of pages x [pages,G,slots,D]."""
+        pages = x.transpose(1, 2).index_select(0, self.table.flatten()).unflatten(0, self.table.shape)  # type: ignore[no-untyped-call]
+        found: Tensor = pages.flatten(1, 2)[:, self.skipped :].transpose(1, 2)
+        return found
+
+
 class Pool(NamedTuple):
     """What the score of a block is; by default NSA's importance (Eq. 8 to 10).
 
@@ -102,6 +115,7 @@ class ChooseCall:
         pool: what the score of a block is.
         settings: of the decision.
         sequences: of a packed batch, where B = 1 and q_pos is None; their compressed keys follow one another in k and v.
+        pages: where k and v are pages [pages,G,slots,D]; then there is a q_pos. Backends without a function `paged` get them gathered.
     """
 
     q: Tensor
@@ -116,6 +130,16 @@ class ChooseCall:
     pool: Pool = NSA_POOL
     settings: Settings = field(kw_only=True)
     sequences: Sequences | None = None
+    pages: PagedKeys | None = None
+
+    @property
+    def C(self) -> int:
+        """Compressed keys of a sequence."""
+        return self.k.shape[2] if self.pages is None else max(0, self.pages.table.shape[1] * self.k.shape[2] - self.pages.skipped)
+
+    def gathered(self) -> ChooseCall:
+        """The same call without pages."""
+        return self if self.pages is None else replace(self, k=self.pages.gathered(self.k), v=self.pages.gathered(self.v), pages=None)
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> ChooseCall:
         """The call of other tensors of the same sizes, such as those that autograd saved."""
@@ -156,9 +180,12 @@ class ChooseCall:
     def part(self, batch: slice, rows: slice) -> ChooseCall:
         """The call for some rows of some sequences, on views."""
         q_pos = None if self.q_pos is None else self.q_pos[batch, rows]
-        return replace(
-            self, q=self.q[batch, rows], k=self.k[batch], v=self.v[batch], start=self.start + (rows.start or 0), q_pos=q_pos
-        )  # fmt: skip
+        part = replace(self, q=self.q[batch, rows], start=self.start + (rows.start or 0), q_pos=q_pos)
+        if self.pages is None:
+            part.k, part.v = self.k[batch], self.v[batch]
+        else:
+            part.pages = self.pages._replace(table=self.pages.table[batch])
+        return part
 
     def each_sequence(self) -> Iterator[tuple[slice, slice, ChooseCall]]:
         """The rows, the compressed keys and the call of every sequence of a packed batch. Waits for a GPU as `Sequences.numbers`."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_sel import NSACache, compressed_attention
 from nsa_sel.caching import step
+from nsa_sel.core.choose import over_pages
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
 from tests.helpers.graphs import captured, replayed
 from tests.helpers.layer_cache import SIZES, Model, make_layer, poison
@@ -116,11 +117,11 @@ def test_the_same_blocks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, chosen = Model([layer], 12, 8), list[Tensor]()
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        o, selection = compressed_attention(*args, **kwargs)
-        chosen.append(selection.ranges)
-        return o, selection
+        o, lse, ranges = over_pages(*args, **kwargs)
+        chosen.append(ranges)
+        return o, lse, ranges
 
-    monkeypatch.setattr(step, "compressed_attention", recorded)
+    monkeypatch.setattr(step, "over_pages", recorded)
     x = hidden(model, 1, 70)
     in_chunks(model, x, [20] + [1] * 50)
     q = layer.q(x).unflatten(-1, (2, 2, 4))

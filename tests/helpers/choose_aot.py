@@ -21,7 +21,7 @@ import triton
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton import top_n
 from nsa_sel.core.bounds import Bounds
-from nsa_sel.core.choose_call import NSA_POOL, Pool, Rule, Sequences
+from nsa_sel.core.choose_call import NSA_POOL, PagedKeys, Pool, Rule, Sequences
 from tests.helpers.aot import TARGETS, launches_compile, resources
 from tests.helpers.choose_cases import make_choose_call
 
@@ -45,9 +45,18 @@ POOLS = {  # choices without attention; name: shape as above, pool
 }
 
 
+PAGED = {  # new tokens over compressed keys in pages; name: S, h, Dk, Dv, dtype
+    "pages": (1, 16, 128, 128, torch.bfloat16),
+    "pages-drafts": (4, 16, 128, 128, torch.bfloat16),
+    "pages-256": (1, 12, 256, 256, torch.bfloat16),
+}
+
+
 def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
     if name == MOST_BLOCKS:
         return compile_top_n(sm)
+    if name in PAGED:
+        return compile_paged(name, sm)
     (*shape, dtype), pool = POOLS[name] if name in POOLS else (SHAPES[name], NSA_POOL)
     call = make_choose_call(tuple(shape), dtype, pool=pool)
     call.q_pos = torch.zeros(call.q.shape[:2], dtype=torch.int64) if name == "positions" else None
@@ -59,6 +68,18 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
         else:
             o, lse, _ = choose_triton.forward(call)
             choose_triton.backward(call, o, lse, torch.empty_like(o), None)
+    limit = TARGETS[sm][0] * 1024
+    return [{"shape": name, "sm": sm, "limit": limit, **resources(kernel, sm), "looped": spills_in_loops(kernel)} for kernel in compiled]
+
+
+def compile_paged(name: str, sm: int) -> list[dict[str, Any]]:
+    """Four compressed keys a page; parts are joined."""
+    S, h, Dk, Dv, dtype = PAGED[name]
+    call = make_choose_call((1, S, 4096, 1, h, Dk, Dv, Rule()), dtype, q_pos=torch.zeros(1, S, dtype=torch.int64))
+    call.k, call.v = (torch.randn(64, 4, 1, D, dtype=dtype).transpose(1, 2) for D in (Dk, Dv))
+    call.pages = PagedKeys(torch.zeros(1, 64, dtype=torch.int32), 1)
+    with launches_compile(sm) as compiled:
+        choose_triton.paged(call)
     limit = TARGETS[sm][0] * 1024
     return [{"shape": name, "sm": sm, "limit": limit, **resources(kernel, sm), "looped": spills_in_loops(kernel)} for kernel in compiled]
 

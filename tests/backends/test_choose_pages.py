@@ -1,0 +1,102 @@
+"""Choosing over compressed keys in pages, in Triton and gathered, against the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends import choose_torch, choose_triton
+from nsa_sel.backends._triton import choose_pages
+from nsa_sel.core.choose_call import ChooseCall, PagedKeys, Rule
+from tests.helpers.choose_cases import SMALL, check_forward, make_choose_call
+from tests.helpers.poison import new_memory_is_nan
+
+NSA = Rule(n=4)
+CASES: dict[str, tuple[tuple[Any, ...], list[int]]] = {  # B, S, S_kv, G, h, Dk, Dv, rule; lengths
+    "decode": ((3, 1, 96, 2, 4, 16, 16, SMALL), [96, 41, 5]),
+    "drafts": ((2, 3, 80, 1, 3, 24, 16, SMALL), [80, 33]),
+    "empty": ((3, 2, 64, 1, 2, 16, 24, SMALL), [0, 1, 64]),
+    "nsa": ((1, 1, 512, 1, 16, 16, 16, NSA), [500]),
+    "192-128": ((1, 2, 48, 1, 2, 192, 128, SMALL), [47]),
+    "three-pieces": ((2, 1, 60, 1, 2, 16, 16, SMALL._replace(block_size=12, n=3)), [60, 31]),
+    "no-overlap": ((2, 1, 64, 1, 2, 16, 16, SMALL._replace(compress_block=4)), [64, 9]),
+    "covers-a-block": ((2, 2, 64, 1, 2, 16, 16, SMALL._replace(compress_block=16)), [64, 19]),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter: short sequences take several steps and parts."""
+    if not torch.cuda.is_available():
+        small = {name: msgspec.structs.replace(config, block_l=16) for name, config in choose_triton.CONFIGS.items()}
+        monkeypatch.setattr(choose_triton, "CONFIGS", small)
+        monkeypatch.setattr(choose_pages, "LEAST_KEYS", 4)
+
+
+def contiguous(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changed: Any) -> ChooseCall:
+    """New tokens that are the last ones of sequences with these lengths; rows before the first token stand at -1 and see nothing."""
+    shape, lengths = CASES[name]
+    q_pos = torch.tensor(lengths)[:, None] + torch.arange(-shape[1], 0)
+    return make_choose_call(shape, dtype, device, q_pos=q_pos.clamp(min=-1).to(device), **changed)
+
+
+def in_pages(call: ChooseCall, slots: int) -> ChooseCall:
+    """The same keys in pages of `slots`, in random order; NaN in all keys that no row of a sequence sees."""
+    B, G, C, _ = call.k.shape
+    skipped = call.rule.reach - 1
+    each = -(-(C + skipped) // slots)
+    order = torch.randperm(B * each + 1, generator=torch.Generator().manual_seed(1))
+    table = order[: B * each].view(B, each).int().to(call.k.device)
+    seen = call.seen().amax(1)
+
+    def paged(x: Tensor) -> Tensor:
+        pages = torch.full((len(order), slots, G, x.shape[3]), math.nan, dtype=x.dtype, device=x.device)
+        for b in range(B):
+            for c in range(int(seen[b])):
+                pages[table[b, (c + skipped) // slots].long(), (c + skipped) % slots] = x[b, :, c]
+        return pages.transpose(1, 2)
+
+    assert each * slots >= C + skipped
+    return replace(call, k=paged(call.k), v=paged(call.v), pages=PagedKeys(table, skipped))
+
+
+def run(backend: Any, call: ChooseCall) -> tuple[Tensor, ...]:
+    with new_memory_is_nan():
+        return backend.paged(call) if hasattr(backend, "paged") else backend.forward(call.gathered())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_keys_in_pages_are_chosen_among_as_in_one_piece(name: str, slots: int) -> None:
+    """Within the error that the oracle allows; twice, bit-equal."""
+    call = contiguous(name)
+    pages = in_pages(call, slots)
+    assert choose_pages.takes(pages)
+    check_forward(lambda _: run(choose_triton, pages), call)  # type: ignore[arg-type, return-value]
+    assert all(map(torch.equal, run(choose_triton, pages), run(choose_triton, pages)))
+
+
+def test_other_backends_gather() -> None:
+    call = contiguous("drafts")
+    pages = in_pages(call, 4)
+    check_forward(lambda _: run(choose_torch, pages), call)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("changed", [{"dtype": torch.float16}, {"scale": -0.3}, {"many": True}, {"scratch": True}], ids=str)
+def test_dtypes_scales_and_sizes(changed: dict[str, Any]) -> None:
+    """Rows that do not fit a tile are gathered; logits that do not fit the workspace are made sequence by sequence."""
+    options = {name: value for name, value in changed.items() if name in ("dtype", "scale")}
+    call = contiguous("decode", **options)
+    if "many" in changed:
+        call = make_choose_call((2, 13, 48, 1, 6, 16, 16, SMALL), q_pos=torch.arange(26).view(2, 13))
+    pages = in_pages(call, 4)
+    assert choose_pages.takes(pages) == ("many" not in changed)
+    if "scratch" in changed:
+        pages.settings = msgspec.structs.replace(pages.settings, workspace_bytes=1 << 12)
+    check_forward(lambda _: run(choose_triton, pages), call)  # type: ignore[arg-type, return-value]
