@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from nsa_sel.attention_layer import NSAttention
-from nsa_sel.caching import numbers
+from nsa_sel.caching import numbers, prefill
 from nsa_sel.caching.numbers import Numbers, Sizes
 from nsa_sel.caching.pages import Pages
 from nsa_sel.caching.pools import Pools
@@ -176,8 +176,8 @@ class NSACache:
             sequences: [B] numbers, each once.
             tokens: new ones of each sequence, or one number for all. x has as many rows for every sequence as the most of them, S; new
                 tokens are the last rows of a sequence, those before have none.
-            room: keys for which tables have room, by default those of the longest sequence, rounded up. Work does not depend on it but
-                for the compressed branch, which copies that many compressed keys.
+            room: keys for which tables have room, by default those of the longest sequence, rounded up. Pass it for a CUDA graph: a
+                step without it that has many tokens of sequences of one length runs as a prefill of this very length does.
             into: an earlier step of at least this many sequences, rows and keys, to be written again. Further sequences of it get no
                 tokens.
 
@@ -197,7 +197,10 @@ class NSACache:
         staged, host = numbers.buffer(sizes, torch.device("cpu"), pinned)
         numbers.write(Numbers(*(x.numpy() for x in host)), sizes, found, counts)
         if into is None:
-            into = CacheStep(sizes, self.pools, *reversed(numbers.buffer(sizes, self.device)))  # type: ignore[arg-type]
+            memory, on_device = numbers.buffer(sizes, self.device)
+            lengths = {x.length for x in found}
+            alike = room is None and sizes.S >= prefill.LEAST_ROWS and len(lengths) == len(set(counts)) == 1
+            into = CacheStep(sizes, self.pools, on_device, memory, lengths.pop() if alike else None)
         into.memory.copy_(staged, non_blocking=True)
         return into
 

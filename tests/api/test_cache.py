@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import NSACache, compressed_attention
-from nsa_sel.caching import step
+from nsa_sel.caching import prefill, step
 from nsa_sel.core.choose import over_pages
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
 from tests.helpers.graphs import captured, replayed
@@ -47,6 +47,26 @@ def test_chunks_of_any_size_equal_the_prefill(name: str, page_size: int) -> None
         for sequence in (*model.cache._sequences,):
             model.cache.free(sequence)
         assert model.cache.free_pages == model.cache.free_window_pages == 24
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of one length, by the kernels of a prefill; of other lengths, or with room for a graph, over pages."""
+    monkeypatch.setattr(prefill, "LEAST_ROWS", 5)
+    model = Model([make_layer(name), make_layer(name)], 40, 8)
+    x = hidden(model, 2, 60)
+    wanted, cache, ran = model.prefill(x), model.cache, list[int]()
+    work = prefill.branches
+    monkeypatch.setattr(prefill, "branches", lambda *args: ran.append(args[5]) or work(*args))  # type: ignore[func-returns-value]
+    close(model, in_chunks(model, x, [23, 5, 3, 29]), wanted)
+    assert ran == [23, 23, 28, 28, 60, 60]
+    a, b = cache.open(), cache.open()
+    first = [model.step([a], [x[0, :20]])[0], model.step([b], [x[1, :31]])[0]]
+    rest = model.step([a, b], [x[0, 20:49], x[1, 31:]])
+    close(model, torch.cat((first[0], rest[0])), wanted[0, :49])
+    close(model, torch.cat((first[1], rest[1])), wanted[1])
+    close(model, model.step([a], [x[0, 49:]], room=64)[0], wanted[0, 49:])
+    assert ran[6:] == [20, 20, 31, 31]
 
 
 def test_token_by_token_in_float32() -> None:

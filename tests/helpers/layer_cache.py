@@ -53,7 +53,7 @@ def _first_key(sequence: Sequence) -> int:
 def _mark(mask: Tensor, held: Any, first: int, end: int) -> None:
     """Positions [first, end) of a sequence with these pages."""
     size = mask.shape[1]
-    position = torch.arange(max(first, 0), max(end, 0))
+    position = torch.arange(max(first, 0), max(end, first, 0))
     mask[torch.from_numpy(held.astype("int64"))[position // size], position % size] = True
 
 

@@ -1,0 +1,43 @@
+"""The branches of many new tokens, by the kernels of a prefill: keys are gathered from their pages into one piece first.
+
+The kernels that read pages take each row by itself, which suits a few new tokens. Those of a prefill share loads between rows, and want
+sequences of one length.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa_sel.attention import selection_attention
+from nsa_sel.caching.numbers import Numbers, Sizes
+from nsa_sel.caching.pools import Pools
+from nsa_sel.compressed import compressed_attention
+from nsa_sel.core.choose_call import PagedKeys, Rule
+from nsa_sel.window import sliding_window_attention
+
+LEAST_ROWS = 64  # of a sequence, from which on gathering pays
+
+
+def branches(
+    q: Tensor, q_cmp: Tensor, pools: Pools, at: Numbers, sizes: Sizes, length: int, rule: Rule, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The compressed, the selected and the window branch [B,S,G,h,Dv] of the last rows of sequences that all have `length` keys.
+
+    Args:
+        q, q_cmp: [B,S,G,h,Dk], queries with rotary positions and without.
+        pools, at, sizes: a layer's pages, to which the new keys are written, and the step.
+        length: keys of every sequence.
+        rule, backend: the layer's.
+    """
+    k, v = (_gathered(x, at.table, sizes.reach - 1, rule.compressed_keys(length)) for x in pools[2:4])
+    o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule._asdict(), S_kv=length)
+    k, v = (_gathered(x, at.table, 0, length) for x in pools[:2])
+    o_slc = selection_attention(q, k, v, blocks, backend=backend)
+    last = length - sizes.first_recent(length - q.shape[1])
+    k, v = (_gathered(x, at.recent_table, 0, last) for x in pools[4:6])
+    return o_cmp, o_slc, sliding_window_attention(q, k, v, sizes.window)
+
+
+def _gathered(x: Tensor, table: Tensor, skipped: int, count: int) -> Tensor:
+    """`count` keys [B,G,count,D] of pages x [pages,slots,G,D]."""
+    return PagedKeys(table, skipped).gathered(x.transpose(1, 2))[:, :, :count]
