@@ -112,13 +112,14 @@ class BlockMLP(nn.Module):
         """[B,G,C,D] of pieces [B,pieces,stride,G,D]."""
         pieces = pieces.permute(0, 3, 1, 2, 4).flatten(3)  # [B,G,pieces,stride*D]
         C = blocks_of(pieces.shape[2], self.r)
-        inside, *first, second, bias = self._weights()
+        inside, *first, second, bias = self.weights()
         matrices = first[0].view(2 * self.dim * self.r, self.stride * self.dim)
         products = linear(pieces, matrices).view(*pieces.shape[:3], 2 * self.dim, self.r)
         hidden = linear(inside.flatten(), *first) + _Joined.apply(products, C)  # type: ignore[no-untyped-call]
         return linear(gelu(hidden), second, bias)
 
-    def _weights(self) -> tuple[Tensor, ...]:
+    def weights(self) -> tuple[Tensor, ...]:
+        """Positions inside a block, then weight and bias of both layers; of DTensors this rank's replicas."""
         weights = self.inside, self.first.weight, self.first.bias, self.second.weight, self.second.bias
         return weights if self.of_rank is None else tuple(map(self.of_rank, weights))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.caching.numbers import Numbers, Sizes
+from nsa_sel.caching.numbers import Sizes
 from nsa_sel.caching.sequences import Copies
 
 
@@ -50,24 +50,6 @@ class Pools(NamedTuple):
                 source, to = sent(torch.tensor(copies), self.k.device).unbind(1)
                 for x in pools:
                     x.index_copy_(1, to, x.index_select(1, source))
-
-    def append(self, at: Numbers, keys: tuple[Tensor, ...]) -> None:
-        """Write a layer's k_cmp, v_cmp (not compressed), k_slc, v_slc, k_win, v_win [B,S,G,D] of new tokens."""
-        pools = self.k_raw, self.v_raw, self.k, self.v, self.k_win, self.v_win
-        slots = (at.recent_slot,) * 2 + (at.slot,) * 2 + (at.recent_slot,) * 2
-        for x, slot, y in zip(pools, slots, keys, strict=True):
-            put(x, slot, y)
-
-    def covered(self, at: Numbers) -> tuple[Tensor, Tensor]:
-        """Keys and values [B,(pieces + reach - 1) * compress_stride,G,D] from which new compressed ones are made."""
-        slots = at.covered.flatten()
-        k, v = (x.flatten(0, 1).index_select(0, slots).view(*at.covered.shape, *x.shape[2:]) for x in (self.k_raw, self.v_raw))
-        return k, v
-
-
-def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
-    """Write y [B,N,G,D] to the slots [B,N] of pages x [pages,size,G,D]."""
-    x.flatten(0, 1).index_copy_(0, slots.flatten(), y.flatten(0, 1))
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_sel.caching import prefill
+from nsa_sel.caching.extend import Compress, append, compress
 from nsa_sel.caching.numbers import Numbers, Sizes
-from nsa_sel.caching.pools import Pools, put
+from nsa_sel.caching.pools import Pools
 from nsa_sel.core import transforms
 from nsa_sel.core.choose import over_pages
 from nsa_sel.core.choose_call import PagedKeys, Rule
@@ -111,19 +111,19 @@ class LayerStep(NamedTuple):
             if mine != theirs:
                 raise ArgumentError("cache", f"of {name} = {theirs}", f"the layer's {name} = {mine}", "make it by NSACache.of(layers, ...)")
 
-    def attend(self, new: Projected, compress: tuple[Callable[[Tensor], Tensor], ...], rule: Rule, backend: str | None) -> Tensor:
+    def attend(self, new: Projected, by: tuple[Compress, Compress], rule: Rule, backend: str | None) -> Tensor:
         """Append the keys and values of the new tokens, extend the compressed keys, and attend: [B,S,G,h,Dv], 0 for rows without a token.
 
         Args:
             new: projected new tokens.
-            compress: the layer's compression of keys and of values.
+            by: the layer's compression of keys and of values.
             rule, backend: the layer's.
 
         Raises:
             ArgumentError: sizes, dtypes or devices other than the cache's; gradients.
         """
         self._check(new)
-        self.extend(new, compress)
+        self.extend(new, by)
         if self.length is not None:
             branches = prefill.branches(new.q, new.q_cmp, self.pools, self.at, self.sizes, self.length, rule, backend)
             return gated_sum(*branches, new.gates)
@@ -131,11 +131,10 @@ class LayerStep(NamedTuple):
         branches = compressed, self.select(new.q, blocks, backend), self.near(new.q)
         return torch.where(self.at.is_token[:, :, None, None, None], gated_sum(*branches, new.gates), 0.0)
 
-    def extend(self, new: Projected, compress: tuple[Callable[[Tensor], Tensor], ...]) -> None:
+    def extend(self, new: Projected, by: tuple[Compress, Compress]) -> None:
         """Append keys and values, and compress those whose last key is new."""
-        self.pools.append(self.at, new.keys())
-        for x, work, raw in zip(self.pools[2:4], compress, self.pools.covered(self.at), strict=True):
-            put(x, self.at.compressed_slot, work(raw).transpose(1, 2))
+        append(self.pools, self.at, new.keys())
+        compress(self.pools, self.at, by, self.sizes.compress_stride)
 
     def choose(self, q: Tensor, rule: Rule) -> tuple[Tensor, Selection]:
         """The compressed branch of q [B,S,G,h,Dk], and the blocks that it chooses."""

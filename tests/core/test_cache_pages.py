@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.cache import NSACache
-from nsa_sel.caching import numbers
+from nsa_sel.caching import extend, numbers
 from nsa_sel.caching.pages import Pages
-from nsa_sel.caching.pools import put
 from nsa_sel.caching.sequences import Sequence
 from nsa_sel.errors import CacheFull
 from tests.helpers.layer_cache import poison
@@ -35,10 +34,10 @@ def append(cache: NSACache, batch: list[int], rows: list[list[int]]) -> None:
         x[b, x.shape[1] - len(new) :] = torch.tensor(new, dtype=torch.float64)
     for i in range(len(step)):
         layer = step[i]
-        layer.pools.append(layer.at, (x[..., None, None],) * 6)
-        raw = layer.pools.covered(layer.at)[0].flatten(1)
+        extend.append(layer.pools, layer.at, (x[..., None, None],) * 6)
+        raw = extend.covered(layer.pools.k_raw, layer.at).flatten(1)
         if raw.shape[1] >= BLOCK:
-            put(layer.pools.k_cmp, layer.at.compressed_slot, raw.unfold(1, BLOCK, STRIDE).sum(-1)[..., None, None])
+            extend.put(layer.pools.k_cmp, layer.at.compressed_slot, raw.unfold(1, BLOCK, STRIDE).sum(-1)[..., None, None])
 
 
 def check(cache: NSACache, sequence: Sequence, tokens: list[int]) -> None:

@@ -1,0 +1,199 @@
+"""A cache's new tokens: their keys and values written to pages, and compressed by the MLP of Eq. 7 where a piece is complete.
+
+    append   one program per token: six tensors to their slots
+    hidden   W_1 (x + inside) + b_1 of the compress_block keys of a new compressed key, through GELU: the keys are read from their pages
+    out      W_2 hidden + b_2, to the compressed key's slot
+
+Compressed keys without a place (slot >= limit) are skipped: no weight is read for a tile of them. In most steps of one sequence there is no
+other.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.softmax import add_product
+from nsa_sel.backends._triton.tiles import tile_size
+
+COLUMNS = 16  # of the first layer's outputs per program: a single sequence, too, is to read the weights with many programs
+MOST_ROWS = 32  # of a program
+Weights = tuple[Tensor, ...]
+
+
+@triton.jit
+def copy_row(x, to, stride, b, s, slot, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """x[b, s] [G,D] to row `slot` of to [slots,G,D]."""
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    exists = (g < G)[:, None] & (d < D)[None, :]
+    row = x + b * stride[0] + s * stride[1] + g.to(tl.int64)[:, None] * stride[2] + d[None, :]
+    tl.store(to + slot * G * D + (g * D)[:, None] + d[None, :], tl.load(row, mask=exists), mask=exists)
+
+
+@triton.jit
+def append_kernel(
+    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, k_raw, v_raw, k, v, k_last, v_last, slot, last_slot, strides, S, G,
+    Dk: tl.constexpr, Dv: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Grid: one program per token [B,S]. Sources [B,S,G,D]; k and v go to `slot` [B,S], the others to `last_slot` [B,S]."""
+    row = tl.program_id(0)
+    b, s = (row // S).to(tl.int64), (row % S).to(tl.int64)
+    at, last = tl.load(slot + row), tl.load(last_slot + row)
+    copy_row(k_cmp, k_raw, strides[0], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
+    copy_row(v_cmp, v_raw, strides[1], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
+    copy_row(k_slc, k, strides[2], b, s, at, G, Dk, BLOCK_G, BLOCK_DK)
+    copy_row(v_slc, v, strides[3], b, s, at, G, Dv, BLOCK_G, BLOCK_DV)
+    copy_row(k_win, k_last, strides[4], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
+    copy_row(v_win, v_last, strides[5], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
+
+
+@triton.jit
+def hidden_tile(
+    number, x, covered, slot, inside, weight, bias, hidden, sizes, limit, width,
+    D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """hidden [rows, width] of compressed keys [B,P,G] from pages x [slots,G,D], of ROWS keys and COLS columns.
+
+    covered [B,keys] has the slots of keys; a piece of STRIDE keys lies within a page. Tiles of a step, which is one key: x [ROWS, BLOCK_D],
+    weight [BLOCK_D, COLS].
+    """
+    columns = tl.cdiv(width, COLS)
+    row, column = number // columns * ROWS + tl.arange(0, ROWS), number % columns * COLS + tl.arange(0, COLS)
+    d = tl.arange(0, BLOCK_D)
+    owner, g = row // sizes[1], row % sizes[1]  # of [B,P]
+    placed = tl.load(slot + owner, mask=row < sizes[0], other=limit) < limit
+    if tl.max(placed.to(tl.int32), 0) > 0:
+        known = placed[:, None] & (d < D)[None, :]
+        in_weight = (column < width)[None, :] & (d < D)[:, None]
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        of_inside = tl.zeros([BLOCK_D, COLS], tl.float32)
+        for piece in tl.static_range(BLOCK // STRIDE):
+            source = tl.load(covered + owner // sizes[2] * sizes[3] + (owner % sizes[2] + piece) * STRIDE, mask=placed, other=0)
+            keys = x + (source * sizes[1] + g)[:, None] * D + d[None, :]
+            at = weight + column[None, :] * (BLOCK * D) + piece * STRIDE * D + d[:, None]
+            for i in range(0, STRIDE):
+                x_tile = tl.load(keys + i * sizes[1] * D, mask=known, other=0.0)
+                w = tl.load(at + i * D, mask=in_weight, other=0.0)
+                position = tl.load(inside + (piece * STRIDE + i) * D + d, mask=d < D, other=0.0)
+                acc = add_product(acc, x_tile, w)
+                of_inside += position.to(tl.float32)[:, None] * w.to(tl.float32)
+        acc += tl.sum(of_inside, 0)[None, :]  # the same for all rows
+        acc += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        acc = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
+        out = hidden + row[:, None].to(tl.int64) * width + column[None, :]
+        tl.store(out, acc.to(hidden.dtype.element_ty), mask=placed[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def out_tile(
+    number, hidden, slot, weight, bias, to, sizes, limit, width, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """to [slots,G,D] at the slots [B,P] of compressed keys, from hidden [rows, width], of ROWS keys and COLS columns.
+
+    Tiles of a step: hidden [ROWS, BLOCK_K], weight [BLOCK_K, COLS].
+    """
+    columns = tl.cdiv(D, COLS)
+    row, column = number // columns * ROWS + tl.arange(0, ROWS), number % columns * COLS + tl.arange(0, COLS)
+    place = tl.load(slot + row // sizes[1], mask=row < sizes[0], other=limit)
+    placed = place < limit
+    if tl.max(placed.to(tl.int32), 0) > 0:
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        for c in range(0, width, BLOCK_K):
+            i = c + tl.arange(0, BLOCK_K)
+            x = tl.load(hidden + row[:, None].to(tl.int64) * width + i[None, :], mask=placed[:, None] & (i < width)[None, :], other=0.0)
+            w = tl.load(weight + column[None, :] * width + i[:, None], mask=(column < D)[None, :] & (i < width)[:, None], other=0.0)
+            acc = add_product(acc, x, w)
+        acc += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+        out = to + (place * sizes[1] + row % sizes[1])[:, None] * D + column[None, :]
+        tl.store(out, acc.to(to.dtype.element_ty), mask=placed[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def hidden_kernel(
+    k, v, covered, slot, inside_k, weight_k, bias_k, inside_v, weight_v, bias_v, hidden_k, hidden_v, sizes, limit, widths, of_k,
+    Dk: tl.constexpr, Dv: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """`hidden_tile` of keys and of values. Grid: one program per tile, those of the keys first; sizes: rows, G, P, keys of `covered`."""
+    number = tl.program_id(0)
+    if number < of_k:
+        hidden_tile(
+            number, k, covered, slot, inside_k, weight_k, bias_k, hidden_k, sizes, limit, widths[0], Dk, BLOCK, STRIDE, ROWS, COLS, BLOCK_DK
+        )  # fmt: skip
+    else:
+        hidden_tile(
+            number - of_k, v, covered, slot, inside_v, weight_v, bias_v, hidden_v, sizes, limit, widths[1], Dv, BLOCK, STRIDE, ROWS, COLS,
+            BLOCK_DV,
+        )  # fmt: skip
+
+
+@triton.jit
+def out_kernel(
+    hidden_k, hidden_v, slot, weight_k, bias_k, weight_v, bias_v, k, v, sizes, limit, widths, of_k,
+    Dk: tl.constexpr, Dv: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`out_tile` of keys and of values. Grid: as in `hidden_kernel`."""
+    number = tl.program_id(0)
+    if number < of_k:
+        out_tile(number, hidden_k, slot, weight_k, bias_k, k, sizes, limit, widths[0], Dk, ROWS, COLS, BLOCK_K)
+    else:
+        out_tile(number - of_k, hidden_v, slot, weight_v, bias_v, v, sizes, limit, widths[1], Dv, ROWS, COLS, BLOCK_K)
+
+
+def append(keys: tuple[Tensor, ...], pools: tuple[Tensor, ...], slot: Tensor, last_slot: Tensor) -> None:
+    """Write k_cmp, v_cmp, k_slc, v_slc, k_win, v_win [B,S,G,D], of any strides with a contiguous last dimension, to contiguous pools
+    [pages,page_size,G,D] in this order, those of the selected branch at slot [B,S], the others at last_slot [B,S], both int64."""
+    B, S, G, Dk = keys[0].shape
+    Dv = keys[1].shape[3]
+    if B * S:
+        _append(G, Dk, Dv).launch(B * S, (*keys, *pools, slot, last_slot), (tuple(x.stride()[:3] for x in keys), S, G))
+
+
+def compress(
+    raw: tuple[Tensor, Tensor], covered: Tensor, slot: Tensor, of_k: Weights, of_v: Weights, to: tuple[Tensor, Tensor], stride: int
+) -> None:  # fmt: skip
+    """Write compressed keys and values to pages.
+
+    Args:
+        raw: [pages,page_size,G,D], contiguous: what is compressed. page_size is a multiple of the stride.
+        covered: [B,keys] int64, slots of keys that follow one another; block p covers those from p * stride on.
+        slot: [B,P] int64, where compressed key p goes; the slots of the last page and later are no place.
+        of_k, of_v: inside [compress_block,D], of the first layer [width,compress_block * D] and [width], of the second [D,width] and [D];
+            all contiguous, of raw's dtype.
+        to: [pages,slots,G,D], contiguous.
+        stride: compress_stride.
+    """
+    G, P, (Dk, Dv) = raw[0].shape[2], slot.shape[1], (x.shape[3] for x in raw)
+    rows, limit, widths = slot.numel() * G, (to[0].shape[0] - 1) * to[0].shape[1], (len(of_k[1]), len(of_v[1]))
+    if not rows:
+        return
+    hidden = [x.new_empty(rows, width) for x, width in zip(raw, widths, strict=True)]
+    tile = min(MOST_ROWS, tile_size(rows))
+    sizes = (rows, G, P, covered.shape[1])
+    first_k, first_v, last_k, last_v = (-(-rows // tile) * -(-columns // COLUMNS) for columns in (*widths, Dk, Dv))
+    _hidden(Dk, Dv, len(of_k[0]), stride, tile).launch(
+        first_k + first_v, (*raw, covered, slot, *of_k[:3], *of_v[:3], *hidden), (sizes, limit, widths, first_k)
+    )
+    _out(Dk, Dv, tile).launch(last_k + last_v, (*hidden, slot, *of_k[3:], *of_v[3:], *to), (sizes, limit, widths, last_k))
+
+
+@functools.lru_cache(REMEMBERED)
+def _append(G: int, Dk: int, Dv: int) -> Kernel:
+    tiles = {"BLOCK_G": tile_size(G, 1), "BLOCK_DK": tile_size(Dk, 1), "BLOCK_DV": tile_size(Dv, 1)}
+    return Kernel(append_kernel, Dk=Dk, Dv=Dv, **tiles, num_warps=1)
+
+
+@functools.lru_cache(REMEMBERED)
+def _hidden(Dk: int, Dv: int, block: int, stride: int, rows: int) -> Kernel:
+    tiles = {"ROWS": rows, "COLS": COLUMNS, "BLOCK_DK": tile_size(Dk), "BLOCK_DV": tile_size(Dv)}
+    return Kernel(hidden_kernel, Dk=Dk, Dv=Dv, BLOCK=block, STRIDE=stride, **tiles, num_warps=4, num_stages=6)
+
+
+@functools.lru_cache(REMEMBERED)
+def _out(Dk: int, Dv: int, rows: int) -> Kernel:
+    return Kernel(out_kernel, Dk=Dk, Dv=Dv, ROWS=rows, COLS=COLUMNS, BLOCK_K=64, num_warps=4, num_stages=3)

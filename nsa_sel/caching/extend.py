@@ -1,0 +1,60 @@
+"""New tokens of a step written to pages, and compressed where a piece is complete: by few kernels on a GPU, in plain PyTorch elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from nsa_sel.caching.numbers import Numbers
+from nsa_sel.caching.pools import Pools
+from nsa_sel.compression import BlockMLP
+
+KERNELS = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
+MOST_COMPRESSED = 4  # new compressed keys of a sequence up to which the kernels read the keys of each by itself
+
+Compress = Callable[[Tensor], Tensor]
+
+
+def append(pools: Pools, at: Numbers, keys: tuple[Tensor, ...]) -> None:
+    """Write a layer's k_cmp, v_cmp (not compressed), k_slc, v_slc, k_win, v_win [B,S,G,D] of new tokens to its pages."""
+    to = pools.k_raw, pools.v_raw, pools.k, pools.v, pools.k_win, pools.v_win
+    if pools.k.is_cuda:
+        importlib.import_module(KERNELS).append(keys, to, at.slot, at.recent_slot)
+        return
+    slots = (at.recent_slot,) * 2 + (at.slot,) * 2 + (at.recent_slot,) * 2
+    for x, slot, y in zip(to, slots, keys, strict=True):
+        put(x, slot, y)
+
+
+def compress(pools: Pools, at: Numbers, by: tuple[Compress, Compress], stride: int) -> None:
+    """Write the compressed keys and values whose last key is new; by: the layer's compression of keys and of values."""
+    raws, to = (pools.k_raw, pools.v_raw), (pools.k_cmp, pools.v_cmp)
+    of_k, of_v = (_weights(work, raws[0]) for work in by)
+    few = at.compressed_slot.shape[1] <= MOST_COMPRESSED
+    if raws[0].is_cuda and few and of_k is not None and of_v is not None:
+        importlib.import_module(KERNELS).compress(raws, at.covered, at.compressed_slot, of_k, of_v, to, stride)
+        return
+    for raw, x, work in zip(raws, to, by, strict=True):
+        put(x, at.compressed_slot, work(covered(raw, at)).transpose(1, 2))
+
+
+def covered(raw: Tensor, at: Numbers) -> Tensor:
+    """Keys or values [B,(pieces + reach - 1) * compress_stride,G,D] from which new compressed ones are made."""
+    return raw.flatten(0, 1).index_select(0, at.covered.flatten()).view(*at.covered.shape, *raw.shape[2:])
+
+
+def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
+    """Write y [B,N,G,D] to the slots [B,N] of pages x [pages,size,G,D]."""
+    x.flatten(0, 1).index_copy_(0, slots.flatten(), y.flatten(0, 1))
+
+
+def _weights(work: Compress, raw: Tensor) -> tuple[Tensor, ...] | None:
+    """What the kernels take of a compression, or None where it has to be called: other modules, hooks, dtypes, kinds of tensors."""
+    if type(work) is not BlockMLP or any(module._forward_hooks or module._forward_pre_hooks for module in work.modules()):
+        return None
+    weights = work.weights()
+    fit = all(type(x) in (Tensor, nn.Parameter) and x.dtype == raw.dtype and x.is_contiguous() for x in weights)
+    return weights if fit and raw.dtype != torch.float64 else None

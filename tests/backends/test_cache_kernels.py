@@ -1,0 +1,89 @@
+"""The kernels of a cache's new tokens against plain PyTorch: appended keys, and compressed ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._triton import cache as kernels
+from nsa_sel.cache import NSACache
+from nsa_sel.caching import extend
+from nsa_sel.compression import BlockMLP
+from tests.helpers.layer_cache import poison
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def new_tokens(device: str, dtype: torch.dtype, tokens: list[int]) -> tuple[NSACache, Any, tuple[Tensor, ...]]:
+    """A cache whose last keys are random and all else is NaN, its step, and keys and values as a projection gives them: strided."""
+    sizes: dict[str, Any] = {"compress_block": 8, "compress_stride": 4, "window": 6, "dtype": dtype, "device": device}
+    cache = NSACache(1, 24, 8, 3, 24, 16, **sizes)
+    sequences = [cache.open() for _ in tokens]
+    for x in cache.pools:
+        x.normal_()
+    cache.step(sequences, [7, 12, 0, 3])
+    step = cache.step(sequences, tokens)[0]
+    poison(cache)
+    rows = torch.randn(len(tokens), max(tokens), 3, 120, device=device, dtype=dtype)
+    return cache, step, rows.split([24, 16] * 3, -1)
+
+
+def modules(device: str, dtype: torch.dtype) -> tuple[BlockMLP, BlockMLP]:
+    torch.manual_seed(0)
+    found = BlockMLP(24, 8, 4, device=device, dtype=dtype), BlockMLP(16, 8, 4, device=device, dtype=dtype)
+    for module in found:
+        torch.nn.init.normal_(module.inside)
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_append_writes_every_key_to_its_page(device: str) -> None:
+    cache, step, keys = new_tokens(device, torch.float16, [1, 3, 2, 0])
+    wanted = [x.clone() for x in step.pools]
+    slots = (step.at.recent_slot,) * 2 + (step.at.slot,) * 2 + (step.at.recent_slot,) * 2
+    for i, slot, y in zip((6, 7, 0, 1, 4, 5), slots, keys, strict=True):
+        extend.put(wanted[i], slot, y)
+    to = step.pools
+    kernels.append(keys, (to.k_raw, to.v_raw, to.k, to.v, to.k_win, to.v_win), step.at.slot, step.at.recent_slot)
+    for mine, right in zip(to, wanted, strict=True):
+        torch.testing.assert_close(mine[:-1], right[:-1], rtol=0, atol=0, equal_nan=True)  # nobody reads the last page
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), *(pytest.param("cuda", x, marks=pytest.mark.gpu) for x in (
+    torch.float32, torch.bfloat16, torch.float16))])  # fmt: skip
+@pytest.mark.parametrize("tokens", [[1, 4, 1, 0], [9, 2, 13, 1]])
+def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, tokens: list[int]) -> None:
+    """Within twice the error of the module in the same precision, from float64; nothing else is written."""
+    cache, step, keys = new_tokens(device, dtype, tokens)
+    extend.append(step.pools, step.at, keys)
+    before = [x.clone() for x in step.pools]
+    placed = step.at.compressed_slot < 24 * 2
+    assert bool(placed.any())
+    assert not bool(placed.all())
+    both = modules(device, dtype)
+    of_k, of_v = (tuple(x.detach() for x in module.weights()) for module in both)
+    raw, to = step.pools[6:], step.pools[2:4]
+    kernels.compress(raw, step.at.covered, step.at.compressed_slot, of_k, of_v, to, 4)
+    slots = step.at.compressed_slot[placed]
+    rest = torch.ones(len(to[0].flatten(0, 1)), dtype=torch.bool, device=device).index_fill_(0, slots, False)
+    for y, mine, clean, module in zip(raw, to, before[2:4], both, strict=True):
+        plain = module(extend.covered(y, step.at)).transpose(1, 2)[placed].detach()
+        exact = module.double()(extend.covered(y, step.at).double()).transpose(1, 2)[placed].detach()
+        found = mine.flatten(0, 1)[slots].double()
+        assert float((found - exact).abs().max()) <= 2 * float((plain.double() - exact).abs().max())
+        torch.testing.assert_close(mine.flatten(0, 1)[rest], clean.flatten(0, 1)[rest], rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_the_kernels_take() -> None:
+    """A plain MLP of the cache's dtype; all else is called as it is."""
+    module, x = modules("cpu", torch.float32)[0], torch.zeros(1)
+    assert [tuple(y.shape) for y in extend._weights(module, x) or ()] == [(8, 24), (48, 192), (48,), (24, 48), (24,)]
+    assert extend._weights(module, x.bfloat16()) is None
+    assert extend._weights(module.forward, x) is None
+    handle = module.second.register_forward_hook(lambda *_: None)
+    assert extend._weights(module, x) is None
+    handle.remove()
+    assert extend._weights(module.double(), x.double()) is None
