@@ -100,3 +100,20 @@ def test_a_step_never_waits_for_the_device(layer: NSAttention) -> None:
             y = layer(x[:, -1:], cache=cache.step([*sequences, fork])[0])
         assert bool(y.isfinite().all())
         cache.free(fork)
+
+
+def test_long_chunks_run_as_a_prefill(layer: NSAttention) -> None:
+    """The whole prompt at once, and its second part over pages: within twice the prefill's own distance from float32."""
+    x = torch.randn(2, 700, 256, device="cuda", dtype=torch.bfloat16)
+    exact = NSAttention(256, 2, 16, 64, device="cuda").requires_grad_(False)
+    exact.load_state_dict(layer.state_dict())
+    whole, plain = layer(x), exact(x.float())
+    for chunks in ([700], [400, 300]):
+        cache = NSACache.of([layer], 64, 32)
+        sequences = [cache.open(), cache.open()]
+        parts = []
+        for part in x.split(chunks, 1):
+            step = cache.step(sequences, part.shape[1])
+            poison(cache)
+            parts.append(layer(part, cache=step[0]))
+        assert distance(torch.cat(parts, 1), plain) <= 2 * distance(whole, plain)
