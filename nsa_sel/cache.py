@@ -226,18 +226,8 @@ class NSACache:
         B, S = len(sequences), max(tokens, default=0)
         longest = max((x.length + count for x, count in zip(sequences, tokens, strict=True)), default=0)
         if into is not None:
-            sizes = into.sizes
-            if (
-                room is not None
-                or into.pools is not self.pools
-                or B > sizes.B
-                or S > sizes.S
-                or longest > sizes.room * self.sizes.page_size
-            ):
-                allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="
-                value = f"of {sizes.B} sequences, {sizes.S} rows and room for {sizes.room * self.sizes.page_size} keys"
-                raise ArgumentError("into", value, allowed, "make it with more of them, then capture it again")
-            return sizes
+            self._check_into(into, B, S, longest, room)
+            return into.sizes
         if room is None:
             pages = max(1, -(-longest // self.sizes.page_size))
             unit = max(1, (1 << (pages.bit_length() - 1)) // _ROOM_STEPS)
@@ -248,6 +238,16 @@ class NSACache:
                 raise ArgumentError("room", room, f"at least {longest}, the keys of the longest sequence", "pass more, or leave it out")
             pages = -(-room // self.sizes.page_size)
         return self.sizes._replace(B=B, S=S, room=pages)
+
+    def _check_into(self, into: CacheStep, B: int, S: int, longest: int, room: int | None) -> None:
+        sizes, held = into.sizes, into.sizes.room * self.sizes.page_size
+        if into.length is not None:
+            remedy = "make it with room=: without, it runs as a prefill of that very length"
+            raise ArgumentError("into", f"of sequences of {into.length} keys", "a step made with room=", remedy)
+        if room is not None or into.pools is not self.pools or B > sizes.B or S > sizes.S or longest > held:
+            value = f"of {sizes.B} sequences, {sizes.S} rows and room for {held} keys"
+            allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="
+            raise ArgumentError("into", value, allowed, "make it with more of them, then capture it again")
 
     def _grow(self, sequences: list[Cached], tokens: list[int]) -> tuple[Copies, Copies]:
         """Hold pages for the new tokens, and the copies that shared ones need; CacheFull leaves all as it was."""

@@ -107,7 +107,8 @@ def buffer(sizes: Sizes, device: torch.device, pinned: bool = False) -> tuple[Te
     """Memory for a step's numbers, and the tensors in it, each of which begins at a multiple of 16 bytes."""
     shapes = shapes_of(sizes)
     bytes_of = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
-    whole = torch.zeros(sum(-(-size // 16) for size in bytes_of.values()) * 16, dtype=torch.uint8, device=device, pin_memory=pinned)
+    with torch.inference_mode(False):  # outside of the mode nothing could write to it again
+        whole = torch.zeros(sum(-(-size // 16) for size in bytes_of.values()) * 16, dtype=torch.uint8, device=device, pin_memory=pinned)
     fields, at = {}, 0
     for name, (shape, dtype) in shapes.items():
         fields[name] = whole[at : at + bytes_of[name]].view(dtype).view(shape)

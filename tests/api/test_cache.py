@@ -189,11 +189,13 @@ def test_autocast_and_modes(mode: Any) -> None:
     layer = make_layer("mlp", torch.float32).requires_grad_(True)
     x = hidden(Model([layer], 1, 4), 1, 30)
     with mode(), torch.autocast("cpu", torch.bfloat16):
-        cache = NSACache.of([layer], 8, 4, dtype=torch.bfloat16)
+        cache = NSACache.of([layer], 16, 4, dtype=torch.bfloat16)
         wanted, a = layer(x), cache.open()
-        first = layer(x[:, :17], cache=cache.step([a], 17)[0])
+        first_step = cache.step([a], 17, room=64)
+        first = layer(x[:, :17], cache=first_step[0])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        both = torch.cat((first, layer(x[:, 17:], cache=cache.step([a], 13)[0])), 1)
+        padded = torch.cat((x[:, :4], x[:, 17:]), 1)
+        both = torch.cat((first, layer(padded, cache=cache.step([a], 13, into=first_step)[0])[:, 4:]), 1)
     assert both.dtype == torch.bfloat16
     assert float((both.float() - wanted.float()).square().mean().sqrt() / wanted.float().std()) < 0.02
     with pytest.raises(ArgumentError, match=r"cache is of 2 groups of keys of 4 numbers, torch.bfloat16 .*float32"), torch.no_grad():
@@ -240,6 +242,10 @@ WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
     "given back": (lambda cache, a: cache.truncate(a, 12), "length is 12; allowed: 0, or 19 to 20"),
     "below zero": (lambda cache, a: cache.truncate(a, -1), "length is -1"),
     "no such layer": (lambda cache, a: cache.step([a])[1], "layer is 1; allowed: 0 to 0"),
+    "a prefill as into": (
+        lambda cache, a: cache.step([a], into=cache.step([cache.open()], prefill.LEAST_ROWS)),
+        "into is of sequences of 64 keys; allowed: a step made with room=",
+    ),
     "room and into": (lambda cache, a: cache.step([a], room=64, into=cache.step([a])), "into is of 1 sequences"),
 }
 
@@ -247,14 +253,14 @@ WRONG_CALLS: dict[str, tuple[Callable[[NSACache, int], object], str]] = {
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_calls_that_are_wrong_change_nothing(name: str) -> None:
     work, message = WRONG_CALLS[name]
-    cache = NSACache(1, 12, 4, 2, 4, window=6, compress_block=8, compress_stride=4, dtype=torch.float64)
+    cache = NSACache(1, 32, 4, 2, 4, window=6, compress_block=8, compress_stride=4, dtype=torch.float64)
     a = cache.open()
     for _ in range(20):
         cache.step([a])
     with pytest.raises(ArgumentError, match=message):
         work(cache, a)
-    if name not in ("freed", "no such layer", "room and into"):
-        assert (cache.length(a), cache.free_pages, cache.free_window_pages) == (20, 7, 10)
+    if name not in ("freed", "no such layer", "room and into", "a prefill as into"):
+        assert (cache.length(a), cache.free_pages, cache.free_window_pages) == (20, 27, 30)
 
 
 WRONG_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
