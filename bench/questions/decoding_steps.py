@@ -112,7 +112,7 @@ def table(rows: list[Row]) -> str:
     lines = []
     for B, S_kv in dict.fromkeys((B, S_kv) for B, S_kv, _ in found):
         whole, dense = (found.get((B, S_kv, part)) for part in ("whole", "dense"))
-        ahead = "-" if whole is None or dense is None else f"{dense['ms_median'] / whole['ms_median']:.2f}"
+        ahead = markdown.factor(None if whole is None or dense is None else dense["ms_median"] / whole["ms_median"])
         lines.append((B, f"{S_kv // 1024}k", *(cell(B, S_kv, part) for part in names), ahead))
     return markdown.table(["B", "keys", *names, "dense / whole"], lines, left=0)
 

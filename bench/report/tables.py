@@ -11,7 +11,7 @@ from nsa_sel.bench.core.contenders import of_framework
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.questions import layer_parts, paged_caches, ways_to_choose, weak_scaling, windows
+from nsa_sel.bench.questions import decoding_steps, layer_parts, paged_caches, ways_to_choose, weak_scaling, windows
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report import summary, training
 from nsa_sel.bench.report.ideas import ideas_table
@@ -245,7 +245,10 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/choosing.md": {"other_ways": other_ways},
     "docs/kernels.md": {"windows": lambda: windows.table(rows_of("profiles/windows.jsonl"))},
     "docs/layer.md": {"parts": layer, "memory": lambda: layer_parts.memory_table(rows_of("profiles/layer_parts.jsonl"))},
-    "docs/serving.md": {"serving": lambda: paged_caches.table(rows_of("serving.jsonl"))},
+    "docs/serving.md": {
+        "serving": lambda: paged_caches.table(rows_of("serving.jsonl")),
+        "steps": lambda: decoding_steps.table(rows_of("profiles/decoding_steps.jsonl")),
+    },
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"weak": lambda: weak_scaling.table(rows_of("scaling.jsonl"))},
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},

@@ -108,7 +108,7 @@ def buffer(sizes: Sizes, device: torch.device, pinned: bool = False) -> tuple[Te
     shapes = shapes_of(sizes)
     bytes_of = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
     with torch.inference_mode(False):  # outside of the mode nothing could write to it again
-        whole = torch.zeros(sum(-(-size // 16) for size in bytes_of.values()) * 16, dtype=torch.uint8, device=device, pin_memory=pinned)
+        whole = torch.empty(sum(-(-size // 16) for size in bytes_of.values()) * 16, dtype=torch.uint8, device=device, pin_memory=pinned)
     fields, at = {}, 0
     for name, (shape, dtype) in shapes.items():
         fields[name] = whole[at : at + bytes_of[name]].view(dtype).view(shape)
