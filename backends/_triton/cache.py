@@ -1,8 +1,8 @@
 """A cache's new tokens: their keys and values written to pages, and compressed by the MLP of Eq. 7 where a piece is complete.
 
     append   one program per token: six tensors to their slots
-    hidden   W_1 (x + inside) + b_1 of the compress_block keys of a new compressed key, through GELU: the keys are read from their pages
-    out      W_2 hidden + b_2, to the compressed key's slot
+    hidden   W_1 (x + inside) of the compress_block keys of a new compressed key, in sums of KEYS of them, read from their pages
+    out      W_2 gelu(hidden + b_1) + b_2, to the compressed key's slot
 
 Compressed keys without a place (slot >= limit) are skipped: no weight is read for a tile of them. In most steps of one sequence there is no
 other.
@@ -11,7 +11,9 @@ other.
 from __future__ import annotations
 
 import functools
+import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,8 +22,9 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import add_product
 from nsa_sel.backends._triton.tiles import tile_size
 
-COLUMNS = 16  # of the first layer's outputs per program: a single sequence, too, is to read the weights with many programs
+KEYS = 8  # of a program, at most: a single sequence, too, is to read the weights with many programs
 MOST_ROWS = 32  # of a program
+FEW_ROWS, FEW_COLUMNS, COLUMNS = 64, 16, 32  # so many rows in all take programs of fewer columns
 Weights = tuple[Tensor, ...]
 
 
@@ -53,16 +56,19 @@ def append_kernel(
 
 @triton.jit
 def hidden_tile(
-    number, x, covered, slot, inside, weight, bias, hidden, sizes, limit, width,
-    D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_D: tl.constexpr,
+    number, x, covered, slot, inside, weight, hidden, sizes, limit, width,
+    D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """hidden [rows, width] of compressed keys [B,P,G] from pages x [slots,G,D], of ROWS keys and COLS columns.
+    """hidden [BLOCK / KEYS, rows, width] of compressed keys [B,P,G] from pages x [slots,G,D], of ROWS keys, COLS columns and one sum.
 
-    covered [B,keys] has the slots of keys; a piece of STRIDE keys lies within a page. Tiles of a step, which is one key: x [ROWS, BLOCK_D],
-    weight [BLOCK_D, COLS].
+    covered [B,keys] has the slots of keys; a piece of STRIDE keys lies within a page, and KEYS divides STRIDE. Tiles of a step, which is
+    one key: x [ROWS, BLOCK_D], weight [BLOCK_D, COLS].
     """
-    columns = tl.cdiv(width, COLS)
-    row, column = number // columns * ROWS + tl.arange(0, ROWS), number % columns * COLS + tl.arange(0, COLS)
+    SUMS: tl.constexpr = BLOCK // KEYS
+    columns, part = tl.cdiv(width, COLS), number % SUMS
+    row = number // SUMS // columns * ROWS + tl.arange(0, ROWS)
+    column = number // SUMS % columns * COLS + tl.arange(0, COLS)
     d = tl.arange(0, BLOCK_D)
     owner, g = row // sizes[1], row % sizes[1]  # of [B,P]
     placed = tl.load(slot + owner, mask=row < sizes[0], other=limit) < limit
@@ -71,29 +77,27 @@ def hidden_tile(
         in_weight = (column < width)[None, :] & (d < D)[:, None]
         acc = tl.zeros([ROWS, COLS], tl.float32)
         of_inside = tl.zeros([BLOCK_D, COLS], tl.float32)
-        for piece in tl.static_range(BLOCK // STRIDE):
-            source = tl.load(covered + owner // sizes[2] * sizes[3] + (owner % sizes[2] + piece) * STRIDE, mask=placed, other=0)
-            keys = x + (source * sizes[1] + g)[:, None] * D + d[None, :]
-            at = weight + column[None, :] * (BLOCK * D) + piece * STRIDE * D + d[:, None]
-            for i in range(0, STRIDE):
-                x_tile = tl.load(keys + i * sizes[1] * D, mask=known, other=0.0)
-                w = tl.load(at + i * D, mask=in_weight, other=0.0)
-                position = tl.load(inside + (piece * STRIDE + i) * D + d, mask=d < D, other=0.0)
-                acc = add_product(acc, x_tile, w)
-                of_inside += position.to(tl.float32)[:, None] * w.to(tl.float32)
+        piece, first = part * KEYS // STRIDE, part * KEYS % STRIDE
+        source = tl.load(covered + owner // sizes[2] * sizes[3] + (owner % sizes[2] + piece) * STRIDE, mask=placed, other=0) + first
+        keys = x + (source * sizes[1] + g)[:, None] * D + d[None, :]
+        at = weight + column[None, :] * (BLOCK * D) + part * KEYS * D + d[:, None]
+        for i in range(0, KEYS):
+            x_tile = tl.load(keys + i * sizes[1] * D, mask=known, other=0.0)
+            w = tl.load(at + i * D, mask=in_weight, other=0.0)
+            position = tl.load(inside + (part * KEYS + i) * D + d, mask=d < D, other=0.0)
+            acc = add_product(acc, x_tile, w)
+            of_inside += position.to(tl.float32)[:, None] * w.to(tl.float32)
         acc += tl.sum(of_inside, 0)[None, :]  # the same for all rows
-        acc += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-        acc = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
-        out = hidden + row[:, None].to(tl.int64) * width + column[None, :]
-        tl.store(out, acc.to(hidden.dtype.element_ty), mask=placed[:, None] & (column < width)[None, :])
+        out = hidden + (part * sizes[0] + row[:, None]) * width + column[None, :]
+        tl.store(out, acc, mask=placed[:, None] & (column < width)[None, :])
 
 
 @triton.jit
 def out_tile(
-    number, hidden, slot, weight, bias, to, sizes, limit, width, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    number, hidden, slot, first_bias, weight, bias, to, sizes, limit, width,
+    D: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """to [slots,G,D] at the slots [B,P] of compressed keys, from hidden [rows, width], of ROWS keys and COLS columns.
+    """to [slots,G,D] at the slots [B,P] of compressed keys, from hidden [SUMS, rows, width], of ROWS keys and COLS columns.
 
     Tiles of a step: hidden [ROWS, BLOCK_K], weight [BLOCK_K, COLS].
     """
@@ -105,9 +109,14 @@ def out_tile(
         acc = tl.zeros([ROWS, COLS], tl.float32)
         for c in range(0, width, BLOCK_K):
             i = c + tl.arange(0, BLOCK_K)
-            x = tl.load(hidden + row[:, None].to(tl.int64) * width + i[None, :], mask=placed[:, None] & (i < width)[None, :], other=0.0)
+            known = placed[:, None] & (i < width)[None, :]
+            x = tl.zeros([ROWS, BLOCK_K], tl.float32)
+            for part in tl.static_range(SUMS):
+                x += tl.load(hidden + (row[:, None] + part * sizes[0]) * width + i[None, :], mask=known, other=0.0)
+            x += tl.load(first_bias + i, mask=i < width, other=0.0).to(tl.float32)[None, :]
+            x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
             w = tl.load(weight + column[None, :] * width + i[:, None], mask=(column < D)[None, :] & (i < width)[:, None], other=0.0)
-            acc = add_product(acc, x, w)
+            acc = add_product(acc, x.to(w.dtype), w)
         acc += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
         out = to + (place * sizes[1] + row % sizes[1])[:, None] * D + column[None, :]
         tl.store(out, acc.to(to.dtype.element_ty), mask=placed[:, None] & (column < D)[None, :])
@@ -115,34 +124,35 @@ def out_tile(
 
 @triton.jit
 def hidden_kernel(
-    k, v, covered, slot, inside_k, weight_k, bias_k, inside_v, weight_v, bias_v, hidden_k, hidden_v, sizes, limit, widths, of_k,
-    Dk: tl.constexpr, Dv: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    k, v, covered, slot, inside_k, weight_k, inside_v, weight_v, hidden_k, hidden_v, sizes, limit, widths, of_k,
+    Dk: tl.constexpr, Dv: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """`hidden_tile` of keys and of values. Grid: one program per tile, those of the keys first; sizes: rows, G, P, keys of `covered`."""
     number = tl.program_id(0)
     if number < of_k:
         hidden_tile(
-            number, k, covered, slot, inside_k, weight_k, bias_k, hidden_k, sizes, limit, widths[0], Dk, BLOCK, STRIDE, ROWS, COLS, BLOCK_DK
+            number, k, covered, slot, inside_k, weight_k, hidden_k, sizes, limit, widths[0],
+            Dk, BLOCK, STRIDE, KEYS, ROWS, COLS, BLOCK_DK,
         )  # fmt: skip
     else:
         hidden_tile(
-            number - of_k, v, covered, slot, inside_v, weight_v, bias_v, hidden_v, sizes, limit, widths[1], Dv, BLOCK, STRIDE, ROWS, COLS,
-            BLOCK_DV,
+            number - of_k, v, covered, slot, inside_v, weight_v, hidden_v, sizes, limit, widths[1],
+            Dv, BLOCK, STRIDE, KEYS, ROWS, COLS, BLOCK_DV,
         )  # fmt: skip
 
 
 @triton.jit
 def out_kernel(
-    hidden_k, hidden_v, slot, weight_k, bias_k, weight_v, bias_v, k, v, sizes, limit, widths, of_k,
-    Dk: tl.constexpr, Dv: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
+    hidden_k, hidden_v, slot, first_k, weight_k, bias_k, first_v, weight_v, bias_v, k, v, sizes, limit, widths, of_k,
+    Dk: tl.constexpr, Dv: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`out_tile` of keys and of values. Grid: as in `hidden_kernel`."""
     number = tl.program_id(0)
     if number < of_k:
-        out_tile(number, hidden_k, slot, weight_k, bias_k, k, sizes, limit, widths[0], Dk, ROWS, COLS, BLOCK_K)
+        out_tile(number, hidden_k, slot, first_k, weight_k, bias_k, k, sizes, limit, widths[0], Dk, SUMS, ROWS, COLS, BLOCK_K)
     else:
-        out_tile(number - of_k, hidden_v, slot, weight_v, bias_v, v, sizes, limit, widths[1], Dv, ROWS, COLS, BLOCK_K)
+        out_tile(number - of_k, hidden_v, slot, first_v, weight_v, bias_v, v, sizes, limit, widths[1], Dv, SUMS, ROWS, COLS, BLOCK_K)
 
 
 def append(keys: tuple[Tensor, ...], pools: tuple[Tensor, ...], slot: Tensor, last_slot: Tensor) -> None:
@@ -172,14 +182,16 @@ def compress(
     rows, limit, widths = slot.numel() * G, (to[0].shape[0] - 1) * to[0].shape[1], (len(of_k[1]), len(of_v[1]))
     if not rows:
         return
-    hidden = [x.new_empty(rows, width) for x, width in zip(raw, widths, strict=True)]
-    tile = min(MOST_ROWS, tile_size(rows))
+    block, keys = len(of_k[0]), math.gcd(KEYS, stride)
+    hidden = [x.new_empty(block // keys, rows, width, dtype=torch.float32) for x, width in zip(raw, widths, strict=True)]
+    tile, columns = min(MOST_ROWS, tile_size(rows)), FEW_COLUMNS if rows <= FEW_ROWS else COLUMNS
     sizes = (rows, G, P, covered.shape[1])
-    first_k, first_v, last_k, last_v = (-(-rows // tile) * -(-columns // COLUMNS) for columns in (*widths, Dk, Dv))
-    _hidden(Dk, Dv, len(of_k[0]), stride, tile).launch(
-        first_k + first_v, (*raw, covered, slot, *of_k[:3], *of_v[:3], *hidden), (sizes, limit, widths, first_k)
+    first_k, first_v, last_k, last_v = (-(-rows // tile) * -(-width // columns) for width in (*widths, Dk, Dv))
+    sums = block // keys
+    _hidden(Dk, Dv, block, stride, keys, tile, columns).launch(
+        (first_k + first_v) * sums, (*raw, covered, slot, *of_k[:2], *of_v[:2], *hidden), (sizes, limit, widths, first_k * sums)
     )
-    _out(Dk, Dv, tile).launch(last_k + last_v, (*hidden, slot, *of_k[3:], *of_v[3:], *to), (sizes, limit, widths, last_k))
+    _out(Dk, Dv, sums, tile, columns).launch(last_k + last_v, (*hidden, slot, *of_k[2:], *of_v[2:], *to), (sizes, limit, widths, last_k))
 
 
 @functools.lru_cache(REMEMBERED)
@@ -189,11 +201,11 @@ def _append(G: int, Dk: int, Dv: int) -> Kernel:
 
 
 @functools.lru_cache(REMEMBERED)
-def _hidden(Dk: int, Dv: int, block: int, stride: int, rows: int) -> Kernel:
-    tiles = {"ROWS": rows, "COLS": COLUMNS, "BLOCK_DK": tile_size(Dk), "BLOCK_DV": tile_size(Dv)}
-    return Kernel(hidden_kernel, Dk=Dk, Dv=Dv, BLOCK=block, STRIDE=stride, **tiles, num_warps=4, num_stages=6)
+def _hidden(Dk: int, Dv: int, block: int, stride: int, keys: int, rows: int, columns: int) -> Kernel:
+    tiles = {"KEYS": keys, "ROWS": rows, "COLS": columns, "BLOCK_DK": tile_size(Dk), "BLOCK_DV": tile_size(Dv)}
+    return Kernel(hidden_kernel, Dk=Dk, Dv=Dv, BLOCK=block, STRIDE=stride, **tiles, num_warps=4, num_stages=3)
 
 
 @functools.lru_cache(REMEMBERED)
-def _out(Dk: int, Dv: int, rows: int) -> Kernel:
-    return Kernel(out_kernel, Dk=Dk, Dv=Dv, ROWS=rows, COLS=COLUMNS, BLOCK_K=64, num_warps=4, num_stages=3)
+def _out(Dk: int, Dv: int, sums: int, rows: int, columns: int) -> Kernel:
+    return Kernel(out_kernel, Dk=Dk, Dv=Dv, SUMS=sums, ROWS=rows, COLS=columns, BLOCK_K=32, num_warps=4, num_stages=1)

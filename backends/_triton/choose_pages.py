@@ -29,6 +29,7 @@ from nsa_sel.settings.schema import KernelConfig
 MOST_ROWS = 64  # new tokens of a sequence times heads of a group: one tile
 LEAST_KEYS = 128  # of a part, where a sequence has as many
 MOST_PARTS = 64
+PER_SM = 4  # programs for every multiprocessor, where there are few sequences
 IMPORTANCE_TILE = 4096  # logits of a program
 
 
@@ -140,9 +141,9 @@ def choose(call: ChooseCall, config: KernelConfig, o: Tensor, lse: Tensor, score
 
 
 def _parts(call: ChooseCall, programs: int) -> int:
-    """Programs of a sequence and group: so many that all of them fill the GPU, two on a multiprocessor."""
+    """Programs of a sequence and group: so many that all of them fill the GPU."""
     sms = device_info(call.q.device).sm_count if call.q.is_cuda else SMS_WHEN_INTERPRETED
-    return max(1, min(MOST_PARTS, 2 * sms // max(1, programs), -(-call.C // LEAST_KEYS)))
+    return max(1, min(MOST_PARTS, PER_SM * sms // max(1, programs), -(-call.C // LEAST_KEYS)))
 
 
 @functools.lru_cache(REMEMBERED)

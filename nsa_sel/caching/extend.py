@@ -14,6 +14,7 @@ from nsa_sel.compression import BlockMLP
 
 KERNELS = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
 MOST_COMPRESSED = 4  # new compressed keys of a sequence up to which the kernels read the keys of each by itself
+MOST_SLOTS = 1 << 16  # of a step: kernels count in 32 bits
 
 Compress = Callable[[Tensor], Tensor]
 
@@ -33,7 +34,7 @@ def compress(pools: Pools, at: Numbers, by: tuple[Compress, Compress], stride: i
     """Write the compressed keys and values whose last key is new; by: the layer's compression of keys and of values."""
     raws, to = (pools.k_raw, pools.v_raw), (pools.k_cmp, pools.v_cmp)
     of_k, of_v = (_weights(work, raws[0]) for work in by)
-    few = at.compressed_slot.shape[1] <= MOST_COMPRESSED
+    few = at.compressed_slot.shape[1] <= MOST_COMPRESSED and at.compressed_slot.numel() <= MOST_SLOTS
     if raws[0].is_cuda and few and of_k is not None and of_v is not None:
         importlib.import_module(KERNELS).compress(raws, at.covered, at.compressed_slot, of_k, of_v, to, stride)
         return
