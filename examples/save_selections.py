@@ -19,9 +19,10 @@ from unittest import mock
 import torch
 import typer
 from byte_text import load_text
+from nsa_lm import LanguageModel, Sizes, nsa_checkpoint, trained_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from train_nsa_lm import LanguageModel, Sizes, batch_at
+from train_nsa_lm import batch_at
 
 from nsa_sel import three_branches
 from nsa_sel.bench.core import environment, store, trained
@@ -39,12 +40,7 @@ def fingerprint(data: Tensor) -> str:
 
 def checkpoint_of(run: Path) -> tuple[dict[str, Any], Tensor]:
     """A run's checkpoint and its text, or ArgumentError."""
-    for file in (run / "checkpoint.pt", run / "text.bin", run / "losses.jsonl"):
-        if not file.exists():
-            raise ArgumentError("the run", f"{run} without {file.name}", "a folder that train_nsa_lm.py wrote", "train there first")
-    state = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
-    if state["sizes"]["attention"] != "nsa":
-        raise ArgumentError("the run", f"{run}, of {state['sizes']['attention']} attention", "one of nsa", "train with --attention nsa")
+    state = nsa_checkpoint(run, "text.bin", "losses.jsonl")
     text = load_text(None, run / "text.bin", state["sizes"]["context"])
     if not fingerprint(text).startswith(state["text"]):
         raise ArgumentError("text.bin", "of another text than the checkpoint's", state["text"], "restore the run's own text.bin")
@@ -96,9 +92,8 @@ def saved(run: Path, device: torch.device, most: int, backend: str | None = None
         backend: of the selected branch.
     """
     state, text = checkpoint_of(run)
-    sizes = Sizes(**state["sizes"])
-    model = LanguageModel(sizes, backend).to(device)
-    model.load_state_dict(state["model"])
+    model, sizes = trained_model(state, backend)
+    model.to(device)
     data = batch_at(text, 0, sizes, held_out=True)[:1]
     blocks, loss = chosen_blocks(model, data, device)
     if len(blocks) != sizes.layers:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,23 +15,13 @@ import torch
 from nsa_sel import NSAttention
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.errors import ArgumentError
+from tests.helpers.examples import load
 from tests.helpers.paths import ROOT
 
 CPU = torch.device("cpu")
 
 
-def load(name: str) -> ModuleType:
-    """A program of examples/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-texts, *_ = load("byte_text"), load("graphed_step"), load("loss_curves")  # which the example imports
-example, comparison = load("train_nsa_lm"), load("compare_losses")
+texts, example, comparison = (load(name) for name in ("byte_text", "train_nsa_lm", "compare_losses"))
 
 
 def run(out: Path, steps: int, backend: str | None = "sdpa-packed", every: int = 2, **sizes: Any) -> list[dict[str, Any]]:

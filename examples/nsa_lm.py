@@ -1,0 +1,127 @@
+"""A small byte-level language model whose attention is `nsa_sel.NSAttention`: trained by train_nsa_lm.py, served by serve_nsa_lm.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from nsa_sel import NSAttention
+from nsa_sel.core.transforms import in_autocast_dtype
+from nsa_sel.errors import ArgumentError
+from nsa_sel.rotary import angles, rotate_by
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and its training. Names of NSA's sizes as in the paper: l, d compress, l' = block, n blocks, w = window."""
+
+    context: int = 8192
+    batch: int = 4
+    layers: int = 6
+    width: int = 512
+    groups: int = 2
+    heads: int = 8  # a group
+    head_dim: int = 64
+    compress_block: int = 32
+    compress_stride: int = 16
+    block: int = 64
+    n: int = 16
+    window: int = 512
+    learning_rate: float = 1e-3
+    warmup: int = 100  # steps
+    seed: int = 0
+    attention: str = "nsa"
+
+
+TINY = Sizes(
+    context=128, batch=2, layers=2, width=32, groups=2, heads=2, head_dim=16, compress_block=16, compress_stride=8, block=16, n=4,
+    window=32, warmup=5,
+)  # fmt: skip
+
+
+class DenseAttention(nn.Module):
+    """Causal attention with the same heads."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.head_dim, heads = sizes.head_dim, sizes.groups * sizes.heads
+        self.q = nn.Linear(sizes.width, heads * sizes.head_dim, bias=False)
+        self.kv = nn.Linear(sizes.width, 2 * sizes.groups * sizes.head_dim, bias=False)
+        self.out = nn.Linear(heads * sizes.head_dim, sizes.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,S,width] of x [B,S,width]."""
+        B, S, _ = x.shape
+        (x,) = in_autocast_dtype(x)  # once for both projections, as NSAttention does
+        q, (k, v) = self.q(x).view(B, S, -1, self.head_dim), self.kv(x).view(B, S, 2, -1, self.head_dim).unbind(2)
+        table = angles(q, torch.arange(S, device=x.device))
+        q, k, v = (y.transpose(1, 2) for y in (rotate_by(q, table), rotate_by(k, table), v))
+        o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(o.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm, each added."""
+
+    def __init__(self, sizes: Sizes, backend: str | None) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)])
+        self.attention = DenseAttention(sizes) if sizes.attention == "dense" else NSAttention(
+            sizes.width, sizes.groups, sizes.heads, sizes.head_dim, compress_block=sizes.compress_block,
+            compress_stride=sizes.compress_stride, block_size=sizes.block, n=sizes.n, window=sizes.window, backend=backend,
+        )  # fmt: skip
+        self.mlp = nn.Sequential(nn.Linear(sizes.width, 4 * sizes.width), nn.GELU(), nn.Linear(4 * sizes.width, sizes.width))
+
+    def forward(self, x: Tensor, **cache: Any) -> Tensor:
+        """[B,S,width] of x [B,S,width]; `cache=` goes to NSAttention."""
+        x = x + self.attention(self.norms[0](x), **cache)
+        return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
+
+
+class LanguageModel(nn.Module):
+    """Logits [B,S,256] of bytes [B,S]."""
+
+    def __init__(self, sizes: Sizes, backend: str | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, sizes.width)
+        self.blocks = nn.Sequential(*(Block(sizes, backend) for _ in range(sizes.layers)))
+        self.norm, self.head = nn.RMSNorm(sizes.width), nn.Linear(sizes.width, 256, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, text: Tensor, step: Any = None) -> Tensor:
+        """Of the bytes after those of an NSACache, with a `step` of it; otherwise of a whole text."""
+        x = self.embed(text)
+        for i, block in enumerate(self.blocks):
+            x = block(x) if step is None else block(x, cache=step[i])
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def nsa_checkpoint(run: Path, *others: str) -> dict[str, Any]:
+    """The checkpoint of a run with NSA, or ArgumentError.
+
+    Args:
+        run: a folder of train_nsa_lm.py.
+        others: names of files that must be there, too.
+    """
+    for name in ("checkpoint.pt", *others):
+        if not (run / name).exists():
+            raise ArgumentError("the run", f"{run} without {name}", "a folder that train_nsa_lm.py wrote", "train there first")
+    state: dict[str, Any] = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
+    if state["sizes"]["attention"] != "nsa":
+        raise ArgumentError("the run", f"{run}, of {state['sizes']['attention']} attention", "one of nsa", "train with --attention nsa")
+    return state
+
+
+def trained_model(state: dict[str, Any], backend: str | None) -> tuple[LanguageModel, Sizes]:
+    """The model of a checkpoint, on the CPU, and its sizes."""
+    sizes = Sizes(**state["sizes"])
+    model = LanguageModel(sizes, backend)
+    model.load_state_dict(state["model"])
+    return model, sizes
