@@ -1,0 +1,205 @@
+"""Serve a trained byte-level model over HTTP: completions with continuous batching over an `nsa_sel.NSACache`.
+
+    python examples/train_nsa_lm.py --out runs/tiny --tiny --steps 100   # first: a model, here one for a CPU
+    python examples/serve_nsa_lm.py runs/tiny --port 8000
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The layer ", "max_tokens": 64, "temperature": 0, "stream": true}'
+
+POST /v1/completions takes OpenAI's prompt, max_tokens, temperature, stream, stop (characters of one byte) and seed; a token is a byte.
+GET /metrics is for Prometheus, GET /health for load balancers. On SIGTERM, running completions finish within --grace seconds, others get
+an error. Needs the extra `serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+import typer
+from aiohttp import web
+from batch_scheduler import Busy, Limits, Scheduler
+from completions import Body, Finished, Request
+from decoding import Engine
+from nsa_lm import nsa_checkpoint, trained_model
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from serving_metrics import Metrics, Stopwatch
+
+from nsa_sel.bench.core.command_line import Device, device_of, program
+from nsa_sel.errors import ArgumentError
+
+ANSWER_SECONDS = 5  # after the bound of running completions: for the step under way, and to send what it gave
+
+
+def error_json(message: str, kind: str) -> bytes:
+    """An error in OpenAI's form."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": None}})
+
+
+def refused(status: int, message: str) -> web.Response:
+    """400 for a request that can never be served, 503 for one that cannot be now."""
+    headers = {"Retry-After": "1"} if status == 503 else {}
+    kind = "invalid_request_error" if status == 400 else "server_error"
+    return web.Response(status=status, body=error_json(message, kind), content_type="application/json", headers=headers)
+
+
+class Answer:
+    """The JSON of one completion, in one piece or byte by byte."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.facts = {"id": f"cmpl-{next(self.numbers)}", "object": "text_completion", "created": int(time.time()), "model": "nsa-lm"}
+
+    def piece(self, text: str, finish: str | None = None) -> bytes:
+        """With text, and once it is known the reason of the end, and the numbers of tokens."""
+        choice = {"text": text, "index": 0, "logprobs": None, "finish_reason": finish}
+        usage = {"usage": self.usage()} if finish else {}
+        return msgspec.json.encode({**self.facts, "choices": [choice], **usage})
+
+    def usage(self) -> dict[str, int]:
+        prompt, total = len(self.request.prompt), len(self.request.text)
+        return {"prompt_tokens": prompt, "completion_tokens": total - prompt, "total_tokens": total}
+
+
+class Server:
+    """The HTTP side of a scheduler, whose thread begins and ends with the application.
+
+    Args:
+        scheduler: see there.
+        grace: seconds that running completions have after SIGTERM.
+    """
+
+    def __init__(self, scheduler: Scheduler, grace: float) -> None:
+        self.scheduler, self.grace, self.metrics = scheduler, grace, Metrics(scheduler)
+        self.thread = threading.Thread(target=scheduler.run, name="model steps", daemon=True)
+
+    def application(self) -> web.Application:
+        app = web.Application()
+        app.add_routes([
+            web.post("/v1/completions", self.complete), web.get("/metrics", self.scrape), web.get("/health", self.health),
+        ])  # fmt: skip
+        app.on_startup.append(self.start)
+        app.on_shutdown.append(self.drain)
+        return app
+
+    async def start(self, app: web.Application) -> None:
+        self.thread.start()
+
+    async def drain(self, app: web.Application) -> None:
+        """Let running completions finish, within the bound."""
+        self.scheduler.close("the server is shutting down")
+        await asyncio.to_thread(self.thread.join, self.grace)
+        self.scheduler.stop("the server is shutting down")
+        await asyncio.to_thread(self.thread.join, ANSWER_SECONDS)  # the step under way
+
+    async def health(self, request: web.Request) -> web.Response:
+        if self.scheduler.closed:
+            return refused(503, self.scheduler.closed)
+        return web.json_response({"status": "ok"})
+
+    async def scrape(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[int | Finished]()
+
+        def emit(event: int | Finished) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        try:
+            body = msgspec.json.decode(await request.read(), type=Body)
+            asked = Request(body.prompt.encode(), body.max_tokens, emit, body.temperature, body.seed, body.stop_bytes())
+            self.scheduler.submit(asked)
+        except (msgspec.MsgspecError, UnicodeError, ArgumentError) as error:
+            self.metrics.ended.labels("refused").inc()
+            return refused(400, str(error))
+        except Busy as error:
+            self.metrics.ended.labels("busy").inc()
+            return refused(503, str(error))
+        self.metrics.prompt_tokens.inc(len(asked.prompt))
+        async with contextlib.aclosing(self.texts(asked, events)) as pieces:
+            return await (streamed(request, asked, pieces) if body.stream else whole(asked, pieces))
+
+    async def texts(self, asked: Request, events: asyncio.Queue[int | Finished]) -> AsyncGenerator[tuple[str, Finished | None]]:
+        """The text that each byte completes, which may be none, and last what is left with the end. Canceled if left before."""
+        decoder, clock, outcome = codecs.getincrementaldecoder("utf-8")("replace"), Stopwatch(self.metrics), "disconnected"
+        try:
+            while isinstance(event := await events.get(), int):
+                clock.token()
+                yield decoder.decode(bytes([event])), None
+            outcome = event.reason
+            yield decoder.decode(b"", final=True), event
+        finally:
+            self.scheduler.cancel(asked)
+            self.metrics.ended.labels(outcome).inc()
+
+
+Pieces = AsyncGenerator[tuple[str, Finished | None]]
+
+
+async def whole(asked: Request, pieces: Pieces) -> web.Response:
+    """The completion as one JSON object."""
+    texts, end = [], Finished("error")
+    async for text, last in pieces:
+        texts.append(text)
+        end = last or end
+    if end.reason == "error":
+        return refused(503, end.message)
+    return web.Response(body=Answer(asked).piece("".join(texts), end.reason), content_type="application/json")
+
+
+async def streamed(request: web.Request, asked: Request, pieces: Pieces) -> web.StreamResponse:
+    """The completion as server-sent events, one for each byte."""
+    answer, response = Answer(asked), web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    async for text, end in pieces:
+        failed = end is not None and end.reason == "error"
+        if failed and not response.prepared:
+            return refused(503, end.message)
+        if not response.prepared:
+            await response.prepare(request)
+        data = error_json(end.message, "server_error") if failed else answer.piece(text, end and end.reason)
+        await response.write(b"data: " + data + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def serve(server: Server, listening: socket.socket) -> None:
+    """Answer requests until SIGTERM or SIGINT."""
+    web.run_app(server.application(), sock=listening, handler_cancellation=True, shutdown_timeout=ANSWER_SECONDS)
+
+
+def main(
+    run: Annotated[Path, typer.Argument(help="folder of a run of train_nsa_lm.py")],
+    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one, which is printed")] = 8000,
+    pages: Annotated[int | None, typer.Option(help="of the cache, by default as many as all running sequences can need")] = None,
+    page_size: Annotated[int, typer.Option(help="bytes of text per page")] = 64,
+    running: Annotated[int, typer.Option(help="sequences that are decoded at once, at most")] = 16,
+    waiting: Annotated[int, typer.Option(help="requests that wait beside them, at most; further ones get 503")] = 64,
+    chunk: Annotated[int, typer.Option(help="bytes of prompts that are prefilled between two decoding steps")] = 512,
+    grace: Annotated[float, typer.Option(help="seconds that running completions have after SIGTERM")] = 10,
+    backend: Annotated[str | None, typer.Option(help="of the selected branch; by default the policy chooses")] = None,
+    device: Device = "auto",
+) -> None:
+    """Serve a trained byte-level model over HTTP."""
+    model, sizes = trained_model(nsa_checkpoint(run), backend)
+    pages = pages or running * -(-sizes.context // page_size)
+    engine = Engine(model, torch.device(device_of(device)), pages, page_size)
+    limits = Limits(min(sizes.context, pages * page_size), running, waiting, chunk)
+    engine.warm_up(running, limits.context, min(chunk, limits.context))
+    with socket.create_server((host, port)) as listening:
+        serve(Server(Scheduler(engine, limits), grace), listening)
+
+
+if __name__ == "__main__":
+    program(main)

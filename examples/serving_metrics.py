@@ -1,0 +1,61 @@
+"""What a server of completions tells Prometheus: its own state and latencies, and nsa-sel's counters of calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from batch_scheduler import Scheduler
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from nsa_sel.telemetry import prometheus
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # bounds of the histograms
+
+
+class State:
+    """A collector of what a scheduler is doing; it stores nothing: each scrape reads it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def collect(self) -> Iterator[Any]:
+        gauges = {
+            "requests_running": ("Sequences that hold pages of the cache", len(self.scheduler.running)),
+            "requests_waiting": ("Requests without pages", len(self.scheduler.waiting)),
+            "cache_pages_free": ("Free pages of the cache", self.scheduler.cache.free_pages),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"nsa_serve_{name}", text, value)
+        yield CounterMetricFamily("nsa_serve_put_back", "Sequences that gave their pages to older ones", self.scheduler.put_back)
+
+
+class Metrics:
+    """The registry of one server."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(State(scheduler))  # type: ignore[arg-type]
+        prometheus.register(self.registry)
+        options: Any = {"registry": self.registry}
+        self.ended = Counter("nsa_serve_requests", "Requests by how they ended", ["outcome"], **options)
+        self.prompt_tokens = Counter("nsa_serve_prompt_tokens", "Bytes of prompts that were taken", **options)
+        self.tokens = Counter("nsa_serve_generated_tokens", "Bytes of completions", **options)
+        self.first = Histogram("nsa_serve_time_to_first_token_seconds", "From a request to its first byte", buckets=SECONDS, **options)
+        self.between = Histogram("nsa_serve_time_between_tokens_seconds", "From a byte to the next", buckets=SECONDS, **options)
+
+
+class Stopwatch:
+    """Times of one completion's bytes."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics, self.last, self.histogram = metrics, time.perf_counter(), metrics.first
+
+    def token(self) -> None:
+        """A byte has come."""
+        now = time.perf_counter()
+        self.histogram.observe(now - self.last)
+        self.metrics.tokens.inc()
+        self.last, self.histogram = now, self.metrics.between
