@@ -14,7 +14,7 @@ from nsa_sel.errors import ArgumentError
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """JSON of a request, with OpenAI's names and defaults. A field that would be ignored is refused."""
+    """JSON of a request, with OpenAI's names and defaults. `model` and `user` change nothing; fields that are not here are refused."""
 
     prompt: str
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16

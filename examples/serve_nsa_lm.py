@@ -36,6 +36,7 @@ from serving_metrics import Metrics, Stopwatch
 from nsa_sel.bench.core.command_line import Device, device_of, program
 from nsa_sel.errors import ArgumentError
 
+Pieces = AsyncGenerator[tuple[str, Finished | None]]  # of text, and None until the last one
 ANSWER_SECONDS = 5  # after the bound of running completions: for the step under way, and to send what it gave
 
 
@@ -130,7 +131,7 @@ class Server:
         async with contextlib.aclosing(self.texts(asked, events)) as pieces:
             return await (streamed(request, asked, pieces) if body.stream else whole(asked, pieces))
 
-    async def texts(self, asked: Request, events: asyncio.Queue[int | Finished]) -> AsyncGenerator[tuple[str, Finished | None]]:
+    async def texts(self, asked: Request, events: asyncio.Queue[int | Finished]) -> Pieces:
         """The text that each byte completes, which may be none, and last what is left with the end. Canceled if left before."""
         decoder, clock, outcome = codecs.getincrementaldecoder("utf-8")("replace"), Stopwatch(self.metrics), "disconnected"
         try:
@@ -142,9 +143,6 @@ class Server:
         finally:
             self.scheduler.cancel(asked)
             self.metrics.ended.labels(outcome).inc()
-
-
-Pieces = AsyncGenerator[tuple[str, Finished | None]]
 
 
 async def whole(asked: Request, pieces: Pieces) -> web.Response:
