@@ -44,8 +44,8 @@ class Scheduler:
     """Requests that wait and requests that run.
 
     Args:
-        engine: has the `cache`, and `logits(sequences, texts)`: [B,256] float32 on the CPU after the next bytes of B sequences; where
-            pages are missing it raises CacheFull, and changes nothing.
+        engine: has the `cache`, its `page_size`, and `logits(sequences, texts)`: [B,256] float32 on the CPU after the next bytes of B
+            sequences; where pages are missing it raises CacheFull, and changes nothing.
         limits: see there.
     """
 
@@ -147,7 +147,7 @@ class Scheduler:
                 self.running.append(request)
 
     def _pages(self, length: int) -> int:
-        return -(-length // self.cache.page_size)
+        return -(-length // self.engine.page_size)
 
     def _advance(self, shares: dict[Request, int]) -> None:
         """Put so many next bytes of each text into the cache, and sample after whole texts. Sequences may have to give pages for others."""

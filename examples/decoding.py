@@ -21,7 +21,7 @@ class Engine:
     """
 
     def __init__(self, model: LanguageModel, device: torch.device, pages: int, page_size: int) -> None:
-        self.model, self.device = model.to(device).requires_grad_(False), device
+        self.model, self.device, self.page_size = model.to(device).requires_grad_(False), device, page_size
         if device.type == "cuda":
             model.bfloat16()
         self.cache = NSACache.of([block.attention for block in model.blocks], pages, page_size)
@@ -51,7 +51,7 @@ class Engine:
     @torch.inference_mode()
     def forward(self, new: Tensor, step: Any) -> Tensor:
         """[B,256] of bytes [B,S]."""
-        return self.model(new.long(), step)[:, -1]
+        return self.model(new.long(), step)[:, -1]  # type: ignore[no-any-return]
 
     def warm_up(self, running: int, room: int, chunk: int) -> None:
         """Compile what a prefill of `chunk` bytes needs; on a GPU capture decoding of 1, 2, 4 ... `running` sequences of `room` bytes."""

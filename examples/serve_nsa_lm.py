@@ -160,12 +160,13 @@ async def streamed(request: web.Request, asked: Request, pieces: Pieces) -> web.
     """The completion as server-sent events, one for each byte."""
     answer, response = Answer(asked), web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     async for text, end in pieces:
-        failed = end is not None and end.reason == "error"
-        if failed and not response.prepared:
-            return refused(503, end.message)
+        data = answer.piece(text, end and end.reason)
+        if end is not None and end.reason == "error":
+            if not response.prepared:  # its status can still say so
+                return refused(503, end.message)
+            data = error_json(end.message, "server_error")
         if not response.prepared:
             await response.prepare(request)
-        data = error_json(end.message, "server_error") if failed else answer.piece(text, end and end.reason)
         await response.write(b"data: " + data + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     return response

@@ -37,7 +37,7 @@ class Metrics:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(State(scheduler))  # type: ignore[arg-type]
+        self.registry.register(State(scheduler))
         prometheus.register(self.registry)
         options: Any = {"registry": self.registry}
         self.ended = Counter("nsa_serve_requests", "Requests by how they ended", ["outcome"], **options)

@@ -17,17 +17,18 @@ from tests.helpers.examples import load
 scheduling, completions = load("batch_scheduler"), load("completions")
 
 
+PAGE_SIZE = 4
+
+
 class ByteCache:
     """The bookkeeping of an NSACache; each sequence holds its bytes."""
-
-    page_size = 4
 
     def __init__(self, pages: int) -> None:
         self.pages, self.texts, self.opened = pages, {}, 0  # type: tuple[int, dict[int, bytes], int]
 
     @property
     def free_pages(self) -> int:
-        return self.pages - sum(-(-len(text) // self.page_size) for text in self.texts.values())
+        return self.pages - sum(-(-len(text) // PAGE_SIZE) for text in self.texts.values())
 
     def open(self) -> int:
         self.opened += 1
@@ -51,6 +52,8 @@ class ByteCache:
 class Checksums:
     """An engine; `steps` has the number of sequences of every call, and the most bytes of one."""
 
+    page_size = PAGE_SIZE
+
     def __init__(self, pages: int) -> None:
         self.cache, self.steps = ByteCache(pages), []  # type: tuple[ByteCache, list[tuple[int, int]]]
 
@@ -70,7 +73,7 @@ def completion(prompt: bytes, number: int) -> list[int]:
 
 def scheduler(pages: int = 8, **limits: int) -> Any:
     return scheduling.Scheduler(
-        Checksums(pages), scheduling.Limits(**{"context": pages * 4, "running": 4, "waiting": 8, "chunk": 6} | limits)
+        Checksums(pages), scheduling.Limits(**{"context": pages * PAGE_SIZE, "running": 4, "waiting": 8, "chunk": 6} | limits)
     )
 
 
