@@ -1,4 +1,4 @@
-"""The steps of a served model over its `NSACache`: prefill as it comes, decoding on a GPU by CUDA graphs of a few batch sizes."""
+"""The steps of a served model over its `NSACache`, on a GPU by CUDA graphs: of decoding, and of prefill in whole chunks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Engine:
         if device.type == "cuda":
             model.bfloat16()
         self.cache = NSACache.of([block.attention for block in model.blocks], pages, page_size)
-        self.graphs: dict[int, DecodingGraph] = {}
+        self.graphs: dict[tuple[int, int], StepGraph] = {}  # by sequences and rows; the cheapest first
 
     def logits(self, sequences: list[int], texts: list[bytes]) -> Tensor:
         """Read on.
@@ -40,12 +40,12 @@ class Engine:
         Raises:
             CacheFull: pages are missing; nothing has changed.
         """
-        tokens = [len(text) for text in texts]
-        rows = bytearray(b"".join(text.rjust(max(tokens), b" ") for text in texts))  # new bytes are the last ones of a row
-        new = torch.frombuffer(rows, dtype=torch.uint8).view(len(texts), -1)
-        graph = next((graph for size, graph in self.graphs.items() if size >= len(texts)), None)  # the smallest that fits
-        if graph is not None and max(tokens) == 1:
-            return graph.run(sequences, new).float().cpu()
+        tokens, B = [len(text) for text in texts], len(texts)
+        S = max(tokens)
+        new = torch.frombuffer(bytearray(b"".join(text.rjust(S) for text in texts)), dtype=torch.uint8).view(B, S)  # the last ones of a row
+        graph = next((graph for (size, rows), graph in self.graphs.items() if size >= B and rows >= S), None)
+        if graph is not None:
+            return graph.run(sequences, tokens, new).float().cpu()
         return self.forward(new.to(self.device), self.cache.step(sequences, tokens)).float().cpu()
 
     @torch.inference_mode()
@@ -54,24 +54,30 @@ class Engine:
         return self.model(new.long(), step)[:, -1]  # type: ignore[no-any-return]
 
     def warm_up(self, running: int, room: int, chunk: int) -> None:
-        """Compile what a prefill of `chunk` bytes needs; on a GPU capture decoding of 1, 2, 4 ... `running` sequences of `room` bytes."""
+        """Compile kernels. On a GPU capture decoding of 1, 2, 4 ... `running` sequences, and prefill of 1 and 4 by `chunk` bytes in all.
+
+        Args:
+            running: most sequences of a decoding step.
+            room: most bytes of a sequence.
+            chunk: most bytes of a prefill.
+        """
         first = self.cache.open()
         self.logits([first], [bytes(chunk)])
         self.cache.free(first)
         if self.device.type == "cuda":
-            sizes = {min(1 << i, running) for i in range(running.bit_length() + 1)}
-            self.graphs = {size: DecodingGraph(self, size, room) for size in sorted(sizes)}
+            decoding = [(min(1 << i, running), 1) for i in range(running.bit_length() + 1)]
+            self.graphs = {sizes: StepGraph(self, *sizes, room) for sizes in dict.fromkeys([*decoding, (4, chunk // 4), (1, chunk)])}
 
 
-class DecodingGraph:
-    """A decoding step of at most `size` sequences as a CUDA graph: one launch by the host instead of a few hundred."""
+class StepGraph:
+    """Steps of at most `size` sequences and `rows` new bytes of each as a CUDA graph: one launch by the host instead of hundreds."""
 
     EAGER = 2  # calls in which kernels are compiled, and the policy decides
 
-    def __init__(self, engine: Engine, size: int, room: int) -> None:
-        self.cache, self.new = engine.cache, torch.zeros(size, 1, dtype=torch.uint8, device=engine.device)
+    def __init__(self, engine: Engine, size: int, rows: int, room: int) -> None:
+        self.cache, self.new = engine.cache, torch.zeros(size, rows, dtype=torch.uint8, device=engine.device)
         sequences = [self.cache.open() for _ in range(size)]
-        self.step = self.cache.step(sequences, 1, room=room)
+        self.step = self.cache.step(sequences, [rows] + [0] * (size - 1), room=room)
         stream, self.graph = torch.cuda.Stream(engine.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -83,9 +89,10 @@ class DecodingGraph:
         for sequence in sequences:
             self.cache.free(sequence)
 
-    def run(self, sequences: list[int], new: Tensor) -> Tensor:
-        """Logits [B,256] of bytes new [B,1], on the CPU; the next call overwrites them."""
-        self.cache.step(sequences, 1, into=self.step)
-        self.new[: len(new)].copy_(new)
+    def run(self, sequences: list[int], tokens: list[int], new: Tensor) -> Tensor:
+        """Logits [B,256] of bytes new [B,S] on the CPU, of which the last `tokens` of a row are; the next call overwrites them."""
+        self.cache.step(sequences, tokens, into=self.step)
+        B, S = new.shape
+        self.new[:B, -S:].copy_(new)
         self.graph.replay()
-        return self.logits[: len(new)]
+        return self.logits[:B]

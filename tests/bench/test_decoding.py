@@ -16,13 +16,13 @@ model_file, decoding = load("nsa_lm"), load("decoding")
 CPU = torch.device("cpu")
 
 
-def model(**sizes: Any) -> Any:
-    """An untrained model with large weights: every byte of a text matters to what follows."""
+def model(scale: float = 6, **sizes: Any) -> Any:
+    """An untrained model with weights made larger: every byte of a text matters to what follows."""
     torch.manual_seed(0)
     made = model_file.LanguageModel(replace(model_file.TINY, **sizes), "sdpa-packed" if not sizes else None)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.mul_(6)
+            parameter.mul_(scale)
     return made
 
 
@@ -33,7 +33,7 @@ def texts(*lengths: int) -> list[bytes]:
 def alone(of: Any, text: bytes) -> Tensor:
     """Logits [256] after a text, without a cache."""
     with torch.no_grad():
-        return of(torch.tensor([list(text)]))[0, -1]  # type: ignore[no-any-return]
+        return of(torch.tensor([list(text)], device=of.head.weight.device))[0, -1].cpu()  # type: ignore[no-any-return]
 
 
 def test_steps_over_the_cache_give_the_models_own_logits() -> None:
@@ -65,14 +65,16 @@ def test_warming_up_leaves_the_cache_empty() -> None:
 @pytest.mark.gpu
 def test_captured_steps_decode_as_plain_ones() -> None:
     """Of four sequences, and of the first three of them in the same graph; over a page's end, too."""
-    of = model(groups=2, heads=4, head_dim=64, block=64, window=64, context=256)
+    of = model(2, groups=2, heads=4, head_dim=64, block=64, window=64, context=256)
     engine = decoding.Engine(of, torch.device("cuda"), pages=16, page_size=64)
-    engine.warm_up(6, 256, 64)
-    assert list(engine.graphs) == [1, 2, 4, 6]
+    engine.warm_up(6, 256, 120)
+    assert list(engine.graphs) == [(1, 1), (2, 1), (4, 1), (6, 1), (4, 30), (1, 120)]
     assert engine.cache.free_pages == 16
     prompts = texts(100, 62, 30, 2)
     sequences = [engine.cache.open() for _ in prompts]
-    logits = engine.logits(sequences, prompts)
+    logits = torch.cat([engine.logits(sequences[:1], prompts[:1]), engine.logits(sequences[1:], [text[-30:] for text in prompts[1:]])])
+    for row, text in zip(logits, (prompts[0], prompts[1][-30:], *prompts[2:]), strict=True):
+        torch.testing.assert_close(row, alone(of, text).float(), atol=0.03, rtol=0.03)
     for _ in range(4):
         following = [bytes([int(row.argmax())]) for row in logits]
         first = engine.logits(sequences[:3], following[:3])
