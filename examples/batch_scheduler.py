@@ -9,6 +9,7 @@ One thread runs `Scheduler.run` and alone calls the model. Everything else is fo
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
@@ -18,6 +19,7 @@ from completions import Finished, Request
 
 from nsa_sel.errors import ArgumentError, CacheFull
 
+TOGETHER = 4  # texts that one call prefills, each by at most a TOGETHER-th of a chunk: two sizes of steps, which can be captured
 log = logging.getLogger("nsa_sel.examples.scheduler")
 
 
@@ -31,7 +33,7 @@ class Limits(NamedTuple):
     context: bytes of a prompt and its completion together; they must fit the cache.
     running: sequences that hold pages.
     waiting: requests beside them.
-    chunk: bytes that one step prefills, at least 2; padding of shorter texts in a batch counts.
+    chunk: bytes that one step prefills, at least 2.
     """
 
     context: int
@@ -118,14 +120,13 @@ class Scheduler:
         self._advance(self._shares())
 
     def _shares(self) -> dict[Request, int]:
-        """How many bytes of which texts to prefill. The longest share is that of all: shorter ones are padded to it."""
-        shares: dict[Request, int] = {}
-        most = 0
-        for request in self.running:
-            share = min(self._missing(request), self.limits.chunk)
-            if share > 1 and max(most, share) * (len(shares) + 1) <= self.limits.chunk:
-                shares[request], most = share, max(most, share)
-        return shares
+        """How many bytes of which texts to prefill: a chunk of the oldest, or all of it and of others where all are short."""
+        prefilling = {request: missing for request in self.running if (missing := self._missing(request)) > 1}
+        short = {request: missing for request, missing in prefilling.items() if missing <= self.limits.chunk // TOGETHER}
+        oldest = next(iter(prefilling), None)
+        if oldest is None or oldest in short:
+            return dict(itertools.islice(short.items(), TOGETHER))
+        return {oldest: min(prefilling[oldest], self.limits.chunk)}
 
     def _missing(self, request: Request) -> int:
         """Bytes of the text that are not in the cache: 1 while decoding."""

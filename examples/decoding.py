@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from batch_scheduler import TOGETHER
 from nsa_lm import LanguageModel
 from torch import Tensor
 
@@ -54,7 +55,7 @@ class Engine:
         return self.model(new.long(), step)[:, -1]  # type: ignore[no-any-return]
 
     def warm_up(self, running: int, room: int, chunk: int) -> None:
-        """Compile kernels. On a GPU capture decoding of 1, 2, 4 ... `running` sequences, and prefill of 1 and 4 by `chunk` bytes in all.
+        """Compile kernels. On a GPU capture all steps of a scheduler: decoding of 1, 2, 4 ... `running` sequences, and prefill.
 
         Args:
             running: most sequences of a decoding step.
@@ -66,7 +67,8 @@ class Engine:
         self.cache.free(first)
         if self.device.type == "cuda":
             decoding = [(min(1 << i, running), 1) for i in range(running.bit_length() + 1)]
-            self.graphs = {sizes: StepGraph(self, *sizes, room) for sizes in dict.fromkeys([*decoding, (4, chunk // 4), (1, chunk)])}
+            prefill = [(TOGETHER, max(1, chunk // TOGETHER)), (1, chunk)]
+            self.graphs = {sizes: StepGraph(self, *sizes, room) for sizes in dict.fromkeys([*decoding, *prefill])}
 
 
 class StepGraph:
