@@ -152,7 +152,7 @@ class NSAttention(nn.Module):
         (x,) = in_autocast_dtype(x)  # once for all three projections
         if cu_seqlens is not None and positions is None:
             positions = self._positions(x, cu_seqlens)
-        q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = self._parts(x, positions)
+        q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = self._parts(x, positions, cache is None)
         if cache is not None:
             new = Projected(q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
             o = cache.attend(new, (self.compress_k, self.compress_v), self.rule, self.backend)
@@ -178,12 +178,15 @@ class NSAttention(nn.Module):
         cu = Bounds.of("cu_seqlens", cu_seqlens, T, x).on(x)
         return None if self.rotary is None else row_positions(cu, T)[0].clamp(min=0)
 
-    def _parts(self, x: Tensor, positions: Tensor | None) -> Parts:
-        """What the branches take, with rotary positions in q and the keys of the selected branch and the window."""
+    def _parts(self, x: Tensor, positions: Tensor | None, many: bool) -> Parts:
+        """What the branches take, with rotary positions in q and the keys of the selected branch and the window.
+
+        many: whether x has rows enough that copying the weights into one takes little of the time.
+        """
         positions = None if self.rotary is None else self._checked(positions, x)
         base = None if self.rotary is None else base_of(self.rotary)
         layers, heads = (self.q, self.kv, self.gate), Heads(self.heads, self.head_dim, self.value_dim)
-        if positions is not None and base is not None and joins(x, layers):
+        if positions is not None and base is not None and many and joins(x, layers):
             return project(x, angles_of(positions, self.head_dim, x.dtype, base), layers, heads)
         q = self.q(x).unflatten(-1, (-1, self.heads, self.head_dim))
         columns = heads.columns()
