@@ -133,8 +133,8 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     """Whether the backend's cost model covers such calls.
 
     Not for paged caches that the backend does not read itself, or not as fast as contiguous ones: they were not measured. Not for calls
-    that tile kernels do not take: they run on other kernels. Not for quantized caches, nor for a choice of one query per sequence or without
-    attention, which were not measured.
+    that tile kernels do not take: they run on other kernels. Not for quantized caches, nor for a choice of one query per sequence, or
+    without attention: they were not measured.
     """
     if request.kind == "choose" and (request.S == 1 or request.pool is not None):
         return False
