@@ -31,7 +31,7 @@ FEW = (0, 1, 40)  # lengths: one Triton program takes 20 ms
 @pytest.mark.parametrize("backend", READERS)
 def test_contiguous_caches_match_the_oracle(backend: str, each: str | None) -> None:
     check_quantized(make_quantized(each, None, G=1 + (each == "head"), lengths=FEW), backend)
-    check_quantized(make_quantized(each, None, G=1, S_q=4, lengths=FEW, dtype=torch.float16), backend)
+    check_quantized(make_quantized(each, None, G=1, Dv=16, S_q=4, lengths=FEW, dtype=torch.float16), backend)
 
 
 @pytest.mark.parametrize("each", EACH)
@@ -46,13 +46,13 @@ def test_paged_caches_match_the_oracle_in_packed_sdpa(page_size: int, each: str 
 def test_paged_caches_match_the_oracle_in_triton(page_size: int, each: str | None) -> None:
     """Rows are split, or too many for that; blocks are loaded by TMA where pages hold whole steps, else by pointers."""
     check_quantized(make_quantized(each, page_size, G=1, lengths=FEW), "triton-group")
-    steps = make_quantized(each, page_size, G=2, S_q=2, block=32, n=4, lengths=(9, 150), dtype=torch.float16)  # whole blocks, and one cut
-    check_quantized(steps, "triton-group")
+    sizes = {"G": 2, "S_q": 2, "block": 32, "n": 4, "Dv": 16, "lengths": (9, 150)}  # whole blocks, and one that is cut
+    check_quantized(make_quantized(each, page_size, dtype=torch.float16, **sizes), "triton-group")
 
 
 @pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (64, "page"), (16, "page")])
 def test_padding_and_future_blocks_between_others_count_for_nothing(page_size: int | None, each: str) -> None:
-    given = make_quantized(each, page_size, S_q=2, lengths=(100, 150), dtype=torch.float16)
+    given = make_quantized(each, page_size, S_q=2, Dv=16, lengths=(100, 150), dtype=torch.float16)  # TMA wants rows of 16 bytes
     blocks = torch.tensor([2, -1, 0, 5, -1, 1]).expand(2, 2, 2, 6).int()
     check_quantized(given.replaced(selection=Selection.from_blocks(blocks, 32, disjoint=True)), "triton-group")
 
