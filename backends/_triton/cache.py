@@ -60,7 +60,8 @@ def hidden_tile(
     D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """hidden [BLOCK / KEYS, rows, width] of compressed keys [B,P,G] from pages x [slots,G,D], of ROWS keys, COLS columns and one sum.
+    """hidden [BLOCK / KEYS, rows + 1, width] of compressed keys [B,P,G] from pages x [slots,G,D], of ROWS keys, COLS columns and one sum.
+    The last row is W_1 inside, the same for all compressed keys.
 
     covered [B,keys] has the slots of keys; a piece of STRIDE keys lies within a page, and KEYS divides STRIDE. Tiles of a step, which is
     one key: x [ROWS, BLOCK_D], weight [BLOCK_D, COLS].
@@ -72,11 +73,12 @@ def hidden_tile(
     d = tl.arange(0, BLOCK_D)
     owner, g = row // sizes[1], row % sizes[1]  # of [B,P]
     placed = tl.load(slot + owner, mask=row < sizes[0], other=limit) < limit
-    if tl.max(placed.to(tl.int32), 0) > 0:
+    last = row == sizes[0]
+    others = last & (sizes[0] >= ROWS)  # rows of other tiles may need it
+    if tl.max((placed | others).to(tl.int32), 0) > 0:
         known = placed[:, None] & (d < D)[None, :]
         in_weight = (column < width)[None, :] & (d < D)[:, None]
         acc = tl.zeros([ROWS, COLS], tl.float32)
-        of_inside = tl.zeros([BLOCK_D, COLS], tl.float32)
         piece, first = part * KEYS // STRIDE, part * KEYS % STRIDE
         source = tl.load(covered + owner // sizes[2] * sizes[3] + (owner % sizes[2] + piece) * STRIDE, mask=placed, other=0) + first
         keys = x + (source * sizes[1] + g)[:, None] * D + d[None, :]
@@ -85,11 +87,9 @@ def hidden_tile(
             x_tile = tl.load(keys + i * sizes[1] * D, mask=known, other=0.0)
             w = tl.load(at + i * D, mask=in_weight, other=0.0)
             position = tl.load(inside + (part * KEYS + i) * D + d, mask=d < D, other=0.0)
-            acc = add_product(acc, x_tile, w)
-            of_inside += position.to(tl.float32)[:, None] * w.to(tl.float32)
-        acc += tl.sum(of_inside, 0)[None, :]  # the same for all rows
-        out = hidden + (part * sizes[0] + row[:, None]) * width + column[None, :]
-        tl.store(out, acc, mask=placed[:, None] & (column < width)[None, :])
+            acc = add_product(acc, tl.where(last[:, None], position[None, :], x_tile), w)
+        out = hidden + (part * (sizes[0] + 1) + row[:, None]) * width + column[None, :]
+        tl.store(out, acc, mask=(placed | last)[:, None] & (column < width)[None, :])
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def out_tile(
     number, hidden, slot, first_bias, weight, bias, to, sizes, limit, width,
     D: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """to [slots,G,D] at the slots [B,P] of compressed keys, from hidden [SUMS, rows, width], of ROWS keys and COLS columns.
+    """to [slots,G,D] at the slots [B,P] of compressed keys, from hidden [SUMS, rows + 1, width], of ROWS keys and COLS columns.
 
     Tiles of a step: hidden [ROWS, BLOCK_K], weight [BLOCK_K, COLS].
     """
@@ -112,7 +112,9 @@ def out_tile(
             known = placed[:, None] & (i < width)[None, :]
             x = tl.zeros([ROWS, BLOCK_K], tl.float32)
             for part in tl.static_range(SUMS):
-                x += tl.load(hidden + (row[:, None] + part * sizes[0]) * width + i[None, :], mask=known, other=0.0)
+                sums = hidden + part * (sizes[0] + 1) * width + i
+                x += tl.load(sums[None, :] + row[:, None] * width, mask=known, other=0.0)
+                x += tl.load(sums + sizes[0] * width, mask=i < width, other=0.0)[None, :]
             x += tl.load(first_bias + i, mask=i < width, other=0.0).to(tl.float32)[None, :]
             x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
             w = tl.load(weight + column[None, :] * width + i[:, None], mask=(column < D)[None, :] & (i < width)[:, None], other=0.0)
@@ -183,10 +185,11 @@ def compress(
     if not rows:
         return
     block, keys = len(of_k[0]), math.gcd(KEYS, stride)
-    hidden = [x.new_empty(block // keys, rows, width, dtype=torch.float32) for x, width in zip(raw, widths, strict=True)]
-    tile, columns = min(MOST_ROWS, tile_size(rows)), FEW_COLUMNS if rows <= FEW_ROWS else COLUMNS
+    hidden = [x.new_empty(block // keys, rows + 1, width, dtype=torch.float32) for x, width in zip(raw, widths, strict=True)]
+    tile, columns = min(MOST_ROWS, tile_size(rows + 1)), FEW_COLUMNS if rows <= FEW_ROWS else COLUMNS
     sizes = (rows, G, P, covered.shape[1])
-    first_k, first_v, last_k, last_v = (-(-rows // tile) * -(-width // columns) for width in (*widths, Dk, Dv))
+    first_k, first_v = (-(-(rows + 1) // tile) * -(-width // columns) for width in widths)
+    last_k, last_v = (-(-rows // tile) * -(-D // columns) for D in (Dk, Dv))
     sums = block // keys
     _hidden(Dk, Dv, block, stride, keys, tile, columns).launch(
         (first_k + first_v) * sums, (*raw, covered, slot, *of_k[:2], *of_v[:2], *hidden), (sizes, limit, widths, first_k * sums)
@@ -208,4 +211,4 @@ def _hidden(Dk: int, Dv: int, block: int, stride: int, keys: int, rows: int, col
 
 @functools.lru_cache(REMEMBERED)
 def _out(Dk: int, Dv: int, sums: int, rows: int, columns: int) -> Kernel:
-    return Kernel(out_kernel, Dk=Dk, Dv=Dv, SUMS=sums, ROWS=rows, COLS=columns, BLOCK_K=32, num_warps=4, num_stages=1)
+    return Kernel(out_kernel, Dk=Dk, Dv=Dv, SUMS=sums, ROWS=rows, COLS=columns, BLOCK_K=32, num_warps=4, num_stages=3)

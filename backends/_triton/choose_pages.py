@@ -29,7 +29,7 @@ from nsa_sel.settings.schema import KernelConfig
 MOST_ROWS = 64  # new tokens of a sequence times heads of a group: one tile
 LEAST_KEYS = 128  # of a part, where a sequence has as many
 MOST_PARTS = 64
-PER_SM = 4  # programs for every multiprocessor, where there are few sequences
+PER_SM = 2  # programs for every multiprocessor, where there are few sequences
 IMPORTANCE_TILE = 4096  # logits of a program
 
 
@@ -86,31 +86,34 @@ def attention_kernel(
 @triton.jit
 def importance_kernel(
     logits, lse, q_pos, scores, stride_pos, sizes, blocks, tiles,
-    h: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+    h: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """scores [B,S,G,blocks]: the sum of p = 2^(logit - lse2) over a group's heads and the compressed keys that cover a block, each as often
     as it covers pieces of the block; 0 for blocks that the row does not see.
 
-    Grid: one program per row [B,S,G] and tile of BLOCKS blocks. Tile: logits [HEADS, BLOCKS, WIDTH], of a block's own keys and of those
-    that spill into it.
+    Grid: one program per row [B,S,G] and tile of blocks. Tile: logits [HEADS, BLOCKS * PIECES] of the keys that begin in BLOCKS blocks, of
+    which the first is another tile's: it gives what spills into the second.
     """
     REACH: tl.constexpr = rule.compress_block // rule.compress_stride
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     number = tl.program_id(0)
-    row, block = (number // tiles).to(tl.int64), number % tiles * BLOCKS + tl.arange(0, BLOCKS)
+    row, first = (number // tiles).to(tl.int64), number % tiles * (BLOCKS - 1) - 1
     g, s, b = row % sizes.G, row // sizes.G % sizes.S, row // sizes.G // sizes.S
-    head, i = tl.arange(0, HEADS), tl.arange(0, WIDTH)
-    key = block[:, None] * STEP - (REACH - 1) + i[None, :]
-    covers = tl.minimum(i, STEP - 1) - tl.maximum(i - (REACH - 1), 0) + 1
-    seen = seen_keys(q_pos, stride_pos, b, s, sizes, rule)
-    counted = (key >= 0) & (key < seen) & (covers > 0)[None, :]
-    lse2 = tl.load(lse + row * h + head, mask=head < h, other=float("inf")) * LOG2_E
-    rows = ((b * sizes.G + g) * sizes.S + s) * h + head
-    at = logits + rows[:, None, None] * sizes.C + key[None, :, :]
-    x = tl.load(at, mask=(head < h)[:, None, None] & counted[None, :, :], other=float("-inf"))
-    p = tl.where(counted[None, :, :], tl.exp2(x - lse2[:, None, None]), 0.0)
-    score = tl.sum(tl.sum(p, 0) * covers[None, :].to(tl.float32), 1)
-    tl.store(scores + row * blocks + block, score, mask=block < blocks)
+    head, r = tl.arange(0, HEADS), tl.arange(0, BLOCKS * PIECES)
+    i = r % PIECES
+    key = (first + r // PIECES) * STEP + i
+    counted = (i < STEP) & (key >= 0) & (key < seen_keys(q_pos, stride_pos, b, s, sizes, rule))
+    lse2 = tl.load(lse + row * h + head, mask=head < h, other=0.0) * LOG2_E
+    lse2 = tl.where(lse2 == float("-inf"), 0.0, lse2)  # of rows that see no key
+    at = logits + ((b * sizes.G + g) * sizes.S + s) * h * sizes.C
+    x = tl.load(at + (head[:, None] * sizes.C + key[None, :]), mask=(head < h)[:, None] & counted[None, :], other=float("-inf"))
+    p = tl.sum(tl.exp2(x - lse2[:, None]), 0)
+    own = tl.sum((p * tl.minimum(REACH, STEP - i)).reshape(BLOCKS, PIECES), 1)
+    block = tl.arange(0, BLOCKS)
+    if REACH > 1:
+        spill = tl.sum((p * tl.maximum(REACH - STEP + i, 0)).reshape(BLOCKS, PIECES), 1)
+        own += tl.gather(spill, (block + BLOCKS - 1) % BLOCKS, 0)
+    tl.store(scores + row * blocks + first + block, own, mask=(block > 0) & (first + block < blocks))
 
 
 def takes(call: ChooseCall) -> bool:
@@ -136,7 +139,7 @@ def choose(call: ChooseCall, config: KernelConfig, o: Tensor, lse: Tensor, score
     if parts > 1:
         combine(to_o, to_lse, o, lse, parts)
     kernel = _importance(h, call.rule)
-    tiles = -(-call.blocks // kernel.constants["BLOCKS"])
+    tiles = -(-call.blocks // (kernel.constants["BLOCKS"] - 1))
     kernel.launch(B * S * G * tiles, (logits, lse, call.q_pos, scores), (strides_of(call).pos, sizes, call.blocks, tiles))
 
 
@@ -154,6 +157,6 @@ def _attention(dims: Dims, rule: Rule, config: KernelConfig, rows: int, slots: i
 
 @functools.lru_cache(REMEMBERED)
 def _importance(h: int, rule: Rule) -> Kernel:
-    heads, width = tile_size(h, 1), tile_size(rule.pieces + rule.reach - 1, 1)
-    blocks = max(1, min(32, IMPORTANCE_TILE // (heads * width)))
-    return Kernel(importance_kernel, h=h, rule=rule.of_keys(), HEADS=heads, BLOCKS=blocks, WIDTH=width, num_warps=4)
+    heads, pieces = tile_size(h, 1), tile_size(rule.pieces, 1)
+    blocks = max(2, IMPORTANCE_TILE // (heads * pieces))
+    return Kernel(importance_kernel, h=h, rule=rule.of_keys(), HEADS=heads, BLOCKS=blocks, PIECES=pieces, num_warps=4)
