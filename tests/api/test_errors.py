@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import nsa_sel
-from nsa_sel.errors import ArgumentError, BackendError, ConfigError, NsaSelError
+from nsa_sel.errors import ArgumentError, BackendError, CacheFull, ConfigError, NsaSelError
 from tests.core.test_imports import modules
 from tests.helpers.policy_cases import H100, LONG
 from tests.helpers.wrong_calls import assert_in_order
@@ -24,10 +24,10 @@ def every_error() -> list[NsaSelError]:
     keywords: dict[str, Any] = dict(zip(("value", "allowed", "remedy"), words[1:], strict=True))
     decision = nsa_sel.explain_request(LONG, H100)
     made = [ArgumentError(argument="x", **keywords), ConfigError(source="x", **keywords), BackendError("no", decision), NsaSelError("no")]
-    classes = [NsaSelError]
+    classes, signatures = [NsaSelError], {ArgumentError: words, ConfigError: words, CacheFull: ("pages", 3)}
     for kind in classes:
         classes += kind.__subclasses__()
-        made.append(kind(*words) if kind in (ArgumentError, ConfigError) else kind("no"))
+        made.append(kind(*signatures.get(kind, ("no",))))
     return made
 
 
