@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.bench.core.cases import Case, decodes, make_inputs, make_selection
+from nsa_sel.bench.core.cases import Case, make_inputs, make_selection
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 
@@ -50,10 +50,10 @@ def make_problem(case: Case, device: torch.device | str, seed: int = 0) -> Probl
     return Problem(make_selection(case, device, seed), *make_inputs(case, device, seed + 1))
 
 
-def sample(case: Case, problem: Problem, most: int, every_key: bool = False) -> Sample:
+def sample(case: Case, problem: Problem, most: int, every_key: bool = False, backward: bool = True) -> Sample:
     """The oracle's o and gradients of `most` random rows of the first batch entries: it is slow.
 
-    every_key: of dense causal attention instead, in which a row selects all keys up to its own.
+    every_key: of dense causal attention instead, in which a row selects all keys up to its own. backward: whether gradients are wanted.
     """
     q, k, v = problem.q, problem.k, problem.v
     rows = torch.randperm(case.S, generator=torch.Generator().manual_seed(0))[:most].sort().values
@@ -66,7 +66,7 @@ def sample(case: Case, problem: Problem, most: int, every_key: bool = False) -> 
     do[:entries, on_device] = few_do
     few = few_q, k[:entries], v[:entries], ranges
     o, _ = oracle_forward(*few, q_pos=position)
-    gradients = () if decodes(case) else oracle_backward(*few, few_do, q_pos=position)
+    gradients = () if case.S == 1 or not backward else oracle_backward(*few, few_do, q_pos=position)
     return Sample(on_device, entries, do, o.to(q.device), tuple(x.to(q.device) for x in gradients))
 
 

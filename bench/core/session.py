@@ -112,7 +112,7 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
     try:
         problem = make_problem(job.case, device)
         for every_key in {c.every_key for c in job.contenders if c.checked}:
-            samples[every_key] = sample(job.case, problem, job.rows, every_key)
+            samples[every_key] = sample(job.case, problem, job.rows, every_key, backward=job.directions != ("decode",))
     except Exception as error:
         yield from failed("inputs", error, "inputs")
         return
