@@ -1,7 +1,8 @@
 """cupy-cuda: CUDA C++ kernels, compiled at run time by NVRTC through CuPy, on torch's stream and torch's memory.
 
-Which kernel computes a call is decided here. sm80.py launches the kernels of every GPU, sm90.py those of Hopper, key_to_rows.py builds the
-lists of rows for dk and dv. compiler.py makes machine code of kernels/*.cu, launch.py starts it, tensor_map.py encodes maps for TMA.
+Which kernel computes a call is decided here. sm80.py launches the kernels of every GPU, sm90.py and few_tokens.py those of Hopper,
+key_to_rows.py builds the lists of rows for dk and dv. compiler.py makes machine code of kernels/*.cu, launch.py starts it, tensor_map.py
+encodes maps for TMA.
 CuPy is imported when a kernel is first compiled or loaded.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa_sel.backends.cupy_cuda import sm80, sm90
+from nsa_sel.backends._loads import union_keys
+from nsa_sel.backends.cupy_cuda import few_tokens, sm80, sm90
 from nsa_sel.core.call import Call
 
 __all__ = ["backward", "backward_and_delta", "forward", "loaded_keys"]
@@ -25,8 +27,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         return forward(call.with_positive_scale())
     if sm90.supports_tiles(call):
         return sm90.forward_tiles(call)
-    if sm90.supports_few_tokens(call):
-        return sm90.forward_few_tokens(call)
+    if few_tokens.supports(call):
+        return few_tokens.forward(call)
     if sm90.supports_blocks(call):
         return sm90.forward_blocks(call)
     return sm80.forward_rows(call)
@@ -55,4 +57,6 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
     most that."""
     if count and sm90.supports_tiles(call):
         return sm90.loaded_keys(call)
+    if count and few_tokens.supports(call):
+        return union_keys(call, call.q.shape[1])
     return selected * -(-call.q.shape[3] // 64)

@@ -22,7 +22,7 @@ from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
-from nsa_sel.core.request import FEW_TOKENS, DeviceInfo
+from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.window_call import WindowCall
 
 SM = 90  # wgmma is this chip's alone
@@ -32,7 +32,6 @@ MOST_STAGES = 6  # of forward_blocks.cu and dkdv_groups.cu
 MOST_DK = 128  # columns of dk that registers hold beside dv in dkdv_groups.cu
 L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
-MOST_ENTRIES, MOST_CONSUMERS = 192, 3  # ranges of a sequence's tokens (few_tokens.cuh), warpgroups of a tile
 CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
 
 
@@ -43,14 +42,6 @@ class TileShape(NamedTuple):
     tokens: int
     stages: int
     q_stages: int
-    shared: int
-
-
-class FewPlan(NamedTuple):
-    """The launch of forward_tiles.cu for few tokens: macros, threads, bytes of dynamic shared memory."""
-
-    macros: Constants
-    threads: int
     shared: int
 
 
@@ -127,60 +118,6 @@ def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
     o, lse = unwritten(q, B, S, G, h, call.v.shape[-1]), unwritten(q, B, S, G, h, dtype=torch.float32)
     maps = (row_map(q, ROWS // h), *key_maps(call))
     _start_tiles("forward_tiles.cu", call, call.selection.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
-    return o, lse
-
-
-def supports_few_tokens(call: Call) -> bool:
-    """Whether forward_tiles.cu computes this call with one tile per sequence and group, which reads the union of its tokens' blocks once.
-
-    There must be tiles for three quarters of the multiprocessors: one multiprocessor loads 64 keys and values in about 1 us, however many
-    others are idle. With fewer, forward_blocks.cu has a CTA per token, and the tokens' CTAs share their blocks in the L2 cache.
-    """
-    (B, S, G, h, Dk), device, size = call.q.shape, call.device, call.selection.block_size
-    if device.sm != SM or not 1 < S <= FEW_TOKENS or S * call.selection.n > MOST_ENTRIES or 4 * B * G <= 3 * device.sm_count:
-        return False
-    return (
-        HOPPER_TILES.fits_few(h, Dk, call.v.shape[3], size)
-        and few_consumers(S, h) <= MOST_CONSUMERS
-        and steps_in_pages(call)
-        and mappable(call.q, call.k, call.v)
-    )
-
-
-def few_consumers(S: int, h: int) -> int:
-    """Consumer warpgroups that all tokens of a sequence take."""
-    return -(-S // (ROWS // h))
-
-
-@functools.lru_cache(maxsize=1024)
-def few_plan(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, alone: bool, shared_memory: int, page: int | None) -> FewPlan:
-    """How forward_tiles.cu runs with one tile per sequence: two CTAs per multiprocessor, one if there are no more (`alone`) or if a tile
-    has several consumers."""
-    consumers = few_consumers(S, h)
-    per_sm = 1 if alone or consumers > 1 else 2
-    q_bytes, step_bytes = consumers * PANEL * Dk // 64, PANEL * (Dk + Dv) // 64
-    stages = ((shared_memory + 1024) // per_sm - STATIC - q_bytes) // step_bytes
-    macros = constants(
-        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, H=h, CONSUMERS=consumers, STAGES=stages, Q_STAGES=1, BLOCK=block, FEW_TOKENS=1,
-        **launch.cache_macros(page),
-    )  # fmt: skip
-    return FewPlan(macros, 128 * (consumers + 1), q_bytes + stages * step_bytes)
-
-
-def forward_few_tokens(call: Call) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
-    q, v, block = call.q, call.v, call.selection.block_size
-    (B, S, G, h, Dk), Dv, sm_count = q.shape, v.shape[3], call.device.sm_count
-    assert block is not None, "supports_few_tokens"
-    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
-    bf16, alone = q.dtype == torch.bfloat16, B * G <= sm_count
-    plan = few_plan(S, h, Dk, Dv, block, bf16, alone, call.device.shared_memory, launch.page_of(call))
-    lists = (0, 0, 0, 1, 0, B * G, 1, 0)  # `TilePlan` (tile_plan.cuh): a tile per CTA, whose list is not in memory
-    launch.start(
-        "forward_tiles.cu", plan.macros, q.get_device(), B * G, plan.threads, plan.shared, *lists, o.data_ptr(), lse.data_ptr(),
-        maps=(row_map(q, ROWS // h), tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(v, KEYS, 64, promoted=False)),
-        problem=launch.problem(call, call.selection.disjoint_ranges()), early=True,
-    )  # fmt: skip
     return o, lse
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import compiler, launch, sm90
+from nsa_sel.backends.cupy_cuda import compiler, few_tokens, launch, sm90
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
@@ -140,7 +140,7 @@ def lists_of(monkeypatch: pytest.MonkeyPatch, call: Call, block: int) -> list[tu
     headers = compiler.sources("forward_tiles.cu")
     monkeypatch.setattr(compiler, "sources", lambda name: {**headers, name: source})
     B, _, G = call.q.shape[:3]
-    counts, entries = torch.zeros(B * G, 2, dtype=torch.int32), torch.zeros(B * G, sm90.MOST_ENTRIES, dtype=torch.int32)
+    counts, entries = torch.zeros(B * G, 2, dtype=torch.int32), torch.zeros(B * G, few_tokens.MOST_ENTRIES, dtype=torch.int32)
     macros = launch.macros(call, BLOCK=block, **launch.cache_macros(launch.page_of(call)))
     problem = launch.problem(call, call.selection.disjoint_ranges())
     launch.start("few_union.cu", macros, 0, B * G, 256, 0, *launch.pointers(counts, entries), problem=problem)
@@ -191,4 +191,4 @@ def test_which_calls_read_the_union_of_their_tokens(changed: dict[str, Any], tak
     """2 to 8 tokens of a sequence, whole blocks of 64 keys, pages of whole steps, tiles for three quarters of the multiprocessors."""
     facts = {"lengths": (150,) * 50, "page_size": 64, "S_q": 4, "h": 16, "Dk": 64, "Dv": 128, "block": 64, "dtype": torch.float16}
     cache = make_cache(**{**facts, **changed})  # type: ignore[arg-type]
-    assert sm90.supports_few_tokens(call_of(cache, msgspec.structs.replace(GPU, sm_count=132))) == takes
+    assert few_tokens.supports(call_of(cache, msgspec.structs.replace(GPU, sm_count=132))) == takes

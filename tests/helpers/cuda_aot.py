@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa_sel.backends.cupy_cuda import arithmetic, compiler, launch, sm90, tensor_map
+from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90, tensor_map
 from tests.helpers.emulate import packed
 
 
@@ -46,7 +46,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "clear", lambda *_: None)
-    for module in (sm90, arithmetic):  # the driver makes tensor maps
+    for module in (sm90, few_tokens, arithmetic):  # the driver makes tensor maps
         for name in ("tensor_map", "row_map"):
             monkeypatch.setattr(module, name, lambda *_, **__: bytes(tensor_map.BYTES), raising=False)
     work()

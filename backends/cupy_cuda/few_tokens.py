@@ -1,0 +1,84 @@
+"""Few new tokens of every sequence on Hopper, by forward_tiles.cu: a tile is all tokens of a sequence and group.
+
+Its CTA makes the union of the tokens' blocks itself (few_tokens.cuh), and reads it once. No plan is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends.cupy_cuda import launch, sm90
+from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
+from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
+from nsa_sel.backends.specs import HOPPER_TILES
+from nsa_sel.core.call import Call
+from nsa_sel.core.request import FEW_TOKENS
+
+MOST_ENTRIES, MOST_CONSUMERS = 192, 3  # ranges of a sequence's tokens (few_tokens.cuh), warpgroups of a tile
+
+
+class Plan(NamedTuple):
+    """The launch of forward_tiles.cu for few tokens: macros, threads, bytes of dynamic shared memory."""
+
+    macros: Constants
+    threads: int
+    shared: int
+
+
+def supports(call: Call) -> bool:
+    """Whether forward_tiles.cu computes this call with one tile per sequence and group, which reads the union of its tokens' blocks once.
+
+    There must be tiles for three quarters of the multiprocessors: one multiprocessor loads 64 keys and values in about 1 us, however many
+    others are idle. With fewer, forward_blocks.cu has a CTA per token, and the tokens' CTAs share their blocks in the L2 cache.
+    """
+    (B, S, G, h, Dk), device, size = call.q.shape, call.device, call.selection.block_size
+    if device.sm != sm90.SM or not 1 < S <= FEW_TOKENS or S * call.selection.n > MOST_ENTRIES or 4 * B * G <= 3 * device.sm_count:
+        return False
+    return (
+        HOPPER_TILES.fits_few(h, Dk, call.v.shape[3], size)
+        and consumers_of(S, h) <= MOST_CONSUMERS
+        and sm90.steps_in_pages(call)
+        and sm90.mappable(call.q, call.k, call.v)
+    )
+
+
+def consumers_of(S: int, h: int) -> int:
+    """Consumer warpgroups that all tokens of a sequence take."""
+    return -(-S // (sm90.ROWS // h))
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, alone: bool, shared_memory: int, page: int | None) -> Plan:
+    """How forward_tiles.cu runs with one tile per sequence: two CTAs per multiprocessor, one if there are no more (`alone`) or if a tile
+    has several consumers."""
+    consumers = consumers_of(S, h)
+    per_sm = 1 if alone or consumers > 1 else 2
+    q_bytes, step_bytes = consumers * sm90.PANEL * Dk // 64, sm90.PANEL * (Dk + Dv) // 64
+    stages = ((shared_memory + 1024) // per_sm - sm90.STATIC - q_bytes) // step_bytes
+    macros = constants(
+        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, H=h, CONSUMERS=consumers, STAGES=stages, Q_STAGES=1, BLOCK=block, FEW_TOKENS=1,
+        **launch.cache_macros(page),
+    )  # fmt: skip
+    return Plan(macros, 128 * (consumers + 1), q_bytes + stages * step_bytes)
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    q, v, block = call.q, call.v, call.selection.block_size
+    (B, S, G, h, Dk), Dv, sm_count = q.shape, v.shape[3], call.device.sm_count
+    assert block is not None, "supports"
+    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    bf16, alone = q.dtype == torch.bfloat16, B * G <= sm_count
+    plan = plan_of(S, h, Dk, Dv, block, bf16, alone, call.device.shared_memory, launch.page_of(call))
+    lists = (0, 0, 0, 1, 0, B * G, 1, 0)  # `TilePlan` (tile_plan.cuh): a tile per CTA, whose list is not in memory
+    launch.start(
+        "forward_tiles.cu", plan.macros, q.get_device(), B * G, plan.threads, plan.shared, *lists, o.data_ptr(), lse.data_ptr(),
+        maps=(row_map(q, sm90.ROWS // h), tensor_map(call.k, sm90.KEYS, 64, promoted=False), tensor_map(v, sm90.KEYS, 64, promoted=False)),
+        problem=launch.problem(call, call.selection.disjoint_ranges()), early=True,
+    )  # fmt: skip
+    return o, lse
