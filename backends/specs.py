@@ -87,6 +87,7 @@ SPECS = (
         cost_terms={
             "forward": ("launch", "read", "distinct", "rows", "read-wide"),
             "decode": ("launch", "walk", "split-walk", "read", "read-wide"),
+            "tokens": ("launch", "split-walk", "read", "distinct"),
             "backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
         },
     ),
@@ -126,6 +127,7 @@ SPECS = (
         cost_terms={
             "forward": _TILES,
             "decode": ("launch", "walk", "read", "read-wide"),
+            "tokens": ("launch", "walk", "read", "distinct"),
             "backward": ("launch", "pairs", "tile", "exact"),
         },
     ),

@@ -144,6 +144,8 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
         return False
     if backend.tiles is None or request.S == 1:
         return True
+    if request.phase(backward) == "tokens":
+        return request.aligned and backend.tiles.fits_few(request.h, request.Dk, request.Dv, request.block_size)
     return backend.tiles.take(request) and not (backward and request.Dk > backend.tiles.backward_key_dim_max)
 
 

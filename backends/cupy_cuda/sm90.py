@@ -261,6 +261,6 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
         "forward_blocks.cu", macros, q.get_device(), min(work, per_sm * sm_count), 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work,
         maps=(tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(call.v, KEYS, 64, promoted=False)),
-        problem=launch.problem(call, ranges), early=S == 1 and work > sm_count,  # else it is slower: kernel-results.md
+        problem=launch.problem(call, ranges), early=S == 1 and work > sm_count,  # else it is slower
     )  # fmt: skip
     return o, lse

@@ -75,11 +75,11 @@ def decode_cases() -> list[Case]:
 def few_token_cases() -> list[Case]:
     """Several new tokens a sequence, as speculative decoding checks them: one stream to a large batch, and one group of 128-key blocks."""
     sizes = (  # B, S, S_kv, G, h, D, block
-        *((ALIKE, 64, S, 32768, 4, 16, 128, 64) for S in (2, 4, 8)),
-        *((ALIKE, 64, S, 32768, 1, 16, 128, 128) for S in (4, 8)),
-        (ALIKE, 256, 4, 16384, 4, 16, 128, 64), (ALIKE, 16, 4, 32768, 4, 16, 128, 64), (ALIKE, 64, 4, 32768, 8, 4, 128, 64),
-        (ALIKE, 64, 4, 32768, 4, 16, 64, 64), ("random", 64, 4, 32768, 4, 16, 128, 64), ("random", 64, 4, 32768, 1, 16, 128, 128),
+        (ALIKE, 64, 4, 32768, 4, 16, 128, 64), (ALIKE, 64, 8, 32768, 1, 16, 128, 128), ("random", 64, 4, 32768, 4, 16, 128, 64),
         ("random", 1, 4, 65536, 4, 16, 128, 64), ("random", 16, 2, 32768, 2, 8, 128, 64),
+        *((ALIKE, 64, S, 32768, 4, 16, 128, 64) for S in (2, 8)), (ALIKE, 64, 4, 32768, 1, 16, 128, 128),
+        (ALIKE, 256, 4, 16384, 4, 16, 128, 64), (ALIKE, 16, 4, 32768, 4, 16, 128, 64), (ALIKE, 64, 4, 32768, 8, 4, 128, 64),
+        (ALIKE, 64, 4, 32768, 4, 16, 64, 64), ("random", 64, 4, 32768, 1, 16, 128, 128),
     )  # fmt: skip
     return [
         Case(f"tokens-{kind}-B{B}-S{S}-{S_kv // 1024}k-G{G}-h{h}-D{D}", kind, B, S, S_kv, G, h, D, D, 16, block, "bfloat16")
@@ -129,15 +129,16 @@ def cost_cases() -> list[Case]:
     """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/costs.py).
 
     Small calls for the host's share, real and random selections for what neighbours share, 64 to 4096 keys a row, h 16, 4 and 1,
-    head dims 64, 128 and 192 with 128, and decoding of one stream and of batches. Of the committed rows of the H200, those of these
-    sizes alone choose as well as all of them (a test says so).
+    head dims 64, 128 and 192 with 128, and decoding of one stream and of batches, one token a step or few. Of the committed rows of the
+    H200, those of these sizes alone choose as well as all of them (a test says so).
     """
     found = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
     wide = [prefill("real", 1024, 4, Dk=192), prefill("real", 8192, 16, Dk=192), prefill("random", 32768, 16, Dk=192)]
     narrow = prefill("real", 8192, 4, Dk=64)._replace(Dv=64)
     by_length = [case._replace(case=case.case.replace("threshold", "cost")) for case in threshold_cases()]
     one, batch = decode_cases()[:2]
-    return [*found, narrow, *wide, *by_length, one, batch, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192)]
+    decoding = [one, batch, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192), *few_token_cases()[:5]]
+    return [*found, narrow, *wide, *by_length, *decoding]
 
 
 def choice_cases() -> list[Case]:

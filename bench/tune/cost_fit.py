@@ -7,7 +7,7 @@ negative, so that more work is never predicted to be cheaper. derive.py writes t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
 
@@ -55,8 +55,9 @@ def is_cost_row(row: Row) -> bool:
 
 def phase_of(row: Row) -> str | None:
     """`Request.phase` of what the row measured; None for both directions in one."""
-    phases = CHOICE_PHASES if row.get("distribution") == CHOICE else WAYS
-    return phases.get(str(row.get("direction")))
+    phases: Mapping[str, str] = CHOICE_PHASES if row.get("distribution") == CHOICE else WAYS
+    phase = phases.get(str(row.get("direction")))
+    return "tokens" if phase == "decode" and row.get("S") != 1 else phase
 
 
 def model_of(row: Row) -> str:

@@ -72,7 +72,7 @@ def _attending(device: DeviceInfo, settings: Settings, way: Way) -> list[Row]:
     return [
         {**case._asdict(), "direction": DIRECTIONS[way], "backend": name, "launches": _configs(name, case, way, settings, device)}
         for case in cases.cost_cases()
-        if (case.S == 1) == (way == "decode")
+        if cases.decodes(case) == (way == "decode")
         for name, contender in zip(BACKENDS, named(",".join(BACKENDS)), strict=True)
         if contender.refuses(case) is None and (name not in SLOW or case.S <= MAX_ROWS) and (name == DENSE or _is_modeled(name, case, way))
     ]
@@ -80,8 +80,9 @@ def _attending(device: DeviceInfo, settings: Settings, way: Way) -> list[Row]:
 
 def _is_modeled(backend: str, case: Case, way: Way) -> bool:
     """Whether the backend is installed, and its model covers such calls."""
-    request = cost_fit.request_of(case, None, way == "backward")
-    return not registry.missing(backend) and modelled(registry.backends()[backend], request, way == "backward")
+    request, entry = cost_fit.request_of(case, None, way == "backward"), registry.backends()[backend]
+    has_terms = request.phase(way == "backward") in entry.cost_terms
+    return has_terms and not registry.missing(backend) and modelled(entry, request, way == "backward")
 
 
 def _configs(backend: str, case: Case, way: Way, settings: Settings, device: DeviceInfo) -> str:
@@ -186,7 +187,7 @@ class Runner:
         if self.prepared is None or self.prepared[0] != case:
             self.prepared = None  # frees their memory first
             problem = make_problem(case, self.device)
-            self.prepared = case, problem, sample(case, problem, ORACLE_ROWS)
+            self.prepared = case, problem, sample(case, problem, ORACLE_ROWS, backward=not cases.decodes(case))
         _, problem, exact = self.prepared
         job = session.Job(case, (contender,), (direction,), ORACLE_ROWS, self.timing)
         (found,) = session.contender_rows(job, contender, (direction,), problem, exact, self.device, [""])

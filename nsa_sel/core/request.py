@@ -66,10 +66,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     pool: tuple[str, ...] | None = None
 
     def phase(self, backward: bool) -> str:
-        """What cost models are fitted to apart: "forward", "backward", "decode" (one query per sequence); "choose", "choose-backward"."""
+        """What cost models are fitted to apart: "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`);
+        "choose", "choose-backward"."""
         if self.kind == "choose":
             return "choose-backward" if backward else "choose"
-        return "backward" if backward else "decode" if self.S == 1 else "forward"
+        if backward:
+            return "backward"
+        return "decode" if self.S == 1 else "tokens" if self.S <= FEW_TOKENS else "forward"
 
     def request_class(self) -> Request:
         """The key of cached decisions: S_kv rounded up to a power of two, so that decode steps share one.

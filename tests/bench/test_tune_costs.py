@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("tuned_folder")
 UNKNOWN = replace(policy_cases.UNKNOWN, sm_count=H200.sm_count)  # as many as the times of `priced` are for
 STAMP = stamp_of(UNKNOWN)
 RUN = Run(STAMP)
-PHASES = {*WAYS, "choose", "choose-backward"}
+PHASES = {*WAYS, "tokens", "choose", "choose-backward"}
 MODEL = shipped_configs()["sm90_h200.yaml"].costs.models["triton-group/forward"]  # type: ignore[union-attr]
 
 
@@ -73,7 +73,7 @@ def test_the_suite_spans_what_the_models_need_and_is_small() -> None:
     suite = cases.cost_cases()
     assert 20 <= len(suite) <= 40
     assert len({case.case for case in suite}) == len(suite)
-    prefill = [case for case in suite if case.S > 1]
+    prefill = [case for case in suite if not cases.decodes(case)]
     assert {case.distribution for case in prefill} == {"real", "random"}
     assert {1024, 8192, 32768} <= {case.S for case in prefill}
     assert {case.h for case in prefill} == {1, 4, 16}
@@ -113,7 +113,7 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     found = measure_costs(RUN, UNKNOWN, priced, WAYS)
     assert found is not None
     assert set(map(phase_of_name, found.models)) == PHASES
-    assert len(found.models) == 20  # six backends forward and backward, four decode; two that choose
+    assert len(found.models) == 22  # six backends forward and backward, four decode, two of which several tokens; two that choose
     assert all(model.worst_error < 0.01 for name, model in found.models.items() if "token" not in name), "they fit what made the times"
     tuned.forget()
     after = explain_request(request, UNKNOWN)

@@ -13,8 +13,7 @@ import torch
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import command, costs, runner, thresholds, tuned_file
-from nsa_sel.bench.tune.committed_rows import WAYS
-from nsa_sel.bench.tune.cost_fit import TERMS, case_of, model_of, request_of, sharing_of
+from nsa_sel.bench.tune.cost_fit import TERMS, case_of, model_of, phase_of, request_of, sharing_of
 from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.search_space import Case, Job, jobs
 from nsa_sel.core.request import DeviceInfo
@@ -119,7 +118,7 @@ def priced(row: Row, factor: float = 1.0) -> Row:
         counted = work(request_of(case_of(row), None, backward), backward, (), H200.sm_count)
         total = sum(PRICES[term] * counted.get(term, 0.0) for term in TERMS[model_of(row)])
         return dict(zip(("ms_median", "ms_p20", "ms_p80"), ms(factor * CHOOSERS[row["backend"]] * total), strict=True))
-    backend, way = row["backend"], WAYS[row["direction"]]
+    backend, way = row["backend"], phase_of(row)
     stands_in = {"triton-token": "triton-group", "dense-cudnn": "triton-group"}.get(backend, backend)
     profile, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
     assert profile is not None
