@@ -198,9 +198,10 @@ class NSACache:
         numbers.write(Numbers(*(x.numpy() for x in host)), sizes, found, counts)
         if into is None:
             memory, on_device = numbers.buffer(sizes, self.device)
-            lengths = {x.length for x in found}
-            alike = room is None and sizes.S >= prefill.LEAST_ROWS and len(lengths) == len(set(counts)) == 1
-            into = CacheStep(sizes, self.pools, on_device, memory, lengths.pop() if alike else None)
+            as_prefill = (
+                room is None and sizes.S >= prefill.LEAST_ROWS and len({(x.length, n) for x, n in zip(found, counts, strict=True)}) == 1
+            )
+            into = CacheStep(sizes, self.pools, on_device, memory, self._lengths(found[0]) if as_prefill else None)
         into.memory.copy_(staged, non_blocking=True)
         return into
 
@@ -239,11 +240,14 @@ class NSACache:
             pages = -(-room // self.sizes.page_size)
         return self.sizes._replace(B=B, S=S, room=pages)
 
+    def _lengths(self, sequence: Cached) -> prefill.Lengths:
+        return prefill.Lengths(sequence.length, sequence.length - sequence.recent.first * self.sizes.page_size)
+
     def _check_into(self, into: CacheStep, B: int, S: int, longest: int, room: int | None) -> None:
         sizes, held = into.sizes, into.sizes.room * self.sizes.page_size
-        if into.length is not None:
+        if into.alike is not None:
             remedy = "make it with room=: without, it runs as a prefill of that very length"
-            raise ArgumentError("into", f"of sequences of {into.length} keys", "a step made with room=", remedy)
+            raise ArgumentError("into", f"of sequences of {into.alike.keys} keys", "a step made with room=", remedy)
         if room is not None or into.pools is not self.pools or B > sizes.B or S > sizes.S or longest > held:
             value = f"of {sizes.B} sequences, {sizes.S} rows and room for {held} keys"
             allowed = f"a step of this cache of at least {B} sequences, {S} rows and room for {longest} keys, without room="

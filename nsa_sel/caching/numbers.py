@@ -51,10 +51,6 @@ class Sizes(NamedTuple):
         """Keys of which a sequence may need the last ones: what a row sees in the window, or what a compressed key covers."""
         return max(self.window, self.compress_block)
 
-    def first_recent(self, length: int) -> int:
-        """The first of the last keys that a sequence of `length` keys holds once it has begun a step."""
-        return max(0, length + 1 - self.last_keys) // self.page_size * self.page_size
-
     @property
     def recent_room(self) -> int:
         """Pages that hold the last keys of S rows."""

@@ -6,6 +6,8 @@ sequences of one length.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from nsa_sel.attention import selection_attention
@@ -18,23 +20,29 @@ from nsa_sel.window import sliding_window_attention
 LEAST_ROWS = 64  # of a sequence, from which on gathering pays
 
 
+class Lengths(NamedTuple):
+    """Of sequences that all have as many keys, and as many pages of the last ones."""
+
+    keys: int
+    last: int  # keys in the pages of the last ones
+
+
 def branches(
-    q: Tensor, q_cmp: Tensor, pools: Pools, at: Numbers, sizes: Sizes, length: int, rule: Rule, backend: str | None
+    q: Tensor, q_cmp: Tensor, pools: Pools, at: Numbers, sizes: Sizes, lengths: Lengths, rule: Rule, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The compressed, the selected and the window branch [B,S,G,h,Dv] of the last rows of sequences that all have `length` keys.
+    """The compressed, the selected and the window branch [B,S,G,h,Dv] of the last rows of sequences of one length.
 
     Args:
         q, q_cmp: [B,S,G,h,Dk], queries with rotary positions and without.
         pools, at, sizes: a layer's pages, to which the new keys are written, and the step.
-        length: keys of every sequence.
+        lengths: of every sequence.
         rule, backend: the layer's.
     """
-    k, v = (_gathered(x, at.table, sizes.reach - 1, rule.compressed_keys(length)) for x in pools[2:4])
-    o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule._asdict(), S_kv=length)
-    k, v = (_gathered(x, at.table, 0, length) for x in pools[:2])
+    k, v = (_gathered(x, at.table, sizes.reach - 1, rule.compressed_keys(lengths.keys)) for x in pools[2:4])
+    o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule._asdict(), S_kv=lengths.keys)
+    k, v = (_gathered(x, at.table, 0, lengths.keys) for x in pools[:2])
     o_slc = selection_attention(q, k, v, blocks, backend=backend)
-    last = length - sizes.first_recent(length - q.shape[1])
-    k, v = (_gathered(x, at.recent_table, 0, last) for x in pools[4:6])
+    k, v = (_gathered(x, at.recent_table, 0, lengths.last) for x in pools[4:6])
     return o_cmp, o_slc, sliding_window_attention(q, k, v, sizes.window)
 
 

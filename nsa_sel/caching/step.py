@@ -47,13 +47,13 @@ class CacheStep:
         positions: [B,S] int64 on the device, of each row in its sequence; 0 for rows without a token.
         is_token: [B,S] bool on the device, which rows have one.
         lengths: [B] int32 on the device, keys of each sequence, with the new ones.
-        sizes, pools, numbers, memory, length: what layers and the cache take.
+        sizes, pools, numbers, memory, alike: what layers and the cache take.
     """
 
-    def __init__(self, sizes: Sizes, pools: Pools, numbers: Numbers, memory: Tensor, length: int | None) -> None:
+    def __init__(self, sizes: Sizes, pools: Pools, numbers: Numbers, memory: Tensor, alike: prefill.Lengths | None) -> None:
         self.sizes, self.pools, self.numbers = sizes, pools, numbers
         self.memory = memory  # of the numbers
-        self.length = length  # as of LayerStep
+        self.alike = alike  # as of LayerStep
 
     @property
     def positions(self) -> Tensor:
@@ -78,7 +78,7 @@ class CacheStep:
         """What layer `layer` takes as its `cache`."""
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(self):
             raise ArgumentError("layer", repr(layer), f"0 to {len(self) - 1}, the layers of the cache", "make the cache with more layers")
-        return LayerStep(self.sizes, self.pools.layer(layer), self.numbers, self.length)
+        return LayerStep(self.sizes, self.pools.layer(layer), self.numbers, self.alike)
 
 
 class LayerStep(NamedTuple):
@@ -87,7 +87,7 @@ class LayerStep(NamedTuple):
     sizes: Sizes
     pools: Pools
     at: Numbers
-    length: int | None  # keys of every sequence, if many new tokens are to be attended to as in a prefill
+    alike: prefill.Lengths | None  # of all sequences, if many new tokens are to be attended to as in a prefill
 
     def check(self, x: Tensor, rule: Rule, window: int, packed: bool, context: bool) -> None:
         """ArgumentError unless the step fits hidden states x [B,S,width] and a layer with these sizes."""
@@ -124,8 +124,8 @@ class LayerStep(NamedTuple):
         """
         self._check(new)
         self.extend(new, by)
-        if self.length is not None:
-            branches = prefill.branches(new.q, new.q_cmp, self.pools, self.at, self.sizes, self.length, rule, backend)
+        if self.alike is not None:
+            branches = prefill.branches(new.q, new.q_cmp, self.pools, self.at, self.sizes, self.alike, rule, backend)
             return gated_sum(*branches, new.gates)
         compressed, blocks = self.choose(new.q_cmp, rule)
         branches = compressed, self.select(new.q, blocks, backend), self.near(new.q)
