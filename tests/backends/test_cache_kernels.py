@@ -12,6 +12,7 @@ from nsa_sel.backends._triton import cache as kernels
 from nsa_sel.cache import NSACache
 from nsa_sel.caching import extend
 from nsa_sel.compression import BlockMLP
+from tests.helpers.cases import assert_within_twice_baseline
 from tests.helpers.layer_cache import poison
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -72,8 +73,7 @@ def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, t
     for y, mine, clean, module in zip(raw, to, before[2:4], both, strict=True):
         plain = module(extend.covered(y, step.at)).transpose(1, 2)[placed].detach()
         exact = module.double()(extend.covered(y, step.at).double()).transpose(1, 2)[placed].detach()
-        found = mine.flatten(0, 1)[slots].double()
-        assert float((found - exact).abs().max()) <= 2 * float((plain.double() - exact).abs().max())
+        assert_within_twice_baseline(mine.flatten(0, 1)[slots], exact, plain)
         torch.testing.assert_close(mine.flatten(0, 1)[rest], clean.flatten(0, 1)[rest], rtol=0, atol=0, equal_nan=True)
 
 
