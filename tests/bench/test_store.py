@@ -281,7 +281,7 @@ def interrupt_and_resume(out: Path, kills: int) -> None:
     """Run `JOBS` in children whose rows cost nothing, kill that many of them in the middle of a row, and let the last one finish."""
     facts = {"commit": "abc1234", "device": "none"}
     environment.stamp = lambda device: facts
-    session.make_problem = session.sample = lambda *_: None  # type: ignore[assignment]
+    session.make_problem = session.sample = lambda *_, **__: None  # type: ignore[assignment]
     session.contender_rows = lambda job, contender, directions, *_: (  # type: ignore[assignment]
         timing.row(job.case, way, contender.name, Spread(*[1.0] * 5, 3), filler="x" * 60_000) for way in directions
     )
