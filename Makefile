@@ -1,5 +1,6 @@
 # make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed; make venv is that alone
-# make test-one-thread       the tests that compute on the CPU once more, with OMP_NUM_THREADS=1: without Triton's interpreter, which is NumPy's
+# make test-one-thread       the tests that compute on the CPU once more, with OMP_NUM_THREADS=1: without Triton's interpreter and
+#                           CUDA's emulation, which are not torch's, imports, and ranks, which have one thread anyway
 # make docs                  the API reference, from the docstrings, in build/docs/
 # make report                docs/report/ and the README's picture, from the committed rows
 # make derived               all that follows from the committed rows: matrix tables, profiles, documents' tables, docs/report/
@@ -37,8 +38,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-one-thread: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not slow' -k 'not triton' \
-	tests/api tests/backends tests/core tests/distributed tests/fuzz
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not slow' -k 'not triton and not cuda and not imports' \
+	tests/api tests/backends tests/core tests/fuzz
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
