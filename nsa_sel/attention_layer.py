@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_sel.branches import nsa_attention
-from nsa_sel.caching.step import LayerStep, Projected
+from nsa_sel.caching.step import LayerStep
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.core.arguments import check_flag, check_positive, check_tensors
 from nsa_sel.core.bounds import Bounds, CuSeqlens, row_positions
@@ -152,11 +152,11 @@ class NSAttention(nn.Module):
         (x,) = in_autocast_dtype(x)  # once for all three projections
         if cu_seqlens is not None and positions is None:
             positions = self._positions(x, cu_seqlens)
-        q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = self._parts(x, positions, cache is None)
+        parts = self._parts(x, positions, cache is None)
         if cache is not None:
-            new = Projected(q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
-            o = cache.attend(new, (self.compress_k, self.compress_v), self.rule, self.backend)
+            o = cache.attend(parts, (self.compress_k, self.compress_v), self.rule, self.backend)
             return self.out(o.flatten(2))  # type: ignore[no-any-return]
+        q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = parts
         options: Any = {"window": self.window, "backend": self.backend, "recompute": self.recompute, **self.rule._asdict()}
         if cu_seqlens is not None:
             compressed = self.compress_k(k_cmp[0], cu_seqlens), self.compress_v(v_cmp[0], cu_seqlens)

@@ -48,6 +48,10 @@ class Parts(NamedTuple):
     v_win: Any
     gates: Any
 
+    def keys(self) -> tuple[Tensor, ...]:
+        """Keys and values of the branches in turn."""
+        return self[2:8]
+
 
 def joins(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """Whether one product is what these layers would compute of x: nothing hooks, replaces or traces them."""

@@ -30,7 +30,7 @@ from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
 from nsa_sel.cache import NSACache
-from nsa_sel.caching.step import Projected
+from nsa_sel.projection import Parts
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
 
@@ -66,10 +66,10 @@ def grown(layer: NSAttention, B: int, lengths: list[int]) -> Iterator[tuple[NSAC
         yield cache, sequences, length
 
 
-def new_tokens(B: int) -> Projected:
-    q, q_cmp = torch.randn(2, B, 1, G, h, D, dtype=torch.bfloat16, device="cuda")
+def new_tokens(B: int) -> Parts:
+    q_cmp, q = torch.randn(2, B, 1, G, h, D, dtype=torch.bfloat16, device="cuda")
     keys = torch.randn(6, B, 1, G, D, dtype=torch.bfloat16, device="cuda")
-    return Projected._make((q, q_cmp, *keys, torch.rand(B, 1, G, h, 3, dtype=torch.bfloat16, device="cuda")))
+    return Parts._make((q_cmp, q, *keys, torch.rand(B, 1, G, h, 3, dtype=torch.bfloat16, device="cuda")))
 
 
 def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int) -> dict[str, Part]:

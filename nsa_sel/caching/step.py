@@ -16,25 +16,9 @@ from nsa_sel.core.choose import over_pages
 from nsa_sel.core.choose_call import PagedKeys, Rule
 from nsa_sel.core.gating import gated_sum
 from nsa_sel.errors import ArgumentError
+from nsa_sel.projection import Parts
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
-
-
-class Projected(NamedTuple):
-    """What a layer's projections make of x [B,S,width]; rotary positions are in q, k_slc and k_win."""
-
-    q: Tensor  # [B,S,G,h,Dk]
-    q_cmp: Tensor
-    k_cmp: Tensor  # [B,S,G,D], before compression
-    v_cmp: Tensor
-    k_slc: Tensor
-    v_slc: Tensor
-    k_win: Tensor
-    v_win: Tensor
-    gates: Tensor  # [B,S,G,h,3]
-
-    def keys(self) -> tuple[Tensor, ...]:
-        return self[2:8]
 
 
 class CacheStep:
@@ -111,7 +95,7 @@ class LayerStep(NamedTuple):
             if mine != theirs:
                 raise ArgumentError("cache", f"of {name} = {theirs}", f"the layer's {name} = {mine}", "make it by NSACache.of(layers, ...)")
 
-    def attend(self, new: Projected, by: tuple[Compress, Compress], rule: Rule, backend: str | None) -> Tensor:
+    def attend(self, new: Parts, by: tuple[Compress, Compress], rule: Rule, backend: str | None) -> Tensor:
         """Append the keys and values of the new tokens, extend the compressed keys, and attend: [B,S,G,h,Dv], 0 for rows without a token.
 
         Args:
@@ -131,7 +115,7 @@ class LayerStep(NamedTuple):
         branches = compressed, self.select(new.q, blocks, backend), self.near(new.q)
         return torch.where(self.at.is_token[:, :, None, None, None], gated_sum(*branches, new.gates), 0.0)
 
-    def extend(self, new: Projected, by: tuple[Compress, Compress]) -> None:
+    def extend(self, new: Parts, by: tuple[Compress, Compress]) -> None:
         """Append keys and values, and compress those whose last key is new."""
         append(self.pools, self.at, new.keys())
         compress(self.pools, self.at, by, self.sizes.compress_stride)
@@ -155,7 +139,7 @@ class LayerStep(NamedTuple):
             q, self.pools.k_win, self.pools.v_win, selection, self.at.recent_lengths, self.at.recent_table
         )
 
-    def _check(self, new: Projected) -> None:
+    def _check(self, new: Parts) -> None:
         if any(x.requires_grad for x in new):
             remedy = "call the model under torch.no_grad() or torch.inference_mode()"
             raise ArgumentError("x", "a tensor that requires gradients, or of a layer that does", "none with a cache", remedy)

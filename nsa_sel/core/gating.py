@@ -12,14 +12,13 @@ float32 would, and in float16 g p may be 0 where g do is not. So in other dtypes
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_sel.core import transforms
+from nsa_sel.core import gating_plain, transforms
 
 KERNELS = "nsa_sel.backends._triton.gate"  # imported at the first sum on a GPU
 WITH_LSE = (torch.bfloat16,)  # dtypes of branches that take gates with lse
@@ -34,7 +33,7 @@ class Gated(NamedTuple):
 
     def whole_do(self) -> Tensor:
         """The gradient of the branch's output, for a backward pass without lse."""
-        return self.do if self.gate is None else _scaled(self.do, self.gate)
+        return self.do if self.gate is None else gating_plain.scaled(self.do, self.gate)
 
 
 def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tensor) -> Tensor:
@@ -48,7 +47,7 @@ def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tenso
         [B,S,G,h,Dv] in the branches' dtype; sums, those of the gates' gradients included, are in float32 (float64 for float64 branches).
     """
     if transforms.traces(compressed, selected, window, gates):  # a compiler fuses it
-        return plain_sum((compressed, selected, window), gates)
+        return gating_plain.summed((compressed, selected, window), gates)
     o: Tensor = _GatedSum.apply(compressed, selected, window, gates)  # type: ignore[no-untyped-call]
     return o
 
@@ -56,10 +55,7 @@ def gated_sum(compressed: Tensor, selected: Tensor, window: Tensor, gates: Tenso
 def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor) -> None:
     """Write the gated sum to `to` [B,S,G,h,Dv], a view of any strides with a contiguous last dimension, which may be one of the branches;
     without gradients."""
-    if on_gpu(gates):
-        importlib.import_module(KERNELS).write_sum(branches, gates, to)
-    else:
-        to.copy_(plain_sum(branches, gates))
+    _work(gates).write_sum(branches, gates, to)
 
 
 def add_up(parts: Sequence[Tensor]) -> Tensor:
@@ -121,51 +117,12 @@ def write_dgates(
 
 def _work(gates: Tensor) -> Any:
     """The kernels, or the same in plain PyTorch."""
-    return importlib.import_module(KERNELS) if on_gpu(gates) else Plain
+    return importlib.import_module(KERNELS) if on_gpu(gates) else gating_plain
 
 
 def on_gpu(gates: Tensor) -> bool:
     """Whether the kernels run."""
     return gates.is_cuda
-
-
-def plain_sum(branches: Sequence[Tensor], gates: Tensor) -> Tensor:
-    wide = torch.promote_types(branches[0].dtype, torch.float32)
-    total = sum(gate.unsqueeze(-1) * x.to(wide) for x, gate in zip(branches, gates.to(wide).unbind(-1), strict=True))
-    return total.to(branches[0].dtype)  # type: ignore[union-attr]
-
-
-class Plain:
-    """The functions of the kernels' module."""
-
-    @staticmethod
-    def raise_lse(lse: Sequence[Tensor | None], gates: Tensor) -> list[Tensor | None]:
-        return [None if x is None else _raised(x, gates[..., c]) for c, x in enumerate(lse)]
-
-    @staticmethod
-    def write_deltas(deltas: Sequence[Tensor | None], dgates: Tensor) -> None:
-        for c, delta in enumerate(deltas):
-            if delta is not None:
-                dgates[..., c].copy_(delta)
-
-    @staticmethod
-    def backward(do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, dgates: Tensor, scales: bool) -> list[Tensor | None]:
-        wide, found = torch.promote_types(do.dtype, torch.float32), list[Tensor | None]()
-        for c, o in enumerate(branches):
-            if o is not None:
-                dgates[..., c].copy_((do.to(wide) * o.to(wide)).sum(-1))
-            found.append(_scaled(do, gates[..., c]) if scales and o is not None else None)
-        return found
-
-
-def _scaled(do: Tensor, gate: Tensor) -> Tensor:
-    wide = torch.promote_types(do.dtype, torch.float32)
-    return (gate.to(wide).unsqueeze(-1) * do.to(wide)).to(do.dtype)
-
-
-def _raised(lse: Tensor, gate: Tensor) -> Tensor:
-    """lse - ln gate; -inf, of a row without keys, stays."""
-    return torch.where(lse == -math.inf, lse, lse - gate.to(lse.dtype).log())
 
 
 class _GatedSum(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa_sel import rotary
 from nsa_sel.backends._triton import gate
-from nsa_sel.core import gating
+from nsa_sel.core import gating_plain
 from tests.helpers.poison import new_memory_is_nan
 
 
@@ -63,12 +63,12 @@ def check_gate(dtype: torch.dtype, device: str, Dv: int) -> None:
     gates[:, 1], gates[:, 2], gates[:, 5], gates[:, 6] = 0.0, 1.0, 1e-6, -0.5
     lse = log_sums(gates)
     o, *scaled, dgates = by_autograd(branches, gates, do)
-    for module in (gate, gating.Plain):
+    for module in (gate, gating_plain):
         runs = []
         for _ in range(2):
             with new_memory_is_nan():
                 total = torch.full(do.shape, math.nan, dtype=dtype, device=device)
-                module.write_sum(branches, gates, total) if module is gate else total.copy_(gating.plain_sum(branches, gates))
+                module.write_sum(branches, gates, total)
                 runs.append((total, *(by_module(module, do, branches, gates, given) for given in (None, lse))))
         (total, mine, shifted), again = runs
         for x, right in zip((total, *mine[0], mine[1], shifted[1]), (o, *scaled, dgates, dgates), strict=True):
@@ -89,7 +89,7 @@ def check_deltas(dtype: torch.dtype, device: str) -> None:
     _, gates, do = gated(dtype, device)
     first, second, _ = log_sums(gates)
     second = second.transpose(1, 3).contiguous().transpose(1, 3)
-    for module in (gate, gating.Plain):
+    for module in (gate, gating_plain):
         dgates = torch.full((3, *gates.shape[:4]), math.nan, dtype=dtype, device=device).movedim(0, -1)
         module.write_deltas([first, None, second], dgates)
         assert torch.equal(dgates[..., 0], first.to(dtype))
@@ -103,17 +103,16 @@ def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
     another order."""
     branches, gates, do = gated(dtype, device, Dv)
     lse = log_sums(gates)
-    for module in (gate, gating.Plain) if device == "cpu" else (gate,):
-        sums = gate if module is gate else gating
+    for module in (gate, gating_plain) if device == "cpu" else (gate,):
         whole = torch.empty_like(do)
-        sums.write_sum(branches, gates, whole)
+        module.write_sum(branches, gates, whole)
         for given in (None, lse):
             outputs, dgates = by_module(module, do, branches, gates, given)
             to = torch.full((*do.shape[:4], Dv + 16), math.nan, dtype=dtype, device=device)[..., :Dv]
             to_gates = torch.full((3, *gates.shape[:4]), math.nan, dtype=gates.dtype, device=device).movedim(0, -1)
             for g in range(do.shape[2]):
                 of = slice(None), slice(None), slice(g, g + 1)
-                sums.write_sum(tuple(x[of] for x in branches), gates[of], to[of])
+                module.write_sum(tuple(x[of] for x in branches), gates[of], to[of])
                 for c in range(3):
                     alone: list[Any] = [None, None, None]
                     alone[c] = branches[c][of]

@@ -1,0 +1,50 @@
+"""The gated sum and its backward pass in plain PyTorch: the functions of `nsa_sel.backends._triton.gate`, which a GPU has instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def summed(branches: Sequence[Tensor], gates: Tensor) -> Tensor:
+    """sum_c gates[..., c] * branch c."""
+    wide = torch.promote_types(branches[0].dtype, torch.float32)
+    total = sum(gate.unsqueeze(-1) * x.to(wide) for x, gate in zip(branches, gates.to(wide).unbind(-1), strict=True))
+    return total.to(branches[0].dtype)  # type: ignore[union-attr]
+
+
+def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor) -> None:
+    to.copy_(summed(branches, gates))
+
+
+def raise_lse(lse: Sequence[Tensor | None], gates: Tensor) -> list[Tensor | None]:
+    return [None if x is None else _raised(x, gates[..., c]) for c, x in enumerate(lse)]
+
+
+def write_deltas(deltas: Sequence[Tensor | None], dgates: Tensor) -> None:
+    for c, delta in enumerate(deltas):
+        if delta is not None:
+            dgates[..., c].copy_(delta)
+
+
+def backward(do: Tensor, branches: Sequence[Tensor | None], gates: Tensor, dgates: Tensor, scales: bool) -> list[Tensor | None]:
+    wide, found = torch.promote_types(do.dtype, torch.float32), list[Tensor | None]()
+    for c, o in enumerate(branches):
+        if o is not None:
+            dgates[..., c].copy_((do.to(wide) * o.to(wide)).sum(-1))
+        found.append(scaled(do, gates[..., c]) if scales and o is not None else None)
+    return found
+
+
+def scaled(do: Tensor, gate: Tensor) -> Tensor:
+    """gate * do, computed in float32 at least."""
+    wide = torch.promote_types(do.dtype, torch.float32)
+    return (gate.to(wide).unsqueeze(-1) * do.to(wide)).to(do.dtype)
+
+
+def _raised(lse: Tensor, gate: Tensor) -> Tensor:
+    """lse - ln gate; -inf, of a row without keys, stays."""
+    return torch.where(lse == -math.inf, lse, lse - gate.to(lse.dtype).log())
