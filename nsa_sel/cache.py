@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from nsa_sel.attention_layer import NSAttention
-from nsa_sel.caching import numbers, prefill
+from nsa_sel.caching import numbers, prefill, quantized
 from nsa_sel.caching.numbers import Numbers, Sizes
 from nsa_sel.caching.pages import Pages
 from nsa_sel.caching.pools import Pools
@@ -17,8 +17,10 @@ from nsa_sel.caching.step import CacheStep
 from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.call import DTYPES
 from nsa_sel.core.check_choose import check_compression
+from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import ArgumentError, shown
 
+KVScales = Mapping[str, torch.Tensor | float]
 _ROOM_STEPS = 8  # sizes of tables per power of two: with few of them, calls repeat
 
 
@@ -45,14 +47,21 @@ class NSACache:
         window_pages: pages for the last keys of all sequences; by default as many as `pages`, which never run out first. A sequence
             holds (max(window, compress_block) + S - 2) // page_size + 2 of them at most, with S rows in its longest step.
         dtype: float16, bfloat16, float32 or float64: that of the layers' projections (under torch.autocast its dtype).
+        kv_dtype: of K and V of the selected branch and of the window: dtype, the default, or float8_e4m3fn, which has half the bytes of
+            bfloat16. Layers then attend to what is stored, in prefill as in decoding. Compressed keys, and keys before they are
+            compressed, stay in dtype. Not for float64, nor GPUs below SM 8.9.
+        kv_scales: with float8_e4m3fn: factors of stored numbers, key = stored * scale, by the names of pools: "k" and "v" of the selected
+            branch, "k_win" and "v_win" of the window; 1 for those left out. A positive number, or float32 of one element, [layers], or
+            [layers,G]. Numbers beyond 448 * scale are stored as that; NaN stays NaN.
         device: by default the current one.
 
     Attributes:
         pools: its memory on the device, `nsa_sel.caching.pools.Pools` [layers, ...].
         sizes: pages and compression, `nsa_sel.caching.numbers.Sizes`.
+        scales: of pools in e4m3, `nsa_sel.caching.quantized.Scales` [layers,G]; else None.
 
     Raises:
-        ArgumentError: sizes that do not fit together, or another dtype.
+        ArgumentError: sizes that do not fit together, other dtypes or scales, or a GPU that has no e4m3.
     """
 
     def __init__(
@@ -69,6 +78,8 @@ class NSACache:
         window: int = 512,
         window_pages: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: KVScales | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
@@ -86,20 +97,22 @@ class NSACache:
         self.device = torch.empty(0, device=device).device
         self.sizes = Sizes(0, 0, 0, pages, window_pages, page_size, compress_block, compress_stride, window)
         self._pages, self._window_pages = Pages("pages", pages), Pages("window_pages", window_pages)
-        self.pools = Pools.make(layers, self.sizes, groups, (head_dim, value_dim), dtype, self.device)
+        self.scales = quantized.scales_of(kv_dtype, kv_scales, dtype, layers, groups, self.device)
+        attended = dtype if self.scales is None else STORED
+        self.pools = Pools.make(layers, self.sizes, groups, (head_dim, value_dim), dtype, attended, self.device)
         self._sequences: dict[int, Cached] = {}
         self._opened = 0
 
     @classmethod
     def of(
         cls, model_layers: Iterable[NSAttention], pages: int, page_size: int, *, window_pages: int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None, kv_scales: KVScales | None = None,
     ) -> NSACache:  # fmt: skip
         """A cache for these layers, in their order.
 
         Args:
             model_layers: layers of the same sizes on one device.
-            pages, page_size, window_pages: as of `NSACache`.
+            pages, page_size, window_pages, kv_dtype, kv_scales: as of `NSACache`.
             dtype: by default that of the layers' parameters; pass autocast's if the model runs under torch.autocast.
 
         Returns:
@@ -117,7 +130,7 @@ class NSACache:
         groups, head_dim, value_dim, block, stride, window, own, device = kinds.pop()
         return cls(
             len(layers), pages, page_size, groups, head_dim, value_dim, compress_block=block, compress_stride=stride, window=window,
-            window_pages=window_pages, dtype=own if dtype is None else dtype, device=device,
+            window_pages=window_pages, dtype=own if dtype is None else dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, device=device,
         )  # fmt: skip
 
     @property
@@ -201,7 +214,7 @@ class NSACache:
             as_prefill = (
                 room is None and sizes.S >= prefill.LEAST_ROWS and len({(x.length, n) for x, n in zip(found, counts, strict=True)}) == 1
             )
-            into = CacheStep(sizes, self.pools, on_device, memory, self._lengths(found[0]) if as_prefill else None)
+            into = CacheStep(sizes, self.pools, on_device, memory, self._lengths(found[0]) if as_prefill else None, self.scales)
         into.memory.copy_(staged, non_blocking=True)
         return into
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_tensor
-from nsa_sel.core.quantized import STORED
+from nsa_sel.core.quantized import LARGEST, stored
 from nsa_sel.errors import ArgumentError, shown
 
 Each = Literal["tensor", "head", "page"]
-_LARGEST = torch.finfo(STORED).max
+_SMALLEST = torch.finfo(torch.float32).tiny  # whose reciprocal is finite
 _DIMS = {"tensor": (0, 1, 2, 3), "head": (0, 1, 3), "page": (1, 3)}  # of the numbers that share a scale
 
 
@@ -41,6 +41,6 @@ def quantize_e4m3(x: Tensor, each: Each = "head") -> tuple[Tensor, Tensor]:
     wide = x.float()
     finite = wide.isfinite()
     largest = torch.where(finite, wide.abs(), 0).amax(_DIMS[each], keepdim=True) if x.numel() else wide.new_zeros(())
-    scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
-    stored = torch.where(finite, (wide / scale).clamp(-_LARGEST, _LARGEST), torch.nan).to(STORED)
-    return stored, scale.reshape(-1, x.shape[2]) if each == "page" else scale.reshape(-1)
+    scale = torch.where(largest > 0, (largest / LARGEST).clamp(min=_SMALLEST), 1.0)
+    numbers = stored(torch.where(finite, wide, torch.nan), scale)
+    return numbers, scale.reshape(-1, x.shape[2]) if each == "page" else scale.reshape(-1)

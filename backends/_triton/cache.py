@@ -1,6 +1,6 @@
 """A cache's new tokens: their keys and values written to pages, and compressed by the MLP of Eq. 7 where a piece is complete.
 
-    append   one program per token: six tensors to their slots
+    append   one program per token: six tensors to their slots; four of them in e4m3 where they have scales
     hidden   W_1 (x + inside) of the compress_block keys of a new compressed key, in sums of KEYS of them, read from their pages
     out      W_2 gelu(hidden + b_1) + b_2, to the compressed key's slot
 
@@ -29,29 +29,41 @@ Weights = tuple[Tensor, ...]
 
 
 @triton.jit
-def copy_row(x, to, stride, b, s, slot, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """x[b, s] [G,D] to row `slot` of to [slots,G,D]."""
+def to_e4m3(x, scale):
+    """x [rows,D] / scale [rows], beyond 448 saturated, with the bits of `core.quantized.stored`: NaN compares as false, and stays NaN."""
+    x = x.to(tl.float32) * tl.div_rn(1.0, scale)[:, None]
+    return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)).to(tl.float8e4nv)
+
+
+@triton.jit
+def copy_row(x, to, scale, stride, b, s, slot, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """x[b, s] [G,D] to row `slot` of to [slots,G,D], which has scales [G] where it is in e4m3."""
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     exists = (g < G)[:, None] & (d < D)[None, :]
     row = x + b * stride[0] + s * stride[1] + g.to(tl.int64)[:, None] * stride[2] + d[None, :]
-    tl.store(to + slot * G * D + (g * D)[:, None] + d[None, :], tl.load(row, mask=exists), mask=exists)
+    numbers = tl.load(row, mask=exists)
+    if scale is not None:
+        numbers = to_e4m3(numbers, tl.load(scale + g, mask=g < G, other=1.0))
+    tl.store(to + slot * G * D + (g * D)[:, None] + d[None, :], numbers, mask=exists)
 
 
 @triton.jit
 def append_kernel(
-    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, k_raw, v_raw, k, v, k_last, v_last, slot, last_slot, strides, S, G,
+    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, k_raw, v_raw, k, v, k_last, v_last, slot, last_slot,
+    k_scale, v_scale, k_last_scale, v_last_scale, strides, S, G,
     Dk: tl.constexpr, Dv: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per token [B,S]. Sources [B,S,G,D]; k and v go to `slot` [B,S], the others to `last_slot` [B,S]."""
+    """Grid: one program per token [B,S]. Sources [B,S,G,D]; k and v go to `slot` [B,S], the others to `last_slot` [B,S]. Scales [G]
+    or None."""
     row = tl.program_id(0)
     b, s = (row // S).to(tl.int64), (row % S).to(tl.int64)
     at, last = tl.load(slot + row), tl.load(last_slot + row)
-    copy_row(k_cmp, k_raw, strides[0], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
-    copy_row(v_cmp, v_raw, strides[1], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
-    copy_row(k_slc, k, strides[2], b, s, at, G, Dk, BLOCK_G, BLOCK_DK)
-    copy_row(v_slc, v, strides[3], b, s, at, G, Dv, BLOCK_G, BLOCK_DV)
-    copy_row(k_win, k_last, strides[4], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
-    copy_row(v_win, v_last, strides[5], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
+    copy_row(k_cmp, k_raw, None, strides[0], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
+    copy_row(v_cmp, v_raw, None, strides[1], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
+    copy_row(k_slc, k, k_scale, strides[2], b, s, at, G, Dk, BLOCK_G, BLOCK_DK)
+    copy_row(v_slc, v, v_scale, strides[3], b, s, at, G, Dv, BLOCK_G, BLOCK_DV)
+    copy_row(k_win, k_last, k_last_scale, strides[4], b, s, last, G, Dk, BLOCK_G, BLOCK_DK)
+    copy_row(v_win, v_last, v_last_scale, strides[5], b, s, last, G, Dv, BLOCK_G, BLOCK_DV)
 
 
 @triton.jit
@@ -157,13 +169,22 @@ def out_kernel(
         out_tile(number - of_k, hidden_v, slot, first_v, weight_v, bias_v, v, sizes, limit, widths[1], Dv, SUMS, ROWS, COLS, BLOCK_K)
 
 
-def append(keys: tuple[Tensor, ...], pools: tuple[Tensor, ...], slot: Tensor, last_slot: Tensor) -> None:
-    """Write k_cmp, v_cmp, k_slc, v_slc, k_win, v_win [B,S,G,D], of any strides with a contiguous last dimension, to contiguous pools
-    [pages,page_size,G,D] in this order, those of the selected branch at slot [B,S], the others at last_slot [B,S], both int64."""
+def append(
+    keys: tuple[Tensor, ...], pools: tuple[Tensor, ...], slot: Tensor, last_slot: Tensor, scales: tuple[Tensor, ...] | None = None
+) -> None:  # fmt: skip
+    """Write keys and values of new tokens to pages.
+
+    Args:
+        keys: k_cmp, v_cmp, k_slc, v_slc, k_win, v_win [B,S,G,D], of any strides with a contiguous last dimension.
+        pools: [pages,page_size,G,D], contiguous, in this order.
+        slot, last_slot: [B,S] int64, where those of the selected branch go, and the others.
+        scales: float32 [G] of the last four pools, which then are in e4m3 (SM 8.9 and newer); or None.
+    """
     B, S, G, Dk = keys[0].shape
     Dv = keys[1].shape[3]
     if B * S:
-        _append(G, Dk, Dv).launch(B * S, (*keys, *pools, slot, last_slot), (tuple(x.stride()[:3] for x in keys), S, G))
+        tensors = (*keys, *pools, slot, last_slot, *(scales or (None,) * 4))
+        _append(G, Dk, Dv).launch(B * S, tensors, (tuple(x.stride()[:3] for x in keys), S, G))
 
 
 def compress(

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from nsa_sel.caching.numbers import Numbers
 from nsa_sel.caching.pools import Pools
+from nsa_sel.caching.quantized import Scales
 from nsa_sel.compression import BlockMLP
+from nsa_sel.core.quantized import as_bytes, stored
 
 KERNELS = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
 MOST_COMPRESSED = 4  # new compressed keys of a sequence up to which the kernels read the keys of each by itself
@@ -19,12 +21,17 @@ MOST_SLOTS = 1 << 16  # of a step: kernels count in 32 bits
 Compress = Callable[[Tensor], Tensor]
 
 
-def append(pools: Pools, at: Numbers, keys: tuple[Tensor, ...]) -> None:
-    """Write a layer's k_cmp, v_cmp (not compressed), k_slc, v_slc, k_win, v_win [B,S,G,D] of new tokens to its pages."""
+def append(pools: Pools, at: Numbers, keys: tuple[Tensor, ...], scales: Scales | None = None) -> None:
+    """Write a layer's k_cmp, v_cmp (not compressed), k_slc, v_slc, k_win, v_win [B,S,G,D] of new tokens to its pages.
+
+    With scales the last four are quantized to e4m3.
+    """
     to = pools.k_raw, pools.v_raw, pools.k, pools.v, pools.k_win, pools.v_win
     if pools.k.is_cuda:
-        importlib.import_module(KERNELS).append(keys, to, at.slot, at.recent_slot)
+        importlib.import_module(KERNELS).append(keys, to, at.slot, at.recent_slot, scales)
         return
+    if scales is not None:
+        keys = *keys[:2], *(stored(x, scale[:, None]) for x, scale in zip(keys[2:], scales, strict=True))
     slots = (at.recent_slot,) * 2 + (at.slot,) * 2 + (at.recent_slot,) * 2
     for x, slot, y in zip(to, slots, keys, strict=True):
         put(x, slot, y)
@@ -49,7 +56,7 @@ def covered(raw: Tensor, at: Numbers) -> Tensor:
 
 def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
     """Write y [B,N,G,D] to the slots [B,N] of pages x [pages,size,G,D]."""
-    x.flatten(0, 1).index_copy_(0, slots.flatten(), y.flatten(0, 1))
+    as_bytes(x).flatten(0, 1).index_copy_(0, slots.flatten(), as_bytes(y).flatten(0, 1))
 
 
 def _weights(work: Compress, raw: Tensor) -> tuple[Tensor, ...] | None:

@@ -13,8 +13,10 @@ from torch import Tensor
 from nsa_sel.attention import selection_attention
 from nsa_sel.caching.numbers import Numbers, Sizes
 from nsa_sel.caching.pools import Pools
+from nsa_sel.caching.quantized import Scales, dequantized
 from nsa_sel.compressed import compressed_attention
 from nsa_sel.core.choose_call import PagedKeys, Rule
+from nsa_sel.core.quantized import as_bytes
 from nsa_sel.window import sliding_window_attention
 
 LEAST_ROWS = 64  # of a sequence, from which on gathering pays
@@ -28,7 +30,8 @@ class Lengths(NamedTuple):
 
 
 def branches(
-    q: Tensor, q_cmp: Tensor, pools: Pools, at: Numbers, sizes: Sizes, lengths: Lengths, rule: Rule, backend: str | None
+    q: Tensor, q_cmp: Tensor, pools: Pools, at: Numbers, sizes: Sizes, lengths: Lengths, rule: Rule, backend: str | None,
+    scales: Scales | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The compressed, the selected and the window branch [B,S,G,h,Dv] of the last rows of sequences of one length.
 
@@ -37,13 +40,21 @@ def branches(
         pools, at, sizes: a layer's pages, to which the new keys are written, and the step.
         lengths: of every sequence.
         rule, backend: the layer's.
+        scales: of quantized pages. Their keys are converted to q's dtype: rows attend to what is stored, whatever the chunks.
     """
     k, v = (_gathered(x, at.table, sizes.reach - 1, rule.compressed_keys(lengths.keys)) for x in pools[2:4])
     o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule._asdict(), S_kv=lengths.keys)
-    k, v = (_gathered(x, at.table, 0, lengths.keys) for x in pools[:2])
+    of_all, of_last = (None, None) if scales is None else (scales[:2], scales[2:])
+    k, v = _dequantized(pools[:2], of_all, at.table, lengths.keys, q)
     o_slc = selection_attention(q, k, v, blocks, backend=backend)
-    k, v = (_gathered(x, at.recent_table, 0, lengths.last) for x in pools[4:6])
+    k, v = _dequantized(pools[4:6], of_last, at.recent_table, lengths.last, q)
     return o_cmp, o_slc, sliding_window_attention(q, k, v, sizes.window)
+
+
+def _dequantized(pools: tuple[Tensor, ...], scales: tuple[Tensor, ...] | None, table: Tensor, count: int, q: Tensor) -> list[Tensor]:
+    """The first `count` keys and values of pools that may be quantized, in q's dtype."""
+    found = [_gathered(as_bytes(x), table, 0, count).view(x.dtype) for x in pools]
+    return found if scales is None else [dequantized(x, scale, q.dtype) for x, scale in zip(found, scales, strict=True)]
 
 
 def _gathered(x: Tensor, table: Tensor, skipped: int, count: int) -> Tensor:

@@ -11,6 +11,7 @@ from nsa_sel.caching import prefill
 from nsa_sel.caching.extend import Compress, append, compress
 from nsa_sel.caching.numbers import Numbers, Sizes
 from nsa_sel.caching.pools import Pools
+from nsa_sel.caching.quantized import Scales
 from nsa_sel.core import transforms
 from nsa_sel.core.choose import over_pages
 from nsa_sel.core.choose_call import PagedKeys, Rule
@@ -31,11 +32,13 @@ class CacheStep:
         positions: [B,S] int64 on the device, of each row in its sequence; 0 for rows without a token.
         is_token: [B,S] bool on the device, which rows have one.
         lengths: [B] int32 on the device, keys of each sequence, with the new ones.
-        sizes, pools, numbers, memory, alike: what layers and the cache take.
+        sizes, pools, numbers, memory, alike, scales: what layers and the cache take.
     """
 
-    def __init__(self, sizes: Sizes, pools: Pools, numbers: Numbers, memory: Tensor, alike: prefill.Lengths | None) -> None:
-        self.sizes, self.pools, self.numbers = sizes, pools, numbers
+    def __init__(
+        self, sizes: Sizes, pools: Pools, numbers: Numbers, memory: Tensor, alike: prefill.Lengths | None, scales: Scales | None
+    ) -> None:  # fmt: skip
+        self.sizes, self.pools, self.numbers, self.scales = sizes, pools, numbers, scales
         self.memory = memory  # of the numbers
         self.alike = alike  # as of LayerStep
 
@@ -62,7 +65,8 @@ class CacheStep:
         """What layer `layer` takes as its `cache`."""
         if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < len(self):
             raise ArgumentError("layer", repr(layer), f"0 to {len(self) - 1}, the layers of the cache", "make the cache with more layers")
-        return LayerStep(self.sizes, self.pools.layer(layer), self.numbers, self.alike)
+        scales = None if self.scales is None else self.scales.layer(layer)
+        return LayerStep(self.sizes, self.pools.layer(layer), self.numbers, self.alike, scales)
 
 
 class LayerStep(NamedTuple):
@@ -72,6 +76,7 @@ class LayerStep(NamedTuple):
     pools: Pools
     at: Numbers
     alike: prefill.Lengths | None  # of all sequences, if many new tokens are to be attended to as in a prefill
+    scales: Scales | None  # of pages in e4m3
 
     def check(self, x: Tensor, rule: Rule, window: int, packed: bool, context: bool) -> None:
         """ArgumentError unless the step fits hidden states x [B,S,width] and a layer with these sizes."""
@@ -109,7 +114,7 @@ class LayerStep(NamedTuple):
         self._check(new)
         self.extend(new, by)
         if self.alike is not None:
-            branches = prefill.branches(new.q, new.q_cmp, self.pools, self.at, self.sizes, self.alike, rule, backend)
+            branches = prefill.branches(new.q, new.q_cmp, self.pools, self.at, self.sizes, self.alike, rule, backend, self.scales)
             return gated_sum(*branches, new.gates)
         compressed, blocks = self.choose(new.q_cmp, rule)
         branches = compressed, self.select(new.q, blocks, backend), self.near(new.q)
@@ -117,7 +122,7 @@ class LayerStep(NamedTuple):
 
     def extend(self, new: Parts, by: tuple[Compress, Compress]) -> None:
         """Append keys and values, and compress those whose last key is new."""
-        append(self.pools, self.at, new.keys())
+        append(self.pools, self.at, new.keys(), self.scales)
         compress(self.pools, self.at, by, self.sizes.compress_stride)
 
     def choose(self, q: Tensor, rule: Rule) -> tuple[Tensor, Selection]:
@@ -129,21 +134,26 @@ class LayerStep(NamedTuple):
 
     def select(self, q: Tensor, blocks: Selection, backend: str | None) -> Tensor:
         """The selected branch."""
-        return selection_attention_with_kvcache(q, self.pools.k, self.pools.v, blocks, self.at.lengths, self.at.table, backend=backend)
+        k_scale, v_scale = (None, None) if self.scales is None else self.scales[:2]
+        return selection_attention_with_kvcache(
+            q, self.pools.k, self.pools.v, blocks, self.at.lengths, self.at.table, k_scale=k_scale, v_scale=v_scale, backend=backend
+        )
 
     def near(self, q: Tensor) -> Tensor:
         """The window: one range of the last keys for each row."""
         ranges = self.at.near[:, :, None, None].expand(-1, -1, q.shape[2], -1, -1)
         selection = Selection(ranges, None, self.sizes.window, disjoint=True)
+        k_scale, v_scale = (None, None) if self.scales is None else self.scales[2:]
         return selection_attention_with_kvcache(
-            q, self.pools.k_win, self.pools.v_win, selection, self.at.recent_lengths, self.at.recent_table
-        )
+            q, self.pools.k_win, self.pools.v_win, selection, self.at.recent_lengths, self.at.recent_table, k_scale=k_scale,
+            v_scale=v_scale,
+        )  # fmt: skip
 
     def _check(self, new: Parts) -> None:
         if any(x.requires_grad for x in new):
             remedy = "call the model under torch.no_grad() or torch.inference_mode()"
             raise ArgumentError("x", "a tensor that requires gradients, or of a layer that does", "none with a cache", remedy)
-        for name, mine, cached in (("keys", new.k_slc, self.pools.k), ("values", new.v_slc, self.pools.v)):
+        for name, mine, cached in (("keys", new.k_cmp, self.pools.k_raw), ("values", new.v_cmp, self.pools.v_raw)):
             here, there = ((x.dtype, x.device, x.shape[-2], x.shape[-1]) for x in (mine, cached))
             if here != there:
                 value, allowed = (f"of {G} groups of {name} of {D} numbers, {dtype} on {device}" for dtype, device, G, D in (there, here))

@@ -12,8 +12,10 @@ from nsa_sel.core.request import Quantized
 from nsa_sel.errors import ArgumentError
 
 STORED = torch.float8_e4m3fn
-_QUERIES = (torch.float16, torch.bfloat16, torch.float32)
-_E5M2 = "e5m2 has 2 bits of mantissa for the same bytes"
+FORMAT = "e4m3"  # its name in requests and limits
+LARGEST = torch.finfo(STORED).max  # 448
+QUERIES = (torch.float16, torch.bfloat16, torch.float32)
+E5M2 = "e5m2 has 2 bits of mantissa for the same bytes"
 
 
 class Scales(NamedTuple):
@@ -33,7 +35,20 @@ class Scales(NamedTuple):
     @property
     def quantized(self) -> Quantized:
         """As `Request.quantized` has it."""
-        return "e4m3" if self.each is None else f"e4m3/{self.each}"  # type: ignore[return-value]
+        return FORMAT if self.each is None else f"{FORMAT}/{self.each}"  # type: ignore[return-value]
+
+
+def stored(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale in e4m3: to the nearest, ties to even; beyond 448 it saturates, and NaN stays NaN.
+
+    One division makes the reciprocal, rounded to float32, so that kernels only multiply and give the same bits.
+    """
+    return (x.float() * scale.reciprocal()).clamp(-LARGEST, LARGEST).to(STORED)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A view of e4m3 numbers as bytes, for what PyTorch does not do to them everywhere; other tensors as they are."""
+    return x.view(torch.uint8) if x.dtype == STORED else x
 
 
 def scales_of(
@@ -69,15 +84,15 @@ def scales_of(
 def _is_quantized(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype == torch.float8_e5m2:
-            raise ArgumentError(name, f"of dtype {x.dtype}", f"{STORED}, or q's dtype {q.dtype}: {_E5M2}", f"quantize to {STORED}")
+            raise ArgumentError(name, f"of dtype {x.dtype}", f"{STORED}, or q's dtype {q.dtype}: {E5M2}", f"quantize to {STORED}")
         if x.dtype == torch.uint8:
             raise ArgumentError(name, f"of dtype {x.dtype}", f"{STORED}, or q's dtype {q.dtype}", f"pass {name}.view({STORED})")
     if STORED not in (k_cache.dtype, v_cache.dtype):
         return False
     if k_cache.dtype != v_cache.dtype:
         raise ArgumentError("v_cache", f"of dtype {v_cache.dtype}", f"k_cache's dtype {k_cache.dtype}", "quantize both, or neither")
-    if q.dtype not in _QUERIES:
-        allowed = f"{', '.join(map(str, _QUERIES))} over a cache of {STORED}"
+    if q.dtype not in QUERIES:
+        allowed = f"{', '.join(map(str, QUERIES))} over a cache of {STORED}"
         raise ArgumentError("q", f"of dtype {q.dtype}", allowed, "call q.to(torch.bfloat16)")
     return True
 

@@ -13,19 +13,29 @@ from torch import Tensor
 from nsa_sel import NSACache, compressed_attention
 from nsa_sel.caching import prefill, step
 from nsa_sel.core.choose import over_pages
+from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import ArgumentError, BackendError, CacheFull
 from tests.helpers.graphs import captured, replayed
-from tests.helpers.layer_cache import SIZES, Model, make_layer, poison
+from tests.helpers.layer_cache import SIZES, Model, few_bits, make_layer, poison, short_numbers
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
 
 def hidden(model: Model, *shape: int) -> Tensor:
-    return torch.randn(*shape, model.layers[0].width, dtype=torch.float64).to(model.layers[0].q.weight)
+    x = torch.randn(*shape, model.layers[0].width, dtype=torch.float64).to(model.layers[0].q.weight)
+    return x if model.cache.scales is None else few_bits(x)
+
+
+def make_model(fp8: bool, pages: int, **options: Any) -> Model:
+    """One layer, in float64; with e4m3 in float32."""
+    if not fp8:
+        return Model([make_layer()], pages, 8, **options)
+    scales = {"k": torch.tensor([[0.03, 0.002]]), "v": 0.01, "k_win": torch.tensor([0.05])}  # the second group's saturate
+    return Model([short_numbers(make_layer("mlp", torch.float32))], pages, 8, kv_dtype=STORED, kv_scales=scales, **options)
 
 
 def close(model: Model, got: Tensor, wanted: Tensor) -> None:
-    tolerance = 1e-9 if got.dtype == torch.float64 else 1e-5 * float(wanted.abs().max())
+    tolerance = 1e-9 if got.dtype == torch.float64 else 1e-5 * max(wanted.abs().flatten().tolist(), default=0.0)
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -75,9 +85,10 @@ def test_token_by_token_in_float32() -> None:
     close(model, in_chunks(model, x, [1] * 45), model.prefill(x))
 
 
-def test_random_batches_drafts_and_forks() -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_random_batches_drafts_and_forks(fp8: bool) -> None:
     """Every output of every sequence that lives is that of the prefill of its tokens."""
-    model, chance = Model([make_layer()], 40, 8, window_pages=24), random.Random(0)
+    model, chance = make_model(fp8, 40, window_pages=24), random.Random(0)
     cache, tokens, found, full = model.cache, dict[int, Tensor](), dict[int, Tensor](), 0
     for _ in range(120):
         living, what = list(tokens), chance.random()
@@ -151,9 +162,10 @@ def test_the_same_blocks_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool((whole.ranges[:, :16, :, -1] == 0).all())  # where fewer blocks are visible
 
 
-def test_a_captured_step_follows_other_sequences() -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_captured_step_follows_other_sequences(fp8: bool) -> None:
     """Fewer of them, with fewer tokens and other lengths, than it was made for."""
-    model = Model([make_layer()], 40, 8)
+    model = make_model(fp8, 40)
     cache, layer = model.cache, model.layers[0]
     x = hidden(model, 3, 40)
     sequences = [cache.open() for _ in x]
@@ -162,7 +174,7 @@ def test_a_captured_step_follows_other_sequences() -> None:
     graph, outputs = captured(lambda: (layer(rows, cache=kept[0]),), "cpu")
     for sequence in sequences:
         cache.truncate(sequence, 0)
-    wanted, found, at = layer(x), [[] for _ in x], [0, 0, 0]
+    wanted, found, at = model.plain[0](x), [[] for _ in x], [0, 0, 0]
     for counts in ([2, 1, 2], [2, 2, 0], [0, 1, 2], [2, 0, 0], [1, 2, 1]) * 4:
         chosen = [b for b in range(3) if counts[b]]
         assert cache.step([sequences[b] for b in chosen], [counts[b] for b in chosen], into=kept) is kept

@@ -1,4 +1,7 @@
-"""The kernels of a cache's new tokens against plain PyTorch: appended keys, and compressed ones."""
+"""The kernels of a cache's new tokens against plain PyTorch: appended keys, quantized ones, and compressed ones.
+
+Triton's interpreter rounds to e4m3 in its own way, and makes 384 of NaN: there, only numbers that e4m3 has are quantized.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from nsa_sel.backends._triton import cache as kernels
 from nsa_sel.cache import NSACache
 from nsa_sel.caching import extend
 from nsa_sel.compression import BlockMLP
+from nsa_sel.core.quantized import STORED, stored
 from tests.helpers.cases import assert_within_twice_baseline
 from tests.helpers.layer_cache import poison
 
@@ -51,6 +55,42 @@ def test_append_writes_every_key_to_its_page(device: str) -> None:
     kernels.append(keys, (to.k_raw, to.v_raw, to.k, to.v, to.k_win, to.v_win), step.at.slot, step.at.recent_slot)
     for mine, right in zip(to, wanted, strict=True):
         torch.testing.assert_close(mine[:-1], right[:-1], rtol=0, atol=0, equal_nan=True)  # nobody reads the last page
+
+
+def appended(x: Tensor, scales: tuple[Tensor, ...]) -> list[Tensor]:
+    """What the kernel makes of keys x [N,G,D] in four pools of e4m3, whose slots go backwards; two others take them as they are."""
+    N, G, D = x.shape
+    pools = [torch.zeros(1, N, G, D, dtype=dtype, device=x.device) for dtype in (x.dtype, x.dtype, *[STORED] * 4)]
+    slots = torch.arange(N - 1, -1, -1, device=x.device)[None]
+    kernels.append((x[None],) * 6, tuple(pools), slots, slots, scales)
+    found = [pool[0].flip(0) for pool in pools]
+    assert all(torch.equal(y.nan_to_num(), x.nan_to_num()) for y in found[:2])
+    return found[2:]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_append_quantizes_numbers_that_e4m3_has(device: str) -> None:
+    """Exactly, by scales that are powers of two of each group; beyond 448 they saturate."""
+    scales = tuple(2.0 ** torch.randint(-6, 5, (3,), device=device) for _ in range(4))
+    every = torch.cat((torch.arange(127), torch.arange(128, 255))).to(torch.uint8).view(STORED).float().to(device)
+    numbers = torch.cat((every, every.new_tensor([449, -500, 1e30, float("inf"), -float("inf")])))
+    for scale in scales:
+        x = numbers.expand(3, 1, -1).transpose(0, 1) * scale[:, None]
+        for y in appended(x, (scale,) * 4):
+            assert torch.equal(y.float(), numbers.clamp(-448, 448).expand_as(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_append_quantizes_with_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
+    """All numbers of 16 bits, and as many of 32."""
+    bits = torch.arange(1 << 16).to(torch.uint16) if dtype.itemsize == 2 else torch.randint(-(1 << 31), 1 << 31, (1 << 16,)).int()
+    x = bits.view(dtype).view(-1, 1, 64).expand(-1, 4, -1)
+    scales = tuple(10 ** (torch.rand(4) * 6 - 4) for _ in range(4))
+    for y, scale in zip(appended(x.cuda(), tuple(scale.cuda() for scale in scales)), scales, strict=True):
+        wanted = stored(x, scale[:, None])
+        assert torch.equal(y.cpu().isnan(), wanted.isnan())
+        assert torch.equal(y.cpu().view(torch.uint8)[~wanted.isnan()], wanted.view(torch.uint8)[~wanted.isnan()])
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), *(pytest.param("cuda", x, marks=pytest.mark.gpu) for x in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention
+from nsa_sel.caching.quantized import Scales
 from nsa_sel.caching.sequences import Sequence
+from nsa_sel.core.quantized import STORED, as_bytes, stored
+from nsa_sel.projection import Parts
 
 SMALL: dict[str, Any] = {"window": 6, "compress_block": 8, "compress_stride": 4, "block_size": 8, "n": 4}
 SIZES: dict[str, tuple[int, int, int, int, int | None, dict[str, Any]]] = {  # width, G, h, Dk, Dv, options
@@ -30,6 +34,34 @@ def make_layer(name: str = "mlp", dtype: torch.dtype = torch.float64, device: st
     return layer.requires_grad_(False)
 
 
+def with_stored_keys(layer: NSAttention, scales: Scales, dtype: torch.dtype | None = None) -> NSAttention:
+    """A copy in `dtype` that attends, without a cache, to the keys and values which a cache with these scales [G] would hold in e4m3.
+
+    What it attends to is projected by `layer` in any case, so that copies of other dtypes attend to the same numbers.
+    """
+    other = copy.deepcopy(layer).to(dtype)
+
+    def parts(x: Tensor, positions: Tensor | None, many: bool) -> Parts:
+        made = layer._parts(x.to(layer.q.weight.dtype), positions, many)
+        for name, scale in zip(("k_slc", "v_slc", "k_win", "v_win"), scales, strict=True):
+            made = made._replace(**{name: stored(getattr(made, name), scale[:, None]).double() * scale[:, None].double()})
+        return Parts(*(y.to(other.q.weight.dtype) for y in made))
+
+    other._parts = parts  # type: ignore[method-assign]
+    return other
+
+
+def short_numbers(layer: NSAttention) -> NSAttention:
+    """The layer with projections of few bits: of such x, products with any number of rows have the same keys, with the same rounding."""
+    for module in (layer.q, layer.kv):
+        module.weight.copy_(few_bits(module.weight))
+    return layer
+
+
+def few_bits(x: Tensor) -> Tensor:
+    return (x * 32).round() / 32
+
+
 def poison(cache: NSACache) -> None:
     """NaN in every page and position that no sequence may read, in all layers. The page after the last one is among them."""
     pages = torch.zeros(cache.pools.k.shape[1:3], dtype=torch.bool)
@@ -42,7 +74,7 @@ def poison(cache: NSACache) -> None:
         start = sequence.recent.first * size
         _mark(recent, sequence.recent.held(), _first_key(sequence) - start, sequence.length - start)
     for x, mask in zip(cache.pools, (pages, pages, pieces, pieces, *[recent] * 4), strict=True):
-        x.masked_fill_(~mask.to(x.device)[None, :, :, None, None], math.nan)
+        as_bytes(x).masked_fill_(~mask.to(x.device)[None, :, :, None, None], 0x7F if x.dtype == STORED else math.nan)
 
 
 def _first_key(sequence: Sequence) -> int:
@@ -63,10 +95,12 @@ class Model:
     def __init__(self, layers: list[NSAttention], pages: int, page_size: int, **options: Any) -> None:
         self.layers = layers
         self.cache = NSACache.of(layers, pages, page_size, **options)
+        scales = self.cache.scales
+        self.plain = layers if scales is None else [with_stored_keys(x, scales.layer(i)) for i, x in enumerate(layers)]
 
     def prefill(self, x: Tensor) -> Tensor:
         """[B,S,width] without the cache."""
-        for layer in self.layers:
+        for layer in self.plain:
             x = x + layer(x)
         return x
 
