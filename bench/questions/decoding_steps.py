@@ -3,13 +3,13 @@
     python -m nsa_sel.bench.questions.decoding_steps --out bench/results/h200/profiles/decoding_steps.jsonl
 
 4 KV groups of 16 heads, D 128, bf16, NSA's sizes, one new token of each of B sequences of one length, caches of random numbers in pages of
-64; times by graph replay. Parts:
+64, of which K and V of the selected branch and of the window are in bf16 or in e4m3; times by graph replay. Parts:
     extend   appends keys and values, and compresses the last 32
     choose   compressed keys gathered from their pages, attention to them, the best blocks
     select   the selected branch, by the policy's choice
     window   the window, as one range of each row
     whole    all of them and the gated sum: `LayerStep.attend`, without projections
-    dense    attention to all keys by cuDNN, in one piece
+    dense    attention to all keys in bf16 by cuDNN, in one piece
 `floor_ms` is what reading the keys and values of a part once takes at `copy_tbs`, the bandwidth of a copy measured in the same process.
 """
 
@@ -30,11 +30,13 @@ from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
 from nsa_sel.cache import NSACache
+from nsa_sel.core.quantized import STORED
 from nsa_sel.projection import Parts
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
 
 G, h, D, PAGE = 4, 16, 128, 64
+FORMATS = {"bf16": torch.bfloat16, "fp8": STORED}
 CHUNK = 4096  # tokens per step that reserves pages
 COPIED = 1 << 30  # bytes
 
@@ -51,12 +53,15 @@ def small_layer() -> NSAttention:
     return NSAttention(64, G, h, D, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
 
 
-def grown(layer: NSAttention, B: int, lengths: list[int]) -> Iterator[tuple[NSACache, list[int], int]]:
+def grown(layer: NSAttention, B: int, lengths: list[int], kv_dtype: torch.dtype) -> Iterator[tuple[NSACache, list[int], int]]:
     """A cache of B sequences at each length in turn; the last token of a length is not in it yet."""
     recent = (layer.window + CHUNK - 2) // PAGE + 2
-    cache = NSACache.of([layer], B * -(-max(lengths) // PAGE), PAGE, window_pages=B * recent)
+    cache = NSACache.of([layer], B * -(-max(lengths) // PAGE), PAGE, window_pages=B * recent, kv_dtype=kv_dtype)
     for x in cache.pools:
-        x.normal_()
+        if x.dtype == STORED:
+            x.view(torch.uint8).random_(256).bitwise_and_(0xBF)  # of magnitudes below 2
+        else:
+            x.normal_()
     sequences, held = [cache.open() for _ in range(B)], 0
     for length in lengths:
         while held < length - 1:
@@ -77,21 +82,24 @@ def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int
     B, rule, compress = len(sequences), layer.rule, (layer.compress_k, layer.compress_v)
     step, new = cache.step(sequences, room=length)[0], new_tokens(B)
     ranges = step.choose(new.q_cmp, rule)[1].ranges
-    key_bytes = B * G * 2 * D * 2  # of K and V, one key of every group
-    choose, select, window = (key_bytes * keys for keys in (rule.compressed_keys(length), rule.n * rule.block_size, layer.window))
-    k, v = (x[: B * length // PAGE].view(B, length, G, D).transpose(1, 2) for x in (step.pools.k, step.pools.v))
+    numbers = B * G * 2 * D  # of K and V, one key of every group
+    choose = numbers * rule.compressed_keys(length) * step.pools.k_cmp.itemsize
+    select, window = (numbers * keys * step.pools.k.itemsize for keys in (rule.n * rule.block_size, layer.window))
 
     def selected() -> Tensor:
         return step.select(new.q, Selection.from_ranges(ranges, rule.block_size, disjoint=True), None)
 
-    return {
+    found = {
         "extend": Part(lambda: step.extend(new, compress), 0),
         "choose": Part(lambda: step.choose(new.q_cmp, rule), choose),
         "select": Part(selected, select),
         "window": Part(lambda: step.near(new.q), window),
         "whole": Part(lambda: step.attend(new, compress, rule, None), choose + select + window),
-        "dense": Part(lambda: dense_causal_sdpa(new.q, k, v), key_bytes * length),
     }
+    if step.scales is None:
+        k, v = (x[: B * length // PAGE].view(B, length, G, D).transpose(1, 2) for x in (step.pools.k, step.pools.v))
+        found["dense"] = Part(lambda: dense_causal_sdpa(new.q, k, v), numbers * length * k.itemsize)
+    return found
 
 
 def copy_tbs() -> float:
@@ -101,20 +109,41 @@ def copy_tbs() -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Microseconds of each part, and in brackets the floor, by B and length; then how many times as long dense attention takes."""
-    found = {(row["B"], row["S_kv"], row["part"]): row for row in rows}
+    """Microseconds of each part, and in brackets the floor, by B, length and format of K and V; then how many times as long dense
+    attention takes."""
+    found = {(*size_of(row), row["part"]): row for row in rows}
     names = list(dict.fromkeys(row["part"] for row in rows))
 
-    def cell(B: int, S_kv: int, part: str) -> str:
-        row = found.get((B, S_kv, part))
+    def cell(size: tuple[int, int, str], part: str) -> str:
+        row = found.get((*size, part))
         return "-" if row is None else f"{row['ms_median'] * 1e3:.1f} ({row['floor_ms'] * 1e3:.1f})"
 
     lines = []
-    for B, S_kv in dict.fromkeys((B, S_kv) for B, S_kv, _ in found):
-        whole, dense = (found.get((B, S_kv, part)) for part in ("whole", "dense"))
+    for size in dict.fromkeys(map(size_of, rows)):
+        whole, dense = (found.get((*size, part)) for part in ("whole", "dense"))
         ahead = markdown.factor(None if whole is None or dense is None else dense["ms_median"] / whole["ms_median"])
-        lines.append((B, f"{S_kv // 1024}k", *(cell(B, S_kv, part) for part in names), ahead))
-    return markdown.table(["B", "keys", *names, "dense / whole"], lines, left=0)
+        B, S_kv, kv = size
+        lines.append((B, f"{S_kv // 1024}k", kv, *(cell(size, part) for part in names), ahead))
+    return markdown.table(["B", "keys", "K and V", *names, "dense / whole"], lines, left=0)
+
+
+def size_of(row: Row) -> tuple[int, int, str]:
+    """Sequences, keys, and the format of K and V: bf16 in rows that do not say."""
+    return row["B"], row["S_kv"], row.get("kv", "bf16")
+
+
+def measured(layer: NSAttention, B: int, lengths: list[int], kv: str, bandwidth: float, rep: float) -> Iterator[Row]:
+    """A row of every part at each length."""
+    for cache, sequences, length in grown(layer, B, lengths, FORMATS[kv]):
+        for name, part in parts(layer, cache, sequences, length).items():
+            part.work()
+            decided = events.decisions()[-1].forward if name in ("choose", "select", "window") else None
+            times = replayed_milliseconds(part.work, Timing(rep))
+            row = {"part": name, "B": B, "S": 1, "S_kv": length, "G": G, "h": h, "D": D, "page_size": PAGE, "kv": kv, "direction": "decode"}
+            spread = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
+            yield {**row, "backend": decided, **spread, "floor_ms": part.least_bytes / bandwidth / 1e9, "copy_tbs": bandwidth}
+        for sequence in sequences:
+            cache.truncate(sequence, length - 1)
 
 
 def main(
@@ -123,6 +152,7 @@ def main(
     lengths: Annotated[
         str, typer.Option(help="keys of each sequence, comma-separated, ascending multiples of 64")
     ] = "16384,32768,65536,131072",
+    formats: Annotated[str, typer.Option(help=f"of K and V in the cache, comma-separated: {', '.join(FORMATS)}")] = "bf16",
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 50,
 ) -> None:
     """Time every part at every size; append the rows, and print a table."""
@@ -132,20 +162,11 @@ def main(
     with torch.inference_mode():
         bandwidth = copy_tbs()
         for B in map(int, batches.split(",")):
-            for cache, sequences, length in grown(layer, B, list(map(int, lengths.split(",")))):
-                for name, part in parts(layer, cache, sequences, length).items():
-                    part.work()
-                    decided = events.decisions()[-1].forward if name in ("choose", "select", "window") else None
-                    times = replayed_milliseconds(part.work, Timing(rep))
-                    row = {"part": name, "B": B, "S": 1, "S_kv": length, "G": G, "h": h, "D": D, "page_size": PAGE, "direction": "decode"}
-                    spread = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
-                    floor = {"floor_ms": part.least_bytes / bandwidth / 1e9, "copy_tbs": bandwidth}
-                    rows.append({**row, "backend": decided, **spread, **floor, **facts})
+            for kv in formats.split(","):
+                for row in measured(layer, B, list(map(int, lengths.split(","))), kv, bandwidth, rep):
+                    rows.append({**row, **facts})
                     store.append(out, rows[-1:])
-                for sequence in sequences:
-                    cache.truncate(sequence, length - 1)
-            del cache
-            torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
     echo(table(rows))
 
 
