@@ -251,6 +251,13 @@ def test_numbers_that_are_not_finite_count_for_no_scale() -> None:
     assert nsa_sel.quantize_e4m3(x[:0])[1].tolist() == [1]
 
 
+def test_scales_of_tiny_numbers_have_a_reciprocal() -> None:
+    x = torch.tensor([0.0, 1e-42, -1e-40, 1e-38]).view(4, 1, 1, 1)
+    stored, scale = nsa_sel.quantize_e4m3(x, "page")
+    assert scale.flatten().tolist() == [1, *[torch.finfo(torch.float32).tiny] * 3]
+    assert bool(((stored.float() * scale.view(4, 1, 1, 1) - x).abs() <= torch.maximum(x.abs() / 16, scale.view(4, 1, 1, 1) / 1024)).all())
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
