@@ -1,0 +1,106 @@
+"""What does dense decoding take with FlashInfer, whose pages every engine has? A column beside `decoding_steps`' table.
+
+    python -m nsa_sel.bench.questions.decoding_peers --out bench/results/h200/profiles/decoding_peers.jsonl
+
+Sizes and dtype of `decoding_steps`: one new token of each of B sequences of one length, times by graph replay. Pages lie in random order,
+as in a cache that has served others. `BatchDecodeWithPagedKVCacheWrapper` on tensor cores, in the mode for CUDA graphs; its plan is made
+on the host and not timed. Outputs are held to SDPA's over the same keys. Needs `pip install flashinfer-python`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib import util
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from nsa_sel.bench.core import environment, store
+from nsa_sel.bench.core.baselines import dense_causal_sdpa
+from nsa_sel.bench.core.command_line import echo, need_gpu, program
+from nsa_sel.bench.core.parity import WrongResult, checked_error
+from nsa_sel.bench.core.timing import Timing, replayed_milliseconds
+from nsa_sel.bench.questions.decoding_steps import PAGE, D, G, copy_tbs, h, table
+from nsa_sel.errors import ArgumentError
+
+PEER = "flashinfer"
+WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
+
+
+def planned(flashinfer: Any, block_table: Tensor, page_size: int, heads: int, groups: int, head_dim: int) -> Any:
+    """FlashInfer's wrapper, planned for one new token after full pages.
+
+    Args:
+        flashinfer: the package.
+        block_table: [B, pages of a sequence] int32, on the GPU.
+        page_size: keys of a page.
+        heads: of the queries, G * h.
+        groups: G.
+        head_dim: D.
+    """
+    B, each = block_table.shape
+    indptr, last = torch.arange(B + 1, dtype=torch.int32) * each, torch.full((B,), page_size, dtype=torch.int32)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=block_table.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr.to(block_table.device),
+        paged_kv_indices_buffer=block_table.flatten().clone(), paged_kv_last_page_len_buffer=last.to(block_table.device),
+    )  # fmt: skip
+    wrapper.plan(
+        indptr, block_table.flatten(), last, heads, groups, head_dim, page_size, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16
+    )
+    return wrapper
+
+
+def beside_sdpa(o: Tensor, q: Tensor, pages: tuple[Tensor, Tensor], block_table: Tensor) -> float:
+    """Mean absolute difference of o [B,G*h,D] and SDPA's over the pages' keys in order; WrongResult where it is more than rounding."""
+    B, groups = len(q), pages[0].shape[2]
+    k, v = (x[block_table.long()].flatten(1, 2).transpose(1, 2) for x in pages)
+    dense = dense_causal_sdpa(q.view(B, 1, groups, -1, q.shape[-1]), k, v, kernel="cudnn" if q.is_cuda else "any")
+    return checked_error("o", o.view(dense.shape), dense.double())
+
+
+def measured(flashinfer: Any, B: int, length: int, bandwidth: float, rep: float) -> store.Row:
+    """The row of one size, without its environment. A wrong result is a row without a time."""
+    count = B * length // PAGE
+    k, v = (torch.randn(count, PAGE, G, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    q = torch.randn(B, G * h, D, dtype=torch.bfloat16, device="cuda")
+    block_table = torch.randperm(count, device="cuda").view(B, -1).int()
+    sizes = {"part": PEER, "B": B, "S": 1, "S_kv": length, "G": G, "h": h, "D": D, "page_size": PAGE, "direction": "decode"}
+    wrapper = planned(flashinfer, block_table, PAGE, G * h, G, D)
+    try:
+        mae = beside_sdpa(wrapper.run(q, (k, v)), q, (k, v), block_table)
+    except WrongResult as error:
+        return {**sizes, "backend": PEER, "version": flashinfer.__version__, "error": str(error)}
+    times = replayed_milliseconds(lambda: wrapper.run(q, (k, v)), Timing(rep))
+    spread = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
+    floor = {"floor_ms": 2 * k.nbytes / bandwidth / 1e9, "copy_tbs": bandwidth}
+    return {**sizes, "backend": PEER, "version": flashinfer.__version__, **spread, **floor, "mae": mae}
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
+    batches: Annotated[str, typer.Option(help="sequences, comma-separated")] = "1,16,64",
+    lengths: Annotated[str, typer.Option(help="keys of each sequence, comma-separated multiples of 64")] = "16384,65536,131072",
+    rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a size should fill")] = 50,
+) -> None:
+    """Time FlashInfer's dense decoding at every size; append the rows, and print a table."""
+    need_gpu("decoding_peers")
+    if util.find_spec(PEER) is None:
+        raise ArgumentError(PEER, "not installed", "a version with BatchDecodeWithPagedKVCacheWrapper", "pip install flashinfer-python")
+    torch.manual_seed(0)
+    flashinfer, facts, bandwidth = importlib.import_module(PEER), environment.stamp(), copy_tbs()
+    rows = list[store.Row]()
+    with torch.inference_mode():
+        for B in map(int, batches.split(",")):
+            for length in map(int, lengths.split(",")):
+                rows.append({**measured(flashinfer, B, length, bandwidth, rep), **facts})
+                store.append(out, rows[-1:])
+                torch.cuda.empty_cache()
+    echo(table(store.measured(rows)))
+
+
+if __name__ == "__main__":
+    program(main)

@@ -1,0 +1,46 @@
+"""The bench of FlashInfer's decoding: what it asks of FlashInfer, and its check."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_sel.bench.core.parity import WrongResult
+from nsa_sel.bench.questions import decoding_peers
+
+B, PAGES, PAGE, G, H, D = 2, 3, 4, 2, 3, 8
+
+
+def test_an_output_is_held_to_sdpa_over_the_pages_in_order() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(B, G * H, D), *torch.randn(2, B * PAGES, PAGE, G, D)
+    block_table = torch.randperm(B * PAGES).view(B, PAGES).int()
+    expected = torch.empty_like(q)
+    for b in range(B):
+        for head in range(G * H):
+            keys, values = (torch.cat([x[page, :, head // H] for page in block_table[b]]) for x in (k, v))
+            expected[b, head] = (q[b, head] @ keys.T / D**0.5).softmax(-1) @ values
+    assert decoding_peers.beside_sdpa(expected, q, (k, v), block_table) < 1e-6
+    with pytest.raises(WrongResult, match="o is"):
+        decoding_peers.beside_sdpa(expected, q, (k, v), block_table.flip(0))
+
+
+def test_flashinfer_is_planned_for_one_token_after_full_pages() -> None:
+    """By its documented arguments: page numbers in a row, where each sequence's begin, and how full its last page is."""
+    plans: list[tuple[object, ...]] = []
+
+    class Wrapper:
+        def __init__(self, *_: object, **options: object) -> None:
+            assert options["use_cuda_graph"] is options["use_tensor_cores"] is True
+
+        def plan(self, *sizes: object, **dtypes: object) -> None:
+            assert set(dtypes.values()) == {torch.bfloat16}
+            plans.append(sizes)
+
+    block_table = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32)
+    decoding_peers.planned(SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper), block_table, PAGE, G * H, G, D)
+    ((indptr, pages, last, *sizes),) = plans
+    assert [x.tolist() for x in (indptr, pages, last)] == [[0, 3, 6], [4, 0, 2, 1, 5, 3], [PAGE, PAGE]]
+    assert sizes == [G * H, G, D, PAGE]
