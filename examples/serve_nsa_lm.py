@@ -26,11 +26,12 @@ import msgspec
 import torch
 import typer
 from aiohttp import web
-from batch_scheduler import Busy, Limits, Scheduler
+from batch_scheduler import Scheduler
 from completions import Body, Finished, Request
 from decoding import Engine
 from nsa_lm import nsa_checkpoint, trained_model
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from request_queue import Busy, Limits
 from serving_metrics import Metrics, Stopwatch
 
 from nsa_sel.bench.core.command_line import Device, device_of, program
@@ -98,14 +99,14 @@ class Server:
 
     async def drain(self, app: web.Application) -> None:
         """Let running completions finish, within the bound."""
-        self.scheduler.close("the server is shutting down")
+        self.scheduler.queue.close("the server is shutting down")
         await asyncio.to_thread(self.thread.join, self.grace)
         self.scheduler.stop("the server is shutting down")
         await asyncio.to_thread(self.thread.join, ANSWER_SECONDS)  # the step under way
 
     async def health(self, request: web.Request) -> web.Response:
-        if self.scheduler.closed:
-            return refused(503, self.scheduler.closed)
+        if self.scheduler.queue.closed:
+            return refused(503, self.scheduler.queue.closed)
         return web.json_response({"status": "ok"})
 
     async def scrape(self, request: web.Request) -> web.Response:
@@ -120,7 +121,7 @@ class Server:
         try:
             body = msgspec.json.decode(await request.read(), type=Body)
             asked = Request(body.prompt.encode(), body.max_tokens, emit, body.temperature, body.seed, body.stop_bytes())
-            self.scheduler.submit(asked)
+            self.scheduler.queue.submit(asked)
         except (msgspec.MsgspecError, UnicodeError, ArgumentError) as error:
             self.metrics.ended.labels("refused").inc()
             return refused(400, str(error))
@@ -141,7 +142,7 @@ class Server:
             outcome = event.reason
             yield decoder.decode(b"", final=True), event
         finally:
-            self.scheduler.cancel(asked)
+            self.scheduler.queue.cancel(asked)
             self.metrics.ended.labels(outcome).inc()
 
 
@@ -186,6 +187,7 @@ def main(
     running: Annotated[int, typer.Option(help="sequences that are decoded at once, at most")] = 16,
     waiting: Annotated[int, typer.Option(help="requests that wait beside them, at most; further ones get 503")] = 64,
     chunk: Annotated[int, typer.Option(help="bytes of prompts that are prefilled between two decoding steps")] = 512,
+    prefixes: Annotated[int, typer.Option(help="sequences that are kept for prompts that begin alike, at most; 0 for none")] = 256,
     grace: Annotated[float, typer.Option(help="seconds that running completions have after SIGTERM")] = 10,
     backend: Annotated[str | None, typer.Option(help="of the selected branch; by default the policy chooses")] = None,
     device: Device = "auto",
@@ -194,7 +196,7 @@ def main(
     model, sizes = trained_model(nsa_checkpoint(run), backend)
     pages = pages or running * -(-sizes.context // page_size)
     engine = Engine(model, torch.device(device_of(device)), pages, page_size)
-    limits = Limits(min(sizes.context, pages * page_size), running, waiting, chunk)
+    limits = Limits(min(sizes.context, pages * page_size), running, waiting, chunk, prefixes)
     engine.warm_up(running, limits.context, min(chunk, limits.context))
     with socket.create_server((host, port)) as listening:
         serve(Server(Scheduler(engine, limits), grace), listening)

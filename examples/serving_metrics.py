@@ -24,12 +24,19 @@ class State:
     def collect(self) -> Iterator[Any]:
         gauges = {
             "requests_running": ("Sequences that hold pages of the cache", len(self.scheduler.running)),
-            "requests_waiting": ("Requests without pages", len(self.scheduler.waiting)),
+            "requests_waiting": ("Requests without pages", len(self.scheduler.queue.waiting)),
             "cache_pages_free": ("Free pages of the cache", self.scheduler.cache.free_pages),
+            "prefixes_kept": ("Sequences that are kept for texts that begin as theirs", len(self.scheduler.prefixes.kept)),
+        }
+        counters = {
+            "put_back": ("Sequences that gave their pages to older ones", self.scheduler.put_back),
+            "prefix_hits": ("Sequences that began with pages of another", self.scheduler.prefixes.hits),
+            "prefix_tokens": ("Bytes that were not prefilled, because another sequence had read them", self.scheduler.prefixes.saved),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"nsa_serve_{name}", text, value)
-        yield CounterMetricFamily("nsa_serve_put_back", "Sequences that gave their pages to older ones", self.scheduler.put_back)
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"nsa_serve_{name}", text, value)
 
 
 class Metrics:

@@ -22,7 +22,8 @@ from nsa_sel.errors import ArgumentError
 from tests.helpers.examples import load
 
 aiohttp = pytest.importorskip("aiohttp", reason="pip install nsa-sel[serve]")
-program, scheduling, decoding, load_test = (load(name) for name in ("serve_nsa_lm", "batch_scheduler", "decoding", "load_test"))
+program, scheduling, queueing = (load(name) for name in ("serve_nsa_lm", "batch_scheduler", "request_queue"))
+decoding, load_test = load("decoding"), load("load_test")
 model_file = load("nsa_lm")
 Client = Callable[[Any], Coroutine[Any, Any, Any]]
 BOUND = 30  # seconds for any wait: a failing test ends
@@ -43,7 +44,7 @@ def model() -> Any:
 def server_of(model: Any, pages: int = 32, grace: float = BOUND, **limits: int) -> Any:
     """A server with pages of 16 bytes and a context of 128."""
     engine = decoding.Engine(model, torch.device("cpu"), pages, 16)
-    return program.Server(scheduling.Scheduler(engine, scheduling.Limits(**{"context": 128} | limits)), grace)
+    return program.Server(scheduling.Scheduler(engine, queueing.Limits(**{"context": 128} | limits)), grace)
 
 
 def terminate(server: Any) -> None:
@@ -134,8 +135,8 @@ class Gate:
 def test_greedy_completions_are_the_models_own(model: Any) -> None:
     """Of mixed lengths, all at once, streamed and in one piece, in so few pages that sequences give theirs to others."""
     server = server_of(model, pages=9, chunk=48)
-    submit, asked = server.scheduler.submit, []
-    server.scheduler.submit = lambda request: (submit(request), asked.append(request))
+    submit, asked = server.scheduler.queue.submit, []
+    server.scheduler.queue.submit = lambda request: (submit(request), asked.append(request))
 
     async def client(session: Any) -> Any:
         streams = [streamed(session, body(prompt, 24)) for prompt in PROMPTS]
@@ -214,8 +215,11 @@ async def azip(numbers: range, others: Any) -> AsyncIterator[tuple[int, Any]]:
 
 
 def test_metrics_count_and_time_what_was_served(model: Any) -> None:
+    """Of one prompt that comes twice: the second time its bytes are prefilled no more, and the same ones follow."""
+
     async def client(session: Any) -> str:
-        await post(session, body("abc", 5))
+        answers = [await post(session, body("x" * 40, 5)) for _ in range(2)]
+        assert answers[0][1]["choices"] == answers[1][1]["choices"]
         await post(session, body("abc", 200))
         async with session.get("/metrics") as response:
             assert response.headers["Content-Type"].startswith("text/plain")
@@ -223,10 +227,12 @@ def test_metrics_count_and_time_what_was_served(model: Any) -> None:
 
     found = dict(re.findall(r"^([a-z_]+(?:\{[^}]*\})?) (\S+)$", served(server_of(model), client), flags=re.MULTILINE))
     expected = {
-        "nsa_serve_requests_running": 0, "nsa_serve_requests_waiting": 0, "nsa_serve_cache_pages_free": 32, "nsa_serve_put_back_total": 0,
-        'nsa_serve_requests_total{outcome="length"}': 1, 'nsa_serve_requests_total{outcome="refused"}': 1,
-        "nsa_serve_prompt_tokens_total": 3, "nsa_serve_generated_tokens_total": 5,
-        "nsa_serve_time_to_first_token_seconds_count": 1, "nsa_serve_time_between_tokens_seconds_count": 4,
+        "nsa_serve_requests_running": 0, "nsa_serve_requests_waiting": 0, "nsa_serve_put_back_total": 0,
+        "nsa_serve_cache_pages_free": 28, "nsa_serve_prefixes_kept": 2,  # 40 bytes in 3 pages, 44 in 2 of them and another
+        "nsa_serve_prefix_hits_total": 1, "nsa_serve_prefix_tokens_total": 39,
+        'nsa_serve_requests_total{outcome="length"}': 2, 'nsa_serve_requests_total{outcome="refused"}': 1,
+        "nsa_serve_prompt_tokens_total": 80, "nsa_serve_generated_tokens_total": 10,
+        "nsa_serve_time_to_first_token_seconds_count": 2, "nsa_serve_time_between_tokens_seconds_count": 8,
     }  # fmt: skip
     assert {name: float(found[name]) for name in expected} == expected
     assert 0 < float(found["nsa_serve_time_to_first_token_seconds_sum"]) < BOUND
@@ -247,7 +253,7 @@ def test_sigterm_lets_running_completions_finish_within_the_bound(model: Any, in
         running = asyncio.create_task(streamed(session, body(max_tokens=20)))
         await until(lambda: bool(scheduler.running))
         waiting = asyncio.create_task(post(session, body()))
-        await until(lambda: bool(scheduler.waiting))
+        await until(lambda: bool(scheduler.queue.waiting))
         terminate(server)
         refused = await waiting
         gate.opened = in_time
@@ -289,7 +295,7 @@ def test_the_load_test_measures_a_served_run(model: Any, tmp_path: Path, monkeyp
     program.main(tmp_path, port=0, backend="sdpa-packed", device="cpu", pages=5)
     monkeypatch.undo()
     (server,) = servers
-    assert server.scheduler.limits == (128, 16, 64, 512)
+    assert server.scheduler.limits == (128, 16, 64, 512, 256)
     assert server.scheduler.cache.free_pages == 5
     texts = load_test.prompts(6, 40, seed=0)
     assert texts == load_test.prompts(6, 40, seed=0)
