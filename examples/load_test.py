@@ -2,6 +2,7 @@
 
     python examples/serve_nsa_lm.py runs/nsa --port 8000                                             # first
     python examples/load_test.py --url http://127.0.0.1:8000 --requests 64 --at-once 16
+    python examples/load_test.py --at-once 16,64 --prompt 1024,16384 --least 1 --out rows.jsonl      # a row for each of four loads
 
 Prompts are pieces of this repository's documentation, of mixed lengths; they and their lengths depend on --seed alone. Only loopback
 addresses are accepted: servers of other people are not to be tested like this.
@@ -11,19 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import itertools
 import random
 import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import aiohttp
 import msgspec
 import typer
 from yarl import URL
 
-from nsa_sel.bench.core.command_line import echo, program
+from nsa_sel.bench.core import environment, store
+from nsa_sel.bench.core.command_line import Device, device_of, echo, program
 from nsa_sel.errors import ArgumentError
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -50,11 +53,29 @@ def completions_at(url: str) -> URL:
     return base.with_path("/v1/completions")
 
 
-def prompts(number: int, most: int, seed: int) -> list[str]:
-    """Pieces of the documentation of a quarter of `most` to `most` bytes."""
+class Load(NamedTuple):
+    """What is asked of a server.
+
+    requests: in all.
+    at_once: of them, at most.
+    least, most: bytes of a prompt.
+    max_tokens: bytes of a completion.
+    seed: of the prompts.
+    """
+
+    requests: int
+    at_once: int
+    least: int
+    most: int
+    max_tokens: int
+    seed: int = 0
+
+
+def prompts(asked: Load) -> list[str]:
+    """Pieces of the documentation."""
     text = "".join(file.read_text() for file in sorted(DOCS.glob("*.md"))).encode("ascii", "replace").decode()
-    chosen = random.Random(seed)
-    sizes = [chosen.randint(max(1, most // 4), most) for _ in range(number)]
+    chosen = random.Random(asked.seed)
+    sizes = [chosen.randint(asked.least, asked.most) for _ in range(asked.requests)]
     return [text[start : start + size] for size in sizes for start in [chosen.randrange(len(text) - size)]]
 
 
@@ -87,61 +108,107 @@ def read(found: Completion, event: dict[str, list[dict[str, object]]], now: floa
         found.times.append(now)
 
 
-async def load(url: URL, texts: list[str], at_once: int, max_tokens: int, seconds: float) -> tuple[list[Completion], float]:
-    """All completions, `at_once` at a time, and the seconds they took together; TimeoutError after so many."""
-    gate, began = asyncio.Semaphore(at_once), time.perf_counter()
+async def load(url: URL, texts: list[str], asked: Load, seconds: float) -> tuple[list[Completion], float]:
+    """Completions of all texts, and the seconds they took together; TimeoutError after so many."""
+    gate, began = asyncio.Semaphore(asked.at_once), time.perf_counter()
 
     async def one(text: str) -> Completion:
         async with gate:
-            return await complete(session, url, text, max_tokens)
+            return await complete(session, url, text, asked.max_tokens)
 
-    connector = aiohttp.TCPConnector(limit=at_once)
+    connector = aiohttp.TCPConnector(limit=asked.at_once)
     async with asyncio.timeout(seconds), aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout()) as session:
         found = await asyncio.gather(*(one(text) for text in texts))
     return found, time.perf_counter() - began
 
 
-def milliseconds(name: str, seconds: list[float]) -> str:
-    """Median and 95th percentile."""
-    if len(seconds) < 2:
-        return f"{name}: too few"
-    percentiles = statistics.quantiles(seconds, n=20, method="inclusive")
-    return f"{name}: median {percentiles[9] * 1e3:.1f} ms, 95% {percentiles[18] * 1e3:.1f} ms"
+async def limits_of(url: URL) -> dict[str, int]:
+    """What the server takes on, as its /health says."""
+    async with aiohttp.ClientSession() as session, session.get(url.with_path("/health")) as response:
+        found: dict[str, int] = (await response.json())["limits"]
+        return found
 
 
-def report(found: list[Completion], seconds: float) -> str:
-    """What a load test prints."""
+def figures(found: list[Completion], seconds: float) -> store.Row:
+    """What came of a load: outcomes, rates, and times in ms with median and 95th percentile, None of fewer than two."""
     outcomes = [completion.outcome for completion in found]
-    between = [later - earlier for completion in found for earlier, later in zip(completion.times, completion.times[1:], strict=False)]
+    served = [completion for completion in found if completion.times]
+    times = {
+        "first": [completion.times[0] for completion in served],
+        "between": [later - earlier for one in served for earlier, later in zip(one.times, one.times[1:], strict=False)],
+        "request": [completion.seconds for completion in served],
+    }
     tokens = sum(len(completion.times) for completion in found)
+    rates = {"seconds": seconds, "requests_per_second": len(found) / seconds, "tokens_per_second": tokens / seconds}
+    spreads = {f"{name}_ms_{which}": ms for name, values in times.items() for which, ms in spread(values).items()}
+    return {"outcomes": {name: outcomes.count(name) for name in sorted(set(outcomes))}, **rates, **spreads}
+
+
+def spread(seconds: list[float]) -> dict[str, float | None]:
+    """Median and 95th percentile in ms."""
+    if len(seconds) < 2:
+        return {"median": None, "p95": None}
+    percentiles = statistics.quantiles(seconds, n=20, method="inclusive")
+    return {"median": percentiles[9] * 1e3, "p95": percentiles[18] * 1e3}
+
+
+def report(found: store.Row) -> str:
+    """What a load test prints of its figures."""
+
+    def milliseconds(name: str) -> str:
+        median, p95 = found[f"{name}_ms_median"], found[f"{name}_ms_p95"]
+        return "too few" if median is None else f"median {median:.1f} ms, 95% {p95:.1f} ms"
+
+    outcomes = found["outcomes"]
     lines = [
-        f"{len(found)} requests in {seconds:.2f} s: " + ", ".join(f"{outcomes.count(name)} {name}" for name in sorted(set(outcomes))),
-        f"{len(found) / seconds:.2f} requests/s, {tokens / seconds:.1f} tokens/s",
-        milliseconds("time to first token", [completion.times[0] for completion in found if completion.times]),
-        milliseconds("time between tokens", between),
-        milliseconds("time of a request", [completion.seconds for completion in found if completion.times]),
+        f"{sum(outcomes.values())} requests in {found['seconds']:.2f} s: "
+        + ", ".join(f"{count} {name}" for name, count in outcomes.items()),
+        f"{found['requests_per_second']:.2f} requests/s, {found['tokens_per_second']:.1f} tokens/s",
+        f"time to first token: {milliseconds('first')}",
+        f"time between tokens: {milliseconds('between')}",
+        f"time of a request: {milliseconds('request')}",
     ]
     return "\n".join(lines)
 
 
 def main(
     url: Annotated[str, typer.Option(help="of the server, by a loopback address")] = "http://127.0.0.1:8000",
-    requests: Annotated[int, typer.Option(min=1, max=10_000)] = 64,
-    at_once: Annotated[int, typer.Option(min=1, max=256)] = 16,
-    prompt: Annotated[int, typer.Option(min=1, max=65_536, help="most bytes of a prompt")] = 64,
+    requests: Annotated[int | None, typer.Option(min=1, max=10_000, help="of a load; by default as many as at once")] = None,
+    at_once: Annotated[str, typer.Option(help="requests, up to 256, comma-separated")] = "16",
+    prompt: Annotated[str, typer.Option(help="most bytes of a prompt, up to 65536, comma-separated")] = "64",
+    least: Annotated[float, typer.Option(min=0, max=1, help="part of them that every prompt has")] = 0.25,
     max_tokens: Annotated[int, typer.Option(min=1, max=65_536, help="bytes of a completion")] = 32,
-    seconds: Annotated[float, typer.Option(help="to wait for all of it, at most")] = 300,
-    seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
+    seconds: Annotated[float, typer.Option(help="to wait for a load, at most")] = 300,
+    seed: Annotated[int, typer.Option(help="of the prompts of the first load; the next has the next one")] = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON-lines file that a row of each load is appended to")] = None,
+    device: Device = "auto",
 ) -> None:
-    """Measure a server on this machine."""
-    try:
-        found, took = asyncio.run(load(completions_at(url), prompts(requests, prompt, seed), at_once, max_tokens, seconds))
-    except TimeoutError:
-        echo(f"not done in {seconds} s")
-        raise typer.Exit(1) from None
-    echo(report(found, took))
-    if any(not completion.times for completion in found):
+    """Measure a server on this machine, under every load in turn."""
+    address, unserved = completions_at(url), 0
+    facts = environment.stamp(device_of(device)) if out else {}
+    loads = itertools.product(numbers("--prompt", prompt, 65_536), numbers("--at-once", at_once, 256))
+    for number, (most, together) in enumerate(loads, seed):  # of the same prompts a server would share the pages
+        asked = Load(requests or together, together, max(1, int(least * most)), most, max_tokens, number)
+        try:
+            found, took = asyncio.run(load(address, prompts(asked), asked, seconds))
+        except TimeoutError:
+            echo(f"not done in {seconds} s")
+            raise typer.Exit(1) from None
+        made = figures(found, took)
+        echo(report(made))
+        if out:
+            store.append(out, [{**asked._asdict(), **made, "server": asyncio.run(limits_of(address)), **facts}])
+        unserved += sum(not completion.times for completion in found)
+    if unserved:
         raise typer.Exit(1)
+
+
+def numbers(option: str, text: str, most: int) -> list[int]:
+    """Comma-separated whole numbers from 1 to `most`, or ArgumentError."""
+    found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= number <= most for number in found):
+        raise ArgumentError(option, repr(text), f"whole numbers from 1 to {most}, comma-separated", "pass such numbers")
+    return found
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class Server:
     async def health(self, request: web.Request) -> web.Response:
         if self.scheduler.queue.closed:
             return refused(503, self.scheduler.queue.closed)
-        return web.json_response({"status": "ok"})
+        return web.json_response({"status": "ok", "limits": self.scheduler.limits._asdict()})
 
     async def scrape(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

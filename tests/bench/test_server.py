@@ -18,6 +18,8 @@ import msgspec
 import pytest
 import torch
 
+from nsa_sel.bench.core import store
+from nsa_sel.bench.report.server import table
 from nsa_sel.errors import ArgumentError
 from tests.helpers.examples import load
 
@@ -297,21 +299,40 @@ def test_the_load_test_measures_a_served_run(model: Any, tmp_path: Path, monkeyp
     (server,) = servers
     assert server.scheduler.limits == (128, 16, 64, 512, 256)
     assert server.scheduler.cache.free_pages == 5
-    texts = load_test.prompts(6, 40, seed=0)
-    assert texts == load_test.prompts(6, 40, seed=0)
+    asked = load_test.Load(6, 3, 10, 40, 8)
+    texts = load_test.prompts(asked)
+    assert texts == load_test.prompts(asked)
     assert all(10 <= len(text.encode()) <= 40 for text in texts)
 
     async def client(session: Any) -> Any:
         async with session.get("/health") as response:
-            url = load_test.completions_at(str(response.url.origin()))
-        return await load_test.load(url, [*texts, "x" * 200], at_once=3, max_tokens=8, seconds=BOUND)
+            url = str(response.url.origin())
+        options = {"requests": 4, "max_tokens": 3, "seconds": BOUND, "out": tmp_path / "rows.jsonl", "device": "cpu"}
+        await asyncio.to_thread(load_test.main, url, at_once="1,2", prompt="40,64", least=1, **options)
+        return await load_test.load(load_test.completions_at(url), [*texts, "x" * 200], asked, seconds=BOUND)
 
-    found, seconds = served(server, client)
-    assert [len(completion.times) for completion in found] == [8] * 6 + [0]
-    lines = load_test.report(found, seconds).splitlines()
+    figures = load_test.figures(*served(server, client))
+    assert figures["outcomes"] == {"length": 6, "status 400": 1}
+    lines = load_test.report(figures).splitlines()
     assert lines[0].endswith("s: 6 length, 1 status 400")
     assert re.fullmatch(r"[\d.]+ requests/s, [\d.]+ tokens/s", lines[1])
     assert all(re.fullmatch(r"time .*: median [\d.]+ ms, 95% [\d.]+ ms", line) for line in lines[2:])
+    rows = store.read(tmp_path / "rows.jsonl")
+    assert [[row[name] for name in ("requests", "least", "most", "at_once")] for row in rows] == [
+        [4, most, most, at_once] for most in (40, 64) for at_once in (1, 2)
+    ]
+    for row in rows:
+        assert row["outcomes"] == {"length": 4}
+        assert row["tokens_per_second"] * row["seconds"] == pytest.approx(12)
+        assert 0 < row["first_ms_median"] <= row["request_ms_p95"]
+        assert row["server"] == server.scheduler.limits._asdict()
+        assert row["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("numbers", ["", "0", "1,257", "a", "1,,2"])
+def test_the_load_test_refuses_other_loads(numbers: str) -> None:
+    with pytest.raises(ArgumentError, match="whole numbers from 1 to 256"):
+        load_test.numbers("--at-once", numbers, 256)
 
 
 @pytest.mark.parametrize(
@@ -320,3 +341,15 @@ def test_the_load_test_measures_a_served_run(model: Any, tmp_path: Path, monkeyp
 def test_the_load_test_refuses_other_machines(url: str) -> None:
     with pytest.raises(ArgumentError, match="run this on the server's machine"):
         load_test.completions_at(url)
+
+
+def test_the_table_of_loads_shows_the_last_row_of_each() -> None:
+    row = {"most": 1024, "at_once": 16, "requests": 64, "requests_per_second": 9.5, "tokens_per_second": 1216.4}
+    spreads = [(name, which) for name in ("first", "between", "request") for which in ("median", "p95")]
+    times = {f"{name}_ms_{which}": 1234.5 if which == "p95" else 2.25 for name, which in spreads}
+    lines = table([row | times | {"requests": 1}, row | dict.fromkeys(times) | {"at_once": 1}, row | times]).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    assert cells == [
+        ["1,024", "1", "64", "9.5", "1,216", "-", "-", "-"],
+        ["1,024", "16", "64", "9.5", "1,216", "2.2 (1,234.5)", "2.2 (1,234.5)", "2.2 (1,234.5)"],
+    ]
