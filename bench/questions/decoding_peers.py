@@ -1,4 +1,4 @@
-"""What does dense decoding take with FlashInfer, whose pages every engine has? A column beside `decoding_steps`' table.
+"""What does dense decoding take with FlashInfer, over pages as engines have them? Beside the whole step of `decoding_steps`.
 
     python -m nsa_sel.bench.questions.decoding_peers --out bench/results/h200/profiles/decoding_peers.jsonl
 
@@ -10,6 +10,7 @@ on the host and not timed. Outputs are held to SDPA's over the same keys. Needs 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from importlib import util
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +19,12 @@ import torch
 import typer
 from torch import Tensor
 
-from nsa_sel.bench.core import environment, store
+from nsa_sel.bench.core import environment, markdown, store
 from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.parity import WrongResult, checked_error
 from nsa_sel.bench.core.timing import Timing, replayed_milliseconds
-from nsa_sel.bench.questions.decoding_steps import PAGE, D, G, copy_tbs, h, table
+from nsa_sel.bench.questions.decoding_steps import PAGE, D, G, copy_tbs, h
 from nsa_sel.errors import ArgumentError
 
 PEER = "flashinfer"
@@ -78,6 +79,21 @@ def measured(flashinfer: Any, B: int, length: int, bandwidth: float, rep: float)
     spread = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
     floor = {"floor_ms": 2 * k.nbytes / bandwidth / 1e9, "copy_tbs": bandwidth}
     return {**sizes, "backend": PEER, "version": flashinfer.__version__, **spread, **floor, "mae": mae}
+
+
+def table(rows: Iterable[store.Row], steps: Iterable[store.Row] = ()) -> str:
+    """Microseconds of FlashInfer, and in brackets the floor, beside those of cuDNN and of whole steps in bf16, by B and length."""
+    of_steps = {(row["B"], row["S_kv"], row["part"]): row["ms_median"] for row in steps if row.get("kv", "bf16") == "bf16"}
+
+    def us(ms: float | None) -> str:
+        return "-" if ms is None else f"{ms * 1e3:.1f}"
+
+    lines = []
+    for (B, S_kv), row in {(row["B"], row["S_kv"]): row for row in rows}.items():
+        ms, (dense, whole) = row["ms_median"], (of_steps.get((B, S_kv, part)) for part in ("dense", "whole"))
+        peer, ahead = f"{us(ms)} ({us(row['floor_ms'])})", markdown.factor(None if whole is None else ms / whole)
+        lines.append((B, f"{S_kv // 1024}k", peer, us(dense), us(whole), ahead))
+    return markdown.table(["B", "keys", "FlashInfer", "cuDNN", "whole step", "FlashInfer / whole step"], lines, left=0)
 
 
 def main(

@@ -44,3 +44,16 @@ def test_flashinfer_is_planned_for_one_token_after_full_pages() -> None:
     ((indptr, pages, last, *sizes),) = plans
     assert [x.tolist() for x in (indptr, pages, last)] == [[0, 3, 6], [4, 0, 2, 1, 5, 3], [PAGE, PAGE]]
     assert sizes == [G * H, G, D, PAGE]
+
+
+def test_the_table_puts_whole_steps_in_bf16_beside_them() -> None:
+    peers = [{"B": 1, "S_kv": 16384, "ms_median": ms, "floor_ms": 0.008} for ms in (0.9, 0.02)] + [
+        {"B": 64, "S_kv": 65536, "ms_median": 2.0, "floor_ms": 1.9}
+    ]
+    steps = [
+        {"B": 1, "S_kv": 16384, "part": part, "kv": kv, "ms_median": ms}
+        for part, kv, ms in (("dense", "bf16", 0.014), ("whole", "bf16", 0.04), ("whole", "fp8", 0.03), ("choose", "bf16", 0.01))
+    ]
+    lines = decoding_peers.table(peers, steps).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    assert cells == [["1", "16k", "20.0 (8.0)", "14.0", "40.0", "0.50x"], ["64", "64k", "2000.0 (1900.0)", "-", "-", "-"]]

@@ -162,6 +162,27 @@ def test_greedy_completions_are_the_models_own(model: Any) -> None:
     assert server.scheduler.cache.free_pages == 9
 
 
+def test_completions_over_shared_pages_are_the_models_own(model: Any) -> None:
+    """Of the same prompt, one that departs from it within a page, one after a completion, and one that begins anew."""
+    server = server_of(model, chunk=24)
+    submit, asked = server.scheduler.queue.submit, []
+    server.scheduler.queue.submit = lambda request: (submit(request), asked.append(request))
+
+    async def client(session: Any) -> list[int]:
+        first, found = "The layer selects blocks of keys by compressed ones.", []
+        for prompt in (first, first, first[:37] + "?", None, "Another " + first):
+            await post(session, body(prompt or bytes(asked[0].text).decode("latin-1"), 6))
+            found.append(server.scheduler.prefixes.saved)
+        return found
+
+    saved = served(server, client)
+    shared = [later - before for before, later in zip([0, *saved], saved, strict=False)]
+    assert shared == [0, 51, 37, shared[3], 0]
+    assert shared[3] >= 52  # a byte from 128 on is two in the next prompt's UTF-8
+    for request in asked:
+        assert bytes(request.text[len(request.prompt) :]) == likeliest(model, bytes(request.text), 6)
+
+
 def test_what_cannot_be_served_is_refused_and_says_why(model: Any) -> None:
     wrong = {
         "prompt is of 100 bytes, with max_tokens = 29; allowed: at least one byte, and with max_tokens 128 in all": body("x" * 100, 29),
