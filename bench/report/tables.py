@@ -11,9 +11,9 @@ from nsa_sel.bench.core.contenders import of_framework
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.questions import decoding_steps, layer_parts, paged_caches, ways_to_choose, weak_scaling, windows
+from nsa_sel.bench.questions import decoding_peers, decoding_steps, layer_parts, paged_caches, ways_to_choose, weak_scaling, windows
 from nsa_sel.bench.report import layer as layer_picture
-from nsa_sel.bench.report import summary, training
+from nsa_sel.bench.report import server, summary, training
 from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.report.sharing import origin, sharing_table
 from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H200_ROWS, read_rows
@@ -248,6 +248,8 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/serving.md": {
         "serving": lambda: paged_caches.table(rows_of("serving.jsonl")),
         "steps": lambda: decoding_steps.table(rows_of("profiles/decoding_steps.jsonl")),
+        "flashinfer": lambda: decoding_peers.table(rows_of("profiles/decoding_peers.jsonl"), rows_of("profiles/decoding_steps.jsonl")),
+        "server": lambda: server.table(rows_of("profiles/server.jsonl")),
     },
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"weak": lambda: weak_scaling.table(rows_of("scaling.jsonl"))},

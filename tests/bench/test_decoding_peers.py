@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nsa_sel.bench.core import store
 from nsa_sel.bench.core.parity import WrongResult
 from nsa_sel.bench.questions import decoding_peers
+from tests.helpers.paths import ROOT
 
+ROWS = store.read(ROOT / "bench" / "results" / "h200" / "profiles" / "decoding_peers.jsonl")
 B, PAGES, PAGE, G, H, D = 2, 3, 4, 2, 3, 8
 
 
@@ -57,3 +60,11 @@ def test_the_table_puts_whole_steps_in_bf16_beside_them() -> None:
     lines = decoding_peers.table(peers, steps).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     assert cells == [["1", "16k", "20.0 (8.0)", "14.0", "40.0", "0.50x"], ["64", "64k", "2000.0 (1900.0)", "-", "-", "-"]]
+
+
+def test_committed_rows_were_right_and_read_at_the_bandwidth_of_a_copy() -> None:
+    rows = {(row["B"], row["S_kv"]): row for row in ROWS}
+    assert set(rows) == {(B, 1024 * k) for B in (1, 16, 64) for k in (16, 64, 128)}
+    for (batch, _), row in rows.items():
+        assert row["mae"] < 1e-4
+        assert row["ms_median"] < row["floor_ms"] * (1.1 if batch > 1 else 2)

@@ -22,6 +22,7 @@ from nsa_sel.bench.core import store
 from nsa_sel.bench.report.server import table
 from nsa_sel.errors import ArgumentError
 from tests.helpers.examples import load
+from tests.helpers.paths import ROOT
 
 aiohttp = pytest.importorskip("aiohttp", reason="pip install nsa-sel[serve]")
 program, scheduling, queueing = (load(name) for name in ("serve_nsa_lm", "batch_scheduler", "request_queue"))
@@ -374,3 +375,11 @@ def test_the_table_of_loads_shows_the_last_row_of_each() -> None:
         ["1,024", "1", "64", "9.5", "1,216", "-", "-", "-"],
         ["1,024", "16", "64", "9.5", "1,216", "2.2 (1,234.5)", "2.2 (1,234.5)", "2.2 (1,234.5)"],
     ]
+
+
+def test_every_request_of_committed_loads_was_served() -> None:
+    rows = store.read(ROOT / "bench" / "results" / "h200" / "profiles" / "server.jsonl")
+    assert {(row["most"], row["at_once"]) for row in rows} == {(most, at_once) for most in (1024, 16384) for at_once in (16, 64)}
+    for row in rows:
+        assert row["outcomes"] == {"length": row["requests"]}
+        assert row["tokens_per_second"] == pytest.approx(row["requests_per_second"] * row["max_tokens"])
