@@ -18,14 +18,16 @@ class Engine:
     Args:
         model: see there; on a GPU its weights become bfloat16.
         device: for the model and the cache.
-        pages, page_size: of the cache.
+        pages, page_size, kv_dtype: of the cache.
     """
 
-    def __init__(self, model: LanguageModel, device: torch.device, pages: int, page_size: int) -> None:
+    def __init__(
+        self, model: LanguageModel, device: torch.device, pages: int, page_size: int, kv_dtype: torch.dtype | None = None
+    ) -> None:  # fmt: skip
         self.model, self.device, self.page_size = model.to(device).requires_grad_(False), device, page_size
         if device.type == "cuda":
             model.bfloat16()
-        self.cache = NSACache.of([block.attention for block in model.blocks], pages, page_size)
+        self.cache = NSACache.of([block.attention for block in model.blocks], pages, page_size, kv_dtype=kv_dtype)
         self.graphs: dict[tuple[int, int], StepGraph] = {}  # by sequences and rows; the cheapest first
 
     def logits(self, sequences: list[int], texts: list[bytes]) -> Tensor:

@@ -189,13 +189,14 @@ def main(
     chunk: Annotated[int, typer.Option(help="bytes of prompts that are prefilled between two decoding steps")] = 512,
     prefixes: Annotated[int, typer.Option(help="sequences that are kept for prompts that begin alike, at most; 0 for none")] = 256,
     grace: Annotated[float, typer.Option(help="seconds that running completions have after SIGTERM")] = 10,
+    fp8: Annotated[bool, typer.Option(help="keep K and V in e4m3 with scales of 1, in half the bytes of bfloat16")] = False,
     backend: Annotated[str | None, typer.Option(help="of the selected branch; by default the policy chooses")] = None,
     device: Device = "auto",
 ) -> None:
     """Serve a trained byte-level model over HTTP."""
     model, sizes = trained_model(nsa_checkpoint(run), backend)
     pages = pages or running * -(-sizes.context // page_size)
-    engine = Engine(model, torch.device(device_of(device)), pages, page_size)
+    engine = Engine(model, torch.device(device_of(device)), pages, page_size, torch.float8_e4m3fn if fp8 else None)
     limits = Limits(min(sizes.context, pages * page_size), running, waiting, chunk, prefixes)
     engine.warm_up(running, limits.context, min(chunk, limits.context))
     with socket.create_server((host, port)) as listening:

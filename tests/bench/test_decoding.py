@@ -55,6 +55,18 @@ def test_steps_over_the_cache_give_the_models_own_logits() -> None:
         engine.logits([engine.cache.open()], [bytes(16 * 16)])
 
 
+def test_a_cache_in_fp8_gives_nearly_the_models_logits() -> None:
+    """The same in chunks, which attend to what is stored, too."""
+    of, text = model(2), texts(70)[0]
+    engine = decoding.Engine(of, CPU, 16, 16, torch.float8_e4m3fn)
+    a, b = engine.cache.open(), engine.cache.open()
+    whole = engine.logits([a], [text])[0]
+    chunks = [engine.logits([b], [part])[0] for part in (text[:40], text[40:69], text[69:])]
+    torch.testing.assert_close(chunks[-1], whole, atol=1e-3, rtol=1e-3)
+    own = alone(of, text)
+    assert 0 < float((whole - own).norm()) < 0.03 * float(own.norm())
+
+
 def test_warming_up_leaves_the_cache_empty() -> None:
     engine = decoding.Engine(model(), CPU, pages=8, page_size=16)
     engine.warm_up(4, 128, 20)
