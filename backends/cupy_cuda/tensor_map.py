@@ -1,6 +1,6 @@
 """Tensor maps: how TMA (sm_90 and newer) addresses tiles of a tensor, encoded by the driver.
 
-A kernel takes the 128 bytes as `TensorMap` (tma.cuh), in its `Arguments`, which are `const __grid_constant__`.
+A kernel takes the 128 bytes as `TensorMap` (hopper.cuh), in its `Arguments`, which are `const __grid_constant__`.
 """
 
 from __future__ import annotations
