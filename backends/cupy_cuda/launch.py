@@ -21,6 +21,8 @@ from nsa_sel.core.window_call import WindowCall
 from nsa_sel.errors import BackendError
 
 MOST_BYTES = 4096  # of a kernel's arguments
+PORTABLE_CLUSTER = 8  # CTAs of a cluster on any GPU that has clusters; more must be asked for
+_NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED (cuda.h)
 
 
 _CONFIG = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig (cuda.h): grid, block, shared memory; stream, attributes and their number
@@ -80,6 +82,8 @@ def function(source: str, macros: Constants, device: int, shared: int, own: bool
     handle: int = driver.moduleGetFunction(module, source.removesuffix(".cu"))
     if shared:  # beyond 48 KiB, static shared memory included, it must be asked for
         driver.funcSetAttribute(handle, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+    if dict(macros).get("CLUSTER", 1) > PORTABLE_CLUSTER:
+        driver.funcSetAttribute(handle, _NON_PORTABLE_CLUSTERS, 1)
     return handle
 
 

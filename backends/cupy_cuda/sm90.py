@@ -2,7 +2,7 @@
 
 forward_tiles.cu, dq_tiles.cu  tiles of adjacent tokens, with the union of their blocks (tile_union.cu)
 dkdv_groups.cu                 over the lists of key_to_rows.py
-forward_blocks.cu              many rows of whole blocks that share no keys with their neighbors, as when a batch decodes
+forward_blocks.cu              rows of whole blocks that share no keys with their neighbors, as when a batch decodes
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ MOST_DK = 128  # columns of dk that registers hold beside dv in dkdv_groups.cu
 L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
 CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
+MOST_CTAS = 16  # of a cluster; more than 8 must be asked for (launch.py)
+SYSTEM = 1024  # bytes of shared memory that a CTA cannot use
 
 
 class TileShape(NamedTuple):
@@ -53,6 +55,14 @@ class TilePlan(NamedTuple):
     counts: Tensor | None  # [all tiles, 2] int32
     tiles: int  # of a batch entry and group
     capacity: int
+
+
+class BlockPlan(NamedTuple):
+    """The launch of forward_blocks.cu: macros, CTAs, bytes of dynamic shared memory."""
+
+    macros: Constants
+    ctas: int
+    shared: int
 
 
 def mappable(*tensors: Tensor) -> bool:
@@ -77,12 +87,11 @@ def steps_in_pages(call: Call) -> bool:
 
 
 def supports_blocks(call: Call) -> bool:
-    """Whether forward_blocks.cu computes this call: rows enough for most multiprocessors, of blocks of 64 keys or a multiple."""
-    size, device = call.selection.block_size, call.device
-    B, S, G, h, Dk = call.q.shape
-    if device.sm != SM or size is None or size % KEYS or 2 * B * S * G * head_tiles(h) <= device.sm_count or not steps_in_pages(call):
+    """Whether forward_blocks.cu computes this call: rows of blocks of 64 keys or a multiple."""
+    size = call.selection.block_size
+    if call.device.sm != SM or size is None or size % KEYS or not steps_in_pages(call):
         return False
-    return Dk in (64, 128) and call.v.shape[-1] in (64, 128) and mappable(call.k, call.v) and launch.aligned(call.q)
+    return call.q.shape[4] in (64, 128) and call.v.shape[-1] in (64, 128) and mappable(call.k, call.v) and launch.aligned(call.q)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -230,37 +239,60 @@ def head_tiles(h: int) -> int:
     return -(-h // (16 * CONSUMER_WARPS))
 
 
+def cluster_size(work: int, steps: int, ctas: int) -> int:
+    """CTAs of forward_blocks.cu that share each of `work` (row, heads) of `steps` steps, where `ctas` run at once."""
+    most = max(1, min(MOST_CTAS, steps, ctas // work))
+    return 1 << most.bit_length() - 1
+
+
+def starts_early(work: int, S: int, sm_count: int) -> bool:
+    """Whether forward_blocks.cu is launched before the kernel ahead of it has ended."""
+    return S == 1 and (work > sm_count or 2 * work <= sm_count)  # else it is slower
+
+
 @functools.lru_cache(maxsize=1024)
 def block_plan(
-    h: int, Dk: int, Dv: int, bf16: bool, alone: bool, shared_memory: int, page: int | None = None
-) -> tuple[Constants, int, int]:  # fmt: skip
-    """The macros of forward_blocks.cu, CTAs per multiprocessor, and bytes of dynamic shared memory: as many stages as there is room for;
-    two CTAs per multiprocessor, one if there are no more (`alone`), or if a warp has all columns in registers."""
+    work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None
+) -> BlockPlan:  # fmt: skip
+    """The launch of forward_blocks.cu for `work` (row, heads) of n blocks: as many stages as there is room and use for; two CTAs per
+    multiprocessor, one if there are no more, or if a warp has all columns in registers."""
     head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
-    per_sm = 1 if alone or head_warps == CONSUMER_WARPS else 2
-    head_bytes, step_bytes = 2 * 16 * head_warps * (Dk + 8 + KEYS + 8), PANEL * (Dk + Dv) // 64  # q and p; keys and values
-    stages = min(MOST_STAGES, ((shared_memory + 1024) // per_sm - STATIC - head_bytes) // step_bytes)
+    steps = n * block // KEYS
+    per_sm = 1 if head_warps == CONSUMER_WARPS else 2
+    cluster = cluster_size(work, steps, per_sm * sm_count)
+    if cluster == 1 and work <= sm_count:
+        per_sm = 1
+    heads, step_bytes = 16 * head_warps, PANEL * (Dk + Dv) // 64
+    own_bytes = 1024 + (heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0)  # `Shared`
+    row_bytes = 2 * heads * (Dk + 8 + KEYS + 8) + own_bytes  # with q and p
+    stages = min(MOST_STAGES, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
+    if cluster > 1:
+        stages = min(stages, -(-steps // cluster))
     macros = constants(
-        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, **launch.cache_macros(page)
+        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
+        SHARED_BYTES=own_bytes, **launch.cache_macros(page),
     )  # fmt: skip
-    return macros, per_sm, stages * step_bytes + head_bytes
+    ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
+    return BlockPlan(macros, ctas, stages * step_bytes + row_bytes)
 
 
 def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
-    q, sm_count = call.q, call.device.sm_count
+    q, facts, selection = call.q, call.device, call.selection
     B, S, G, h, Dk = q.shape
     Dv = call.v.shape[-1]
+    assert selection.block_size is not None, "supports_blocks"
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     work = B * S * G * head_tiles(h)
-    macros, per_sm, shared = block_plan(
-        h, Dk, Dv, q.dtype == torch.bfloat16, work <= sm_count, call.device.shared_memory, launch.page_of(call)
+    macros, ctas, shared = block_plan(
+        work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
+        launch.page_of(call),
     )  # fmt: skip
-    ranges = call.selection.disjoint_ranges()
+    ranges = selection.disjoint_ranges()
     launch.start(
-        "forward_blocks.cu", macros, q.get_device(), min(work, per_sm * sm_count), 32 * (CONSUMER_WARPS + 1), shared,
+        "forward_blocks.cu", macros, q.get_device(), ctas, 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work,
         maps=(tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(call.v, KEYS, 64, promoted=False)),
-        problem=launch.problem(call, ranges), early=S == 1 and work > sm_count,  # else it is slower
+        problem=launch.problem(call, ranges), early=starts_early(work, S, facts.sm_count),
     )  # fmt: skip
     return o, lse

@@ -67,10 +67,9 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
         assert kernel["registers"] * kernel["threads"] <= 65536, kernel
         assert kernel["spilled"] <= 2 * SPILLS.get((sm, kernel["kernel"]), 0), kernel
     names = {kernel["kernel"] for kernel in kernels}
-    if shape.startswith("decode-B64"):
-        assert names == {"forward_blocks.cu" if sm == sm90.SM else "forward_rows.cu"}
-    elif shape.startswith("decode"):
-        assert names == {"forward_rows.cu"} if sm in sm80.WITH_CLUSTERS else {"forward_rows.cu", "combine.cu"}
+    if shape.startswith("decode"):
+        joined = shape == "decode-h16" and sm not in sm80.WITH_CLUSTERS
+        assert names == ({"forward_blocks.cu"} if sm == sm90.SM else {"forward_rows.cu", "combine.cu"} if joined else {"forward_rows.cu"})
     elif sm == sm90.SM and shape != "h3-256":
         assert names == ALL_KERNELS - {
             "combine.cu",

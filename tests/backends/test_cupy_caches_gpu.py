@@ -50,8 +50,8 @@ def garbled(cache: Cache) -> Cache:
 @pytest.mark.parametrize(
     ("lengths", "S_q", "block", "kernel"),
     [
-        (LENGTHS, 1, 64, "forward_rows.cu"),
-        (LENGTHS, 4, 64, "forward_rows.cu"),
+        (LENGTHS, 1, 64, "forward_blocks.cu"),
+        (LENGTHS, 4, 64, "forward_blocks.cu"),
         (MANY, 1, 64, "forward_blocks.cu"),
         (MANY, 10, 64, "forward_blocks.cu"),
         (MANY, 4, 64, "forward_tiles.cu"),

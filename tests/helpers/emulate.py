@@ -1,4 +1,5 @@
-"""cupy-cuda's kernels on a CPU: the CUDA C++ files, compiled by g++ with tests/helpers/emulation/hardware.cuh in place of hardware.cuh.
+"""cupy-cuda's kernels on a CPU: the CUDA C++ files, compiled by g++ with those of tests/helpers/emulation in place of hardware.cuh and
+hopper.cuh.
 
 `emulated(monkeypatch)` lets the backend's launcher run them on CPU tensors, so that its forward and backward can be called as on a GPU.
 """
@@ -8,21 +9,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from nsa_sel.backends.cupy_cuda import compiler, launch
+from nsa_sel.backends.cupy_cuda import compiler, launch, sm90
 from nsa_sel.core.request import DeviceInfo
 
-HARDWARE = Path(__file__).parent / "emulation" / "hardware.cuh"
+EMULATION = Path(__file__).parent / "emulation"
 GPU = DeviceInfo(kind="cuda", name="emulated", sm=90, sm_count=2, shared_memory=227 << 10)
 BACKWARDS, EAGER = 1, 2  # the last threads first; copies at once
-EXTERN = "extern __shared__ __align__(16) u16 memory[];"
+EXTERN = re.compile(r"extern __shared__ __align__\(\d+\) ([\w ]+) memory\[\];")
 MAIN = """
 static const Arguments *arguments;
 extern "C" void run(unsigned blocks, unsigned threads, unsigned shared, int mode, const void *bytes) {{
@@ -43,6 +47,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
         _library(source, macros).run(ctas, threads, shared, mode, arguments)
 
     monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(sm90, "tensor_map", tensor_map)
+
+
+def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:
+    """`TensorMap` of emulation/hopper.cuh."""
+    return struct.pack("<11q40x", x.data_ptr(), *x.shape, *x.stride(), box_rows, box_cols)
 
 
 def packed(*values: int, maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] = ()) -> bytes:
@@ -52,11 +62,12 @@ def packed(*values: int, maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] 
 
 @functools.cache
 def _library(source: str, macros: compiler.Constants) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for file, text in compiler.sources(source).items():
-            (folder / file).write_text(text.replace(EXTERN, "u16 *memory = dynamic_memory;"))
-        (folder / "hardware.cuh").write_text(HARDWARE.read_text())
+            (folder / file).write_text(EXTERN.sub(r"\1 *memory = reinterpret_cast<\1 *>(dynamic_memory);", text))
+        for name in ("hardware.cuh", "hopper.cuh"):
+            (folder / name).write_text((EMULATION / name).read_text())
         main = folder / "main.cpp"
         main.write_text(f'#include "{source}"\n' + MAIN.format(kernel=source.removesuffix(".cu")))
         options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-D_FORTIFY_SOURCE=0"]

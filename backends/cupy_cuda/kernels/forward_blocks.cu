@@ -1,21 +1,27 @@
-// o and lse of query rows of whole blocks on Hopper, if there are many that share no keys with their neighbors, as when a batch decodes.
+// o and lse of query rows of whole blocks on Hopper that share no keys with their neighbors, as when a batch decodes.
 //
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
-// Grid: persistent CTAs, PER_SM a multiprocessor; each takes every gridDim.x-th (row, HEADS heads).
+// Grid: persistent CTAs, PER_SM a multiprocessor; each takes every gridDim.x-th (row, HEADS heads). Few rows: one cluster for each.
+// Steps: a range has BLOCK / KEYS of them. The CTAs of a cluster take every CLUSTER-th step of all ranges, empty ones too, so that each knows
+//   its own without reading other ranges. They combine their results at the end (row_cluster.cuh).
 // Warps: a producer warp loads a row's K and V by TMA, KEYS keys a step, through a pipeline of STAGES stages, and goes on with the next row
 //   while four consumer warps finish this one.
 // Tiles: the consumers are HEAD_WARPS times SHARES. Warps of the same 16 heads split a step's keys for s = q k^T, and, once p is in shared
 //   memory, the columns of v for acc += p v, so that no partial results are left to combine. All shares have one maximum, which is lazy, as
 //   in forward_tiles.cu.
-// Pages: of whole steps; the producer reads the page of a range with the range, and that of a range's later pages as it gets there.
+// Pages: of whole steps. Before the first key is asked for, a lane reads the range of its step and then its page: two loads that wait for
+//   each other, for all steps at once.
 // Masks: only the last step of a range may have fewer than KEYS keys. Past them logits become -inf and values zero, since p = 0 would not
 //   cancel NaN.
 //
 //   STAGES      stages of the pipeline of steps
 //   HEAD_WARPS  1, 2 or 4: warps of 16 heads each
 //   PER_SM      CTAs per multiprocessor
+//   BLOCK       keys of a range, a multiple of KEYS
+//   CLUSTER     CTAs that share a row
 #include "mma.cuh"
+#include "row_cluster.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
 
@@ -33,11 +39,8 @@ constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES 
 constexpr int PP = KEYS + 8;  // the pitch of p
 constexpr float SLACK = 8.0f;
 
-struct Shared {
-    Pipeline<STAGES> steps;
-    int keys[STAGES];  // of the step and later ones of its range; 0: the row has no more steps
-    float tops[SHARES][HEADS], sums[SHARES][HEADS];
-};
+constexpr u32 PER_RANGE = BLOCK / KEYS;  // steps
+constexpr int LAST = 1 << 30;            // a flag beside a step's keys
 
 // What a CTA computes at a time: heads [head0, head0 + HEADS) of a row.
 struct RowHeads {
@@ -45,56 +48,97 @@ struct RowHeads {
     int head0;
     DEVICE RowHeads(const Arguments &x, u32 number)
         : row(row_of(x.p, number / static_cast<u32>(x.head_tiles))), head0(number % static_cast<u32>(x.head_tiles) * HEADS) {}
+    DEVICE int existing(const Arguments &x) const { return min(HEADS, static_cast<int>(x.p.h) - head0); }
 };
 
-// Producer warp: K and V of every step, and how many keys it has; at a row's end a step of none.
-DEVICE void produce_steps(const Arguments &x, unsigned char *stages, Shared &shared) {
-    const Problem &p = x.p;
+struct Shared {
+#if CLUSTER > 1
+    RowCluster<HEADS> cluster;
+#endif
+    Pipeline<STAGES> steps;  // of k; v arrives later
+    u64 values[STAGES];
+    int keys[STAGES];  // of a step; with LAST: the row has no more steps in this CTA
+    float tops[SHARES][HEADS], sums[SHARES][HEADS];
+
+    // By one thread.
+    DEVICE void init(const Arguments &x, const RowHeads &heads) {
+        steps.init(1, WARPS);  // a lane of each
+        for (u64 &bar : values) mbarrier_init(&bar, 1);
+#if CLUSTER > 1
+        cluster.init(heads.existing(x));
+#endif
+        mbarrier_fence_init();
+        tma_prefetch(&x.k);
+        tma_prefetch(&x.v);
+    }
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "sm90.py reserves less");
+
+// Producer warp: K and V of every step of this CTA, and how many keys it has.
+struct Producer {
+    const Arguments &x;
+    unsigned char *const stages;
+    Shared &shared;
     const int lane = threadIdx.x % 32;
-    const bool once = p.S == 1 && x.head_tiles == 1;  // tokens of one sequence, and other heads of a row, may read the same keys
+    const bool once;  // tokens of one sequence, and other heads of a row, may read the same keys
     PipelineState<STAGES> at;
-    auto next_stage = [&] {
+
+    DEVICE Producer(const Arguments &x, unsigned char *stages, Shared &shared)
+        : x(x), stages(stages), shared(shared), once(x.p.S == 1 && x.head_tiles == 1) {}
+
+    template <int COLUMNS>
+    DEVICE void load(unsigned char *to, const TensorMap *map, u64 *full, int key, i64 g, int page) const {
+        mbarrier_arrive_expect(full, COLUMNS / 64 * PANEL);
+        if (once) tma_load_key_tile<COLUMNS, true>(to, map, full, in_page(key), g, page);
+        else tma_load_key_tile<COLUMNS>(to, map, full, in_page(key), g, page);
+    }
+
+    // By one lane: keys [key, key + keys) into the next stage.
+    DEVICE void load_step(i64 g, int key, int page, int keys) {
+        unsigned char *k_tile = stages + at.stage * STAGE_BYTES;
+        shared.keys[at.stage] = keys;
+        load<DK>(k_tile, &x.k, &shared.steps.full[at.stage], key, g, page);
+        load<DV>(k_tile + K_BYTES, &x.v, &shared.values[at.stage], key, g, page);
+    }
+
+    // A row without keys is a step without any.
+    DEVICE void load_nothing() {
         shared.steps.wait_empty(at);
-        __syncwarp();  // all lanes have seen it: the next phase may pass
-    };
-    for (u32 number = blockIdx.x; number < x.all; number += gridDim.x) {
-        const Row row = RowHeads(x, number).row;
-        const int limit = row_limit(p, row.b, row.s);
-        for (i64 first = 0; first < p.n; first += 32) {
-            int start = 0, end = 0;
-            if (first + lane < p.n) clamped_range(p, row.index * p.n + first + lane, limit, start, end);
-            const int first_page = end > start ? page_of(p, row.b, start) : 0;
-            for (u32 left = __ballot_sync(ALL_LANES, end > start); left; left &= left - 1) {
-                const int which = __ffs(left) - 1, stop = __shfl_sync(ALL_LANES, end, which);
-                const int begin = __shfl_sync(ALL_LANES, start, which);
-                int page = __shfl_sync(ALL_LANES, first_page, which);
-                for (int key = begin; key < stop; key += KEYS, at.next()) {
-                    next_stage();
-                    if (lane) continue;
-                    if (key > begin && in_page(key) == 0) page = page_of(p, row.b, key);
-                    u64 *full = &shared.steps.full[at.stage];
-                    unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
-                    shared.keys[at.stage] = stop - key;
-                    mbarrier_arrive_expect(full, STAGE_BYTES);
-                    auto load = [&](unsigned char *to, const TensorMap *map, int column) {
-                        if (once) tma_load_keys_once(to, map, full, column, in_page(key), row.g, page);
-                        else tma_load_keys(to, map, full, column, in_page(key), row.g, page);
-                    };
-#pragma unroll
-                    for (int column = 0; column < DK; column += 64) load(k_tile + column / 64 * PANEL, &x.k, column);
-#pragma unroll
-                    for (int column = 0; column < DV; column += 64) load(v_tile + column / 64 * PANEL, &x.v, column);
-                }
-            }
-        }
-        next_stage();
+        __syncwarp();
         if (lane == 0) {
-            shared.keys[at.stage] = 0;
+            shared.keys[at.stage] = LAST;
+            mbarrier_arrive(&shared.values[at.stage]);
             mbarrier_arrive(&shared.steps.full[at.stage]);
         }
         at.next();
     }
-}
+
+    // Ranges and the row's limit are asked for at once; a page is asked for when both are there.
+    DEVICE void load_row(const Row &row, u32 rank) {
+        const Problem &p = x.p;
+        const u32 steps = static_cast<u32>(p.n) * PER_RANGE;
+        int limit = 0;
+        for (u32 first = rank; first < steps || first == rank; first += 32 * CLUSTER) {
+            const u32 step = first + lane * CLUSTER;
+            Range range;
+            if (step < steps) range = Range(p, row.index * p.n + step / PER_RANGE);
+            if (first == rank) limit = row_limit(p, row.b, row.s);
+            int key, stop;
+            range.clamp(p, limit, key, stop);
+            key += step % PER_RANGE * KEYS;
+            const bool exists = key < stop, more = first + 32 * CLUSTER < steps;
+            const int page = exists ? page_of(p, row.b, key) : 0;
+            u32 left = __ballot_sync(ALL_LANES, exists);
+            if (!left && !more) load_nothing();
+            for (; left; left &= left - 1, at.next()) {
+                shared.steps.wait_empty(at);
+                __syncwarp();  // all lanes have seen it: the next phase may pass
+                if (lane == __ffs(left) - 1) load_step(row.g, key, page, min(stop - key, KEYS) | (more || left & (left - 1) ? 0 : LAST));
+                __syncwarp();
+            }
+        }
+    }
+};
 
 // A consumer warp: its heads and its share of keys and columns.
 struct Consumer {
@@ -182,46 +226,100 @@ struct Consumer {
         scale_rows(acc, alpha);
     }
 
-    DEVICE void step(unsigned char *k_tile, int keys) {
+    // A step of `keys` keys; `values`: the barrier of v and its parity. The first step of a row raises its maxima from LOWEST.
+    DEVICE void step(unsigned char *k_tile, int keys, bool first, u64 *values, int parity) {
         unsigned char *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};
         add_logits(s, k_tile);
-        if (keys < KEYS) {
-            mask_columns(s, share * SHARE, {keys, keys}, -infinity());
-            zero_values(v_tile, keys);
-        }
+        if (keys < KEYS) mask_columns(s, share * SHARE, {keys, keys}, -infinity());
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
-        if (named_barrier_any<THREADS>(1, rises)) raise(top);  // all have read the p before, too
+        if (first || named_barrier_any<THREADS>(1, rises)) raise(top);  // all have read the p before, too
         softmax.exponentiate<2>(s);
 #pragma unroll
         for (int j = 0; j < SHARE / 8; ++j)
 #pragma unroll
             for (int r = 0; r < 2; ++r)
                 *reinterpret_cast<u32 *>(p_tile + head(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) = pack(s[j][2 * r], s[j][2 * r + 1]);
+        mbarrier_wait(values, parity);
+        if (keys < KEYS) zero_values(v_tile, keys);
         named_barrier<THREADS>(1);  // p is there, and no NaN among the values
         add_values(v_tile);
     }
 
-    DEVICE void write(const Arguments &x, const RowHeads &heads) {
+    // The row's steps in this CTA.
+    DEVICE void attend(unsigned char *stages, PipelineState<STAGES> &at) {
+        int keys = 0;
+        for (bool first = true; !(keys & LAST); first = false, at.next()) {
+            shared.steps.wait_full(at);
+            keys = shared.keys[at.stage];
+            if (keys != LAST) step(stages + at.stage * STAGE_BYTES, keys & ~LAST, first, &shared.values[at.stage], at.parity);
+            __syncwarp();
+            shared.steps.release(at.stage);
+        }
+    }
+
+    // l of this share; after a barrier total() is that of all.
+    DEVICE void share_sums() {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float sum = quad_sum(softmax.l[r]);
             if (lane % 4 == 0) shared.sums[share][head(r)] = sum;
         }
+    }
+    DEVICE float total(int head) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int other = 0; other < SHARES; ++other) sum += shared.sums[other][head];
+        return sum;
+    }
+
+    DEVICE void write(const Arguments &x, const RowHeads &heads) {
+        share_sums();
         named_barrier<THREADS>(1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int other = 0; other < SHARES; ++other) sum += shared.sums[other][head(r)];
-            const RowTotals totals(softmax.c, softmax.m[r], sum);
+            const RowTotals totals(softmax.c, softmax.m[r], total(head(r)));
             const bool exists = heads.head0 + head(r) < x.p.h;
             const i64 out = heads.row.index * x.p.h + heads.head0 + head(r);
             if (exists && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
             write_columns(x.o + out * DV + share * COLUMNS, r, totals.scale, exists);
         }
     }
+
+#if CLUSTER > 1
+    // Send every CTA what it combines.
+    DEVICE void send(u32 rank, int count) {
+        share_sums();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (share == 0 && lane % 4 == 0) shared.tops[0][head(r)] = softmax.m[r];
+            if (head(r) >= count) continue;
+#pragma unroll
+            for (int j = 0; j < COLUMNS / 8; ++j)
+                shared.cluster.send_columns(rank, head(r), share * COLUMNS + 8 * j + lane % 4 * 2, acc[j][2 * r], acc[j][2 * r + 1]);
+        }
+        named_barrier<THREADS>(1);
+        for (int i = threadIdx.x; i < HEADS * CLUSTER; i += THREADS) {
+            const int one = i % HEADS;
+            if (one < count) shared.cluster.send_totals(rank, one, i / HEADS, shared.tops[0][one], total(one));
+        }
+    }
+
+    // Write this CTA's columns over all CTAs.
+    DEVICE void write_share(const Arguments &x, const RowHeads &heads, u32 rank) {
+        constexpr int OWN = RowCluster<HEADS>::OWN;
+        const int count = heads.existing(x);
+        for (int i = threadIdx.x; i < count * (OWN / 2); i += THREADS) {
+            const int one = i / (OWN / 2), column = i % (OWN / 2) * 2;
+            const PartialSums sum = shared.cluster.combine(softmax.c, one, column);
+            const RowTotals totals(softmax.c, sum.m, sum.l);
+            const i64 out = heads.row.index * x.p.h + heads.head0 + one;
+            *reinterpret_cast<u32 *>(x.o + out * DV + rank * OWN + column) = pack(sum.low * totals.scale, sum.high * totals.scale);
+            if (rank == 0 && column == 0) x.lse[out] = totals.lse * LN_2;
+        }
+    }
+#endif
 
     DEVICE void write_columns(u16 *to, int r, float scale, bool exists) const {
 #pragma unroll
@@ -241,36 +339,46 @@ struct Consumer {
     }
 };
 
-DEVICE void attend(const Arguments &x, unsigned char *stages, u16 *q_tile, u16 *p_tile, Shared &shared) {
-    PipelineState<STAGES> at;
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p, Shared
+    u16 *q_tile = reinterpret_cast<u16 *>(memory + STAGES * STAGE_BYTES), *p_tile = q_tile + HEADS * KP;
+    Shared &shared = *reinterpret_cast<Shared *>(p_tile + HEADS * PP);
+    const u32 rank = blockIdx.x % CLUSTER;
+    RowHeads heads(x, blockIdx.x / CLUSTER);
+    if (threadIdx.x == THREADS) shared.init(x, heads);
+    __syncthreads();
+#if CLUSTER > 1
+    cluster_arrive();
+#endif
+    wait_for_stream();
+    auto next_row = [&, number = blockIdx.x]() mutable {
+        number += gridDim.x;
+        if (CLUSTER > 1 || number >= x.all) return false;
+        heads = RowHeads(x, number);
+        return true;
+    };
+    if (threadIdx.x >= THREADS) {
+        Producer producer(x, memory, shared);
+        do producer.load_row(heads.row, rank);
+        while (next_row());
+#if CLUSTER > 1
+        cluster_wait();
+#endif
+        return;
+    }
     const float c = x.p.scale_log2, slack = SLACK / c;
-    for (u32 number = blockIdx.x; number < x.all; number += gridDim.x) {
-        const RowHeads heads(x, number);
+    PipelineState<STAGES> at;
+    do {
         Consumer consumer(shared, q_tile, p_tile, c, slack);
         consumer.load_q(x.p, heads);
-        for (int keys = 1; keys; at.next()) {
-            shared.steps.wait_full(at);
-            keys = shared.keys[at.stage];
-            if (keys) consumer.step(stages + at.stage * STAGE_BYTES, keys);
-            __syncwarp();
-            shared.steps.release(at.stage);
-        }
+        consumer.attend(memory, at);
+#if CLUSTER > 1
+        cluster_wait();  // all CTAs have begun
+        consumer.send(rank, heads.existing(x));
+        shared.cluster.wait();
+        consumer.write_share(x, heads, rank);
+#else
         consumer.write(x, heads);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p
-    __shared__ Shared shared;
-    u16 *q_tile = reinterpret_cast<u16 *>(memory + STAGES * STAGE_BYTES), *p_tile = q_tile + HEADS * KP;
-    if (threadIdx.x == THREADS) {
-        shared.steps.init(1, WARPS);  // a lane of each
-        mbarrier_fence_init();
-        tma_prefetch(&x.k);
-        tma_prefetch(&x.v);
-    }
-    __syncthreads();
-    wait_for_stream();
-    if (threadIdx.x < THREADS) attend(x, memory, q_tile, p_tile, shared);
-    else produce_steps(x, memory, shared);
+#endif
+    } while (next_row());
 }

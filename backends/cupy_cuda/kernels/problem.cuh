@@ -119,12 +119,31 @@ DEVICE int in_page(int key) {
 #endif
 }
 
-// Range `at` of all ranges as [max(start, 0), min(end, limit)), end >= start; clamped before the cast: int64 may hold any bound.
-DEVICE void clamped_range(const Problem &p, i64 at, int limit, int &start, int &end) {
-    i64 begin = integer(p.ranges, p.range_bytes, 2 * at), stop = integer(p.ranges, p.range_bytes, 2 * at + 1);
-    start = static_cast<int>(min(max(begin, 0ll), static_cast<i64>(limit)));
-    end = max(start, static_cast<int>(max(min(stop, static_cast<i64>(limit)), 0ll)));
-}
+// An integer of 4 or 8 bytes as it was loaded. Making a number of it waits for the load, and so would every load after that.
+struct Integer {
+    int low = 0, high = 0;
+    DEVICE Integer() {}
+    DEVICE Integer(const char *array, i64 bytes, i64 i) {
+        const int *at = reinterpret_cast<const int *>(array + i * bytes);
+        low = at[0];
+        if (bytes == 8) high = at[1];
+    }
+    DEVICE i64 value(i64 bytes) const { return bytes == 8 ? static_cast<i64>(static_cast<u64>(high) << 32 | static_cast<u32>(low)) : low; }
+};
+
+// Range number `at` of all ranges, as it was loaded.
+struct Range {
+    Integer begin, stop;
+    DEVICE Range() {}
+    DEVICE Range(const Problem &p, i64 at) : begin(p.ranges, p.range_bytes, 2 * at), stop(p.ranges, p.range_bytes, 2 * at + 1) {}
+
+    // As [max(begin, 0), min(stop, limit)), end >= start; clamped before the cast: int64 may hold any bound.
+    DEVICE void clamp(const Problem &p, int limit, int &start, int &end) const {
+        start = static_cast<int>(min(max(begin.value(p.range_bytes), 0ll), static_cast<i64>(limit)));
+        end = max(start, static_cast<int>(max(min(stop.value(p.range_bytes), static_cast<i64>(limit)), 0ll)));
+    }
+};
+DEVICE void clamped_range(const Problem &p, i64 at, int limit, int &start, int &end) { Range(p, at).clamp(p, limit, start, end); }
 
 // A query row: position s of batch entry b and group g, and its index among B*S*G.
 struct Row {

@@ -12,6 +12,9 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <deque>
+#include <functional>
+
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef long long i64;
@@ -31,7 +34,7 @@ typedef unsigned long long u64;
 struct Index {
     unsigned x;
 };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 static u16 *dynamic_memory;
 
 struct alignas(8) float2 {
@@ -88,12 +91,15 @@ struct Fiber {
     jmp_buf here;
     bool begun, done;
     Gate *gate;  // waited for, until it opens once more than `opened`
+    bool (*until)(const void *, int);  // waited for, until it holds of these
+    const void *what;
+    int number;
     u32 opened, exchanges;
     u32 first_group, groups;  // of copies under way; the last is not committed
     u32 copies[MOST_GROUPS];
     Copy copy[MOST_GROUPS][MOST_COPIES];
     char stack[64 << 10];
-    bool ready() const { return !done && (!gate || gate->opened != opened); }
+    bool ready() const { return !done && (!gate || gate->opened != opened) && (!until || until(what, number)); }
 };
 
 struct alignas(8) Slot {
@@ -106,8 +112,10 @@ static Slot slots[MOST_THREADS / 32][2][32];
 static jmp_buf scheduler;
 static unsigned threads;  // of a block
 static unsigned current;  // the fiber that runs: threads of a cluster's blocks, one block after another
+static unsigned cluster_threads;
 static u16 *memories[CLUSTER];
 static bool backwards, eager;
+static std::deque<std::function<void()>> arrivals;  // of copies that no thread performs
 static void (*body)();
 
 static void wait(Gate &gate, unsigned expected) {
@@ -124,6 +132,22 @@ static void wait(Gate &gate, unsigned expected) {
     fibers[thread].gate = nullptr;
 }
 
+// Wait until `holds(what, number)`.
+static void wait_until(bool (*holds)(const void *, int), const void *what, int number) {
+    if (holds(what, number)) return;
+    Fiber &self = fibers[current];
+    unsigned thread = current;
+    self.until = holds, self.what = what, self.number = number;
+    if (!_setjmp(self.here)) _longjmp(scheduler, 1);
+    fibers[thread].until = nullptr;
+}
+
+// What happens by itself: at once, or when no thread can go on without it.
+static void later(std::function<void()> copy) {
+    if (eager) copy();
+    else arrivals.push_back(copy);
+}
+
 static void enter() {
     body();
     Fiber &self = fibers[current];
@@ -138,6 +162,7 @@ static void run_cluster(unsigned first_block) {
         Fiber &fiber = fibers[i];
         fiber.begun = fiber.done = false;
         fiber.gate = nullptr;
+        fiber.until = nullptr;
         fiber.exchanges = fiber.first_group = fiber.copies[0] = 0;
         fiber.groups = 1;
     }
@@ -147,6 +172,11 @@ static void run_cluster(unsigned first_block) {
         for (unsigned i = 0; i < all && next < 0; ++i) {
             unsigned thread = backwards ? all - 1 - i : i;
             if (fibers[thread].ready()) next = static_cast<int>(thread);
+        }
+        if (next < 0 && !arrivals.empty()) {
+            arrivals.front()();
+            arrivals.pop_front();
+            continue;
         }
         if (next < 0) break;
         current = static_cast<unsigned>(next);
@@ -205,6 +235,12 @@ DEVICE T __shfl_xor_sync(u32, T x, int mask) {
     unsigned lane = threadIdx.x % 32;
     return from_lane<T>(exchange(x), lane ^ static_cast<unsigned>(mask));
 }
+DEVICE u32 __ballot_sync(u32, bool x) {
+    const Slot *table = exchange(x);
+    u32 votes = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) votes |= (from_lane<bool>(table, lane) ? 1u : 0u) << lane;
+    return votes;
+}
 DEVICE bool __any_sync(u32, bool x) {
     const Slot *table = exchange(x);
     bool any = false;
@@ -228,6 +264,7 @@ DEVICE u32 __match_any_sync(u32, int x) {
     return equal;
 }
 DEVICE int __popc(u32 x) { return __builtin_popcount(x); }
+DEVICE int __ffs(u32 x) { return __builtin_ffs(static_cast<int>(x)); }
 DEVICE int atomicMax(int *at, int x) {
     int old = *at;
     *at = old > x ? old : x;
@@ -353,9 +390,9 @@ DEVICE void ldmatrix_trans(u32 (&x)[4], const u16 *row) {
 
 // Run every cluster of a launch, one after another.
 static void launch(unsigned blocks, unsigned block_threads, unsigned shared, int mode, void (*kernel)()) {
-    threads = block_threads, backwards = mode & 1, eager = mode & 2, body = kernel;
+    gridDim.x = blocks, threads = block_threads, cluster_threads = threads * CLUSTER, backwards = mode & 1, eager = mode & 2, body = kernel;
     require(threads * CLUSTER <= MOST_THREADS && blocks % CLUSTER == 0, "more threads than the emulation holds, or part of a cluster");
-    for (u16 *&memory : memories) memory = static_cast<u16 *>(aligned_alloc(128, (shared + 127) / 128 * 128 + 128));
+    for (u16 *&memory : memories) memory = static_cast<u16 *>(aligned_alloc(1024, (shared + 1023) / 1024 * 1024 + 1024));
     for (unsigned first = 0; first < blocks; first += CLUSTER) {
         for (u16 *memory : memories) memset(memory, 0xff, shared);
         run_cluster(first);

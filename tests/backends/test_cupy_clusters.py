@@ -1,0 +1,67 @@
+"""Hopper's kernel of whole blocks without a GPU: emulated with its TMA loads and barriers, for every number of CTAs that share a row."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends.cupy_cuda import sm90
+from nsa_sel.core.call import Call
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.helpers.cache_cases import Cache, gathered, make_cache, positions
+from tests.helpers.cases import assert_forward
+from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.poison import new_memory_is_nan
+
+LENGTHS = (0, 1, 150, 640)  # without keys; of fewer steps than a cluster has CTAs
+
+
+def cache_of(page_size: int | None, **sizes: object) -> Cache:
+    """NaN wherever no sequence has a key."""
+    facts = {"lengths": LENGTHS, "G": 1, "h": 3, "Dk": 64, "Dv": 64, "block": 64, "room": 640, "dtype": torch.float16}
+    return make_cache(page_size=page_size, **{**facts, **sizes})  # type: ignore[arg-type]
+
+
+def forward(monkeypatch: pytest.MonkeyPatch, cache: Cache, ctas: int) -> tuple[Tensor, Tensor]:
+    """o and lse, checked, on a GPU that runs so many CTAs at once."""
+    gpu = msgspec.structs.replace(GPU, sm_count=ctas // 2)
+    k, v = (x.transpose(1, 2) for x in cache[1:3])
+    scale = cache.q.shape[-1] ** -0.5
+    call = Call(cache.q, k, v, cache.selection, None, scale, settings_for(gpu), gpu, cache.cache_seqlens, cache.block_table)
+    assert sm90.supports_blocks(call)
+    with new_memory_is_nan():
+        found = sm90.forward_blocks(call)
+    assert_forward(found, cache.q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize(("cluster", "page_size"), [(1, None), (2, 64), (8, 64)])
+def test_rows_are_shared_in_any_order(monkeypatch: pytest.MonkeyPatch, cluster: int, page_size: int | None) -> None:
+    """The same bits whichever thread or CTA runs first, and whenever its copies arrive."""
+    cache, found = cache_of(page_size), []
+    for mode in (0, BACKWARDS | EAGER):
+        emulated(monkeypatch, mode)
+        found.append(forward(monkeypatch, cache, 4 * cluster))
+    assert all(map(torch.equal, *found))
+
+
+@needs_compiler
+def test_tokens_blocks_of_two_steps_and_many_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More steps than a warp looks at at once, and more heads than a warp has: 34 ranges of 128 keys over two CTAs."""
+    emulated(monkeypatch, BACKWARDS)
+    cache = cache_of(128, lengths=(200, 4480), S_q=2, h=17, n=34, block=128, room=4480)
+    holes = cache.selection.ranges.clone()
+    holes[:, :, :, 1:30] = 0
+    forward(monkeypatch, cache._replace(selection=Selection(holes, 128)), 8)
+
+
+@pytest.mark.parametrize(
+    ("work", "steps", "ctas", "cluster"),
+    [(4, 16, 264, 16), (1, 8, 264, 8), (8, 32, 264, 16), (64, 32, 264, 4), (128, 16, 264, 2), (133, 16, 264, 1), (4, 3, 264, 2)],
+)
+def test_few_rows_are_shared_by_many_multiprocessors(work: int, steps: int, ctas: int, cluster: int) -> None:
+    assert sm90.cluster_size(work, steps, ctas) == cluster

@@ -1,0 +1,108 @@
+// The kernels' hopper.cuh on a CPU: mbarriers, TMA loads of keys, barriers of some warps, and writes to the CTAs of a cluster.
+//
+// Unless copies happen at once, what TMA loads or another CTA writes arrives only when no thread can go on without it.
+#pragma once
+#include "warp.cuh"
+
+// As tests pack it (emulate.py): k or v [B,G,S_kv,D] of 16-bit numbers, or pages, in boxes of `rows` keys by `columns` columns.
+struct alignas(64) TensorMap {
+    const u16 *data;
+    i64 sizes[4], strides[4], rows, columns;
+    char padding[128 - 88];
+};
+static_assert(sizeof(TensorMap) == 128, "as the driver's");
+
+struct Barrier {
+    u16 count;
+    short pending;
+    int bytes : 31;  // that are still expected
+    u32 phase : 1;
+};
+static_assert(sizeof(Barrier) == 8, "as a mbarrier");
+
+static Barrier &barrier_at(const u64 *bar) { return *reinterpret_cast<Barrier *>(const_cast<u64 *>(bar)); }
+static void complete(u64 *bar, int arrivals, int bytes) {
+    Barrier &at = barrier_at(bar);
+    require(at.count, "a barrier that was never initialized");
+    at.pending -= arrivals;
+    at.bytes += bytes;
+    require(at.pending >= 0, "more arrivals than a barrier expects");
+    if (at.pending || at.bytes) return;
+    at.pending = at.count;
+    at.phase ^= 1;
+}
+static bool passed(const u64 *bar, int parity) { return static_cast<int>(barrier_at(bar).phase) != parity; }
+
+DEVICE void mbarrier_init(u64 *bar, int count) { barrier_at(bar) = {static_cast<u16>(count), static_cast<short>(count), 0, 0}; }
+DEVICE void mbarrier_fence_init() {}
+DEVICE void mbarrier_arrive(u64 *bar) { complete(bar, 1, 0); }
+DEVICE void mbarrier_arrive_expect(u64 *bar, int bytes) {
+    barrier_at(bar).bytes += bytes;
+    complete(bar, 1, 0);
+}
+DEVICE void mbarrier_wait(u64 *bar, int parity) {
+    wait_until([](const void *bar, int parity) { return passed(static_cast<const u64 *>(bar), parity); }, bar, parity);
+}
+DEVICE void mbarrier_wait_cluster(u64 *bar, int parity) { mbarrier_wait(bar, parity); }
+DEVICE void fence_async_proxy() {}
+
+// The halves of a barrier of the cluster: each thread waits for as many arrivals as its own would complete.
+static unsigned cluster_arrivals;
+DEVICE void cluster_arrive() { ++cluster_arrivals; }
+DEVICE void cluster_wait() {
+    wait_until([](const void *all, int) { return cluster_arrivals % *static_cast<const unsigned *>(all) == 0; }, &cluster_threads, 0);
+}
+
+template <class T>
+static T *in_cta(T *mine, u32 cta) {
+    require(cta < CLUSTER, "no such CTA");
+    return reinterpret_cast<T *>(reinterpret_cast<char *>(mine) - reinterpret_cast<char *>(dynamic_memory) + reinterpret_cast<char *>(memories[cta]));
+}
+DEVICE void store_async(float *mine, u64 *bar, u32 cta, float low, float high) {
+    float *to = in_cta(mine, cta);
+    u64 *counter = in_cta(bar, cta);
+    require(cluster_arrivals % cluster_threads == 0, "a write to a CTA that has not begun");
+    later([=] {
+        to[0] = low, to[1] = high;
+        complete(counter, 0, -8);
+    });
+}
+
+// Barriers of some warps.
+static Gate named_gates[CLUSTER][16];
+static bool named_any[CLUSTER][16][2];
+template <int THREADS>
+DEVICE bool named_barrier_any(int number, bool x) {
+    const unsigned cta = current / threads;
+    Gate &gate = named_gates[cta][number];
+    bool *any = named_any[cta][number];
+    const u32 turn = gate.opened % 2;
+    if (!gate.arrived) any[turn] = false;
+    any[turn] |= x;
+    wait(gate, THREADS);
+    return any[turn];
+}
+template <int THREADS>
+DEVICE void named_barrier(int number) {
+    named_barrier_any<THREADS>(number, false);
+}
+
+DEVICE void tma_prefetch(const TensorMap *) {}
+
+// A box of keys, swizzled by 128 bytes; zeros past the last key.
+DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, int key, i64 g, i64 b) {
+    require(reinterpret_cast<uintptr_t>(to) % 1024 == 0, "a box is not aligned");
+    require(b >= 0 && b < map->sizes[0] && g < map->sizes[1] && key < map->sizes[2] && column + map->columns <= map->sizes[3], "no such box");
+    later([=] {
+        for (i64 row = 0; row < map->rows; ++row)
+            for (i64 i = 0; i < map->columns; ++i) {
+                const i64 from = b * map->strides[0] + g * map->strides[1] + (key + row) * map->strides[2] + column + i;
+                static_cast<u16 *>(to)[row * 64 + (i / 8 ^ row % 8) * 8 + i % 8] = key + row < map->sizes[2] ? map->data[from] : 0;
+            }
+        complete(bar, 0, -static_cast<int>(map->rows * map->columns * 2));
+    });
+}
+DEVICE void tma_load_keys_once(void *to, const TensorMap *map, u64 *bar, int column, int key, i64 g, i64 b) {
+    tma_load_keys(to, map, bar, column, key, g, b);
+}
+DEVICE void tma_load_rows(void *, const TensorMap *, u64 *, int, i64, i64, i64) { require(false, "loads of rows are not emulated"); }
