@@ -72,6 +72,22 @@ def decode_cases() -> list[Case]:
     return [Case(f"decode-B{B}-{S // 1024}k-h{h}", "random", B, 1, S, G, h, 128, 128, 16, 64, "bfloat16") for B, S, G, h in sizes]
 
 
+def parallel_cases() -> list[Case]:
+    """One query a sequence on a rank of tensor parallelism, which has one or two groups: every pair of G, h and block, from 1 to 256
+    sequences. G 1, h 16, block 128 is MiniMax-M3 on four ranks."""
+    sizes = ((1, 16, 128), (1, 8, 64), (2, 16, 64), (2, 8, 128))
+    return [
+        Case(f"parallel-B{B}-32k-G{G}-h{h}-b{block}", "random", B, 1, 32768, G, h, 128, 128, 16, block, "bfloat16")
+        for B in (1, 8, 64, 256)
+        for G, h, block in sizes
+    ]
+
+
+def least_bytes(case: Case) -> int:
+    """Bytes of the keys and values of all rows' blocks, each row's read once: what a decoding step cannot avoid."""
+    return case.B * case.S * case.G * case.n * case.block * (case.Dk + case.Dv) * DTYPES[case.dtype].itemsize
+
+
 def few_token_cases() -> list[Case]:
     """Several new tokens a sequence, as speculative decoding checks them: one stream to a large batch, and one group of 128-key blocks."""
     sizes = (  # B, S, S_kv, G, h, D, block

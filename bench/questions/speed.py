@@ -36,12 +36,14 @@ class Suite(NamedTuple):
     whole: bool  # whether fwd+bwd is measured, beside fwd and bwd
     rep: float  # ms of timed calls
     rows: int  # compared with the oracle
+    floor: bool = False  # whether rows say what must be read at least: `least_bytes`
 
 
 # In this order a case that several suites share is looked at most closely by the first of them.
 SUITES = {
     "performance": Suite(cases.performance_cases, packed=True, whole=True, rep=50, rows=64),
     "decode": Suite(cases.decode_cases, packed=True, whole=False, rep=50, rows=64),
+    "parallel": Suite(cases.parallel_cases, packed=False, whole=False, rep=50, rows=64, floor=True),
     "tokens": Suite(cases.few_token_cases, packed=False, whole=False, rep=20, rows=4),
     "threshold": Suite(cases.threshold_cases, packed=True, whole=False, rep=50, rows=64),
     "breakeven": Suite(cases.breakeven_cases, packed=False, whole=True, rep=50, rows=16),
@@ -83,7 +85,9 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
             directions = ("decode",) if step else ("fwd", "bwd", "fwd+bwd") if suite.whole else ("fwd", "bwd")
             if only in case.case and chosen:
                 case = case if device == "cuda" else case._replace(dtype="float32")  # what CPUs compute in
-                more = {"quick": True} if name == "quick" else {}
+                more: dict[str, object] = {"quick": True} if name == "quick" else {}
+                if suite.floor:
+                    more["least_bytes"] = cases.least_bytes(case)
                 found.setdefault(case.case, Job(case, chosen, directions, suite.rows, Timing(suite.rep), more))
     names = sorted({case.case for suite in suites.values() for case in suite.cases()})
     if not any(only in name for name in names):
