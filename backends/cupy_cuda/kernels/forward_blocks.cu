@@ -113,21 +113,25 @@ struct Producer {
         at.next();
     }
 
-    // Ranges and the row's limit are asked for at once; a page is asked for when both are there.
-    DEVICE void load_row(const Row &row, u32 rank) {
-        const Problem &p = x.p;
-        const u32 steps = static_cast<u32>(p.n) * PER_RANGE;
+    // Where this lane's range of a row's step `first` + lane * CLUSTER is.
+    DEVICE const int *range_of(const Row &row, u32 first) const {
+        return range_at(x.p, row.index * x.p.n + (first + lane * CLUSTER) / PER_RANGE);
+    }
+
+    // Ranges and the row's limit, which are at `range` and `position`, are asked for at once; a page is asked for when both are there.
+    DEVICE void load_row(const Row &row, u32 rank, const int *range, const int *position) {
+        const u32 steps = static_cast<u32>(x.p.n) * PER_RANGE;
         int limit = 0;
-        for (u32 first = rank; first < steps || first == rank; first += 32 * CLUSTER) {
+        for (u32 first = rank; first < steps || first == rank; first += 32 * CLUSTER, range = range_of(row, first)) {
             const u32 step = first + lane * CLUSTER;
-            Range range;
-            if (step < steps) range = Range(p, row.index * p.n + step / PER_RANGE);
-            if (first == rank) limit = row_limit(p, row.b, row.s);
+            Range loaded;
+            if (step < steps) loaded = Range(x.p, range);
+            if (first == rank) limit = row_limit(x.p, row.s, position);
             int key, stop;
-            range.clamp(p, limit, key, stop);
+            loaded.clamp(x.p, limit, key, stop);
             key += step % PER_RANGE * KEYS;
             const bool exists = key < stop, more = first + 32 * CLUSTER < steps;
-            const int page = exists ? page_of(p, row.b, key) : 0;
+            const int page = exists ? page_of(x.p, row.b, key) : 0;
             u32 left = __ballot_sync(ALL_LANES, exists);
             if (!left && !more) load_nothing();
             for (; left; left &= left - 1, at.next()) {
@@ -350,7 +354,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
 #if CLUSTER > 1
     cluster_arrive();
 #endif
-    wait_for_stream();
     auto next_row = [&, number = blockIdx.x]() mutable {
         number += gridDim.x;
         if (CLUSTER > 1 || number >= x.all) return false;
@@ -359,8 +362,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
     };
     if (threadIdx.x >= THREADS) {
         Producer producer(x, memory, shared);
-        do producer.load_row(heads.row, rank);
-        while (next_row());
+        const int *range = producer.range_of(heads.row, rank), *position = position_at(x.p, heads.row.b, heads.row.s);
+        wait_for_stream();
+        producer.load_row(heads.row, rank, range, position);
+        while (next_row())
+            producer.load_row(heads.row, rank, producer.range_of(heads.row, rank), position_at(x.p, heads.row.b, heads.row.s));
 #if CLUSTER > 1
         cluster_wait();
 #endif
@@ -368,6 +374,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
     }
     const float c = x.p.scale_log2, slack = SLACK / c;
     PipelineState<STAGES> at;
+    wait_for_stream();
     do {
         Consumer consumer(shared, q_tile, p_tile, c, slack);
         consumer.load_q(x.p, heads);

@@ -65,24 +65,36 @@ struct Problem {
     double scale, scale_log2;
 };
 
-// Number i of an array of 4- or 8-byte integers.
-DEVICE i64 integer(const char *array, i64 bytes, i64 i) {
-    return bytes == 8 ? reinterpret_cast<const i64 *>(array)[i] : reinterpret_cast<const int *>(array)[i];
+// Where number i of an array of 4- or 8-byte integers is.
+DEVICE const int *integer_at(const char *array, i64 bytes, i64 i) { return reinterpret_cast<const int *>(array + i * bytes); }
+
+// Such an integer as it was loaded. Making a number of it waits for the load, and so would every load after that.
+struct Integer {
+    int low = 0, high = 0;
+    DEVICE Integer() {}
+    DEVICE Integer(const int *at, i64 bytes) : low(at[0]), high(bytes == 8 ? at[1] : 0) {}
+    DEVICE i64 value(i64 bytes) const { return bytes == 8 ? static_cast<i64>(static_cast<u64>(high) << 32 | static_cast<u32>(low)) : low; }
+};
+
+// Where the position of row s is, or (CACHED) the length of its sequence; null: positions are arithmetic.
+DEVICE const int *position_at(const Problem &p, i64 b, i64 s) {
+    if (CACHED) return integer_at(p.q_pos, p.pos_bytes, b * p.stride_pb);
+    return p.q_pos ? integer_at(p.q_pos, p.pos_bytes, b * p.stride_pb + s * p.stride_ps) : nullptr;
 }
 
 // One past the last key that row s may see: min(t + 1, S_kv), or how many compressed keys lie at or before t, where k and v are compressed.
-DEVICE int row_limit(const Problem &p, i64 b, i64 s) {
+// position: as of `position_at`.
+DEVICE int row_limit(const Problem &p, i64 s, const int *position) {
 #ifdef COMPRESS_STRIDE
     const i64 past = p.start + s + 1 - COMPRESS_BLOCK;  // keys after compressed key 0 that may be seen
     return past < 0 ? 0 : static_cast<int>(min(past / COMPRESS_STRIDE + 1, p.S_kv));
 #elif defined(WINDOW)
     return static_cast<int>(p.S_kv - p.S) + static_cast<int>(s) + 1;  // in 32 bits: computed again sooner than kept in registers
 #endif
-    const i64 t = CACHED    ? integer(p.q_pos, p.pos_bytes, b * p.stride_pb) - p.S + s
-                  : p.q_pos ? integer(p.q_pos, p.pos_bytes, b * p.stride_pb + s * p.stride_ps)
-                            : p.S_kv - p.S + s;
-    return static_cast<int>(max(0ll, min(t, p.S_kv - 1) + 1));
+    const i64 last = p.S_kv - p.S + s, at = position ? Integer(position, p.pos_bytes).value(p.pos_bytes) : last;
+    return static_cast<int>(max(0ll, min(CACHED ? at - p.S + s : at, p.S_kv - 1) + 1));
 }
+DEVICE int row_limit(const Problem &p, i64 b, i64 s) { return row_limit(p, s, position_at(p, b, s)); }
 
 // Whether a row does not see a key, given its `row_limit`. Both may be counted from another key than the first.
 DEVICE bool hidden(const Problem &p, int key, int limit) {
@@ -119,23 +131,11 @@ DEVICE int in_page(int key) {
 #endif
 }
 
-// An integer of 4 or 8 bytes as it was loaded. Making a number of it waits for the load, and so would every load after that.
-struct Integer {
-    int low = 0, high = 0;
-    DEVICE Integer() {}
-    DEVICE Integer(const char *array, i64 bytes, i64 i) {
-        const int *at = reinterpret_cast<const int *>(array + i * bytes);
-        low = at[0];
-        if (bytes == 8) high = at[1];
-    }
-    DEVICE i64 value(i64 bytes) const { return bytes == 8 ? static_cast<i64>(static_cast<u64>(high) << 32 | static_cast<u32>(low)) : low; }
-};
-
-// Range number `at` of all ranges, as it was loaded.
+// A range as it was loaded.
 struct Range {
     Integer begin, stop;
     DEVICE Range() {}
-    DEVICE Range(const Problem &p, i64 at) : begin(p.ranges, p.range_bytes, 2 * at), stop(p.ranges, p.range_bytes, 2 * at + 1) {}
+    DEVICE Range(const Problem &p, const int *at) : begin(at, p.range_bytes), stop(at + p.range_bytes / 4, p.range_bytes) {}
 
     // As [max(begin, 0), min(stop, limit)), end >= start; clamped before the cast: int64 may hold any bound.
     DEVICE void clamp(const Problem &p, int limit, int &start, int &end) const {
@@ -143,7 +143,9 @@ struct Range {
         end = max(start, static_cast<int>(max(min(stop.value(p.range_bytes), static_cast<i64>(limit)), 0ll)));
     }
 };
-DEVICE void clamped_range(const Problem &p, i64 at, int limit, int &start, int &end) { Range(p, at).clamp(p, limit, start, end); }
+// Where range number i of all ranges is.
+DEVICE const int *range_at(const Problem &p, i64 i) { return integer_at(p.ranges, p.range_bytes, 2 * i); }
+DEVICE void clamped_range(const Problem &p, i64 i, int limit, int &start, int &end) { Range(p, range_at(p, i)).clamp(p, limit, start, end); }
 
 // A query row: position s of batch entry b and group g, and its index among B*S*G.
 struct Row {
