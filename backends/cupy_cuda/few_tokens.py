@@ -34,7 +34,7 @@ def supports(call: Call) -> bool:
     """Whether forward_tiles.cu computes this call with one tile per sequence and group, which reads the union of its tokens' blocks once.
 
     There must be tiles for three quarters of the multiprocessors: one loads keys only so fast, however many others are idle. With fewer,
-    forward_blocks.cu has a CTA per token, and the tokens' CTAs share their blocks in the L2 cache.
+    forward_blocks.cu has a CTA or a cluster per token, and the tokens' CTAs share their blocks in the L2 cache.
     """
     (B, S, G, h, Dk), device, size = call.q.shape, call.device, call.selection.block_size
     if device.sm != sm90.SM or not 1 < S <= FEW_TOKENS or S * call.selection.n > MOST_ENTRIES or 4 * B * G <= 3 * device.sm_count:
