@@ -3,8 +3,8 @@
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 //
 // Grid: persistent CTAs, PER_SM a multiprocessor; each takes every gridDim.x-th (row, HEADS heads). Few rows: one cluster for each.
-// Steps: a range has BLOCK / KEYS of them. The CTAs of a cluster take every CLUSTER-th step of all ranges, empty ones too, so that each knows
-//   its own without reading other ranges. They combine their results at the end (row_cluster.cuh).
+// Steps: a range has BLOCK / KEYS of them. The CTAs of a cluster take every CLUSTER-th step of all ranges, empty ones too, so that each
+//   knows its own without reading other ranges. They combine their results at the end (row_cluster.cuh).
 // Warps: a producer warp loads a row's K and V by TMA, KEYS keys a step, through a pipeline of STAGES stages, and goes on with the next row
 //   while four consumer warps finish this one.
 // Tiles: the consumers are HEAD_WARPS times SHARES. Warps of the same 16 heads split a step's keys for s = q k^T, and, once p is in shared
@@ -49,6 +49,7 @@ struct RowHeads {
     DEVICE RowHeads(const Arguments &x, u32 number)
         : row(row_of(x.p, number / static_cast<u32>(x.head_tiles))), head0(number % static_cast<u32>(x.head_tiles) * HEADS) {}
     DEVICE int existing(const Arguments &x) const { return min(HEADS, static_cast<int>(x.p.h) - head0); }
+    DEVICE i64 first(const Arguments &x) const { return row.index * x.p.h + head0; }  // of the heads of all rows
 };
 
 struct Shared {
@@ -149,14 +150,16 @@ struct Consumer {
     Shared &shared;
     u16 *const q_tile, *const p_tile;
     const int lane, share, warp_head;
+    const u32 rank;   // of this CTA in its cluster
+    const int count;  // heads that exist
     const float slack;
     OnlineSoftmax softmax;
     u32 q[DK / 16][4];           // operand A
     float acc[COLUMNS / 8][4] = {};
 
-    DEVICE Consumer(Shared &memory, u16 *q_memory, u16 *p_memory, float c, float slack)
+    DEVICE Consumer(Shared &memory, u16 *q_memory, u16 *p_memory, u32 rank, int count, float c, float slack)
         : shared(memory), q_tile(q_memory), p_tile(p_memory), lane(threadIdx.x % 32), share(threadIdx.x / 32 / HEAD_WARPS),
-          warp_head(threadIdx.x / 32 % HEAD_WARPS * 16), slack(slack), softmax(c) {}
+          warp_head(threadIdx.x / 32 % HEAD_WARPS * 16), rank(rank), count(count), slack(slack), softmax(c) {}
 
     DEVICE int head(int r) const { return warp_head + lane / 4 + 8 * r; }  // of a lane's two rows
 
@@ -230,8 +233,9 @@ struct Consumer {
         scale_rows(acc, alpha);
     }
 
-    // A step of `keys` keys; `values`: the barrier of v and its parity. The first step of a row raises its maxima from LOWEST.
-    DEVICE void step(unsigned char *k_tile, int keys, bool first, u64 *values, int parity) {
+    // A step of `keys` keys; `values`: the barrier of v and its parity. The first step of a row raises its maxima from LOWEST; with the
+    // last one m and l are known before acc is.
+    DEVICE void step(unsigned char *k_tile, int keys, bool first, bool last, u64 *values, int parity) {
         unsigned char *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};
         add_logits(s, k_tile);
@@ -245,10 +249,23 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
                 *reinterpret_cast<u32 *>(p_tile + head(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) = pack(s[j][2 * r], s[j][2 * r + 1]);
+        if (last) share_sums();
         mbarrier_wait(values, parity);
         if (keys < KEYS) zero_values(v_tile, keys);
         named_barrier<THREADS>(1);  // p is there, and no NaN among the values
+#if CLUSTER > 1
+        if (last) send_totals();
+#endif
         add_values(v_tile);
+    }
+
+    // All that a row without keys has.
+    DEVICE void no_step() {
+        share_sums();
+        named_barrier<THREADS>(1);
+#if CLUSTER > 1
+        send_totals();
+#endif
     }
 
     // The row's steps in this CTA.
@@ -257,13 +274,14 @@ struct Consumer {
         for (bool first = true; !(keys & LAST); first = false, at.next()) {
             shared.steps.wait_full(at);
             keys = shared.keys[at.stage];
-            if (keys != LAST) step(stages + at.stage * STAGE_BYTES, keys & ~LAST, first, &shared.values[at.stage], at.parity);
+            if (keys != LAST) step(stages + at.stage * STAGE_BYTES, keys & ~LAST, first, keys & LAST, &shared.values[at.stage], at.parity);
+            else no_step();
             __syncwarp();
             shared.steps.release(at.stage);
         }
     }
 
-    // l of this share; after a barrier total() is that of all.
+    // l of this share; after a barrier, which the last step has, total() is that of all.
     DEVICE void share_sums() {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -279,48 +297,32 @@ struct Consumer {
     }
 
     DEVICE void write(const Arguments &x, const RowHeads &heads) {
-        share_sums();
-        named_barrier<THREADS>(1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const RowTotals totals(softmax.c, softmax.m[r], total(head(r)));
-            const bool exists = heads.head0 + head(r) < x.p.h;
-            const i64 out = heads.row.index * x.p.h + heads.head0 + head(r);
+            const bool exists = head(r) < count;
+            const i64 out = heads.first(x) + head(r);
             if (exists && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
             write_columns(x.o + out * DV + share * COLUMNS, r, totals.scale, exists);
         }
     }
 
 #if CLUSTER > 1
-    // Send every CTA what it combines.
-    DEVICE void send(u32 rank, int count) {
-        share_sums();
+    // Send every CTA m and l, by the warps of a head in turn; before it share_sums() and a barrier.
+    DEVICE void send_totals() {
+        for (u32 to = share * 4 + lane % 4; to < CLUSTER; to += 4 * SHARES)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                if (head(r) < count) shared.cluster.send_totals(rank, head(r), to, softmax.m[r], total(head(r)));
+    }
+
+    DEVICE void send_columns() {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (share == 0 && lane % 4 == 0) shared.tops[0][head(r)] = softmax.m[r];
             if (head(r) >= count) continue;
 #pragma unroll
             for (int j = 0; j < COLUMNS / 8; ++j)
                 shared.cluster.send_columns(rank, head(r), share * COLUMNS + 8 * j + lane % 4 * 2, acc[j][2 * r], acc[j][2 * r + 1]);
-        }
-        named_barrier<THREADS>(1);
-        for (int i = threadIdx.x; i < HEADS * CLUSTER; i += THREADS) {
-            const int one = i % HEADS;
-            if (one < count) shared.cluster.send_totals(rank, one, i / HEADS, shared.tops[0][one], total(one));
-        }
-    }
-
-    // Write this CTA's columns over all CTAs.
-    DEVICE void write_share(const Arguments &x, const RowHeads &heads, u32 rank) {
-        constexpr int OWN = RowCluster<HEADS>::OWN;
-        const int count = heads.existing(x);
-        for (int i = threadIdx.x; i < count * (OWN / 2); i += THREADS) {
-            const int one = i / (OWN / 2), column = i % (OWN / 2) * 2;
-            const PartialSums sum = shared.cluster.combine(softmax.c, one, column);
-            const RowTotals totals(softmax.c, sum.m, sum.l);
-            const i64 out = heads.row.index * x.p.h + heads.head0 + one;
-            *reinterpret_cast<u32 *>(x.o + out * DV + rank * OWN + column) = pack(sum.low * totals.scale, sum.high * totals.scale);
-            if (rank == 0 && column == 0) x.lse[out] = totals.lse * LN_2;
         }
     }
 #endif
@@ -376,14 +378,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
     PipelineState<STAGES> at;
     wait_for_stream();
     do {
-        Consumer consumer(shared, q_tile, p_tile, c, slack);
+        Consumer consumer(shared, q_tile, p_tile, rank, heads.existing(x), c, slack);
         consumer.load_q(x.p, heads);
-        consumer.attend(memory, at);
 #if CLUSTER > 1
         cluster_wait();  // all CTAs have begun
-        consumer.send(rank, heads.existing(x));
+#endif
+        consumer.attend(memory, at);
+#if CLUSTER > 1
+        consumer.send_columns();
         shared.cluster.wait();
-        consumer.write_share(x, heads, rank);
+        shared.cluster.write<THREADS>(c, rank, consumer.count, x.o + heads.first(x) * DV, x.lse + heads.first(x));
 #else
         consumer.write(x, heads);
 #endif

@@ -145,7 +145,9 @@ struct Range {
 };
 // Where range number i of all ranges is.
 DEVICE const int *range_at(const Problem &p, i64 i) { return integer_at(p.ranges, p.range_bytes, 2 * i); }
-DEVICE void clamped_range(const Problem &p, i64 i, int limit, int &start, int &end) { Range(p, range_at(p, i)).clamp(p, limit, start, end); }
+DEVICE void clamped_range(const Problem &p, i64 i, int limit, int &start, int &end) {
+    Range(p, range_at(p, i)).clamp(p, limit, start, end);
+}
 
 // A query row: position s of batch entry b and group g, and its index among B*S*G.
 struct Row {

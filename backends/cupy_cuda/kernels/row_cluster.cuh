@@ -37,11 +37,46 @@ struct RowCluster {
 
     DEVICE void wait() { mbarrier_wait_cluster(&received, 0); }
 
+    // What every CTA's part counts in o; returns lse in base 2.
+    DEVICE float weigh(float c, int head, float (&weights)[CLUSTER]) const {
+        float m = LOWEST, l = 0.0f;
+#pragma unroll
+        for (int cta = 0; cta < CLUSTER; ++cta) m = fmaxf(m, totals[cta][head].x);
+#pragma unroll
+        for (int cta = 0; cta < CLUSTER; ++cta) {
+            weights[cta] = exp2_fast((totals[cta][head].x - m) * c);
+            l += weights[cta] * totals[cta][head].y;
+        }
+        const RowTotals row(c, m, l);
+#pragma unroll
+        for (int cta = 0; cta < CLUSTER; ++cta) weights[cta] *= row.scale;
+        return row.lse;
+    }
+
     // Two of this CTA's columns of a head.
-    DEVICE PartialSums combine(float c, int head, int column) const {
-        return combine_partials<CLUSTER>(c, [&](int cta) {
-            const float2 total = totals[cta][head], part = *reinterpret_cast<const float2 *>(&parts[cta][head][column]);
-            return PartialSums{total.x, total.y, part.x, part.y};
-        });
+    DEVICE float2 combine(const float (&weights)[CLUSTER], int head, int column) const {
+        float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int cta = 0; cta < CLUSTER; ++cta) {
+            const float2 part = *reinterpret_cast<const float2 *>(&parts[cta][head][column]);
+            sum.x += weights[cta] * part.x;
+            sum.y += weights[cta] * part.y;
+        }
+        return sum;
+    }
+
+    // Write this CTA's columns of `count` heads, once all are received, by THREADS threads. o [HEADS, DV], lse [HEADS].
+    template <int THREADS>
+    DEVICE void write(float c, u32 rank, int count, u16 *o, float *lse) const {
+        constexpr int LANES = THREADS / HEADS;  // of a head
+        const int head = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+        if (head >= count) return;
+        float weights[CLUSTER];
+        const float lse_2 = weigh(c, head, weights);
+        if (rank == 0 && lane == 0) lse[head] = lse_2 * LN_2;
+        for (int column = 2 * lane; column < OWN; column += 2 * LANES) {
+            const float2 sum = combine(weights, head, column);
+            *reinterpret_cast<u32 *>(o + head * DV + rank * OWN + column) = pack(sum.x, sum.y);
+        }
     }
 };
