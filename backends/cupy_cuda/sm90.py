@@ -33,7 +33,8 @@ MOST_DK = 128  # columns of dk that registers hold beside dv in dkdv_groups.cu
 L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
 CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
-MOST_CTAS = 16  # of a cluster; more than 8 must be asked for (launch.py)
+# CTAs of a cluster of forward_blocks.cu, and the percentage of a GPU's CTAs that such clusters take (cuOccupancyMaxActiveClusters, H200).
+FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
 SYSTEM = 1024  # bytes of shared memory that a CTA cannot use
 
 
@@ -58,11 +59,12 @@ class TilePlan(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """The launch of forward_blocks.cu: macros, CTAs, bytes of dynamic shared memory."""
+    """The launch of forward_blocks.cu: macros, CTAs, bytes of dynamic shared memory, and `starts_early`."""
 
     macros: Constants
     ctas: int
     shared: int
+    early: bool
 
 
 def mappable(*tensors: Tensor) -> bool:
@@ -239,15 +241,26 @@ def head_tiles(h: int) -> int:
     return -(-h // (16 * CONSUMER_WARPS))
 
 
+def clusters_at_once(cluster: int, ctas: int) -> int:
+    """How many clusters of so many CTAs run at once where `ctas` CTAs do: those of one are within a GPC, whose number of multiprocessors
+    they seldom divide."""
+    return ctas * FITTING[cluster] // (100 * cluster)
+
+
 def cluster_size(work: int, steps: int, ctas: int) -> int:
-    """CTAs of forward_blocks.cu that share each of `work` (row, heads) of `steps` steps, where `ctas` run at once."""
-    most = max(1, min(MOST_CTAS, steps, ctas // work))
-    return 1 << most.bit_length() - 1
+    """CTAs of forward_blocks.cu that share each of `work` (row, heads) of `steps` steps, where `ctas` run at once: as many as there are
+    steps, so long as all clusters run at once."""
+    return max(size for size in FITTING if size == 1 or (size <= steps and work <= clusters_at_once(size, ctas)))
 
 
-def starts_early(work: int, S: int, sm_count: int) -> bool:
-    """Whether forward_blocks.cu is launched before the kernel ahead of it has ended."""
-    return S == 1 and (work > sm_count or 2 * work <= sm_count)  # else it is slower
+def starts_early(work: int, steps: int, cluster: int, ctas: int) -> bool:
+    """Whether it pays to launch forward_blocks.cu before the kernel ahead of it has ended; arguments as of `cluster_size`.
+
+    Not where the next kernel would find room for a part of its CTAs: they share multiprocessors while others are idle. Yes even there
+    if a CTA has but a step or two.
+    """
+    at_once = clusters_at_once(cluster, ctas)
+    return 2 * work <= at_once or 10 * work >= 9 * at_once or steps <= 2 * cluster
 
 
 @functools.lru_cache(maxsize=1024)
@@ -273,7 +286,7 @@ def block_plan(
         SHARED_BYTES=own_bytes, **launch.cache_macros(page),
     )  # fmt: skip
     ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
-    return BlockPlan(macros, ctas, stages * step_bytes + row_bytes)
+    return BlockPlan(macros, ctas, stages * step_bytes + row_bytes, starts_early(work, steps, cluster, per_sm * sm_count))
 
 
 def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
@@ -284,7 +297,7 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
     assert selection.block_size is not None, "supports_blocks"
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     work = B * S * G * head_tiles(h)
-    macros, ctas, shared = block_plan(
+    macros, ctas, shared, early = block_plan(
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
         launch.page_of(call),
     )  # fmt: skip
@@ -293,6 +306,6 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
         "forward_blocks.cu", macros, q.get_device(), ctas, 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work,
         maps=(tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(call.v, KEYS, 64, promoted=False)),
-        problem=launch.problem(call, ranges), early=starts_early(work, S, facts.sm_count),
+        problem=launch.problem(call, ranges), early=early and S == 1,  # tokens of a sequence share blocks in the L2 cache
     )  # fmt: skip
     return o, lse

@@ -25,9 +25,10 @@ def cache_of(page_size: int | None, **sizes: object) -> Cache:
     return make_cache(page_size=page_size, **{**facts, **sizes})  # type: ignore[arg-type]
 
 
-def forward(monkeypatch: pytest.MonkeyPatch, cache: Cache, ctas: int) -> tuple[Tensor, Tensor]:
-    """o and lse, checked, on a GPU that runs so many CTAs at once."""
-    gpu = msgspec.structs.replace(GPU, sm_count=ctas // 2)
+def forward(cache: Cache, cluster: int) -> tuple[Tensor, Tensor]:
+    """o and lse of four rows, checked, on a GPU that runs four clusters of so many CTAs at once."""
+    gpu = msgspec.structs.replace(GPU, sm_count=-(-5 * cluster // 2))
+    assert sm90.cluster_size(4, cache.selection.n, 2 * gpu.sm_count) == cluster
     k, v = (x.transpose(1, 2) for x in cache[1:3])
     scale = cache.q.shape[-1] ** -0.5
     call = Call(cache.q, k, v, cache.selection, None, scale, settings_for(gpu), gpu, cache.cache_seqlens, cache.block_table)
@@ -42,10 +43,10 @@ def forward(monkeypatch: pytest.MonkeyPatch, cache: Cache, ctas: int) -> tuple[T
 @pytest.mark.parametrize(("cluster", "page_size"), [(1, None), (2, 64), (8, 64)])
 def test_rows_are_shared_in_any_order(monkeypatch: pytest.MonkeyPatch, cluster: int, page_size: int | None) -> None:
     """The same bits whichever thread or CTA runs first, and whenever its copies arrive."""
-    cache, found = cache_of(page_size), []
+    cache, found = cache_of(page_size, n=max(3, cluster)), []
     for mode in (0, BACKWARDS | EAGER):
         emulated(monkeypatch, mode)
-        found.append(forward(monkeypatch, cache, 4 * cluster))
+        found.append(forward(cache, cluster))
     assert all(map(torch.equal, *found))
 
 
@@ -56,12 +57,28 @@ def test_tokens_blocks_of_two_steps_and_many_ranges(monkeypatch: pytest.MonkeyPa
     cache = cache_of(128, lengths=(200, 4480), S_q=2, h=17, n=34, block=128, room=4480)
     holes = cache.selection.ranges.clone()
     holes[:, :, :, 1:30] = 0
-    forward(monkeypatch, cache._replace(selection=Selection(holes, 128)), 8)
+    forward(cache._replace(selection=Selection(holes, 128)), 2)
 
 
 @pytest.mark.parametrize(
-    ("work", "steps", "ctas", "cluster"),
-    [(4, 16, 264, 16), (1, 8, 264, 8), (8, 32, 264, 16), (64, 32, 264, 4), (128, 16, 264, 2), (133, 16, 264, 1), (4, 3, 264, 2)],
+    ("work", "steps", "cluster", "early"),
+    [
+        (1, 8, 8, True),
+        (4, 16, 16, True),
+        (14, 32, 16, True),
+        (15, 32, 8, True),
+        (30, 32, 8, True),
+        (16, 32, 8, False),  # a part of the next kernel's clusters finds room
+        (60, 32, 4, True),
+        (64, 32, 2, True),
+        (100, 32, 2, False),
+        (132, 16, 2, True),
+        (133, 16, 1, False),
+        (256, 16, 1, True),
+        (5, 3, 2, True),
+    ],
 )
-def test_few_rows_are_shared_by_many_multiprocessors(work: int, steps: int, ctas: int, cluster: int) -> None:
-    assert sm90.cluster_size(work, steps, ctas) == cluster
+def test_few_rows_are_shared_by_as_many_multiprocessors_as_run_at_once(work: int, steps: int, cluster: int, early: bool) -> None:
+    """Of the H200's 132, two CTAs each."""
+    assert sm90.cluster_size(work, steps, 264) == cluster
+    assert sm90.starts_early(work, steps, cluster, 264) == early
