@@ -59,12 +59,11 @@ class TilePlan(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """The launch of forward_blocks.cu: macros, CTAs, bytes of dynamic shared memory, and `starts_early`."""
+    """The launch of forward_blocks.cu: macros, CTAs, bytes of dynamic shared memory."""
 
     macros: Constants
     ctas: int
     shared: int
-    early: bool
 
 
 def mappable(*tensors: Tensor) -> bool:
@@ -253,11 +252,11 @@ def cluster_size(work: int, steps: int, ctas: int) -> int:
     return max(size for size in FITTING if size == 1 or (size <= steps and work <= clusters_at_once(size, ctas)))
 
 
-def starts_early(work: int, steps: int, cluster: int, ctas: int) -> bool:
-    """Whether it pays to launch forward_blocks.cu before the kernel ahead of it has ended; arguments as of `cluster_size`.
+def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
+    """Whether the next kernel may start as soon as all CTAs of forward_blocks.cu have (NEXT_FIRST); arguments as of `cluster_size`.
 
-    Not where the next kernel would find room for a part of its CTAs: they share multiprocessors while others are idle. Yes even there
-    if a CTA has but a step or two.
+    Not where it would find room for a part of its CTAs: they share multiprocessors while others are idle. Yes even there if a CTA has but
+    a step or two.
     """
     at_once = clusters_at_once(cluster, ctas)
     return 2 * work <= at_once or 10 * work >= 9 * at_once or steps <= 2 * cluster
@@ -283,10 +282,10 @@ def block_plan(
         stages = min(stages, -(-steps // cluster))
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
-        SHARED_BYTES=own_bytes, **launch.cache_macros(page),
+        NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, **launch.cache_macros(page),
     )  # fmt: skip
     ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
-    return BlockPlan(macros, ctas, stages * step_bytes + row_bytes, starts_early(work, steps, cluster, per_sm * sm_count))
+    return BlockPlan(macros, ctas, stages * step_bytes + row_bytes)
 
 
 def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
@@ -297,7 +296,7 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
     assert selection.block_size is not None, "supports_blocks"
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
     work = B * S * G * head_tiles(h)
-    macros, ctas, shared, early = block_plan(
+    macros, ctas, shared = block_plan(
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
         launch.page_of(call),
     )  # fmt: skip
@@ -306,6 +305,6 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
         "forward_blocks.cu", macros, q.get_device(), ctas, 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work,
         maps=(tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(call.v, KEYS, 64, promoted=False)),
-        problem=launch.problem(call, ranges), early=early and S == 1,  # tokens of a sequence share blocks in the L2 cache
+        problem=launch.problem(call, ranges), early=S == 1,  # tokens of a sequence share blocks in the L2 cache: slower
     )  # fmt: skip
     return o, lse

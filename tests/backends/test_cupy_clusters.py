@@ -61,7 +61,7 @@ def test_tokens_blocks_of_two_steps_and_many_ranges(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("work", "steps", "cluster", "early"),
+    ("work", "steps", "cluster", "first"),
     [
         (1, 8, 8, True),
         (4, 16, 16, True),
@@ -78,7 +78,7 @@ def test_tokens_blocks_of_two_steps_and_many_ranges(monkeypatch: pytest.MonkeyPa
         (5, 3, 2, True),
     ],
 )
-def test_few_rows_are_shared_by_as_many_multiprocessors_as_run_at_once(work: int, steps: int, cluster: int, early: bool) -> None:
+def test_few_rows_are_shared_by_as_many_multiprocessors_as_run_at_once(work: int, steps: int, cluster: int, first: bool) -> None:
     """Of the H200's 132, two CTAs each."""
     assert sm90.cluster_size(work, steps, 264) == cluster
-    assert sm90.starts_early(work, steps, cluster, 264) == early
+    assert sm90.next_first(work, steps, cluster, 264) == first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -20,12 +22,12 @@ LENGTHS = (0, 1, 9, 150, 600, 2048)  # of no key, one step, and fewer steps than
 
 
 @pytest.fixture(params=[1, 2, 4, 8, 16])
-def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """CTAs of a row, whatever the sizes."""
-    size: int = request.param
-    monkeypatch.setattr(sm90, "cluster_size", lambda *sizes: size)
+    monkeypatch.setattr(sm90, "cluster_size", lambda *sizes: request.param)
     sm90.block_plan.cache_clear()
-    return size
+    yield request.param
+    sm90.block_plan.cache_clear()
 
 
 def gpu_cache(page_size: int | None, **sizes: object) -> Cache:
@@ -34,10 +36,10 @@ def gpu_cache(page_size: int | None, **sizes: object) -> Cache:
     return make_cache(page_size=page_size, dtype=torch.bfloat16, device="cuda", **{**facts, **sizes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_a_cluster_reads_a_cache(cluster: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_a_cluster_reads_a_cache(cluster: int, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits again, in pages or not, and where a graph starts every kernel before the one ahead has ended."""
-    monkeypatch.setattr(sm90, "starts_early", lambda *sizes: early)
+    monkeypatch.setattr(sm90, "next_first", lambda *sizes: first)
     for page_size, sizes in ((64, {}), (None, {}), (128, {"h": 8, "block": 128, "S_q": 3}), (64, {"h": 20, "Dk": 64, "n": 3})):
         cache = gpu_cache(page_size, **sizes)
         wanted = check(cache, "cupy-cuda")

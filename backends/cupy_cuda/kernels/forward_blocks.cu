@@ -20,6 +20,7 @@
 //   PER_SM      CTAs per multiprocessor
 //   BLOCK       keys of a range, a multiple of KEYS
 //   CLUSTER     CTAs that share a row
+//   NEXT_FIRST  1: the next kernel may start when all CTAs have, 0: when they have asked for their last keys
 #include "mma.cuh"
 #include "row_cluster.cuh"
 #include "softmax.cuh"
@@ -356,6 +357,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
 #if CLUSTER > 1
     cluster_arrive();
 #endif
+    if (NEXT_FIRST) start_next_kernel();
     auto next_row = [&, number = blockIdx.x]() mutable {
         number += gridDim.x;
         if (CLUSTER > 1 || number >= x.all) return false;
@@ -365,10 +367,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
     if (threadIdx.x >= THREADS) {
         Producer producer(x, memory, shared);
         const int *range = producer.range_of(heads.row, rank), *position = position_at(x.p, heads.row.b, heads.row.s);
-        wait_for_stream();
+        wait_for_kernel_ahead();
         producer.load_row(heads.row, rank, range, position);
         while (next_row())
             producer.load_row(heads.row, rank, producer.range_of(heads.row, rank), position_at(x.p, heads.row.b, heads.row.s));
+        if (!NEXT_FIRST) start_next_kernel();
 #if CLUSTER > 1
         cluster_wait();
 #endif
@@ -376,7 +379,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
     }
     const float c = x.p.scale_log2, slack = SLACK / c;
     PipelineState<STAGES> at;
-    wait_for_stream();
+    wait_for_kernel_ahead();
     do {
         Consumer consumer(shared, q_tile, p_tile, rank, heads.existing(x), c, slack);
         consumer.load_q(x.p, heads);

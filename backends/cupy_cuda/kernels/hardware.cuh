@@ -66,12 +66,22 @@ DEVICE void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Where this kernel was started before the one ahead of it in the stream had ended (`launch.start`, early): lets the next kernel start in
-// the same way, and waits for the end of the one ahead. Nothing that a kernel may have written is read before it, and nothing is written.
-DEVICE void wait_for_stream() {
+// Where this kernel was started before the one ahead of it in the stream had ended (`launch.start`, early): waits for its end. Nothing
+// that a kernel may have written is read before it, and nothing is written.
+DEVICE void wait_for_kernel_ahead() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+// Lets the next kernel of the stream start in the same way, once all CTAs have called it or ended.
+DEVICE void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void wait_for_stream() {
+    start_next_kernel();
+    wait_for_kernel_ahead();
 }
 
 // Barrier of all threads of a cluster (sm_90 and newer); earlier writes to shared memory are visible to the whole cluster after it.

@@ -216,6 +216,8 @@ static T from_lane(const Slot *table, unsigned lane) {
 DEVICE void __syncthreads() { wait(block_gates[current / threads], threads); }
 DEVICE void __syncwarp() { wait(warp_gates[current / 32], 32); }
 DEVICE void wait_for_stream() {}  // launches run one after another
+DEVICE void wait_for_kernel_ahead() {}
+DEVICE void start_next_kernel() {}
 DEVICE void cluster_sync() { wait(cluster_gate, threads * CLUSTER); }
 DEVICE float load_from_cta(const float *mine, u32 number) {
     size_t bytes = reinterpret_cast<const char *>(mine) - reinterpret_cast<const char *>(dynamic_memory);
