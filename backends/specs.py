@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nsa_sel.core.backend import Backend, Library, Limits, Requirement, Switch, TileKernels
+from nsa_sel.core.backend import Backend, Library, Limits, Requirement, StepKernels, Switch, TileKernels
 
 WIDE, WIDEST = 256, 320  # columns of a key and its value beyond which a Triton kernel has another config
 
@@ -39,6 +39,7 @@ HOPPER_TILES = TileKernels(
     sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=128
 )
 ARITHMETIC_TILES = msgspec.structs.replace(HOPPER_TILES, block_multiple=1, blocks_max=1 << 24)  # of keys; no plan in memory
+HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128))
 
 SPECS = (
     Backend(
@@ -117,11 +118,18 @@ SPECS = (
         name="cupy-cuda",
         path="nsa_sel.backends.cupy_cuda",
         framework="cupy",
-        limits=Limits(dtypes={"cuda": ("float16", "bfloat16")}, head_dim_multiple=8, head_dim_max=256, min_sm=80),
+        limits=Limits(
+            dtypes={"cuda": ("float16", "bfloat16")},
+            head_dim_multiple=8,
+            head_dim_max=256,
+            min_sm=80,
+            quantized={"e4m3": HOPPER_STEPS.sm},
+        ),
         requires=(_CUPY,),
         libraries=_CUDA,
         summary="hand-written CUDA: tiles of adjacent rows on Hopper, else one block per query row and KV group; dk and dv by KV tiles",
         tiles=HOPPER_TILES,
+        quantized_by=HOPPER_STEPS,
         reads_caches=True,
         page_multiple=64,  # a step by TMA; smaller pages are gathered
         cost_terms={

@@ -83,7 +83,18 @@ def _quantized(case: Case, offer: Offer) -> list[Reason]:
     if case.device.kind == "cuda" and (case.device.sm or 0) < formats[format_name]:
         required, remedy = f">= {formats[format_name]} for {format_name}", "use a newer GPU, another backend, or a cache of q's dtype"
         return [Reason("quantized-sm", "unsupported", "device.sm", case.device.sm, required, remedy)]
-    return []
+    return _beyond_steps(case, offer)
+
+
+def _beyond_steps(case: Case, offer: Offer) -> list[Reason]:
+    """A backend whose kernels of whole steps alone read quantized caches takes what those take."""
+    request, steps = case.request, offer.backend.quantized_by
+    if steps is None or (case.device.sm == steps.sm and steps.take(request)):
+        return []
+    found = f"{request.quantized}, blocks of {request.block_size}, Dk {request.Dk}, Dv {request.Dv}, SM {(case.device.sm or 0) / 10}"
+    found += "" if request.page_size is None else f", pages of {request.page_size}"
+    found += "" if request.aligned else ", not aligned"
+    return [Reason("quantized-steps", "unsupported", "request", found, steps.wanted(), "let the policy choose another backend")]
 
 
 def _beyond_tiles(case: Case, offer: Offer) -> list[Reason]:

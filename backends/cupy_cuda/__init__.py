@@ -25,6 +25,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """
     if call.scale < 0:
         return forward(call.with_positive_scale())
+    if call.scales is not None:
+        return sm90.forward_blocks(call)
     if sm90.supports_tiles(call):
         return sm90.forward_tiles(call)
     if few_tokens.supports(call):
@@ -55,6 +57,7 @@ def backward_and_delta(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Ten
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
     """Keys that the forward loads: by tiles of tokens the union of their rows, else each row's, once for up to 64 heads; if not counted, at
     most that."""
+    count = count and call.scales is None
     if count and sm90.supports_tiles(call):
         return sm90.loaded_keys(call)
     if count and few_tokens.supports(call):

@@ -133,6 +133,12 @@ def strided(x: Tensor) -> tuple[int, ...]:
     return (x.data_ptr(), *x.stride()[:-1])
 
 
+def scales(call: Call) -> list[int]:
+    """The values of `KeyValueScales` (e4m3.cuh); none if keys and values are not quantized."""
+    tensors = () if call.scales is None else (call.scales.k, call.scales.v)
+    return [value for x in tensors for value in ((0, 0, 0) if x is None else (x.data_ptr(), *x.stride()))]
+
+
 def page_of(call: Call) -> int | None:
     """PAGE of problem.cuh: keys of a cache's page, 0 for a cache without pages, None if there is no cache."""
     if call.lengths is None:

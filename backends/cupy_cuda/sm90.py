@@ -28,7 +28,7 @@ from nsa_sel.core.window_call import WindowCall
 SM = 90  # wgmma is this chip's alone
 ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a consumer warpgroup, keys of a step, bytes of 64 rows of 64 columns
 STATIC = 2048  # bytes of `__shared__` variables and of the system, to the next multiple of 1024
-MOST_STAGES = 6  # of forward_blocks.cu and dkdv_groups.cu
+MOST_STAGES = 6  # of forward_blocks.cu and dkdv_groups.cu; twice as many of e4m3, whose steps have half the bytes
 MOST_DK = 128  # columns of dk that registers hold beside dv in dkdv_groups.cu
 L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
@@ -264,28 +264,47 @@ def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def block_plan(
-    work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None
+    work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None,
+    page_scales: bool | None = None,
 ) -> BlockPlan:  # fmt: skip
     """The launch of forward_blocks.cu for `work` (row, heads) of n blocks: as many stages as there is room and use for; two CTAs per
-    multiprocessor, one if there are no more, or if a warp has all columns in registers."""
+    multiprocessor, one if there are no more, or if a warp has all columns in registers. page_scales: as of `page_scales_of`."""
+    size, quantized = (2, {}) if page_scales is None else (1, {"E4M3": 1, "PAGE_SCALES": int(page_scales)})
     head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
     steps = n * block // KEYS
     per_sm = 1 if head_warps == CONSUMER_WARPS else 2
     cluster = cluster_size(work, steps, per_sm * sm_count)
     if cluster == 1 and work <= sm_count:
         per_sm = 1
-    heads, step_bytes = 16 * head_warps, PANEL * (Dk + Dv) // 64
-    own_bytes = 1024 + (heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0)  # `Shared`
+    heads, step_bytes = 16 * head_warps, size * KEYS * (Dk + Dv)
+    own_bytes = 1024 if page_scales is None else 1280  # `Shared`; for e4m3 it has a factor of each head
+    own_bytes += heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0
     row_bytes = 2 * heads * (Dk + 8 + KEYS + 8) + own_bytes  # with q and p
-    stages = min(MOST_STAGES, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
+    stages = min(2 * MOST_STAGES // size, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
     if cluster > 1:
         stages = min(stages, -(-steps // cluster))
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
         NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, **launch.cache_macros(page),
+        **quantized,
     )  # fmt: skip
     ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
     return BlockPlan(macros, ctas, stages * step_bytes + row_bytes)
+
+
+def page_scales_of(call: Call) -> bool | None:
+    """Whether pages have scales of their own (PAGE_SCALES of e4m3.cuh); None if keys and values are not quantized."""
+    return None if call.scales is None else call.scales.page_keys > 0
+
+
+def loadable(x: Tensor) -> Tensor:
+    """k or v, copied if TMA can't load it: a quantized cache with a stride of 0, which no other kernel reads."""
+    return x if mappable(x) else x.contiguous()
+
+
+def step_map(x: Tensor) -> bytes:
+    """The map of k or v in boxes of a step's keys by up to 128 bytes, which are read soon by this call alone."""
+    return tensor_map(x, KEYS, min(x.shape[-1], 128 // x.element_size()), promoted=False)
 
 
 def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
@@ -298,13 +317,13 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
     work = B * S * G * head_tiles(h)
     macros, ctas, shared = block_plan(
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
-        launch.page_of(call),
+        launch.page_of(call), page_scales_of(call),
     )  # fmt: skip
-    ranges = selection.disjoint_ranges()
+    ranges, stored = selection.disjoint_ranges(), (loadable(call.k), loadable(call.v))
     launch.start(
         "forward_blocks.cu", macros, q.get_device(), ctas, 32 * (CONSUMER_WARPS + 1), shared,
-        o.data_ptr(), lse.data_ptr(), head_tiles(h), work,
-        maps=(tensor_map(call.k, KEYS, 64, promoted=False), tensor_map(call.v, KEYS, 64, promoted=False)),
-        problem=launch.problem(call, ranges), early=S == 1,  # tokens of a sequence share blocks in the L2 cache: slower
+        o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call),
+        maps=tuple(map(step_map, stored)), problem=launch.problem(call, ranges),
+        early=S == 1,  # tokens of a sequence share blocks in the L2 cache: slower
     )  # fmt: skip
     return o, lse

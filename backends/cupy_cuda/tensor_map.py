@@ -12,19 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import BackendError
 
 BYTES, ALIGNMENT = 128, 64
 # Of the driver's enumerations (cuda.h): CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion.
-FLOAT16, BFLOAT16 = 6, 9
-SWIZZLE_128_BYTES = 3
+UINT8, FLOAT16, BFLOAT16 = 0, 6, 9
+SWIZZLE_64_BYTES, SWIZZLE_128_BYTES = 2, 3
 NO_PROMOTION, PROMOTE_TO_256_BYTES = 0, 3
+_TYPES = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16, STORED: UINT8}
 
 
 def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:
     """The map of k or v [B,G,S_kv,D], in tiles of box_rows keys by box_cols columns. Outer strides are multiples of 16 bytes.
 
-    Tiles are swizzled by 128 bytes, so box_cols is at most 64. Coordinates are (column, key, g, b); what lies outside reads as zeros.
+    Tiles are swizzled by the bytes of their columns, 128, or 64 of e4m3. Coordinates are (column, key, g, b); what lies outside reads as
+    zeros.
     promoted: the L2 cache fetches 256 bytes for 128, which are a row of two adjacent tiles. Raises BackendError if the driver refuses.
     """
     return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, 1, box_rows, box_cols), promoted)
@@ -48,20 +51,21 @@ def _encoded(
     from cupy_backends.cuda.api import runtime
 
     runtime.setDevice(device)  # encoding needs a context, and a new thread has none
-    rank, packed = len(shape), -(-shape[-1] // 8) * 8  # the stride of a dimension of one element is never used, but checked
+    rank, size = len(shape), dtype.itemsize
+    packed = -(-shape[-1] * size // 16) * 16  # the stride of a dimension of one element is never used, but checked
     sizes, boxes, ones = (ctypes.c_uint64 * rank)(*shape[::-1]), (ctypes.c_uint32 * rank)(*box[::-1]), (ctypes.c_uint32 * rank)(*[1] * rank)
     outer = zip(strides[-2::-1], shape[-2::-1], strict=True)
-    steps = (ctypes.c_uint64 * (rank - 1))(*(2 * (step if size > 1 else packed) for step, size in outer))
+    steps = (ctypes.c_uint64 * (rank - 1))(*(size * step if count > 1 else packed for step, count in outer))
     memory = ctypes.create_string_buffer(BYTES + ALIGNMENT)
     start = -ctypes.addressof(memory) % ALIGNMENT
     status = _encode()(
-        ctypes.c_void_p(ctypes.addressof(memory) + start), BFLOAT16 if dtype == torch.bfloat16 else FLOAT16, ctypes.c_uint32(rank),
-        ctypes.c_void_p(address), sizes, steps, boxes, ones, 0, SWIZZLE_128_BYTES,
+        ctypes.c_void_p(ctypes.addressof(memory) + start), _TYPES[dtype], ctypes.c_uint32(rank), ctypes.c_void_p(address),
+        sizes, steps, boxes, ones, 0, SWIZZLE_64_BYTES if box[-1] * size == 64 else SWIZZLE_128_BYTES,
         PROMOTE_TO_256_BYTES if promoted else NO_PROMOTION, 0,
     )  # fmt: skip
     if status:
         raise BackendError(
             f"the driver refuses (error {status}) a tensor map of {dtype} {shape} with strides {strides} at {address:#x}, in tiles of"
-            f" {box}; allowed: 16-byte aligned rows, boxes up to 256, 64 columns. Remedy: call .contiguous() on q, k and v."
+            f" {box}; allowed: 16-byte aligned rows, boxes up to 256, 128 bytes of columns. Remedy: call .contiguous() on q, k and v."
         )
     return memory.raw[start : start + BYTES]

@@ -99,6 +99,23 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         return request.aligned and self.fits(request.S, request.S_kv, request.h, request.Dk, request.Dv, request.block_size)
 
 
+class StepKernels(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of kernels that load whole steps of keys by TMA, a step from one block and one page."""
+
+    sm: int  # the compute capability they are compiled for
+    keys: int  # of a step
+    dims: tuple[int, ...]  # columns of keys and of values
+
+    def take(self, request: Request) -> bool:
+        """Whether the forward pass of these sizes runs on them."""
+        whole = request.block_size is not None and request.block_size % self.keys == 0 and (request.page_size or 0) % self.keys == 0
+        return whole and request.aligned and request.Dk in self.dims and request.Dv in self.dims
+
+    def wanted(self) -> str:
+        """What `take` and `sm` ask for, in words."""
+        return f"SM {self.sm / 10}, blocks and pages of a multiple of {self.keys} keys, Dk and Dv in {self.dims}, 16-byte alignment"
+
+
 class Requirement(msgspec.Struct, frozen=True):
     """A Python package that a backend needs, looked up without importing it."""
 
@@ -146,6 +163,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         "rows"  # what shares loads of K and V: the heads of a row, a tile of tokens, all rows of a KV block
     )
     tiles: TileKernels | None = None
+    quantized_by: StepKernels | None = None  # the kernels that alone read quantized caches; None: all do
     cost_terms: Mapping[str, tuple[str, ...]] = {}  # `Request.phase` -> the terms of its cost model
 
     def prefers_blocks(self, request: Request, device: DeviceInfo) -> bool:

@@ -6,6 +6,7 @@ The interpreter reads e4m3 exactly, but for NaN, which it takes for 480: keys an
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_quantized_caches_refuse_gradients() -> None:
 
 def test_other_backends_refuse_quantized_caches() -> None:
     given = make_quantized("head", None)
-    for backend in ("numba", "triton-token", "triton-tile", "triton-block", "cupy-cuda"):
+    for backend in ("numba", "triton-token", "triton-tile", "triton-block"):
         with pytest.raises(BackendError, match=r"request\.quantized is e4m3/head"):
             selection_attention_with_kvcache(*given.cache, **given.scales, backend=backend)
     check_quantized(given, None)
@@ -161,6 +162,31 @@ def test_gpus_without_e4m3_take_packed_sdpa(sm: int, forward: str) -> None:
     (verdict,) = (verdict for verdict in decision.verdicts if verdict.backend == "triton-group")
     assert ("quantized-sm" in {reason.code for reason in verdict.forward}) == (sm < 89)
     assert "quantized KV cache (e4m3/head)" in nsa_sel.describe(decision)
+
+
+@pytest.mark.parametrize(
+    ("sm", "facts", "found"),
+    [
+        (90, {}, None),
+        (90, {"page_size": None, "S": 4, "block_size": 128}, None),
+        (80, {}, ("quantized-sm", 80, ">= 90 for e4m3")),
+        (100, {}, ("quantized-steps", "e4m3/head, blocks of 64, Dk 128, Dv 128, SM 10.0, pages of 64", "SM 9.0")),
+        (90, {"page_size": 16}, ("quantized-steps", "pages of 16", "blocks and pages of a multiple of 64 keys")),
+        (90, {"block_size": 32}, ("quantized-steps", "blocks of 32", "blocks and pages of a multiple of 64 keys")),
+        (90, {"block_size": None}, ("quantized-steps", "blocks of None", "blocks and pages of a multiple of 64 keys")),
+        (90, {"Dk": 192}, ("quantized-steps", "Dk 192", r"Dk and Dv in \(64, 128\)")),
+        (90, {"aligned": False}, ("quantized-steps", "not aligned", "16-byte alignment")),
+    ],
+)
+def test_cupy_cuda_reads_whole_steps_of_e4m3_on_hopper(sm: int, facts: dict[str, Any], found: tuple[str, object, str] | None) -> None:
+    device = DeviceInfo(kind="cuda", name="a GPU", sm=sm, sm_count=100, shared_memory=227 << 10)
+    request = msgspec.structs.replace(example_request(), **{"S": 1, "page_size": 64, "quantized": "e4m3/head", **facts})
+    (verdict,) = (verdict for verdict in nsa_sel.explain_request(request, device).verdicts if verdict.backend == "cupy-cuda")
+    reasons = [reason for reason in verdict.forward if reason.code.startswith("quantized")]
+    assert [reason.code for reason in reasons] == ([] if found is None else [found[0]])
+    if found is not None:
+        assert str(found[1]) in str(reasons[0].actual)
+        assert re.search(found[2], str(reasons[0].required))
 
 
 def test_nothing_serves_gradients_of_a_quantized_request() -> None:

@@ -92,6 +92,9 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
         (90, "paged-256", {"forward_tiles.cu"}),
         (90, "paged-64-S8", {"forward_tiles.cu"}),
         (90, "paged-64-prefill", {"tile_union.cu", "forward_tiles.cu"}),
+        (90, "paged-64-e4m3-head", {"forward_blocks.cu"}),
+        (90, "paged-64-S4-e4m3-page", {"forward_blocks.cu"}),
+        (90, "paged-64-few-e4m3-page", {"forward_blocks.cu"}),
     ],
 )
 def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str, names: set[str]) -> None:

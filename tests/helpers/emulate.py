@@ -52,7 +52,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
 
 def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:
     """`TensorMap` of emulation/hopper.cuh."""
-    return struct.pack("<11q40x", x.data_ptr(), *x.shape, *x.stride(), box_rows, box_cols)
+    return struct.pack("<12q32x", x.data_ptr(), *x.shape, *x.stride(), box_rows, box_cols, x.element_size())
 
 
 def packed(*values: int, maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] = ()) -> bytes:

@@ -21,10 +21,17 @@
 //   BLOCK       keys of a range, a multiple of KEYS
 //   CLUSTER     CTAs that share a row
 //   NEXT_FIRST  1: the next kernel may start when all CTAs have, 0: when they have asked for their last keys
+//   E4M3, PAGE_SCALES  of a quantized cache (e4m3.cuh)
 #include "mma.cuh"
 #include "row_cluster.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
+#if E4M3
+#include "e4m3.cuh"
+#else
+#include "step_tiles.cuh"
+#define PAGE_SCALES 0
+#endif
 
 struct Arguments {
     TensorMap k, v;
@@ -32,11 +39,14 @@ struct Arguments {
     u16 *o;      // [rows, h, DV]
     float *lse;  // [rows, h]
     i64 head_tiles, all;  // of a row, of all rows
+#if E4M3
+    KeyValueScales scales;
+#endif
 };
 
 constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;  // consumers
 constexpr int SHARES = WARPS / HEAD_WARPS, SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, HEADS = 16 * HEAD_WARPS;
-constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;
+constexpr int K_BYTES = KEYS * DK * BYTES, V_BYTES = KEYS * DV * BYTES, STAGE_BYTES = K_BYTES + V_BYTES;
 constexpr int PP = KEYS + 8;  // the pitch of p
 constexpr float SLACK = 8.0f;
 
@@ -60,12 +70,14 @@ struct Shared {
     Pipeline<STAGES> steps;  // of k; v arrives later
     u64 values[STAGES];
     int keys[STAGES];  // of a step; with LAST: the row has no more steps in this CTA
+    float k_scales[STAGES], v_scales[STAGES];  // PAGE_SCALES: of a step's page
+    float q_rates[HEADS];                      // E4M3: what a row's products are multiplied by
     float tops[SHARES][HEADS], sums[SHARES][HEADS];
 
     // By one thread.
     DEVICE void init(const Arguments &x, const RowHeads &heads) {
-        steps.init(1, WARPS);  // a lane of each
-        for (u64 &bar : values) mbarrier_init(&bar, 1);
+        steps.init(1 + PAGE_SCALES, WARPS);  // a lane of each warp
+        for (u64 &bar : values) mbarrier_init(&bar, 1 + PAGE_SCALES);
 #if CLUSTER > 1
         cluster.init(heads.existing(x));
 #endif
@@ -88,19 +100,23 @@ struct Producer {
     DEVICE Producer(const Arguments &x, unsigned char *stages, Shared &shared)
         : x(x), stages(stages), shared(shared), once(x.p.S == 1 && x.head_tiles == 1) {}
 
-    template <int COLUMNS>
+    template <int COLUMNS, int BOX>
     DEVICE void load(unsigned char *to, const TensorMap *map, u64 *full, int key, i64 g, int page) const {
-        mbarrier_arrive_expect(full, COLUMNS / 64 * PANEL);
-        if (once) tma_load_key_tile<COLUMNS, true>(to, map, full, in_page(key), g, page);
-        else tma_load_key_tile<COLUMNS>(to, map, full, in_page(key), g, page);
+        mbarrier_arrive_expect(full, KEYS * COLUMNS * BYTES);
+        if (once) tma_load_key_tile<COLUMNS, true, BOX>(to, map, full, in_page(key), g, page);
+        else tma_load_key_tile<COLUMNS, false, BOX>(to, map, full, in_page(key), g, page);
     }
 
     // By one lane: keys [key, key + keys) into the next stage.
     DEVICE void load_step(i64 g, int key, int page, int keys) {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES;
         shared.keys[at.stage] = keys;
-        load<DK>(k_tile, &x.k, &shared.steps.full[at.stage], key, g, page);
-        load<DV>(k_tile + K_BYTES, &x.v, &shared.values[at.stage], key, g, page);
+        load<DK, K_BOX>(k_tile, &x.k, &shared.steps.full[at.stage], key, g, page);
+        load<DV, V_BOX>(k_tile + K_BYTES, &x.v, &shared.values[at.stage], key, g, page);
+#if PAGE_SCALES
+        x.scales.k.load(&shared.k_scales[at.stage], &shared.steps.full[at.stage], page, g);
+        x.scales.v.load(&shared.v_scales[at.stage], &shared.values[at.stage], page, g);
+#endif
     }
 
     // A row without keys is a step without any.
@@ -109,8 +125,10 @@ struct Producer {
         __syncwarp();
         if (lane == 0) {
             shared.keys[at.stage] = LAST;
-            mbarrier_arrive(&shared.values[at.stage]);
-            mbarrier_arrive(&shared.steps.full[at.stage]);
+            for (int arrivals = 0; arrivals <= PAGE_SCALES; ++arrivals) {
+                mbarrier_arrive(&shared.values[at.stage]);
+                mbarrier_arrive(&shared.steps.full[at.stage]);
+            }
         }
         at.next();
     }
@@ -157,6 +175,7 @@ struct Consumer {
     OnlineSoftmax softmax;
     u32 q[DK / 16][4];           // operand A
     float acc[COLUMNS / 8][4] = {};
+    float k_rate[2] = {1.0f, 1.0f}, v_rate = 1.0f;  // E4M3: factors of a row's products, and of its o
 
     DEVICE Consumer(Shared &memory, u16 *q_memory, u16 *p_memory, u32 rank, int count, float c, float slack)
         : shared(memory), q_tile(q_memory), p_tile(p_memory), lane(threadIdx.x % 32), share(threadIdx.x / 32 / HEAD_WARPS),
@@ -168,49 +187,41 @@ struct Consumer {
         copy_heads<DK, KP, HEADS, THREADS>(q_tile, p.q, heads.row, heads.head0, p.h);
         cp_async_commit();
         cp_async_wait<0>();
+        convert_queries<HEADS, THREADS>(q_tile, shared.q_rates);
         named_barrier<THREADS>(1);  // q is there
+        load_queries(q, q_tile, warp_head);
 #pragma unroll
-        for (int k = 0; k < DK / 16; ++k) load_a<KP>(q[k], q_tile, warp_head, 16 * k);
+        for (int r = 0; E4M3 && BF16 && r < 2; ++r) k_rate[r] *= shared.q_rates[head(r)];
     }
 
-    // s = q k^T for this share of a step's keys.
-    DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys) const {
-#pragma unroll
-        for (int k = 0; k < DK / 16; ++k)
-#pragma unroll
-            for (int j = 0; j < SHARE / 8; j += 2) {
-                u32 y[4];
-                const u32 at = swizzled(share * SHARE + 8 * j + lane / 16 * 8 + lane % 8, k % 4 * 2 + lane / 8 % 2);
-                ldmatrix(y, reinterpret_cast<const u16 *>(keys + k / 4 * PANEL + at));
-                mma(s[j], q[k], y[0], y[1]);
-                mma(s[j + 1], q[k], y[2], y[3]);
-            }
+#if E4M3
+    // The scales of a row's heads; those of pages come with the steps.
+    DEVICE void load_scales(const KeyValueScales &scales, i64 g) {
+        if (PAGE_SCALES) return;
+        k_rate[0] = k_rate[1] = scales.k.of_head(g);
+        v_rate = scales.v.of_head(g);
+    }
+#endif
+
+    // s = q k^T for this share of a step's keys, times their scales.
+    DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage) const {
+        add_q_kt(s, q, keys, share * SHARE);
+        const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
+        if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
     }
 
     // acc += p v for all keys of a step and this share of columns.
-    DEVICE void add_values(const unsigned char *values) {
-#pragma unroll
-        for (int k = 0; k < KEYS; k += 16) {
-            u32 a[4];
-            load_a<PP>(a, p_tile, warp_head, k);
-#pragma unroll
-            for (int d = 0; d < COLUMNS / 8; d += 2) {
-                const int column = share * COLUMNS + 8 * d;
-                u32 y[4];
-                const u32 at = column / 64 * PANEL + swizzled(k + lane % 16, column % 64 / 8 + lane / 16);
-                ldmatrix_trans(y, reinterpret_cast<const u16 *>(values + at));
-                mma(acc[d], a, y[0], y[1]);
-                mma(acc[d + 1], a, y[2], y[3]);
-            }
-        }
+    DEVICE void add_values(const unsigned char *values, int stage) {
+        add_p_v<PP, KEYS>(acc, p_tile, warp_head, values, share * COLUMNS, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
     }
 
     // Zero this share's values from key `keys` on. Whole rows: the swizzle within them does not matter.
     DEVICE void zero_values(unsigned char *values, int keys) const {
+        constexpr int CHUNKS = V_BOX * BYTES / 16;  // of a row of a box
         const int first = share * SHARE;
 #pragma unroll
-        for (int panel = 0; panel < DV / 64; ++panel)
-            for (int i = max(first, keys) * 8 + lane; i < (first + SHARE) * 8; i += 32)
+        for (int panel = 0; panel < DV / V_BOX; ++panel)
+            for (int i = max(first, keys) * CHUNKS + lane; i < (first + SHARE) * CHUNKS; i += 32)
                 *reinterpret_cast<uint4 *>(values + panel * PANEL + i * 16) = make_uint4(0, 0, 0, 0);
         fence_async_proxy();  // before the next TMA load to this stage
     }
@@ -234,12 +245,12 @@ struct Consumer {
         scale_rows(acc, alpha);
     }
 
-    // A step of `keys` keys; `values`: the barrier of v and its parity. The first step of a row raises its maxima from LOWEST; with the
-    // last one m and l are known before acc is.
-    DEVICE void step(unsigned char *k_tile, int keys, bool first, bool last, u64 *values, int parity) {
-        unsigned char *v_tile = k_tile + K_BYTES;
+    // The step of `keys` keys at a stage. The first step of a row raises its maxima from LOWEST; with the last one m and l are known before
+    // acc is.
+    DEVICE void step(unsigned char *stages, int keys, bool first, bool last, const PipelineState<STAGES> &at) {
+        unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};
-        add_logits(s, k_tile);
+        add_logits(s, k_tile, at.stage);
         if (keys < KEYS) mask_columns(s, share * SHARE, {keys, keys}, -infinity());
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
@@ -249,15 +260,16 @@ struct Consumer {
         for (int j = 0; j < SHARE / 8; ++j)
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                *reinterpret_cast<u32 *>(p_tile + head(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) = pack(s[j][2 * r], s[j][2 * r + 1]);
+                *reinterpret_cast<u32 *>(p_tile + head(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) =
+                    pack_operand(s[j][2 * r], s[j][2 * r + 1]);
         if (last) share_sums();
-        mbarrier_wait(values, parity);
+        mbarrier_wait(&shared.values[at.stage], at.parity);
         if (keys < KEYS) zero_values(v_tile, keys);
         named_barrier<THREADS>(1);  // p is there, and no NaN among the values
 #if CLUSTER > 1
         if (last) send_totals();
 #endif
-        add_values(v_tile);
+        add_values(v_tile, at.stage);
     }
 
     // All that a row without keys has.
@@ -275,7 +287,7 @@ struct Consumer {
         for (bool first = true; !(keys & LAST); first = false, at.next()) {
             shared.steps.wait_full(at);
             keys = shared.keys[at.stage];
-            if (keys != LAST) step(stages + at.stage * STAGE_BYTES, keys & ~LAST, first, keys & LAST, &shared.values[at.stage], at.parity);
+            if (keys != LAST) step(stages, keys & ~LAST, first, keys & LAST, at);
             else no_step();
             __syncwarp();
             shared.steps.release(at.stage);
@@ -304,7 +316,7 @@ struct Consumer {
             const bool exists = head(r) < count;
             const i64 out = heads.first(x) + head(r);
             if (exists && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
-            write_columns(x.o + out * DV + share * COLUMNS, r, totals.scale, exists);
+            write_columns(x.o + out * DV + share * COLUMNS, acc, r, totals.scale * v_rate, exists);
         }
     }
 
@@ -318,32 +330,12 @@ struct Consumer {
     }
 
     DEVICE void send_columns() {
+        if (E4M3) scale_rows(acc, {v_rate, v_rate});
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (head(r) >= count) continue;
-#pragma unroll
-            for (int j = 0; j < COLUMNS / 8; ++j)
-                shared.cluster.send_columns(rank, head(r), share * COLUMNS + 8 * j + lane % 4 * 2, acc[j][2 * r], acc[j][2 * r + 1]);
-        }
+        for (int r = 0; r < 2; ++r)
+            if (head(r) < count) send_row(shared.cluster, rank, head(r), share * COLUMNS, acc, r);
     }
 #endif
-
-    DEVICE void write_columns(u16 *to, int r, float scale, bool exists) const {
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 8; j += 4) {
-            u32 y[4];
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-                if (j + n < COLUMNS / 8) y[n] = pack(acc[j + n][2 * r] * scale, acc[j + n][2 * r + 1] * scale);
-            if (COLUMNS % 32 == 0) {
-                quad_transpose(y);
-                if (exists) *reinterpret_cast<uint4 *>(to + 8 * j + lane % 4 * 8) = make_uint4(y[0], y[1], y[2], y[3]);
-            } else if (exists) {
-#pragma unroll
-                for (int n = 0; n < 2; ++n) *reinterpret_cast<u32 *>(to + 8 * (j + n) + lane % 4 * 2) = y[n];
-            }
-        }
-    }
 };
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
@@ -382,6 +374,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
     wait_for_kernel_ahead();
     do {
         Consumer consumer(shared, q_tile, p_tile, rank, heads.existing(x), c, slack);
+#if E4M3
+        consumer.load_scales(x.scales, heads.row.g);
+#endif
         consumer.load_q(x.p, heads);
 #if CLUSTER > 1
         cluster_wait();  // all CTAs have begun

@@ -5,7 +5,11 @@
 //   BF16     1: bfloat16, 0: float16
 //   DK, DV   columns of a key and of a value, multiples of 8
 //   ALIGNED  1: rows of q, k, v (and do) begin at multiples of 16 bytes and are copied by cp.async; 0: element by element
+//   E4M3     1: keys and values are e4m3, and products are of float16 (e4m3.cuh); 0 by default
 #pragma once
+#ifndef E4M3
+#define E4M3 0
+#endif
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -19,6 +23,11 @@ typedef unsigned long long u64;
 #else
 #define DTYPE "f16"
 #endif
+#if E4M3
+#define OPERAND "f16"
+#else
+#define OPERAND DTYPE
+#endif
 
 // Two floats as a pair of 16-bit numbers; `low` comes first in memory.
 DEVICE u32 pack(float low, float high) {
@@ -26,6 +35,21 @@ DEVICE u32 pack(float low, float high) {
     asm("cvt.rn." DTYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
+// The same in the type of the tensor core's operands.
+DEVICE u32 pack_operand(float low, float high) {
+    u32 pair;
+    asm("cvt.rn." OPERAND "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+#if E4M3
+// Two pairs of e4m3 numbers, four bytes in the order of memory, as pairs of float16: exactly.
+DEVICE void unpack_e4m3(u32 bytes, u32 &first, u32 &second) {
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(first), "=r"(second)
+        : "r"(bytes));
+}
+#endif
 
 DEVICE float to_float(u16 x) {
 #if BF16
@@ -103,7 +127,7 @@ DEVICE float load_from_cta(const float *mine, u32 cta) {
 //   D  d0, d1: (r, c), (r, c + 1)  d2, d3: (r + 8, c), (r + 8, c + 1)
 // Two adjacent results, packed to 16 bits, are therefore the operand A of the next product.
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." DTYPE "." DTYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." OPERAND "." OPERAND ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

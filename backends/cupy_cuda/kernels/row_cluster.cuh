@@ -31,6 +31,9 @@ struct RowCluster {
     DEVICE void send_columns(u32 rank, int head, int column, float low, float high) {
         store_async(&parts[rank][head][column % OWN], &received, column / OWN, low, high);
     }
+    DEVICE void send_columns(u32 rank, int head, int column, float4 four) {
+        store_async(&parts[rank][head][column % OWN], &received, column / OWN, four);
+    }
     DEVICE void send_totals(u32 rank, int head, u32 to, float m, float l) {
         store_async(reinterpret_cast<float *>(&totals[rank][head]), &received, to, m, l);
     }

@@ -41,13 +41,13 @@ constexpr int PANEL = 64 * 128;  // bytes of 64 rows
 // Where chunk c of a row lies in its panel.
 DEVICE u32 swizzled(int row, int c) { return row * 128 + (c ^ row % 8) * 16; }
 
-// Load a tile of COLUMNS columns of k or v, panel by panel; ONCE: it is read once.
-template <int COLUMNS, bool ONCE = false>
+// Load a tile of COLUMNS columns of k or v, BOX of them at a time, which are a panel; ONCE: it is read once.
+template <int COLUMNS, bool ONCE = false, int BOX = 64>
 DEVICE void tma_load_key_tile(unsigned char *to, const TensorMap *map, u64 *bar, int key, int g, int b) {
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c += 64)
-        if (ONCE) tma_load_keys_once(to + c / 64 * PANEL, map, bar, c, key, g, b);
-        else tma_load_keys(to + c / 64 * PANEL, map, bar, c, key, g, b);
+    for (int c = 0; c < COLUMNS; c += BOX)
+        if (ONCE) tma_load_keys_once(to + c / BOX * PANEL, map, bar, c, key, g, b);
+        else tma_load_keys(to + c / BOX * PANEL, map, bar, c, key, g, b);
 }
 // The same of q or do.
 template <int COLUMNS>

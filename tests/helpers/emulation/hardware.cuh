@@ -20,6 +20,10 @@ typedef unsigned short u16;
 typedef long long i64;
 typedef unsigned long long u64;
 
+#ifndef E4M3
+#define E4M3 0
+#endif
+
 #define DEVICE inline
 #define __global__
 #define __shared__ static
@@ -40,6 +44,9 @@ static u16 *dynamic_memory;
 struct alignas(8) float2 {
     float x, y;
 };
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 struct alignas(16) uint4 {
     u32 x, y, z, w;
 };
@@ -49,8 +56,13 @@ struct alignas(16) int4 {
 struct alignas(8) int2 {
     int x, y;
 };
+struct alignas(8) uint2 {
+    u32 x, y;
+};
 DEVICE int2 make_int2(int x, int y) { return {x, y}; }
+DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 DEVICE float2 make_float2(float x, float y) { return {x, y}; }
+DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 template <class T>
 DEVICE T min(T a, T b) {
@@ -64,6 +76,18 @@ DEVICE float __int_as_float(int bits) {
     float x;
     memcpy(&x, &bits, 4);
     return x;
+}
+
+DEVICE int __float_as_int(float x) {
+    int bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+DEVICE u32 __byte_perm(u32 low, u32 high, u32 selector) {
+    const u64 bytes = static_cast<u64>(high) << 32 | low;
+    u32 chosen = 0;
+    for (unsigned i = 0; i < 4; ++i) chosen |= static_cast<u32>(bytes >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return chosen;
 }
 
 static void require(bool holds, const char *what) {
@@ -280,13 +304,23 @@ DEVICE unsigned long long atomicOr(unsigned long long *at, unsigned long long bi
 
 // Numbers.
 
+static float half_to_float(u16 x) {
+    _Float16 half;
+    memcpy(&half, &x, 2);
+    return static_cast<float>(half);
+}
+static u32 half_bits(float x) {
+    _Float16 half = static_cast<_Float16>(x);
+    u16 bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+
 DEVICE float to_float(u16 x) {
 #if BF16
     return __int_as_float(static_cast<int>(static_cast<u32>(x) << 16));
 #else
-    _Float16 half;
-    memcpy(&half, &x, 2);
-    return static_cast<float>(half);
+    return half_to_float(x);
 #endif
 }
 
@@ -297,14 +331,30 @@ DEVICE u32 rounded(float x) {
     if (x != x) return 0x7fff;
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 #else
-    _Float16 half = static_cast<_Float16>(x);
-    u16 bits;
-    memcpy(&bits, &half, 2);
-    return bits;
+    return half_bits(x);
 #endif
 }
 
 DEVICE u32 pack(float low, float high) { return rounded(low) | rounded(high) << 16; }
+
+// Of the tensor core's operands.
+#if E4M3
+static float operand(u16 x) { return half_to_float(x); }
+DEVICE u32 pack_operand(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+static u32 half_of_e4m3(u32 byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return (byte & 127) == 127 ? 0x7fff : half_bits(byte & 128 ? -size : size);
+}
+DEVICE void unpack_e4m3(u32 bytes, u32 &first, u32 &second) {
+    first = half_of_e4m3(bytes & 255) | half_of_e4m3(bytes >> 8 & 255) << 16;
+    second = half_of_e4m3(bytes >> 16 & 255) | half_of_e4m3(bytes >> 24) << 16;
+}
+#else
+static float operand(u16 x) { return to_float(x); }
+DEVICE u32 pack_operand(float low, float high) { return pack(low, high); }
+#endif
+
 DEVICE float exp2_fast(float x) { return exp2f(x); }
 
 // Copies.
@@ -363,7 +413,7 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         for (unsigned k = 0; k < 16; ++k) {  // a: registers by rows, then by columns; b: the pair (k, column) is with lane column * 4 + k / 2
             Operands left = from_lane<Operands>(table, row * 4 + k % 8 / 2);
             Operands right = from_lane<Operands>(table, (column + i % 2) * 4 + k % 8 / 2);
-            sum += to_float(left.a[(i / 2 + k / 8 * 2) * 2 + k % 2]) * to_float(right.b[k / 8 * 2 + k % 2]);
+            sum += operand(left.a[(i / 2 + k / 8 * 2) * 2 + k % 2]) * operand(right.b[k / 8 * 2 + k % 2]);
         }
         d[i] = sum;
     }

@@ -4,11 +4,11 @@
 #pragma once
 #include "warp.cuh"
 
-// As tests pack it (emulate.py): k or v [B,G,S_kv,D] of 16-bit numbers, or pages, in boxes of `rows` keys by `columns` columns.
+// As tests pack it (emulate.py): k or v [B,G,S_kv,D], or pages, of numbers of `size` bytes, in boxes of `rows` keys by `columns` columns.
 struct alignas(64) TensorMap {
-    const u16 *data;
-    i64 sizes[4], strides[4], rows, columns;
-    char padding[128 - 88];
+    const char *data;
+    i64 sizes[4], strides[4], rows, columns, size;
+    char padding[128 - 96];
 };
 static_assert(sizeof(TensorMap) == 128, "as the driver's");
 
@@ -67,6 +67,11 @@ DEVICE void store_async(float *mine, u64 *bar, u32 cta, float low, float high) {
         complete(counter, 0, -8);
     });
 }
+DEVICE void store_async(float *mine, u64 *bar, u32 cta, float4 x) {
+    require(reinterpret_cast<uintptr_t>(mine) % 16 == 0, "four floats are not aligned");
+    store_async(mine, bar, cta, x.x, x.y);
+    store_async(mine + 2, bar, cta, x.z, x.w);
+}
 
 // Barriers of some warps.
 static Gate named_gates[CLUSTER][16];
@@ -89,20 +94,31 @@ DEVICE void named_barrier(int number) {
 
 DEVICE void tma_prefetch(const TensorMap *) {}
 
-// A box of keys, swizzled by 128 bytes; zeros past the last key.
+// A box of keys, swizzled by its 64 or 128 bytes of columns; zeros past the last key.
 DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, int key, i64 g, i64 b) {
     require(reinterpret_cast<uintptr_t>(to) % 1024 == 0, "a box is not aligned");
     require(b >= 0 && b < map->sizes[0] && g < map->sizes[1] && key < map->sizes[2] && column + map->columns <= map->sizes[3], "no such box");
+    const i64 bytes = map->columns * map->size, chunks = bytes / 16;
+    require(bytes == 64 || bytes == 128, "no such swizzle");
     later([=] {
         for (i64 row = 0; row < map->rows; ++row)
-            for (i64 i = 0; i < map->columns; ++i) {
-                const i64 from = b * map->strides[0] + g * map->strides[1] + (key + row) * map->strides[2] + column + i;
-                static_cast<u16 *>(to)[row * 64 + (i / 8 ^ row % 8) * 8 + i % 8] = key + row < map->sizes[2] ? map->data[from] : 0;
+            for (i64 i = 0; i < chunks; ++i) {
+                const i64 from = b * map->strides[0] + g * map->strides[1] + (key + row) * map->strides[2] + column;
+                char *chunk = static_cast<char *>(to) + row * bytes + (i ^ row * bytes / 128 % chunks) * 16;
+                if (key + row < map->sizes[2]) memcpy(chunk, map->data + from * map->size + i * 16, 16);
+                else memset(chunk, 0, 16);
             }
-        complete(bar, 0, -static_cast<int>(map->rows * map->columns * 2));
+        complete(bar, 0, -static_cast<int>(map->rows * bytes));
     });
 }
 DEVICE void tma_load_keys_once(void *to, const TensorMap *map, u64 *bar, int column, int key, i64 g, i64 b) {
     tma_load_keys(to, map, bar, column, key, g, b);
+}
+DEVICE void cp_async_4(void *to, const void *from, bool exists) {
+    if (exists) memcpy(to, from, 4);
+    else memset(to, 0, 4);
+}
+DEVICE void cp_async_mbarrier_arrive(u64 *bar) {
+    later([=] { complete(bar, 1, 0); });
 }
 DEVICE void tma_load_rows(void *, const TensorMap *, u64 *, int, i64, i64, i64) { require(false, "loads of rows are not emulated"); }

@@ -1,0 +1,159 @@
+"""e4m3 caches by cupy-cuda on Hopper: every layout, scale, number of heads and of new tokens; NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.core import registry
+from nsa_sel.serving import selection_attention_with_kvcache
+from tests.helpers.cache_cases import LENGTHS
+from tests.helpers.graphs import captured, no_waiting, replayed
+from tests.helpers.quantized_cases import EACH, QuantizedCache, check_quantized, make_quantized
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER or bool(registry.missing("cupy-cuda")), reason="needs SM 9.0, and CuPy with NVRTC"),
+]
+MANY = LENGTHS * 40  # sequences: more rows than CTAs
+GARBAGE = 2**30  # after a sequence's last page: a key there would be far outside of memory
+
+
+def gpu_cache(each: str | None, page_size: int | None, **sizes: Any) -> QuantizedCache:
+    given = make_quantized(
+        each, page_size, **{"dtype": torch.bfloat16, "device": "cuda", "h": 16, "Dk": 128, "Dv": 128, "block": 64, "room": 512, **sizes}
+    )
+    table = given.cache.block_table
+    return given if table is None else given.replaced(block_table=torch.where(table < 0, GARBAGE, table))
+
+
+def check(given: QuantizedCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """`check_quantized`, and the same bits again."""
+    found = check_quantized(given, "cupy-cuda")
+    again = selection_attention_with_kvcache(*given.cache, **given.scales, return_lse=True, backend="cupy-cuda")
+    assert all(map(torch.equal, found, again))
+    return found
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files of the kernels that ran."""
+    names: list[str] = []
+    start: Callable[..., None] = launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *rest, **others: (names.append(source), start(source, *rest, **others))[1])
+    return names
+
+
+@pytest.mark.parametrize(
+    ("page_size", "each"),
+    [(page_size, each) for page_size in (None, 64, 256) for each in EACH if not (page_size is None and each == "page")],
+)
+def test_caches_match_the_oracle(page_size: int | None, each: str | None, started: list[str]) -> None:
+    """Few rows and many, one token and several; lengths 0 and 1; garbage after a sequence's pages."""
+    for lengths in ((0, 1, 9, 500), MANY):
+        for S_q in (1, 4):
+            check(gpu_cache(each, page_size, lengths=lengths, S_q=S_q))
+    assert set(started) == {"forward_blocks.cu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("h", "Dk", "Dv", "block", "page_size"), [(3, 64, 128, 128, 64), (17, 128, 64, 64, 64), (64, 128, 128, 192, 128), (70, 64, 64, 64, 64)]
+)
+def test_heads_widths_and_blocks(h: int, Dk: int, Dv: int, block: int, page_size: int, dtype: torch.dtype) -> None:
+    sizes: dict[str, Any] = {"h": h, "Dk": Dk, "Dv": Dv, "block": block, "dtype": dtype, "lengths": (1, 64, 575) * 20, "room": 576}
+    check(gpu_cache("page", page_size, **sizes))
+    check(gpu_cache("head", None, **sizes, S_q=10))
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+@pytest.mark.parametrize("each", ["head", "page"])
+def test_scales_may_be_zero_or_negative(each: str, factor: float) -> None:
+    """The largest logit is that of the smallest product then."""
+    given = gpu_cache(each, 64, lengths=(150, 300))
+    exact = given.exact._replace(k_cache=given.exact.k_cache * factor, v_cache=given.exact.v_cache * -1.0)
+    scales = {"k_scale": given.scales["k_scale"] * factor, "v_scale": -given.scales["v_scale"]}
+    check(given._replace(scales=scales, exact=exact))
+
+
+@pytest.mark.parametrize("exponent", [-60, -8, 0, 12, 60])
+def test_queries_of_any_magnitude_keep_their_digits(exponent: int) -> None:
+    """Queries of bfloat16 are scaled to float16, numbers of a row that differ by 2^16 among them."""
+    given = gpu_cache("head", 64, lengths=(150,))
+    spread = 2.0 ** torch.arange(-16, 16, 32 / 128, device="cuda").round()
+    q = (given.cache.q.float() * spread * 2.0**exponent).to(torch.bfloat16)
+    scales = {name: scale * 2.0**-exponent / 64 if name == "k_scale" else scale for name, scale in given.scales.items()}
+    exact = given.exact._replace(q=q, k_cache=given.exact.k_cache * 2.0**-exponent / 64)
+    check(given._replace(cache=given.cache._replace(q=q), scales=scales, exact=exact))
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-3, 100.0, 1e30])
+def test_scales_of_pages_may_have_any_size(factor: float) -> None:
+    given = gpu_cache("page", 64, lengths=(150, 300))
+    exact = given.exact._replace(v_cache=given.exact.v_cache * factor)
+    scales = {**given.scales, "v_scale": given.scales["v_scale"].double().mul(factor).float()}
+    check(given._replace(scales=scales, exact=exact))
+
+
+def test_nan_reaches_the_rows_that_select_it_alone() -> None:
+    given = gpu_cache("page", 64, lengths=(40, 40))
+    o, lse = check(given)
+    table = given.cache.block_table
+    assert table is not None
+    for name in ("k_cache", "v_cache"):
+        stored = getattr(given.cache, name).clone()
+        stored[table[0, 0].long(), 3, 0, 5] = torch.nan  # key 3 of the first sequence and group
+        spoilt = given.cache._replace(**{name: stored})
+        new, new_lse = selection_attention_with_kvcache(*spoilt, **given.scales, return_lse=True, backend="cupy-cuda")
+        assert bool(new[0, :, 0].isnan().any(-1).all())
+        assert bool(new_lse[0, :, 0].isnan().all()) == (name == "k_cache")
+        for one, other in ((new, o), (new_lse, lse)):
+            assert torch.equal(one[1], other[1])
+            assert torch.equal(one[0, :, 1], other[0, :, 1])
+
+
+def test_a_cache_that_sequences_share_is_copied() -> None:
+    """TMA takes no stride of 0."""
+    given = gpu_cache("head", None, lengths=(300, 300, 300))
+    wide = [x[:1].expand(3, -1, -1, -1) for x in (given.cache.k_cache, given.cache.v_cache)]
+    exact = [x[:1].expand(3, -1, -1, -1) for x in (given.exact.k_cache, given.exact.v_cache)]
+    check(
+        given._replace(
+            cache=given.cache._replace(k_cache=wide[0], v_cache=wide[1]), exact=given.exact._replace(k_cache=exact[0], v_cache=exact[1])
+        )
+    )
+
+
+@pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (64, "page")])
+def test_a_graph_follows_writes_into_its_inputs(page_size: int | None, each: str) -> None:
+    """Scales, lengths, tables, selections, queries and pages; o and lse held NaN. Bit-equal to an eager call."""
+    first, other = (gpu_cache(each, page_size, lengths=lengths, seed=seed) for lengths, seed in ((LENGTHS, 0), ((150, 9, 0, 1), 1)))
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = selection_attention_with_kvcache(*first.cache, **first.scales, return_lse=True, backend="cupy-cuda")
+        return o, lse
+
+    with torch.no_grad():
+        graph, outputs = captured(call)
+    for name in ("q", "k_cache", "v_cache", "cache_seqlens", "block_table"):
+        if getattr(first.cache, name) is not None:
+            getattr(first.cache, name).copy_(getattr(other.cache, name))
+    first.cache.selection.ranges.copy_(other.cache.selection.ranges)
+    for name, scale in first.scales.items():
+        scale.copy_(other.scales[name])
+    assert all(map(torch.equal, replayed(graph, outputs), check(other)))
+
+
+@pytest.mark.parametrize("each", EACH)
+def test_a_step_is_one_launch_that_never_waits(each: str | None, started: list[str]) -> None:
+    given = gpu_cache(each, 64)
+    selection_attention_with_kvcache(*given.cache, **given.scales, backend="cupy-cuda")
+    started.clear()
+    with no_waiting():
+        selection_attention_with_kvcache(*given.cache, **given.scales, backend="cupy-cuda")
+    assert started == ["forward_blocks.cu"]

@@ -1,0 +1,122 @@
+"""Hopper's kernel of whole blocks over e4m3 caches without a GPU: emulated, against the float64 oracle on the numbers that are stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends import cupy_cuda
+from nsa_sel.core.call import Call
+from nsa_sel.core.quantized import scales_of
+from nsa_sel.oracle import oracle_forward
+from nsa_sel.settings.config import settings_for
+from tests.helpers.cache_cases import gathered, positions
+from tests.helpers.cases import assert_within_twice_baseline, plain_torch
+from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.poison import new_memory_is_nan
+from tests.helpers.quantized_cases import QuantizedCache, make_quantized
+
+pytestmark = needs_compiler
+
+GARBAGE = 2**30  # in the block table, after a sequence's last page
+OF_PAGES: dict[str, Any] = {"each": "page", "page_size": 64, "dtype": torch.bfloat16, "Dk": 128, "Dv": 64}
+OF_MANY_HEADS = {**OF_PAGES, "G": 1, "h": 17, "n": 5, "room": 640, "lengths": (1, 640)}
+OF_HEADS: dict[str, Any] = {"each": "head", "page_size": None, "dtype": torch.float16, "Dk": 64, "Dv": 128}
+
+
+def small_cache(**sizes: Any) -> QuantizedCache:
+    """NaN wherever no sequence has a key, as a number and as a page's scale."""
+    given = make_quantized(**{"h": 3, "block": 64, "lengths": (0, 1, 150), **sizes})
+    table = given.cache.block_table
+    return given if table is None else given.replaced(block_table=torch.where(table < 0, GARBAGE, table))
+
+
+def forward(given: QuantizedCache, ctas: int = 1) -> tuple[Tensor, Tensor]:
+    """o and lse over memory that held NaN, on a GPU where `ctas` CTAs share a row of enough steps."""
+    cache = given.cache
+    paged, rows = cache.block_table is not None, cache.q.shape[:3].numel()
+    gpu = msgspec.structs.replace(GPU, sm_count=max(1, ctas * rows // 2))
+    scales = scales_of(cache.q, cache.k_cache, cache.v_cache, given.scales.get("k_scale"), given.scales.get("v_scale"), paged)
+    k, v = (x.transpose(1, 2) for x in (cache.k_cache, cache.v_cache))
+    scale, settings = cache.q.shape[-1] ** -0.5, settings_for(gpu)
+    call = Call(cache.q, k, v, cache.selection, None, scale, settings, gpu, cache.cache_seqlens, cache.block_table, scales=scales)
+    with new_memory_is_nan():
+        return cupy_cuda.forward(call)
+
+
+def check(given: QuantizedCache, ctas: int = 1) -> tuple[Tensor, Tensor]:
+    """`forward`, within twice the error of a float32 computation."""
+    o, lse = forward(given, ctas)
+    rows = given.cache.selection.ranges, None, positions(given.cache)
+    q, (k, v) = given.cache.q, gathered(given.exact)
+    exact, baseline = oracle_forward(q, k, v, *rows), plain_torch(q.float(), k.float(), v.float(), *rows)
+    assert_within_twice_baseline(o, exact[0], baseline[0].to(o.dtype), "o")
+    assert_within_twice_baseline(lse, exact[1], baseline[1], "lse")
+    return o, lse
+
+
+@pytest.mark.parametrize(("sizes", "ctas"), [(OF_PAGES, 1), (OF_HEADS, 1), (OF_MANY_HEADS, 4)])
+def test_caches_match_the_oracle_in_any_order(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], ctas: int) -> None:
+    """The same bits whichever thread or CTA runs first, and whenever copies arrive."""
+    given, found = small_cache(**sizes), []
+    for mode in (0, BACKWARDS | EAGER):
+        emulated(monkeypatch, mode)
+        found.append(check(given, ctas))
+    assert all(map(torch.equal, *found))
+
+
+def test_several_tokens_and_scales_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated(monkeypatch)
+    check(small_cache(**OF_PAGES, S_q=2))
+    check(small_cache(**{**OF_HEADS, "each": None}, S_q=2))
+
+
+@pytest.mark.parametrize("sizes", [OF_PAGES, OF_HEADS])
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_scales_may_be_zero_or_negative(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], factor: float) -> None:
+    """The largest logit is that of the smallest product then."""
+    emulated(monkeypatch)
+    given = small_cache(**sizes, G=1)
+    exact = given.exact._replace(k_cache=given.exact.k_cache * factor, v_cache=-given.exact.v_cache)
+    check(given._replace(scales={"k_scale": given.scales["k_scale"] * factor, "v_scale": -given.scales["v_scale"]}, exact=exact))
+
+
+@pytest.mark.parametrize("exponent", [-60, 60])
+def test_queries_of_any_magnitude_keep_their_digits(monkeypatch: pytest.MonkeyPatch, exponent: int) -> None:
+    """Queries of bfloat16 are scaled to float16, numbers of a row that differ by 2^32 among them."""
+    emulated(monkeypatch)
+    given = small_cache(**OF_PAGES, G=1)
+    q = (given.cache.q.float() * 2.0 ** torch.linspace(-16, 16, 128).round() * 2.0**exponent).to(torch.bfloat16)
+    scales = {**given.scales, "k_scale": given.scales["k_scale"] * 2.0**-exponent / 2**14}
+    exact = given.exact._replace(q=q, k_cache=given.exact.k_cache * 2.0**-exponent / 2**14)
+    check(given._replace(cache=given.cache._replace(q=q), scales=scales, exact=exact))
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_nan_reaches_the_rows_that_select_it_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    emulated(monkeypatch)
+    given = small_cache(**OF_HEADS)
+    o, lse = check(given)
+    stored = getattr(given.cache, name).clone()
+    stored[2, 3, 0, 5] = torch.nan  # every sequence has a key of the first block
+    spoilt, spoilt_lse = forward(given.replaced(**{name: stored}))
+    assert bool(spoilt[2, 0, 0].isnan().any(-1).all())
+    assert bool(spoilt_lse[2, 0, 0].isnan().all()) == (name == "k_cache")
+    for new, old in ((spoilt, o), (spoilt_lse, lse)):
+        assert torch.equal(new[:2], old[:2])
+        assert torch.equal(new[2, 0, 1], old[2, 0, 1])
+
+
+def test_a_cache_that_sequences_share_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA takes no stride of 0."""
+    emulated(monkeypatch)
+    given = small_cache(**OF_HEADS, lengths=(150, 150, 150))
+
+    def first(cache: Any) -> Any:
+        return cache._replace(**{name: getattr(cache, name)[:1].expand(3, -1, -1, -1) for name in ("k_cache", "v_cache")})
+
+    check(given._replace(cache=first(given.cache), exact=first(given.exact)))
