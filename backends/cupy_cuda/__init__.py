@@ -1,8 +1,8 @@
 """cupy-cuda: CUDA C++ kernels, compiled at run time by NVRTC through CuPy, on torch's stream and torch's memory.
 
-Which kernel computes a call is decided here. sm80.py launches the kernels of every GPU, sm90.py and few_tokens.py those of Hopper,
-key_to_rows.py builds the lists of rows for dk and dv. compiler.py makes machine code of kernels/*.cu, launch.py starts it, tensor_map.py
-encodes maps for TMA.
+Which kernel computes a call is decided here. sm80.py launches the kernels of every GPU, sm90.py, few_tokens.py and quantized_tokens.py
+those of Hopper, key_to_rows.py builds the lists of rows for dk and dv. compiler.py makes machine code of kernels/*.cu, launch.py starts
+it, tensor_map.py encodes maps for TMA.
 CuPy is imported when a kernel is first compiled or loaded.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nsa_sel.backends._loads import union_keys
-from nsa_sel.backends.cupy_cuda import few_tokens, sm80, sm90
+from nsa_sel.backends.cupy_cuda import few_tokens, quantized_tokens, sm80, sm90
 from nsa_sel.core.call import Call
 
 __all__ = ["backward", "backward_and_delta", "forward", "loaded_keys"]
@@ -26,7 +26,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if call.scale < 0:
         return forward(call.with_positive_scale())
     if call.scales is not None:
-        return sm90.forward_blocks(call)
+        return quantized_tokens.forward(call) if quantized_tokens.supports(call) else sm90.forward_blocks(call)
     if sm90.supports_tiles(call):
         return sm90.forward_tiles(call)
     if few_tokens.supports(call):
@@ -57,6 +57,8 @@ def backward_and_delta(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Ten
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
     """Keys that the forward loads: by tiles of tokens the union of their rows, else each row's, once for up to 64 heads; if not counted, at
     most that."""
+    if count and quantized_tokens.supports(call):
+        return union_keys(call, quantized_tokens.tile_tokens(call.q.shape[1], call.q.shape[3]))
     count = count and call.scales is None
     if count and sm90.supports_tiles(call):
         return sm90.loaded_keys(call)

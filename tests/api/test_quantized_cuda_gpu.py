@@ -10,6 +10,7 @@ import torch
 
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core import registry
+from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS
 from tests.helpers.graphs import captured, no_waiting, replayed
@@ -69,6 +70,32 @@ def test_heads_widths_and_blocks(h: int, Dk: int, Dv: int, block: int, page_size
     sizes: dict[str, Any] = {"h": h, "Dk": Dk, "Dv": Dv, "block": block, "dtype": dtype, "lengths": (1, 64, 575) * 20, "room": 576}
     check(gpu_cache("page", page_size, **sizes))
     check(gpu_cache("head", None, **sizes, S_q=10))
+
+
+@pytest.mark.parametrize(
+    ("S", "h", "D", "block", "page_size", "each"),
+    [
+        (4, 4, 128, 64, 64, "page"),
+        (8, 3, 64, 128, None, "head"),
+        (3, 8, 128, 64, 256, "page"),
+        (8, 1, 128, 64, None, None),
+    ],
+)
+def test_tiles_of_tokens(S: int, h: int, D: int, block: int, page_size: int | None, each: str | None, started: list[str]) -> None:
+    """One tile of all tokens of a sequence, and several; sequences shorter than S among others."""
+    given = gpu_cache(each, page_size, S_q=S, h=h, Dk=D, Dv=D, block=block, lengths=(0, 1, 7, 70, 575) * 11, room=640)
+    o, lse = check(given)
+    assert set(started) == {"forward_tokens.cu"}
+    fp16 = given._replace(cache=given.cache._replace(q=given.cache.q.half()), exact=given.exact._replace(q=given.cache.q.half()))
+    check(fp16)
+    for s in range(S):  # each token alone: of the last S_q, those before it
+        one = given.cache._replace(
+            q=given.cache.q[:, s : s + 1], selection=Selection(given.cache.selection.ranges[:, s : s + 1].contiguous(), block),
+            cache_seqlens=(given.cache.cache_seqlens - (S - 1 - s)).clamp(min=0),
+        )  # fmt: skip
+        alone, alone_lse = selection_attention_with_kvcache(*one, **given.scales, return_lse=True, backend="cupy-cuda")
+        torch.testing.assert_close(alone[:, 0], o[:, s], rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(alone_lse[:, 0], lse[:, s], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0])

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow  # in all: a compiler at work
 
 
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
-HOPPERS = {"forward_blocks.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
+HOPPERS = {"forward_blocks.cu", "forward_tokens.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
 ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")}
 
 
@@ -75,6 +75,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
             "combine.cu",
             "forward_rows.cu",
             "forward_blocks.cu",
+            "forward_tokens.cu",
             "dq_rows.cu",
             "dkdv_groups.cu" if shape == "h64-192-128" else "dkdv_tiles.cu",
         }
@@ -94,6 +95,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
         (90, "paged-64-prefill", {"tile_union.cu", "forward_tiles.cu"}),
         (90, "paged-64-e4m3-head", {"forward_blocks.cu"}),
         (90, "paged-64-S4-e4m3-page", {"forward_blocks.cu"}),
+        (90, "paged-64-S4-h4-e4m3-page", {"forward_tokens.cu"}),
         (90, "paged-64-few-e4m3-page", {"forward_blocks.cu"}),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core.call import Call
 from nsa_sel.core.quantized import scales_of
 from nsa_sel.oracle import oracle_forward
@@ -25,6 +26,7 @@ pytestmark = needs_compiler
 GARBAGE = 2**30  # in the block table, after a sequence's last page
 OF_PAGES: dict[str, Any] = {"each": "page", "page_size": 64, "dtype": torch.bfloat16, "Dk": 128, "Dv": 64}
 OF_MANY_HEADS = {**OF_PAGES, "G": 1, "h": 17, "n": 5, "room": 640, "lengths": (1, 640)}
+OF_TOKENS = {"S_q": 4, "room": 640, "lengths": (2, 600)}  # each token has blocks that others have not
 OF_HEADS: dict[str, Any] = {"each": "head", "page_size": None, "dtype": torch.float16, "Dk": 64, "Dv": 128}
 
 
@@ -35,11 +37,10 @@ def small_cache(**sizes: Any) -> QuantizedCache:
     return given if table is None else given.replaced(block_table=torch.where(table < 0, GARBAGE, table))
 
 
-def forward(given: QuantizedCache, ctas: int = 1) -> tuple[Tensor, Tensor]:
-    """o and lse over memory that held NaN, on a GPU where `ctas` CTAs share a row of enough steps."""
+def forward(given: QuantizedCache, sm_count: int = GPU.sm_count) -> tuple[Tensor, Tensor]:
+    """o and lse over memory that held NaN. More multiprocessors than a row for each: a cluster shares a row, and each token has its own."""
     cache = given.cache
-    paged, rows = cache.block_table is not None, cache.q.shape[:3].numel()
-    gpu = msgspec.structs.replace(GPU, sm_count=max(1, ctas * rows // 2))
+    paged, gpu = cache.block_table is not None, msgspec.structs.replace(GPU, sm_count=sm_count)
     scales = scales_of(cache.q, cache.k_cache, cache.v_cache, given.scales.get("k_scale"), given.scales.get("v_scale"), paged)
     k, v = (x.transpose(1, 2) for x in (cache.k_cache, cache.v_cache))
     scale, settings = cache.q.shape[-1] ** -0.5, settings_for(gpu)
@@ -48,9 +49,17 @@ def forward(given: QuantizedCache, ctas: int = 1) -> tuple[Tensor, Tensor]:
         return cupy_cuda.forward(call)
 
 
-def check(given: QuantizedCache, ctas: int = 1) -> tuple[Tensor, Tensor]:
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files of the kernels that are started from here on."""
+    files: list[str] = []
+    start = launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *rest, **others: (files.append(source), start(source, *rest, **others))[1])
+    return files
+
+
+def check(given: QuantizedCache, sm_count: int = GPU.sm_count) -> tuple[Tensor, Tensor]:
     """`forward`, within twice the error of a float32 computation."""
-    o, lse = forward(given, ctas)
+    o, lse = forward(given, sm_count)
     rows = given.cache.selection.ranges, None, positions(given.cache)
     q, (k, v) = given.cache.q, gathered(given.exact)
     exact, baseline = oracle_forward(q, k, v, *rows), plain_torch(q.float(), k.float(), v.float(), *rows)
@@ -59,20 +68,31 @@ def check(given: QuantizedCache, ctas: int = 1) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-@pytest.mark.parametrize(("sizes", "ctas"), [(OF_PAGES, 1), (OF_HEADS, 1), (OF_MANY_HEADS, 4)])
-def test_caches_match_the_oracle_in_any_order(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], ctas: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "sm_count", "kernel"),
+    [
+        (OF_PAGES, 2, "forward_blocks.cu"),
+        (OF_HEADS, 2, "forward_blocks.cu"),
+        (OF_MANY_HEADS, 4, "forward_blocks.cu"),
+        ({**OF_PAGES, **OF_TOKENS}, 2, "forward_tokens.cu"),
+        ({**OF_HEADS, **OF_TOKENS, "S_q": 5, "h": 8}, 2, "forward_tokens.cu"),
+    ],
+)
+def test_caches_match_the_oracle_in_any_order(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], sm_count: int, kernel: str) -> None:
     """The same bits whichever thread or CTA runs first, and whenever copies arrive."""
     given, found = small_cache(**sizes), []
     for mode in (0, BACKWARDS | EAGER):
         emulated(monkeypatch, mode)
-        found.append(check(given, ctas))
+        started = noted(monkeypatch)
+        found.append(check(given, sm_count))
+        assert started == [kernel]
     assert all(map(torch.equal, *found))
 
 
 def test_several_tokens_and_scales_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated(monkeypatch)
-    check(small_cache(**OF_PAGES, S_q=2))
-    check(small_cache(**{**OF_HEADS, "each": None}, S_q=2))
+    check(small_cache(**OF_PAGES, S_q=2), sm_count=8)
+    check(small_cache(**{**OF_HEADS, "each": None}, S_q=2), sm_count=8)
 
 
 @pytest.mark.parametrize("sizes", [OF_PAGES, OF_HEADS])

@@ -11,18 +11,18 @@ constexpr int TOKEN_BITS = 8;      // of a tile's tokens beside a block's number
 __shared__ u32 union_entries[MOST_ENTRIES];  // block << TOKEN_BITS | tokens, whole blocks first
 __shared__ int2 union_counts;                // whole blocks, all blocks
 
-// All THREADS threads of the CTA make the list.
+// All THREADS threads of the CTA make the list of tokens [first, first + S).
 template <int THREADS>
-DEVICE void make_union(const Problem &p, u32 b, u32 g) {
+DEVICE void make_union(const Problem &p, u32 b, u32 g, u32 first, u32 S) {
     static_assert(THREADS >= MOST_ENTRIES, "one entry per thread");
     constexpr u32 NONE = 0xffffffffu;
-    const u32 S = p.S, n = p.n, e = threadIdx.x, token = e / n;
+    const u32 n = p.n, e = threadIdx.x, token = e / n;
     u32 block = NONE, tokens = 0;
     int lowest = static_cast<int>(p.S_kv);
-    for (u32 s = 0; s < S; ++s) lowest = min(lowest, row_limit(p, b, s));
+    for (u32 s = 0; s < S; ++s) lowest = min(lowest, row_limit(p, b, first + s));
     if (token < S) {
         int start, end;
-        clamped_range(p, ((static_cast<i64>(b) * S + token) * p.G + g) * n + e % n, row_limit(p, b, token), start, end);
+        clamped_range(p, ((static_cast<i64>(b) * p.S + first + token) * p.G + g) * n + e % n, row_limit(p, b, first + token), start, end);
         if (end > start) block = start / BLOCK;
         union_entries[e] = block;
     }

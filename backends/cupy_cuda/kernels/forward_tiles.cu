@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
     if (threadIdx.x == 0) shared.init();
 #ifdef FEW_TOKENS
     wait_for_stream();
-    make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G));
+    make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);
 #endif
     __syncthreads();
     if (warpgroup < CONSUMERS) {

@@ -1,0 +1,259 @@
+// o and lse of few new tokens of each sequence over e4m3 keys on Hopper: a tile of tokens reads the union of their blocks once.
+//
+//   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
+//
+// Grid: a CTA for each (b, g) and TOKENS tokens. It makes the union itself (few_tokens.cuh).
+// Rows: token by token, H heads each, 16 in all: operand A of the tensor core. Rows without a token have zeros for q.
+// Warps: a producer warp loads K and V by TMA, KEYS keys a step, for four consumers, which split a step's keys for s = q k^T, and, once p is
+//   in shared memory, the columns of v, with one lazy maximum, as in forward_blocks.cu.
+// Masks: a row sees a step's keys up to its token's own position if the token selected the block, else none: other logits are -inf. Values
+//   that no token sees become zero, since p = 0 would not cancel NaN.
+//
+//   H, TOKENS       heads; tokens of a tile
+//   STAGES, PER_SM  stages of the pipeline of steps; CTAs per multiprocessor
+//   BLOCK           keys of a range, a multiple of KEYS
+//   PAGE_SCALES     of e4m3.cuh
+#include "e4m3.cuh"
+#include "few_tokens.cuh"
+#include "softmax.cuh"
+
+struct Arguments {
+    TensorMap k, v;
+    Problem p;
+    u16 *o;      // [B,S,G,H,DV]
+    float *lse;  // [B,S,G,H]
+    i64 tiles;   // of a (b, g)
+    KeyValueScales scales;
+};
+
+constexpr int KEYS = 64, SHARES = 4, CONSUMERS = 32 * SHARES, ROWS = 16;  // a consumer warp for each share of keys and columns
+constexpr int THREADS = CONSUMERS + 32 < MOST_ENTRIES ? MOST_ENTRIES : CONSUMERS + 32;  // a thread for each entry of the union
+constexpr int SHARE = KEYS / SHARES, COLUMNS = DV / SHARES, PP = KEYS + 8;
+constexpr int K_BYTES = KEYS * DK, V_BYTES = KEYS * DV, STAGE_BYTES = K_BYTES + V_BYTES;
+constexpr u32 PER_BLOCK = BLOCK / KEYS;  // steps
+constexpr int NO_KEY = -1;
+constexpr float SLACK = 8.0f;
+static_assert(TOKENS * H <= ROWS, "a row for each token and head");
+
+struct Shared {
+    Pipeline<STAGES> steps;
+    int keys[STAGES];    // the first of a step; NO_KEY: there are no more steps
+    u32 tokens[STAGES];  // that selected its block
+    float k_scales[STAGES], v_scales[STAGES];
+    float tops[SHARES][ROWS], sums[SHARES][ROWS];
+};
+
+// Tokens [first, first + count) of sequence b and group g.
+struct Tile {
+    const Problem &p;
+    u32 b, g;
+    int first, count;
+    DEVICE Tile(const Arguments &x)
+        : p(x.p), b(blockIdx.x / static_cast<u32>(x.tiles) / static_cast<u32>(x.p.G)),
+          g(blockIdx.x / static_cast<u32>(x.tiles) % static_cast<u32>(x.p.G)), first(blockIdx.x % static_cast<u32>(x.tiles) * TOKENS),
+          count(min(TOKENS, static_cast<int>(x.p.S) - first)) {}
+
+    DEVICE int limit(int token) const { return row_limit(p, b, first + token); }
+    // One past the last key that any token sees: tokens may have any positions.
+    DEVICE int last_limit() const {
+        int last = 0;
+        for (int token = 0; token < count; ++token) last = max(last, limit(token));
+        return last;
+    }
+};
+
+// Producer warp: all steps of the union. A lane reads the page of a step, for 32 steps at once.
+DEVICE void produce_steps(const Arguments &x, const Tile &tile, unsigned char *stages, Shared &shared) {
+    const int lane = threadIdx.x % 32, limit = tile.last_limit();
+    const u32 steps = static_cast<u32>(union_counts.y) * PER_BLOCK;
+    PipelineState<STAGES> at;
+    for (u32 first = 0; first < steps; first += 32) {
+        const u32 step = first + lane, entry = step < steps ? union_entries[step / PER_BLOCK] : 0;
+        const int key = static_cast<int>((entry >> TOKEN_BITS) * BLOCK + step % PER_BLOCK * KEYS);
+        const bool exists = step < steps && key < limit;
+        const int page = exists ? page_of(x.p, tile.b, key) : 0;
+        for (u32 left = __ballot_sync(ALL_LANES, exists); left; left &= left - 1, at.next()) {
+            shared.steps.wait_empty(at);
+            __syncwarp();  // all lanes have seen it: the next phase may pass
+            if (lane == __ffs(left) - 1) {
+                unsigned char *k_tile = stages + at.stage * STAGE_BYTES;
+                u64 *full = &shared.steps.full[at.stage];
+                shared.keys[at.stage] = key;
+                shared.tokens[at.stage] = entry & ((1u << TOKEN_BITS) - 1);
+                mbarrier_arrive_expect(full, STAGE_BYTES);
+                tma_load_key_tile<DK, false, K_BOX>(k_tile, &x.k, full, in_page(key), tile.g, page);
+                tma_load_key_tile<DV, false, V_BOX>(k_tile + K_BYTES, &x.v, full, in_page(key), tile.g, page);
+                if (PAGE_SCALES) {
+                    x.scales.k.load(&shared.k_scales[at.stage], full, page, tile.g);
+                    x.scales.v.load(&shared.v_scales[at.stage], full, page, tile.g);
+                }
+            }
+            __syncwarp();
+        }
+    }
+    shared.steps.wait_empty(at);
+    if (lane == 0) {
+        shared.keys[at.stage] = NO_KEY;
+        for (int arrivals = 0; arrivals <= 2 * PAGE_SCALES; ++arrivals) mbarrier_arrive(&shared.steps.full[at.stage]);
+    }
+}
+
+// A consumer warp: its share of keys and columns.
+struct Consumer {
+    const Arguments &x;
+    const Tile &tile;
+    Shared &shared;
+    u16 *const q_tile, *const p_tile;
+    const int lane, share, last_limit;
+    const float slack;
+    OnlineSoftmax softmax;
+    u32 q[DK / 16][4];  // operand A
+    float acc[COLUMNS / 8][4] = {};
+    float k_rate[2], v_rate;  // factors of a row's products, and of its o
+    int limits[2];            // of the lane's two rows, 0 where there is no token
+    u32 own[2];               // the bits of their tokens
+
+    DEVICE Consumer(const Arguments &x, const Tile &tile, Shared &shared, u16 *q_tile, u16 *p_tile)
+        : x(x), tile(tile), shared(shared), q_tile(q_tile), p_tile(p_tile), lane(threadIdx.x % 32), share(threadIdx.x / 32),
+          last_limit(tile.last_limit()), slack(SLACK / static_cast<float>(x.p.scale_log2)), softmax(x.p.scale_log2) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            limits[r] = exists(r) ? tile.limit(row(r) / H) : 0;
+            own[r] = 1u << row(r) / H;
+        }
+    }
+
+    DEVICE int row(int r) const { return lane / 4 + 8 * r; }  // of a lane's two rows
+    DEVICE bool exists(int r) const { return row(r) < tile.count * H; }
+
+    DEVICE void load_q() {
+        const HeadsTensor &from = x.p.q;
+        k_rate[0] = k_rate[1] = PAGE_SCALES ? 1.0f : x.scales.k.of_head(tile.g);
+        v_rate = PAGE_SCALES ? 1.0f : x.scales.v.of_head(tile.g);
+        copy_rows<DK, KP, ROWS, CONSUMERS>(q_tile, from.heads(tile.b, tile.first, tile.g), [&](int r) {
+            return RowSource{r / H * from.stride_s + r % H * from.stride_h, r < tile.count * H};
+        });
+        cp_async_commit();
+        cp_async_wait<0>();
+        float *rates = reinterpret_cast<float *>(p_tile);  // there is no p before the first step has passed a barrier
+        convert_queries<ROWS, CONSUMERS>(q_tile, rates);
+        named_barrier<CONSUMERS>(1);  // q is there
+        load_queries(q, q_tile, 0);
+#pragma unroll
+        for (int r = 0; BF16 && r < 2; ++r) k_rate[r] *= rates[row(r)];
+    }
+
+    // Zero this share's values from key `keys` on. Whole rows: the swizzle within them does not matter.
+    DEVICE void zero_values(unsigned char *values, int keys) const {
+        const int first = share * SHARE;
+        for (int i = max(first, keys) * (DV / 16) + lane; i < (first + SHARE) * (DV / 16); i += 32)
+            *reinterpret_cast<uint4 *>(values + i * 16) = make_uint4(0, 0, 0, 0);
+        fence_async_proxy();  // before the next TMA load to this stage
+    }
+
+    // Raise the maxima to those of all shares.
+    DEVICE void raise(const float (&top)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float highest = quad_max(top[r]);
+            if (lane % 4 == 0) shared.tops[share][row(r)] = highest;
+        }
+        named_barrier<CONSUMERS>(1);
+        float alpha[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float highest = softmax.m[r];
+#pragma unroll
+            for (int other = 0; other < SHARES; ++other) highest = fmaxf(highest, shared.tops[other][row(r)]);
+            alpha[r] = softmax.raise(r, highest);
+        }
+        scale_rows(acc, alpha);
+    }
+
+    // The logits of this share's keys, -inf for those that a row does not see.
+    DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage, const int (&seen)[2]) const {
+        add_q_kt(s, q, keys, share * SHARE);
+        const float scale = PAGE_SCALES ? shared.k_scales[stage] : 1.0f;
+        scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
+        if (min(seen[0], seen[1]) < KEYS) mask_columns(s, share * SHARE, seen, -infinity());
+    }
+
+    DEVICE void store_p(float (&s)[SHARE / 8][4]) {
+        softmax.exponentiate<2>(s);
+#pragma unroll
+        for (int j = 0; j < SHARE / 8; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                *reinterpret_cast<u32 *>(p_tile + row(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) =
+                    pack_operand(s[j][2 * r], s[j][2 * r + 1]);
+    }
+
+    DEVICE void step(unsigned char *k_tile, int stage) {
+        unsigned char *v_tile = k_tile + K_BYTES;
+        const int key = shared.keys[stage];
+        int seen[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) seen[r] = shared.tokens[stage] & own[r] ? limits[r] - key : 0;
+        float s[SHARE / 8][4] = {};
+        add_logits(s, k_tile, stage, seen);
+        if (last_limit - key < KEYS) zero_values(v_tile, last_limit - key);
+        const float top[2] = {row_max(s, 0), row_max(s, 1)};
+        const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
+        if (named_barrier_any<CONSUMERS>(1, rises)) raise(top);  // all have read the p before, too
+        store_p(s);
+        named_barrier<CONSUMERS>(1);  // p is there, and no NaN among the values
+        add_p_v<PP, KEYS>(acc, p_tile, 0, v_tile, share * COLUMNS, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
+    }
+
+    DEVICE void attend(unsigned char *stages) {
+        for (PipelineState<STAGES> at;; at.next()) {
+            shared.steps.wait_full(at);
+            if (shared.keys[at.stage] == NO_KEY) return;
+            step(stages + at.stage * STAGE_BYTES, at.stage);
+            __syncwarp();
+            shared.steps.release(at.stage);
+        }
+    }
+
+    DEVICE void write() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float sum = quad_sum(softmax.l[r]);
+            if (lane % 4 == 0) shared.sums[share][row(r)] = sum;
+        }
+        named_barrier<CONSUMERS>(1);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int other = 0; other < SHARES; ++other) sum += shared.sums[other][row(r)];
+            const RowTotals totals(softmax.c, softmax.m[r], sum);
+            const i64 out = ((tile.b * x.p.S + tile.first + row(r) / H) * x.p.G + tile.g) * H + row(r) % H;
+            if (exists(r) && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
+            write_columns(x.o + out * DV + share * COLUMNS, acc, r, totals.scale * v_rate, exists(r));
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tokens(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p
+    __shared__ Shared shared;
+    u16 *q_tile = reinterpret_cast<u16 *>(memory + STAGES * STAGE_BYTES), *p_tile = q_tile + ROWS * KP;
+    if (threadIdx.x == CONSUMERS) {
+        tma_prefetch(&x.k);
+        tma_prefetch(&x.v);
+        shared.steps.init(1 + 2 * PAGE_SCALES, SHARES);  // keys, and their scales; a lane of each warp
+        mbarrier_fence_init();
+    }
+    wait_for_stream();
+    const Tile tile(x);
+    make_union<THREADS>(x.p, tile.b, tile.g, tile.first, tile.count);
+    if (threadIdx.x >= CONSUMERS) {
+        if (threadIdx.x < CONSUMERS + 32) produce_steps(x, tile, memory, shared);
+        return;
+    }
+    Consumer consumer(x, tile, shared, q_tile, p_tile);
+    consumer.load_q();
+    consumer.attend(memory);
+    consumer.write();
+}

@@ -1,0 +1,80 @@
+"""Few new tokens of every sequence over e4m3 keys on Hopper, by forward_tokens.cu: a tile of tokens reads the union of their blocks once.
+
+Its CTA makes the union itself (few_tokens.cuh). No plan is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends.cupy_cuda import launch, sm90
+from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
+from nsa_sel.backends.cupy_cuda.few_tokens import MOST_ENTRIES
+from nsa_sel.core.call import Call
+from nsa_sel.core.request import FEW_TOKENS
+
+ROWS, CONSUMER_WARPS = 16, 4  # tokens times heads of a tile, at most; one more warp produces
+PER_SM = 2  # CTAs
+
+
+class Plan(NamedTuple):
+    """The launch of forward_tokens.cu: macros, tiles of a (b, g), threads, bytes of dynamic shared memory."""
+
+    macros: Constants
+    tiles: int
+    threads: int
+    shared: int
+
+
+def supports(call: Call) -> bool:
+    """Whether forward_tokens.cu computes this call of `Backend.quantized_by`, with tiles for three quarters of the multiprocessors.
+
+    With fewer, or with more than 8 heads, forward_blocks.cu has a CTA or a cluster per token, which share blocks in the L2 cache: a tile of
+    more rows multiplies and waits longer than it saves loads.
+    """
+    B, S, G, h, _ = call.q.shape
+    if call.scales is None or not 1 < S <= FEW_TOKENS or 2 * h > ROWS:
+        return False
+    tokens = tile_tokens(S, h)
+    return tokens * call.selection.n <= MOST_ENTRIES and 4 * B * G * -(-S // tokens) > 3 * call.device.sm_count
+
+
+def tile_tokens(S: int, h: int) -> int:
+    """Tokens of a tile: all of them, or as many as fit."""
+    return min(S, ROWS // h)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, shared_memory: int, page: int | None, page_scales: bool) -> Plan:
+    """As many stages as there is room for."""
+    tokens = tile_tokens(S, h)
+    row_bytes, step_bytes = 2 * ROWS * (Dk + 8 + sm90.KEYS + 8), sm90.KEYS * (Dk + Dv)
+    stages = min(2 * sm90.MOST_STAGES, ((shared_memory + sm90.SYSTEM) // PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
+    macros = constants(
+        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, E4M3=1, PAGE_SCALES=int(page_scales), H=h, TOKENS=tokens, STAGES=stages, PER_SM=PER_SM,
+        BLOCK=block, **launch.cache_macros(page),
+    )  # fmt: skip
+    threads = max(MOST_ENTRIES, 32 * (CONSUMER_WARPS + 1))  # a thread for each entry of the union
+    return Plan(macros, -(-S // tokens), threads, stages * step_bytes + row_bytes)
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    q, block = call.q, call.selection.block_size
+    (B, S, G, h, Dk), Dv = q.shape, call.v.shape[3]
+    assert block is not None, "Backend.quantized_by"
+    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    bf16, page, page_scales = q.dtype == torch.bfloat16, launch.page_of(call), bool(sm90.page_scales_of(call))
+    plan = plan_of(S, h, Dk, Dv, block, bf16, call.device.shared_memory, page, page_scales)
+    stored = (sm90.loadable(call.k), sm90.loadable(call.v))
+    launch.start(
+        "forward_tokens.cu", plan.macros, q.get_device(), B * G * plan.tiles, plan.threads, plan.shared,
+        o.data_ptr(), lse.data_ptr(), plan.tiles, *launch.scales(call), maps=tuple(map(sm90.step_map, stored)),
+        problem=launch.problem(call, call.selection.disjoint_ranges()), early=True,
+    )  # fmt: skip
+    return o, lse
