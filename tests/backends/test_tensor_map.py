@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nsa_sel.backends.cupy_cuda import tensor_map
+from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import BackendError
 
 runtime = pytest.importorskip("cupy_backends.cuda.api.runtime", reason="no CuPy; remedy: pip install cupy-cuda13x")
@@ -43,6 +44,18 @@ def test_a_cache_of_other_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (dtype, rank, address) == (tensor_map.BFLOAT16, 4, k.data_ptr())
     assert (sizes, steps) == ([128, 100, 2, 3], [2 * 256, 2 * 128, 2 * 25600])
     assert (box, ones, how) == ([64, 64, 1, 1], [1, 1, 1, 1], (0, tensor_map.SWIZZLE_128_BYTES, tensor_map.PROMOTE_TO_256_BYTES, 0))
+
+
+@pytest.mark.parametrize(("D", "swizzle"), [(64, tensor_map.SWIZZLE_64_BYTES), (128, tensor_map.SWIZZLE_128_BYTES)])
+def test_e4m3_is_loaded_as_bytes(monkeypatch: pytest.MonkeyPatch, D: int, swizzle: int) -> None:
+    """A tile has all columns, and is swizzled by as many bytes."""
+    driver = Driver()
+    k = torch.empty(3, 100, 2, D).to(STORED).transpose(1, 2)
+    encoded(monkeypatch, k, driver)
+    tensor_map.tensor_map(k, 64, D, promoted=False)
+    dtype, _, _, sizes, steps, box, _, how = driver.told[-1]
+    assert (dtype, sizes, steps, box) == (tensor_map.UINT8, [D, 100, 2, 3], [2 * D, D, 200 * D], [D, 64, 1, 1])
+    assert how == (0, swizzle, tensor_map.NO_PROMOTION, 0)
 
 
 def test_one_element_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
