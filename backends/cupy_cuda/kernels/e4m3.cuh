@@ -9,10 +9,10 @@
 // at the end. Either may be negative or zero, since the maximum is that of scaled logits.
 //
 // Order of numbers. A lane receives pairs of bytes where 16-bit numbers would be single ones:
-//   K  `ldmatrix` gives lane c of a quad bytes 4 c ... 4 c + 3 of a key's 16: two pairs, which are b0 and b1. So contraction indices
-//      2 c, 2 c + 1, 2 c + 8, 2 c + 9 stand for columns 4 c ... 4 c + 3. q is read in the same order.
-//   V  `ldmatrix_trans` gives it columns 2 r and 2 r + 1 of keys 2 c and 2 c + 1, with r = lane / 4. Of 16 columns the even ones make one
-//      product's operand, the odd ones another's: its accumulators hold columns 4 c ... 4 c + 3 of o, in turn.
+//   K  `ldmatrix` gives lane t of a quad bytes 4 t ... 4 t + 3 of a key's 16: two pairs, which are b0 and b1. So contraction indices
+//      2 t, 2 t + 1, 2 t + 8, 2 t + 9 stand for columns 4 t ... 4 t + 3. q is read in the same order.
+//   V  `ldmatrix_trans` gives it columns 2 r and 2 r + 1 of keys 2 t and 2 t + 1, with r = lane / 4. Of 16 columns the even ones make one
+//      product's operand, the odd ones another's: its accumulators hold columns 4 t ... 4 t + 3 of o, in turn.
 //
 //   PAGE_SCALES  1: each page and head has scales of its own
 #pragma once
