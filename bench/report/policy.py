@@ -130,8 +130,8 @@ def regrets(name: str, device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
         return panel._replace(missing=missing)
     both = (("sharing measured", "ink", told), ("sharing not measured", "other", untold))
     facets = []
-    for direction in (each for each in TITLES if any(choice.direction == each for choice in told)):
-        of_way = [(label, role, [choice for choice in found if choice.direction == direction]) for label, role, found in both]
+    for direction in (each for each in TITLES if any(choice.asked.direction == each for choice in told)):
+        of_way = [(label, role, [choice for choice in found if choice.asked.direction == direction]) for label, role, found in both]
         values = [Share(label, role, [choice.regret for choice in found]) for label, role, found in of_way]
         draw = figures.shares(TITLES[direction], "at most so many % longer than the best", values, regret.CLOSE, REGRET_SHOWN)
         alt = "; ".join(f"{label}, {regret.summary(found)}" for label, _, found in of_way)

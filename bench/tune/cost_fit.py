@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from nsa_sel.backends.specs import CHOOSERS, SPECS
+from nsa_sel.bench.core import caches
+from nsa_sel.bench.core.caches import Cache
 from nsa_sel.bench.core.cases import CHOICE, LAYERS, Case, layer_selection, make_selection
 from nsa_sel.bench.core.markdown import table
 from nsa_sel.bench.core.store import Row
@@ -30,7 +32,8 @@ BACKENDS = {backend.name: backend for backend in (*SPECS, *CHOOSERS)}
 TERMS = {f"{backend.name}/{phase}": terms for backend in BACKENDS.values() for phase, terms in backend.cost_terms.items()}
 CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosing; `WAYS` are those of others
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
-# Commands whose rows time more than a call (caches, packed batches, ranks) under a backend's name; old rows have the old names.
+# Commands whose rows time more, or less, than a call (packed batches, ranks, a plain call beside caches) under a backend's name; old rows
+# have the old names.
 MORE_THAN_A_CALL = ("paged_caches", "packed_batches", "weak_scaling", "bench_serving", "bench_varlen", "bench_scaling")
 SCATTER = 0.1  # spread of a row's percentiles over its median that halves its weight
 HOST_SPREAD = 2.0  # host-bound calls take at most this many times as long as the fastest call
@@ -40,9 +43,9 @@ def is_time(row: Row) -> bool:
     """Whether the row is the time of a backend of TERMS on a selection of whole blocks: what the policy's choices are compared with."""
     if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1:
         return False
-    if any(program in str(row.get("command")) for program in MORE_THAN_A_CALL):
-        return False
     if not all(field in row for field in Case._fields):
+        return False
+    if cache_of(row) is None and any(program in str(row.get("command")) for program in MORE_THAN_A_CALL):
         return False
     return model_of(row) in TERMS
 
@@ -50,7 +53,9 @@ def is_time(row: Row) -> bool:
 def is_cost_row(row: Row) -> bool:
     """Whether a model is fitted to the row: `is_time`, and of a call that its backend's model covers."""
     backward = row.get("direction") == "bwd"
-    return is_time(row) and modelled(BACKENDS[row["backend"]], request_of(case_of(row), None, backward), backward)
+    if not is_time(row) or cache_of(row) is not None:
+        return False
+    return modelled(BACKENDS[backend_of(row)], request_of(case_of(row), None, backward), backward)
 
 
 def phase_of(row: Row) -> str | None:
@@ -62,7 +67,17 @@ def phase_of(row: Row) -> str | None:
 
 def model_of(row: Row) -> str:
     """The name that a model of such rows has, a key of TERMS where there are such models."""
-    return f"{row.get('backend')}/{phase_of(row)}"
+    return f"{backend_of(row)}/{phase_of(row)}"
+
+
+def backend_of(row: Row) -> str:
+    """The backend that a row measured, without the cache that it read."""
+    return caches.parsed(str(row.get("backend")))[0]
+
+
+def cache_of(row: Row) -> Cache | None:
+    """The KV cache that a row's call read; None for a plain call."""
+    return caches.parsed(str(row.get("backend")))[1]
 
 
 def case_of(row: Row) -> Case:
@@ -108,11 +123,12 @@ def _random_sharing(S: int, S_kv: int, n: int, block: int) -> tuple[float, ...]:
     return tuple(mean / means[0] for mean in means)
 
 
-def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool) -> Request:
-    """The request class of a case, as the policy gets it."""
+def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool, cache: Cache | None = None) -> Request:
+    """The request class of a case, as the policy gets it; cache: that its keys are in."""
     exact = Request(
         B=case.B, S=case.S, S_kv=case.S_kv, G=case.G, h=case.h, Dk=case.Dk, Dv=case.Dv, n=case.n, block_size=case.block,
         max_length=min(case.n * case.block, case.S_kv), dtype=case.dtype, needs_grad=needs_grad, sharing=sharing if case.S > 1 else None,
+        page_size=cache and cache.page_size, quantized=cache and cache.quantized,
     )  # fmt: skip
     if case.distribution == CHOICE:
         compress = Rule().compress_block, Rule().compress_stride

@@ -16,10 +16,11 @@ import numpy as np
 import typer
 from tabulate import tabulate
 
+from nsa_sel.bench.core.caches import Cache
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import H200_RESULTS, cost_rows
-from nsa_sel.bench.tune.cost_fit import BACKENDS, case_of, is_cost_row, is_time, models, request_of, sharing_of
+from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, cache_of, case_of, is_cost_row, is_time, models, request_of, sharing_of
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
@@ -31,11 +32,23 @@ H200 = GPUS["h200"]
 CLOSE = 0.10  # within which a choice counts as right
 
 
-class Choice(NamedTuple):
-    """One case and direction: the backend that was picked and its ms, the best backend and its ms."""
+class Asked(NamedTuple):
+    """What backends were measured on: a case, "fwd", "bwd" or "decode", and the cache that its keys are in."""
 
-    case: str
+    case: Case
     direction: str
+    cache: Cache | None = None
+
+    @property
+    def words(self) -> str:
+        """The case's name, and the cache."""
+        return self.case.case if self.cache is None else f"{self.case.case}, {self.cache}"
+
+
+class Choice(NamedTuple):
+    """What was asked, the backend that was picked and its ms, the best backend and its ms."""
+
+    asked: Asked
     picked: str
     ms: float
     best: str
@@ -47,41 +60,38 @@ class Choice(NamedTuple):
         return self.ms / self.best_ms - 1
 
 
-def measured_times(rows: Sequence[Row]) -> dict[tuple[Case, str], dict[str, float]]:
-    """Median ms by case and direction, then by backend, where two or more backends were measured."""
-    times: dict[tuple[Case, str], dict[str, float]] = {}
+def measured_times(rows: Sequence[Row]) -> dict[Asked, dict[str, float]]:
+    """Median ms by what was asked, then by backend, where two or more backends were measured."""
+    times: dict[Asked, dict[str, float]] = {}
     for row in rows:
-        times.setdefault((case_of(row), row["direction"]), {})[row["backend"]] = row["ms_median"]
+        times.setdefault(Asked(case_of(row), row["direction"], cache_of(row)), {})[backend_of(row)] = row["ms_median"]
     return {key: found for key, found in times.items() if len(found) > 1}
 
 
-def choose(
-    case: Case, direction: str, times: Mapping[str, float], settings: Settings, known: bool, device: DeviceInfo = H200
-) -> Choice | None:
+def choose(asked: Asked, times: Mapping[str, float], settings: Settings, known: bool, device: DeviceInfo = H200) -> Choice | None:
     """The default policy's choice among the backends that were measured, None if it refuses all of them.
 
     Args:
-        case: what was measured.
-        direction: "fwd", "bwd" or "decode".
+        asked: what was measured.
         times: median ms by backend.
         settings: with the cost models.
         known: whether the policy knows the selection's sharing.
         device: what the policy chooses for.
     """
-    backward = direction == "bwd"
-    request = request_of(case, sharing_of(case) if known else None, backward)
+    backward = asked.direction == "bwd"
+    request = request_of(asked.case, sharing_of(asked.case) if known else None, backward, asked.cache)
     offers = [Offer(spec) for name, spec in BACKENDS.items() if name in times]
     decision = make_decision(request, device, load_policy("default"), settings, offers)
     picked = decision.backward if backward else decision.forward
     if picked is None:
         return None
     best = min(times, key=lambda name: times[name])
-    return Choice(case.case, direction, picked, times[picked], best, times[best])
+    return Choice(asked, picked, times[picked], best, times[best])
 
 
 def choices(rows: Sequence[Row], settings: Settings, known: bool, device: DeviceInfo = H200) -> list[Choice]:
     """The policy's choice in every measured case."""
-    found = [choose(case, direction, times, settings, known, device) for (case, direction), times in measured_times(rows).items()]
+    found = [choose(asked, times, settings, known, device) for asked, times in measured_times(rows).items()]
     return [choice for choice in found if choice is not None]
 
 
@@ -95,21 +105,22 @@ def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
         costs = Costs(provenance=f"without {sizes}", dtypes=dtypes, models=models(others, H200.sm_count))
         return msgspec.structs.replace(settings, costs=costs)
 
-    found = [choose(case, way, times, without(case[1:], way), known=True) for (case, way), times in measured_times(rows).items()]
+    measured = measured_times(rows).items()
+    found = [choose(asked, times, without(asked.case[1:], asked.direction), known=True) for asked, times in measured]
     return [choice for choice in found if choice is not None]
 
 
-def summary(found: Sequence[Choice]) -> str:
-    """In words: how many choices are within CLOSE of the best, the mean regret and the worst."""
+def summary(found: Sequence[Choice], within: float = CLOSE) -> str:
+    """In words: how many choices are so close to the best, the mean regret and the worst."""
     regrets = np.array([choice.regret for choice in found])
-    close = float((regrets <= CLOSE).mean())
-    return f"{close:.1%} of {len(found)} within {CLOSE:.0%} of the best, mean {regrets.mean():.1%}, worst {regrets.max():.1%}"
+    close = float((regrets <= within).mean())
+    return f"{close:.1%} of {len(found)} within {within:.0%} of the best, mean {regrets.mean():.1%}, worst {regrets.max():.1%}"
 
 
 def misses(found: Sequence[Choice]) -> str:
     """A Markdown table of the choices that are not the best, worst first."""
     missed = sorted((choice for choice in found if choice.picked != choice.best), key=lambda choice: -choice.regret)
-    lines = [(c.case, c.direction, c.picked, f"{c.ms:.3g}", c.best, f"{c.best_ms:.3g}", f"{c.regret:.1%}") for c in missed]
+    lines = [(c.asked.words, c.asked.direction, c.picked, f"{c.ms:.3g}", c.best, f"{c.best_ms:.3g}", f"{c.regret:.1%}") for c in missed]
     return tabulate(lines, headers=["case", "direction", "picked", "ms", "best", "ms", "regret"], tablefmt="github")
 
 
