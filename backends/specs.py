@@ -87,8 +87,8 @@ SPECS = (
         reads_caches=True,
         cost_terms={
             "forward": ("launch", "read", "distinct", "rows", "read-wide"),
-            "decode": ("launch", "walk", "split-walk", "read", "read-wide"),
-            "tokens": ("launch", "split-walk", "read", "distinct"),
+            "decode": ("launch", "walk", "split-walk", "read", "gathered", "read-wide"),
+            "tokens": ("launch", "split-walk", "read", "gathered", "distinct"),
             "backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
         },
     ),
@@ -131,11 +131,10 @@ SPECS = (
         tiles=HOPPER_TILES,
         quantized_by=HOPPER_STEPS,
         reads_caches=True,
-        page_multiple=64,  # a step by TMA; smaller pages are gathered
         cost_terms={
             "forward": _TILES,
-            "decode": ("launch", "walk", "read", "read-wide"),
-            "tokens": ("launch", "walk", "read", "distinct"),
+            "decode": ("launch", "walk", "read", "gathered", "read-wide"),
+            "tokens": ("launch", "walk", "read", "distinct"),  # of its tiles, which take pages of whole steps alone
             "backward": ("launch", "pairs", "tile", "exact"),
         },
     ),

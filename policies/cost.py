@@ -19,6 +19,7 @@ from nsa_sel.core.request import SHARING_TOKENS, Request
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
+STEP = 64  # keys that a kernel loads at once from a page that holds as many
 MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
 
@@ -95,6 +96,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
         "pairs": pairs / 1e6,
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
         "read" + suffix: read / 1e9,
+        "gathered": read / 1e9 if gathers(request) else 0.0,
         "reread" + suffix: keys * h * (Dk + Dv) * size / 1e9,
         "distinct": tile_blocks(request, sharing, 64) * block * (Dk + Dv) * size / 1e9,
         "tile" + suffix: tile_blocks(request, sharing, tokens) * block * tile_rows * 2 * tile_widths / 1e12,
@@ -102,6 +104,11 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
         "partials": pairs * h * partial_widths * size / 1e9,
         "scores": keys * h / 1e9,
     }
+
+
+def gathers(request: Request) -> bool:
+    """Whether keys are gathered from pages that are smaller than a step, or end within one."""
+    return request.page_size is not None and request.page_size % STEP != 0
 
 
 def seen_of(request: Request) -> float:
@@ -132,7 +139,7 @@ def choice_work(request: Request, backward: bool) -> dict[str, float]:
 def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     """Whether the backend's cost model covers such calls.
 
-    Not for paged caches that the backend does not read itself, or not as fast as contiguous ones: they were not measured. Not for calls
+    Not for paged caches that the backend does not read itself, nor for a prefill over small pages: they were not measured. Not for calls
     that tile kernels do not take: they run on other kernels. Not for quantized caches, nor for a choice of one query per sequence, or
     without attention: they were not measured.
     """
@@ -140,7 +147,9 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
         return False
     if request.quantized is not None:
         return False
-    if request.page_size is not None and not (backend.reads_caches and request.page_size % backend.page_multiple == 0):
+    if request.page_size is not None and not backend.reads_caches:
+        return False
+    if gathers(request) and "gathered" not in backend.cost_terms.get(request.phase(backward), ()):
         return False
     if backend.tiles is None or request.S == 1:
         return True
@@ -160,6 +169,8 @@ def predict(case: Case, backend: Backend) -> float | None:
     amounts = work(request, backward, request.sharing or case.settings.sharing_prior, case.device.sm_count)
     wide = any(term.endswith("-wide") for term in amounts)
     if wide and not any(term.endswith("-wide") for term in model.terms):
+        return None
+    if gathers(request) and "gathered" not in model.terms:
         return None
     ms = max(model.host, sum(ms_each * amounts.get(term, 0.0) for term, ms_each in model.terms.items()))
     return float(f"{ms:.4g}")

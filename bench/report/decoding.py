@@ -14,6 +14,7 @@ from nsa_sel.bench.tune.regret import Asked, Choice
 from nsa_sel.settings.config import settings_for
 
 CLOSE = 0.05  # issue 20: what is picked is within 5% of the best in 95% of the decode rows
+WHERE = ("no cache", "contiguous cache", "pages")
 HEADERS = ("new tokens", "keys", "measured", "picked", f"within {CLOSE:.0%}", "mean", "worst", "worst in")
 
 
@@ -27,7 +28,7 @@ def choices() -> list[Choice]:
 def kind_of(asked: Asked) -> tuple[str, str]:
     """What a line of the table is about: new tokens of a sequence, and where its keys are."""
     cache = asked.cache
-    where = "no cache" if cache is None else "contiguous cache" if cache.page_size is None else "pages"
+    where = WHERE[0 if cache is None else 1 if cache.page_size is None else 2]
     return "one" if asked.case.S == 1 else "2 to 8", f"{where}, {cache.quantized}" if cache and cache.quantized else where
 
 
@@ -36,7 +37,10 @@ def choice_table() -> str:
     found, kinds = choices(), dict[tuple[str, str], list[Choice]]()
     for choice in found:
         kinds.setdefault(kind_of(choice.asked), []).append(choice)
-    lines = [(*kind, *_summary(kinds[kind])) for kind in sorted(kinds, key=lambda kind: (kind[0] != "one", len(kind[1])))]
+    lines = [
+        (*kind, *_summary(kinds[kind]))
+        for kind in sorted(kinds, key=lambda kind: (kind[0] != "one", "," in kind[1], WHERE.index(kind[1].split(",")[0])))
+    ]
     return table(HEADERS, [*lines, ("all", "", *_summary(found))], left=2)
 
 

@@ -23,13 +23,14 @@ from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.request import SHARING_TOKENS, Request
-from nsa_sel.policies.cost import modelled, work
+from nsa_sel.policies.cost import gathers, modelled, work
 from nsa_sel.selection import Selection
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import CostModel, Costs
 
 BACKENDS = {backend.name: backend for backend in (*SPECS, *CHOOSERS)}
 TERMS = {f"{backend.name}/{phase}": terms for backend in BACKENDS.values() for phase, terms in backend.cost_terms.items()}
+OF_CACHES = {"gathered"}  # terms that no plain call has
 CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosing; `WAYS` are those of others
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
 # Commands whose rows time more, or less, than a call (packed batches, ranks, a plain call beside caches) under a backend's name; old rows
@@ -53,9 +54,7 @@ def is_time(row: Row) -> bool:
 def is_cost_row(row: Row) -> bool:
     """Whether a model is fitted to the row: `is_time`, and of a call that its backend's model covers."""
     backward = row.get("direction") == "bwd"
-    if not is_time(row) or cache_of(row) is not None:
-        return False
-    return modelled(BACKENDS[backend_of(row)], request_of(case_of(row), None, backward), backward)
+    return is_time(row) and modelled(BACKENDS[backend_of(row)], row_request(row, None), backward)
 
 
 def phase_of(row: Row) -> str | None:
@@ -136,6 +135,11 @@ def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool, 
     return exact.request_class()
 
 
+def row_request(row: Row, sharing: tuple[float, ...] | None) -> Request:
+    """`request_of` what a row measured."""
+    return request_of(case_of(row), sharing, row.get("direction") == "bwd", cache_of(row))
+
+
 def models(rows: Sequence[Row], sm_count: int) -> dict[str, CostModel]:
     """The cost model of every backend and direction in the rows, all of which pass `is_cost_row`; sm_count: of their GPU."""
     by_model: dict[str, list[Row]] = {}
@@ -165,20 +169,21 @@ def costs(rows: Sequence[Row], sources: Sequence[str], sm_count: int) -> Costs:
 def fit(name: str, rows: Sequence[Row], sm_count: int) -> CostModel:
     """The model with the least weighted sum of squared relative errors over the rows of one backend and direction.
 
-    Rows of the same sizes share a weight of 1: thirty layers do not outweigh the other lengths. Noisy times weigh less. The rows do
-    not say which calls are host-bound: for each k, the k fastest are assumed to be, and the best k is kept.
+    Rows of the same sizes share a weight of 1, but for those whose keys are gathered from small pages, which share one of their own:
+    thirty layers do not outweigh the other lengths, nor caches in many forms a plain call. Noisy times weigh less. The rows do not say
+    which calls are host-bound: for each k, the k fastest are assumed to be, and the best k is kept.
 
     Args:
         name: a key of TERMS.
         rows: whose `model_of` is this name.
     """
     rows = sorted(rows, key=lambda row: float(row["ms_median"]))
-    cases = [case_of(row) for row in rows]
     ms = np.array([row["ms_median"] for row in rows])
-    amounts = np.array([_amounts(case, name, sm_count) for case in cases])
-    sizes = Counter(case[1:] for case in cases)
+    amounts = np.array([_amounts(row, name, sm_count) for row in rows])
+    sizes = [(case_of(row)[1:], gathers(row_request(row, None))) for row in rows]
+    alike = Counter(sizes)
     scatter = np.array([(row["ms_p80"] - row["ms_p20"]) / row["ms_median"] for row in rows])
-    votes = np.array([1 / sizes[case[1:]] for case in cases]) / (1 + (scatter / SCATTER) ** 2)
+    votes = np.array([1 / alike[size] for size in sizes]) / (1 + (scatter / SCATTER) ** 2)
     used = [i for i in range(amounts.shape[1]) if amounts[:, i].any()]
     most = max(0, min(len(rows) - len(used), int((ms <= HOST_SPREAD * ms[0]).sum())))
     candidates = []
@@ -224,10 +229,9 @@ def prior() -> tuple[float, ...]:
     return tuple(round(float(ratio), 2) for ratio in np.mean(np.array(found), axis=0))
 
 
-def _amounts(case: Case, name: str, sm_count: int) -> list[float]:
-    backward = name.endswith("backward")
-    sharing = sharing_of(case)
-    counted = work(request_of(case, sharing, backward), backward, sharing, sm_count)
+def _amounts(row: Row, name: str, sm_count: int) -> list[float]:
+    sharing = sharing_of(case_of(row))
+    counted = work(row_request(row, sharing), name.endswith("backward"), sharing, sm_count)
     return [counted.get(term, 0.0) for term in TERMS[name]]
 
 

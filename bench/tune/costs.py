@@ -144,7 +144,7 @@ def fitted(every: Sequence[Row], known: Sequence[Row], name: str, sm_count: int)
     complete = {phase for phase, count in Counter(map(phase_of, every)).items() if counts[phase] == count}
     timed = [row for row in store.measured(known) if phase_of(row) in complete and cost_fit.is_cost_row(row)]
     rows_of_model = Counter(map(model_of, timed))
-    fit = {name for name, count in rows_of_model.items() if count > len(TERMS[name])}
+    fit = {name for name, count in rows_of_model.items() if count > len(set(TERMS[name]) - cost_fit.OF_CACHES)}
     compared = Counter(name.partition("/")[2] for name in fit)
     rows = [row for row in timed if model_of(row) in fit and compared[phase_of(row) or ""] > 1]
     if not rows:

@@ -158,7 +158,6 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     slow: bool = False  # up to seconds per call on many rows: benches measure it on fewer
     sets_min_length: bool = False  # min-L is the length from which it is faster than the fallback; true for exactly one backend
     reads_caches: bool = False  # its forward reads `Call.lengths` and `Call.block_table`
-    page_multiple: int = 1  # keys whose multiples pages must hold to be read as fast as a cache without pages
     shares: Literal["rows", "tiles", "blocks"] = (
         "rows"  # what shares loads of K and V: the heads of a row, a tile of tokens, all rows of a KV block
     )

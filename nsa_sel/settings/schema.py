@@ -22,6 +22,7 @@ COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts 
     "rows": "GB of q and o, and of their gradients in the backward pass",
     "read": "GB of K and V loaded by one program per row, for all its heads",
     "read-wide": "the same where a key and its value have more than 256 16-bit numbers: other kernel configs, other speed",
+    "gathered": "GB of K and V loaded by one program per row from pages that hold no whole steps of 64 keys",
     "reread": "GB of K and V loaded by one program per row and head",
     "reread-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "distinct": "GB of K and V loaded by 64 adjacent rows, each block counted once",

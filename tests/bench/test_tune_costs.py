@@ -81,7 +81,7 @@ def test_the_suite_spans_what_the_models_need_and_is_small() -> None:
     asked = wanted(UNKNOWN, WAYS)
     counted = Counter(map(cost_fit.model_of, wanted(H200, WAYS)))
     for name, terms in TERMS.items():
-        assert counted[name] > len(terms), name
+        assert counted[name] > len(set(terms) - cost_fit.OF_CACHES), name
     elsewhere = {cost_fit.model_of(row) for row in asked} | {"choose-cuda/choose", "choose-cuda/choose-backward"}
     assert elsewhere == set(counted), "one of the kernels runs on Hopper alone"
     assert max(row["S"] for row in asked if row["backend"] in SLOW) == 8192

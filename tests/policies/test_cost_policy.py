@@ -206,7 +206,7 @@ def test_rows_beyond_the_keys_are_counted_by_their_mean() -> None:
 
 
 def test_work_has_every_cost_term() -> None:
-    asked = [replace(request, Dk=Dk) for request in (SHORT, example_choice()) for Dk in (128, 192)]
+    asked = [replace(request, Dk=Dk) for request in (replace(SHORT, page_size=16), example_choice()) for Dk in (128, 192)]
     counted = [work(request, backward, SIMILAR, 132) for request in asked for backward in (False, True)]
     assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
     assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
@@ -284,6 +284,7 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     assert asked("backward") is not None
     assert asked(h=4) is not None
     assert asked(S=1) is not None, "decoding, by rows"
+    assert asked(S=1, page_size=64) == asked(S=1) < asked(S=1, page_size=16)
     for facts in ({"h": 1}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 32}, {"S": 9}):
         assert asked(**facts) is None, facts
     assert asked(S=8) is not None, "few tokens of each sequence"
