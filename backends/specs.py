@@ -89,6 +89,8 @@ SPECS = (
             "forward": ("launch", "read", "distinct", "rows", "read-wide"),
             "decode": ("launch", "walk", "split-walk", "read", "gathered", "read-wide"),
             "tokens": ("launch", "split-walk", "read", "gathered", "distinct"),
+            "decode-e4m3": ("launch", "walk", "split-walk", "read", "gathered"),
+            "tokens-e4m3": ("launch", "split-walk", "read", "gathered", "distinct"),
             "backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
         },
     ),
@@ -135,6 +137,8 @@ SPECS = (
             "forward": _TILES,
             "decode": ("launch", "walk", "read", "gathered", "read-wide"),
             "tokens": ("launch", "walk", "read", "distinct"),  # of its tiles, which take pages of whole steps alone
+            "decode-e4m3": ("launch", "walk", "read", "gathered"),
+            "tokens-e4m3": ("launch", "walk", "read", "distinct"),
             "backward": ("launch", "pairs", "tile", "exact"),
         },
     ),

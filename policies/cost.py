@@ -15,9 +15,9 @@ from typing import NamedTuple
 from nsa_sel.backends.specs import launch_class, tile_columns
 from nsa_sel.core.backend import Backend
 from nsa_sel.core.decision import Case
-from nsa_sel.core.request import SHARING_TOKENS, Request
+from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
 
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+BYTES = {"e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
 STEP = 64  # keys that a kernel loads at once from a page that holds as many
 MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
@@ -72,6 +72,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
     if request.kind == "choose":
         return choice_work(request, backward)
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
+    key_bytes = (Dk + Dv) * stored_size(request)
     block = request.block_size or 1
     pairs = blocks_of(request).chosen
     keys = pairs * block
@@ -86,7 +87,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
     partial_widths = Dk + Dv + 2 * Dk if backward else Dk + 2 * Dv
     walk = keys / max(1, rows) / 1e3
     parts = max(1, min(MOST_PARTS, sm_count // max(1, rows)))
-    read = keys * -(-h // TILE_ROWS) * (Dk + Dv) * size
+    read = keys * -(-h // TILE_ROWS) * key_bytes
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
     return {
         "launch": 1.0,
@@ -97,13 +98,18 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
         "read" + suffix: read / 1e9,
         "gathered": read / 1e9 if gathers(request) else 0.0,
-        "reread" + suffix: keys * h * (Dk + Dv) * size / 1e9,
-        "distinct": tile_blocks(request, sharing, 64) * block * (Dk + Dv) * size / 1e9,
+        "reread" + suffix: keys * h * key_bytes / 1e9,
+        "distinct": tile_blocks(request, sharing, 64) * block * key_bytes / 1e9,
         "tile" + suffix: tile_blocks(request, sharing, tokens) * block * tile_rows * 2 * tile_widths / 1e12,
         "exact" + suffix: keys / tokens * tile_rows * 2 * exact_widths / 1e12,
         "partials": pairs * h * partial_widths * size / 1e9,
         "scores": keys * h / 1e9,
     }
+
+
+def stored_size(request: Request) -> int:
+    """Bytes of a number of K and V."""
+    return BYTES[request.quantized.partition("/")[0] if request.quantized else request.dtype]
 
 
 def gathers(request: Request) -> bool:
@@ -140,12 +146,10 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     """Whether the backend's cost model covers such calls.
 
     Not for paged caches that the backend does not read itself, nor for a prefill over small pages: they were not measured. Not for calls
-    that tile kernels do not take: they run on other kernels. Not for quantized caches, nor for a choice of one query per sequence, or
-    without attention: they were not measured.
+    that tile kernels do not take: they run on other kernels. Not for a choice of one query per sequence, or without attention: they were
+    not measured. Calls over quantized caches have models of their own.
     """
     if request.kind == "choose" and (request.S == 1 or request.pool is not None):
-        return False
-    if request.quantized is not None:
         return False
     if request.page_size is not None and not backend.reads_caches:
         return False
@@ -153,7 +157,7 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
         return False
     if backend.tiles is None or request.S == 1:
         return True
-    if request.phase(backward) == "tokens":
+    if request.kind == "attend" and request.S <= FEW_TOKENS and not backward:
         return request.aligned and backend.tiles.fits_few(request.h, request.Dk, request.Dv, request.block_size)
     return backend.tiles.take(request) and not (backward and request.Dk > backend.tiles.backward_key_dim_max)
 

@@ -22,7 +22,7 @@ from nsa_sel.bench.core.markdown import table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.request import SHARING_TOKENS, Request
+from nsa_sel.core.request import SHARING_TOKENS, Request, phase_of_format
 from nsa_sel.policies.cost import gathers, modelled, work
 from nsa_sel.selection import Selection
 from nsa_sel.settings.devices import GPUS
@@ -61,7 +61,10 @@ def phase_of(row: Row) -> str | None:
     """`Request.phase` of what the row measured; None for both directions in one."""
     phases: Mapping[str, str] = CHOICE_PHASES if row.get("distribution") == CHOICE else WAYS
     phase = phases.get(str(row.get("direction")))
-    return "tokens" if phase == "decode" and row.get("S") != 1 else phase
+    if phase != "decode":
+        return phase
+    cache = cache_of(row)
+    return phase_of_format("decode" if row.get("S") == 1 else "tokens", cache and cache.quantized)
 
 
 def model_of(row: Row) -> str:

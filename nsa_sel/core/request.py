@@ -67,12 +67,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     def phase(self, backward: bool) -> str:
         """What cost models are fitted to apart: "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`);
-        "choose", "choose-backward"."""
+        "choose", "choose-backward". Of a quantized cache "decode-e4m3", and so on (`phase_of_format`)."""
         if self.kind == "choose":
             return "choose-backward" if backward else "choose"
         if backward:
             return "backward"
-        return "decode" if self.S == 1 else "tokens" if self.S <= FEW_TOKENS else "forward"
+        return phase_of_format("decode" if self.S == 1 else "tokens" if self.S <= FEW_TOKENS else "forward", self.quantized)
 
     def request_class(self) -> Request:
         """The key of cached decisions: S_kv rounded up to a power of two, so that decode steps share one.
@@ -85,6 +85,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             return self
         # If only S_kv bounds a row, round that bound, too: otherwise every decode step would be its own class.
         return msgspec.structs.replace(self, S_kv=S_kv, max_length=S_kv if self.max_length == self.S_kv else self.max_length)
+
+
+def phase_of_format(phase: str, quantized: Quantized | None) -> str:
+    """The name of a phase over caches of this format, None for those of q's dtype: "decode", "decode-e4m3"."""
+    return phase if quantized is None else f"{phase}-{quantized.partition('/')[0]}"
 
 
 def example_request(*, needs_grad: bool = False) -> Request:

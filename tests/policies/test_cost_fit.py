@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nsa_sel.bench.core.caches import Cache, named
 from nsa_sel.bench.core.cases import prefill
+from nsa_sel.bench.questions.paged_caches import serving_cases
 from nsa_sel.bench.tune import cost_fit
 from nsa_sel.policies.cost import work
 
@@ -71,3 +74,21 @@ def test_rows_of_other_contenders_are_skipped() -> None:
     for field, value in (("backend", "dense-cudnn"), ("direction", "fwd+bwd")):
         assert not cost_fit.is_cost_row({**row, field: value})
     assert not cost_fit.is_cost_row({"kernel": "tile", "bytes": 1})
+
+
+def test_quantized_caches_have_models_of_their_own() -> None:
+    """Of half the bytes a key, and of gathering from small pages."""
+    backend, planted, rows = "triton-group", {"launch": 0.004, "read": 0.25, "gathered": 0.1}, []
+    caches = (Cache(None), Cache(None, quantized="e4m3/head"), Cache(64, quantized="e4m3/page"), Cache(16, quantized="e4m3/head"))
+    for case, cache in product(serving_cases(), caches):
+        amounts, plain = (work(cost_fit.request_of(case, None, False, given), False, (1.0, 1.5, 2.0), 132) for given in (cache, None))
+        assert amounts["read"] == plain["read"] / (2 if cache.quantized else 1)
+        ms = sum(price * amounts[term] for term, price in planted.items()) * (1 if cache.quantized else 3)
+        times = dict.fromkeys(("ms_median", "ms_p20", "ms_p80"), ms)
+        rows.append({**case._asdict(), "direction": "decode", "backend": named(backend, cache), **times})
+    models = cost_fit.models(rows, 132)
+    assert set(models) == {f"{backend}/{phase}" for phase in ("decode", "decode-e4m3", "tokens", "tokens-e4m3")}
+    for phase in ("decode-e4m3", "tokens-e4m3"):
+        found = {term: price for term, price in models[f"{backend}/{phase}"].terms.items() if price > 1e-4}
+        assert found == pytest.approx(planted, rel=1e-2), phase
+    assert models[f"{backend}/decode"].terms["read"] == pytest.approx(0.75, rel=1e-2)
