@@ -135,10 +135,10 @@ SPECS = (
         reads_caches=True,
         cost_terms={
             "forward": _TILES,
-            "decode": ("launch", "walk", "read", "gathered", "read-wide"),
-            "tokens": ("launch", "walk", "read", "distinct"),  # of its tiles, which take pages of whole steps alone
-            "decode-e4m3": ("launch", "walk", "read", "gathered"),
-            "tokens-e4m3": ("launch", "walk", "read", "distinct"),
+            "decode": ("launch", "walk", "cluster-walk", "read", "gathered", "read-wide"),
+            "tokens": ("launch", "cluster-walk", "read", "distinct"),  # of its tiles, which take pages of whole steps alone
+            "decode-e4m3": ("launch", "cluster-walk", "read", "gathered"),
+            "tokens-e4m3": ("launch", "cluster-walk", "read", "distinct"),
             "backward": ("launch", "pairs", "tile", "exact"),
         },
     ),

@@ -17,6 +17,7 @@ COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts 
     "launch": "1 per call",
     "walk": "thousands of keys that the program of one row visits in sequence",
     "split-walk": "the same for one split of a row; rows are split among programs where there are few of them",
+    "cluster-walk": "the same for one CTA of a cluster; clusters of up to 16 CTAs share rows as long as two CTAs run on a multiprocessor",
     "union": "thousands of keys that the program of one tile of adjacent tokens visits in sequence",
     "pairs": "millions of (row, block) pairs",
     "rows": "GB of q and o, and of their gradients in the backward pass",

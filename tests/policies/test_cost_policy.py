@@ -215,6 +215,9 @@ def test_work_has_every_cost_term() -> None:
     assert work(replace(few, B=16), False, SIMILAR, 132)["split-walk"] == pytest.approx(work(few, False, SIMILAR, 132)["walk"] / 2)
     assert work(replace(few, B=33), False, SIMILAR, 132)["split-walk"] == work(few, False, SIMILAR, 132)["walk"]
     assert work(replace(few, B=34), False, SIMILAR, 132)["split-walk"] == work(SHORT, False, SIMILAR, 132)["split-walk"] == 0
+    walks = {rows: work(replace(few, B=rows // 4), False, SIMILAR, 132)["cluster-walk"] for rows in (4, 16, 20, 64, 128, 132, 264, 268)}
+    assert {rows: round(1.024 / walk) for rows, walk in walks.items()} == {4: 16, 16: 16, 20: 8, 64: 4, 128: 2, 132: 2, 264: 1, 268: 1}
+    assert work(replace(few, n=2, max_length=128), False, SIMILAR, 132)["cluster-walk"] == 0.064, "a CTA has a step of 64 keys at least"
     assert {term for terms in TERMS.values() for term in terms} <= set(COST_TERMS)
 
 
