@@ -18,11 +18,15 @@ WHERE = ("no cache", "contiguous cache", "pages")
 HEADERS = ("new tokens", "keys", "measured", "picked", f"within {CLOSE:.0%}", "mean", "worst", "worst in")
 
 
+def rows() -> list[Row]:
+    """The last row of every case, cache and backend."""
+    found = cost_rows(lambda row: bool(row.get("direction") == "decode" and is_time(row)))
+    return [row for of_file in found.values() for row in of_file]
+
+
 def choices() -> list[Choice]:
     """The policy's choice in every decode case that two or more backends were measured on; it does not know what the tokens share."""
-    found = cost_rows(lambda row: bool(row.get("direction") == "decode" and is_time(row)))
-    rows: list[Row] = [row for rows in found.values() for row in rows]
-    return regret.choices(rows, settings_for(regret.H200), known=False)
+    return regret.choices(rows(), settings_for(regret.H200), known=False)
 
 
 def kind_of(asked: Asked) -> tuple[str, str]:

@@ -34,7 +34,6 @@ TARGETS = {  # what a whole call on an H200, plans included, was to take, in ms
         "real-8k-h16": 1.7, "real-8k-h4": 0.58, "real-8k-h1": 0.25,
         "random-32k-h16": 9.0, "random-32k-h4": 2.8, "random-32k-h1": 0.8,
     },
-    "decode": {"decode-B1-64k-h16": 0.009, "decode-B64-32k-h16": 0.036, "decode-B256-16k-h16": 0.132},
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.questions import decoding_peers, decoding_steps, layer_parts, paged_caches, ways_to_choose, weak_scaling, windows
-from nsa_sel.bench.report import decoding, server, summary, training
+from nsa_sel.bench.report import decode_times, decoding, server, summary, training
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.report.sharing import origin, sharing_table
@@ -246,6 +246,8 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/kernels.md": {"windows": lambda: windows.table(rows_of("profiles/windows.jsonl"))},
     "docs/layer.md": {"parts": layer, "memory": lambda: layer_parts.memory_table(rows_of("profiles/layer_parts.jsonl"))},
     "docs/serving.md": {
+        "decode_targets": decode_times.targets_table,
+        "decode_times": decode_times.times_table,
         "serving": lambda: paged_caches.table(rows_of("serving.jsonl")),
         "steps": lambda: decoding_steps.table(rows_of("profiles/decoding_steps.jsonl")),
         "flashinfer": lambda: decoding_peers.table(rows_of("profiles/decoding_peers.jsonl"), rows_of("profiles/decoding_steps.jsonl")),

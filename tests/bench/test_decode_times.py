@@ -1,0 +1,40 @@
+"""Decoding beside reading its keys once, and beside the targets."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsa_sel.bench.core.caches import Cache
+from nsa_sel.bench.core.cases import decode_cases, few_token_cases
+from nsa_sel.bench.report import decode_times, decoding
+from nsa_sel.bench.tune.regret import Asked, Choice
+
+BATCH = next(case for case in decode_cases() if case.case == "decode-B64-32k-h16")
+FOUR = next(case for case in few_token_cases() if (case.distribution, case.B, case.S, case.G) == ("alike", 16, 4, 4))
+
+
+def test_the_floor_reads_every_selected_block_of_a_sequence_once() -> None:
+    one = decode_times.floor(BATCH)
+    assert one.bytes == 64 * 4 * 16 * 64 * (128 + 128) * 2
+    assert one.us == pytest.approx(one.bytes / 4.28e6)
+    assert decode_times.floor(BATCH, Cache(64)) == one
+    assert decode_times.floor(BATCH, Cache(None, quantized="e4m3/head")).bytes == one.bytes / 2
+    assert 1 < decode_times.floor(FOUR).bytes / decode_times.floor(FOUR._replace(S=1)).bytes < 3, "tokens share most of their blocks"
+
+
+def test_targets_are_held_to_what_the_policy_picks(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {None: 0.0351, Cache(None): 0.034, Cache(64): 0.036, Cache(None, quantized="e4m3/head"): 0.017}
+    found = [Choice(Asked(BATCH, "decode", cache), "cupy-cuda", ms, "triton-group", ms / 2) for cache, ms in times.items()]
+    monkeypatch.setattr(decoding, "choices", lambda: found)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in decode_times.targets_table().splitlines()[2:]]
+    assert [line[2:] for line in lines] == [
+        ["34 us", "35.1 us", "cupy-cuda", "missed by 3.2%"],
+        ["1.03x", "1.059x", "cupy-cuda", "missed by 2.8%"],
+        ["0.62x", "0.500x", "cupy-cuda", "met"],
+    ]
+
+
+def test_every_target_is_of_a_case_that_a_suite_has() -> None:
+    names = {case.case for case in (*decode_cases(), *few_token_cases())}
+    targets = [case for _, case, _ in decode_times.TARGETS if not case.startswith("parallel-")]
+    assert {*targets, *(case for _, case, *_ in decode_times.RATIOS)} <= names
