@@ -87,9 +87,9 @@ SPECS = (
         reads_caches=True,
         cost_terms={
             "forward": ("launch", "read", "distinct", "rows", "read-wide"),
-            "decode": ("launch", "walk", "split-walk", "read", "gathered", "read-wide"),
+            "decode": ("launch", "join", "busy", "split-walk", "few-read", "busy-read", "gathered", "read-wide"),
             "tokens": ("launch", "split-walk", "read", "gathered", "distinct"),
-            "decode-e4m3": ("launch", "walk", "split-walk", "read", "gathered"),
+            "decode-e4m3": ("launch", "join", "few-read", "busy-read", "gathered"),
             "tokens-e4m3": ("launch", "split-walk", "read", "gathered", "distinct"),
             "backward": ("launch", "pairs", "read", "exact", "rows", "exact-wide"),
         },
@@ -135,10 +135,10 @@ SPECS = (
         reads_caches=True,
         cost_terms={
             "forward": _TILES,
-            "decode": ("launch", "walk", "cluster-walk", "read", "gathered", "read-wide"),
-            "tokens": ("launch", "cluster-walk", "read", "distinct"),  # of its tiles, which take pages of whole steps alone
-            "decode-e4m3": ("launch", "cluster-walk", "read", "gathered"),
-            "tokens-e4m3": ("launch", "cluster-walk", "read", "distinct"),
+            "decode": ("launch", "busy", "few-read", "busy-read", "gathered", "read-wide"),
+            "tokens": ("launch", "few-read", "busy-read", "distinct"),  # of its tiles, which take pages of whole steps alone
+            "decode-e4m3": ("launch", "few-read", "busy-read"),
+            "tokens-e4m3": ("launch", "few-read", "busy-read", "distinct"),
             "backward": ("launch", "pairs", "tile", "exact"),
         },
     ),

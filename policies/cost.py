@@ -20,7 +20,6 @@ from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
 BYTES = {"e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
 STEP = 64  # keys that a kernel loads at once from a page that holds as many
-MOST_CTAS, CTAS_PER_SM = 16, 2  # of a cluster that shares a row; CTAs that run on a multiprocessor at once
 MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
 
@@ -87,19 +86,22 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
     # Elements moved per pair. Forward: q in, partial o out and in; backward: q and do in, partial dq out and in.
     partial_widths = Dk + Dv + 2 * Dk if backward else Dk + 2 * Dv
     walk = keys / max(1, rows) / 1e3
+    busy = rows > sm_count
     parts = max(1, min(MOST_PARTS, sm_count // max(1, rows)))
-    ctas = 1 << max(1, min(MOST_CTAS, CTAS_PER_SM * sm_count // max(1, int(rows)))).bit_length() - 1
     read = keys * -(-h // TILE_ROWS) * key_bytes
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
     return {
         "launch": 1.0,
+        "join": float(parts > 1),
+        "busy": float(busy),
         "walk": walk,
-        "split-walk": walk / parts if rows <= sm_count else 0.0,
-        "cluster-walk": max(walk / ctas, min(walk, STEP / 1e3)),
+        "split-walk": 0.0 if busy else walk / parts,
         "union": tile_blocks(request, sharing, tokens) * block * tokens / max(1, rows) / 1e3,
         "pairs": pairs / 1e6,
         "rows": rows * h * (Dk + Dv) * size * (2 if backward else 1) / 1e9,
         "read" + suffix: read / 1e9,
+        "few-read": 0.0 if busy or suffix else read / 1e9,
+        "busy-read": read / 1e9 if busy and not suffix else 0.0,
         "gathered": read / 1e9 if gathers(request) else 0.0,
         "reread" + suffix: keys * h * key_bytes / 1e9,
         "distinct": tile_blocks(request, sharing, 64) * block * key_bytes / 1e9,

@@ -15,14 +15,17 @@ Autotune = Literal["on", "off", "warmup", "warmup-tune"]
 
 COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts it
     "launch": "1 per call",
+    "join": "1 per call where rows are split among programs, whose results another kernel joins",
+    "busy": "1 per call where rows are more than multiprocessors: another kernel, or kernel config",
     "walk": "thousands of keys that the program of one row visits in sequence",
     "split-walk": "the same for one split of a row; rows are split among programs where there are few of them",
-    "cluster-walk": "the same for one CTA of a cluster; clusters of up to 16 CTAs share rows as long as two CTAs run on a multiprocessor",
     "union": "thousands of keys that the program of one tile of adjacent tokens visits in sequence",
     "pairs": "millions of (row, block) pairs",
     "rows": "GB of q and o, and of their gradients in the backward pass",
     "read": "GB of K and V loaded by one program per row, for all its heads",
     "read-wide": "the same where a key and its value have more than 256 16-bit numbers: other kernel configs, other speed",
+    "few-read": "the same where rows are at most multiprocessors, which share them: bound by what is in flight",
+    "busy-read": "the same where rows are more: bound by the memory's bandwidth",
     "gathered": "GB of K and V loaded by one program per row from pages that hold no whole steps of 64 keys",
     "reread": "GB of K and V loaded by one program per row and head",
     "reread-wide": "the same where a key and its value have more than 256 16-bit numbers",

@@ -88,7 +88,8 @@ def test_quantized_caches_have_models_of_their_own() -> None:
         rows.append({**case._asdict(), "direction": "decode", "backend": named(backend, cache), **times})
     models = cost_fit.models(rows, 132)
     assert set(models) == {f"{backend}/{phase}" for phase in ("decode", "decode-e4m3", "tokens", "tokens-e4m3")}
-    for phase in ("decode-e4m3", "tokens-e4m3"):
-        found = {term: price for term, price in models[f"{backend}/{phase}"].terms.items() if price > 1e-4}
-        assert found == pytest.approx(planted, rel=1e-2), phase
-    assert models[f"{backend}/decode"].terms["read"] == pytest.approx(0.75, rel=1e-2)
+    few, many = models[f"{backend}/decode-e4m3"], models[f"{backend}/tokens-e4m3"]
+    by_rows = {"launch": 0.004, "few-read": 0.25, "busy-read": 0.25, "gathered": 0.1}
+    assert {term: price for term, price in few.terms.items() if price > 1e-4} == pytest.approx(by_rows, rel=1e-2)
+    assert {term: price for term, price in many.terms.items() if price > 1e-4} == pytest.approx(planted, rel=1e-2)
+    assert models[f"{backend}/decode"].terms["busy-read"] == pytest.approx(0.75, rel=1e-2)

@@ -209,15 +209,18 @@ def test_work_has_every_cost_term() -> None:
     asked = [replace(request, Dk=Dk) for request in (replace(SHORT, page_size=16), example_choice()) for Dk in (128, 192)]
     counted = [work(request, backward, SIMILAR, 132) for request in asked for backward in (False, True)]
     assert {term for amounts in counted for term in amounts} == set(COST_TERMS)
-    assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term != "split-walk")
+    assert all(amount > 0 for amounts in counted for term, amount in amounts.items() if term not in OF_A_REGIME)
     few = replace(SHORT, B=1, G=4, S=1)  # rows; 132 programs make 33 parts of each
     assert work(few, False, SIMILAR, 132)["split-walk"] == pytest.approx(work(few, False, SIMILAR, 132)["walk"] / 33)
     assert work(replace(few, B=16), False, SIMILAR, 132)["split-walk"] == pytest.approx(work(few, False, SIMILAR, 132)["walk"] / 2)
     assert work(replace(few, B=33), False, SIMILAR, 132)["split-walk"] == work(few, False, SIMILAR, 132)["walk"]
     assert work(replace(few, B=34), False, SIMILAR, 132)["split-walk"] == work(SHORT, False, SIMILAR, 132)["split-walk"] == 0
-    walks = {rows: work(replace(few, B=rows // 4), False, SIMILAR, 132)["cluster-walk"] for rows in (4, 16, 20, 64, 128, 132, 264, 268)}
-    assert {rows: round(1.024 / walk) for rows, walk in walks.items()} == {4: 16, 16: 16, 20: 8, 64: 4, 128: 2, 132: 2, 264: 1, 268: 1}
-    assert work(replace(few, n=2, max_length=128), False, SIMILAR, 132)["cluster-walk"] == 0.064, "a CTA has a step of 64 keys at least"
+    regimes = {B: work(replace(few, B=B), False, SIMILAR, 132) for B in (1, 33, 34)}
+    assert {B: (amounts["join"], amounts["busy"]) for B, amounts in regimes.items()} == {1: (1, 0), 33: (0, 0), 34: (0, 1)}
+    for B, amounts in regimes.items():
+        assert (amounts["few-read"], amounts["busy-read"]) == ((amounts["read"], 0) if B < 34 else (0, amounts["read"])), B
+    wide = work(replace(few, Dk=192), False, SIMILAR, 132)
+    assert wide["read-wide"] > wide["few-read"] == 0, "counted once"
     assert {term for terms in TERMS.values() for term in terms} <= set(COST_TERMS)
 
 
@@ -249,8 +252,9 @@ def test_sharing_is_interpolated_between_measured_sizes() -> None:
     assert sharing_at(DIFFERENT, 21) == pytest.approx(6.0 + 0.5 * math.log2(21 / 16))
 
 
-# Without split-walk: rows that are no longer split run on another kernel, which may be faster.
-EVERY = {f"{name}/{direction}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", "split-walk")})
+# Rows that are more than multiprocessors run on another kernel, which may be faster.
+OF_A_REGIME = ("join", "busy", "split-walk", "few-read", "busy-read")
+EVERY = {f"{name}/{direction}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", *OF_A_REGIME)})
          for name in (GROUP, TILE, BLOCK, TOKEN, "sdpa-packed") for direction in ("forward", "backward")}  # fmt: skip
 
 
