@@ -6,6 +6,7 @@ negative, so that more work is never predicted to be cheaper. derive.py writes t
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -35,7 +36,7 @@ CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosi
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
 # Commands whose rows time more, or less, than a call (packed batches, ranks, a plain call beside caches) under a backend's name; old rows
 # have the old names.
-MORE_THAN_A_CALL = ("paged_caches", "packed_batches", "weak_scaling", "bench_serving", "bench_varlen", "bench_scaling")
+MORE_THAN_A_CALL = {"paged_caches", "packed_batches", "weak_scaling", "bench_serving", "bench_varlen", "bench_scaling"}
 SCATTER = 0.1  # spread of a row's percentiles over its median that halves its weight
 HOST_SPREAD = 2.0  # host-bound calls take at most this many times as long as the fastest call
 
@@ -46,7 +47,7 @@ def is_time(row: Row) -> bool:
         return False
     if not all(field in row for field in Case._fields):
         return False
-    if cache_of(row) is None and any(program in str(row.get("command")) for program in MORE_THAN_A_CALL):
+    if cache_of(row) is None and MORE_THAN_A_CALL & set(re.findall(r"\w+", str(row.get("command")))):
         return False
     return model_of(row) in TERMS
 

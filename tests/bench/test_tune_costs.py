@@ -55,6 +55,13 @@ def phase_of_name(model: str) -> str:
     return model.partition("/")[2]
 
 
+def of_profile(shipped: str) -> str:
+    """What sources say of a profile's models that the user's tuning does not replace: those of quantized caches."""
+    profile = shipped_configs()["sm90_h200.yaml"].costs
+    kept = sorted({phase_of_name(name) for name in profile.models} - PHASES) if profile else []
+    return f"; {', '.join(kept)}: {shipped}" if kept else ""
+
+
 def again(row: Row) -> Row:
     """A row that earlier runs have measured."""
     pytest.fail("measured again")
@@ -127,8 +134,8 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     assert decode.forward == min(decode.predictions, key=lambda p: p.ms).backend != "sdpa-packed"
     assert len([p for p in after.predictions if p.direction == "forward"]) == 6
     name = tuned.file_of(STAMP).name
-    assert after.settings.sources["costs"] == after.settings.tuned
-    assert f"({after.settings.tuned})" in after.rule
+    assert after.settings.sources["costs"] == f"{after.settings.tuned}{of_profile('sm90_h200.yaml (assumed)')}"
+    assert f"({after.settings.sources['costs']})" in after.rule
     assert name in after.rule
     assert "`nsa-sel tune` on this machine" in str(after.settings.costs and after.settings.costs.provenance)
     assert Decision.from_json(after.to_json()).replay() == ()
@@ -147,7 +154,7 @@ def test_they_go_before_a_profiles_and_leave_the_ways_that_were_not_measured(dev
         assert (after.costs.models[name] == model) == (phase_of_name(name) in others), name
     measure_costs(Run(stamp_of(device)), device, lambda row: priced(row, 3.0), WAYS)
     after = settings(device=device)
-    assert after.sources["costs"] == after.tuned
+    assert after.sources["costs"] == f"{after.tuned}{of_profile(shipped)}"
     assert settings(device=replace(device, name="another")).tuned is None
 
 

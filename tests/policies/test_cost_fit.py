@@ -74,6 +74,8 @@ def test_rows_of_other_contenders_are_skipped() -> None:
     for field, value in (("backend", "dense-cudnn"), ("direction", "fwd+bwd")):
         assert not cost_fit.is_cost_row({**row, field: value})
     assert not cost_fit.is_cost_row({"kernel": "tile", "bytes": 1})
+    assert not cost_fit.is_cost_row({**row, "command": "python -m nsa_sel.bench.questions.packed_batches --out rows.jsonl"})
+    assert cost_fit.is_cost_row({**row, "command": "pytest tests/bench/test_packed_batches.py"})
 
 
 def test_quantized_caches_have_models_of_their_own() -> None:
