@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa_sel.bench.core import markdown
 from nsa_sel.bench.core.caches import GROUPS_FIRST, IN_ONE_PIECE, KEYS_FIRST, Cache, named, parsed
-from nsa_sel.bench.core.cases import Case, decode_cases, few_token_cases
+from nsa_sel.bench.core.cases import Case, decode_cases, few_token_cases, parallel_cases
 from nsa_sel.bench.core.command_line import Device, Only, Out, Quick, device_of, echo, program, stderr_console
 from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is, ours
 from nsa_sel.bench.core.parity import Problem
@@ -36,7 +36,6 @@ PAGE_SIZES = (16, 64, 256)
 READERS = tuple(name for name, backend in registry.backends().items() if backend.reads_caches)
 Scaled = enum.StrEnum("Scaled", ["tensor", "head", "page"])
 QUICK = Case("quick-decode-B3-512", "random", 3, 1, 512, 2, 2, 16, 16, 4, 16, "float32")
-ONE_GROUP = Case("decode-B64-32k-G1-h16-b128", "random", 64, 1, 32768, 1, 16, 128, 128, 16, 128, "bfloat16")
 SMALL = Case("decode-B16-32k-G2-h8", "random", 16, 1, 32768, 2, 8, 128, 128, 16, 64, "bfloat16")
 FOUR_TOKENS = ("random-B1-S4-64k-G4", "alike-B64-S4-32k-G4", "alike-B64-S4-32k-G1", "alike-B256-S4-16k-G4")  # of 16 heads, D 128
 
@@ -44,7 +43,8 @@ FOUR_TOKENS = ("random-B1-S4-64k-G4", "alike-B64-S4-32k-G4", "alike-B64-S4-32k-G
 def serving_cases() -> list[Case]:
     """One token a sequence: one stream, a batch and a large one, and a quarter of a model's groups on each GPU. Then four tokens."""
     one, four = [case for case in decode_cases() if (case.G, case.h) == (4, 16)], {case.case: case for case in few_token_cases()}
-    return [*one, ONE_GROUP, SMALL, *(four[f"tokens-{size}-h16-D128"] for size in FOUR_TOKENS)]
+    of_ranks = [case for case in parallel_cases() if (case.B, case.G, case.h) == (64, 1, 16)]
+    return [*one, *of_ranks, SMALL, *(four[f"tokens-{size}-h16-D128"] for size in FOUR_TOKENS)]
 
 
 class Made(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from nsa_sel.bench.core.caches import Cache
-from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.cases import Case, least_bytes
 from nsa_sel.bench.core.markdown import table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import decoding
@@ -14,7 +14,7 @@ from nsa_sel.bench.report.roofline import PEAKS
 from nsa_sel.bench.tune.committed_rows import H200
 from nsa_sel.bench.tune.cost_fit import backend_of, cache_of, case_of, request_of, sharing_of
 from nsa_sel.bench.tune.regret import Choice
-from nsa_sel.policies.cost import stored_size, tile_blocks
+from nsa_sel.policies.cost import BYTES, sharing_at, stored_size
 
 SHOWN = ("cupy-cuda", "triton-group")
 SMALL_PAGES = Cache(64)
@@ -47,8 +47,8 @@ class Floor(NamedTuple):
 def floor(case: Case, cache: Cache | None = None) -> Floor:
     """What a step cannot avoid reading; of few tokens the union of their blocks."""
     request = request_of(case, None, False, cache)
-    blocks = tile_blocks(request, sharing_of(case), case.S)
-    read = blocks * case.block * (case.Dk + case.Dv) * stored_size(request)
+    union = sharing_at(sharing_of(case), case.S) / case.S
+    read = least_bytes(case) * union * stored_size(request) / BYTES[case.dtype]
     return Floor(read, read / PEAKS[H200].copy_tbs / 1e6)
 
 

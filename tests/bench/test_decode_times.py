@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nsa_sel.bench.core.caches import Cache
-from nsa_sel.bench.core.cases import decode_cases, few_token_cases
+from nsa_sel.bench.core.cases import decode_cases, few_token_cases, parallel_cases
 from nsa_sel.bench.report import decode_times, decoding
 from nsa_sel.bench.tune.regret import Asked, Choice
 
@@ -35,6 +35,5 @@ def test_targets_are_held_to_what_the_policy_picks(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_target_is_of_a_case_that_a_suite_has() -> None:
-    names = {case.case for case in (*decode_cases(), *few_token_cases())}
-    targets = [case for _, case, _ in decode_times.TARGETS if not case.startswith("parallel-")]
-    assert {*targets, *(case for _, case, *_ in decode_times.RATIOS)} <= names
+    names = {case.case for case in (*decode_cases(), *parallel_cases(), *few_token_cases())}
+    assert {case for _, case, *_ in (*decode_times.TARGETS, *decode_times.RATIOS)} <= names
