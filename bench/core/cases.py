@@ -145,15 +145,18 @@ def cost_cases() -> list[Case]:
     """What a cost model needs to see of a GPU, in minutes: `nsa-sel tune` measures it with every backend (bench/tune/costs.py).
 
     Small calls for the host's share, real and random selections for what neighbours share, 64 to 4096 keys a row, h 16, 4 and 1,
-    head dims 64, 128 and 192 with 128, and decoding of one stream and of batches, one token a step or few. Of the committed rows of the
-    H200, those of these sizes alone choose as well as all of them (a test says so).
+    head dims 64, 128 and 192 with 128, and decoding of fewer rows than multiprocessors and of more, one token a step or few. Of the
+    committed rows of the H200, those of these sizes alone choose as well as all of them (a test says so).
     """
     found = [prefill(kind, S * 1024, h) for kind, S in (("real", 1), ("real", 8), ("random", 8), ("random", 32)) for h in (16, 4, 1)]
     wide = [prefill("real", 1024, 4, Dk=192), prefill("real", 8192, 16, Dk=192), prefill("random", 32768, 16, Dk=192)]
     narrow = prefill("real", 8192, 4, Dk=64)._replace(Dv=64)
-    by_length = [case._replace(case=case.case.replace("threshold", "cost")) for case in threshold_cases()]
-    one, batch = decode_cases()[:2]
-    decoding = [one, batch, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192), *few_token_cases()[:5]]
+    between = ("decode-D64-L256", "decode-D64-L1024", "decode-D128-L256")
+    lengths = [case for case in threshold_cases() if not case.case.endswith(between)]
+    by_length = [case._replace(case=case.case.replace("threshold", "cost")) for case in lengths]
+    one, batch, large = decode_cases()[:3]
+    ranks = [case for case in parallel_cases() if (case.B, case.G, case.block) in ((8, 2, 128), (64, 1, 128))]
+    decoding = [one, batch, large, *ranks, batch._replace(case="decode-B16-32k-h16-192", B=16, Dk=192), *few_token_cases()[:5]]
     return [*found, narrow, *wide, *by_length, *decoding]
 
 
