@@ -236,17 +236,28 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check_forward("cupy-cuda", q, k, v, selection)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
-def test_the_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
+def sanitized(tool: str, arguments: tuple[str, ...], cache: Path) -> str:
+    """What tests/helpers/sanitize.py prints, in which the tool finds nothing."""
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     assert sanitizer is not None, "no compute-sanitizer on the PATH; remedy: install the CUDA toolkit, with which it comes"
     # Every allocation on its own, so that reads past a tensor's end are seen.
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(tmp_path)}
-    # racecheck and synccheck do not support TMA; initcheck takes what it stores as never written.
-    blocks = ("32", "64") if tool == "memcheck" else ("32",)
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, "tests/helpers/sanitize.py", "cupy-cuda", *blocks]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths, CACHE_FLAG: str(cache)}
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, "tests/helpers/sanitize.py", *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1200)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
-    assert f"{12 * (len(blocks) + 1)} calls" in run.stdout
+    return run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
+def test_the_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
+    # racecheck and synccheck do not support TMA; initcheck takes what it stores as never written.
+    blocks = ("32", "64") if tool == "memcheck" else ("32",)
+    assert f"{12 * (len(blocks) + 1)} calls" in sanitized(tool, ("cupy-cuda", *blocks), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "calls"), [("cupy-cuda", 20), ("triton-group", 20), ("layer", 6)])
+def test_memcheck_finds_nothing_in_calls_over_caches(what: str, calls: int, tmp_path: Path) -> None:
+    assert f"{calls} calls" in sanitized("memcheck", (what,), tmp_path)

@@ -2,7 +2,8 @@
 
 compute-sanitizer --tool memcheck --error-exitcode 86 python tests/helpers/sanitize.py cupy-cuda 32 64
 
-The numbers are block sizes. Blocks of 64 run Hopper's kernels, whose TMA loads only memcheck supports.
+The numbers are block sizes. Blocks of 64 run Hopper's kernels, whose TMA loads only memcheck supports. Without numbers the calls are over
+caches: one new token and more, few rows and many, pages and none, e4m3. "layer" decodes with a layer over `NSACache`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import sys
 import torch
 
 import nsa_sel
+from nsa_sel.core import registry
 from nsa_sel.selection import Selection
+from tests.helpers.cache_cases import LENGTHS, check, make_cache
 from tests.helpers.cases import make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.quantized_cases import check_quantized, make_quantized
 
 SIZES = (  # B, S, G, h, Dk, Dv, S_kv
     (2, 40, 2, 3, 16, 24, 150),
@@ -42,5 +46,36 @@ def run(backend: str, blocks: list[int]) -> int:
     return calls
 
 
+def run_caches(backend: str) -> int:
+    """How many calls over caches ran; their results are those of the oracle."""
+    quantized = registry.backends()[backend].limits.quantized
+    calls = 0
+    for page_size in (None, 16, 64):
+        for S_q, copies in ((1, 1), (4, 1), (1, 40), (4, 20)):  # a row for many multiprocessors, and many rows for one
+            sizes = {"lengths": LENGTHS * copies, "page_size": page_size, "S_q": S_q, "h": 16, "Dk": 128, "Dv": 128, "block": 64}
+            check(make_cache(**sizes, dtype=torch.bfloat16, device="cuda"), backend)
+            calls += 1
+            if quantized and (page_size or 64) % 64 == 0:
+                each = "head" if page_size is None else "page"
+                check_quantized(make_quantized(each, **sizes, dtype=torch.bfloat16, device="cuda"), backend)
+                calls += 1
+    return calls
+
+
+def run_layer() -> int:
+    """How many steps of two sequences a layer took over a cache: chunks of a prefill, tokens, drafts, and a fork."""
+    layer = nsa_sel.NSAttention(256, 2, 16, 64, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    cache = nsa_sel.NSACache.of([layer], 64, 32)
+    sequences = [cache.open(), cache.open()]
+    counts: list[list[int]] = [[100, 40], [300, 0], [1, 1], [1, 1], [4, 2], [1, 1]]
+    for number, tokens in enumerate(counts):
+        if number == 4:
+            sequences[1] = cache.fork(sequences[0])
+        x = torch.randn(2, max(tokens), 256, device="cuda", dtype=torch.bfloat16)
+        assert bool(layer(x, cache=cache.step(sequences, tokens)[0]).isfinite().all())
+    return len(counts)
+
+
 if __name__ == "__main__":
-    print(run(sys.argv[1], list(map(int, sys.argv[2:]))), "calls")
+    name, *numbers = sys.argv[1:]
+    print(run_layer() if name == "layer" else run(name, list(map(int, numbers))) if numbers else run_caches(name), "calls")
