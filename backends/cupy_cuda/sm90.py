@@ -35,6 +35,8 @@ STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_gro
 CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
 # CTAs of a cluster of forward_blocks.cu, and the percentage of a GPU's CTAs that such clusters take (cuOccupancyMaxActiveClusters, H200).
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
+MANY_STEPS = 8  # of a CTA of forward_blocks.cu (`next_first`)
+UNDER_WAY = 1 << 16  # bytes of keys and values that a CTA of forward_blocks.cu asks for ahead, where it has a multiprocessor to itself
 SYSTEM = 1024  # bytes of shared memory that a CTA cannot use
 
 
@@ -255,11 +257,10 @@ def cluster_size(work: int, steps: int, ctas: int) -> int:
 def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
     """Whether the next kernel may start as soon as all CTAs of forward_blocks.cu have (NEXT_FIRST); arguments as of `cluster_size`.
 
-    Not where it would find room for a part of its CTAs: they share multiprocessors while others are idle. Yes even there if a CTA has but
-    a step or two.
+    Only where all of its CTAs find room: a part of them would share multiprocessors while others are idle. And only if CTAs have many
+    steps: where the others begin as CTAs end, some share a multiprocessor, too, which costs long CTAs more than starting late.
     """
-    at_once = clusters_at_once(cluster, ctas)
-    return 2 * work <= at_once or 10 * work >= 9 * at_once or steps <= 2 * cluster
+    return 2 * work <= clusters_at_once(cluster, ctas) and steps > MANY_STEPS * cluster
 
 
 @functools.lru_cache(maxsize=1024)
@@ -267,15 +268,14 @@ def block_plan(
     work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None,
     page_scales: bool | None = None,
 ) -> BlockPlan:  # fmt: skip
-    """The launch of forward_blocks.cu for `work` (row, heads) of n blocks: as many stages as there is room and use for; two CTAs per
-    multiprocessor, one if there are no more, or if a warp has all columns in registers. page_scales: as of `page_scales_of`."""
+    """The launch of forward_blocks.cu for `work` (row, heads) of n blocks: two CTAs per multiprocessor, one if a warp has all columns in
+    registers. As many stages as there is room for if all multiprocessors have two; else fewer are faster, because what is under way at
+    once arrives at once, and then waits for its products. page_scales: as of `page_scales_of`."""
     size, quantized = (2, {}) if page_scales is None else (1, {"E4M3": 1, "PAGE_SCALES": int(page_scales)})
     head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
     steps = n * block // KEYS
     per_sm = 1 if head_warps == CONSUMER_WARPS else 2
     cluster = cluster_size(work, steps, per_sm * sm_count)
-    if cluster == 1 and work <= sm_count:
-        per_sm = 1
     heads, step_bytes = 16 * head_warps, size * KEYS * (Dk + Dv)
     own_bytes = 1024 if page_scales is None else 1280  # `Shared`; for e4m3 it has a factor of each head
     own_bytes += heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0
@@ -283,6 +283,8 @@ def block_plan(
     stages = min(2 * MOST_STAGES // size, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
     if cluster > 1:
         stages = min(stages, -(-steps // cluster))
+    if per_sm == 2 and (cluster > 1 or 10 * work < 9 * per_sm * sm_count):
+        stages = min(stages, max(2, UNDER_WAY // step_bytes))
     macros = constants(
         BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
         NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, **launch.cache_macros(page),
@@ -324,6 +326,6 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
         "forward_blocks.cu", macros, q.get_device(), ctas, 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call),
         maps=tuple(map(step_map, stored)), problem=launch.problem(call, ranges),
-        early=S == 1,  # tokens of a sequence share blocks in the L2 cache: slower
+        early=S == 1 or ctas > work,  # without clusters, rows that share blocks in L2 are slower
     )  # fmt: skip
     return o, lse

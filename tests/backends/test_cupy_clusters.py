@@ -61,24 +61,28 @@ def test_tokens_blocks_of_two_steps_and_many_ranges(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("work", "steps", "cluster", "first"),
+    ("work", "steps", "cluster", "first", "stages"),
     [
-        (1, 8, 8, True),
-        (4, 16, 16, True),
-        (14, 32, 16, True),
-        (15, 32, 8, True),
-        (30, 32, 8, True),
-        (16, 32, 8, False),  # a part of the next kernel's clusters finds room
-        (60, 32, 4, True),
-        (64, 32, 2, True),
-        (100, 32, 2, False),
-        (132, 16, 2, True),
-        (133, 16, 1, False),
-        (256, 16, 1, True),
-        (5, 3, 2, True),
+        (1, 8, 8, False, 1),
+        (4, 16, 16, False, 1),
+        (14, 32, 16, False, 2),
+        (15, 32, 8, False, 2),
+        (30, 32, 8, False, 2),
+        (60, 32, 4, False, 2),
+        (64, 16, 2, False, 2),
+        (64, 32, 2, True, 2),  # both kernels find room, and CTAs have many steps
+        (100, 32, 2, False, 2),
+        (132, 16, 2, False, 2),
+        (133, 16, 1, False, 2),
+        (256, 16, 1, False, 3),  # all multiprocessors are full
+        (5, 3, 2, False, 2),
     ],
 )
-def test_few_rows_are_shared_by_as_many_multiprocessors_as_run_at_once(work: int, steps: int, cluster: int, first: bool) -> None:
+def test_few_rows_are_shared_by_as_many_multiprocessors_as_run_at_once(
+    work: int, steps: int, cluster: int, first: bool, stages: int
+) -> None:
     """Of the H200's 132, two CTAs each."""
-    assert sm90.cluster_size(work, steps, 264) == cluster
-    assert sm90.next_first(work, steps, cluster, 264) == first
+    plan = sm90.block_plan(work, 16, 128, 128, steps, 64, True, 132, 227 << 10)
+    macros = dict(plan.macros)
+    assert (macros["CLUSTER"], macros["NEXT_FIRST"], macros["STAGES"]) == (cluster, first, stages)
+    assert plan.ctas == work * cluster

@@ -20,7 +20,7 @@
 //   PER_SM      CTAs per multiprocessor
 //   BLOCK       keys of a range, a multiple of KEYS
 //   CLUSTER     CTAs that share a row
-//   NEXT_FIRST  1: the next kernel may start when all CTAs have, 0: when they have asked for their last keys
+//   NEXT_FIRST  1: the next kernel may start when all CTAs have begun, 0: when they have asked for their last keys
 //   E4M3, PAGE_SCALES  of a quantized cache (e4m3.cuh)
 #include "mma.cuh"
 #include "row_cluster.cuh"
