@@ -29,7 +29,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def prefilled(layer: NSAttention, x: Tensor, lengths: list[int]) -> tuple[NSACache, list[int]]:
-    """A cache of two layers whose first one has the first tokens of every row of x, in chunks of up to 300; the second has zeros."""
+    """A cache of two layers, of which the first has the first tokens of every row of x, in chunks of up to 300, and the second zeros."""
     cache = NSACache.of([layer, layer], 128, 32)
     sequences = [cache.open() for _ in lengths]
     for at in range(0, max(lengths), 300):
@@ -40,6 +40,8 @@ def prefilled(layer: NSAttention, x: Tensor, lengths: list[int]) -> tuple[NSACac
         for b, count in enumerate(counts):
             rows[b, max(counts) - count :] = x[b, at : at + count]
         assert bool(layer(rows, cache=step[0]).isfinite().all())
+    for pool in cache.pools:
+        pool[1].zero_()
     return cache, sequences
 
 
