@@ -28,9 +28,11 @@ def test_table() -> None:
 def test_committed_rows() -> None:
     """Every part at every size, and where a step is ahead of dense attention."""
     times = {(row["B"], row["S_kv"], row["part"]): row["ms_median"] for row in ROWS}
-    assert {part for _, _, part in times} == {"extend", "choose", "select", "window", "whole", "dense"}
+    assert {part for _, _, part in times} == {"extend", "choose", "select", "window", "whole", "between", "dense"}
     sizes = {(B, S_kv) for B, S_kv, _ in times}
-    assert sizes >= {(B, 1024 * k) for B in (1, 16, 64) for k in (16, 64, 128)}
-    assert len(times) == 6 * len(sizes)
+    assert sizes >= {(B, 1024 * k) for B in (1, 16, 64, 256) for k in (16, 32, 64, 128)}
+    assert len(times) == 7 * len(sizes)
     for B, S_kv in sizes:
-        assert times[B, S_kv, "whole"] < 1.3 * sum(times[B, S_kv, part] for part in ("extend", "choose", "select", "window")) + 0.01
+        assert times[B, S_kv, "between"] < times[B, S_kv, "whole"]
+        assert times[B, S_kv, "whole"] < 1.05 * sum(times[B, S_kv, part] for part in ("extend", "choose", "select", "window"))
+        assert (times[B, S_kv, "whole"] < times[B, S_kv, "dense"]) == (B * S_kv > 32768)
