@@ -32,8 +32,8 @@ CONFIGS = {  # by kernel and class of head dims (`narrow_suffix`); one that has 
     "choose/forward": KernelConfig(block_l=64, num_warps=4, num_stages=3, rows=64, loads="tma"),
     "choose/forward-narrow": KernelConfig(block_l=64, num_warps=4, num_stages=2, rows=64, loads="tma"),
     "choose/forward-widest": KernelConfig(block_l=32, num_warps=4, num_stages=2, rows=32, loads="tma"),
-    "choose/pages": KernelConfig(block_l=64, num_warps=4, num_stages=5),
-    "choose/pages-drafts": KernelConfig(block_l=64, num_warps=4, num_stages=3),
+    "choose/pages": KernelConfig(block_l=64, num_warps=4, num_stages=3),
+    "choose/pages-drafts": KernelConfig(block_l=64, num_warps=4, num_stages=2),
     "choose/pages-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2),
     "choose/pages-drafts-wide": KernelConfig(block_l=32, num_warps=4, num_stages=2),
     "choose/pages-widest": KernelConfig(block_l=32, num_warps=4, num_stages=1),
@@ -71,12 +71,11 @@ def paged(call: ChooseCall) -> tuple[Tensor, Tensor, Tensor]:
     call = call if call.scale >= 0 else call.with_positive_scale()
     B, S, G, h, _ = call.q.shape
     o = call.q.new_empty(B, S, G, h, call.v.shape[3])
-    lse, scores = (call.q.new_empty(B, S, G, width, dtype=torch.float32) for width in (h, call.blocks))
+    lse = call.q.new_empty(B, S, G, h, dtype=torch.float32)
     ranges = call.q.new_empty(B, S, G, call.rule.n, 2, dtype=range_dtype(call.rule.block_size))
     config = config_of(call, "choose/pages" if S * h <= MIN_TILE else "choose/pages-drafts")
-    for at in replace(call, scratch=call.settings.workspace_bytes).parts(G * h * call.C * 4):  # logits
-        choose_pages.choose(call.part(*at), config, o[at], lse[at], scores[at])
-    top_n(scores, ranges, call.rule.block_size, call.rule.first, call.rule.local, call.start, call.q_pos)
+    for at in replace(call, scratch=call.settings.workspace_bytes).parts(choose_pages.row_bytes(call)):
+        choose_pages.choose(call.part(*at), config, o[at], lse[at], ranges[at])
     return o, lse, ranges
 
 

@@ -1,10 +1,12 @@
 """Choosing blocks of a few new tokens over compressed keys in pages: nothing is gathered, and K and V are read once.
 
-    attention    o and lse of all new tokens of a sequence, and their logits [B,G,S * h,C]: an eighth of a key's bytes for 16 heads
-    importance   scores of blocks from logits and lse (Eq. 8 to 10); then `top_n`
+    attention    o and lse of all new tokens of a sequence, and each head's share of every block: what its weights add to the block's score,
+                 relative to the largest logit until then
+    importance   scores of blocks from the shares and lse (Eq. 8 to 10); then `top_n`
 
-A sequence's compressed keys are cut into parts, one program each, where few sequences would not fill the GPU (combine.py). Where parts end
-is the device's decision: tables have room for the longest sequence, and the keys that a sequence has are shared by its programs.
+A sequence's compressed keys are cut into parts, one program each, where few sequences would not fill the GPU; `importance` joins them, too
+(combine.py). Where parts end is the device's decision: tables have room for the longest sequence, and the keys that a sequence has are
+shared by its programs.
 """
 
 from __future__ import annotations
@@ -18,33 +20,39 @@ from torch import Tensor
 
 from nsa_sel.backends._triton.arguments import Dims, options
 from nsa_sel.backends._triton.choose_rows import Sizes, dims_of, seen_keys, strides_of
-from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED, combine
+from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED, combine_row, joined_lse
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
-from nsa_sel.backends._triton.softmax import LN_2, LOG2_E, LOWEST, finish_softmax, softmax_step, split_products
+from nsa_sel.backends._triton.softmax import LN_2, LOWEST, finish_softmax, split_products, weights_step
 from nsa_sel.backends._triton.tiles import cached_pointers, load_columns, load_split, row_pointers, store_columns, tile_size
+from nsa_sel.backends._triton.top_n import top_n
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.facts import device_info
 from nsa_sel.settings.schema import KernelConfig
 
 MOST_ROWS = 64  # new tokens of a sequence times heads of a group: one tile
-LEAST_KEYS = 128  # of a part, where a sequence has as many
+MOST_PIECES = 32  # of a block: a step of attention takes whole blocks
+LEAST_KEYS = 64  # of a part, where a sequence has as many
 MOST_PARTS = 64
 PER_SM = 2  # programs for every multiprocessor, where there are few sequences
-IMPORTANCE_TILE = 4096  # logits of a program
+SHARES = 2048  # of a program of `importance`
 
 
 @triton.jit
 def attention_kernel(
-    q, k, v, table, q_pos, o, lse, logits, strides, stride_table, sizes, parts, scale_log2,
-    dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, SLOTS: tl.constexpr, SKIPPED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    q, k, v, table, q_pos, o, part_lse, shares, peaks, strides, stride_table, sizes, parts, steps, scale_log2,
+    dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
+    SKIPPED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """o [B,S,G,h,Dv] and lse; if SPLIT those of parts, [rows,parts,Dv] and [rows,parts] in base 2. Logits [B,G,S * h,C] in base 2.
+    """o [B,S,G,h,Dv], if SPLIT that of parts [rows,parts,Dv]; lse [rows,parts] in base 2. For every step of BLOCKS blocks the largest
+    logit until then, in base 2, in peaks [B,G,S * h,steps]; and in shares [B,G,S * h,steps * BLOCKS,2] the sums of p = 2^(logit - peak)
+    over the compressed keys that begin in a block: each as often as it covers pieces of this block, and pieces of the next one.
 
-    Grid: one program per sequence, group and part. Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCK_K, same], v [BLOCK_K, BLOCK_DV]. Keys
-    that no row of the sequence sees are not read.
+    Grid: one program per sequence, group and part. Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, same], v [BLOCKS * PIECES,
+    BLOCK_DV]. Keys that no row of the sequence sees are not read. The table is read one step ahead, or every step would wait for it.
     """
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    STEP: tl.constexpr = rule.block_size // rule.compress_stride
+    REACH: tl.constexpr = rule.compress_block // rule.compress_stride
     number = tl.program_id(0)
     part, g, b = number % parts, (number // parts % sizes.G).to(tl.int64), (number // parts // sizes.G).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -53,94 +61,132 @@ def attention_kernel(
     q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), exists, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
     seen = tl.where(exists, seen_keys(q_pos, strides.pos, b, s, sizes, rule), 0)
     end = tl.max(seen, 0)
-    share = tl.cdiv(tl.cdiv(end, BLOCK_K), parts) * BLOCK_K
-    end = tl.minimum(end, (part + 1) * share)
+    needed = tl.cdiv(end, BLOCKS * STEP)
+    share = tl.cdiv(needed, parts)
+    first, stop = part * share, tl.minimum((part + 1) * share, needed)
 
+    r, block = tl.arange(0, BLOCKS * PIECES), tl.arange(0, BLOCKS)
+    i = r % PIECES
+    offset = r // PIECES * STEP + i + SKIPPED
+    limit = tl.where(i < STEP, end + SKIPPED, 0)
+    pages = table + b * stride_table
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     m = tl.full([ROWS], LOWEST, tl.float32)
-    out = logits + ((b * sizes.G + g) * sizes.S * dims.h + row) * sizes.C
-    for c in range(part * share, end, BLOCK_K):
-        key = c + tl.arange(0, BLOCK_K)
-        is_key = key < end
-        piece = key + SKIPPED
-        page = tl.load(table + b * stride_table + piece // SLOTS, mask=is_key, other=0)
+    number = (b * sizes.G + g) * sizes.S * dims.h + row
+    to_shares, to_peaks = shares + number * steps * (2 * BLOCKS), peaks + number * steps
+    piece = first * (BLOCKS * STEP) + offset
+    coming = tl.load(pages + piece // SLOTS, mask=piece < limit, other=0)
+    for step in range(first, stop):
+        piece, page = step * (BLOCKS * STEP) + offset, coming
+        coming = tl.load(pages + (piece + BLOCKS * STEP) // SLOTS, mask=piece + BLOCKS * STEP < limit, other=0)
+        is_key = piece < limit
         k_rows, v_rows = cached_pointers(k, strides.k, b, g, piece, page, SLOTS), cached_pointers(v, strides.v, b, g, piece, page, SLOTS)
         k_tile, k_rest = load_split(k_rows, is_key, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
         v_tile = load_columns(v_rows, is_key, 0, dims.Dv, BLOCK_DV)
         products = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
-        products = tl.where(key[None, :] < seen[:, None], products, float("-inf"))
-        tl.store(out[:, None] + key[None, :], products * scale_log2, mask=exists[:, None] & is_key[None, :])
-        acc, l, m = softmax_step(products, v_tile, acc, l, m, scale_log2)
+        sees = is_key[None, :] & ((piece - SKIPPED)[None, :] < seen[:, None])
+        p, alpha, l, m = weights_step(tl.where(sees, products, float("-inf")), True, l, m, scale_log2, v_tile.dtype)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee", out_dtype=acc.dtype)
+        own = tl.sum((p * tl.minimum(REACH, STEP - i)[None, :]).reshape(ROWS, BLOCKS, PIECES), 2)
+        spill = tl.sum((p * tl.maximum(REACH - STEP + i, 0)[None, :]).reshape(ROWS, BLOCKS, PIECES), 2)
+        to = to_shares[:, None, None] + (2 * (step * BLOCKS + block)[None, :, None] + tl.arange(0, 2)[None, None, :])
+        tl.store(to, tl.join(own, spill), mask=exists[:, None, None])
+        tl.store(to_peaks + step, m * scale_log2, mask=exists)
 
     o_tile, lse2 = finish_softmax(acc, l, m, scale_log2)
     to = ((b * sizes.S + s) * sizes.G + g) * dims.h + head
-    if SPLIT:
-        to = to * parts + part
-        tl.store(lse + to, lse2, mask=exists)
-    else:
-        tl.store(lse + to, lse2 * LN_2, mask=exists)
-    store_columns(o + to * dims.Dv, o_tile, exists, 0, dims.Dv)
+    tl.store(part_lse + to * parts + part, lse2, mask=exists)
+    store_columns(o + (to * parts + part if SPLIT else to) * dims.Dv, o_tile, exists, 0, dims.Dv)
 
 
 @triton.jit
 def importance_kernel(
-    logits, lse, q_pos, scores, stride_pos, sizes, blocks, tiles,
-    h: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr,
+    part_lse, part_o, shares, peaks, q_pos, o, lse, scores, stride_pos, sizes, rows, parts, steps, blocks,
+    h: tl.constexpr, Dv: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_DV: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """scores [B,S,G,blocks]: the sum of p = 2^(logit - lse2) over a group's heads and the compressed keys that cover a block, each as often
-    as it covers pieces of the block; 0 for blocks that the row does not see.
+    """scores [B,S,G,blocks]: what the shares of a block and of the one before add to it; 0 for blocks that the row does not see. lse
+    [B,S,G,h] from that of parts, and where o is in parts o [B,S,G,h,Dv].
 
-    Grid: one program per row [B,S,G] and tile of blocks. Tile: logits [HEADS, BLOCKS * PIECES] of the keys that begin in BLOCKS blocks, of
-    which the first is another tile's: it gives what spills into the second.
+    Grid: one program per row [B,S,G] and STEPS steps of attention, then one per head of a row to join parts of o. Tile: shares [HEADS,
+    STEPS, 2 * BLOCKS].
     """
-    REACH: tl.constexpr = rule.compress_block // rule.compress_stride
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
-    number = tl.program_id(0)
-    row, first = (number // tiles).to(tl.int64), number % tiles * (BLOCKS - 1) - 1
-    g, s, b = row % sizes.G, row // sizes.G % sizes.S, row // sizes.G // sizes.S
-    head, r = tl.arange(0, HEADS), tl.arange(0, BLOCKS * PIECES)
-    i = r % PIECES
-    key = (first + r // PIECES) * STEP + i
-    counted = (i < STEP) & (key >= 0) & (key < seen_keys(q_pos, stride_pos, b, s, sizes, rule))
-    lse2 = tl.load(lse + row * h + head, mask=head < h, other=0.0) * LOG2_E
-    lse2 = tl.where(lse2 == float("-inf"), 0.0, lse2)  # of rows that see no key
-    at = logits + ((b * sizes.G + g) * sizes.S + s) * h * sizes.C
-    x = tl.load(at + (head[:, None] * sizes.C + key[None, :]), mask=(head < h)[:, None] & counted[None, :], other=float("-inf"))
-    p = tl.sum(tl.exp2(x - lse2[:, None]), 0)
-    own = tl.sum((p * tl.minimum(REACH, STEP - i)).reshape(BLOCKS, PIECES), 1)
-    block = tl.arange(0, BLOCKS)
-    if REACH > 1:
-        spill = tl.sum((p * tl.maximum(REACH - STEP + i, 0)).reshape(BLOCKS, PIECES), 1)
-        own += tl.gather(spill, (block + BLOCKS - 1) % BLOCKS, 0)
-    tl.store(scores + row * blocks + first + block, own, mask=(block > 0) & (first + block < blocks))
+    number, tiles = tl.program_id(0).to(tl.int64), tl.cdiv(steps, STEPS)
+    if number >= rows * tiles:
+        combine_row(part_o, part_lse, o, number - rows * tiles, parts, Dv, PARTS, BLOCK_DV)
+    else:
+        row, first = number // tiles, (number % tiles).to(tl.int32) * STEPS
+        g, s, b = row % sizes.G, row // sizes.G % sizes.S, row // sizes.G // sizes.S
+        head, part = tl.arange(0, HEADS), tl.arange(0, PARTS)
+        seen = seen_keys(q_pos, stride_pos, b, s, sizes, rule)
+        at = (((b * sizes.G + g) * sizes.S + s) * h + head) * steps  # a head's first step
+        step, last, pair = first + tl.arange(0, STEPS), (at + first - 1)[:, None], tl.arange(0, 2 * BLOCKS)
+        inside = (head < h)[:, None] & (step * (BLOCKS * STEP) < seen)[None, :]
+        before = tl.where(first > 0, first * (BLOCKS * STEP) - STEP, seen)  # the first key of the block before
+        carries = (head < tl.where(before < seen, h, 0))[:, None]
+        is_part = (head < h)[:, None] & (part < parts)[None, :]
+        # All loads come first: none waits for another.
+        of_parts = tl.load(part_lse + (row * h + head[:, None]) * parts + part[None, :], mask=is_part, other=float("-inf"))
+        peak = tl.load(peaks + at[:, None] + step[None, :], mask=inside, other=0.0)
+        from_step = shares + (at[:, None] + step[None, :])[:, :, None] * (2 * BLOCKS)
+        own_and_spill = tl.load(from_step + pair[None, None, :], mask=inside[:, :, None], other=0.0)
+        last_peak = tl.load(peaks + last, mask=carries, other=0.0)
+        carried = tl.load(shares + last * (2 * BLOCKS) + (2 * BLOCKS - 1), mask=carries, other=0.0)
+
+        lse2, some = joined_lse(of_parts, 1)
+        total = tl.sum(own_and_spill * tl.exp2(peak - lse2)[:, :, None], 0)
+        own, spill = tl.split(total.reshape(STEPS * BLOCKS, 2))
+        block = tl.arange(0, STEPS * BLOCKS)
+        carry = tl.sum(tl.sum(carried * tl.exp2(last_peak - lse2), 1), 0)
+        own += tl.where(block > 0, tl.gather(spill, tl.maximum(block - 1, 0), 0), carry)
+        tl.store(scores + row * blocks + first * BLOCKS + block, own, mask=first * BLOCKS + block < blocks)
+        of_first = (head + first * HEADS < h)[:, None]  # steps; other programs leave it
+        tl.store(lse + row * h + head[:, None], tl.where(some, lse2 * LN_2, float("-inf")), mask=of_first)
 
 
 def takes(call: ChooseCall) -> bool:
-    """Whether the kernels run for a call over pages: few rows, in 16 or 32 bits."""
-    return call.q.shape[1] * call.q.shape[3] <= MOST_ROWS and call.q.element_size() <= 4 and call.q.numel() > 0
+    """Whether the kernels run for a call over pages: few rows, in 16 or 32 bits, and blocks of a step."""
+    few = call.q.shape[1] * call.q.shape[3] <= MOST_ROWS and call.q.element_size() <= 4 and call.q.numel() > 0
+    return few and call.rule.pieces <= MOST_PIECES
 
 
-def choose(call: ChooseCall, config: KernelConfig, o: Tensor, lse: Tensor, scores: Tensor) -> None:
-    """Write o [B,S,G,h,Dv], lse [B,S,G,h] and scores [B,S,G,blocks] float32, all contiguous, of a call over pages with a positive scale."""
+def row_bytes(call: ChooseCall) -> int:
+    """Bytes of shares, peaks and scores that a row of all groups takes, at most."""
+    _, _, G, h, _ = call.q.shape
+    return G * _blocks(call) * (3 * h + 1) * 4
+
+
+def _blocks(call: ChooseCall) -> int:
+    """Blocks of a sequence that its scores or its compressed keys take."""
+    return max(call.blocks, -(-call.C // call.rule.pieces))
+
+
+def choose(call: ChooseCall, config: KernelConfig, o: Tensor, lse: Tensor, ranges: Tensor) -> None:
+    """Write o [B,S,G,h,Dv], lse [B,S,G,h] float32 and ranges [B,S,G,n,2], all contiguous, of a call over pages with a positive scale."""
     assert call.pages is not None
     B, S, G, h, _ = call.q.shape
-    sizes = Sizes(S, call.C, G, 0, 1, 0)
-    logits = lse.new_empty(B, G, S * h, call.C)
-    parts = _parts(call, B * G)
-    to_o, to_lse = (o, lse) if parts == 1 else (lse.new_empty(lse.numel(), parts, o.shape[-1]), lse.new_empty(lse.numel(), parts))
+    sizes, rows, parts = Sizes(S, call.C, G, call.start, 1, 0), B * S * G, _parts(call, B * G)
+    blocks = max(1, config.block_l // tile_size(call.rule.pieces, 1))  # of a step
+    steps = -(-_blocks(call) // blocks)
+    part_lse, shares = lse.new_empty(lse.numel(), parts), lse.new_empty(lse.numel(), steps * blocks * 2)
+    peaks, part_o = lse.new_empty(lse.numel(), steps), o if parts == 1 else lse.new_empty(lse.numel(), parts, o.shape[-1])
     table, skipped = call.pages
-    slots = call.k.shape[2]
-    _attention(dims_of(call), call.rule, config, tile_size(S * h), slots, skipped, parts > 1).launch(
+    strides = strides_of(call)
+    _attention(dims_of(call), call.rule, config, tile_size(S * h), blocks, call.k.shape[2], skipped, parts > 1).launch(
         B * G * parts,
-        (call.q, call.k, call.v, table, call.q_pos, to_o, to_lse, logits),
-        (strides_of(call), table.stride(0), sizes, parts, call.scale_log2()),
+        (call.q, call.k, call.v, table, call.q_pos, part_o, part_lse, shares, peaks),
+        (strides, table.stride(0), sizes, parts, steps, call.scale_log2()),
     )
-    if parts > 1:
-        combine(to_o, to_lse, o, lse, parts)
-    kernel = _importance(h, call.rule)
-    tiles = -(-call.blocks // (kernel.constants["BLOCKS"] - 1))
-    kernel.launch(B * S * G * tiles, (logits, lse, call.q_pos, scores), (strides_of(call).pos, sizes, call.blocks, tiles))
+    scores = lse.new_empty(B, S, G, call.blocks)
+    kernel = _importance(h, o.shape[-1], call.rule, blocks, tile_size(parts, 1))
+    kernel.launch(
+        rows * (-(-steps // kernel.constants["STEPS"]) + (h if parts > 1 else 0)),
+        (part_lse, part_o, shares, peaks, call.q_pos, o, lse, scores),
+        (strides.pos, sizes, rows, parts, steps, call.blocks),
+    )
+    top_n(scores, ranges, call.rule.block_size, call.rule.first, call.rule.local, call.start, call.q_pos, rows=1)
 
 
 def _parts(call: ChooseCall, programs: int) -> int:
@@ -150,13 +196,16 @@ def _parts(call: ChooseCall, programs: int) -> int:
 
 
 @functools.lru_cache(REMEMBERED)
-def _attention(dims: Dims, rule: Rule, config: KernelConfig, rows: int, slots: int, skipped: int, split: bool) -> Kernel:
+def _attention(
+    dims: Dims, rule: Rule, config: KernelConfig, rows: int, blocks: int, slots: int, skipped: int, split: bool
+) -> Kernel:  # fmt: skip
+    tiles = {"ROWS": rows, "BLOCKS": blocks, "PIECES": tile_size(rule.pieces, 1)}
     pages: dict[str, Any] = {"SLOTS": slots, "SKIPPED": skipped, "SPLIT": split}
-    return Kernel(attention_kernel, dims=dims, rule=rule.of_keys(), ROWS=rows, BLOCK_K=config.block_l, **pages, **options(config))
+    return Kernel(attention_kernel, dims=dims, rule=rule.of_keys(), **tiles, **pages, **options(config))
 
 
 @functools.lru_cache(REMEMBERED)
-def _importance(h: int, rule: Rule) -> Kernel:
-    heads, pieces = tile_size(h, 1), tile_size(rule.pieces, 1)
-    blocks = max(2, IMPORTANCE_TILE // (heads * pieces))
-    return Kernel(importance_kernel, h=h, rule=rule.of_keys(), HEADS=heads, BLOCKS=blocks, PIECES=pieces, num_warps=4)
+def _importance(h: int, Dv: int, rule: Rule, blocks: int, parts: int) -> Kernel:
+    heads = tile_size(h, 1)
+    tiles = {"HEADS": heads, "BLOCKS": blocks, "STEPS": max(1, SHARES // (2 * heads * blocks)), "PARTS": parts, "BLOCK_DV": tile_size(Dv)}
+    return Kernel(importance_kernel, h=h, Dv=Dv, rule=rule.of_keys(), **tiles, num_warps=4)

@@ -20,22 +20,35 @@ SMS_WHEN_INTERPRETED = 4  # few, so that tests split rows without running many p
 
 
 @triton.jit
+def joined_lse(part, AXIS: tl.constexpr):
+    """lse in base 2 of rows from that of their parts along AXIS, whose size becomes 1, and whether any part saw a key; 0 without."""
+    highest = tl.maximum(tl.max(part, AXIS, keep_dims=True), LOWEST)
+    total = tl.sum(tl.exp2(part - highest), AXIS, keep_dims=True)
+    seen = total != 0
+    return tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), 0.0), seen
+
+
+@triton.jit
+def combine_row(part_o, part_lse, o, row, parts, Dv: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Write o of a row; returns its lse in base 2 and whether it saw a key, each [1]."""
+    i, d = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
+    part = tl.load(part_lse + row * parts + i, mask=i < parts, other=float("-inf"))
+    exists = (i < parts)[:, None] & (d < Dv)[None, :]
+    parts_o = tl.load(part_o + (row * parts + i[:, None]) * Dv + d[None, :], mask=exists, other=0.0)
+    row_lse, seen = joined_lse(part, 0)
+    o_row = tl.sum(tl.exp2(part - row_lse)[:, None] * parts_o, 0)
+    tl.store(o + row * Dv + d, o_row.to(o.dtype.element_ty), mask=d < Dv)
+    return row_lse, seen
+
+
+@triton.jit
 def combine_kernel(part_o, part_lse, o, lse, parts, Dv: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr):
     """part_o [rows, parts, Dv] and part_lse [rows, parts] (base 2) in float32 -> o [rows, Dv], lse [rows] (natural); rows = B*S*G*h.
 
     One program per row. It loads all parts at once: one after another, each would wait for memory by itself."""
     row = tl.program_id(0).to(tl.int64)
-    i, d = tl.arange(0, PARTS), tl.arange(0, BLOCK_DV)
-    part = tl.load(part_lse + row * parts + i, mask=i < parts, other=float("-inf"))
-    exists = (i < parts)[:, None] & (d < Dv)[None, :]
-    parts_o = tl.load(part_o + (row * parts + i[:, None]) * Dv + d[None, :], mask=exists, other=0.0)
-    highest = tl.maximum(tl.max(part, 0), LOWEST)
-    total = tl.sum(tl.exp2(part - highest), 0)
-    seen = total != 0
-    row_lse = tl.where(seen, highest + tl.log2(tl.where(seen, total, 1.0)), 0.0)
-    o_row = tl.sum(tl.exp2(part - row_lse)[:, None] * parts_o, 0)
-    tl.store(o + row * Dv + d, o_row.to(o.dtype.element_ty), mask=d < Dv)
-    tl.store(lse + row, tl.where(seen, row_lse * LN_2, float("-inf")))
+    row_lse, seen = combine_row(part_o, part_lse, o, row, parts, Dv, PARTS, BLOCK_DV)
+    tl.store(lse + row + tl.arange(0, 1), tl.where(seen, row_lse * LN_2, float("-inf")))
 
 
 def multiprocessors(call: Call) -> int:

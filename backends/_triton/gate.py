@@ -23,6 +23,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import load_columns, store_columns, tile_size
 
 TILE = 4096  # numbers of a tile: 32 per thread
+FEW, FEW_TILE = 1 << 20, 1024  # numbers of all rows up to which tiles are smaller, so that more programs share them
 NUMBERS = 256  # of a tile without columns: 2 per thread
 INTERPRETED_TILE = 1 << 16  # the interpreter takes its time for every program
 
@@ -52,16 +53,21 @@ def branch(o, stride, gates, stride_gates, c: tl.constexpr, at, exists, D: tl.co
 
 @triton.jit
 def gate_kernel(
-    cmp, slc, win, gates, o, strides, sizes, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
+    cmp, slc, win, gates, o, is_token, strides, sizes,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """o [rows, D] = sum_c gates[..., c] * branch c; strides: of cmp, slc, win, gates and o. o may be one of the branches."""
-    at, _, exists = tile_rows(sizes, ROWS)
+    """o [rows, D] = sum_c gates[..., c] * branch c; strides: of cmp, slc, win, gates and o. o may be one of the branches. Rows that are no
+    token by is_token [B,S], unless that is None, are not read, and give 0."""
+    at, _, inside = tile_rows(sizes, ROWS)
+    exists = inside
+    if is_token is not None:
+        exists = inside & (tl.load(is_token + at[0] * sizes[1] + at[1], mask=inside, other=0) != 0)
     x, g = branch(cmp, strides[0], gates, strides[3], 0, at, exists, D, BLOCK_D, WIDE)
     total = g[:, None] * x
     x, g = branch(slc, strides[1], gates, strides[3], 1, at, exists, D, BLOCK_D, WIDE)
     total += g[:, None] * x
     x, g = branch(win, strides[2], gates, strides[3], 2, at, exists, D, BLOCK_D, WIDE)
-    store_columns(row_starts(o, strides[4], at), total + g[:, None] * x, exists, 0, D)
+    store_columns(row_starts(o, strides[4], at), total + g[:, None] * x, inside, 0, D)
 
 
 @triton.jit
@@ -143,11 +149,11 @@ def gate_backward_kernel(
     branch_backward(grad, third, win, to_win, dgates, strides[5], 2, at, number, exists, D)
 
 
-def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor) -> None:
-    """Write o to a tensor of any strides with a contiguous last dimension."""
+def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor, is_token: Tensor | None = None) -> None:
+    """Write o to a tensor of any strides with a contiguous last dimension; 0 to rows that are no token by is_token [B,S], contiguous."""
     tensors = (*map(_unit, branches), gates, to)
     if to.numel():
-        _launch(gate_kernel, to, tensors, tuple(x.stride() for x in tensors))
+        _launch(gate_kernel, to, (*tensors, is_token), tuple(x.stride() for x in tensors))
 
 
 def raise_lse(lse: Sequence[Tensor | None], gates: Tensor) -> list[Tensor | None]:
@@ -189,7 +195,8 @@ def _unit(x: Tensor) -> Tensor:
 def _launch(function: object, o: Tensor, tensors: tuple[Tensor | None, ...], strides: tuple[tuple[int, ...], ...]) -> None:
     _, S, G, h, D = o.shape
     block_d = tile_size(D)
-    rows = max(1, (TILE if o.is_cuda else INTERPRETED_TILE) // block_d)
+    tile = FEW_TILE if o.numel() <= FEW else TILE
+    rows = max(1, (tile if o.is_cuda else INTERPRETED_TILE) // block_d)
     total = o.numel() // D
     kernel = _kernel(function, D, block_d, rows, o.dtype == torch.float64)
     kernel.launch(-(-total // rows), tensors, (strides, (total, S, G, h)))

@@ -95,15 +95,21 @@ def chosen_step(s, chosen, v, acc, l, m, c, weight=None, shrink=None):
 
     weight, shrink: factors of p beside v, and of acc before it, None for 1 (scales of quantized values, quantized.py).
     """
-    m_new = tl.where(chosen, tl.maximum(m, tl.max(s, 1)), m)
-    alpha = tl.exp2((m - m_new) * c)
-    p = powers(s, tl.where(chosen, m_new, float("inf")), c, v.dtype)
-    l = l * alpha + tl.where(chosen, tl.sum(p, 1), 0.0)
+    p, alpha, l, m = weights_step(s, chosen, l, m, c, v.dtype)
     if weight is not None:
         p *= weight
         alpha *= shrink
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=acc.dtype)
-    return acc, l, m_new
+    return acc, l, m
+
+
+@triton.jit
+def weights_step(s, chosen, l, m, c, dtype: tl.constexpr):
+    """p = 2^((s - m) c) [M, N] with the new maximum m, the factor of acc before it, and the new l and m of `chosen_step`."""
+    m_new = tl.where(chosen, tl.maximum(m, tl.max(s, 1)), m)
+    alpha = tl.exp2((m - m_new) * c)
+    p = powers(s, tl.where(chosen, m_new, float("inf")), c, dtype)
+    return p, alpha, l * alpha + tl.where(chosen, tl.sum(p, 1), 0.0), m_new
 
 
 @triton.jit

@@ -5,10 +5,11 @@
 4 KV groups of 16 heads, D 128, bf16, NSA's sizes, one new token of each of B sequences of one length, caches of random numbers in pages of
 64, of which K and V of the selected branch and of the window are in bf16 or in e4m3; times by graph replay. Parts:
     extend   appends keys and values, and compresses the last 32
-    choose   compressed keys gathered from their pages, attention to them, the best blocks
+    choose   attention to compressed keys in their pages, scores of blocks, the best of them
     select   the selected branch, by the policy's choice
     window   the window, as one range of each row
     whole    all of them and the gated sum: `LayerStep.attend`, without projections
+    between  the same where nothing is to be compressed: 15 of 16 steps of a sequence
     dense    attention to all keys in bf16 by cuDNN, in one piece
 `floor_ms` is what reading the keys and values of a part once takes at `copy_tbs`, the bandwidth of a copy measured in the same process.
 """
@@ -54,7 +55,7 @@ def small_layer() -> NSAttention:
 
 
 def grown(layer: NSAttention, B: int, lengths: list[int], kv_dtype: torch.dtype) -> Iterator[tuple[NSACache, list[int], int]]:
-    """A cache of B sequences at each length in turn; the last token of a length is not in it yet."""
+    """A cache of B sequences at each length in turn; the caller adds the last two tokens of each length."""
     recent = (layer.window + CHUNK - 2) // PAGE + 2
     cache = NSACache.of([layer], B * -(-max(lengths) // PAGE), PAGE, window_pages=B * recent, kv_dtype=kv_dtype)
     for x in cache.pools:
@@ -64,11 +65,12 @@ def grown(layer: NSAttention, B: int, lengths: list[int], kv_dtype: torch.dtype)
             x.normal_()
     sequences, held = [cache.open() for _ in range(B)], 0
     for length in lengths:
-        while held < length - 1:
-            count = min(CHUNK, length - 1 - held)
+        while held < length - 2:
+            count = min(CHUNK, length - 2 - held)
             cache.step(sequences, count)
             held += count
         yield cache, sequences, length
+        held = length
 
 
 def new_tokens(B: int) -> Parts:
@@ -78,9 +80,10 @@ def new_tokens(B: int) -> Parts:
 
 
 def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int) -> dict[str, Part]:
-    """Every part of a step in which each sequence gets its last token."""
+    """Every part of a step in which each sequence gets its last token, and the step before."""
     B, rule, compress = len(sequences), layer.rule, (layer.compress_k, layer.compress_v)
-    step, new = cache.step(sequences, room=length)[0], new_tokens(B)
+    before, step = (cache.step(sequences, room=length)[0] for _ in range(2))
+    new = new_tokens(B)
     ranges = step.choose(new.q_cmp, rule)[1].ranges
     numbers = B * G * 2 * D  # of K and V, one key of every group
     choose = numbers * rule.compressed_keys(length) * step.pools.k_cmp.itemsize
@@ -95,6 +98,7 @@ def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int
         "select": Part(selected, select),
         "window": Part(lambda: step.near(new.q), window),
         "whole": Part(lambda: step.attend(new, compress, rule, None), choose + select + window),
+        "between": Part(lambda: before.attend(new, compress, rule, None), choose + select + window),
     }
     if step.scales is None:
         k, v = (x[: B * length // PAGE].view(B, length, G, D).transpose(1, 2) for x in (step.pools.k, step.pools.v))
@@ -142,18 +146,16 @@ def measured(layer: NSAttention, B: int, lengths: list[int], kv: str, bandwidth:
             row = {"part": name, "B": B, "S": 1, "S_kv": length, "G": G, "h": h, "D": D, "page_size": PAGE, "kv": kv, "direction": "decode"}
             spread = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
             yield {**row, "backend": decided, **spread, "floor_ms": part.least_bytes / bandwidth / 1e9, "copy_tbs": bandwidth}
-        for sequence in sequences:
-            cache.truncate(sequence, length - 1)
 
 
 def main(
     out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
-    batches: Annotated[str, typer.Option(help="sequences, comma-separated")] = "1,16,64",
+    batches: Annotated[str, typer.Option(help="sequences, comma-separated")] = "1,16,64,256",
     lengths: Annotated[
         str, typer.Option(help="keys of each sequence, comma-separated, ascending multiples of 64")
     ] = "16384,32768,65536,131072",
     formats: Annotated[str, typer.Option(help=f"of K and V in the cache, comma-separated: {', '.join(FORMATS)}")] = "bf16",
-    rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 50,
+    rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 15,
 ) -> None:
     """Time every part at every size; append the rows, and print a table."""
     need_gpu("decoding_steps")

@@ -14,7 +14,8 @@ from nsa_sel.caching.quantized import Scales
 from nsa_sel.compression import BlockMLP
 from nsa_sel.core.quantized import as_bytes, stored
 
-KERNELS = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
+APPEND = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
+COMPRESS = "nsa_sel.backends._triton.compress"
 MOST_COMPRESSED = 4  # new compressed keys of a sequence up to which the kernels read the keys of each by itself
 MOST_SLOTS = 1 << 16  # of a step: kernels count in 32 bits
 
@@ -28,7 +29,7 @@ def append(pools: Pools, at: Numbers, keys: tuple[Tensor, ...], scales: Scales |
     """
     to = pools.k_raw, pools.v_raw, pools.k, pools.v, pools.k_win, pools.v_win
     if pools.k.is_cuda:
-        importlib.import_module(KERNELS).append(keys, to, at.slot, at.recent_slot, scales)
+        importlib.import_module(APPEND).append(keys, to, at.slot, at.recent_slot, scales)
         return
     if scales is not None:
         keys = *keys[:2], *(stored(x, scale[:, None]) for x, scale in zip(keys[2:], scales, strict=True))
@@ -37,14 +38,25 @@ def append(pools: Pools, at: Numbers, keys: tuple[Tensor, ...], scales: Scales |
         put(x, slot, y)
 
 
-def compress(pools: Pools, at: Numbers, by: tuple[Compress, Compress], stride: int) -> None:
-    """Write the compressed keys and values whose last key is new; by: the layer's compression of keys and of values."""
+def compress(
+    pools: Pools, at: Numbers, new: tuple[Tensor, Tensor], by: tuple[Compress, Compress], stride: int, appended: Callable[[], None]
+) -> None:  # fmt: skip
+    """Write the compressed keys and values whose last key is new.
+
+    Args:
+        pools, at: a layer's pages, and the step.
+        new: k_cmp and v_cmp [B,S,G,D] of new tokens, not compressed.
+        by: the layer's compression of keys and of values.
+        stride: compress_stride.
+        appended: waits until the new tokens are in their pages. The kernels do without.
+    """
     raws, to = (pools.k_raw, pools.v_raw), (pools.k_cmp, pools.v_cmp)
     of_k, of_v = (_weights(work, raws[0]) for work in by)
     few = at.compressed_slot.shape[1] <= MOST_COMPRESSED and at.compressed_slot.numel() <= MOST_SLOTS
     if raws[0].is_cuda and few and of_k is not None and of_v is not None:
-        importlib.import_module(KERNELS).compress(raws, at.covered, at.compressed_slot, of_k, of_v, to, stride)
+        importlib.import_module(COMPRESS).compress(raws, new, at.covered, at.fresh, at.compressed_slot, of_k, of_v, to, stride)
         return
+    appended()
     for raw, x, work in zip(raws, to, by, strict=True):
         put(x, at.compressed_slot, work(covered(raw, at)).transpose(1, 2))
 

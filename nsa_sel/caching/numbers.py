@@ -66,6 +66,7 @@ class Numbers(NamedTuple):
         recent_slot: [B,S] int64, likewise among the last keys.
         covered: [B,(pieces + reach - 1) * compress_stride] int64, slots of the last keys from which compressed keys are made.
         compressed_slot: [B,pieces] int64, where these go, among the pieces of all pages: to that in which they end.
+        fresh: [B,2] int32: the first of the keys of `covered` that is new, and what is to be added to a key's number to give its row.
         lengths: [B] int32, keys of each sequence, with those of the step.
         recent_lengths: [B] int32, those from the first page of the last keys on; 0 for a sequence without tokens.
         table: [B,room] int32, pages of each sequence.
@@ -79,6 +80,7 @@ class Numbers(NamedTuple):
     recent_slot: Any
     covered: Any
     compressed_slot: Any
+    fresh: Any
     lengths: Any
     recent_lengths: Any
     table: Any
@@ -93,7 +95,8 @@ def shapes_of(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     covered = (pieces + sizes.reach - 1) * sizes.compress_stride
     wide = {"position": (B, S), "slot": (B, S), "recent_slot": (B, S), "covered": (B, covered), "compressed_slot": (B, pieces)}
     narrow = {
-        "lengths": (B,), "recent_lengths": (B,), "table": (B, sizes.room), "recent_table": (B, sizes.recent_room), "near": (B, S, 2),
+        "fresh": (B, 2), "lengths": (B,), "recent_lengths": (B,), "table": (B, sizes.room), "recent_table": (B, sizes.recent_room),
+        "near": (B, S, 2),
     }  # fmt: skip
     every = {name: (shape, torch.int64) for name, shape in wide.items()} | {name: (shape, torch.int32) for name, shape in narrow.items()}
     return every | {"is_token": ((B, S), torch.bool)}
@@ -143,7 +146,9 @@ def write(to: Numbers, sizes: Sizes, sequences: list[Sequence], tokens: list[int
     piece = first + np.arange(sizes.pieces)  # those that may be complete now
     complete = (piece >= sizes.reach - 1) & ((piece + 1) * stride <= length[:, None])
     to.compressed_slot[:] = _slots(to.table, sizes.pages, piece, complete, sizes.page_pieces)
-    key = (first - sizes.reach + 1) * stride + np.arange(to.covered.shape[1])
+    begin = (first - sizes.reach + 1) * stride  # the position of the first key of `covered`
+    to.fresh[:] = np.concatenate(((length - new)[:, None] - begin, begin - length[:, None] + S), 1)
+    key = begin + np.arange(to.covered.shape[1])
     present = (new[:, None] > 0) & (key >= base[:, None]) & (key < length[:, None])
     to.covered[:] = _slots(to.recent_table, sizes.recent_pages, key - base[:, None], present, page_size)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from nsa_sel.caching import prefill
+from nsa_sel.caching.beside import Beside
 from nsa_sel.caching.extend import Compress, append, compress
 from nsa_sel.caching.numbers import Numbers, Sizes
 from nsa_sel.caching.pools import Pools
@@ -15,7 +16,7 @@ from nsa_sel.caching.quantized import Scales
 from nsa_sel.core import transforms
 from nsa_sel.core.choose import over_pages
 from nsa_sel.core.choose_call import PagedKeys, Rule
-from nsa_sel.core.gating import gated_sum
+from nsa_sel.core.gating import gated_sum, sum_of_tokens
 from nsa_sel.errors import ArgumentError
 from nsa_sel.projection import Parts
 from nsa_sel.selection import Selection
@@ -112,18 +113,29 @@ class LayerStep(NamedTuple):
             ArgumentError: sizes, dtypes or devices other than the cache's; gradients.
         """
         self._check(new)
-        self.extend(new, by)
         if self.alike is not None:
+            self.extend(new, by)
             branches = prefill.branches(new.q, new.q_cmp, self.pools, self.at, self.sizes, self.alike, rule, backend, self.scales)
             return gated_sum(*branches, new.gates)
+        beside = Beside(new.q)
+        window = beside.run(lambda: self._append_and_attend(new))
+        self._compress(new, by, beside.join)
         compressed, blocks = self.choose(new.q_cmp, rule)
-        branches = compressed, self.select(new.q, blocks, backend), self.near(new.q)
-        return torch.where(self.at.is_token[:, :, None, None, None], gated_sum(*branches, new.gates), 0.0)
+        beside.join()
+        return sum_of_tokens((compressed, self.select(new.q, blocks, backend), window), new.gates, self.at.is_token)
 
     def extend(self, new: Parts, by: tuple[Compress, Compress]) -> None:
         """Append keys and values, and compress those whose last key is new."""
         append(self.pools, self.at, new.keys(), self.scales)
-        compress(self.pools, self.at, by, self.sizes.compress_stride)
+        self._compress(new, by, lambda: None)
+
+    def _compress(self, new: Parts, by: tuple[Compress, Compress], appended: Callable[[], None]) -> None:
+        compress(self.pools, self.at, (new.k_cmp, new.v_cmp), by, self.sizes.compress_stride, appended)
+
+    def _append_and_attend(self, new: Parts) -> Tensor:
+        """The window, over the new tokens, too: neither the choice of blocks nor what is compressed has to wait for it."""
+        append(self.pools, self.at, new.keys(), self.scales)
+        return self.near(new.q)
 
     def choose(self, q: Tensor, rule: Rule) -> tuple[Tensor, Selection]:
         """The compressed branch of q [B,S,G,h,Dk], and the blocks that it chooses."""

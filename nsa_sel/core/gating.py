@@ -58,6 +58,13 @@ def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor) -> None:
     _work(gates).write_sum(branches, gates, to)
 
 
+def sum_of_tokens(branches: Sequence[Tensor], gates: Tensor, is_token: Tensor) -> Tensor:
+    """`gated_sum` without gradients; 0 for the rows that are no token by is_token [B,S], whatever the branches hold there."""
+    o = torch.empty(branches[0].shape, dtype=branches[0].dtype, device=branches[0].device)
+    _work(gates).write_sum(branches, gates, o, is_token)
+    return o
+
+
 def add_up(parts: Sequence[Tensor]) -> Tensor:
     """The sum of up to three tensors [B,S,G,h,D], in the first one, rounded once."""
     first = parts[0]

@@ -16,8 +16,9 @@ def summed(branches: Sequence[Tensor], gates: Tensor) -> Tensor:
     return total.to(branches[0].dtype)  # type: ignore[union-attr]
 
 
-def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor) -> None:
-    to.copy_(summed(branches, gates))
+def write_sum(branches: Sequence[Tensor], gates: Tensor, to: Tensor, is_token: Tensor | None = None) -> None:
+    total = summed(branches, gates)
+    to.copy_(total if is_token is None else torch.where(is_token[:, :, None, None, None], total, 0.0))
 
 
 def raise_lse(lse: Sequence[Tensor | None], gates: Tensor) -> list[Tensor | None]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import NSACache, NSAttention
+from nsa_sel.caching.step import CacheStep
 from nsa_sel.core.quantized import STORED
 from tests.helpers.graphs import captured, no_waiting, replayed
 from tests.helpers.layer_cache import poison, with_stored_keys
@@ -51,8 +52,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def prefilled(layer: NSAttention, x: Tensor, lengths: list[int], options: dict[str, Any]) -> tuple[NSACache, list[int]]:
-    """A cache with the first tokens of every row of x, in chunks of up to 300."""
-    cache = NSACache.of([layer], 128, 32, **options)
+    """A cache of two layers, of which the first has the first tokens of every row of x, in chunks of up to 300, and the second zeros."""
+    cache = NSACache.of([layer, layer], 128, 32, **options)
     sequences = [cache.open() for _ in lengths]
     for at in range(0, max(lengths), 300):
         counts = [max(0, min(300, length - at)) for length in lengths]
@@ -62,6 +63,8 @@ def prefilled(layer: NSAttention, x: Tensor, lengths: list[int], options: dict[s
         for b, count in enumerate(counts):
             rows[b, max(counts) - count :] = x[b, at : at + count]
         assert bool(layer(rows, cache=step[0]).isfinite().all())
+    for pool in cache.pools:
+        pool[1].zero_()
     return cache, sequences
 
 
@@ -89,13 +92,17 @@ def test_decoding_equals_the_prefill(layer: NSAttention, options: dict[str, Any]
 
 
 def test_a_graph_replays_decoding(layer: NSAttention, options: dict[str, Any]) -> None:
-    """Of other lengths and pages, and of fewer sequences than were captured. Bit-equal to eager steps; the host never waits."""
+    """Two layers, of other lengths and pages, and of fewer sequences than were captured. Bit-equal to eager steps; the host never waits."""
+
+    def model(step: CacheStep) -> Tensor:
+        return layer(layer(token, cache=step[0]), cache=step[1])  # type: ignore[no-any-return]
+
     x = torch.randn(3, max(LENGTHS) + 1, 256, device="cuda", dtype=torch.bfloat16)
     caches = [prefilled(layer, x, LENGTHS, options) for _ in range(2)]
     (cache, sequences), (eager, others) = caches
     token = x[:, -1:].clone()
     step, plain = (one.step(names, room=1024) for one, names in caches)
-    graph, outputs = captured(lambda: (layer(token, cache=step[0]),))
+    graph, outputs = captured(lambda: (model(step),))
     for one, names in caches:
         for sequence, length in zip(names, LENGTHS, strict=True):
             one.truncate(sequence, length)
@@ -103,7 +110,7 @@ def test_a_graph_replays_decoding(layer: NSAttention, options: dict[str, Any]) -
         chosen = [0, 1, 2] if i % 3 else [2, 0]
         token.normal_()
         eager.step([others[b] for b in chosen], into=plain)
-        wanted = layer(token, cache=plain[0])
+        wanted = model(plain)
         with no_waiting():
             cache.step([sequences[b] for b in chosen], into=step)
         poison(cache)

@@ -5,16 +5,20 @@ Triton's interpreter rounds to e4m3 in its own way, and makes 384 of NaN: there,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._triton import cache as kernels
+from nsa_sel.backends._triton import cache as cache_kernels
+from nsa_sel.backends._triton import compress as compress_kernels
+from nsa_sel.backends._triton import gate
 from nsa_sel.cache import NSACache
 from nsa_sel.caching import extend
 from nsa_sel.compression import BlockMLP
+from nsa_sel.core import gating
 from nsa_sel.core.quantized import STORED, stored
 from tests.helpers.cases import assert_within_twice_baseline
 from tests.helpers.layer_cache import poison
@@ -52,7 +56,7 @@ def test_append_writes_every_key_to_its_page(device: str) -> None:
     for i, slot, y in zip((6, 7, 0, 1, 4, 5), slots, keys, strict=True):
         extend.put(wanted[i], slot, y)
     to = step.pools
-    kernels.append(keys, (to.k_raw, to.v_raw, to.k, to.v, to.k_win, to.v_win), step.at.slot, step.at.recent_slot)
+    cache_kernels.append(keys, (to.k_raw, to.v_raw, to.k, to.v, to.k_win, to.v_win), step.at.slot, step.at.recent_slot)
     for mine, right in zip(to, wanted, strict=True):
         torch.testing.assert_close(mine[:-1], right[:-1], rtol=0, atol=0, equal_nan=True)  # nobody reads the last page
 
@@ -62,7 +66,7 @@ def appended(x: Tensor, scales: tuple[Tensor, ...]) -> list[Tensor]:
     N, G, D = x.shape
     pools = [torch.zeros(1, N, G, D, dtype=dtype, device=x.device) for dtype in (x.dtype, x.dtype, *[STORED] * 4)]
     slots = torch.arange(N - 1, -1, -1, device=x.device)[None]
-    kernels.append((x[None],) * 6, tuple(pools), slots, slots, scales)
+    cache_kernels.append((x[None],) * 6, tuple(pools), slots, slots, scales)
     found = [pool[0].flip(0) for pool in pools]
     assert all(torch.equal(y.nan_to_num(), x.nan_to_num()) for y in found[:2])
     return found[2:]
@@ -97,9 +101,9 @@ def test_append_quantizes_with_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
     torch.float32, torch.bfloat16, torch.float16))])  # fmt: skip
 @pytest.mark.parametrize("tokens", [[1, 4, 1, 0], [9, 2, 13, 1]])
 def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, tokens: list[int]) -> None:
-    """Within twice the error of the module in the same precision, from float64; nothing else is written."""
+    """Within twice the error of the module in the same precision, from float64; nothing else is written. New keys are not in pages yet."""
     cache, step, keys = new_tokens(device, dtype, tokens)
-    extend.append(step.pools, step.at, keys)
+    extend.append(step.pools, step.at, [torch.full_like(x, math.nan) for x in keys])
     before = [x.clone() for x in step.pools]
     placed = step.at.compressed_slot < 24 * 2
     assert bool(placed.any())
@@ -107,7 +111,8 @@ def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, t
     both = modules(device, dtype)
     of_k, of_v = (tuple(x.detach() for x in module.weights()) for module in both)
     raw, to = step.pools[6:], step.pools[2:4]
-    kernels.compress(raw, step.at.covered, step.at.compressed_slot, of_k, of_v, to, 4)
+    compress_kernels.compress(raw, keys[:2], step.at.covered, step.at.fresh, step.at.compressed_slot, of_k, of_v, to, 4)
+    extend.append(step.pools, step.at, keys)
     slots = step.at.compressed_slot[placed]
     rest = torch.ones(len(to[0].flatten(0, 1)), dtype=torch.bool, device=device).index_fill_(0, slots, False)
     for y, mine, clean, module in zip(raw, to, before[2:4], both, strict=True):
@@ -115,6 +120,21 @@ def test_compressed_keys_are_those_of_the_mlp(device: str, dtype: torch.dtype, t
         exact = module.double()(extend.covered(y, step.at).double()).transpose(1, 2)[placed].detach()
         assert_within_twice_baseline(mine.flatten(0, 1)[slots], exact, plain)
         torch.testing.assert_close(mine.flatten(0, 1)[rest], clean.flatten(0, 1)[rest], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_without_a_token_give_zero(device: str) -> None:
+    """Whatever the branches and gates hold there; the others give the gated sum, bit for bit."""
+    branches, gates = torch.randn(3, 2, 3, 2, 5, 24, device=device), torch.rand(2, 3, 2, 5, 3, device=device)
+    is_token = torch.tensor([[False, True, True], [False, False, True]], device=device)
+    wanted, found = torch.empty_like(branches[0]), torch.full_like(branches[0], math.nan)
+    gate.write_sum(tuple(branches), gates, wanted)
+    for x in (*branches, gates):
+        x[~is_token] = math.nan
+    gate.write_sum(tuple(branches), gates, found, is_token)
+    assert torch.equal(found, wanted * is_token[:, :, None, None, None])
+    plain = gating.sum_of_tokens(tuple(branches.cpu()), gates.cpu(), is_token.cpu())
+    torch.testing.assert_close(plain, found.cpu())
 
 
 def test_what_the_kernels_take() -> None:

@@ -37,6 +37,7 @@ def few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         small = {name: msgspec.structs.replace(config, block_l=16) for name, config in choose_triton.CONFIGS.items()}
         monkeypatch.setattr(choose_triton, "CONFIGS", small)
         monkeypatch.setattr(choose_pages, "LEAST_KEYS", 4)
+        monkeypatch.setattr(choose_pages, "SHARES", 64)
 
 
 def contiguous(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changed: Any) -> ChooseCall:
@@ -88,7 +89,7 @@ def test_other_backends_gather() -> None:
 
 @pytest.mark.parametrize("changed", [{"dtype": torch.float16}, {"scale": -0.3}, {"many": True}, {"scratch": True}], ids=str)
 def test_dtypes_scales_and_sizes(changed: dict[str, Any]) -> None:
-    """Rows that do not fit a tile are gathered; logits that do not fit the workspace are made sequence by sequence."""
+    """Rows that do not fit a tile are gathered; shares that do not fit the workspace are made sequence by sequence."""
     options = {name: value for name, value in changed.items() if name in ("dtype", "scale")}
     call = contiguous("decode", **options)
     if "many" in changed:
@@ -96,7 +97,7 @@ def test_dtypes_scales_and_sizes(changed: dict[str, Any]) -> None:
     pages = in_pages(call, 4)
     assert choose_pages.takes(pages) == ("many" not in changed)
     if "scratch" in changed:
-        pages.settings = msgspec.structs.replace(pages.settings, workspace_bytes=1 << 12)
+        pages.settings = msgspec.structs.replace(pages.settings, workspace_bytes=1 << 9)
     check_forward(lambda _: run(choose_triton, pages), call)  # type: ignore[arg-type, return-value]
 
 

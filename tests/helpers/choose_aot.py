@@ -45,10 +45,10 @@ POOLS = {  # choices without attention; name: shape as above, pool
 }
 
 
-PAGED = {  # new tokens over compressed keys in pages; name: S, h, Dk, Dv, dtype
-    "pages": (1, 16, 128, 128, torch.bfloat16),
-    "pages-drafts": (4, 16, 128, 128, torch.bfloat16),
-    "pages-256": (1, 12, 256, 256, torch.bfloat16),
+PAGED = {  # new tokens over compressed keys in pages; name: S, keys, h, Dk, Dv, dtype
+    "pages": (1, 4096, 16, 128, 128, torch.bfloat16),
+    "pages-drafts": (4, 4096, 16, 128, 128, torch.bfloat16),
+    "pages-256": (1, 4096, 12, 256, 256, torch.bfloat16),
 }
 
 
@@ -74,10 +74,10 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
 
 def compile_paged(name: str, sm: int) -> list[dict[str, Any]]:
     """Four compressed keys a page; parts are joined."""
-    S, h, Dk, Dv, dtype = PAGED[name]
-    call = make_choose_call((1, S, 4096, 1, h, Dk, Dv, Rule()), dtype, q_pos=torch.zeros(1, S, dtype=torch.int64))
+    S, keys, h, Dk, Dv, dtype = PAGED[name]
+    call = make_choose_call((1, S, 64, 1, h, Dk, Dv, Rule()), dtype, q_pos=torch.zeros(1, S, dtype=torch.int64))
     call.k, call.v = (torch.randn(64, 4, 1, D, dtype=dtype).transpose(1, 2) for D in (Dk, Dv))
-    call.pages = PagedKeys(torch.zeros(1, 64, dtype=torch.int32), 1)
+    call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
     with launches_compile(sm) as compiled:
         choose_triton.paged(call)
     limit = TARGETS[sm][0] * 1024
