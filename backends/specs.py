@@ -135,7 +135,7 @@ SPECS = (
         reads_caches=True,
         cost_terms={
             "forward": _TILES,
-            "decode": ("launch", "busy", "few-read", "busy-read", "gathered", "read-wide"),
+            "decode": ("launch", "busy", "walk", "few-read", "busy-read", "gathered", "read-wide"),
             "tokens": ("launch", "few-read", "busy-read", "distinct"),  # of its tiles, which take pages of whole steps alone
             "decode-e4m3": ("launch", "few-read", "busy-read"),
             "tokens-e4m3": ("launch", "few-read", "busy-read", "distinct"),
