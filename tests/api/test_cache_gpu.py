@@ -28,7 +28,7 @@ def layer() -> NSAttention:
 
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},
-    "fp8": {"kv_dtype": STORED, "kv_scales": {"k": torch.tensor([[0.01, 0.002]]), "v": 0.007, "k_win": 0.005, "v_win": 0.02}},
+    "fp8": {"kv_dtype": STORED, "kv_scales": {"k": torch.tensor([[0.01, 0.002]] * 2), "v": 0.007, "k_win": 0.005, "v_win": 0.02}},
 }
 
 
@@ -43,7 +43,7 @@ def as_stored(layer: NSAttention, options: dict[str, Any]) -> tuple[NSAttention,
     """The layer, and in float32, on the keys that a cache holds: quantized or not."""
     exact = NSAttention(256, 2, 16, 64, device="cuda").requires_grad_(False)
     exact.load_state_dict(layer.state_dict())
-    scales = NSACache.of([layer], 1, 32, **options).scales
+    scales = NSACache.of([layer, layer], 1, 32, **options).scales
     return (layer, exact) if scales is None else (with_stored_keys(layer, scales.layer(0)), with_stored_keys(exact, scales.layer(0)))
 
 
@@ -137,7 +137,7 @@ def test_long_chunks_run_as_a_prefill(layer: NSAttention, options: dict[str, Any
     own, exact = as_stored(layer, options)
     whole, plain = own(x), exact(x.float())
     for chunks in ([700], [400, 300]):
-        cache = NSACache.of([layer], 64, 32, **options)
+        cache = NSACache.of([layer, layer], 64, 32, **options)
         sequences = [cache.open(), cache.open()]
         parts = []
         for part in x.split(chunks, 1):
