@@ -60,6 +60,7 @@ PROFILED = (
     Profiled("real-8k-h1", "bwd", "cupy-cuda", "dkdv_tiles", "CUDA row dK and dV"),
     Profiled("random-32k-h16-192", "bwd", "cupy-cuda", "dkdv_tiles", "CUDA row dK and dV, keys of 192"),
     Profiled("decode-B1-64k-h16", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks, a cluster a row"),
+    Profiled("parallel-B64-32k-G1-h16-b128", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks, a cluster a row"),
     Profiled("decode-B64-32k-h16", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks"),
     Profiled("decode-B64-32k-h16", "fwd", "triton-group", "forward_blocks_kernel", "group forward"),
     Profiled("decode-B256-16k-h16", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks"),
@@ -97,7 +98,7 @@ SECTIONS = (
 
 def case_of(name: str) -> cases.Case:
     """The case of the performance table that has this name, prefill or decode."""
-    return next(case for case in (*cases.performance_cases(), *cases.decode_cases()) if case.case == name)
+    return next(case for case in (*cases.performance_cases(), *cases.decode_cases(), *cases.parallel_cases()) if case.case == name)
 
 
 def call(case_name: str, direction: str, backend: str) -> None:
