@@ -160,7 +160,6 @@ def contender_rows(
             if contender.peer:
                 work()  # what torch.compile does first is not its workspace
             space = timing.workspace_bytes(work, device)  # also the call before those that are timed
-            timing.settle(device)
             if direction == "decode" and device == "cuda" and job.timing.streams == 1:
                 times = timing.replayed_milliseconds(work, job.timing)
             else:

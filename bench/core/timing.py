@@ -82,6 +82,8 @@ def milliseconds(work: Work, timing: Timing, device: str = "cuda") -> Spread:
     if timing.calls is not None:
         calls, warmup = min(timing.calls, int(MOST_SECONDS * 1e3 / each)), timing.warmup
     if calls > LEAST_CALLS:
+        if device == "cuda":
+            time.sleep(SETTLE_GPU)  # now that everything is allocated
         timed(work, warmup)
         times = timed(work, calls)
     return spread(times).over(timing.streams)
@@ -100,13 +102,6 @@ def replayed_milliseconds(work: Work, timing: Timing) -> Spread:
         for _ in range(GRAPH_CALLS):
             work()
     return milliseconds(graph.replay, timing).over(GRAPH_CALLS)
-
-
-def settle(device: str) -> None:
-    """Let the GPU come to rest after inputs were made."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        time.sleep(SETTLE_GPU)
 
 
 def cpu_milliseconds(work: Work) -> float:

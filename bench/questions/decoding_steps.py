@@ -29,7 +29,7 @@ from nsa_sel.bench.core import environment, markdown, store
 from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds, settle
+from nsa_sel.bench.core.timing import Timing, milliseconds, replayed_milliseconds
 from nsa_sel.cache import NSACache
 from nsa_sel.core.quantized import STORED
 from nsa_sel.projection import Parts
@@ -139,9 +139,7 @@ def size_of(row: Row) -> tuple[int, int, str]:
 def measured(layer: NSAttention, B: int, lengths: list[int], kv: str, bandwidth: float, rep: float) -> Iterator[Row]:
     """A row of every part at each length."""
     for cache, sequences, length in grown(layer, B, lengths, FORMATS[kv]):
-        of_step = parts(layer, cache, sequences, length)
-        settle("cuda")
-        for name, part in of_step.items():
+        for name, part in parts(layer, cache, sequences, length).items():
             part.work()
             decided = events.decisions()[-1].forward if name in ("choose", "select", "window") else None
             times = replayed_milliseconds(part.work, Timing(rep))

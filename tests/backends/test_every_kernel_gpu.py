@@ -16,12 +16,14 @@ from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.facts import device_info
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
+from tests.helpers.cache_cases import LENGTHS
 from tests.helpers.cases import make_blocks, make_qkv, make_spans
 from tests.helpers.choose_cases import check_forward as check_forward_choice
 from tests.helpers.choose_cases import check_gradients, make_choose_call, make_packed_call
 from tests.helpers.choosing_reference import assert_chosen, best, infllm_scores, moba_scores, msa_scores
 from tests.helpers.layer_kernels import check_deltas, check_gate, check_gate_parts, check_rotation
 from tests.helpers.parity import check_both, check_forward
+from tests.helpers.quantized_cases import check_quantized, make_quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -139,5 +141,15 @@ def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     check_forward("cupy-cuda", q, k, v, Selection.from_ranges(torch.tensor([[[[[0, 65536]]]]], dtype=torch.int32, device="cuda")))
     files = {file.name for file in Path(str(cupy_cuda.__file__)).parent.rglob("*.cu")}
     if torch.cuda.get_device_capability() != (9, 0):
-        files -= {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}  # Hopper's own
+        files -= {
+            "forward_tiles.cu",
+            "dq_tiles.cu",
+            "dkdv_groups.cu",
+            "tile_union.cu",
+            "forward_blocks.cu",
+            "forward_tokens.cu",
+        }  # Hopper's own
+    else:
+        sizes = {"lengths": LENGTHS * 20, "page_size": 64, "S_q": 4, "h": 4, "Dk": 128, "Dv": 128, "block": 64}
+        check_quantized(make_quantized("page", **sizes, dtype=torch.bfloat16, device="cuda"), "cupy-cuda")  # few new tokens over e4m3 keys
     assert files <= {Path(name).name for name in ran}, f"never ran: {sorted(files - {Path(name).name for name in ran})}"
