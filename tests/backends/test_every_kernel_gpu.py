@@ -35,6 +35,7 @@ SIZES = (  # B, S, S_kv: prefill of few rows and of many, decoding with few rows
     (150, 1, 256),
 )
 BLOCK, N = 64, 4
+HOPPERS = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu", "forward_blocks.cu", "forward_tokens.cu"}
 
 
 def run_all(backend: str, dtype: torch.dtype, Dk: int, Dv: int, h: int) -> None:
@@ -141,14 +142,7 @@ def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     check_forward("cupy-cuda", q, k, v, Selection.from_ranges(torch.tensor([[[[[0, 65536]]]]], dtype=torch.int32, device="cuda")))
     files = {file.name for file in Path(str(cupy_cuda.__file__)).parent.rglob("*.cu")}
     if torch.cuda.get_device_capability() != (9, 0):
-        files -= {
-            "forward_tiles.cu",
-            "dq_tiles.cu",
-            "dkdv_groups.cu",
-            "tile_union.cu",
-            "forward_blocks.cu",
-            "forward_tokens.cu",
-        }  # Hopper's own
+        files -= HOPPERS
     else:
         sizes = {"lengths": LENGTHS * 20, "page_size": 64, "S_q": 4, "h": 4, "Dk": 128, "Dv": 128, "block": 64}
         check_quantized(make_quantized("page", **sizes, dtype=torch.bfloat16, device="cuda"), "cupy-cuda")  # few new tokens over e4m3 keys
