@@ -39,6 +39,7 @@ HOPPER_TILES = TileKernels(
     sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=128
 )
 ARITHMETIC_TILES = msgspec.structs.replace(HOPPER_TILES, block_multiple=1, blocks_max=1 << 24)  # of keys; no plan in memory
+E4M3_TILE_ROWS = 16  # tokens times heads of a tile of forward_tokens.cu, at most
 HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128))
 
 SPECS = (
@@ -135,10 +136,10 @@ SPECS = (
         reads_caches=True,
         cost_terms={
             "forward": _TILES,
-            "decode": ("launch", "busy", "walk", "few-read", "busy-read", "gathered", "read-wide"),
+            "decode": ("launch", "busy", "walk", "few-read", "busy-read", "rows-kernel", "rows-read", "read-wide"),
             "tokens": ("launch", "few-read", "busy-read", "distinct"),  # of its tiles, which take pages of whole steps alone
             "decode-e4m3": ("launch", "few-read", "busy-read"),
-            "tokens-e4m3": ("launch", "few-read", "busy-read", "distinct"),
+            "tokens-e4m3": ("launch", "read"),
             "backward": ("launch", "pairs", "tile", "exact"),
         },
     ),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from nsa_sel.backends.specs import launch_class, tile_columns
+from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_STEPS, launch_class, tile_columns
 from nsa_sel.core.backend import Backend
 from nsa_sel.core.decision import Case
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
@@ -20,6 +20,7 @@ from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
 BYTES = {"e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
 STEP = 64  # keys that a kernel loads at once from a page that holds as many
+OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls that load keys in another way than plain ones of whole steps
 MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
 
@@ -90,8 +91,11 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
     parts = max(1, min(MOST_PARTS, sm_count // max(1, rows)))
     read = keys * -(-h // TILE_ROWS) * key_bytes
     suffix = "-wide" if launch_class(wide_k + wide_v, size) else ""
+    by_rows = not HOPPER_STEPS.take(request)
     return {
         "launch": 1.0,
+        "rows-kernel": float(by_rows),
+        "rows-read": read / 1e9 if by_rows else 0.0,
         "join": float(parts > 1),
         "busy": float(busy),
         "walk": walk,
@@ -118,8 +122,8 @@ def stored_size(request: Request) -> int:
 
 
 def gathers(request: Request) -> bool:
-    """Whether keys are gathered from pages that are smaller than a step, or end within one."""
-    return request.page_size is not None and request.page_size % STEP != 0
+    """Whether keys are gathered from pages that are smaller than a step, or end within one; a step has at most a block."""
+    return request.page_size is not None and request.page_size % min(STEP, request.block_size or STEP) != 0
 
 
 def seen_of(request: Request) -> float:
@@ -158,8 +162,10 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
         return False
     if request.page_size is not None and not backend.reads_caches:
         return False
-    if gathers(request) and "gathered" not in backend.cost_terms.get(request.phase(backward), ()):
+    if gathers(request) and not OTHERWISE_LOADED & set(backend.cost_terms.get(request.phase(backward), ())):
         return False
+    if request.quantized and backend.quantized_by is not None and 1 < request.S <= FEW_TOKENS:
+        return 2 * request.h > E4M3_TILE_ROWS  # with fewer heads another kernel runs, which was not measured
     if backend.tiles is None or request.S == 1:
         return True
     if request.kind == "attend" and request.S <= FEW_TOKENS and not backward:
@@ -179,7 +185,8 @@ def predict(case: Case, backend: Backend) -> float | None:
     wide = any(term.endswith("-wide") for term in amounts)
     if wide and not any(term.endswith("-wide") for term in model.terms):
         return None
-    if gathers(request) and "gathered" not in model.terms:
-        return None
+    for term in OTHERWISE_LOADED & set(backend.cost_terms.get(request.phase(backward), ())):
+        if amounts[term] > 0 and term not in model.terms:
+            return None
     ms = max(model.host, sum(ms_each * amounts.get(term, 0.0) for term, ms_each in model.terms.items()))
     return float(f"{ms:.4g}")

@@ -15,10 +15,11 @@ from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.few_tokens import MOST_ENTRIES
+from nsa_sel.backends.specs import E4M3_TILE_ROWS
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import FEW_TOKENS
 
-ROWS, CONSUMER_WARPS = 16, 4  # tokens times heads of a tile, at most; one more warp produces
+ROWS, CONSUMER_WARPS = E4M3_TILE_ROWS, 4  # one more warp produces
 PER_SM = 2  # CTAs
 
 

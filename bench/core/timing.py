@@ -16,7 +16,7 @@ LEAST_CALLS = 3
 MOST_SECONDS = 10.0  # of timed calls, however many were asked for
 FLUSH_BYTES = 256 << 20  # several times any L2 cache
 SETTLE = 0.02  # seconds before each call on a CPU: threads of the call before may still spin
-SETTLE_GPU = 0.2  # seconds; for about as long after gigabytes were allocated or freed, kernels that load much are up to an eighth slower
+SETTLE_GPU = 0.2  # seconds; for less than that after gigabytes were allocated, kernels that load much are slower on an H200
 RESAMPLES = 1000  # of the bootstrap
 SAMPLED_AT_ONCE = 1 << 20  # times per draw of the bootstrap, which bounds its memory
 

@@ -1,7 +1,8 @@
 """Fit cost models to measured rows: `python -m nsa_sel.bench.tune.cost_fit` prints their errors, and the sharing prior.
 
 policies/cost.py counts the work. Here each kind of work gets its price, by least squares of the relative error. Prices are never
-negative, so that more work is never predicted to be cheaper. derive.py writes the models into the device's profile.
+negative, so that more work is never predicted to be cheaper, but where a decoding batch has more rows than the GPU has multiprocessors:
+there other prices begin. derive.py writes the models into the device's profile.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from nsa_sel.settings.schema import CostModel, Costs
 
 BACKENDS = {backend.name: backend for backend in (*SPECS, *CHOOSERS)}
 TERMS = {f"{backend.name}/{phase}": terms for backend in BACKENDS.values() for phase, terms in backend.cost_terms.items()}
-OF_CACHES = {"gathered"}  # terms that no plain call has
+OF_CACHES = {"gathered", "rows-kernel", "rows-read"}  # terms that no plain call has
 CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosing; `WAYS` are those of others
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
 # Commands whose rows time more, or less, than a call (packed batches, ranks, a plain call beside caches) under a backend's name; old rows

@@ -27,6 +27,8 @@ COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts 
     "few-read": "the same where rows are at most multiprocessors, which share them: bound by what is in flight",
     "busy-read": "the same where rows are more: bound by the memory's bandwidth",
     "gathered": "GB of K and V loaded by one program per row from pages that hold no whole steps of 64 keys",
+    "rows-kernel": "1 per call that kernels of whole steps (`StepKernels`) do not take: small pages, other blocks or head dims",
+    "rows-read": "GB of K and V loaded by one program per row in such calls",
     "reread": "GB of K and V loaded by one program per row and head",
     "reread-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "distinct": "GB of K and V loaded by 64 adjacent rows, each block counted once",

@@ -14,8 +14,9 @@ from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core.call import Call
 from nsa_sel.core.quantized import scales_of
 from nsa_sel.oracle import oracle_forward
+from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from tests.helpers.cache_cases import gathered, positions
+from tests.helpers.cache_cases import Cache, gathered, positions
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
@@ -129,6 +130,46 @@ def test_nan_reaches_the_rows_that_select_it_alone(monkeypatch: pytest.MonkeyPat
     for new, old in ((spoilt, o), (spoilt_lse, lse)):
         assert torch.equal(new[:2], old[:2])
         assert torch.equal(new[2, 0, 1], old[2, 0, 1])
+
+
+def without_blocks(cache: Cache, token: int) -> Cache:
+    """The first sequence's token selects nothing."""
+    ranges = cache.selection.ranges.clone()
+    ranges[0, token] = 0
+    return cache._replace(selection=Selection.from_ranges(ranges, cache.selection.block_size, disjoint=True))
+
+
+@pytest.mark.parametrize(("sm_count", "kernel"), [(2, "forward_tokens.cu"), (16, "forward_blocks.cu"), (64, "forward_blocks.cu")])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale", "v_cache"])
+def test_nan_never_reaches_rows_that_select_nothing(monkeypatch: pytest.MonkeyPatch, name: str, sm_count: int, kernel: str) -> None:
+    """In a scale, or in a value that other tokens of the sequence select."""
+    emulated(monkeypatch)
+    started = noted(monkeypatch)
+    given = small_cache(**{**OF_HEADS, **OF_TOKENS, "G": 1, "lengths": (300, 600)})
+    given = given._replace(cache=without_blocks(given.cache, 0))
+    if name == "v_cache":
+        given.cache.v_cache[0, :64, 0, 3] = torch.nan
+    else:
+        given.scales[name].fill_(torch.nan)
+    o, lse = forward(given, sm_count)
+    assert set(started) == {kernel}
+    assert bool((o[0, 0] == 0).all())
+    assert bool((lse[0, 0] == -torch.inf).all())
+    assert bool(o[0, 1:].isnan().any())
+
+
+def test_nan_that_no_token_sees_of_a_block_that_it_selected_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token 0 selected the first block and sees 63 of its keys; the others, which see all, selected the second."""
+    emulated(monkeypatch)
+    started = noted(monkeypatch)
+    given = small_cache(**{**OF_HEADS, "S_q": 4, "room": 640, "lengths": (66, 600), "G": 1, "n": 1})
+    ranges = given.cache.selection.ranges.clone()
+    ranges[0, :, 0, 0] = torch.tensor([[0, 64], [64, 128], [64, 128], [64, 128]], dtype=ranges.dtype)
+    given = given._replace(cache=given.cache._replace(selection=Selection.from_ranges(ranges, 64, disjoint=True)))
+    o, _ = check(given, 2)
+    given.cache.v_cache[0, 63] = torch.nan
+    assert torch.equal(forward(given, 2)[0], o)
+    assert set(started) == {"forward_tokens.cu"}
 
 
 def test_a_cache_that_sequences_share_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

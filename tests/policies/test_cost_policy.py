@@ -253,7 +253,7 @@ def test_sharing_is_interpolated_between_measured_sizes() -> None:
 
 
 # Rows that are more than multiprocessors run on another kernel, which may be faster.
-OF_A_REGIME = ("join", "busy", "split-walk", "few-read", "busy-read")
+OF_A_REGIME = ("join", "busy", "split-walk", "few-read", "busy-read", "rows-kernel", "rows-read")
 EVERY = {f"{name}/{direction}": model(launch=1, **{t.replace("-", "_"): 1.0 for t in COST_TERMS if t not in ("launch", *OF_A_REGIME)})
          for name in (GROUP, TILE, BLOCK, TOKEN, "sdpa-packed") for direction in ("forward", "backward")}  # fmt: skip
 

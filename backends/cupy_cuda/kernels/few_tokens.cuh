@@ -1,5 +1,5 @@
 // The union of the blocks that the few tokens of a (b, g) selected, made by the CTA that attends to it: no plan is in memory, and none is
-// launched. Used where a tile has all tokens of a sequence: when it decodes several tokens at once.
+// launched. Used when sequences decode several tokens at once: by tiles of all tokens of one, or of some.
 //
 // Every thread has one (token, range). The first of those that selected a block writes it to the list, with a bit per token.
 #pragma once

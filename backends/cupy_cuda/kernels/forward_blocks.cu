@@ -316,7 +316,8 @@ struct Consumer {
             const bool exists = head(r) < count;
             const i64 out = heads.first(x) + head(r);
             if (exists && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
-            write_columns(x.o + out * DV + share * COLUMNS, acc, r, totals.scale * v_rate, exists);
+            const float rate = totals.scale == 0.0f ? 0.0f : totals.scale * v_rate;  // no keys: a scale of NaN must not matter
+            write_columns(x.o + out * DV + share * COLUMNS, acc, r, rate, exists);
         }
     }
 
@@ -330,7 +331,8 @@ struct Consumer {
     }
 
     DEVICE void send_columns() {
-        if (E4M3) scale_rows(acc, {v_rate, v_rate});
+        const float rates[2] = {total(head(0)) == 0.0f ? 0.0f : v_rate, total(head(1)) == 0.0f ? 0.0f : v_rate};  // as in `write`
+        if (E4M3) scale_rows(acc, rates);
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             if (head(r) < count) send_row(shared.cluster, rank, head(r), share * COLUMNS, acc, r);

@@ -39,6 +39,7 @@ struct Shared {
     Pipeline<STAGES> steps;
     int keys[STAGES];    // the first of a step; NO_KEY: there are no more steps
     u32 tokens[STAGES];  // that selected its block
+    int limits[STAGES];  // one past the last key that any of them sees
     float k_scales[STAGES], v_scales[STAGES];
     float tops[SHARES][ROWS], sums[SHARES][ROWS];
 };
@@ -54,22 +55,25 @@ struct Tile {
           count(min(TOKENS, static_cast<int>(x.p.S) - first)) {}
 
     DEVICE int limit(int token) const { return row_limit(p, b, first + token); }
-    // One past the last key that any token sees: tokens may have any positions.
-    DEVICE int last_limit() const {
+    // One past the last key that any of these tokens sees (bits): tokens may have any positions.
+    DEVICE int last_limit(u32 tokens) const {
         int last = 0;
-        for (int token = 0; token < count; ++token) last = max(last, limit(token));
+        for (int token = 0; token < count; ++token)
+            if (tokens >> token & 1) last = max(last, limit(token));
         return last;
     }
 };
 
 // Producer warp: all steps of the union. A lane reads the page of a step, for 32 steps at once.
 DEVICE void produce_steps(const Arguments &x, const Tile &tile, unsigned char *stages, Shared &shared) {
-    const int lane = threadIdx.x % 32, limit = tile.last_limit();
+    const int lane = threadIdx.x % 32;
+    const u32 all_tokens = (1u << TOKEN_BITS) - 1;
     const u32 steps = static_cast<u32>(union_counts.y) * PER_BLOCK;
     PipelineState<STAGES> at;
     for (u32 first = 0; first < steps; first += 32) {
         const u32 step = first + lane, entry = step < steps ? union_entries[step / PER_BLOCK] : 0;
         const int key = static_cast<int>((entry >> TOKEN_BITS) * BLOCK + step % PER_BLOCK * KEYS);
+        const int limit = tile.last_limit(entry & all_tokens);  // of the tokens that selected the block
         const bool exists = step < steps && key < limit;
         const int page = exists ? page_of(x.p, tile.b, key) : 0;
         for (u32 left = __ballot_sync(ALL_LANES, exists); left; left &= left - 1, at.next()) {
@@ -79,7 +83,8 @@ DEVICE void produce_steps(const Arguments &x, const Tile &tile, unsigned char *s
                 unsigned char *k_tile = stages + at.stage * STAGE_BYTES;
                 u64 *full = &shared.steps.full[at.stage];
                 shared.keys[at.stage] = key;
-                shared.tokens[at.stage] = entry & ((1u << TOKEN_BITS) - 1);
+                shared.tokens[at.stage] = entry & all_tokens;
+                shared.limits[at.stage] = limit;
                 mbarrier_arrive_expect(full, STAGE_BYTES);
                 tma_load_key_tile<DK, false, K_BOX>(k_tile, &x.k, full, in_page(key), tile.g, page);
                 tma_load_key_tile<DV, false, V_BOX>(k_tile + K_BYTES, &x.v, full, in_page(key), tile.g, page);
@@ -104,7 +109,7 @@ struct Consumer {
     const Tile &tile;
     Shared &shared;
     u16 *const q_tile, *const p_tile;
-    const int lane, share, last_limit;
+    const int lane, share;
     const float slack;
     OnlineSoftmax softmax;
     u32 q[DK / 16][4];  // operand A
@@ -115,7 +120,7 @@ struct Consumer {
 
     DEVICE Consumer(const Arguments &x, const Tile &tile, Shared &shared, u16 *q_tile, u16 *p_tile)
         : x(x), tile(tile), shared(shared), q_tile(q_tile), p_tile(p_tile), lane(threadIdx.x % 32), share(threadIdx.x / 32),
-          last_limit(tile.last_limit()), slack(SLACK / static_cast<float>(x.p.scale_log2)), softmax(x.p.scale_log2) {
+          slack(SLACK / static_cast<float>(x.p.scale_log2)), softmax(x.p.scale_log2) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             limits[r] = exists(r) ? tile.limit(row(r) / H) : 0;
@@ -196,7 +201,7 @@ struct Consumer {
         for (int r = 0; r < 2; ++r) seen[r] = shared.tokens[stage] & own[r] ? limits[r] - key : 0;
         float s[SHARE / 8][4] = {};
         add_logits(s, k_tile, stage, seen);
-        if (last_limit - key < KEYS) zero_values(v_tile, last_limit - key);
+        if (shared.limits[stage] - key < KEYS) zero_values(v_tile, shared.limits[stage] - key);
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
         if (named_barrier_any<CONSUMERS>(1, rises)) raise(top);  // all have read the p before, too
@@ -230,7 +235,10 @@ struct Consumer {
             const RowTotals totals(softmax.c, softmax.m[r], sum);
             const i64 out = ((tile.b * x.p.S + tile.first + row(r) / H) * x.p.G + tile.g) * H + row(r) % H;
             if (exists(r) && share == 0 && lane % 4 == 0) x.lse[out] = totals.lse * LN_2;
-            write_columns(x.o + out * DV + share * COLUMNS, acc, r, totals.scale * v_rate, exists(r));
+            const bool empty = totals.scale == 0.0f;  // then 0: NaN of other tokens' values, or in a scale, must not matter
+#pragma unroll
+            for (int j = 0; empty && j < COLUMNS / 8; ++j) acc[j][2 * r] = acc[j][2 * r + 1] = 0.0f;
+            write_columns(x.o + out * DV + share * COLUMNS, acc, r, empty ? 0.0f : totals.scale * v_rate, exists(r));
         }
     }
 };
