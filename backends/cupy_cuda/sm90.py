@@ -19,7 +19,7 @@ from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, cached_plan, key_value_gradients
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
-from nsa_sel.backends.specs import HOPPER_TILES
+from nsa_sel.backends.specs import HOPPER_STEPS, HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.request import DeviceInfo
@@ -91,10 +91,10 @@ def steps_in_pages(call: Call) -> bool:
 
 def supports_blocks(call: Call) -> bool:
     """Whether forward_blocks.cu computes this call: rows of blocks of 64 keys or a multiple."""
-    size = call.selection.block_size
-    if call.device.sm != SM or size is None or size % KEYS or not steps_in_pages(call):
+    size, steps = call.selection.block_size, HOPPER_STEPS
+    if call.device.sm != steps.sm or size is None or size % steps.keys or not steps_in_pages(call):
         return False
-    return call.q.shape[4] in (64, 128) and call.v.shape[-1] in (64, 128) and mappable(call.k, call.v) and launch.aligned(call.q)
+    return call.q.shape[4] in steps.dims and call.v.shape[-1] in steps.dims and mappable(call.k, call.v) and launch.aligned(call.q)
 
 
 @functools.lru_cache(maxsize=1024)
