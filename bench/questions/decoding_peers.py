@@ -29,6 +29,7 @@ from nsa_sel.errors import ArgumentError
 
 PEER = "flashinfer"
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
+KEYS_CHECKED_AT_ONCE = 4 << 20  # SDPA's copies take 8 GiB: beside 64 GiB of pages there is no room for all
 
 
 def planned(flashinfer: Any, block_table: Tensor, page_size: int, heads: int, groups: int, head_dim: int) -> Any:
@@ -55,12 +56,15 @@ def planned(flashinfer: Any, block_table: Tensor, page_size: int, heads: int, gr
     return wrapper
 
 
-def beside_sdpa(o: Tensor, q: Tensor, pages: tuple[Tensor, Tensor], block_table: Tensor) -> float:
-    """Mean absolute difference of o [B,G*h,D] and SDPA's over the pages' keys in order; WrongResult where it is more than rounding."""
-    B, groups = len(q), pages[0].shape[2]
-    k, v = (x[block_table.long()].flatten(1, 2).transpose(1, 2) for x in pages)
-    dense = dense_causal_sdpa(q.view(B, 1, groups, -1, q.shape[-1]), k, v, kernel="cudnn" if q.is_cuda else "any")
-    return checked_error("o", o.view(dense.shape), dense.double())
+def beside_sdpa(outputs: Tensor, queries: Tensor, pages: tuple[Tensor, Tensor], block_tables: Tensor) -> float:
+    """Mean absolute difference of outputs [B,G*h,D] and SDPA's over the pages' keys in order; WrongResult for more than rounding."""
+    at_once = max(1, KEYS_CHECKED_AT_ONCE // (block_tables.shape[1] * pages[0].shape[1]))
+    errors = list[float]()
+    for o, q, block_table in zip(*(torch.split(x, at_once) for x in (outputs, queries, block_tables)), strict=True):
+        k, v = (x[block_table.long()].flatten(1, 2).transpose(1, 2) for x in pages)
+        dense = dense_causal_sdpa(q.view(len(q), 1, k.shape[1], -1, q.shape[-1]), k, v, kernel="cudnn" if q.is_cuda else "any")
+        errors.append(len(q) * checked_error("o", o.view(dense.shape), dense.double()))
+    return sum(errors) / len(block_tables)
 
 
 def measured(flashinfer: Any, B: int, length: int, bandwidth: float, rep: float) -> store.Row:
@@ -98,8 +102,8 @@ def table(rows: Iterable[store.Row], steps: Iterable[store.Row] = ()) -> str:
 
 def main(
     out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
-    batches: Annotated[str, typer.Option(help="sequences, comma-separated")] = "1,16,64",
-    lengths: Annotated[str, typer.Option(help="keys of each sequence, comma-separated multiples of 64")] = "16384,65536,131072",
+    batches: Annotated[str, typer.Option(help="sequences, comma-separated")] = "1,16,64,256",
+    lengths: Annotated[str, typer.Option(help="keys of each sequence, comma-separated multiples of 64")] = "16384,32768,65536,131072",
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a size should fill")] = 50,
 ) -> None:
     """Time FlashInfer's dense decoding at every size; append the rows, and print a table."""

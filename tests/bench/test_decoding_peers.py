@@ -16,7 +16,9 @@ ROWS = store.read(ROOT / "bench" / "results" / "h200" / "profiles" / "decoding_p
 B, PAGES, PAGE, G, H, D = 2, 3, 4, 2, 3, 8
 
 
-def test_an_output_is_held_to_sdpa_over_the_pages_in_order() -> None:
+@pytest.mark.parametrize("at_once", [PAGES * PAGE, B * PAGES * PAGE])
+def test_an_output_is_held_to_sdpa_over_the_pages_in_order(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding_peers, "KEYS_CHECKED_AT_ONCE", at_once)
     torch.manual_seed(0)
     q, k, v = torch.randn(B, G * H, D), *torch.randn(2, B * PAGES, PAGE, G, D)
     block_table = torch.randperm(B * PAGES).view(B, PAGES).int()
