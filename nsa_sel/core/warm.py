@@ -51,8 +51,9 @@ def before_first_call(decided: Decided, backend: str | None) -> Decided:
         events.emit("sel.triton.warmup", logging.ERROR, request=request, error=repr(error))
         warn(f"the warm-up failed, kernels compile at their first call: {error!r}")
     return begin(
-        call.q, call.k, call.v, call.selection, call.scale, call.q_pos, request.needs_grad, backend, call.lengths, call.block_table
-    )
+        call.q, call.k, call.v, call.selection, call.scale, call.q_pos, request.needs_grad, backend, call.lengths, call.block_table,
+        call.scales,
+    )  # fmt: skip
 
 
 def forget_warmups() -> None:

@@ -205,6 +205,20 @@ def test_warmup_runs_over_quantized_caches(quantized: str) -> None:
         assert nsa_sel.decisions()[-1].request.quantized == quantized
 
 
+@pytest.mark.parametrize(("page_size", "each"), [(None, None), (None, "head"), (16, "tensor"), (16, "page")])
+def test_a_warmed_call_is_of_the_class_of_the_real_one(page_size: int | None, each: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `warmup`, and before the first call, which keeps its scales."""
+    given = make_quantized(each, page_size)
+    wanted = check_quantized(given, None)
+    asked = nsa_sel.decisions()[-1].request
+    nsa_sel.warmup("cpu", [asked])
+    assert nsa_sel.decisions()[-1].request == asked
+    monkeypatch.setenv("NSA_SEL_AUTOTUNE", "warmup")
+    nsa_sel.reset()
+    assert all(map(torch.equal, check_quantized(given, None), wanted))
+    assert [decision.request for decision in nsa_sel.decisions()[-3:]] == [asked] * 3  # the call's, the warm-up's, and the call's again
+
+
 def _e5m2(cache: Cache) -> dict[str, Any]:
     return {"k_cache": cache.k_cache.to(torch.float8_e5m2)}
 
