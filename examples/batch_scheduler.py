@@ -74,15 +74,14 @@ class Scheduler:
                 self.running.append(self.queue.waiting.popleft())
 
     def _opens(self, request: Request) -> bool:
-        """Open its sequence, if pages for its text are free that no running one needs for its own; kept ones are given back for it."""
+        """Open its sequence, if pages for its text are free that no running one needs for its own; kept ones make room for it."""
         sequence = self.prefixes.open(bytes(request.text))
         saved = self.cache.length(sequence)
         needed = sum(self._pages(len(r.text)) - self._pages(self.cache.length(r.sequence)) for r in self.running)
         needed += self._pages(len(request.text)) - saved // self.engine.page_size  # a shared page that is not full is copied
-        while needed > self.cache.free_pages:
-            if not self.prefixes.give_back():
-                self.cache.free(sequence)
-                return False
+        if not self.prefixes.make_room(needed, [sequence, *(r.sequence for r in self.running)]):
+            self.cache.free(sequence)
+            return False
         request.sequence, request.started = sequence, True
         self.prefixes.count(saved)
         return True

@@ -68,6 +68,16 @@ class Prefixes:
         self.cache.free(self.kept.pop(next(iter(self.kept))).sequence)
         return True
 
+    def make_room(self, pages: int, others: list[int]) -> bool:
+        """Free as many forks as it takes for so many free pages, the least recently used first. False where all of them are not enough:
+        none is freed then. others: the sequences that are no forks."""
+        held = [*others, *(kept.sequence for kept in self.kept.values())]
+        if pages > self.cache.free_pages + self.cache.held_pages(held) - self.cache.held_pages(others):
+            return False
+        while pages > self.cache.free_pages and self.give_back():
+            pass
+        return True
+
     def clear(self) -> None:
         """Free all of them."""
         while self.give_back():

@@ -143,6 +143,10 @@ class NSACache:
         """How many of `window_pages` no sequence holds."""
         return self._window_pages.free
 
+    def held_pages(self, sequences: Iterable[int]) -> int:
+        """How many of `pages` these sequences hold together; a page that some of them share counts once."""
+        return len({page for sequence in sequences for page in self._of(sequence).all.held().tolist()})
+
     def open(self) -> int:
         """A new sequence without keys. Returns its number, which names it until it is freed."""
         return self._add(Cached(self._pages, self._window_pages, self.sizes.page_size, self.sizes.last_keys))

@@ -242,6 +242,42 @@ def test_pages_of_kept_sequences_are_free_for_requests_that_need_them() -> None:
     assert all(text.startswith(b"y") for text in them.prefixes.kept)
 
 
+def kept_and_running(them: Any, prompt: bytes, steps: int) -> Any:
+    """A scheduler that keeps three texts of two pages each, and runs a prompt whose completion has many bytes to go."""
+    for text in (b"first...", b"second..", b"third..."):
+        them.queue.submit(asked(text, 1)[0])
+        finish(them)
+    them.queue.submit(asked(prompt, 20)[0])
+    for _ in range(steps):
+        them.step()
+    assert len(them.running) == 1
+    return list(them.prefixes.kept)
+
+
+def test_a_request_takes_as_many_kept_sequences_as_it_needs_the_oldest_first() -> None:
+    them = scheduler(pages=12, chunk=64, prefixes=99)
+    before = kept_and_running(them, b"r" * 16, 1)  # a fork of it is kept, which shares its pages
+    request, _ = asked(b"w" * 8, 4)
+    them.queue.submit(request)
+    them.step()
+    assert request in them.running
+    assert list(them.prefixes.kept) == [*before[1:], b"w" * 8]
+
+
+def test_a_request_that_cannot_run_takes_no_kept_sequences() -> None:
+    """Kept pages that it would share itself, and those that a running sequence shares, would not be free."""
+    them = scheduler(pages=14, chunk=64, prefixes=99)
+    before = kept_and_running(them, b"r" * 20, 1)
+    for prompt in (b"w" * 36, b"third..." + b"w" * 28):
+        request, _ = asked(prompt, 4)
+        them.queue.submit(request)
+        them.step()
+        assert request in them.queue.waiting
+        assert sorted(them.prefixes.kept) == sorted(before)
+        request.canceled = True
+    finish(them)
+
+
 def test_a_stop_byte_ends_a_completion_and_is_left_out() -> None:
     expected = completion(b"prompt", 5)
     request, events = asked(max_tokens=9, stop=bytes(expected[4:]))
