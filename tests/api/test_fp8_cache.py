@@ -40,7 +40,8 @@ def test_layers_attend_to_what_is_stored(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prefill, "LEAST_ROWS", 9)
     layer = short_numbers(make_layer(name, torch.float32))
     x = few_bits(torch.randn(2, 45, layer.width))
-    scales = {"k": torch.full((1, layer.groups), 0.03), "v": torch.tensor([0.02]), "v_win": 0.004}  # the last saturates
+    heads = 1 + torch.arange(layer.groups)[None]
+    scales = {"k": 0.03 * heads, "v": 0.02 * heads, "v_win": 0.004}  # the last saturates
     model = Model([layer], 24, 8, kv_dtype=STORED, kv_scales=scales)
     assert model.cache.scales is not None
     exact = with_stored_keys(layer, model.cache.scales.layer(0), torch.float64)(x.double())

@@ -61,12 +61,13 @@ def test_append_writes_every_key_to_its_page(device: str) -> None:
         torch.testing.assert_close(mine[:-1], right[:-1], rtol=0, atol=0, equal_nan=True)  # nobody reads the last page
 
 
-def appended(x: Tensor, scales: tuple[Tensor, ...]) -> list[Tensor]:
-    """What the kernel makes of keys x [N,G,D] in four pools of e4m3, whose slots go backwards; two others take them as they are."""
+def appended(keys: list[Tensor], scales: tuple[Tensor, ...]) -> list[Tensor]:
+    """What the kernel makes of keys [N,G,D] for four pools of e4m3, whose slots go backwards; two others take the first as they are."""
+    x = keys[0]
     N, G, D = x.shape
     pools = [torch.zeros(1, N, G, D, dtype=dtype, device=x.device) for dtype in (x.dtype, x.dtype, *[STORED] * 4)]
     slots = torch.arange(N - 1, -1, -1, device=x.device)[None]
-    cache_kernels.append((x[None],) * 6, tuple(pools), slots, slots, scales)
+    cache_kernels.append(tuple(y[None] for y in (x, x, *keys)), tuple(pools), slots, slots, scales)
     found = [pool[0].flip(0) for pool in pools]
     assert all(torch.equal(y.nan_to_num(), x.nan_to_num()) for y in found[:2])
     return found[2:]
@@ -74,14 +75,12 @@ def appended(x: Tensor, scales: tuple[Tensor, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_append_quantizes_numbers_that_e4m3_has(device: str) -> None:
-    """Exactly, by scales that are powers of two of each group; beyond 448 they saturate."""
-    scales = tuple(2.0 ** torch.randint(-6, 5, (3,), device=device) for _ in range(4))
+    """Exactly, by powers of two as scales, another one for each group of each pool; beyond 448 they saturate."""
+    scales = tuple(2.0 ** torch.arange(-6, 6, device=device).view(4, 3))
     every = torch.cat((torch.arange(127), torch.arange(128, 255))).to(torch.uint8).view(STORED).float().to(device)
     numbers = torch.cat((every, every.new_tensor([449, -500, 1e30, float("inf"), -float("inf")])))
-    for scale in scales:
-        x = numbers.expand(3, 1, -1).transpose(0, 1) * scale[:, None]
-        for y in appended(x, (scale,) * 4):
-            assert torch.equal(y.float(), numbers.clamp(-448, 448).expand_as(x))
+    for y in appended([numbers.expand(1, 3, -1) * scale[:, None] for scale in scales], scales):
+        assert torch.equal(y.float(), numbers.clamp(-448, 448).expand_as(y))
 
 
 @pytest.mark.gpu
@@ -91,7 +90,7 @@ def test_append_quantizes_with_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
     bits = torch.arange(1 << 16).to(torch.uint16) if dtype.itemsize == 2 else torch.randint(-(1 << 31), 1 << 31, (1 << 16,)).int()
     x = bits.view(dtype).view(-1, 1, 64).expand(-1, 4, -1)
     scales = tuple(10 ** (torch.rand(4) * 6 - 4) for _ in range(4))
-    for y, scale in zip(appended(x.cuda(), tuple(scale.cuda() for scale in scales)), scales, strict=True):
+    for y, scale in zip(appended([x.cuda()] * 4, tuple(scale.cuda() for scale in scales)), scales, strict=True):
         wanted = stored(x, scale[:, None])
         assert torch.equal(y.cpu().isnan(), wanted.isnan())
         assert torch.equal(y.cpu().view(torch.uint8)[~wanted.isnan()], wanted.view(torch.uint8)[~wanted.isnan()])

@@ -18,6 +18,7 @@ from tests.helpers.choose_cases import SMALL, check_forward, make_choose_call
 from tests.helpers.poison import new_memory_is_nan
 
 NSA = Rule(n=4)
+SHARES, CONFIGS = choose_pages.SHARES, choose_triton.CONFIGS  # as on a GPU
 CASES: dict[str, tuple[tuple[Any, ...], list[int]]] = {  # B, S, S_kv, G, h, Dk, Dv, rule; lengths
     "decode": ((3, 1, 96, 2, 4, 16, 16, SMALL), [96, 41, 5]),
     "drafts": ((2, 3, 80, 1, 3, 24, 16, SMALL), [80, 33]),
@@ -79,6 +80,18 @@ def test_keys_in_pages_are_chosen_among_as_in_one_piece(name: str, slots: int) -
     pages = in_pages(call, slots)
     assert choose_pages.takes(pages)
     check_forward(lambda _: run(choose_triton, pages), call)  # type: ignore[arg-type, return-value]
+
+
+def test_scores_carry_over_programs_of_importance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs end after 4096 keys of 16 heads. Nearly all weight is on the last compressed key before, which covers the block after, too."""
+    monkeypatch.setattr(choose_pages, "SHARES", SHARES)
+    monkeypatch.setattr(choose_triton, "CONFIGS", CONFIGS)
+    call = make_choose_call((1, 1, 4480, 1, 16, 16, 16, Rule(n=5)), q_pos=torch.tensor([[4479]]))
+    call.q.fill_(1)
+    call.k.mul_(0.1)[:, :, 255] = 2
+    found = run(choose_triton, in_pages(call, 4))
+    check_forward(lambda _: found, call)  # type: ignore[arg-type, return-value]
+    assert (found[2][0, 0, 0, :, 0] // 64).tolist() == [0, 63, 64, 68, 69]
 
 
 def test_other_backends_gather() -> None:
