@@ -83,7 +83,7 @@ def test_keys_in_pages_are_chosen_among_as_in_one_piece(name: str, slots: int) -
 
 
 def test_scores_carry_over_programs_of_importance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs end after 4096 keys of 16 heads. Nearly all weight is on the last compressed key before, which covers the block after, too."""
+    """After 4096 keys of 16 heads. Nearly all weight is on the last compressed key before, which covers the next block, too."""
     monkeypatch.setattr(choose_pages, "SHARES", SHARES)
     monkeypatch.setattr(choose_triton, "CONFIGS", CONFIGS)
     call = make_choose_call((1, 1, 4480, 1, 16, 16, 16, Rule(n=5)), q_pos=torch.tensor([[4479]]))

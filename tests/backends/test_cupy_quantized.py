@@ -38,14 +38,18 @@ def small_cache(**sizes: Any) -> QuantizedCache:
     return given if table is None else given.replaced(block_table=torch.where(table < 0, GARBAGE, table))
 
 
-def forward(given: QuantizedCache, sm_count: int = GPU.sm_count) -> tuple[Tensor, Tensor]:
-    """o and lse over memory that held NaN. More multiprocessors than a row for each: a cluster shares a row, and each token has its own."""
+def call_of(given: QuantizedCache, sm_count: int) -> Call:
     cache = given.cache
     paged, gpu = cache.block_table is not None, msgspec.structs.replace(GPU, sm_count=sm_count)
     scales = scales_of(cache.q, cache.k_cache, cache.v_cache, given.scales.get("k_scale"), given.scales.get("v_scale"), paged)
     k, v = (x.transpose(1, 2) for x in (cache.k_cache, cache.v_cache))
     scale, settings = cache.q.shape[-1] ** -0.5, settings_for(gpu)
-    call = Call(cache.q, k, v, cache.selection, None, scale, settings, gpu, cache.cache_seqlens, cache.block_table, scales=scales)
+    return Call(cache.q, k, v, cache.selection, None, scale, settings, gpu, cache.cache_seqlens, cache.block_table, scales=scales)
+
+
+def forward(given: QuantizedCache, sm_count: int = GPU.sm_count) -> tuple[Tensor, Tensor]:
+    """o and lse over memory that held NaN. More multiprocessors than a row for each: a cluster shares a row, and each token has its own."""
+    call = call_of(given, sm_count)
     with new_memory_is_nan():
         return cupy_cuda.forward(call)
 
@@ -181,3 +185,31 @@ def test_a_cache_that_sequences_share_is_copied(monkeypatch: pytest.MonkeyPatch)
         return cache._replace(**{name: getattr(cache, name)[:1].expand(3, -1, -1, -1) for name in ("k_cache", "v_cache")})
 
     check(given._replace(cache=first(given.cache), exact=first(given.exact)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sm_count", "tokens", "loads"),
+    [
+        ({**OF_PAGES, **OF_TOKENS}, 2, 4, 1),
+        ({**OF_HEADS, **OF_TOKENS, "S_q": 5, "h": 8}, 2, 2, 1),
+        ({**OF_PAGES, **OF_TOKENS}, 64, 1, 1),  # a CTA or a cluster for each token
+        ({**OF_MANY_HEADS, "h": 65}, 4, 1, 2),  # 64 heads at once
+    ],
+)
+def test_keys_that_a_tile_of_tokens_shares_are_loaded_once(sizes: dict[str, Any], sm_count: int, tokens: int, loads: int) -> None:
+    call = call_of(small_cache(**sizes), sm_count)
+    start, end = call.clamped_ranges()
+    B, S, G, _ = start.shape
+    rows = {(b, s, g): _keys(start[b, s, g], end[b, s, g]) for b in range(B) for s in range(S) for g in range(G)}
+    tiles: dict[tuple[int, int, int], set[int]] = {}
+    for (b, s, g), keys in rows.items():
+        tiles.setdefault((b, s // tokens, g), set()).update(keys)
+    selected = sum(map(len, rows.values()))
+    wanted = loads * sum(map(len, tiles.values()))
+    assert cupy_cuda.loaded_keys(call, selected, True) == wanted
+    assert (wanted < selected) == (tokens > 1)
+    assert cupy_cuda.loaded_keys(call, selected, False) == loads * selected
+
+
+def _keys(start: Tensor, end: Tensor) -> set[int]:
+    return {key for first, stop in zip(start.tolist(), end.tolist(), strict=True) for key in range(first, stop)}
