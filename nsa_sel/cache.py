@@ -52,7 +52,7 @@ class NSACache:
             compressed, stay in dtype. Not for float64, nor GPUs below SM 8.9.
         kv_scales: with float8_e4m3fn: factors of stored numbers, key = stored * scale, by the names of pools: "k" and "v" of the selected
             branch, "k_win" and "v_win" of the window; 1 for those left out. A positive number, or float32 of one element, [layers], or
-            [layers,G]. Numbers beyond 448 * scale are stored as that; NaN stays NaN.
+            [layers,G]; with dtype float16 at most 65504 / 448. Numbers beyond 448 * scale are stored as that; NaN stays NaN.
         device: by default the current one.
 
     Attributes:

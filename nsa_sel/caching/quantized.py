@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa_sel.core import registry
 from nsa_sel.core.arguments import as_tensor
 from nsa_sel.core.facts import device_info
-from nsa_sel.core.quantized import E5M2, FORMAT, QUERIES, STORED
+from nsa_sel.core.quantized import E5M2, FORMAT, LARGEST, QUERIES, STORED
 from nsa_sel.errors import ArgumentError, shown
 
 _LEAST, _MOST = 1e-30, 1e30  # of a scale: kernels divide by it
@@ -55,16 +55,17 @@ def scales_of(
     if unknown:
         raise ArgumentError("kv_scales", f"of {shown(unknown[0])}", f"of {', '.join(Scales._fields)}", "name pools of the cache")
     with torch.inference_mode(False):
-        return Scales(*(_scale(name, given.get(name, 1.0), layers, G).to(device) for name in Scales._fields))
+        return Scales(*(_scale(name, given.get(name, 1.0), layers, G, dtype).to(device) for name in Scales._fields))
 
 
 def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stored keys x [B,G,N,D] times scale [G] in `dtype`, rounded once: the product is one of float32."""
+    """Stored keys x [B,G,N,D] times scale [G] in `dtype`, rounded once: the product is one of float32. `dtype` holds it (`scales_of`)."""
     return x.to(dtype).mul_(scale[:, None, None])
 
 
-def _scale(name: str, scale: Tensor | float, layers: int, G: int) -> Tensor:
+def _scale(name: str, scale: Tensor | float, layers: int, G: int, dtype: torch.dtype) -> Tensor:
     """[layers,G] of one number, [layers] or [layers,G]. Waits for a GPU where it lies on one."""
+    most = min(_MOST, torch.finfo(dtype).max / LARGEST)  # a prefill converts stored numbers to dtype, whose keys need no more
     name = f"kv_scales[{name!r}]"
     x = torch.tensor(float(scale)) if isinstance(scale, int | float) else as_tensor(name, scale).detach()
     if x.dtype != torch.float32:
@@ -72,9 +73,10 @@ def _scale(name: str, scale: Tensor | float, layers: int, G: int) -> Tensor:
     if x.numel() != 1 and x.shape not in ((layers,), (layers, G)):
         allowed = f"one number, [layers] or [layers,G] for layers = {layers}, G = {G}"
         raise ArgumentError(name, f"of shape {tuple(x.shape)}", allowed, "give each layer, or each group of each layer, one")
-    if not bool(((x >= _LEAST) & (x <= _MOST)).all()):
+    if not bool(((x >= _LEAST) & (x <= most)).all()):
         low, high = float(x.min()), float(x.max())
-        raise ArgumentError(name, f"from {low:g} to {high:g}", f"numbers from {_LEAST:g} to {_MOST:g}", "see nsa_sel.quantize_e4m3")
+        allowed = f"numbers from {_LEAST:g} to {most:g} for keys and values of {dtype}"
+        raise ArgumentError(name, f"from {low:g} to {high:g}", allowed, "see nsa_sel.quantize_e4m3")
     x = x.reshape(1, 1) if x.numel() == 1 else x.reshape(layers, -1)
     return x.expand(layers, G).clone()
 

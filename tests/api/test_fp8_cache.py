@@ -88,6 +88,17 @@ def test_scales_of_any_shape_are_those_of_layers_and_groups() -> None:
     assert NSACache(**{**SIZES, "kv_dtype": torch.bfloat16}).scales is None
 
 
+def test_float16_holds_what_its_caches_store() -> None:
+    """With the largest scale, too: that of keys up to float16's largest number."""
+    every = torch.cat((torch.arange(127), torch.arange(128, 255))).to(torch.uint8).view(STORED)
+    scale = quantize_e4m3(torch.tensor([65504.0, -65504.0]).view(1, 1, 2, 1))[1]
+    scales = NSACache(**{**SIZES, "dtype": torch.float16, "kv_scales": {"v": scale.expand(3, 2)}}).scales
+    assert scales is not None
+    found = quantized.dequantized(every.view(1, 1, -1, 1).expand(1, 2, -1, 1), scales.v[0], torch.float16)
+    assert float(found.max()) == 65504.0
+    assert torch.equal(found, (every.float() * scale[:, None]).half().view_as(found))
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "e5m2": ({"kv_dtype": torch.float8_e5m2}, r"kv_dtype is torch.float8_e5m2; allowed: torch.float8_e4m3fn, .*: e5m2 has 2 bits"),
     "another": ({"kv_dtype": torch.float32}, r"kv_dtype is torch.float32; allowed: torch.float8_e4m3fn, or the cache's dtype torch.bf"),
@@ -95,6 +106,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unquantized": ({"kv_dtype": None, "kv_scales": {"k": 1.0}}, "kv_scales is given for an unquantized cache"),
     "no such pool": ({"kv_scales": {"keys": 1.0}}, "kv_scales is of 'keys'; allowed: of k, v, k_win, v_win"),
     "zero": ({"kv_scales": {"v": 0.0}}, r"kv_scales\['v'\] is from 0 to 0; allowed: numbers from 1e-30 to 1e\+30"),
+    "float16": (
+        {"dtype": torch.float16, "kv_scales": {"k": torch.tensor([1.0, 1.0, 147.0])}},
+        r"kv_scales\['k'\] is from 1 to 147; allowed: numbers from 1e-30 to 146\.214 for keys and values of torch\.float16",
+    ),
     "negative": ({"kv_scales": {"v": torch.tensor([1.0, -2.0, 1.0])}}, r"kv_scales\['v'\] is from -2 to 1;"),
     "nan": ({"kv_scales": {"v": math.nan}}, r"kv_scales\['v'\] is from nan to nan;"),
     "of pages": ({"kv_scales": {"k_win": torch.ones(5, 2)}}, r"kv_scales\['k_win'\] is of shape \(5, 2\); .* layers = 3, G = 2"),

@@ -22,7 +22,7 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import PAGES, Cache
-from tests.helpers.quantized_cases import EACH, check_quantized, make_quantized
+from tests.helpers.quantized_cases import EACH, check_quantized, large_keys, make_quantized
 
 READERS = ("sdpa-packed", "triton-group")
 FEW = (0, 1, 40)  # lengths: one Triton program takes 20 ms
@@ -89,6 +89,14 @@ def test_weights_of_float16_keep_their_digits_beside_small_and_large_scales(back
     exact = given.exact._replace(v_cache=given.exact.v_cache * factor)
     scales = {**given.scales, "v_scale": given.scales["v_scale"].double().mul(factor).float()}
     check_quantized(given._replace(scales=scales, exact=exact), backend)
+
+
+@pytest.mark.parametrize("S_q", [1, 5])
+@pytest.mark.parametrize("backend", READERS)
+def test_keys_may_be_larger_than_float16_has_numbers(backend: str, S_q: int) -> None:
+    for page_size, each in ((None, "head"), (16, "page")):
+        sizes = {"S_q": S_q, "lengths": (5, 30), "G": 1, "room": 48, "n": 2}
+        check_quantized(large_keys(make_quantized(each, page_size, dtype=torch.float16, **sizes)), backend)
 
 
 @pytest.mark.parametrize("backend", READERS)

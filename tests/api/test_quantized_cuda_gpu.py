@@ -14,7 +14,7 @@ from nsa_sel.selection import Selection
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import LENGTHS
 from tests.helpers.graphs import captured, no_waiting, replayed
-from tests.helpers.quantized_cases import EACH, QuantizedCache, check_quantized, make_quantized
+from tests.helpers.quantized_cases import EACH, QuantizedCache, check_quantized, large_keys, make_quantized
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -125,6 +125,12 @@ def test_scales_of_pages_may_have_any_size(factor: float) -> None:
     exact = given.exact._replace(v_cache=given.exact.v_cache * factor)
     scales = {**given.scales, "v_scale": given.scales["v_scale"].double().mul(factor).float()}
     check(given._replace(scales=scales, exact=exact))
+
+
+@pytest.mark.parametrize(("page_size", "each"), [(None, "head"), (64, "page")])
+@pytest.mark.parametrize("S_q", [1, 4, 12])
+def test_keys_may_be_larger_than_float16_has_numbers(S_q: int, page_size: int | None, each: str) -> None:
+    check(large_keys(gpu_cache(each, page_size, lengths=MANY, S_q=S_q, dtype=torch.float16)))
 
 
 def test_nan_reaches_the_rows_that_select_it_alone() -> None:

@@ -20,7 +20,7 @@ from tests.helpers.cache_cases import Cache, gathered, positions
 from tests.helpers.cases import assert_within_twice_baseline, plain_torch
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
-from tests.helpers.quantized_cases import QuantizedCache, make_quantized
+from tests.helpers.quantized_cases import QuantizedCache, large_keys, make_quantized
 
 pytestmark = needs_compiler
 
@@ -119,6 +119,12 @@ def test_queries_of_any_magnitude_keep_their_digits(monkeypatch: pytest.MonkeyPa
     scales = {**given.scales, "k_scale": given.scales["k_scale"] * 2.0**-exponent / 2**14}
     exact = given.exact._replace(q=q, k_cache=given.exact.k_cache * 2.0**-exponent / 2**14)
     check(given._replace(cache=given.cache._replace(q=q), scales=scales, exact=exact))
+
+
+@pytest.mark.parametrize("sizes", [{}, OF_TOKENS])
+def test_keys_may_be_larger_than_float16_has_numbers(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]) -> None:
+    emulated(monkeypatch)
+    check(large_keys(small_cache(**OF_HEADS, **sizes, G=1)), sm_count=2)
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])

@@ -54,6 +54,16 @@ def make_quantized(each: str | None, page_size: int | None = 16, *, dtype: torch
     )
 
 
+def large_keys(given: QuantizedCache) -> QuantizedCache:
+    """Keys 2^17 times as large, which float16 would have as infinity, values 2^12 times, queries a 2^14th."""
+    factors = {"k": 2.0**17, "v": 2.0**12}
+    q = given.cache.q * 2.0**-14
+    exact = given.exact._replace(q=q, **{f"{name}_cache": getattr(given.exact, f"{name}_cache") * x for name, x in factors.items()})
+    assert float(exact.k_cache.nan_to_num().abs().max()) > 65504
+    scales = {f"{name}_scale": given.scales[f"{name}_scale"] * x for name, x in factors.items()}
+    return QuantizedCache(given.cache._replace(q=q), scales, exact)
+
+
 def check_quantized(given: QuantizedCache, backend: str | None) -> tuple[Tensor, Tensor]:
     """o and lse, whose error is at most twice that of a float32 computation with the same numbers; the decision names the format."""
     cache = given.cache
