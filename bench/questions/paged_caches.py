@@ -10,7 +10,7 @@ their cache. Caches lie in memory as the arguments say, [.., key, group, D]; wit
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple, cast
 
 import torch
@@ -132,22 +132,52 @@ def compared(backends: Sequence[str], each: Each | None, layouts: Sequence[str] 
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Microseconds over a cache in one piece, and over pages with how many times as long that takes."""
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
+Times = dict[str, Row]  # by where the keys are: in one piece, or in pages of some size
+
+
+def by_cache(rows: Sequence[Row]) -> dict[tuple[str, str, str, str], Times]:
+    """Rows of each case, backend, order and format of numbers."""
+    found: dict[tuple[str, str, str, str], Times] = {}
     for row in measured(rows):
         backend, cache = parsed(row["backend"])
         if cache is not None:
             numbers = cache.quantized or row["dtype"]
             found.setdefault((row["case"], backend, cache.layout, numbers), {})[row["backend"].split(", ")[1]] = row
-    wheres = list(dict.fromkeys(where for times in found.values() for where in times if where != IN_ONE_PIECE))
-    lines = []
+    return found
+
+
+def kinds_of_pages(found: Iterable[Times]) -> list[str]:
+    return list(dict.fromkeys(where for times in found for where in times if where != IN_ONE_PIECE))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Microseconds over a cache in one piece, and over pages with how many times as long that takes."""
+    found = by_cache(rows)
+    wheres, lines = kinds_of_pages(found.values()), []
     for key, times in found.items():
         us = {name: f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}" for name, row in times.items()}
         whole = times.get(IN_ONE_PIECE, {}).get("ms_median")
         paged = [us.get(name, "-") + (f" ({times[name]['ms_median'] / whole:.3f})" if whole and name in us else "") for name in wheres]
         lines.append((*key, us.get(IN_ONE_PIECE, "-"), *paged))
     return markdown.table(("case", "backend", "layout", "cache", IN_ONE_PIECE, *wheres), lines)
+
+
+def page_costs(rows: Sequence[Row]) -> str:
+    """How many times as long pages take as one piece, from the least to the most of all cases and orders, by backend and format."""
+    found = by_cache(rows)
+    costs: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for (_, backend, _, numbers), times in found.items():
+        for where, row in times.items():
+            if where != IN_ONE_PIECE and IN_ONE_PIECE in times:
+                of_kind = costs.setdefault((backend, numbers), {})
+                of_kind.setdefault(where, []).append(row["ms_median"] / times[IN_ONE_PIECE]["ms_median"])
+    wheres = kinds_of_pages(found.values())
+
+    def cell(factors: list[float] | None) -> str:
+        return f"{markdown.factor(min(factors))} to {markdown.factor(max(factors))}" if factors else "-"
+
+    lines = [(*kind, *(cell(of_kind.get(where)) for where in wheres)) for kind, of_kind in sorted(costs.items())]
+    return markdown.table(("backend", "cache", *wheres), lines)
 
 
 def main(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from nsa_sel.bench.core.caches import GROUPS_FIRST, KEYS_FIRST, Cache
 from nsa_sel.bench.core.command_line import stderr_console
@@ -52,6 +53,21 @@ def test_the_bench_compares_quantized_caches_with_others(instant: list[Timing], 
     lines = [[part.strip() for part in line.split("|")] for line in paged_caches.table(rows).splitlines()[2:]]
     assert [line[4] for line in lines] == ["bfloat16", "e4m3/head", "e4m3/page"]
     assert [line[5] == "-" for line in lines] == [True, False, True]
+
+
+def test_costs_of_pages_are_from_the_least_to_the_most_of_all_cases() -> None:
+    def row(case: str, where: str, ms: float, backend: str = "cupy-cuda") -> dict[str, Any]:
+        return {"case": case, "backend": f"{backend}, {where}, keys first", "dtype": "bfloat16", "ms_median": ms}
+
+    rows = [row("a", "in one piece", 1), row("a", "pages of 16", 2), row("a", "pages of 64", 1.1)]
+    rows += [row("b", "in one piece", 2), row("b", "pages of 16", 3), row("b", "pages of 64", 1.9)]
+    rows += [row("c", "pages of 64", 9), row("a", "in one piece", 1, "triton-group"), row("a", "pages of 64", 1.5, "triton-group")]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in paged_caches.page_costs(rows).splitlines()]
+    assert lines[0] == ["backend", "cache", "pages of 16", "pages of 64"]
+    assert lines[2:] == [
+        ["cupy-cuda", "bfloat16", "1.50x to 2.00x", "0.95x to 1.10x"],
+        ["triton-group", "bfloat16", "-", "1.50x to 1.50x"],
+    ]
 
 
 def test_every_backend_is_measured_on_the_same_cache() -> None:
