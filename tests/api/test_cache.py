@@ -119,6 +119,7 @@ def test_random_batches_drafts_and_forks(fp8: bool) -> None:
             for a, new, y in zip(batch, rows, outputs, strict=True):
                 tokens[a], found[a] = torch.cat((tokens[a], new)), torch.cat((found[a], y))
         assert {a: cache.length(a) for a in tokens} == {a: len(x) for a, x in tokens.items()}
+        assert cache.held_pages(tokens) == 40 - cache.free_pages
     assert full
     for a, x in tokens.items():
         close(model, found[a], model.prefill(x[None])[0])
