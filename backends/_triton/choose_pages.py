@@ -34,18 +34,19 @@ MOST_PIECES = 32  # of a block: a step of attention takes whole blocks
 LEAST_KEYS = 64  # of a part, where a sequence has as many
 MOST_PARTS = 64
 PER_SM = 2  # programs for every multiprocessor, where there are few sequences
-SHARES = 2048  # of a program of `importance`
+SHARES = 1024  # of a program of `importance`
 
 
 @triton.jit
 def attention_kernel(
-    q, k, v, table, q_pos, o, part_lse, shares, peaks, strides, stride_table, sizes, parts, steps, scale_log2,
+    q, k, v, table, q_pos, o, part_lse, shares, ends, strides, stride_table, sizes, parts, steps, scale_log2,
     dims: tl.constexpr, rule: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, SLOTS: tl.constexpr,
     SKIPPED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """o [B,S,G,h,Dv], if SPLIT that of parts [rows,parts,Dv]; lse [rows,parts] in base 2. For every step of BLOCKS blocks the largest
-    logit until then, in base 2, in peaks [B,G,S * h,steps]; and in shares [B,G,S * h,steps * BLOCKS,2] the sums of p = 2^(logit - peak)
-    over the compressed keys that begin in a block: each as often as it covers pieces of this block, and pieces of the next one.
+    logit until then, in base 2, the peak; and in shares [B,G,S * h,steps * BLOCKS] the sums of p = 2^(logit - peak) over the compressed
+    keys that begin in a block or in the one before it, each as often as it covers pieces of the block. What the last block of a step
+    adds to the next step's first goes with the peak to ends [B,G,S * h,steps,2]: there the peak may be another.
 
     Grid: one program per sequence, group and part. Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCKS * PIECES, same], v [BLOCKS * PIECES,
     BLOCK_DV]. Keys that no row of the sequence sees are not read. The table is read one step ahead, or every step would wait for it.
@@ -74,7 +75,7 @@ def attention_kernel(
     l = tl.zeros([ROWS], tl.float32)
     m = tl.full([ROWS], LOWEST, tl.float32)
     number = (b * sizes.G + g) * sizes.S * dims.h + row
-    to_shares, to_peaks = shares + number * steps * (2 * BLOCKS), peaks + number * steps
+    to_shares, to_ends = shares + number * steps * BLOCKS, ends + number * steps * 2
     piece = first * (BLOCKS * STEP) + offset
     coming = tl.load(pages + piece // SLOTS, mask=piece < limit, other=0)
     for step in range(first, stop):
@@ -90,9 +91,11 @@ def attention_kernel(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee", out_dtype=acc.dtype)
         own = tl.sum((p * tl.minimum(REACH, STEP - i)[None, :]).reshape(ROWS, BLOCKS, PIECES), 2)
         spill = tl.sum((p * tl.maximum(REACH - STEP + i, 0)[None, :]).reshape(ROWS, BLOCKS, PIECES), 2)
-        to = to_shares[:, None, None] + (2 * (step * BLOCKS + block)[None, :, None] + tl.arange(0, 2)[None, None, :])
-        tl.store(to, tl.join(own, spill), mask=exists[:, None, None])
-        tl.store(to_peaks + step, m * scale_log2, mask=exists)
+        before = tl.gather(spill, tl.broadcast_to(tl.maximum(block - 1, 0)[None, :], ROWS, BLOCKS), 1)
+        own += tl.where((block > 0)[None, :], before, 0.0)
+        tl.store(to_shares[:, None] + (step * BLOCKS + block)[None, :], own, mask=exists[:, None])
+        over = tl.sum(tl.where((block == BLOCKS - 1)[None, :], spill, 0.0), 1)
+        tl.store(to_ends[:, None] + (2 * step + tl.arange(0, 2))[None, :], tl.join(m * scale_log2, over), mask=exists[:, None])
 
     o_tile, lse2 = finish_softmax(acc, l, m, scale_log2)
     to = ((b * sizes.S + s) * sizes.G + g) * dims.h + head
@@ -102,15 +105,15 @@ def attention_kernel(
 
 @triton.jit
 def importance_kernel(
-    part_lse, part_o, shares, peaks, q_pos, o, lse, scores, stride_pos, sizes, rows, parts, steps, blocks,
+    part_lse, part_o, shares, ends, q_pos, o, lse, scores, stride_pos, sizes, rows, parts, steps, blocks,
     h: tl.constexpr, Dv: tl.constexpr, rule: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_DV: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """scores [B,S,G,blocks]: what the shares of a block and of the one before add to it; 0 for blocks that the row does not see. lse
-    [B,S,G,h] from that of parts, and where o is in parts o [B,S,G,h,Dv].
+    """scores [B,S,G,blocks]: the shares of all heads, relative to lse; 0 for blocks that the row does not see. lse [B,S,G,h] from that
+    of parts, and where o is in parts o [B,S,G,h,Dv].
 
     Grid: one program per row [B,S,G] and STEPS steps of attention, then one per head of a row to join parts of o. Tile: shares [HEADS,
-    STEPS, 2 * BLOCKS].
+    STEPS, BLOCKS].
     """
     STEP: tl.constexpr = rule.block_size // rule.compress_stride
     number, tiles = tl.program_id(0).to(tl.int64), tl.cdiv(steps, STEPS)
@@ -121,27 +124,25 @@ def importance_kernel(
         g, s, b = row % sizes.G, row // sizes.G % sizes.S, row // sizes.G // sizes.S
         head, part = tl.arange(0, HEADS), tl.arange(0, PARTS)
         seen = seen_keys(q_pos, stride_pos, b, s, sizes, rule)
-        at = (((b * sizes.G + g) * sizes.S + s) * h + head) * steps  # a head's first step
-        step, last, pair = first + tl.arange(0, STEPS), (at + first - 1)[:, None], tl.arange(0, 2 * BLOCKS)
-        inside = (head < h)[:, None] & (step * (BLOCKS * STEP) < seen)[None, :]
-        before = tl.where(first > 0, first * (BLOCKS * STEP) - STEP, seen)  # the first key of the block before
-        carries = (head < tl.where(before < seen, h, 0))[:, None]
-        is_part = (head < h)[:, None] & (part < parts)[None, :]
+        at = (((b * sizes.G + g) * sizes.S + s) * h + head[:, None]) * steps  # a head's first step
+        step, block, exists = first + tl.arange(0, STEPS), tl.arange(0, BLOCKS), (head < h)[:, None]
+        inside = exists & (step * (BLOCKS * STEP) < seen)[None, :]
+        carries = exists & ((step > 0) & (step * (BLOCKS * STEP) - STEP < seen))[None, :]  # the block before has a key that is seen
+        is_part = exists & (part < parts)[None, :]
         # All loads come first: none waits for another.
         of_parts = tl.load(part_lse + (row * h + head[:, None]) * parts + part[None, :], mask=is_part, other=float("-inf"))
-        peak = tl.load(peaks + at[:, None] + step[None, :], mask=inside, other=0.0)
-        from_step = shares + (at[:, None] + step[None, :])[:, :, None] * (2 * BLOCKS)
-        own_and_spill = tl.load(from_step + pair[None, None, :], mask=inside[:, :, None], other=0.0)
-        last_peak = tl.load(peaks + last, mask=carries, other=0.0)
-        carried = tl.load(shares + last * (2 * BLOCKS) + (2 * BLOCKS - 1), mask=carries, other=0.0)
+        end = ends + 2 * (at + step[None, :])
+        peak = tl.load(end, mask=inside, other=0.0)
+        from_step = shares + ((at + step[None, :]) * BLOCKS)[:, :, None]
+        share = tl.load(from_step + block[None, None, :], mask=inside[:, :, None], other=0.0)
+        last_peak, over = tl.load(end - 2, mask=carries, other=0.0), tl.load(end - 1, mask=carries, other=0.0)
 
         lse2, some = joined_lse(of_parts, 1)
-        total = tl.sum(own_and_spill * tl.exp2(peak - lse2)[:, :, None], 0)
-        own, spill = tl.split(total.reshape(STEPS * BLOCKS, 2))
-        block = tl.arange(0, STEPS * BLOCKS)
-        carry = tl.sum(tl.sum(carried * tl.exp2(last_peak - lse2), 1), 0)
-        own += tl.where(block > 0, tl.gather(spill, tl.maximum(block - 1, 0), 0), carry)
-        tl.store(scores + row * blocks + first * BLOCKS + block, own, mask=first * BLOCKS + block < blocks)
+        own = tl.sum(share * tl.exp2(peak - lse2)[:, :, None], 0)
+        carried = tl.sum(over * tl.exp2(last_peak - lse2), 0)
+        own += tl.where((block == 0)[None, :], carried[:, None], 0.0)
+        at_block = step[:, None] * BLOCKS + block[None, :]
+        tl.store(scores + row * blocks + at_block, own, mask=at_block < blocks)
         of_first = (head + first * HEADS < h)[:, None]  # steps; other programs leave it
         tl.store(lse + row * h + head[:, None], tl.where(some, lse2 * LN_2, float("-inf")), mask=of_first)
 
@@ -170,20 +171,20 @@ def choose(call: ChooseCall, config: KernelConfig, o: Tensor, lse: Tensor, range
     sizes, rows, parts = Sizes(S, call.C, G, call.start, 1, 0), B * S * G, _parts(call, B * G)
     blocks = max(1, config.block_l // tile_size(call.rule.pieces, 1))  # of a step
     steps = -(-_blocks(call) // blocks)
-    part_lse, shares = lse.new_empty(lse.numel(), parts), lse.new_empty(lse.numel(), steps * blocks * 2)
-    peaks, part_o = lse.new_empty(lse.numel(), steps), o if parts == 1 else lse.new_empty(lse.numel(), parts, o.shape[-1])
+    part_lse, shares = lse.new_empty(lse.numel(), parts), lse.new_empty(lse.numel(), steps * blocks)
+    ends, part_o = lse.new_empty(lse.numel(), steps, 2), o if parts == 1 else lse.new_empty(lse.numel(), parts, o.shape[-1])
     table, skipped = call.pages
     strides = strides_of(call)
     _attention(dims_of(call), call.rule, config, tile_size(S * h), blocks, call.k.shape[2], skipped, parts > 1).launch(
         B * G * parts,
-        (call.q, call.k, call.v, table, call.q_pos, part_o, part_lse, shares, peaks),
+        (call.q, call.k, call.v, table, call.q_pos, part_o, part_lse, shares, ends),
         (strides, table.stride(0), sizes, parts, steps, call.scale_log2()),
     )
     scores = lse.new_empty(B, S, G, call.blocks)
     kernel = _importance(h, o.shape[-1], call.rule, blocks, tile_size(parts, 1))
     kernel.launch(
         rows * (-(-steps // kernel.constants["STEPS"]) + (h if parts > 1 else 0)),
-        (part_lse, part_o, shares, peaks, call.q_pos, o, lse, scores),
+        (part_lse, part_o, shares, ends, call.q_pos, o, lse, scores),
         (strides.pos, sizes, rows, parts, steps, call.blocks),
     )
     top_n(scores, ranges, call.rule.block_size, call.rule.first, call.rule.local, call.start, call.q_pos, rows=1)
@@ -207,5 +208,5 @@ def _attention(
 @functools.lru_cache(REMEMBERED)
 def _importance(h: int, Dv: int, rule: Rule, blocks: int, parts: int) -> Kernel:
     heads = tile_size(h, 1)
-    tiles = {"HEADS": heads, "BLOCKS": blocks, "STEPS": max(1, SHARES // (2 * heads * blocks)), "PARTS": parts, "BLOCK_DV": tile_size(Dv)}
+    tiles = {"HEADS": heads, "BLOCKS": blocks, "STEPS": max(1, SHARES // (heads * blocks)), "PARTS": parts, "BLOCK_DV": tile_size(Dv)}
     return Kernel(importance_kernel, h=h, Dv=Dv, rule=rule.of_keys(), **tiles, num_warps=4)
