@@ -154,7 +154,7 @@ def takes(call: ChooseCall) -> bool:
 
 
 def row_bytes(call: ChooseCall) -> int:
-    """Bytes of shares, peaks and scores that a row of all groups takes, at most."""
+    """Bytes of shares, ends of steps, and scores that a row of all groups takes, at most."""
     _, _, G, h, _ = call.q.shape
     return G * _blocks(call) * (3 * h + 1) * 4
 
