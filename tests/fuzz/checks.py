@@ -31,7 +31,7 @@ def prepare() -> None:
     """One thread and a fast interpreter, as the tests have them."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    contextlib.contextmanager(conftest.fast_interpreter.__wrapped__)().__enter__()  # for as long as the process lives
+    contextlib.contextmanager(conftest.interpreter_of_tests.__wrapped__)().__enter__()  # for as long as the process lives
 
 
 def run(first: int, count: int, device: str) -> dict[str, Any]:
