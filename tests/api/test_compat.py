@@ -15,11 +15,17 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel import compat
 from nsa_sel.compat import FSA_topk_sparse_attention, parallel_nsa, topk_sparse_attention
+from nsa_sel.compression import BlockMean
 from nsa_sel.errors import ArgumentError
 
 PARALLEL_NSA = {
     "q": ..., "k": ..., "v": ..., "g_cmp": None, "g_slc": None, "g_swa": None, "block_indices": None, "block_counts": 16,
     "block_size": 64, "window_size": 0, "scale": None, "cu_seqlens": None,
+}  # fmt: skip
+COMPRESSED = {
+    "q": ..., "k": ..., "v": ..., "kernel_size": ..., "kernel_stride": ..., "block_size": ..., "topk": ..., "cu_seqlens_q": ...,
+    "cu_seqlens_k": ..., "max_seqlen_q": None, "max_seqlen_k": None, "sm_scale": None, "init_blocks": 1, "local_blocks": 2,
+    "parallel_topk_compute": "auto",
 }  # fmt: skip
 TOPK = {"q": ..., "k": ..., "v": ..., "topk_idx": ..., "block_size": ..., "cu_seqlens": ..., "softmax_scale": None}
 
@@ -33,7 +39,12 @@ def packed_sdpa() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("call", "original"),
-    [(parallel_nsa, PARALLEL_NSA), (topk_sparse_attention, TOPK), (FSA_topk_sparse_attention, TOPK)],
+    [
+        (parallel_nsa, PARALLEL_NSA),
+        (topk_sparse_attention, TOPK),
+        (FSA_topk_sparse_attention, TOPK),
+        (compat.compressed_attention, COMPRESSED),
+    ],
 )
 def test_signatures_are_the_originals(call: Callable[..., Tensor], original: dict[str, Any]) -> None:
     parameters = inspect.signature(call).parameters.values()
@@ -148,6 +159,49 @@ def test_topk_sparse_attention_matches_its_reference() -> None:
     assert torch.equal(topk_idx, given)  # the original's PyTorch twin strikes out future blocks in place
 
 
+def test_compressed_attention_gives_each_sequence_its_own_and_blocks_for_the_selected_branch() -> None:
+    cu, HQ, H, block, sizes = [0, 5, 5, 6, 31], 6, 2, 8, (4, 2, 8, 3)
+    q, k, v = inputs = normal((31, HQ, 8), (31, H, 8), (31, H, 5))
+    bounds = [slice(a, b) for a, b in itertools.pairwise(cu)]
+    mean = BlockMean(*sizes[:2])
+    k_cmp, v_cmp = (mean(x, cu) for x in (k, v))
+    o, topk_idx = compat.compressed_attention(q, k_cmp, v_cmp, *sizes, torch.tensor(cu), torch.tensor([0, 1, 1, 1, 12]), 25, 11, 0.3)
+    rule = dict(zip(("compress_block", "compress_stride", "block_size", "n"), sizes, strict=True))
+    wanted, chosen = [], []
+    for of in bounds:
+        keys = (mean(x[None, of]) for x in (k, v))
+        each, selection = nsa_sel.compressed_attention(q[None, of].unflatten(2, (H, -1)), *keys, scale=0.3, **rule)
+        wanted.append(each.flatten(2, 3)[0])
+        chosen.append(selection.block_indices[0].transpose(0, 1))
+    assert_same(o, torch.cat(wanted), inputs)
+    assert torch.equal(topk_idx, torch.cat(chosen, 1))
+    selected = topk_sparse_attention(q, k, v, topk_idx, block, cu)
+    assert torch.equal(selected, topk_sparse_attention(q, k, v, torch.cat(chosen, 1), block, cu))
+
+
+def test_flash_nsa_adds_three_branches_of_each_sequence() -> None:
+    cu, HQ, H, window = [0, 5, 5, 6, 31], 4, 2, 6
+    q, k, v, weight = inputs = normal((31, HQ, 8), (31, H, 8), (31, H, 8), (31, HQ, 3))
+    options = {"kernel_size": 4, "stride": 2, "block_size": 8, "top_n": 3, "window_size": window}
+    wanted = []
+    for of in (slice(a, b) for a, b in itertools.pairwise(cu) if a < b):
+        rows, gates = q[None, of].unflatten(2, (H, -1)), weight[None, of].unflatten(2, (H, -1)).sigmoid()
+        kt, vt = (x[None, of].transpose(1, 2) for x in (k, v))
+        means = (BlockMean(4, 2)(x[None, of]) for x in (k, v))
+        o_cmp, selection = nsa_sel.compressed_attention(rows, *means, compress_block=4, compress_stride=2, block_size=8, n=3)
+        branches = o_cmp, nsa_sel.selection_attention(rows, kt, vt, selection), near(rows, kt, vt, window + 1)
+        wanted.append(sum(o * gate.unsqueeze(-1) for o, gate in zip(branches, gates.unbind(-1), strict=True)).flatten(2, 3)[0])
+    assert_same(compat.flash_nsa(q, k, v, weight, cu, **options), torch.cat(wanted), inputs)
+
+
+def near(q: Tensor, k: Tensor, v: Tensor, keys: int) -> Tensor:
+    """Dense attention of [B,S,G,h,D] to the last `keys` keys."""
+    behind = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[2])
+    logits = torch.einsum("bsghd,bgkd->bghsk", q, k) * q.shape[-1] ** -0.5
+    p = logits.masked_fill((behind < 0) | (behind >= keys), -math.inf).softmax(-1)
+    return torch.einsum("bghsk,bgkd->bsghd", p, v)
+
+
 def test_aligned_sequences_keep_whole_blocks() -> None:
     q, k, v = normal((40, 2, 8), (40, 1, 8), (40, 1, 8))
     topk_idx = distinct_blocks(40, 1, 2, 2).transpose(0, 1)
@@ -186,8 +240,9 @@ def test_q_k_v_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.extend(x.data_ptr() for x in (q, k, v))
         return q
 
-    monkeypatch.setattr(compat, "selection_attention", called)
-    monkeypatch.setattr(compat, "packed_attention", called)
+    monkeypatch.setattr(compat.fla, "selection_attention", called)
+    for module in (compat.fla, compat.packed):
+        monkeypatch.setattr(module, "packed_attention", called)
     q, k, v = normal((1, 8, 4, 8), (1, 8, 2, 8), (1, 8, 2, 8))
     indices = distinct_blocks(8, 2, 2, 2)
     parallel_nsa(q, k, v, block_indices=indices[None], block_size=4)
@@ -209,10 +264,16 @@ def topk(**changes: Any) -> Callable[[], Tensor]:
 
 
 BAD = {
-    "compression": (nsa(g_cmp=torch.ones(2, 8, 4)), "g_cmp is given; allowed: None.*compressed_attention"),
-    "a window": (nsa(window_size=512, g_swa=torch.ones(2, 8, 4)), "window_size is 512; allowed: 0.*sliding_window_attention"),
-    "no blocks": (nsa(block_indices=None), "block_indices is None; allowed: a tensor.*compressed_attention"),
-    "no counts": (nsa(block_counts=None), "block_counts is None; allowed: a tensor"),
+    "a gate of others": (nsa(g_cmp=torch.ones(2, 8, 2)), r"g_cmp is of shape \(2, 8, 2\); allowed: a tensor \(2, 8, 4\)"),
+    "a window without a gate": (nsa(window_size=512), r"g_swa is None; allowed: a tensor \[B,TQ,HQ\] with a window"),
+    "no window": (nsa(window_size=None), "window_size is None; allowed: a whole number of keys, or 0"),
+    "no blocks": (nsa(block_indices=None), "block_indices is None; allowed: a tensor.*pass g_cmp"),
+    "no counts": (nsa(block_counts=None), "block_counts is None; allowed: a number"),
+    "counts of chosen blocks": (
+        nsa(g_cmp=torch.ones(2, 8, 4), block_indices=None, block_counts=torch.ones(2, 8, 2).long()),
+        "block_counts is a tensor; allowed: a number where blocks are chosen",
+    ),
+    "too few blocks": (nsa(g_cmp=torch.ones(2, 8, 4), block_indices=None, block_counts=2), r"first \+ local is 1 \+ 2"),
     "counts of others": (nsa(block_counts=torch.ones(2, 8, 1).long()), r"block_counts is of shape \(2, 8, 1\)"),
     "heads": (nsa(q=torch.zeros(2, 8, 5, 8)), "q is of 5 heads; allowed: a multiple of k's 2 heads"),
     "groups apart": (nsa(q=torch.zeros(2, 8, 2, 2, 8)), r"q is of shape \(2, 8, 2, 2, 8\); allowed: a tensor \[B,TQ,HQ,K\]"),

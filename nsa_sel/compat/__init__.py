@@ -1,0 +1,17 @@
+"""Calls with the signatures of other libraries: a model moves over by changing one import line, or by none.
+
+    from nsa_sel.compat import patch_fla                     # fla's layer and model run on nsa-sel, unchanged
+    from nsa_sel.compat import parallel_nsa                  # for fla.ops.nsa (flash-linear-attention)
+    from nsa_sel.compat import compressed_attention          # for native_sparse_attention.ops (native-sparse-attention-triton)
+    from nsa_sel.compat import topk_sparse_attention         # for native_sparse_attention.ops
+    from nsa_sel.compat import flash_nsa                     # for HFNSACore (Scalable-Flash-Native-Sparse-Attention)
+    from nsa_sel.compat import FSA_topk_sparse_attention     # for fsa.ops (Flash-Sparse-Attention)
+
+They are differentiable, and choose a backend as `selection_attention` does. They do not copy q, k or v; with cu_seqlens, k and v may be
+copied as described in `selection_attention_varlen`. docs/compat.md lists where results differ from the originals' on purpose.
+"""
+
+from nsa_sel.compat.fla import parallel_nsa, patch_fla
+from nsa_sel.compat.packed import FSA_topk_sparse_attention, compressed_attention, flash_nsa, topk_sparse_attention
+
+__all__ = ["FSA_topk_sparse_attention", "compressed_attention", "flash_nsa", "parallel_nsa", "patch_fla", "topk_sparse_attention"]

@@ -1,0 +1,212 @@
+"""flash-linear-attention's NSA on nsa-sel: its call `parallel_nsa`, and `patch_fla`, which puts that under fla's own layer and model."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from nsa_sel.branches import nsa_attention
+from nsa_sel.compat.heads import by_group, by_group_gate
+from nsa_sel.compressed import compressed_attention
+from nsa_sel.compression import BlockMean
+from nsa_sel.core.bounds import CuSeqlens
+from nsa_sel.core.entry import selection_attention
+from nsa_sel.core.packed import packed_attention
+from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.selection import Selection
+from nsa_sel.window import sliding_window_attention
+
+FIRST, LOCAL = 1, 2  # blocks that fla always selects: the first, and the last two
+CALLERS = ("fla.ops.nsa.parallel", "fla.ops.nsa", "fla.layers.nsa")  # modules that hold the name parallel_nsa
+
+
+def patch_fla() -> Callable[[], None]:
+    """Run flash-linear-attention's `NativeSparseAttention` layer and its NSA model on nsa-sel: all branches, backward, and generation.
+
+    Replaces `parallel_nsa` in fla's modules, of this process. Existing layers follow, and keep their weights.
+
+    Returns:
+        A function that puts fla's own back.
+
+    Raises:
+        ImportError: flash-linear-attention is not installed, or keeps `parallel_nsa` elsewhere.
+    """
+    try:
+        modules = [importlib.import_module(name) for name in CALLERS]
+        originals = [module.parallel_nsa for module in modules]
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"patch_fla needs flash-linear-attention with parallel_nsa in {', '.join(CALLERS)}: {error}."
+            ' Remedy: pip install "flash-linear-attention>=0.6".'
+        ) from error
+
+    def put(functions: list[Callable[..., Tensor]]) -> None:
+        for module, function in zip(modules, functions, strict=True):
+            module.parallel_nsa = function  # type: ignore[attr-defined]
+
+    put([parallel_nsa] * len(modules))
+    return lambda: put(originals)
+
+
+def parallel_nsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cmp: Tensor | None = None,
+    g_slc: Tensor | None = None,
+    g_swa: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_counts: Tensor | int = 16,
+    block_size: int = 64,
+    window_size: int = 0,
+    scale: float | None = None,
+    cu_seqlens: CuSeqlens | tuple[CuSeqlens, CuSeqlens] | None = None,
+    *,
+    block_aligned: bool = False,
+) -> Tensor:
+    """`parallel_nsa` of flash-linear-attention (fla.ops.nsa): o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa, differentiable.
+
+    Compressed keys are the means of whole blocks. Of the blocks that they choose, the first and the last two are always taken.
+
+    Args:
+        q: [B,TQ,HQ,K], the last TQ of T positions; dtypes as of `selection_attention`.
+        k: [B,T,H,K].
+        v: [B,T,H,V].
+        g_cmp: [B,TQ,HQ] gate of the compressed branch, which chooses the blocks; None: there is none. Gates come from a sigmoid: in
+            bfloat16 a negative one makes gradients NaN.
+        g_slc: [B,TQ,HQ] gate of the selected branch, by default 1.
+        g_swa: [B,TQ,HQ] gate of the window; ignored without a window, as in the original.
+        block_indices: [B,TQ,H,S] blocks of block_size keys in any order, instead of chosen ones; negative and future ones select nothing.
+        block_counts: how many blocks are chosen, at least 3. With block_indices a tensor [B,TQ,H], how many of a row's first entries
+            count, or a number, which has no effect, as in the original.
+        block_size: keys of a block.
+        window_size: keys that a row sees in the window, its own among them; 0: there is none.
+        scale: factor of the logits, by default 1/sqrt(K).
+        cu_seqlens: [N+1] bounds of packed sequences, with B = 1; a tuple is one for queries and one for keys. If these differ, and other
+            branches than the selected one are wanted, sequences run one by one, and the host reads the bounds.
+        block_aligned: of the selected branch alone, as of `selection_attention_varlen`.
+
+    Returns:
+        o [B,TQ,HQ,V].
+
+    Raises:
+        ArgumentError: bad input.
+        BackendError: as `selection_attention`.
+    """
+    _check(g_cmp, g_swa, block_indices, block_counts, window_size)
+    rows = by_group(q, k, 4, "[B,TQ,HQ,K]", "[B,T,H,K]")
+    g_cmp, g_slc, g_swa = (
+        None if gate is None else by_group_gate(name, gate, rows) for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa))
+    )
+    n = block_counts if isinstance(block_counts, int) else FIRST + LOCAL
+    counts = block_counts if isinstance(block_counts, Tensor) else None
+    options = _Options(n, block_size, window_size, scale, block_aligned)
+    per_row = (rows, g_cmp, g_slc, g_swa if window_size else None, block_indices, counts)
+    if cu_seqlens is None:
+        return _attend(_Rows(*per_row), k, v, options, None, None).flatten(2, 3)
+    if q.shape[0] != 1:
+        raise ArgumentError("q", f"of {q.shape[0]} batch entries", "1 with cu_seqlens", "pack the sequences into one entry")
+    pair = isinstance(cu_seqlens, tuple) and not all(isinstance(bound, int) for bound in cu_seqlens)
+    cu_q, cu_k = cast(tuple[CuSeqlens, CuSeqlens | None], cu_seqlens if pair else (cu_seqlens, None))
+    cu_k = None if cu_k is cu_q else cu_k
+    one = _Rows(*per_row)
+    if cu_k is None or (g_cmp is None and not window_size):
+        return _attend(one, k, v, options, cu_q, cu_k).flatten(2, 3)
+    return _one_by_one(one, k, v, options, cu_q, cu_k).flatten(2, 3)
+
+
+class _Rows(NamedTuple):
+    """What each query row has, [B,TQ,...]."""
+
+    q: Tensor  # [B,TQ,H,h,K]
+    g_cmp: Tensor | None  # [B,TQ,H,h]; gates of branches that there are not are None
+    g_slc: Tensor | None
+    g_swa: Tensor | None
+    block_indices: Tensor | None
+    block_counts: Tensor | None
+
+    def part(self, first: int, end: int) -> _Rows:
+        return _Rows(*(None if x is None else x[:, first:end] for x in self))  # type: ignore[arg-type]
+
+
+class _Options(NamedTuple):
+    n: int
+    block_size: int
+    window: int
+    scale: float | None
+    block_aligned: bool
+
+
+def _attend(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSeqlens | None, cu_k: CuSeqlens | None) -> Tensor:
+    """o [B,TQ,H,h,V] of k and v [B,T,H,...]; packed with cu_q, and with other keys than queries with cu_k."""
+    q, g_cmp, g_slc, g_swa, blocks, counts = rows
+    size, n, scale, T = options.block_size, options.n, options.scale, k.shape[1]
+    S_kv = T if cu_q is None else None
+    selection = None if blocks is None else Selection.from_blocks(blocks, size, counts)
+    k_cmp, v_cmp = (BlockMean(size, size)(x if cu_q is None else x[0], cu_q) for x in (k, v)) if g_cmp is not None else (k, v)
+    k, v = (x.transpose(1, 2) if cu_q is None else x[0] for x in (k, v))
+    if cu_q is not None:  # packed calls have no batch dimension
+        q, g_cmp, g_slc, g_swa = (None if x is None else x[0] for x in (q, g_cmp, g_slc, g_swa))  # type: ignore[assignment]
+    if g_cmp is not None and g_swa is not None and selection is None:
+        gates = torch.stack((g_cmp, torch.ones_like(g_cmp) if g_slc is None else g_slc, g_swa), -1)
+        o = nsa_attention(
+            q, k_cmp, v_cmp, k, v, k, v, gates, window=options.window, compress_block=size, compress_stride=size, block_size=size, n=n,
+            first=FIRST, local=LOCAL, scale=scale, cu_seqlens=cu_q,
+        )  # fmt: skip
+        return o if cu_q is None else o.unsqueeze(0)
+    parts: list[tuple[Tensor, Tensor | None]] = []
+    if g_cmp is not None:
+        o, chosen = compressed_attention(
+            q, k_cmp, v_cmp, compress_block=size, compress_stride=size, block_size=size, n=n, first=FIRST, local=LOCAL, scale=scale,
+            S_kv=S_kv, cu_seqlens=cu_q,
+        )  # fmt: skip
+        selection = chosen if selection is None else selection
+        parts.append((o, g_cmp))
+    assert selection is not None, "see _check"
+    if cu_q is None:
+        o = selection_attention(q, k, v, selection, scale=scale, q_pos=None, return_lse=False, backend=None)
+    else:
+        o = packed_attention(
+            q, k, v, selection, cu_q, cu_k, scale=scale, return_lse=False, backend=None, block_aligned=options.block_aligned, align=None
+        )
+    parts.append((o, g_slc))
+    if g_swa is not None:
+        parts.append((sliding_window_attention(q, k, v, options.window, scale=scale, cu_seqlens=cu_q), g_swa))
+    o = functools.reduce(torch.add, (o if gate is None else o * gate.unsqueeze(-1) for o, gate in parts))
+    return o if cu_q is None else o.unsqueeze(0)
+
+
+def _one_by_one(rows: _Rows, k: Tensor, v: Tensor, options: _Options, cu_q: CuSeqlens, cu_k: CuSeqlens) -> Tensor:
+    """`_attend` of packed sequences with other keys than queries (decoding): each as a batch of its own."""
+    bounds = zip(itertools.pairwise(_numbers(cu_q)), itertools.pairwise(_numbers(cu_k)), strict=True)
+    found = [
+        _attend(rows.part(*of_q), k[:, slice(*of_k)], v[:, slice(*of_k)], options, None, None) for of_q, of_k in bounds if of_q[1] > of_q[0]
+    ]
+    return torch.cat(found, 1) if found else rows.q.new_zeros(*rows.q.shape[:-1], v.shape[-1])
+
+
+def _numbers(cu_seqlens: CuSeqlens) -> list[int]:
+    return cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+
+
+def _check(g_cmp: Tensor | None, g_swa: Tensor | None, block_indices: Tensor | None, block_counts: Tensor | int, window_size: int) -> None:
+    if g_cmp is None and block_indices is None:
+        raise ArgumentError(
+            "block_indices", None, "a tensor [B,TQ,H,S] where g_cmp is None", "pass g_cmp, whose branch chooses blocks, or block_indices"
+        )
+    if not isinstance(block_counts, Tensor | int) or isinstance(block_counts, bool):
+        raise ArgumentError("block_counts", shown(block_counts), "a number, or a tensor [B,TQ,H]", "leave it out: 16 blocks are chosen")
+    if block_indices is None and isinstance(block_counts, Tensor):
+        raise ArgumentError(
+            "block_counts", "a tensor", "a number where blocks are chosen", "pass one number for all rows, or block_indices"
+        )
+    if not isinstance(window_size, int) or isinstance(window_size, bool) or window_size < 0:
+        raise ArgumentError("window_size", shown(window_size), "a whole number of keys, or 0", "pass 0 for no window")
+    if window_size and g_swa is None:
+        raise ArgumentError("g_swa", None, "a tensor [B,TQ,HQ] with a window", "pass the window's gate, or window_size=0")
