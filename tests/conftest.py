@@ -17,6 +17,7 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.reset import reset
 from nsa_sel.settings import flags, tuned
 from nsa_sel.telemetry import target
+from tests.helpers.interpreter import patch_interpreter
 from tests.helpers.public_calls import PINNED
 
 # The same examples in every run, and no folder of past ones.
@@ -45,60 +46,12 @@ def mode(markers: str, wanted: bool, gpu: bool) -> tuple[str, bool]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def interpreter_of_tests() -> Iterator[None]:
-    """Makes Triton's interpreter faster, and its results those of every CPU.
-
-    Products of float32 are summed in float64 and rounded: what BLAS sums in float32 depends on the CPU and on a row's place in the tile.
-
-    Scans and a sort's exclusive-or, which it computes by a Python call per element, go to NumPy: a plan sorts a thousand entries. Its
-    search through all of `tl` for builtins, at every call of a device function, is done once.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        yield
-        return
-    import inspect
-
-    import numpy as np
-    from triton.language import standard
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    from nsa_sel.backends._triton.softmax import larger
-
-    slow_scan, slow_reduce = interpreter.ScanOps.generic_scan, interpreter.ReduceOps.generic_reduce
-    plain_dot = interpreter.InterpreterBuilder.create_dot
-    names: dict[Any, list[str]] = {}
-
-    def scan(self: Any, arguments: Any) -> Any:
-        if self.combine_fn is not larger:
-            return slow_scan(self, arguments)
-        return [self.to_tensor(np.maximum.accumulate(x.handle.data, axis=self.axis), x.dtype) for x in arguments]
-
-    def reduce(self: Any, arguments: Any) -> Any:
-        if self.combine_fn is not standard._xor_combine or self.axis is None:
-            return slow_reduce(self, arguments)
-        return [self.to_tensor(np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims), x.dtype) for x in arguments]
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-        if d.data.dtype != np.float32 or a.data.dtype.kind != "f":
-            return plain_dot(self, a, b, d, *precision)
-        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    def patch_builtin(package: Any, *others: Any) -> None:
-        if package not in names:
-            names[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-        for name in names[package]:
-            member = getattr(package, name)
-            if is_builtin(member):  # and not replaced by an outer call
-                interpreter._patch_attr(package, name, member, *others)
-
+def interpreter_of_tests() -> Iterator[pytest.MonkeyPatch]:
+    """Makes Triton's interpreter faster, and its results those of every CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.ScanOps, "generic_scan", scan)
-        patch.setattr(interpreter.ReduceOps, "generic_reduce", reduce)
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
-        yield
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            patch_interpreter(patch)
+        yield patch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,138 @@
+"""Triton's interpreter in the tests: several times as fast, and its results those of every CPU.
+
+Its time is that of Python calls around small NumPy operations: objects for types and shapes, made anew for each of them. Nothing here
+changes what a kernel computes, but for sums of products of float32 (`dot`); tests/backends/test_interpreter.py compares with it as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+def patch_interpreter(patch: pytest.MonkeyPatch) -> None:
+    """Until `patch` is undone. Imports Triton, which must have been told to interpret."""
+    from triton.runtime import interpreter
+
+    reproducible_products(patch, interpreter)
+    vectorized_scans(patch, interpreter)
+    one_patch_a_launch(patch, interpreter)
+    remembered_types(patch, interpreter)
+    # Sums of int32 are computed in int64 a second time, and compared with its limits, for an assertion that is left out without `debug`.
+    patch.setattr(interpreter.TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *arguments: None)
+
+
+def reproducible_products(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """Products of float32 are summed in float64 and rounded: what BLAS sums in float32 depends on the CPU, and on a row's place."""
+    plain_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        if d.data.dtype != np.float32 or a.data.dtype.kind != "f":
+            return plain_dot(self, a, b, d, *precision)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def vectorized_scans(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """A scan for the largest and a sort's exclusive-or call a Python function per element: a plan sorts a thousand entries."""
+    from triton.language import standard
+
+    from nsa_sel.backends._triton.softmax import larger
+
+    slow_scan, slow_reduce = interpreter.ScanOps.generic_scan, interpreter.ReduceOps.generic_reduce
+
+    def scan(self: Any, arguments: Any) -> Any:
+        if self.combine_fn is not larger:
+            return slow_scan(self, arguments)
+        return [self.to_tensor(np.maximum.accumulate(x.handle.data, axis=self.axis), x.dtype) for x in arguments]
+
+    def reduce(self: Any, arguments: Any) -> Any:
+        if self.combine_fn is not standard._xor_combine or self.axis is None:
+            return slow_reduce(self, arguments)
+        return [self.to_tensor(np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims), x.dtype) for x in arguments]
+
+    patch.setattr(interpreter.ScanOps, "generic_scan", scan)
+    patch.setattr(interpreter.ReduceOps, "generic_reduce", reduce)
+
+
+def one_patch_a_launch(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """A launch replaces the functions of `tl` and `tl.core`, for device functions of every module; these do not do it once more."""
+    patch_lang = interpreter._patch_lang
+    everything = SimpleNamespace(__globals__={"tl": interpreter.tl, "core": interpreter.tl.core})
+    names: dict[Any, list[str]] = {}
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.rewrite()(*args, **kwargs)
+
+    def patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
+        if package not in names:
+            names[package] = [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+        for name in names[package]:
+            interpreter._patch_attr(package, name, getattr(package, name), builder, *scope)
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)  # without the check that it is called from a kernel
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope[0].set_attr(obj, name, called)
+
+    patch.setattr(interpreter, "_patch_attr", patch_attr)
+    patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+    patch.setattr(interpreter, "_patch_lang", lambda fn: patch_lang(everything))
+    patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+
+
+def remembered_types(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """What follows from a dtype and a shape is computed once for each; operands of one shape are broadcast already."""
+    from triton.language import core
+
+    plain = SimpleNamespace(
+        block=core.block_type.__init__, tensor=core.tensor.__init__, equal=core.dtype.__eq__, np_dtype=interpreter._get_np_dtype
+    )  # fmt: skip
+    blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    np_dtypes: dict[str, Any] = {}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = str(element_ty), tuple([getattr(size, "value", size) for size in shape])
+        if key not in blocks:
+            plain.block(self, element_ty, shape)
+            blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in tensors:
+            plain.tensor(self, handle, type)
+            tensors[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensors[sizes]
+
+    def np_dtype(tt_dtype: Any) -> Any:
+        name = str(tt_dtype)
+        if name not in np_dtypes:
+            np_dtypes[name] = plain.np_dtype(tt_dtype)
+        return np_dtypes[name]
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = ((*x.type.shape.values,) if x.type.is_block() else () for x in (lhs, rhs))
+        return (lhs, rhs) if left == right else tuple(spread(self, x, np.broadcast_shapes(left, right)) for x in (lhs, rhs))
+
+    def spread(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
+        data = np.broadcast_to(x.handle.data, sizes)
+        return self.make_tensor(interpreter.TensorHandle(data, x.handle.dtype.scalar), core.block_type(x.type.scalar, list(sizes)))
+
+    patch.setattr(core.block_type, "__init__", block)
+    patch.setattr(core.tensor, "__init__", tensor)
+    patch.setattr(core.dtype, "__eq__", lambda self, other: self is other or plain.equal(self, other))
+    patch.setattr(interpreter, "_get_np_dtype", np_dtype)
+    patch.setattr(interpreter.TritonSemantic, "broadcast_impl_value", broadcast)
