@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import compiler, launch, sm90
 from nsa_sel.core.request import DeviceInfo
+from tests.helpers.paths import ROOT
 
 EMULATION = Path(__file__).parent / "emulation"
 GPU = DeviceInfo(kind="cuda", name="emulated", sm=90, sm_count=2, shared_memory=227 << 10)
@@ -34,6 +36,10 @@ extern "C" void run(unsigned blocks, unsigned threads, unsigned shared, int mode
     launch(blocks, threads, shared, mode, [] {{ {kernel}(*arguments); }});
 }}
 """
+# Of the standard headers only C's: the wrappers of C++ around them take as long as the rest.
+COMPILE = ["g++", "-std=c++17", "-nostdinc++", "-O0", "-w", "-shared", "-fPIC", "-fno-strict-aliasing"]
+UNFORTIFIED = ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0"]  # threads are fibers, which jump between stacks
+KEPT = ROOT / "build" / "emulation"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which compiles the kernels for the CPU")
 
 
@@ -62,17 +68,26 @@ def packed(*values: int, maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] 
 
 @functools.cache
 def _library(source: str, macros: compiler.Constants) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for file, text in compiler.sources(source).items():
-            (folder / file).write_text(EXTERN.sub(r"\1 *memory = reinterpret_cast<\1 *>(dynamic_memory);", text))
-        for name in ("hardware.cuh", "hopper.cuh"):
-            (folder / name).write_text((EMULATION / name).read_text())
-        main = folder / "main.cpp"
-        main.write_text(f'#include "{source}"\n' + MAIN.format(kernel=source.removesuffix(".cu")))
-        options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-D_FORTIFY_SOURCE=0"]
-        defines = [f"-D{macro}={value}" for macro, value in macros]
-        command = ["g++", *options, "-U_FORTIFY_SOURCE", *defines, "-o", folder / "kernel.so", main]
-        built = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
-        assert built.returncode == 0, built.stderr[:3000]
-        return ctypes.CDLL(str(folder / "kernel.so"))
+    """Compiled once for all processes and runs: the name of the file is a digest of all that the compiler reads."""
+    memory = r"\1 *memory = reinterpret_cast<\1 *>(dynamic_memory);"
+    files = {file: EXTERN.sub(memory, text) for file, text in compiler.sources(source).items()}
+    files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh")}
+    files["main.cpp"] = f'#include "{source}"\n' + MAIN.format(kernel=source.removesuffix(".cu"))
+    command = [*COMPILE, *UNFORTIFIED, *(f"-D{macro}={value}" for macro, value in macros)]
+    digest = hashlib.sha256(repr((_version(), command, sorted(files.items()))).encode()).hexdigest()
+    kept = KEPT / f"{digest}.so"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            for file, text in files.items():
+                Path(folder, file).write_text(text)
+            KEPT.mkdir(parents=True, exist_ok=True)
+            made = kept.with_suffix(f".{os.getpid()}")
+            built = subprocess.run([*command, "-o", made, Path(folder, "main.cpp")], capture_output=True, text=True, check=False)
+            assert built.returncode == 0, built.stderr[:3000]
+            made.replace(kept)
+    return ctypes.CDLL(str(kept))
+
+
+@functools.cache
+def _version() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout

@@ -12,9 +12,6 @@
 #include <string.h>
 #include <ucontext.h>
 
-#include <deque>
-#include <functional>
-
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef long long i64;
@@ -139,7 +136,12 @@ static unsigned current;  // the fiber that runs: threads of a cluster's blocks,
 static unsigned cluster_threads;
 static u16 *memories[CLUSTER];
 static bool backwards, eager;
-static std::deque<std::function<void()>> arrivals;  // of copies that no thread performs
+struct Arrival {  // a copy that no thread performs
+    Arrival *next = nullptr;
+    virtual ~Arrival() {}
+    virtual void happen() = 0;
+};
+static Arrival *arrivals, **last_arrival = &arrivals;  // in order; no std::deque or std::function, whose headers take half a second each
 static void (*body)();
 
 static void wait(Gate &gate, unsigned expected) {
@@ -167,9 +169,24 @@ static void wait_until(bool (*holds)(const void *, int), const void *what, int n
 }
 
 // What happens by itself: at once, or when no thread can go on without it.
-static void later(std::function<void()> copy) {
-    if (eager) copy();
-    else arrivals.push_back(copy);
+template <class Work>
+static void later(Work work) {
+    struct Kept : Arrival {
+        Work work;
+        Kept(Work given) : work(given) {}
+        void happen() override { work(); }
+    };
+    if (eager) return work();
+    *last_arrival = new Kept(work);
+    last_arrival = &(*last_arrival)->next;
+}
+
+static void first_arrives() {
+    Arrival *first = arrivals;
+    arrivals = first->next;
+    if (!arrivals) last_arrival = &arrivals;
+    first->happen();
+    delete first;
 }
 
 static void enter() {
@@ -197,9 +214,8 @@ static void run_cluster(unsigned first_block) {
             unsigned thread = backwards ? all - 1 - i : i;
             if (fibers[thread].ready()) next = static_cast<int>(thread);
         }
-        if (next < 0 && !arrivals.empty()) {
-            arrivals.front()();
-            arrivals.pop_front();
+        if (next < 0 && arrivals) {
+            first_arrives();
             continue;
         }
         if (next < 0) break;
