@@ -10,6 +10,7 @@ Decoding is compiled forward alone: nothing trains on it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import subprocess
@@ -141,6 +142,7 @@ def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
     return [{"backend": name, "shape": shape, "sm": sm, "limit": call.device.shared_memory, **resources(kernel, sm)} for kernel in compiled]
 
 
+@functools.cache  # backends share kernels, and Triton then gives the same object
 def resources(kernel: Any, sm: int) -> dict[str, Any]:
     """Shared memory, registers and spilled bytes (stack frame, local memory) of a compiled kernel."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
     return list(found.values())
 
 
+@functools.cache  # many calls sort their lists by the same kernels
 def _resources(source: str, macros: compiler.Constants, arch: str, shared: int) -> dict[str, int]:
     _, log = compiler.compile_source(source, macros, arch, ("--ptxas-options=-v",))
     numbers = {name: re.search(rf"(\d+) bytes {name}", log) for name in ("spill stores", "stack frame", "smem")}
