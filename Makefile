@@ -1,6 +1,6 @@
 # make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed; make venv is that alone
-# make test-one-thread       the tests that compute on the CPU once more, with OMP_NUM_THREADS=1: without Triton's interpreter and
-#                           CUDA's emulation, which are not torch's, imports, and ranks, which have one thread anyway
+# make test-one-thread       with OMP_NUM_THREADS=1, the tests that set numbers of threads, compile code that has threads, or make a CPU's
+#                           products: torch itself has one thread in all tests (tests/conftest.py), so the others would do the same again
 # make docs                  the API reference, from the docstrings, in build/docs/
 # make report                docs/report/ and the README's picture, from the committed rows
 # make derived               all that follows from the committed rows: matrix tables, profiles, documents' tables, docs/report/
@@ -41,7 +41,8 @@ test: $(STAMP)
 
 test-one-thread: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow' -k 'not triton and not cuda and not imports' \
-	tests/api tests/backends tests/core tests/fuzz
+	tests/backends/test_cpu_backends.py tests/backends/test_numba_cpu.py tests/backends/test_sdpa_packed.py tests/backends/test_sdpa_paths.py \
+	tests/core
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
