@@ -129,7 +129,7 @@ def remembered_types(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
 
     def spread(self: Any, x: Any, sizes: tuple[int, ...]) -> Any:
         data = np.broadcast_to(x.handle.data, sizes)
-        return self.make_tensor(interpreter.TensorHandle(data, x.handle.dtype.scalar), core.block_type(x.type.scalar, list(sizes)))
+        return self.tensor(interpreter.TensorHandle(data, x.handle.dtype.scalar), core.block_type(x.type.scalar, list(sizes)))
 
     patch.setattr(core.block_type, "__init__", block)
     patch.setattr(core.tensor, "__init__", tensor)
