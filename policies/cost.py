@@ -4,7 +4,7 @@
 
 The host queues kernels while the device works, so a call takes as long as the slower of both. Work is what a kernel does (bytes of K
 and V loaded, products on tensor cores, partial results moved); the cost of a unit is measured. Pure arithmetic: no tensors, no clock,
-the same number on every machine.
+the same number on every machine. On a GPU whose prices were calculated from data sheets, no call is predicted to beat its tensor cores.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ BYTES = {"e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 TILE_ROWS = 64  # tokens x heads of a tile, or of one step over a block's rows
 STEP = 64  # keys that a kernel loads at once from a page that holds as many
 OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls that load keys in another way than plain ones of whole steps
+NEEDED = ("exact", "exact-wide", "compressed", "compressed-wide")  # terms of products that every backend computes
 MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
 
@@ -188,5 +189,6 @@ def predict(case: Case, backend: Backend) -> float | None:
     for term in OTHERWISE_LOADED & set(backend.cost_terms.get(request.phase(backward), ())):
         if amounts[term] > 0 and term not in model.terms:
             return None
-    ms = max(model.host, sum(ms_each * amounts.get(term, 0.0) for term, ms_each in model.terms.items()))
+    least = costs.tensor_ms * sum(amounts.get(term, 0.0) for term in NEEDED)
+    ms = max(model.host, least, sum(ms_each * amounts.get(term, 0.0) for term, ms_each in model.terms.items()))
     return float(f"{ms:.4g}")

@@ -12,7 +12,7 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.questions import decoding_peers, decoding_steps, layer_parts, paged_caches, ways_to_choose, weak_scaling, windows
-from nsa_sel.bench.report import decode_times, decoding, server, summary, training
+from nsa_sel.bench.report import decode_times, decoding, on_paper, server, summary, training
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.report.sharing import origin, sharing_table
@@ -229,7 +229,15 @@ def other_ways() -> str:
 
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"claim": layer_picture.claim, "gains": of_h200(gains), "explained": lambda: explained("h200")},
-    "docs/decisions.md": {"refused": lambda: explained("rtx4090"), "sharing": sharing, "decoding": decoding.choice_table},
+    "docs/decisions.md": {
+        "refused": lambda: explained("rtx4090"),
+        "sharing": sharing,
+        "decoding": decoding.choice_table,
+        "sheets": on_paper.sheets_table,
+        "picks": on_paper.picks_table,
+        "efficiency": on_paper.efficiency_table,
+        "h100": on_paper.h100_table,
+    },
     "docs/performance.md": {
         "h200": of_h200(performance),
         "close": lambda: summary.close_case({name: read_rows(name) for name in (H200_ROWS, H200_PEERS)}, *CLOSE),

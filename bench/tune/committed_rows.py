@@ -12,6 +12,7 @@ from nsa_sel.settings.schema import Way
 
 H200 = "NVIDIA H200"
 H200_RESULTS = "bench/results/h200"
+H100_RESULTS = "bench/results/h100"
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
 CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
 DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them

@@ -6,6 +6,7 @@ A default changes only on evidence: one side's 80th percentile must lie below th
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -135,10 +136,13 @@ def render(profile: dict[str, Any]) -> str:
 
 PROFILES = {
     "configs/devices/cpu.yaml": cpu_profile,
-    "configs/devices/sm80_a100.yaml": unmeasured.a100_profile,
+    "configs/devices/sm80_a100.yaml": partial(unmeasured.calculated_profile, "a100"),
+    "configs/devices/sm86_rtx3090.yaml": partial(unmeasured.calculated_profile, "rtx3090"),
     "configs/devices/sm89_rtx4090.yaml": unmeasured.rtx4090_profile,
-    "configs/devices/sm90_h100.yaml": unmeasured.h100_profile,
+    "configs/devices/sm90_h100.yaml": partial(unmeasured.calculated_profile, "h100", "NVIDIA H100"),
     "configs/devices/sm90_h200.yaml": h200_profile,
+    "configs/devices/sm100_b200.yaml": partial(unmeasured.calculated_profile, "b200"),
+    "configs/devices/sm120_rtx5090.yaml": partial(unmeasured.calculated_profile, "rtx5090"),
 }
 
 if __name__ == "__main__":

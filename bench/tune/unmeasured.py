@@ -1,10 +1,11 @@
-"""Profiles of GPUs that nobody has measured: what each assumes, and the command that measures it. Written by bench/tune/derive.py."""
+"""Profiles of GPUs that nobody has measured, for bench/tune/derive.py: what each assumes or calculates, and the command that measures it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from nsa_sel.settings.devices import MEASURE
+from nsa_sel.bench.tune.data_sheets import MEASURED, factors, least_tensor_ms, words
+from nsa_sel.settings.devices import GPUS, MEASURE
 
 NEAREST = "sm90_h200.yaml"  # the measured profile that `nsa_sel.settings.config.nearest_measured` finds for these
 THRESHOLDS = "python -m nsa_sel.bench.questions.speed --suite threshold --out"
@@ -37,23 +38,24 @@ def rtx4090_profile() -> dict[str, Any]:
     }
 
 
-def a100_profile() -> dict[str, Any]:
-    """SM 8.0, not measured: the H200's values but for its kernel configs."""
-    return {
-        "match": {"kind": "cuda", "sm": 80, "name": "NVIDIA A100"},
-        "provenance": "not measured on this GPU, nor on any of SM 8.0. Assumed: the thresholds and costs of the H200, the nearest GPU that"
-        " was measured. Launches are those of base.yaml: tests/helpers/aot.py compiles them for SM 8.0, and they have run on none."
-        f" Predicted times are the H200's. To measure: {MEASURE}",
-        "assumes": NEAREST,
-    }
+def calculated_profile(name: str, match: str = "") -> dict[str, Any]:
+    """The H200's thresholds, and its costs at the prices that data sheets give for another GPU.
 
-
-def h100_profile() -> dict[str, Any]:
-    """SM 9.0, not measured: the H200's values. Its SMs are the same, its memory is slower."""
+    Args:
+        name: a key of `nsa_sel.settings.devices.GPUS` with a data sheet.
+        match: the part of a device's name that the profile is for; empty: all GPUs of this compute capability without one of their own.
+    """
+    sm = GPUS[name].sm
+    launches = (
+        "Kernel configs are the H200's"
+        if sm == GPUS[MEASURED].sm
+        else f"Kernel configs are those of base.yaml: tests/helpers/aot.py compiles them for SM {sm / 10}, and they have run on none"
+    )
     return {
-        "match": {"kind": "cuda", "sm": 90, "name": "NVIDIA H100"},
-        "provenance": "not measured on this GPU. Assumed: the thresholds, costs and launches of the H200. It has the same compute"
-        " capability and, beside the SXM card, as many multiprocessors, but more memory bandwidth."
-        f" Predicted times are the H200's. To measure: {MEASURE}",
+        "match": {"kind": "cuda", "sm": sm, **({"name": match} if match else {})},
+        "provenance": f"calculated, not measured: thresholds of the {GPUS[MEASURED].name}; its costs, each price times its rate over this"
+        f" GPU's from data sheets. {words(name)}. {launches}. To measure: {MEASURE}",
         "assumes": NEAREST,
+        "price_factors": factors(name),
+        "tensor_ms": least_tensor_ms(name),
     }

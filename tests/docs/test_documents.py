@@ -272,7 +272,7 @@ def test_the_readme_says_which_gpus_were_measured() -> None:
     assert set(written) == set(USAGE) - {"unknown GPU"}
     for name, found in written.items():
         settings = settings_for(USAGE[name])
-        status = "off" if settings.triton_off else "assumed" if settings.assumed else "measured"
+        status = "off" if settings.triton_off else "calculated" if settings.calculated else "measured"
         assert found == (str(USAGE[name].sm or "-"), status), name
 
 

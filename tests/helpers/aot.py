@@ -75,8 +75,9 @@ PAGED_OF_CUDA = {  # likewise
 class TargetDriver:
     """As much of a Triton driver as compiling needs."""
 
-    def __init__(self, sm: int) -> None:
-        self.target = GPUTarget("cuda", sm, 32)
+    def __init__(self, target: int | str) -> None:
+        """target: 10 x the compute capability of an NVIDIA GPU, or the name of an AMD architecture."""
+        self.target = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -117,10 +118,10 @@ def paged_call(shape: str, sm: int) -> Call:
 
 
 @contextlib.contextmanager
-def launches_compile(sm: int) -> Iterator[list[Any]]:
-    """Inside, launches compile for a GPU of compute capability sm/10, and append the kernel to the list, instead of running it."""
+def launches_compile(target: int | str) -> Iterator[list[Any]]:
+    """Inside, launches compile for a GPU of this target (`TargetDriver`), and append the kernel to the list, instead of running it."""
     compiled: list[Any] = []
-    triton.runtime.driver.set_active(TargetDriver(PTX_OF.get(sm, sm)))
+    triton.runtime.driver.set_active(TargetDriver(target if isinstance(target, str) else PTX_OF.get(target, target)))
     launch = triton.runtime.jit.KernelInterface.__getitem__
     triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
         lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))

@@ -22,9 +22,10 @@ from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.explain import counterfactuals
 from nsa_sel.core.request import DeviceInfo, Request, example_request
-from nsa_sel.settings import config, devices
+from nsa_sel.errors import ConfigError
+from nsa_sel.settings import config, devices, prices
 from nsa_sel.settings.config import profile_for, settings_for, shipped_configs
-from nsa_sel.settings.schema import WAYS, Way
+from nsa_sel.settings.schema import COST_TERMS, WAYS, Way
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.policy_cases import (
     A100,
@@ -73,14 +74,46 @@ def test_a_gpu_finds_its_profile_by_name() -> None:
 def test_an_unmeasured_gpu_takes_over_what_its_profile_assumes_and_every_decision_says_so() -> None:
     decision = explain_request(replace(LONG, needs_grad=True), H100)
     assert (decision.settings.profile, decision.settings.assumed) == ("sm90_h100.yaml", "sm90_h200.yaml")
-    assert decision.settings.costs == settings_for(H200).costs
-    assert decision.settings.sources["sel_triton_min_L"] == decision.settings.sources["costs"] == "sm90_h200.yaml (assumed)"
-    assert decision.settings.provenance.startswith("not measured on this GPU.")
-    assert "(sm90_h200.yaml (assumed))" in decision.rule
+    assert decision.settings.sources["sel_triton_min_L"] == "sm90_h200.yaml (assumed)"
+    assert decision.settings.sources["costs"] == CALCULATED
+    assert decision.settings.provenance.startswith("calculated, not measured: ")
+    assert f"({CALCULATED})" in decision.rule
     assert "config    sm90_h100.yaml, assumes values of sm90_h200.yaml, measured on another device" in describe(decision)
     assert decision.settings.fingerprint != settings_for(H200).fingerprint
     assert (settings_for(A100).profile, settings_for(A100).assumed) == ("sm80_a100.yaml", "sm90_h200.yaml")
     assert "assumes the built-in values" in describe(explain_request(SHORT, RTX4090))
+
+
+def test_prices_of_an_unmeasured_gpu_are_the_measured_ones_times_the_ratio_of_the_rates() -> None:
+    h100, h200 = settings_for(H100).costs, settings_for(H200).costs
+    assert h100 is not None
+    assert h200 is not None
+    assert h100.models.keys() == h200.models.keys()
+    bandwidth = 4800 / 3350  # the GPUs differ in nothing else
+    for name, model in h200.models.items():
+        phase, terms = name.partition("/")[2], h100.models[name].terms
+        assert terms.keys() == model.terms.keys()
+        for term, price in model.terms.items():
+            ratio = bandwidth if prices.resource_of(term, phase) == "dram" else 1.0
+            assert terms[term] == pytest.approx(price * ratio, rel=1e-3), (name, term)
+        assert h100.models[name].host == model.host
+    faster = explain_request(replace(LONG, S=1, S_kv=65536, B=256), H200).predictions
+    slower = explain_request(replace(LONG, S=1, S_kv=65536, B=256), H100).predictions
+    assert all(1 < there.ms / here.ms <= bandwidth + 1e-3 for here, there in zip(faster, slower, strict=True))
+
+
+def test_every_term_of_a_cost_model_has_a_resource_or_is_a_launch() -> None:
+    plain = {term.removesuffix("-wide") for term in COST_TERMS}
+    assert plain == {*prices.OF_TERM, *prices.LAUNCHES}
+    assert set(prices.OF_TERM.values()) == set(prices.RESOURCES)
+    assert [prices.resource_of("read", phase) for phase in ("forward", "decode", "tokens-e4m3")] == ["l2", "dram", "dram"]
+
+
+def test_a_bad_price_factor_is_refused_by_name(configure: Callable[[str], Path]) -> None:
+    for text in ("{dram: 0}", "{dram: .nan}", "{memory: 2.0}"):
+        configure(f"provenance: own rows\nprice_factors: {text}\n")
+        with pytest.raises(ConfigError, match="price_factors"):
+            settings_for(H200)
 
 
 def test_a_gpu_without_a_profile_takes_over_a_measured_one_of_its_compute_capability() -> None:
@@ -98,6 +131,7 @@ def test_a_rule_for_a_compute_capability_speaks_for_each_of_its_devices() -> Non
         assert found.triton_off is not None
 
 
+CALCULATED = "calculated from data sheets and the rows of NVIDIA H200"
 ELSEWHERE = (A100, replace(A100, name="NVIDIA A30"), RTX3090, B200, RTX5090, UNKNOWN)  # of no compute capability that was measured
 
 
@@ -105,7 +139,8 @@ ELSEWHERE = (A100, replace(A100, name="NVIDIA A30"), RTX3090, B200, RTX5090, UNK
 def test_a_gpu_of_another_compute_capability_takes_over_the_nearest_measured_profile(device: DeviceInfo) -> None:
     found, measured = settings_for(device), settings_for(H200)
     assert (found.assumed, found.sel_triton_min_L) == ("sm90_h200.yaml", measured.sel_triton_min_L)
-    assert found.sources["sel_triton_min_L"] == found.sources["costs"] == "sm90_h200.yaml (assumed)"
+    assert found.sources["sel_triton_min_L"] == "sm90_h200.yaml (assumed)"
+    assert found.sources["costs"] == ("sm90_h200.yaml (assumed)" if device == UNKNOWN else CALCULATED)
     # Launches are compiled for every chip as base.yaml has them; cupy-cuda's model is of kernels that only Hopper has.
     assert found.kernels == shipped_configs()["base.yaml"].kernels != measured.kernels
     assert found.costs is not None
@@ -163,6 +198,7 @@ def test_an_assumed_profile_is_told_once_with_the_command_that_measures(device: 
     (words,) = warned(SHORT, device)
     for part in (device.name, "nobody has measured", "values of sm90_h200.yaml", "Measure it with: nsa-sel tune"):
         assert part in words
+    assert ("at prices calculated from data sheets" in words) == settings_for(device).calculated
     assert warned(replace(SHORT, S=1, S_kv=65536), device) == []
     (event,) = logged("sel.profile.assumed")
     assert (event["device"], event["sm"], event["assumed"]) == (device.name, device.sm, "sm90_h200.yaml")
