@@ -119,7 +119,7 @@ def h100_table(rows: Sequence[Row] | None = None) -> str:
     """Predicted over measured time on an H100, by phase and backend, and the regret of what is picked; calculated, and copied."""
     rows = h100_rows() if rows is None else rows
     if not rows:
-        return f"No rows yet: nobody has measured an H100 into `{H100_RESULTS}/`."
+        return f"No rows of an H100 yet (they go below {H100_RESULTS})."
     ways = {"calculated": settings_for(GPUS[H100]), "copied": copied()}
     by_way = {name: errors(rows, settings) for name, settings in ways.items()}
     lines = []

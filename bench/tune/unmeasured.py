@@ -1,4 +1,4 @@
-"""Profiles of GPUs that nobody has measured, for bench/tune/derive.py: what each assumes or calculates, and the command that measures it."""
+"""Profiles of GPUs that nobody has measured, for bench/tune/derive.py: what each assumes or calculates, and what measures it."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import nsa_sel.core.decide
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report.derived import folders, matrix
+from nsa_sel.bench.report.on_paper import h100_rows
 from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
 from nsa_sel.bench.tune.committed_rows import read_rows
 from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
@@ -99,7 +100,8 @@ def test_prices_of_an_unmeasured_gpu_are_the_measured_ones_times_the_ratio_of_th
         assert h100.models[name].host == model.host
     faster = explain_request(replace(LONG, S=1, S_kv=65536, B=256), H200).predictions
     slower = explain_request(replace(LONG, S=1, S_kv=65536, B=256), H100).predictions
-    assert all(1 < there.ms / here.ms <= bandwidth + 1e-3 for here, there in zip(faster, slower, strict=True))
+    (there,), (here,) = ([each.ms for each in found if each.backend == "triton-group"] for found in (slower, faster))
+    assert 1.4 < there / here <= bandwidth + 1e-3
 
 
 def test_every_term_of_a_cost_model_has_a_resource_or_is_a_launch() -> None:
@@ -328,7 +330,7 @@ def test_tables_of_the_documents_are_derived_from_their_rows() -> None:
         assert with_tables(text) == text, "run python -m nsa_sel.bench.report.tables"
     assert all(any(f"<!-- table: {name} -->" in text for text in texts) for name in TABLES)
     short = [name for name, table in TABLES.items() if len(table().splitlines()) < 3]
-    assert short == ["claim"]  # a sentence; the others have a heading, a rule, and rows
+    assert short == ["claim", *(["h100"] if not h100_rows() else [])]  # a sentence; the others have a heading, a rule, and rows
 
 
 @pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
