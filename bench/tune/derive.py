@@ -6,6 +6,7 @@ A default changes only on evidence: one side's 80th percentile must lie below th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -134,7 +135,7 @@ def render(profile: dict[str, Any]) -> str:
     return "# Written by `python -m nsa_sel.bench.tune.derive`; do not edit.\n" + yaml.safe_dump(profile, sort_keys=False, width=140)
 
 
-PROFILES = {
+PROFILES: dict[str, Callable[[], dict[str, Any]]] = {
     "configs/devices/cpu.yaml": cpu_profile,
     "configs/devices/sm80_a100.yaml": partial(unmeasured.calculated_profile, "a100"),
     "configs/devices/sm86_rtx3090.yaml": partial(unmeasured.calculated_profile, "rtx3090"),

@@ -45,7 +45,7 @@ def calculated_profile(name: str, match: str = "") -> dict[str, Any]:
         name: a key of `nsa_sel.settings.devices.GPUS` with a data sheet.
         match: the part of a device's name that the profile is for; empty: all GPUs of this compute capability without one of their own.
     """
-    sm = GPUS[name].sm
+    sm = GPUS[name].sm or 0
     launches = (
         "Kernel configs are the H200's"
         if sm == GPUS[MEASURED].sm
