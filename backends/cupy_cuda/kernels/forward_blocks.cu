@@ -32,6 +32,7 @@
 #include "step_tiles.cuh"
 #define PAGE_SCALES 0
 #endif
+#include "step_shares.cuh"
 
 struct Arguments {
     TensorMap k, v;
@@ -215,36 +216,6 @@ struct Consumer {
         add_p_v<PP, KEYS>(acc, p_tile, warp_head, values, share * COLUMNS, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
     }
 
-    // Zero this share's values from key `keys` on. Whole rows: the swizzle within them does not matter.
-    DEVICE void zero_values(unsigned char *values, int keys) const {
-        constexpr int CHUNKS = V_BOX * BYTES / 16;  // of a row of a box
-        const int first = share * SHARE;
-#pragma unroll
-        for (int panel = 0; panel < DV / V_BOX; ++panel)
-            for (int i = max(first, keys) * CHUNKS + lane; i < (first + SHARE) * CHUNKS; i += 32)
-                *reinterpret_cast<uint4 *>(values + panel * PANEL + i * 16) = make_uint4(0, 0, 0, 0);
-        fence_async_proxy();  // before the next TMA load to this stage
-    }
-
-    // Raise the maxima to those of all shares.
-    DEVICE void raise(const float (&top)[2]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float highest = quad_max(top[r]);
-            if (lane % 4 == 0) shared.tops[share][head(r)] = highest;
-        }
-        named_barrier<THREADS>(1);
-        float alpha[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float highest = softmax.m[r];
-#pragma unroll
-            for (int other = 0; other < SHARES; ++other) highest = fmaxf(highest, shared.tops[other][head(r)]);
-            alpha[r] = softmax.raise(r, highest);
-        }
-        scale_rows(acc, alpha);
-    }
-
     // The step of `keys` keys at a stage. The first step of a row raises its maxima from LOWEST; with the last one m and l are known before
     // acc is.
     DEVICE void step(unsigned char *stages, int keys, bool first, bool last, const PipelineState<STAGES> &at) {
@@ -254,7 +225,8 @@ struct Consumer {
         if (keys < KEYS) mask_columns(s, share * SHARE, {keys, keys}, -infinity());
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
-        if (first || named_barrier_any<THREADS>(1, rises)) raise(top);  // all have read the p before, too
+        if (first || named_barrier_any<THREADS>(1, rises))  // all have read the p before, too
+            raise_maxima<THREADS>(softmax, acc, top, shared.tops, share, head(0));
         softmax.exponentiate<2>(s);
 #pragma unroll
         for (int j = 0; j < SHARE / 8; ++j)
@@ -264,7 +236,7 @@ struct Consumer {
                     pack_operand(s[j][2 * r], s[j][2 * r + 1]);
         if (last) share_sums();
         mbarrier_wait(&shared.values[at.stage], at.parity);
-        if (keys < KEYS) zero_values(v_tile, keys);
+        if (keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
         named_barrier<THREADS>(1);  // p is there, and no NaN among the values
 #if CLUSTER > 1
         if (last) send_totals();
@@ -338,9 +310,22 @@ struct Consumer {
             if (head(r) < count) send_row(shared.cluster, rank, head(r), share * COLUMNS, acc, r);
     }
 #endif
+
+    // o and lse: a CTA's own, or its columns of what the whole cluster found.
+    DEVICE void finish(const Arguments &x, const RowHeads &heads) {
+#if CLUSTER > 1
+        send_columns();
+        shared.cluster.wait();
+        shared.cluster.write<THREADS>(softmax.c, rank, count, x.o + heads.first(x) * DV, x.lse + heads.first(x));
+#else
+        write(x, heads);
+#endif
+    }
 };
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
+// A CTA's work. Its consumers may be others (bench/core/reading_alone.cu).
+template <class Consumer>
+DEVICE void attend_rows(const Arguments &x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the stages, q, p, Shared
     u16 *q_tile = reinterpret_cast<u16 *>(memory + STAGES * STAGE_BYTES), *p_tile = q_tile + HEADS * KP;
     Shared &shared = *reinterpret_cast<Shared *>(p_tile + HEADS * PP);
@@ -384,12 +369,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) for
         cluster_wait();  // all CTAs have begun
 #endif
         consumer.attend(memory, at);
-#if CLUSTER > 1
-        consumer.send_columns();
-        shared.cluster.wait();
-        shared.cluster.write<THREADS>(c, rank, consumer.count, x.o + heads.first(x) * DV, x.lse + heads.first(x));
-#else
-        consumer.write(x, heads);
-#endif
+        consumer.finish(x, heads);
     } while (next_row());
+}
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, PER_SM) forward_blocks(const __grid_constant__ Arguments x) {
+    attend_rows<Consumer>(x);
 }

@@ -15,7 +15,7 @@
 //   PAGE_SCALES     of e4m3.cuh
 #include "e4m3.cuh"
 #include "few_tokens.cuh"
-#include "softmax.cuh"
+#include "step_shares.cuh"
 
 struct Arguments {
     TensorMap k, v;
@@ -148,33 +148,6 @@ struct Consumer {
         for (int r = 0; BF16 && r < 2; ++r) k_rate[r] *= rates[row(r)];
     }
 
-    // Zero this share's values from key `keys` on. Whole rows: the swizzle within them does not matter.
-    DEVICE void zero_values(unsigned char *values, int keys) const {
-        const int first = share * SHARE;
-        for (int i = max(first, keys) * (DV / 16) + lane; i < (first + SHARE) * (DV / 16); i += 32)
-            *reinterpret_cast<uint4 *>(values + i * 16) = make_uint4(0, 0, 0, 0);
-        fence_async_proxy();  // before the next TMA load to this stage
-    }
-
-    // Raise the maxima to those of all shares.
-    DEVICE void raise(const float (&top)[2]) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float highest = quad_max(top[r]);
-            if (lane % 4 == 0) shared.tops[share][row(r)] = highest;
-        }
-        named_barrier<CONSUMERS>(1);
-        float alpha[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float highest = softmax.m[r];
-#pragma unroll
-            for (int other = 0; other < SHARES; ++other) highest = fmaxf(highest, shared.tops[other][row(r)]);
-            alpha[r] = softmax.raise(r, highest);
-        }
-        scale_rows(acc, alpha);
-    }
-
     // The logits of this share's keys, -inf for those that a row does not see.
     DEVICE void add_logits(float (&s)[SHARE / 8][4], const unsigned char *keys, int stage, const int (&seen)[2]) const {
         add_q_kt(s, q, keys, share * SHARE);
@@ -201,10 +174,11 @@ struct Consumer {
         for (int r = 0; r < 2; ++r) seen[r] = shared.tokens[stage] & own[r] ? limits[r] - key : 0;
         float s[SHARE / 8][4] = {};
         add_logits(s, k_tile, stage, seen);
-        if (shared.limits[stage] - key < KEYS) zero_values(v_tile, shared.limits[stage] - key);
+        if (shared.limits[stage] - key < KEYS) zero_values<SHARE>(v_tile, share * SHARE, shared.limits[stage] - key);
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
-        if (named_barrier_any<CONSUMERS>(1, rises)) raise(top);  // all have read the p before, too
+        if (named_barrier_any<CONSUMERS>(1, rises))  // all have read the p before, too
+            raise_maxima<CONSUMERS>(softmax, acc, top, shared.tops, share, row(0));
         store_p(s);
         named_barrier<CONSUMERS>(1);  // p is there, and no NaN among the values
         add_p_v<PP, KEYS>(acc, p_tile, 0, v_tile, share * COLUMNS, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
