@@ -55,9 +55,9 @@ def compile_source(source: str, macros: Constants, arch: str, extra: Iterable[st
     """
     from cupy_backends.cuda.libs import nvrtc
 
-    files = sources(source)
-    headers = {name: text.encode() for name, text in files.items() if name != source}
-    program = nvrtc.createProgram(files[source], source, list(headers.values()), [name.encode() for name in headers])
+    files, main = sources(source), Path(source).name
+    headers = {name: text.encode() for name, text in files.items() if name != main}
+    program = nvrtc.createProgram(files[main], main, list(headers.values()), [name.encode() for name in headers])
     try:
         nvrtc.compileProgram(program, [f"-arch={arch}", *OPTIONS, *extra, *(f"-D{name}={value}" for name, value in macros)])
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
@@ -84,9 +84,9 @@ def _first_error(log: str, files: dict[str, str]) -> str:
 
 @functools.cache
 def sources(source: str) -> dict[str, str]:
-    """The text of a file of kernels/ and of all that it includes, by name."""
+    """The text of a file of kernels/, or at an absolute path, and of all that it includes from kernels/, by name."""
     text = (resources.files(__package__) / "kernels" / source).read_text()
-    found = {source: text}
+    found = {Path(source).name: text}
     for included in _INCLUDE.findall(text):
         found |= sources(included)
     return found

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import struct
 import threading
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -79,7 +80,7 @@ def function(source: str, macros: Constants, device: int, shared: int, own: bool
     major, minor = torch.cuda.get_device_capability(device)
     runtime.setDevice(device)
     module = driver.moduleLoadData(cubin(source, macros, architecture(10 * major + minor, own)))
-    handle: int = driver.moduleGetFunction(module, source.removesuffix(".cu"))
+    handle: int = driver.moduleGetFunction(module, Path(source).stem)
     if shared:  # beyond 48 KiB, static shared memory included, it must be asked for
         driver.funcSetAttribute(handle, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
     if dict(macros).get("CLUSTER", 1) > PORTABLE_CLUSTER:

@@ -55,6 +55,7 @@ class Contender(NamedTuple):
     every_key: bool = False
     checked: bool = True  # against the oracle
     peer: bool = False  # another project's, or torch's: a wrong result is a row too
+    computes_nothing: bool = False  # it shows what a part of a call takes, and has no result
     forward_only: tuple[str, ...] = ()  # devices on which it has no backward pass
     directions: tuple[str, ...] = ("fwd", "bwd", "fwd+bwd", "decode")
 

@@ -72,7 +72,7 @@ def _library(source: str, macros: compiler.Constants) -> ctypes.CDLL:
     memory = r"\1 *memory = reinterpret_cast<\1 *>(dynamic_memory);"
     files = {file: EXTERN.sub(memory, text) for file, text in compiler.sources(source).items()}
     files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh")}
-    files["main.cpp"] = f'#include "{source}"\n' + MAIN.format(kernel=source.removesuffix(".cu"))
+    files["main.cpp"] = f'#include "{Path(source).name}"\n' + MAIN.format(kernel=Path(source).stem)
     command = [*COMPILE, *UNFORTIFIED, *(f"-D{macro}={value}" for macro, value in macros)]
     digest = hashlib.sha256(repr((_version(), command, sorted(files.items()))).encode()).hexdigest()
     kept = KEPT / f"{digest}.so"
