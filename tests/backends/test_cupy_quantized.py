@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.core.call import Call
 from nsa_sel.core.quantized import scales_of
 from nsa_sel.oracle import oracle_forward
@@ -92,6 +92,24 @@ def test_caches_match_the_oracle_in_any_order(monkeypatch: pytest.MonkeyPatch, s
         found.append(check(given, sm_count))
         assert started == [kernel]
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("sizes", [OF_PAGES, OF_HEADS, {**OF_MANY_HEADS, "lengths": (1, 600)}])
+@pytest.mark.parametrize("sm_count", [2, 8])
+def test_values_ahead_of_p_and_two_chains(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], sm_count: int) -> None:
+    """Values past a sequence's end hold NaN: registers are masked in place of memory."""
+    monkeypatch.setattr(sm90, "VALUES_AHEAD", 1)
+    monkeypatch.setattr(sm90, "TWO_CHAINS", 1)
+    sm90.block_plan.cache_clear()
+    emulated(monkeypatch, BACKWARDS)
+    macros = list[dict[str, int]]()
+    start = launch.start
+    monkeypatch.setattr(
+        launch, "start", lambda source, defined, *rest, **others: (macros.append(dict(defined)), start(source, defined, *rest, **others))
+    )
+    check(small_cache(**sizes), sm_count)
+    sm90.block_plan.cache_clear()
+    assert [found["VALUES_AHEAD"] + found["TWO_CHAINS"] for found in macros] == [2]
 
 
 def test_several_tokens_and_scales_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@
 //      product's operand, the odd ones another's: its accumulators hold columns 4 t ... 4 t + 3 of o, in turn.
 //
 //   PAGE_SCALES  1: each page and head has scales of its own
+//   TWO_CHAINS   1: logits are summed in two chains of products
 #pragma once
 #include "mma.cuh"
 #include "tma.cuh"
@@ -90,10 +91,11 @@ DEVICE void convert_queries(u16 *tile, float *rates) {
 #endif
 }
 
-// s += q K^T for keys [first, first + 8 * N) of a tile.
+// s += q K^T for keys [first, first + 8 * N) of a tile, in two chains: each product waits for the one before it in its chain.
 template <int N>
 DEVICE void add_q_kt(float (&s)[N][4], const u32 (&q)[DK / 16][4], const unsigned char *keys, int first) {
     const int lane = threadIdx.x % 32;
+    float odd[N][4] = {};
 #pragma unroll
     for (int k = 0; k < DK / 16; k += 2)
 #pragma unroll
@@ -104,16 +106,47 @@ DEVICE void add_q_kt(float (&s)[N][4], const u32 (&q)[DK / 16][4], const unsigne
             for (int i = 0; i < 4; ++i) {
                 u32 b0, b1;
                 unpack_e4m3(y[i], b0, b1);
-                mma(s[j + i % 2], q[k + i / 2], b0, b1);
+                mma(TWO_CHAINS && i / 2 ? odd[j + i % 2] : s[j + i % 2], q[k + i / 2], b0, b1);
             }
         }
+#pragma unroll
+    for (int j = 0; TWO_CHAINS && j < N; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[j][i] += odd[j][i];
 }
 
-// acc += p V for rows [m, m + 16) of a tile of p, KEYS keys, and 8 * N columns of V, from `first` on; acc[2 i] has even columns of 16,
-// acc[2 i + 1] odd ones. scale: of the step's page.
+// V as `ldmatrix_trans` gives it, of KEYS keys and 8 * N columns, from `first` on.
+template <int KEYS, int N>
+struct StoredValues {
+    u32 pairs[N / 2][KEYS / 32][4];
+
+    DEVICE StoredValues(const unsigned char *values, int first) {
+#pragma unroll
+        for (int d = 0; d < N / 2; ++d)
+#pragma unroll
+            for (int k = 0; k < KEYS / 32; ++k)
+                ldmatrix_trans(
+                    pairs[d][k], reinterpret_cast<const u16 *>(values + swizzled_bytes<DV>(32 * k + threadIdx.x % 32, first / 16 + d)));
+    }
+
+    // Zeros from key `keys` on.
+    DEVICE void keep(int keys) {
+#pragma unroll
+        for (int k = 0; k < KEYS / 32; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int left = keys - (32 * k + 8 * i + threadIdx.x % 4 * 2);  // of the pair
+                const u32 mask = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+#pragma unroll
+                for (int d = 0; d < N / 2; ++d) pairs[d][k][i] &= mask;
+            }
+    }
+};
+
+// acc += p V for rows [m, m + 16) of a tile of p, KEYS keys, and 8 * N columns of V; acc[2 i] has even columns of 16, acc[2 i + 1] odd ones.
+// scale: of the step's page.
 template <int PITCH, int KEYS, int N>
-DEVICE void add_p_v(float (&acc)[N][4], const u16 *p_tile, int m, const unsigned char *values, int first, float scale) {
-    const int lane = threadIdx.x % 32;
+DEVICE void add_p_v(float (&acc)[N][4], const u16 *p_tile, int m, const StoredValues<KEYS, N> &values, float scale) {
     u32 p[KEYS / 16][4];
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) load_a<PITCH>(p[k], p_tile, m, 16 * k);
@@ -122,10 +155,9 @@ DEVICE void add_p_v(float (&acc)[N][4], const u16 *p_tile, int m, const unsigned
         float sums[2][4] = {};
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k += 2) {
-            u32 y[4], even[4], odd[4];
-            ldmatrix_trans(y, reinterpret_cast<const u16 *>(values + swizzled_bytes<DV>(16 * k + lane, first / 16 + d / 2)));
+            u32 even[4], odd[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) unpack_e4m3(__byte_perm(y[i], 0, 0x3120), even[i], odd[i]);
+            for (int i = 0; i < 4; ++i) unpack_e4m3(__byte_perm(values.pairs[d / 2][k / 2][i], 0, 0x3120), even[i], odd[i]);
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {
                 mma(PAGE_SCALES ? sums[0] : acc[d], p[k + i / 2], even[i], even[i + 1]);
@@ -138,6 +170,10 @@ DEVICE void add_p_v(float (&acc)[N][4], const u16 *p_tile, int m, const unsigned
             acc[d + 1][i] += sums[1][i] * scale;
         }
     }
+}
+template <int PITCH, int KEYS, int N>
+DEVICE void add_p_v(float (&acc)[N][4], const u16 *p_tile, int m, const unsigned char *values, int first, float scale) {
+    add_p_v<PITCH, KEYS>(acc, p_tile, m, StoredValues<KEYS, N>(values, first), scale);
 }
 
 // Four adjacent columns of row r: those of a lane among 16, of which acc[j] and acc[j + 1] have even and odd ones.

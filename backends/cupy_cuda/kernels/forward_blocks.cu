@@ -21,7 +21,8 @@
 //   BLOCK       keys of a range, a multiple of KEYS
 //   CLUSTER     CTAs that share a row
 //   NEXT_FIRST  1: the next kernel may start when all CTAs have begun, 0: when they have asked for their last keys
-//   E4M3, PAGE_SCALES  of a quantized cache (e4m3.cuh)
+//   E4M3, PAGE_SCALES, TWO_CHAINS  of a quantized cache (e4m3.cuh)
+//   VALUES_AHEAD  E4M3: 1: values are in registers, and are converted, before p is there; a step then waits for them before its softmax
 #include "mma.cuh"
 #include "row_cluster.cuh"
 #include "softmax.cuh"
@@ -31,6 +32,7 @@
 #else
 #include "step_tiles.cuh"
 #define PAGE_SCALES 0
+#define VALUES_AHEAD 0
 #endif
 #include "step_shares.cuh"
 
@@ -211,17 +213,17 @@ struct Consumer {
         if (E4M3) scale_rows(s, {k_rate[0] * scale, k_rate[1] * scale});
     }
 
-    // acc += p v for all keys of a step and this share of columns.
-    DEVICE void add_values(const unsigned char *values, int stage) {
-        add_p_v<PP, KEYS>(acc, p_tile, warp_head, values, share * COLUMNS, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
-    }
-
     // The step of `keys` keys at a stage. The first step of a row raises its maxima from LOWEST; with the last one m and l are known before
     // acc is.
     DEVICE void step(unsigned char *stages, int keys, bool first, bool last, const PipelineState<STAGES> &at) {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};
         add_logits(s, k_tile, at.stage);
+#if VALUES_AHEAD
+        mbarrier_wait(&shared.values[at.stage], at.parity);
+        StoredValues<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
+        if (keys < KEYS) values.keep(keys);
+#endif
         if (keys < KEYS) mask_columns(s, share * SHARE, {keys, keys}, -infinity());
         const float top[2] = {row_max(s, 0), row_max(s, 1)};
         const bool rises = top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack;
@@ -235,13 +237,20 @@ struct Consumer {
                 *reinterpret_cast<u32 *>(p_tile + head(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) =
                     pack_operand(s[j][2 * r], s[j][2 * r + 1]);
         if (last) share_sums();
+#if !VALUES_AHEAD
         mbarrier_wait(&shared.values[at.stage], at.parity);
         if (keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
+#endif
         named_barrier<THREADS>(1);  // p is there, and no NaN among the values
 #if CLUSTER > 1
         if (last) send_totals();
 #endif
-        add_values(v_tile, at.stage);
+        const float scale = PAGE_SCALES ? shared.v_scales[at.stage] : 1.0f;
+#if VALUES_AHEAD
+        add_p_v<PP, KEYS>(acc, p_tile, warp_head, values, scale);
+#else
+        add_p_v<PP, KEYS>(acc, p_tile, warp_head, v_tile, share * COLUMNS, scale);
+#endif
     }
 
     // All that a row without keys has.
