@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,8 +11,8 @@ from torch import Tensor
 
 from nsa_sel.backends import choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_pages
-from nsa_sel.core.choose_call import ChooseCall, PagedKeys, Rule
-from tests.helpers.choose_cases import SMALL, check_forward, make_choose_call
+from nsa_sel.core.choose_call import ChooseCall, Rule
+from tests.helpers.choose_cases import SMALL, check_forward, in_pages, make_choose_call
 from tests.helpers.poison import new_memory_is_nan
 
 NSA = Rule(n=4)
@@ -46,26 +44,6 @@ def contiguous(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     shape, lengths = CASES[name]
     q_pos = torch.tensor(lengths)[:, None] + torch.arange(-shape[1], 0)
     return make_choose_call(shape, dtype, device, q_pos=q_pos.clamp(min=-1).to(device), **changed)
-
-
-def in_pages(call: ChooseCall, slots: int) -> ChooseCall:
-    """The same keys in pages of `slots`, in random order; NaN in all keys that no row of a sequence sees."""
-    B, G, C, _ = call.k.shape
-    skipped = call.rule.reach - 1
-    each = -(-(C + skipped) // slots)
-    order = torch.randperm(B * each + 1, generator=torch.Generator().manual_seed(1))
-    table = order[: B * each].view(B, each).int().to(call.k.device)
-    seen = call.seen().amax(1)
-
-    def paged(x: Tensor) -> Tensor:
-        pages = torch.full((len(order), slots, G, x.shape[3]), math.nan, dtype=x.dtype, device=x.device)
-        for b in range(B):
-            for c in range(int(seen[b])):
-                pages[table[b, (c + skipped) // slots].long(), (c + skipped) % slots] = x[b, :, c]
-        return pages.transpose(1, 2)
-
-    assert each * slots >= C + skipped
-    return replace(call, k=paged(call.k), v=paged(call.v), pages=PagedKeys(table, skipped))
 
 
 def run(backend: Any, call: ChooseCall) -> tuple[Tensor, ...]:

@@ -258,6 +258,6 @@ def test_the_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "calls"), [("cupy-cuda", 20), ("triton-group", 20), ("layer", 6)])
+@pytest.mark.parametrize(("what", "calls"), [("cupy-cuda", 20), ("triton-group", 20), ("layer", 6), ("choosing", 3)])
 def test_memcheck_finds_nothing_in_calls_over_caches(what: str, calls: int, tmp_path: Path) -> None:
     assert f"{calls} calls" in sanitized("memcheck", (what,), tmp_path)

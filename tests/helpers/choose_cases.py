@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.bounds import Bounds
-from nsa_sel.core.choose_call import ChooseCall, Rule, Sequences
+from nsa_sel.core.choose_call import ChooseCall, PagedKeys, Rule, Sequences
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.oracle_choose import Chosen, oracle_choose, oracle_choose_backward
 from nsa_sel.selection import Selection
@@ -104,6 +105,26 @@ def plain(q: Tensor, k: Tensor, v: Tensor, call: ChooseCall) -> tuple[Tensor, Te
     p = torch.where(some, torch.softmax(logits, -1), 0.0)
     lse = torch.where(some.squeeze(-1), torch.logsumexp(logits.to(torch.promote_types(q.dtype, torch.float32)), -1), -math.inf)
     return torch.einsum("bsghk,bgkd->bsghd", p, v), lse
+
+
+def in_pages(call: ChooseCall, slots: int) -> ChooseCall:
+    """The same keys in pages of `slots`, in random order; NaN in all keys that no row of a sequence sees."""
+    B, G, C, _ = call.k.shape
+    skipped = call.rule.reach - 1
+    each = -(-(C + skipped) // slots)
+    assert each * slots >= C + skipped
+    order = torch.randperm(B * each + 1, generator=torch.Generator().manual_seed(1))
+    table = order[: B * each].view(B, each).int().to(call.k.device)
+    seen = call.seen().amax(1).to(call.k.device).expand(B)
+    b, c = (torch.arange(C, device=seen.device) < seen[:, None]).nonzero(as_tuple=True)
+    page, slot = table[b, (c + skipped) // slots].long(), (c + skipped) % slots
+
+    def paged(x: Tensor) -> Tensor:
+        pages = torch.full((len(order), slots, G, x.shape[3]), math.nan, dtype=x.dtype, device=x.device)
+        pages[page, slot] = x[b, :, c]
+        return pages.transpose(1, 2)
+
+    return replace(call, k=paged(call.k), v=paged(call.v), pages=PagedKeys(table, skipped))
 
 
 def check_forward(forward: Forward, call: ChooseCall, slack: float = 0.0) -> None:

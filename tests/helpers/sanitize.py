@@ -3,7 +3,8 @@
 compute-sanitizer --tool memcheck --error-exitcode 86 python tests/helpers/sanitize.py cupy-cuda 32 64
 
 The numbers are block sizes. Blocks of 64 run Hopper's kernels, whose TMA loads only memcheck supports. Without numbers the calls are over
-caches: one new token and more, few rows and many, pages and none, e4m3. "layer" decodes with a layer over `NSACache`.
+caches: one new token and more, few rows and many, pages and none, e4m3. "layer" decodes with a layer over `NSACache`, "choosing" chooses
+among compressed keys in pages.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import sys
 import torch
 
 import nsa_sel
+from nsa_sel.backends import choose_triton
+from nsa_sel.backends._triton import choose_pages
 from nsa_sel.core import registry
+from nsa_sel.core.choose_call import Rule
 from nsa_sel.selection import Selection
 from tests.helpers.cache_cases import LENGTHS, check, make_cache
 from tests.helpers.cases import make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.choose_cases import check_forward, in_pages, make_choose_call
 from tests.helpers.quantized_cases import check_quantized, make_quantized
 
 SIZES = (  # B, S, G, h, Dk, Dv, S_kv
@@ -76,6 +81,21 @@ def run_layer() -> int:
     return len(counts)
 
 
+def run_choosing() -> int:
+    """How many calls chose blocks over compressed keys in pages: few sequences, each shared by several programs, and many; the oracle's."""
+    sizes = ((1, 1, 128), (3, 4, 64), (200, 1, 64))  # B, S, D
+    for B, S, D in sizes:
+        lengths = torch.randint(0, 4000, (B,), generator=torch.Generator().manual_seed(B)) + (B == 1) * 4000
+        q_pos = (lengths[:, None] + torch.arange(-S, 0)).clamp(min=-1).cuda()
+        call = make_choose_call((B, S, 8192, 1, 16, D, D, Rule()), torch.bfloat16, "cuda", q_pos=q_pos)
+        pages = in_pages(call, 4)
+        assert choose_pages.takes(pages)
+        assert (choose_pages._parts(pages, B) > 1) == (B < 200)
+        check_forward(lambda _: choose_triton.paged(pages), call, slack=1e-4)  # noqa: B023
+    return len(sizes)
+
+
 if __name__ == "__main__":
     name, *numbers = sys.argv[1:]
-    print(run_layer() if name == "layer" else run(name, list(map(int, numbers))) if numbers else run_caches(name), "calls")
+    of_name = {"layer": run_layer, "choosing": run_choosing}.get(name)
+    print(of_name() if of_name else run(name, list(map(int, numbers))) if numbers else run_caches(name), "calls")
