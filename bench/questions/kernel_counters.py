@@ -21,15 +21,19 @@ import torch
 import typer
 
 from nsa_sel.bench.core import cases, environment, store
+from nsa_sel.bench.core.caches import Cache, parsed
 from nsa_sel.bench.core.command_line import Only, echo, need_gpu, program
 from nsa_sel.bench.core.contenders import ours
 from nsa_sel.bench.core.parity import make_problem
 from nsa_sel.bench.core.session import work_of
+from nsa_sel.bench.questions.paged_caches import Last, cached
 from nsa_sel.errors import ArgumentError
+
+QUANTIZED = Cache(None, quantized="e4m3/head")
 
 
 class Profiled(NamedTuple):
-    """One kernel of one call: `kernel` as docs/kernels.md names it, `function` as the compiler does."""
+    """One kernel of one call: `kernel` as docs/kernels.md names it, `function` as the compiler does; the backend as rows name it."""
 
     case: str
     direction: str
@@ -62,6 +66,7 @@ PROFILED = (
     Profiled("decode-B1-64k-h16", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks, a cluster a row"),
     Profiled("parallel-B64-32k-G1-h16-b128", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks, a cluster a row"),
     Profiled("decode-B64-32k-h16", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks"),
+    Profiled("decode-B64-32k-h16", "fwd", f"cupy-cuda, {QUANTIZED}", "forward_blocks", "CUDA forward by blocks, e4m3"),
     Profiled("decode-B64-32k-h16", "fwd", "triton-group", "forward_blocks_kernel", "group forward"),
     Profiled("decode-B256-16k-h16", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks"),
     Profiled("decode-B256-16k-h16", "fwd", "triton-group", "forward_blocks_kernel", "group forward"),
@@ -104,7 +109,9 @@ def case_of(name: str) -> cases.Case:
 def call(case_name: str, direction: str, backend: str) -> None:
     """One call of a performance case, for the profiler to look at."""
     problem = make_problem(case_of(case_name), "cuda")
-    work_of(direction, ours(backend).prepare(problem), problem)()
+    name, cache = parsed(backend)
+    contender = ours(name) if cache is None else cached(name, cache, Last())
+    work_of(direction, contender.prepare(problem), problem)()
     torch.cuda.synchronize()
 
 
@@ -155,7 +162,7 @@ def main(
         raise ArgumentError("kernel_counters", "without `ncu` on the path", "Nsight Compute", "install it, or add its folder to PATH")
     facts = {**environment.stamp(), "tool": "ncu --clock-control none"}
     for profiled in PROFILED:
-        if (not backends or profiled.backend in backends.split(",")) and only in profiled.case:
+        if (not backends or parsed(profiled.backend)[0] in backends.split(",")) and only in profiled.case:
             row = {**profiled._asdict(), **profile(profiled), **facts}
             store.append(out, [row])
             echo(f"{row['kernel']:32} {row['case']:20} {row['duration_us']} us")
