@@ -1,13 +1,19 @@
-"""Decoding on the H200 beside what reading keys and values once takes, and the targets, which what the policy picks is held to."""
+"""Decoding beside what reading keys and values once takes, and the targets, which what the policy picks is held to.
+
+Targets in microseconds are the H200's. Ratios hold on every GPU that has rows below bench/results.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from nsa_sel.bench.core import store
 from nsa_sel.bench.core.caches import Cache
 from nsa_sel.bench.core.cases import Case, least_bytes
+from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import table
+from nsa_sel.bench.core.reading_alone import BACKEND, READING
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import decoding
 from nsa_sel.bench.report.roofline import PEAKS
@@ -15,6 +21,7 @@ from nsa_sel.bench.tune.committed_rows import H200
 from nsa_sel.bench.tune.cost_fit import backend_of, cache_of, case_of, request_of, sharing_of
 from nsa_sel.bench.tune.regret import Choice
 from nsa_sel.policies.cost import BYTES, sharing_at, stored_size
+from nsa_sel.settings.devices import GPUS
 
 SHOWN = ("cupy-cuda", "triton-group")
 SMALL_PAGES = Cache(64)
@@ -35,6 +42,8 @@ RATIOS = (  # what, case, the cache, the cache that it is compared with, how man
     ("e4m3 over bfloat16", "decode-B64-32k-h16", FORMAT, Cache(None), 0.62),
     ("e4m3 over bfloat16", "decode-B256-16k-h16", FORMAT, Cache(None), 0.62),
 )
+
+OVER_READING, FROM_SEQUENCES = 1.08, 64  # a rank of tensor parallelism over what reading alone takes, from so many sequences on
 
 
 class Floor(NamedTuple):
@@ -69,21 +78,50 @@ def times_table() -> str:
 
 def targets_table() -> str:
     """Every target whose case has rows: what is reached by the policy's choice, and whether that meets it."""
-    found = {(choice.asked.case.case, choice.asked.cache): choice for choice in decoding.choices()}
+    found = by_call("h200")
     lines: list[tuple[str, ...]] = [
         (what, case, f"{most:g} us", f"{choice.ms * 1e3:.1f} us", choice.picked, _outcome(choice.ms * 1e3, most))
         for what, case, most in TARGETS
         if (choice := found.get((case, None)))
     ]
-    return table(("what", "case", "target", "reached", "by", "outcome"), [*lines, *_ratios(found)])
+    ratios = [line for gpu in decoding.measured_gpus() for line in _ratios(by_call(gpu), "" if gpu == "h200" else f", {GPUS[gpu].name}")]
+    return table(("what", "case", "target", "reached", "by", "outcome"), [*lines, *ratios])
 
 
-def _ratios(found: Mapping[tuple[str, Cache | None], Choice]) -> list[tuple[str, ...]]:
+def by_call(gpu: str) -> dict[tuple[str, Cache | None], Choice]:
+    """What the policy picks on a GPU, by case and cache."""
+    return {(choice.asked.case.case, choice.asked.cache): choice for choice in decoding.choices(gpu)}
+
+
+def reading_table() -> str:
+    """Decoding on a rank of tensor parallelism beside its kernel with consumers that compute nothing (bench/core/reading_alone.cu)."""
+    lines = []
+    for gpu in decoding.measured_gpus():
+        file = ROOT / decoding.RESULTS / gpu / "parallel.jsonl"
+        times: dict[str, dict[str, Row]] = {}
+        for row in store.of_last_environment(store.measured(store.read(file))) if file.exists() else ():
+            times.setdefault(row["case"], {})[row["backend"]] = row
+        lines += [_reading_line(found) for found in times.values() if {BACKEND, *READING} <= set(found)]
+    headers = ("GPU", "case", "copy", *READING, BACKEND, *(f"over {name}" for name in READING), f"{OVER_READING:g}x of the first")
+    return table(headers, lines) if lines else "No rows yet."
+
+
+def _reading_line(found: Mapping[str, Row]) -> tuple[str, ...]:
+    """Of the rows of one case, by backend."""
+    row, us = found[BACKEND], {name: row["ms_median"] * 1e3 for name, row in found.items()}
+    over, peaks = [us[BACKEND] / us[name] for name in READING], PEAKS.get(row["device"])
+    copied = f"{row['least_bytes'] / peaks.copy_tbs / 1e6:.1f}" if peaks else "-"
+    held = _outcome(over[0], OVER_READING) if row["B"] >= FROM_SEQUENCES else "-"
+    times = [f"{us[name]:.1f}" for name in (*READING, BACKEND)]
+    return row["device"], row["case"], copied, *times, *(f"{x:.2f}x" for x in over), held
+
+
+def _ratios(found: Mapping[tuple[str, Cache | None], Choice], where: str) -> list[tuple[str, ...]]:
     lines = list[tuple[str, ...]]()
     for what, case, cache, over, most in RATIOS:
         one, other = found.get((case, cache)), found.get((case, over))
         if one and other:
-            lines.append((what, case, f"{most:g}x", f"{one.ms / other.ms:.3f}x", one.picked, _outcome(one.ms / other.ms, most)))
+            lines.append((what + where, case, f"{most:g}x", f"{one.ms / other.ms:.3f}x", one.picked, _outcome(one.ms / other.ms, most)))
     return lines
 
 

@@ -1,10 +1,11 @@
-"""What the policy picks when a batch decodes, against the fastest backend that was measured, over all committed rows of the H200."""
+"""What the policy picks when a batch decodes, against the fastest backend that was measured, over all committed rows of a GPU."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
+from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import regret
@@ -12,21 +13,28 @@ from nsa_sel.bench.tune.committed_rows import cost_rows
 from nsa_sel.bench.tune.cost_fit import is_time
 from nsa_sel.bench.tune.regret import Asked, Choice
 from nsa_sel.settings.config import settings_for
+from nsa_sel.settings.devices import GPUS
 
+RESULTS = "bench/results"
 CLOSE = 0.05  # issue 20: what is picked is within 5% of the best in 95% of the decode rows
 WHERE = ("no cache", "contiguous cache", "pages")
 HEADERS = ("new tokens", "keys", "measured", "picked", f"within {CLOSE:.0%}", "mean", "worst", "worst in")
 
 
-def rows() -> list[Row]:
-    """The last row of every case, cache and backend."""
-    found = cost_rows(lambda row: bool(row.get("direction") == "decode" and is_time(row)))
+def measured_gpus() -> list[str]:
+    """The names of GPUS that have rows below bench/results."""
+    return [name for name in GPUS if (ROOT / RESULTS / name).is_dir()]
+
+
+def rows(gpu: str = "h200") -> list[Row]:
+    """The last row of every case, cache and backend, of a name of GPUS."""
+    found = cost_rows(lambda row: bool(row.get("direction") == "decode" and is_time(row)), f"{RESULTS}/{gpu}")
     return [row for of_file in found.values() for row in of_file]
 
 
-def choices() -> list[Choice]:
+def choices(gpu: str = "h200") -> list[Choice]:
     """The policy's choice in every decode case that two or more backends were measured on; it does not know what the tokens share."""
-    return regret.choices(rows(), settings_for(regret.H200), known=False)
+    return regret.choices(rows(gpu), settings_for(GPUS[gpu]), known=False, device=GPUS[gpu])
 
 
 def kind_of(asked: Asked) -> tuple[str, str]:
