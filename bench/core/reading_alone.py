@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
-from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is
+from nsa_sel.bench.core.contenders import Contender, Ready
 from nsa_sel.bench.core.parity import Problem
 from nsa_sel.errors import NsaSelError
 
@@ -33,7 +33,8 @@ def _reading(of: Contender, name: str, results: int) -> Contender:
         source = resources.files("nsa_sel") / "bench" / "core" / "reading_alone.cu"
         q, k, v = (x.detach() for x in (problem.q, problem.k, problem.v))
         with torch.no_grad(), mock.patch.object(launch, "start", wraps=launch.start) as start:
-            o = of.prepare(problem).call(q, k, v)
+            ready = of.prepare(problem)
+            o = ready.call(q, k, v)
         calls = start.call_args_list
         if [call.args[0] for call in calls] != [KERNEL]:
             raise NsaSelError(f"{name}: {[call.args[0] for call in calls]} ran, which is not {KERNEL} alone. Remedy: leave this case out.")
@@ -45,6 +46,6 @@ def _reading(of: Contender, name: str, results: int) -> Contender:
             launch.start(str(source), macros, device, ctas, threads, shared, o.data_ptr(), lse.data_ptr(), *values, **others)
             return lse
 
-        return as_it_is(read)
+        return Ready(read, ready.trained)  # which keeps what the call was prepared with
 
     return Contender(name, prepare, of.lacks, of.refuses, checked=False, computes_nothing=True, directions=("decode",))
