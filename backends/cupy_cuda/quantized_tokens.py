@@ -57,7 +57,7 @@ def plan_of(S: int, h: int, Dk: int, Dv: int, block: int, bf16: bool, shared_mem
     row_bytes, step_bytes = 2 * ROWS * (Dk + 8 + sm90.KEYS + 8), sm90.KEYS * (Dk + Dv)
     stages = min(2 * sm90.MOST_STAGES, ((shared_memory + sm90.SYSTEM) // PER_SM - 2 * sm90.STATIC - row_bytes) // step_bytes)
     macros = constants(
-        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, E4M3=1, PAGE_SCALES=int(page_scales), TWO_CHAINS=0, H=h, TOKENS=tokens, STAGES=stages,
+        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, E4M3=1, PAGE_SCALES=int(page_scales), H=h, TOKENS=tokens, STAGES=stages,
         PER_SM=PER_SM, BLOCK=block, **launch.cache_macros(page),
     )  # fmt: skip
     threads = max(MOST_ENTRIES, 32 * (CONSUMER_WARPS + 1))  # a thread for each entry of the union

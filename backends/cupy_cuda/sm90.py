@@ -37,7 +37,6 @@ CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
 MANY_STEPS = 8  # of a CTA of forward_blocks.cu (`next_first`)
 UNDER_WAY = 1 << 16  # bytes of keys and values that a CTA of forward_blocks.cu asks for ahead, where it has a multiprocessor to itself
-VALUES_AHEAD, TWO_CHAINS = 0, 0  # of forward_blocks.cu over e4m3; to be measured: docs/kernels.md, "Ideas"
 SYSTEM = 1024  # bytes of shared memory that a CTA cannot use
 
 
@@ -274,7 +273,7 @@ def block_plan(
     once arrives at once, and then waits for its products. page_scales: as of `page_scales_of`."""
     size, quantized = 2, {}
     if page_scales is not None:
-        size, quantized = 1, {"E4M3": 1, "PAGE_SCALES": int(page_scales), "VALUES_AHEAD": VALUES_AHEAD, "TWO_CHAINS": TWO_CHAINS}
+        size, quantized = 1, {"E4M3": 1, "PAGE_SCALES": int(page_scales)}
     head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
     steps = n * block // KEYS
     per_sm = 1 if head_warps == CONSUMER_WARPS else 2

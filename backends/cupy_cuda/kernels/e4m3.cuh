@@ -15,7 +15,6 @@
 //      product's operand, the odd ones another's: its accumulators hold columns 4 t ... 4 t + 3 of o, in turn.
 //
 //   PAGE_SCALES  1: each page and head has scales of its own
-//   TWO_CHAINS   1: logits are summed in two chains of products
 #pragma once
 #include "mma.cuh"
 #include "tma.cuh"
@@ -91,11 +90,10 @@ DEVICE void convert_queries(u16 *tile, float *rates) {
 #endif
 }
 
-// s += q K^T for keys [first, first + 8 * N) of a tile, in two chains: each product waits for the one before it in its chain.
+// s += q K^T for keys [first, first + 8 * N) of a tile.
 template <int N>
 DEVICE void add_q_kt(float (&s)[N][4], const u32 (&q)[DK / 16][4], const unsigned char *keys, int first) {
     const int lane = threadIdx.x % 32;
-    float odd[N][4] = {};
 #pragma unroll
     for (int k = 0; k < DK / 16; k += 2)
 #pragma unroll
@@ -106,13 +104,9 @@ DEVICE void add_q_kt(float (&s)[N][4], const u32 (&q)[DK / 16][4], const unsigne
             for (int i = 0; i < 4; ++i) {
                 u32 b0, b1;
                 unpack_e4m3(y[i], b0, b1);
-                mma(TWO_CHAINS && i / 2 ? odd[j + i % 2] : s[j + i % 2], q[k + i / 2], b0, b1);
+                mma(s[j + i % 2], q[k + i / 2], b0, b1);
             }
         }
-#pragma unroll
-    for (int j = 0; TWO_CHAINS && j < N; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[j][i] += odd[j][i];
 }
 
 // V as `ldmatrix_trans` gives it, of KEYS keys and 8 * N columns, from `first` on.
@@ -170,10 +164,6 @@ DEVICE void add_p_v(float (&acc)[N][4], const u16 *p_tile, int m, const StoredVa
             acc[d + 1][i] += sums[1][i] * scale;
         }
     }
-}
-template <int PITCH, int KEYS, int N>
-DEVICE void add_p_v(float (&acc)[N][4], const u16 *p_tile, int m, const unsigned char *values, int first, float scale) {
-    add_p_v<PITCH, KEYS>(acc, p_tile, m, StoredValues<KEYS, N>(values, first), scale);
 }
 
 // Four adjacent columns of row r: those of a lane among 16, of which acc[j] and acc[j + 1] have even and odd ones.

@@ -14,6 +14,7 @@
 //   each other, for all steps at once.
 // Masks: only the last step of a range may have fewer than KEYS keys. Past them logits become -inf and values zero, since p = 0 would not
 //   cancel NaN.
+// e4m3: half as many registers hold a step's values, so they are loaded before its softmax: only products are left once p is there.
 //
 //   STAGES      stages of the pipeline of steps
 //   HEAD_WARPS  1, 2 or 4: warps of 16 heads each
@@ -21,8 +22,7 @@
 //   BLOCK       keys of a range, a multiple of KEYS
 //   CLUSTER     CTAs that share a row
 //   NEXT_FIRST  1: the next kernel may start when all CTAs have begun, 0: when they have asked for their last keys
-//   E4M3, PAGE_SCALES, TWO_CHAINS  of a quantized cache (e4m3.cuh)
-//   VALUES_AHEAD  E4M3: 1: values are in registers, and are converted, before p is there; a step then waits for them before its softmax
+//   E4M3, PAGE_SCALES  of a quantized cache (e4m3.cuh)
 #include "mma.cuh"
 #include "row_cluster.cuh"
 #include "softmax.cuh"
@@ -32,7 +32,6 @@
 #else
 #include "step_tiles.cuh"
 #define PAGE_SCALES 0
-#define VALUES_AHEAD 0
 #endif
 #include "step_shares.cuh"
 
@@ -219,7 +218,7 @@ struct Consumer {
         unsigned char *k_tile = stages + at.stage * STAGE_BYTES, *v_tile = k_tile + K_BYTES;
         float s[SHARE / 8][4] = {};
         add_logits(s, k_tile, at.stage);
-#if VALUES_AHEAD
+#if E4M3
         mbarrier_wait(&shared.values[at.stage], at.parity);
         StoredValues<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
         if (keys < KEYS) values.keep(keys);
@@ -237,7 +236,7 @@ struct Consumer {
                 *reinterpret_cast<u32 *>(p_tile + head(r) * PP + share * SHARE + 8 * j + lane % 4 * 2) =
                     pack_operand(s[j][2 * r], s[j][2 * r + 1]);
         if (last) share_sums();
-#if !VALUES_AHEAD
+#if !E4M3
         mbarrier_wait(&shared.values[at.stage], at.parity);
         if (keys < KEYS) zero_values<SHARE>(v_tile, share * SHARE, keys);
 #endif
@@ -246,7 +245,7 @@ struct Consumer {
         if (last) send_totals();
 #endif
         const float scale = PAGE_SCALES ? shared.v_scales[at.stage] : 1.0f;
-#if VALUES_AHEAD
+#if E4M3
         add_p_v<PP, KEYS>(acc, p_tile, warp_head, values, scale);
 #else
         add_p_v<PP, KEYS>(acc, p_tile, warp_head, v_tile, share * COLUMNS, scale);

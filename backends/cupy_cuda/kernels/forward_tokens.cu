@@ -181,7 +181,8 @@ struct Consumer {
             raise_maxima<CONSUMERS>(softmax, acc, top, shared.tops, share, row(0));
         store_p(s);
         named_barrier<CONSUMERS>(1);  // p is there, and no NaN among the values
-        add_p_v<PP, KEYS>(acc, p_tile, 0, v_tile, share * COLUMNS, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
+        const StoredValues<KEYS, COLUMNS / 8> values(v_tile, share * COLUMNS);
+        add_p_v<PP, KEYS>(acc, p_tile, 0, values, PAGE_SCALES ? shared.v_scales[stage] : 1.0f);
     }
 
     DEVICE void attend(unsigned char *stages) {
