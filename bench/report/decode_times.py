@@ -5,6 +5,7 @@ Targets in microseconds are the H200's. Ratios hold on every GPU that has rows b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from nsa_sel.bench.core.markdown import table
 from nsa_sel.bench.core.reading_alone import BACKEND, READING
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import decoding
-from nsa_sel.bench.report.roofline import PEAKS
+from nsa_sel.bench.report.roofline import COPY_TBS
 from nsa_sel.bench.tune.committed_rows import H200
 from nsa_sel.bench.tune.cost_fit import backend_of, cache_of, case_of, request_of, sharing_of
 from nsa_sel.bench.tune.regret import Choice
@@ -58,7 +59,7 @@ def floor(case: Case, cache: Cache | None = None) -> Floor:
     request = request_of(case, None, False, cache)
     union = sharing_at(sharing_of(case), case.S) / case.S
     read = least_bytes(case) * union * stored_size(request) / BYTES[case.dtype]
-    return Floor(read, read / PEAKS[H200].copy_tbs / 1e6)
+    return Floor(read, read / COPY_TBS[H200] / 1e6)
 
 
 def times_table() -> str:
@@ -95,25 +96,45 @@ def by_call(gpu: str) -> dict[tuple[str, Cache | None], Choice]:
 
 def reading_table() -> str:
     """Decoding on a rank of tensor parallelism beside its kernel with consumers that compute nothing (bench/core/reading_alone.cu)."""
+    lines = [_reading_line(found) for found in _beside_reading()]
+    headers = ("GPU", "case", "copy", *READING, BACKEND, *(f"over {name}" for name in READING), f"{OVER_READING:g}x of the first")
+    return table(headers, lines)
+
+
+def held_table() -> str:
+    """By GPU, of the sizes that are held to OVER_READING: how many are within it, and the worst."""
     lines = []
+    held = [found for found in _beside_reading() if found[BACKEND]["B"] >= FROM_SEQUENCES]
+    for gpu, name in itertools.product(dict.fromkeys(found[BACKEND]["device"] for found in held), READING):
+        over = {found[BACKEND]["case"]: _over_reading(found, name) for found in held if found[BACKEND]["device"] == gpu}
+        worst = max(over, key=lambda case: over[case])
+        lines.append((gpu, name, f"{sum(x <= OVER_READING for x in over.values())} of {len(over)}", f"{over[worst]:.3f}x", worst))
+    return table(("GPU", "beside", f"within {OVER_READING:g}x", "worst", "worst in"), lines)
+
+
+def _beside_reading() -> list[dict[str, Row]]:
+    """Of every case of `parallel` whose kernel was timed beside reading: its rows, by backend."""
+    found = list[dict[str, Row]]()
     for gpu in decoding.measured_gpus():
         file = ROOT / decoding.RESULTS / gpu / "parallel.jsonl"
         times: dict[str, dict[str, Row]] = {}
         for row in store.of_last_environment(store.measured(store.read(file))) if file.exists() else ():
             times.setdefault(row["case"], {})[row["backend"]] = row
-        lines += [_reading_line(found) for found in times.values() if {BACKEND, *READING} <= set(found)]
-    headers = ("GPU", "case", "copy", *READING, BACKEND, *(f"over {name}" for name in READING), f"{OVER_READING:g}x of the first")
-    return table(headers, lines) if lines else "No rows yet."
+        found += [rows for rows in times.values() if {BACKEND, *READING} <= set(rows)]
+    return found
+
+
+def _over_reading(found: Mapping[str, Row], name: str) -> float:
+    return float(found[BACKEND]["ms_median"] / found[name]["ms_median"])
 
 
 def _reading_line(found: Mapping[str, Row]) -> tuple[str, ...]:
     """Of the rows of one case, by backend."""
-    row, us = found[BACKEND], {name: row["ms_median"] * 1e3 for name, row in found.items()}
-    over, peaks = [us[BACKEND] / us[name] for name in READING], PEAKS.get(row["device"])
-    copied = f"{row['least_bytes'] / peaks.copy_tbs / 1e6:.1f}" if peaks else "-"
+    row, over = found[BACKEND], [_over_reading(found, name) for name in READING]
+    copied = f"{row['least_bytes'] / COPY_TBS[row['device']] / 1e6:.1f}" if row["device"] in COPY_TBS else "-"
     held = _outcome(over[0], OVER_READING) if row["B"] >= FROM_SEQUENCES else "-"
-    times = [f"{us[name]:.1f}" for name in (*READING, BACKEND)]
-    return row["device"], row["case"], copied, *times, *(f"{x:.2f}x" for x in over), held
+    times = [f"{found[name]['ms_median'] * 1e3:.1f}" for name in (*READING, BACKEND)]
+    return row["device"], row["case"], copied, *times, *(f"{x:.3f}x" for x in over), held
 
 
 def _ratios(found: Mapping[tuple[str, Cache | None], Choice], where: str) -> list[tuple[str, ...]]:

@@ -257,6 +257,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "decode_targets": decode_times.targets_table,
         "decode_times": decode_times.times_table,
         "reading": decode_times.reading_table,
+        "reading_held": decode_times.held_table,
         "serving": lambda: paged_caches.table(rows_of("serving.jsonl")),
         "page_costs": lambda: paged_caches.page_costs(rows_of("serving.jsonl")),
         "steps": lambda: decoding_steps.table(rows_of("profiles/decoding_steps.jsonl")),

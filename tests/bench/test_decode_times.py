@@ -57,7 +57,9 @@ def test_reading_is_compared_where_a_rank_has_its_rows(monkeypatch: pytest.Monke
     monkeypatch.setattr(decoding, "measured_gpus", lambda: ["h200"])
     (line,) = decode_times.reading_table().splitlines()[2:]
     shown = [cell.strip() for cell in line.split("|")[3:-1]]
-    assert shown == ["10.0", "18.0", "20.0", "21.6", "1.20x", "1.08x", "missed by 11.1%"]
+    assert shown == ["10.0", "18.0", "20.0", "21.6", "1.200x", "1.080x", "missed by 11.1%"]
+    lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in decode_times.held_table().splitlines()[2:]]
+    assert lines == [["reading-alone", "0 of 1", "1.200x", case.case], ["reading-with-results", "1 of 1", "1.080x", case.case]]
 
 
 def test_every_target_is_of_a_case_that_a_suite_has() -> None:
