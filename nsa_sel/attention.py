@@ -74,7 +74,9 @@ def selection_attention(
 def explain(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, *, q_pos: Tensor | None = None, backend: str | None = None
 ) -> Decision:
-    """The decision of `selection_attention` for these arguments, without running a kernel; `nsa_sel.describe` prints it.
+    """The decision of `selection_attention` for these arguments, without running attention; `nsa_sel.describe` prints it.
+
+    It counts how much neighbors share where the call would.
 
     Args:
         q, k, v, selection, q_pos, backend: as of `selection_attention`.
@@ -88,4 +90,6 @@ def explain(
     check_tensors(q=q, k=k, v=v)
     q, k, v = in_autocast_dtype(q, k, v)  # before the checks, which want one dtype
     q, k, v, selection, _, q_pos = check_call(q, k, v, selection, None, q_pos)
-    return select(request_of(q, k, v, selection, needs_grad(q, k, v)), device_info(q.device), backend)
+    device = device_info(q.device)
+    request, _ = with_count(request_of(q, k, v, selection, needs_grad(q, k, v)), device, backend, q, selection, q_pos)
+    return select(request, device, backend)

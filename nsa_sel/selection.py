@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa_sel.core.arguments import as_tensor, check_positive
 from nsa_sel.core.indices import as_positions, as_rows, ranges_of_blocks
 from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, validates
-from nsa_sel.core.ranges import check_ranges, disjoint, merged, sharing_of_blocks
+from nsa_sel.core.ranges import check_ranges, disjoint, merged, rounded, sharing_of_blocks
 from nsa_sel.core.scores import best_blocks
 from nsa_sel.errors import ArgumentError, shown
 
@@ -35,7 +35,7 @@ class Selection:
     """Half-open key ranges [B,S,G,n,2] of every query row, shared by the h heads of a KV group (NSA, arXiv 2502.11089, Eq. 10-12).
 
     Make one with `from_blocks`, `from_scores` or `from_ranges`. A row attends to the union of its ranges. Using a selection never reads
-    the device.
+    the device, but for the one count of a class that `NSA_SEL_COUNT_SHARING` describes (docs/decisions.md).
 
     The attributes below can't be replaced. Plans of backends and the statistics of `measure` are cached here, for forward, backward and
     layers that share a selection. Writing into the ranges through PyTorch, or in any way on a CPU, drops them. After a write on a GPU
@@ -371,12 +371,10 @@ class Selection:
         longest = int(lengths.max()) if rows else 0
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
         self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
-        # Two digits, so that similar selections share one cached decision.
-        rounded = sharing and tuple(round(ratio, 2) for ratio in sharing)
         if not self._is_current():
             self.invalidate()
             self._remember_version()
-        self._exact = Exact(most, rounded, (S_kv, total) if S_kv is not None and q_pos is None else None)
+        self._exact = Exact(most, sharing and rounded(sharing), (S_kv, total) if S_kv is not None and q_pos is None else None)
         return self.measured
 
     def to(self, device: torch.device | str) -> Selection:

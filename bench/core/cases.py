@@ -310,14 +310,19 @@ def random_selection(case: Case, device: torch.device | str, seed: int, at_once:
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = -(-case.S_kv // case.block)
-    first, local = int(case.n > 1), min(2, max(1, case.n - 1))
     rows = max(1, at_once // (case.B * case.G * blocks))
     ranges, shared = [], 0.0 if case.distribution != ALIKE else ALIKE_SHARE * _normal(case.B, 1, case.G, blocks, generator)
     for start in range(case.S_kv - case.S, case.S_kv, rows):
         position = torch.arange(start, min(start + rows, case.S_kv), device=device)
-        scores = shared + _normal(case.B, len(position), case.G, blocks, generator)
-        ranges.append(Selection.from_scores(scores, case.n, case.block, first, local, q_pos=position).ranges)
+        ranges.append(random_rows(case, position, generator, shared))
     return Selection(torch.cat(ranges, 1), case.block, disjoint=True)
+
+
+def random_rows(case: Case, position: Tensor, generator: torch.Generator, shared: Tensor | float = 0.0) -> Tensor:
+    """Ranges [B,rows,G,n,2] of random rows at these positions [rows]; shared: what their scores have in common."""
+    first, local = int(case.n > 1), min(2, max(1, case.n - 1))
+    scores = shared + _normal(case.B, len(position), case.G, -(-case.S_kv // case.block), generator)
+    return Selection.from_scores(scores, case.n, case.block, first, local, S_kv=case.S_kv, q_pos=position).ranges
 
 
 def _normal(B: int, S: int, G: int, blocks: int, generator: torch.Generator) -> Tensor:

@@ -34,7 +34,7 @@ def rows(gpu: str = "h200") -> list[Row]:
 
 def choices(gpu: str = "h200") -> list[Choice]:
     """The policy's choice in every decode case that two or more backends were measured on; it does not know what the tokens share."""
-    return regret.choices(rows(gpu), settings_for(GPUS[gpu]), known=False, device=GPUS[gpu])
+    return regret.choices(rows(gpu), settings_for(GPUS[gpu]), "assumed", device=GPUS[gpu])
 
 
 def kind_of(asked: Asked) -> tuple[str, str]:

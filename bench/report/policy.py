@@ -124,25 +124,30 @@ def regrets(name: str, device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
         return panel._replace(missing=f"No regret on {name}: the policy needs the device's facts, see the map.")
     last = {(row["case"], row["direction"], row["backend"]): row for row in rows if cost_fit.is_time(row)}
     settings = _in_force(device)
-    told, untold = (regret.choices(list(last.values()), settings, measured, device) for measured in (True, False))
+    series: tuple[tuple[str, str, regret.Sharing], ...] = (
+        ("sharing counted at the first call", "ink", "counted"), ("after measure()", "muted", "measured"), ("counting off", "other", "assumed"),
+    )  # fmt: skip
+    every = [(label, role, regret.choices(list(last.values()), settings, sharing, device)) for label, role, sharing in series]
+    told = every[0][2]
     if not told:
         missing = "No case was measured on two backends that the policy has a cost model of: there is no choice to judge."
         return panel._replace(missing=missing)
-    both = (("sharing measured", "ink", told), ("sharing not measured", "other", untold))
     facets = []
     for direction in (each for each in TITLES if any(choice.asked.direction == each for choice in told)):
-        of_way = [(label, role, [choice for choice in found if choice.asked.direction == direction]) for label, role, found in both]
+        of_way = [(label, role, [choice for choice in found if choice.asked.direction == direction]) for label, role, found in every]
         values = [Share(label, role, [choice.regret for choice in found]) for label, role, found in of_way]
         draw = figures.shares(TITLES[direction], "at most so many % longer than the best", values, regret.CLOSE, REGRET_SHOWN)
         alt = "; ".join(f"{label}, {regret.summary(found)}" for label, _, found in of_way)
         facets.append(Facet(f"{TITLES[direction]}, share of choices by regret: {alt}.", draw))
-    beyond = sum(choice.regret * 100 > REGRET_SHOWN for _, _, found in both for choice in found)
-    said = " ".join(f"{label.capitalize()}: {regret.summary(found)}." for label, _, found in both)
+    beyond = sum(choice.regret * 100 > REGRET_SHOWN for _, _, found in every for choice in found)
+    said = " ".join(f"{label.capitalize()}: {regret.summary(found)}." for label, _, found in every)
     return panel._replace(
-        text=f"{said} Where nobody measured it, the policy assumes that a selection shares blocks as text does, which random ones do not."
+        text=f"{said} The first call of a kind counts how much neighboring rows share where that decides. With counting off"
+        " (NSA_SEL_COUNT_SHARING=off, or several ranks) the policy assumes that a selection shares blocks as text does, which random ones"
+        " do not."
         f"{f' Choices beyond the right edge of the drawings: {beyond}.' if beyond else ''}",
         figure=Figure(tuple(facets)),
-        tables=tuple(Table(f"Choices that were not the best, {label}", regret.misses(found), folded=True) for label, _, found in both),
+        tables=tuple(Table(f"Choices that were not the best, {label}", regret.misses(found), folded=True) for label, _, found in every),
     )
 
 

@@ -1,15 +1,16 @@
 """How much slower the policy's choice is than the best measured backend: `python -m nsa_sel.bench.tune.regret`.
 
-Over all committed rows of the H200, for each case and direction that two or more backends were measured on. In three ways: the policy
-knows the selection's sharing (as after `Selection.measure()`); it assumes the prior of configs/base.yaml; or it knows the sharing, and
-its models were fitted without any row of those sizes, as on sizes that nobody measured.
+Over all committed rows of the H200, for each case and direction that two or more backends were measured on. The policy knows the
+selection's sharing as a user has it: counted by itself at the first call (`counted`), without further ado; exactly, after
+`Selection.measure()` (`measured`); or not at all, where counting is off and the prior of configs/base.yaml is assumed (`assumed`). Also
+by models that were fitted without any row of those sizes, as on sizes that nobody measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,13 +22,16 @@ from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import H200_RESULTS, cost_rows
 from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, cache_of, case_of, is_cost_row, is_time, models, request_of, sharing_of
+from nsa_sel.bench.tune.counted import counted_sharing
 from nsa_sel.core.backend import Offer
-from nsa_sel.core.decision import load_policy, make_decision
-from nsa_sel.core.request import DeviceInfo
+from nsa_sel.core.count_sharing import countable, decides
+from nsa_sel.core.decision import Decision, load_policy, make_decision
+from nsa_sel.core.request import DeviceInfo, Request
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import Costs, Settings
 
+Sharing = Literal["counted", "measured", "assumed"]  # how the policy knows it
 H200 = GPUS["h200"]
 CLOSE = 0.10  # within which a choice counts as right
 
@@ -68,20 +72,26 @@ def measured_times(rows: Sequence[Row]) -> dict[Asked, dict[str, float]]:
     return {key: found for key, found in times.items() if len(found) > 1}
 
 
-def choose(asked: Asked, times: Mapping[str, float], settings: Settings, known: bool, device: DeviceInfo = H200) -> Choice | None:
+def choose(asked: Asked, times: Mapping[str, float], settings: Settings, sharing: Sharing, device: DeviceInfo = H200) -> Choice | None:
     """The default policy's choice among the backends that were measured, None if it refuses all of them.
 
     Args:
         asked: what was measured.
         times: median ms by backend.
         settings: with the cost models.
-        known: whether the policy knows the selection's sharing.
+        sharing: how the policy knows what the selection shares.
         device: what the policy chooses for.
     """
     backward = asked.direction == "bwd"
-    request = request_of(asked.case, sharing_of(asked.case) if known else None, backward, asked.cache)
     offers = [Offer(spec) for name, spec in BACKENDS.items() if name in times]
-    decision = make_decision(request, device, load_policy("default"), settings, offers)
+
+    def decide(request: Request) -> Decision:
+        return make_decision(request, device, load_policy("default"), settings, offers)
+
+    request = request_of(asked.case, sharing_of(asked.case) if sharing == "measured" else None, backward, asked.cache)
+    if sharing == "counted" and countable(request) and decides(request, decide):
+        request = msgspec.structs.replace(request, sharing=counted_sharing(asked.case), counted=True)
+    decision = decide(request)
     picked = decision.backward if backward else decision.forward
     if picked is None:
         return None
@@ -89,14 +99,14 @@ def choose(asked: Asked, times: Mapping[str, float], settings: Settings, known: 
     return Choice(asked, picked, times[picked], best, times[best])
 
 
-def choices(rows: Sequence[Row], settings: Settings, known: bool, device: DeviceInfo = H200) -> list[Choice]:
+def choices(rows: Sequence[Row], settings: Settings, sharing: Sharing, device: DeviceInfo = H200) -> list[Choice]:
     """The policy's choice in every measured case."""
-    found = [choose(asked, times, settings, known, device) for asked, times in measured_times(rows).items()]
+    found = [choose(asked, times, settings, sharing, device) for asked, times in measured_times(rows).items()]
     return [choice for choice in found if choice is not None]
 
 
 def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
-    """`choices` with known sharing, each by models that were fitted to the rows of all other sizes."""
+    """`choices` with counted sharing, each by models that were fitted to the rows of all other sizes."""
 
     @cache
     def without(sizes: tuple[Any, ...], direction: str) -> Settings:
@@ -106,7 +116,7 @@ def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
         return msgspec.structs.replace(settings, costs=costs)
 
     measured = measured_times(rows).items()
-    found = [choose(asked, times, without(asked.case[1:], asked.direction), known=True) for asked, times in measured]
+    found = [choose(asked, times, without(asked.case[1:], asked.direction), "counted") for asked, times in measured]
     return [choice for choice in found if choice is not None]
 
 
@@ -125,14 +135,14 @@ def misses(found: Sequence[Choice]) -> str:
 
 
 def main(folder: Annotated[str, typer.Option(help="folder of rows, relative to the repository")] = H200_RESULTS) -> None:
-    """Print the three summaries, and every choice that is not the best."""
+    """Print the four summaries, and every choice that is not the best."""
     settings = settings_for(H200)
     rows = [row for found in cost_rows(is_time, folder).values() for row in found]
-    told = choices(rows, settings, known=True)
     for name, found in (
-        ("sharing known", told),
-        ("sharing not known", choices(rows, settings, known=False)),
-        ("sharing known, rows of these sizes left out of the fit", choices_left_out(rows, settings)),
+        ("sharing counted at the first call", choices(rows, settings, "counted")),
+        ("the same, rows of these sizes left out of the fit", choices_left_out(rows, settings)),
+        ("sharing measured", choices(rows, settings, "measured")),
+        ("counting off: sharing assumed", choices(rows, settings, "assumed")),
     ):
         print(f"{name}: {summary(found)}\n\n{misses(found)}\n")
 

@@ -7,9 +7,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nsa_sel.core.call import Call
+from nsa_sel.core.count_sharing import with_count
 from nsa_sel.core.decide import decide
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.facts import device_info, request_of
+from nsa_sel.core.memory import Count
 from nsa_sel.core.quantized import Scales
 from nsa_sel.core.request import Request
 from nsa_sel.selection import Selection
@@ -21,14 +23,16 @@ class Decided(NamedTuple):
     call: Call
     decision: Decision
     request: Request
+    count: Count | None = None  # of sharing, which the decision depends on
 
 
 def begin(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, q_pos: Tensor | None, needs_grad: bool, backend: str | None,
-    lengths: Tensor | None = None, block_table: Tensor | None = None, scales: Scales | None = None,
+    lengths: Tensor | None = None, block_table: Tensor | None = None, scales: Scales | None = None, counts: bool = True,
 ) -> Decided:  # fmt: skip
-    """Decide on arguments that `check_call` returned."""
-    request = request_of(q, k, v, selection, needs_grad, block_table, scales)
-    decision = decide(request, device_info(q.device), backend)
+    """Decide on arguments that `check_call` returned. `counts`: whether this call may count how much neighbors share."""
+    request, device = request_of(q, k, v, selection, needs_grad, block_table, scales), device_info(q.device)
+    request, count = with_count(request, device, backend, q, selection, q_pos, lengths, counts)
+    decision = decide(request, device, backend)
     call = Call(q, k, v, selection, q_pos, scale, decision.settings, decision.device, lengths, block_table, scales=scales)
-    return Decided(call, decision, request)
+    return Decided(call, decision, request, count)

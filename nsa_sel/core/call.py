@@ -25,6 +25,16 @@ def capturing(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def positions(q: Tensor, S_kv: int, q_pos: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """`Call.positions` of a call's arguments."""
+    B, S = q.shape[:2]
+    if q_pos is not None:
+        return q_pos.long()
+    if lengths is not None:
+        return lengths.long().unsqueeze(1) + torch.arange(-S, 0, device=q.device)
+    return torch.arange(S_kv - S, S_kv, device=q.device).expand(B, S)
+
+
 @dataclass(slots=True, eq=False)  # treated as immutable; frozen=True costs 1 us per construction
 class Call:
     """The checked arguments of one call, and the settings and device that its decision was made with.
@@ -68,13 +78,7 @@ class Call:
 
     def positions(self) -> Tensor:
         """The position of every query row, [B,S] int64; negative where a cached sequence is shorter than S."""
-        B, S = self.q.shape[:2]
-        if self.q_pos is not None:
-            return self.q_pos.long()
-        if self.lengths is not None:
-            return self.lengths.long().unsqueeze(1) + torch.arange(-S, 0, device=self.q.device)
-        S_kv = self.k.shape[2]
-        return torch.arange(S_kv - S, S_kv, device=self.q.device).expand(B, S)
+        return positions(self.q, self.S_kv, self.q_pos, self.lengths)
 
     def capturing(self) -> bool:
         """Whether a CUDA graph captures this call, so that nothing may wait for the device."""

@@ -67,6 +67,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     runner_up: str | None = None  # what would run forward without the choice; None when forced
     runner_up_backward: str | None = None
 
+    @property
+    def sharing_source(self) -> str:
+        """Where the sharing comes from that predictions assume: "measured", "counted at the first call", or the prior's file."""
+        if self.request.sharing is None:
+            return f"prior of {self.settings.sources.get('sharing_prior', 'base.yaml')}"
+        return "counted at the first call" if self.request.counted else "measured"
+
     def to_json(self) -> str:
         """One line of JSON with every field."""
         return msgspec.json.encode(self).decode()
@@ -213,7 +220,8 @@ def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Overr
         winner, runner_up = override.backend if override.backend in reasons and not refused else None, None
     if by_time:
         shown = [f"{name} {predicted[name]:.3g} ms" if name in predicted else f"{name} (no prediction)" for name in eligible[:2]]
-        rule = f"least predicted time: {', runner-up '.join(shown)} ({case.settings.sources.get('costs', 'built-in')})"
+        sources = case.settings.sources.get("costs", "built-in"), *(["sharing counted at the first call"] if case.request.counted else [])
+        rule = f"least predicted time: {', runner-up '.join(shown)} ({'; '.join(sources)})"
     else:
         least_L = case.settings.sources.get("sel_triton_min_L", "")
         origin = (source or "built-in") + (f"; least L: {least_L}" if least_L.endswith("(assumed)") else "")

@@ -62,11 +62,11 @@ def traced(
 
 def _begin(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, block_size: int | None, max_length: int | None,
-    disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool,
+    disjoint: bool, scale: float | None, backend: str | None, needs_grad: bool, counts: bool = True,
 ) -> Decided:  # fmt: skip
     """Decide on the arguments of an op."""
     selection = Selection.unread(ranges, block_size, max_length, disjoint)
-    return prepared(begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend), backend)
+    return prepared(begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend, counts=counts), backend)
 
 
 def _forward(
@@ -88,7 +88,8 @@ def _backward(
     q_pos: Tensor | None, block_size: int | None, max_length: int | None, disjoint: bool, scale: float | None, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     with contextlib.nullcontext() if forced() is None else use_no_backend():  # the forward pass had none
-        call, decision, _ = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, True)
+        # The forward pass has counted; where it could not (in a capture), both go by the prior.
+        call, decision, *_ = _begin(q, k, v, ranges, q_pos, block_size, max_length, disjoint, scale, backend, True, counts=False)
     dq, dk, dv = run.gradients(call, decision, o, lse, do, dlse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 

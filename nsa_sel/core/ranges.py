@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from nsa_sel.core.request import SHARING_TOKENS
 from nsa_sel.errors import ArgumentError
 
 _SORTED_AT_ONCE = 1 << 22  # blocks that `sharing_of_blocks` sorts at a time, to bound its memory
+_SAMPLED = 1 << 17  # blocks that `sample_rows` takes: of 16 a row, 128 tiles
 
 
 def disjoint(ranges: Tensor) -> Tensor:
@@ -75,18 +78,76 @@ def _refuse(ranges: Tensor, bad: Tensor, what: str, remedy: str) -> None:
         raise ArgumentError(f"selection row (b={b}, s={s}, g={g})", f"{row}, which {what}", "disjoint ranges as Selection promises", remedy)
 
 
+def distinct_blocks(blocks: Tensor) -> Tensor:
+    """Distinct blocks of each size of `SHARING_TOKENS`, summed over tiles: [7] int64, from rows of whole tiles [tiles,64,n] (-1: none).
+
+    One sort by (block, row) serves all sizes: without its last e bits a key names a block and a tile of 2^e rows.
+    """
+    row = torch.arange(SHARING_TOKENS[-1], device=blocks.device)[:, None]
+    keys = torch.where(blocks >= 0, blocks.long() * SHARING_TOKENS[-1] + row, -1).flatten(1).sort(dim=1).values
+    keys = torch.nn.functional.pad(keys, (1, 0), value=-1)
+    shifts = [tokens.bit_length() - 1 for tokens in SHARING_TOKENS]
+    return torch.stack([(keys[:, 1:] >> shift != keys[:, :-1] >> shift).sum() for shift in shifts])
+
+
+def sharing_of(distinct: Tensor, rows: int, tiles_of: int) -> tuple[float, ...]:
+    """Mean number of distinct blocks of each tile size over that of one row. Reads the device.
+
+    Args:
+        distinct: sums over tiles, of `distinct_blocks`.
+        rows: of each stretch of rows that was cut into tiles.
+        tiles_of: stretches.
+    """
+    means = [count / max(1, tiles_of * -(-rows // tokens)) for count, tokens in zip(distinct.tolist(), SHARING_TOKENS, strict=True)]
+    return tuple(mean / means[0] if means[0] else 1.0 for mean in means)
+
+
 def sharing_of_blocks(blocks: Tensor) -> tuple[float, ...]:
     """Mean number of distinct blocks of each tile size over that of one row, from block indices [B,S,G,n] (-1: none)."""
     B, S, G, n = blocks.shape
-    tiles = [B * G * -(-S // tokens) for tokens in SHARING_TOKENS]
     most = SHARING_TOKENS[-1]
     rows = torch.nn.functional.pad(blocks.transpose(1, 2).reshape(B * G, S, n), (0, 0, 0, -S % most), value=-1)
     distinct = torch.zeros(len(SHARING_TOKENS), dtype=torch.int64, device=blocks.device)
-    for chunk in torch.split(rows, most * max(1, _SORTED_AT_ONCE // max(1, most * B * G * n)), dim=1):
-        for i, tokens in enumerate(SHARING_TOKENS):
-            chosen = chunk.reshape(B * G, chunk.shape[1] // tokens, tokens * n).sort(dim=-1).values
-            new = chosen >= 0
-            new[..., 1:] &= chosen[..., 1:] != chosen[..., :-1]
-            distinct[i] += new.sum()
-    means = [count / max(1, number) for count, number in zip(distinct.tolist(), tiles, strict=True)]
-    return tuple(mean / means[0] if means[0] else 1.0 for mean in means)
+    for chunk in torch.split(rows.reshape(B * G * -(-S // most), most, n), max(1, _SORTED_AT_ONCE // max(1, most * n))):
+        distinct += distinct_blocks(chunk)
+    return sharing_of(distinct, S, B * G)
+
+
+class Sample(NamedTuple):
+    """Rows of a selection by their indices [tiles, rows of a tile]: tiles of adjacent rows, evenly spread over sequences and groups."""
+
+    b: Tensor
+    s: Tensor
+    g: Tensor
+
+
+def sample_rows(B: int, S: int, G: int, n: int, device: torch.device | str) -> Sample:
+    """Tiles of 64 rows (of S rows if there are fewer), as many as have about `_SAMPLED` blocks. Does not read the device."""
+    most = SHARING_TOKENS[-1]
+    each = max(1, S // most)  # of one sequence and group; rows behind the last whole tile are left out
+    total = B * G * each
+    count = min(total, max(1, _SAMPLED // (most * n)))
+    tile = (2 * torch.arange(count, device=device) + 1) * total // (2 * count)
+    group = tile // each
+    s = (tile % each)[:, None] * most + torch.arange(min(S, most), device=device)
+    return Sample(*torch.broadcast_tensors((group // G)[:, None], s, (group % G)[:, None]))
+
+
+def sampled_sharing(ranges: Tensor, limit: Tensor, block_size: int) -> tuple[float, ...]:
+    """`sharing_of_blocks` of sampled rows, to two digits. Reads the device.
+
+    Args:
+        ranges: of the rows, [tiles, rows of a tile, n, 2] in whole blocks of block_size.
+        limit: keys that each row sees, [tiles, rows of a tile].
+    """
+    start, end = ranges.unbind(-1)
+    start = start.clamp(min=0)
+    blocks = torch.where(end.minimum(limit.to(end.dtype).unsqueeze(-1)) > start, start // block_size, -1)
+    tiles, rows = blocks.shape[:2]
+    blocks = torch.nn.functional.pad(blocks, (0, 0, 0, SHARING_TOKENS[-1] - rows), value=-1)
+    return rounded(sharing_of(distinct_blocks(blocks), rows, tiles))
+
+
+def rounded(sharing: tuple[float, ...]) -> tuple[float, ...]:
+    """Two digits after the point, so that similar selections share one cached decision."""
+    return tuple(round(ratio, 2) for ratio in sharing)

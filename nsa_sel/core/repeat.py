@@ -21,13 +21,13 @@ def begin_or_repeat(
     """Check the arguments of `selection_attention` and decide, unless all facts that both read are those of an earlier call."""
     facts = _facts(q, k, v, selection, scale, q_pos, needs_grad, backend)
     found = memory.recall(facts)
-    if found is None:
+    if found is None or (found[3] is not None and not found[3].use()):
         check_tensors(q=q, k=k, v=v)
         decided = begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
-        memory.remember(facts, (decided.request, decided.decision, decided.call.scale))
+        memory.remember(facts, (decided.request, decided.decision, decided.call.scale, decided.count))
         return decided
     assert isinstance(selection, Selection), "see _facts"
-    request, decision, checked_scale = found
+    request, decision, checked_scale, _ = found
     q = q.unsqueeze(1) if q.dim() == 4 else q
     return Decided(Call(q, k, v, selection, None, checked_scale, decision.settings, decision.device), decision, request)
 

@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         needs_grad: whether there is a backward pass.
         aligned: whether pointers and strides of q, k, v are multiples of 16 bytes.
         sharing: distinct blocks of 1, 2, 4 ... 64 adjacent tokens (`SHARING_TOKENS`) over those of one token, from
-            `Selection.measure()`; None: not measured, `runtime.sharing_prior` is used.
+            `Selection.measure()` or, if `counted`, from the first call of its kind; None: `runtime.sharing_prior` is used.
         page_size: keys of a page in a paged cache, else None. S_kv is then the room of a row of the block table.
         quantized: format of the numbers of a KV cache that are not of `dtype`, and what has a scale of its own: the tensor, each head, or
             each head of each page; None for a cache of `dtype`.
@@ -43,6 +43,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         compress: keys of a compressed key, and from one to the next; None for "attend".
         pool: of a choice without attention, where Dv is 0: what is scored, and how it is reduced over heads, and over a block
             (`nsa_sel.core.choose_call.Pool.words`); ("lse",) for the log-sum-exp alone; None for attention.
+        counted: whether `sharing` was counted on a sample of rows of the first call of its kind (nsa_sel/core/count_sharing.py).
     """
 
     B: int
@@ -64,6 +65,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = "attend"
     compress: tuple[int, int] | None = None
     pool: tuple[str, ...] | None = None
+    counted: bool = False
 
     def phase(self, backward: bool) -> str:
         """What cost models are fitted to apart: "forward", "backward", "decode" (one query per sequence), "tokens" (up to `FEW_TOKENS`);

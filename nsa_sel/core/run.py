@@ -49,7 +49,7 @@ class _SelectionAttention(torch.autograd.Function):
 
 def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
     """o, lse, and the decision of the backend that ran: the decided one, or the fallback."""
-    call, decision, request = decided
+    call, decision, request, _ = decided
     if _nothing_to_do(call):
         shape = call.q.shape[:-1]
         lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32

@@ -77,7 +77,7 @@ def warm(request: Request, device: torch.device, tune: bool) -> Warmed:
         lengths, table, scales = None, None, None
         if request.page_size is not None or request.quantized is not None:
             k, v, lengths, table, scales = _cache(request, k, v)
-        o, _ = attend(begin(q, k, v, selection, scale, None, request.needs_grad, None, lengths, table, scales))
+        o, _ = attend(begin(q, k, v, selection, scale, None, request.needs_grad, None, lengths, table, scales, counts=False))
         ms_forward = (events.now(kind) - started) * 1e3
         decision = events.decisions()[-1]
         if request.needs_grad:

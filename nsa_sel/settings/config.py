@@ -56,6 +56,9 @@ def parse_config(text: bytes, source: str) -> ConfigFile:
         if not rising or len(prior) != len(SHARING_TOKENS):
             allowed = f"{len(SHARING_TOKENS)} rising numbers from 1 on, for tiles of {SHARING_TOKENS} tokens"
             raise ConfigError(f"{source}: runtime.sharing_prior", prior, allowed, "see configs/base.yaml")
+    often = runtime.count_sharing
+    if often is True or (type(often) is int and not flags.is_often(often)):  # YAML reads on and off as true and false
+        raise ConfigError(f"{source}: runtime.count_sharing", often, flags.ALLOWED["counting"], "write what is allowed")
     if config.costs:
         check_costs(source, config.costs)
     unknown = sorted(set(config.price_factors) - set(prices.RESOURCES))
@@ -254,5 +257,7 @@ def _values(name: str, layer: ConfigFile, before: dict[str, Any]) -> dict[str, A
         found["sel_triton_min_L"] = by_way(found["sel_triton_min_L"], before.get("sel_triton_min_L"))
     if isinstance(found.get("autotune"), bool):
         found["autotune"] = "on" if found["autotune"] else "off"
+    if found.get("count_sharing") is False:
+        found["count_sharing"] = "off"
     found |= {field: value for field in ("triton_off", "costs") if (value := getattr(layer, field))}
     return {**found, "kernels": {**before.get("kernels", {}), **layer.kernels}, "provenance": layer.provenance}

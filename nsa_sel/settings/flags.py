@@ -13,7 +13,7 @@ import msgspec
 from nsa_sel.errors import ConfigError, warn
 from nsa_sel.settings.schema import Autotune, ForcePath
 
-Kind = Literal["bool", "length", "tile", "path", "autotune", "text", "log"]
+Kind = Literal["bool", "length", "tile", "path", "autotune", "counting", "text", "log"]
 LOG_FLAG = "NSA_DEBUG_LOG"
 CONFIG_FLAG = "NSA_SEL_CONFIG"
 CACHE_FLAG = "NSA_SEL_CACHE"  # the folder of what nsa-sel tune found, and of compiled CUDA kernels
@@ -48,6 +48,9 @@ FLAGS = (
     Flag("NSA_SEL_TRITON_BLOCK_DV", "block_dv", "tile", "columns of the one tile that holds Dv in a Triton kernel; it may only be widened"),
     Flag("NSA_SEL_AUTOTUNE", "autotune", "autotune",
          "off: ignore what nsa-sel tune found; on: use it; warmup: compile at the first call per device; warmup-tune: tune lightly too"),
+    Flag("NSA_SEL_COUNT_SHARING", "count_sharing", "counting",
+         "first: count how much neighbors share at the first call of a kind, which waits for the device once; a number: again after as"
+         " many calls; off: assume the prior"),
     Flag("NSA_USE_SEL_PACK", "use_sel_pack", "bool", "0 keeps packed SDPA out"),
     Flag("NSA_FORCE_PARITY", "force_parity", "bool", "1: packed SDPA, the reference path, for every call"),
     Flag("NSA_DEBUG_TRITON", "debug_triton", "bool", f"1: sel.triton.* events for every kernel launch; checks selections{_SHOWN}"),
@@ -84,12 +87,24 @@ def _autotune(text: str) -> str | None:
     return None if switch is None else "on" if switch else "off"
 
 
+def is_often(number: int) -> bool:
+    """Whether sharing can be counted again after so many calls. After each is refused: 1 means "on" in other flags."""
+    return 2 <= number <= MOST_LENGTH
+
+
+def _counting(text: str) -> str | int | None:
+    if text.strip().lower() == "first":
+        return "first"
+    return "off" if _bool(text) is False else _number(text, is_often)
+
+
 ALLOWED: dict[Kind, str] = {
     "bool": "0 or 1",
     "length": "a whole number >= 0 and below 2^31",
     "tile": "a power of two from 16 to 512",
     "path": ", ".join(get_args(ForcePath)),
     "autotune": ", ".join(get_args(Autotune)),
+    "counting": "off, first, or a whole number of calls >= 2 and below 2^31",
     "text": "a name",
     "log": "0, 1, stderr or the name of a file",
 }
@@ -99,6 +114,7 @@ _PARSERS: dict[Kind, Callable[[str], Any]] = {  # None for a text that is not al
     "tile": lambda text: _number(text, is_tile),
     "path": lambda text: text if text in get_args(ForcePath) else None,
     "autotune": _autotune,
+    "counting": _counting,
     "text": lambda text: text.strip() or None,
     "log": lambda text: "stderr" if _bool(text) else text.strip() or None,
 }

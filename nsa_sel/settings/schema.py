@@ -13,6 +13,7 @@ Way = Literal["forward", "backward", "decode"]  # decode: the forward pass with 
 WAYS: tuple[Way, ...] = get_args(Way)
 Autotune = Literal["on", "off", "warmup", "warmup-tune"]
 
+CountSharing = Literal["off", "first"] | int  # int: again after so many calls of a kind
 COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts it
     "launch": "1 per call",
     "join": "1 per call where rows are split among programs, whose results another kernel joins",
@@ -67,6 +68,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
     prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
     sharing_prior: list[float] | msgspec.UnsetType = msgspec.UNSET
+    count_sharing: CountSharing | bool | msgspec.UnsetType = msgspec.UNSET
     autotune: Autotune | bool | msgspec.UnsetType = msgspec.UNSET  # YAML reads on and off as true and false
     block_l: int | msgspec.UnsetType | None = msgspec.UNSET
     block_d: int | msgspec.UnsetType | None = msgspec.UNSET
@@ -190,6 +192,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prefer_forward: tuple[str, ...]
     prefer_backward: tuple[str, ...]
     sharing_prior: tuple[float, ...] = (1.0,) * len(SHARING_TOKENS)
+    count_sharing: CountSharing = "off"  # records of older versions have no such field
     triton_off: TritonOff | None = None
     costs: Costs | None = None
     kernels: dict[str, KernelConfig]

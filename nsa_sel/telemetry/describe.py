@@ -92,9 +92,9 @@ def _predicted(decision: Decision, backend: str, direction: str) -> str:
 
 def _sharing(decision: Decision) -> str:
     """How many blocks adjacent tokens share, as the predictions assume."""
-    measured = decision.request.sharing
-    source = "measured" if measured else f"not measured: prior of {decision.settings.sources.get('sharing_prior', 'base.yaml')}"
-    ratios = ", ".join(f"{t}: {r}" for t, r in zip(SHARING_TOKENS, measured or decision.settings.sharing_prior, strict=True))
+    known = decision.request.sharing
+    source = decision.sharing_source if known else f"not measured: {decision.sharing_source}"
+    ratios = ", ".join(f"{t}: {r}" for t, r in zip(SHARING_TOKENS, known or decision.settings.sharing_prior, strict=True))
     return f"blocks that adjacent tokens select together, over those of one, by tokens: {ratios} ({source})"
 
 

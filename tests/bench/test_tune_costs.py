@@ -106,7 +106,7 @@ def test_the_suite_alone_chooses_as_well_as_all_rows() -> None:
     some = [row for row in rows if cost_fit.case_of(row)[1:] in sizes]
     assert len(some) < 0.8 * len(rows)
     own = replace(settings_for(H200), costs=cost_fit.costs(some, ["the suite's rows"], H200.sm_count))
-    regrets = sorted(choice.regret for choice in regret.choices(rows, own, known=True))
+    regrets = sorted(choice.regret for choice in regret.choices(rows, own, "counted"))
     assert sum(found <= 0.10 for found in regrets) >= 0.95 * len(regrets)
     assert regrets[-1] <= 0.35
 

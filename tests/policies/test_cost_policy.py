@@ -334,7 +334,7 @@ def test_bad_costs_are_refused(text: str, fragments: tuple[str, ...]) -> None:
 
 def test_choices_are_close_to_the_best_measured() -> None:
     rows = [row for found in cost_rows(wanted=cost_fit.is_time).values() for row in found]
-    found = regret.choices(rows, settings_for(H200), known=True)
+    found = regret.choices(rows, settings_for(H200), "measured")
     assert len(found) >= 48
     regrets = [choice.regret for choice in found]
     report = f"{regret.summary(found)}\n{regret.misses(found)}"
@@ -345,7 +345,7 @@ def test_choices_are_close_to_the_best_measured() -> None:
 def test_regret_compares_what_was_measured() -> None:
     case = Case("a", "random", 1, 8192, 8192, 4, 16, 128, 128, 16, 64, "bfloat16")
     times = {GROUP: 2.0, "sdpa-packed": 1.0}
-    choice = regret.choose(regret.Asked(case, "fwd"), times, settings_for(H200), known=True)
+    choice = regret.choose(regret.Asked(case, "fwd"), times, settings_for(H200), "measured")
     assert (choice.picked, choice.best, choice.regret) == (GROUP, "sdpa-packed", 1.0)
     assert "100.0%" in regret.misses([choice])
     assert regret.summary([choice]).startswith("0.0% of 1 within 10%")
