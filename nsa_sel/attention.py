@@ -9,6 +9,7 @@ from torch import Tensor
 from nsa_sel.core import entry
 from nsa_sel.core.arguments import check_tensors
 from nsa_sel.core.check import check_call
+from nsa_sel.core.count_sharing import with_count
 from nsa_sel.core.decide import select
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.facts import device_info, request_of

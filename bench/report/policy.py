@@ -125,8 +125,10 @@ def regrets(name: str, device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
     last = {(row["case"], row["direction"], row["backend"]): row for row in rows if cost_fit.is_time(row)}
     settings = _in_force(device)
     series: tuple[tuple[str, str, regret.Sharing], ...] = (
-        ("sharing counted at the first call", "ink", "counted"), ("after measure()", "muted", "measured"), ("counting off", "other", "assumed"),
-    )  # fmt: skip
+        ("sharing counted at the first call", "ink", "counted"),
+        ("after measure()", "muted", "measured"),
+        ("counting off", "other", "assumed"),
+    )
     every = [(label, role, regret.choices(list(last.values()), settings, sharing, device)) for label, role, sharing in series]
     told = every[0][2]
     if not told:
