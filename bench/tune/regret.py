@@ -3,14 +3,14 @@
 Over all committed rows of the H200, for each case and direction that two or more backends were measured on. The policy knows the
 selection's sharing as a user has it: counted by itself at the first call (`counted`), without further ado; exactly, after
 `Selection.measure()` (`measured`); or not at all, where counting is off and the prior of configs/base.yaml is assumed (`assumed`). Also
-by models that were fitted without any row of those sizes, as on sizes that nobody measured.
+by models that were fitted without any row of that many tokens, as on lengths that nobody measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ import typer
 from tabulate import tabulate
 
 from nsa_sel.bench.core.caches import Cache
-from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.cases import CHOICE, Case
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import H200_RESULTS, cost_rows
 from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, cache_of, case_of, is_cost_row, is_time, models, request_of, sharing_of
@@ -26,7 +26,7 @@ from nsa_sel.bench.tune.counted import counted_sharing
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.count_sharing import countable, decides
 from nsa_sel.core.decision import Decision, load_policy, make_decision
-from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import Costs, Settings
@@ -106,17 +106,30 @@ def choices(rows: Sequence[Row], settings: Settings, sharing: Sharing, device: D
 
 
 def choices_left_out(rows: Sequence[Row], settings: Settings) -> list[Choice]:
-    """`choices` with counted sharing, each by models that were fitted to the rows of all other sizes."""
+    """`choices` with counted sharing for prefills of a length S, each by models that were fitted to the rows of all other lengths.
+
+    Only of lengths between others: the shortest and the longest that were measured, and head dims of one length alone, are nothing that
+    other rows tell of.
+    """
+    fitted = [(row, case_of(row)) for row in filter(is_cost_row, rows) if row["S"] > FEW_TOKENS and row["distribution"] != CHOICE]
 
     @cache
-    def without(sizes: tuple[Any, ...], direction: str) -> Settings:
-        others = [row for row in filter(is_cost_row, rows) if row["direction"] == direction and case_of(row)[1:] != sizes]
+    def between(S: int, Dk: int, direction: str) -> bool:
+        lengths = {case.S for row, case in fitted if row["direction"] == direction and case.Dk == Dk}
+        return min(lengths, default=S) < S < max(lengths, default=S)
+
+    @cache
+    def without(S: int, direction: str) -> Settings:
+        others = [row for row, case in fitted if row["direction"] == direction and case.S != S]
         dtypes = settings.costs.dtypes if settings.costs else ()
-        costs = Costs(provenance=f"without {sizes}", dtypes=dtypes, models=models(others, H200.sm_count))
+        costs = Costs(provenance=f"without S = {S}", dtypes=dtypes, models=models(others, H200.sm_count))
         return msgspec.structs.replace(settings, costs=costs)
 
-    measured = measured_times(rows).items()
-    found = [choose(asked, times, without(asked.case[1:], asked.direction), "counted") for asked, times in measured]
+    found = [
+        choose(asked, times, without(asked.case.S, asked.direction), "counted")
+        for asked, times in measured_times(rows).items()
+        if asked.case.distribution != CHOICE and between(asked.case.S, asked.case.Dk, asked.direction)
+    ]
     return [choice for choice in found if choice is not None]
 
 
@@ -140,7 +153,7 @@ def main(folder: Annotated[str, typer.Option(help="folder of rows, relative to t
     rows = [row for found in cost_rows(is_time, folder).values() for row in found]
     for name, found in (
         ("sharing counted at the first call", choices(rows, settings, "counted")),
-        ("the same, rows of these sizes left out of the fit", choices_left_out(rows, settings)),
+        ("the same, rows of as many tokens left out of the fit", choices_left_out(rows, settings)),
         ("sharing measured", choices(rows, settings, "measured")),
         ("counting off: sharing assumed", choices(rows, settings, "assumed")),
     ):

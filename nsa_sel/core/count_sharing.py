@@ -65,9 +65,12 @@ def with_count(
 
 
 def kind_of(request: Request, device: DeviceInfo) -> Hashable:
-    """What calls that share a count have in common: the facts of the selection, with lengths rounded up to powers of two."""
+    """What calls that share a count have in common: blocks of a row, and lengths rounded up to powers of two.
+
+    Not sequences, groups, heads, dtype or gradients: a forward pass that is computed again, in parts or not, has the first one's count.
+    """
     S, S_kv = (1 << (length - 1).bit_length() for length in (request.S, request.S_kv))
-    return S, S_kv, request.G, request.n, request.block_size, device
+    return S, S_kv, request.n, request.block_size, device
 
 
 def decides(request: Request, decide: Callable[[Request], Decision]) -> bool:

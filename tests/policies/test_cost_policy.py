@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa_sel.bench.core.cases import Case
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.bench.tune.committed_rows import cost_rows
 from nsa_sel.bench.tune.cost_fit import TERMS
@@ -332,14 +333,30 @@ def test_bad_costs_are_refused(text: str, fragments: tuple[str, ...]) -> None:
 # Regret
 
 
-def test_choices_are_close_to_the_best_measured() -> None:
-    rows = [row for found in cost_rows(wanted=cost_fit.is_time).values() for row in found]
-    found = regret.choices(rows, settings_for(H200), "measured")
-    assert len(found) >= 48
+def time_rows() -> list[Row]:
+    return [row for found in cost_rows(wanted=cost_fit.is_time).values() for row in found]
+
+
+def assert_close(found: list[regret.Choice], least: int) -> None:
+    """At least `least` choices, 95% of them within 10% of the best measured backend, and none beyond 30%."""
+    assert len(found) >= least
     regrets = [choice.regret for choice in found]
     report = f"{regret.summary(found)}\n{regret.misses(found)}"
     assert sum(each <= regret.CLOSE for each in regrets) >= 0.95 * len(regrets), report
     assert max(regrets) <= 0.30, report
+
+
+def test_choices_are_close_to_the_best_measured() -> None:
+    """Without `measure()`: by what the first call counts. Over all prefills and over random and text alone, for every h."""
+    found = regret.choices(time_rows(), settings_for(H200), "counted")
+    assert_close(found, 400)
+    for distribution, h in (("random", 1), ("random", 4), ("random", 16), ("real", 1), ("real", 4), ("real", 16)):
+        assert_close([c for c in found if (c.asked.case.distribution, c.asked.case.h) == (distribution, h) and c.asked.case.S > 8], 4)
+
+
+@pytest.mark.slow
+def test_choices_are_close_for_lengths_that_nobody_measured() -> None:
+    assert_close(regret.choices_left_out(time_rows(), settings_for(H200)), 250)
 
 
 def test_regret_compares_what_was_measured() -> None:

@@ -44,6 +44,10 @@ FLAGS = [  # flag, text, fragments
         (flag, "numb\udcff", (r"'numb\udcff'", "text in UTF-8"))
         for flag in ("NSA_SEL_BACKEND", "NSA_DEBUG_LOG", "NSA_SEL_CONFIG", "NSA_SEL_CACHE", "NSA_USE_TRITON_SEL", "NSA_SEL_AUTOTUNE")
     ),
+    *(
+        ("NSA_SEL_COUNT_SHARING", text, (f"'{text}'", "off, first, or a whole number of calls >= 2"))
+        for text in ("1", "on", "often", "-3", str(1 << 31))
+    ),
     ("NSA_DEBUG_TIMING", "ms", ("'ms'", "0 or 1")),
     ("NSA_DEBUG_COMPARE", "mae", ("'mae'", "0 or 1")),
 ]
@@ -79,6 +83,9 @@ FILES = [  # content of the file that NSA_SEL_CONFIG names, fragments
     (GOOD + f"kernels: {{triton-group/forward: {{block_l: {1 << 31}, num_warps: 4, num_stages: 1}}}}\n", ("powers of two", "up to 1024")),
     (GOOD + f"kernels: {{triton-group/forward: {{block_l: 64, num_warps: 4, num_stages: {1 << 31}}}}}\n", ("powers of two", "up to 1024")),
     (GOOD + "runtime: {sharing_prior: [1, 2, .nan, 4, 5, 6, 7]}\n", ("sharing_prior", "rising numbers")),
+    *((GOOD + f"runtime: {{count_sharing: {value}}}\n", ("runtime.count_sharing", "off, first, or a whole number"))
+      for value in ("1", "0", "on", str(1 << 31))),
+    (GOOD + "runtime: {count_sharing: often}\n", ("Invalid enum value 'often'", "$.runtime.count_sharing")),
     (GOOD + "x: " + "[" * 5000 + "]" * 5000, ("nested too deeply", "base.yaml")),
     (GOOD + "# " + "x" * 70_000, ("longer than 65536 bytes",)),
     ("a: &a x\n" + GOOD + "assumes: *a\n", ("an alias (*name); write its value out", "line 3")),
