@@ -57,7 +57,7 @@ def with_count(
         if not _waits(q):
             count = count or Count(None, 0)  # of which no call is left: the next one asks again
         else:
-            count = Count(_count(request, q, selection, q_pos, lengths), math.inf if often == "first" else often - 1)
+            count = Count(count_rows(request, q, selection, q_pos, lengths), math.inf if often == "first" else often - 1)
             memory.keep_count(kind, count)
     if count is None or count.sharing is None:
         return request, count
@@ -100,7 +100,7 @@ def _waits(q: Tensor) -> bool:
     return not q.is_cuda or not (capturing(q) or torch.cuda.get_sync_debug_mode() == _ERROR)
 
 
-def _count(request: Request, q: Tensor, selection: Selection, q_pos: Tensor | None, lengths: Tensor | None) -> tuple[float, ...]:
+def count_rows(request: Request, q: Tensor, selection: Selection, q_pos: Tensor | None, lengths: Tensor | None) -> tuple[float, ...]:
     """The sharing of a sample of the call's rows. Reads the device."""
     started = time.perf_counter()
     rows = sample_rows(request.B, request.S, request.G, request.n, q.device)

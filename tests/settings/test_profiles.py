@@ -16,7 +16,7 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report.derived import folders, matrix
 from nsa_sel.bench.report.on_paper import h100_rows
-from nsa_sel.bench.threshold_optimizer import faster_by, thresholds
+from nsa_sel.bench.threshold_optimizer import faster_by, length_pairs, thresholds
 from nsa_sel.bench.tune.committed_rows import read_rows
 from nsa_sel.bench.tune.derive import PROFILES, evidence, length_rows, render, threshold, words
 from nsa_sel.core import registry
@@ -280,6 +280,19 @@ def test_the_h200_says_what_each_threshold_comes_from() -> None:
         assert known.verdict == "measured"
         assert known.value == settings_for(H200).min_length(way)
         assert known.packed.ms_p20 >= known.margin * known.triton.ms_p80
+
+
+def test_no_case_by_length_is_left_out() -> None:
+    """Whatever file below bench/results measured it on the H200; of kernels that were tried (profiles/) nobody's call has them."""
+
+    def cases(rows: list[Row]) -> set[tuple[Any, ...]]:
+        return {(triton["direction"], triton["case"], triton.get("dtype")) for triton, _ in length_pairs(rows)}
+
+    files = [file for file in sorted((ROOT / "bench/results").rglob("*.jsonl")) if "profiles" not in file.parts]
+    found = [row for file in files for row in read_rows(file.relative_to(ROOT).as_posix())]
+    every = cases([row for row in found if row.get("device") == H200.name and "case" in row])
+    assert every == cases([row for rows in length_rows().values() for row in rows])
+    assert len(every) > 1000
 
 
 def test_every_committed_row_by_length_decides_the_thresholds_of_the_h200() -> None:
