@@ -286,7 +286,9 @@ def shares(title: str, x_label: str, curves: Sequence[Share], close: float, most
             ordered = sorted(100 * value for value in curve.values)
             ranks = [100 * (j + 1) / len(ordered) for j in range(len(ordered))]
             axes.step([0, *ordered, 1e6], [0, *ranks, 100], where="post", color=theme[curve.role], linewidth=1.6)
-            axes.text(0.97, 0.1 * (len(curves) - i) - 0.02, curve.label, ha="right", fontsize=8, color=theme[curve.role], transform=axes.transAxes)
+            axes.text(
+                0.97, 0.1 * (len(curves) - i) - 0.02, curve.label, ha="right", fontsize=8, color=theme[curve.role], transform=axes.transAxes
+            )
 
     return draw
 

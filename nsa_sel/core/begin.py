@@ -23,7 +23,7 @@ class Decided(NamedTuple):
     call: Call
     decision: Decision
     request: Request
-    count: Count | None = None  # of sharing, which the decision depends on
+    sharing: Count | None = None  # the count that the decision depends on
 
 
 def begin(

@@ -130,7 +130,7 @@ def sample_rows(B: int, S: int, G: int, n: int, device: torch.device | str) -> S
     tile = (2 * torch.arange(count, device=device) + 1) * total // (2 * count)
     group = tile // each
     s = (tile % each)[:, None] * most + torch.arange(min(S, most), device=device)
-    return Sample(*torch.broadcast_tensors((group // G)[:, None], s, (group % G)[:, None]))
+    return Sample((group // G)[:, None].expand_as(s), s, (group % G)[:, None].expand_as(s))
 
 
 def sampled_sharing(ranges: Tensor, limit: Tensor, block_size: int) -> tuple[float, ...]:

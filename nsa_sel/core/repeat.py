@@ -24,7 +24,7 @@ def begin_or_repeat(
     if found is None or (found[3] is not None and not found[3].use()):
         check_tensors(q=q, k=k, v=v)
         decided = begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
-        memory.remember(facts, (decided.request, decided.decision, decided.call.scale, decided.count))
+        memory.remember(facts, (decided.request, decided.decision, decided.call.scale, decided.sharing))
         return decided
     assert isinstance(selection, Selection), "see _facts"
     request, decision, checked_scale, _ = found
