@@ -57,7 +57,7 @@ def test_random_rows_get_the_backend_of_blocks_without_measure(needs_grad: bool,
 
 
 def test_only_the_first_call_of_a_kind_waits(logged: Events) -> None:
-    (q, k, v), selection = fresh("random")
+    (q, k, v), selection = fresh("random", 32768)
     selection_attention(q, k, v, selection)
     assert len(logged("sel.sharing")) == 1
     other = Selection(selection.ranges.clone(), 64, disjoint=True)
@@ -67,7 +67,7 @@ def test_only_the_first_call_of_a_kind_waits(logged: Events) -> None:
 
 
 def test_where_waiting_is_an_error_the_prior_decides(logged: Events) -> None:
-    (q, k, v), selection = fresh("random")
+    (q, k, v), selection = fresh("random", 32768)
     selection_attention(q, k, v, selection)  # compiles the backend of random rows
     compile_what_the_prior_picks(q, k, v, selection)
     nsa_sel.reset()
@@ -81,7 +81,7 @@ def test_where_waiting_is_an_error_the_prior_decides(logged: Events) -> None:
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_capture_never_counts(warm: bool, logged: Events) -> None:
-    (q, k, v), selection = fresh("random")
+    (q, k, v), selection = fresh("random", 32768)
     expected = selection_attention(q, k, v, selection)
     compile_what_the_prior_picks(q, k, v, selection)
     nsa_sel.reset()
