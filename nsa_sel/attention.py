@@ -6,9 +6,9 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from nsa_sel.core import entry
+from nsa_sel.core import entry, shared_keys
 from nsa_sel.core.arguments import check_tensors
-from nsa_sel.core.check import check_call
+from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.count_sharing import with_count
 from nsa_sel.core.decide import select
 from nsa_sel.core.decision import Decision
@@ -44,6 +44,9 @@ def selection_attention(
     A row at position t attends to the union of [max(start, 0), min(end, t + 1, S_kv)) over its ranges; no key beyond t is read. A row with
     nothing selected gives o = 0, lse = -inf and gradients 0. Under torch.autocast q, k and v are cast, and o has the dtype of autocast
     (float64 is left alone). DTensors on one mesh are supported, and give o sharded as q (docs/distributed.md).
+
+    q and the selection may have r times the groups of k and v, so that each head, or a few, select for themselves: groups g*r to
+    g*r + r - 1 of q then read KV group g. K and V are neither copied nor expanded for it (not for DTensors).
 
     Args:
         q: [B,S,G,h,Dk], or [B,G,h,Dk] for one query per sequence (decode): G KV groups of h heads. float16, bfloat16, float32 or float64;
@@ -90,6 +93,9 @@ def explain(
     """
     check_tensors(q=q, k=k, v=v)
     q, k, v = in_autocast_dtype(q, k, v)  # before the checks, which want one dtype
+    if (r := shared_keys.ratio_of(q, k)) > 1:
+        rows = q if q.dim() == 5 else q.unsqueeze(1)
+        q, selection, q_pos = shared_keys.call_of_rows(rows, as_selection(selection), q_pos, k.shape[2], r)
     q, k, v, selection, _, q_pos = check_call(q, k, v, selection, None, q_pos)
     device = device_info(q.device)
     request, _ = with_count(request_of(q, k, v, selection, needs_grad(q, k, v)), device, backend, q, selection, q_pos)

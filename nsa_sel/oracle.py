@@ -51,7 +51,8 @@ def oracle_forward(
     and o = 0, lse = -inf where J is empty. Keys and values outside J are not read. A key in two ranges counts once.
 
     Args:
-        q: [B,S,G,h,Dk], or [B,G,h,Dk] for decode; any float dtype and device, k and v likewise.
+        q: [B,S,G,h,Dk], or [B,G,h,Dk] for decode; any float dtype and device, k and v likewise. k and v may have G / r groups: groups
+            g*r to g*r + r - 1 of q read KV group g.
         k: [B,G,S_kv,Dk].
         v: [B,G,S_kv,Dv].
         ranges: [B,S,G,n,2], or [B,G,n,2] for decode; any integer dtype; half-open.
@@ -71,10 +72,11 @@ def oracle_forward(
     o = torch.zeros(B, S, G, h, Dv, dtype=torch.float64, device="cpu")
     lse = torch.full((B, S, G, h), -math.inf, dtype=torch.float64, device="cpu")
     for b, s, g, keys in _rows(ranges, S_kv, S, q_pos):
-        scores = scale * (q[b, s, g].double() @ k[b, g, keys].double().T)
+        kv = g * k.shape[1] // G
+        scores = scale * (q[b, s, g].double() @ k[b, kv, keys].double().T)
         lse[b, s, g] = scores.logsumexp(-1)
         p = torch.exp(scores - lse[b, s, g, :, None])
-        o[b, s, g] = p @ v[b, g, keys].double()
+        o[b, s, g] = p @ v[b, kv, keys].double()
     return o, lse
 
 
@@ -116,14 +118,15 @@ def oracle_backward(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64, device="cpu") for tensor in (q, k, v))
     for b, s, g, keys in _rows(ranges, k.shape[2], q.shape[1], q_pos):
-        q_row, k_row, v_row, do_row = q[b, s, g].double(), k[b, g, keys].double(), v[b, g, keys].double(), do[b, s, g].double()
+        kv = g * k.shape[1] // q.shape[2]
+        q_row, k_row, v_row, do_row = q[b, s, g].double(), k[b, kv, keys].double(), v[b, kv, keys].double(), do[b, s, g].double()
         p = torch.softmax(scale * (q_row @ k_row.T), -1)
         o_row = p @ v_row
         D = (do_row * o_row).sum(-1) - dlse[b, s, g].double()
         ds = p * (do_row @ v_row.T - D[:, None])
         dq[b, s, g] = scale * (ds @ k_row)
-        dk[b, g, keys] += scale * (ds.T @ q_row)  # keys are unique, so += loses nothing
-        dv[b, g, keys] += p.T @ do_row
+        dk[b, kv, keys] += scale * (ds.T @ q_row)  # keys are unique, so += loses nothing
+        dv[b, kv, keys] += p.T @ do_row
     return dq, dk, dv
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from nsa_sel.core import entry, run, transforms
+from nsa_sel.core import entry, run, shared_keys, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.begin import begin
-from nsa_sel.core.check import check_call
+from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.prepare import prepared
-from nsa_sel.core.quantized import STORED, scales_of
+from nsa_sel.core.quantized import STORED, Scales, scales_of
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 
@@ -53,7 +53,8 @@ def selection_attention_with_kvcache(
     Args:
         q: [B,S_q,G,h,Dk], or [B,G,h,Dk] for one new token per sequence; dtypes as of `selection_attention`.
         k_cache: [B,S_max,G,Dk], or with a block table pages [pages,page_size,G,Dk] in vLLM's layout. Any strides with a contiguous last
-            dimension. The keys of the new tokens are already in it.
+            dimension. The keys of the new tokens are already in it. q and the selection may have r times its groups, as in
+            `selection_attention`.
         v_cache: likewise, with Dv.
         selection: over rows [B,S_q,G], in positions of each row's own sequence: a `Selection`, or ranges [B,S_q,G,n,2]. Its block size
             and the page size need not divide each other.
@@ -86,11 +87,13 @@ def selection_attention_with_kvcache(
     # For pages, check views of the shape that contiguous keys would have; nothing reads them.
     k_checked, v_checked = k, v
     if block_table is not None:
-        B, _, G, _, _ = q.shape
-        k_checked, v_checked = (x.as_strided((B, G, S_kv, x.shape[3]), (0, 0, 0, x.stride(3))) for x in (k, v))
+        k_checked, v_checked = (x.as_strided((len(q), x.shape[1], S_kv, x.shape[3]), (0, 0, 0, x.stride(3))) for x in (k, v))
+    r = shared_keys.ratio(q.shape[2], k.shape[1])
+    selection = as_selection(selection, None if decode else (q.shape[0], q.shape[1], q.shape[2]))
     try:
-        q, _, _, selection, scale, _ = check_call(
-            q, k_checked, v_checked, selection, scale, None, stored=None if scales is None else STORED
+        checked = (q, selection) if r == 1 else shared_keys.one_of(q, selection, r)
+        *_, scale, _ = check_call(
+            checked[0], k_checked, v_checked, checked[1], scale, None, stored=None if scales is None else STORED
         )
     except ArgumentError as error:
         raise _of_cache(error) from None
@@ -101,6 +104,8 @@ def selection_attention_with_kvcache(
             remedy = f"call it under torch.no_grad(), or use a cache {other}"
             raise ArgumentError(name, "a tensor that requires gradients", f"none over a {kind} cache", remedy)
         found = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
+    elif r > 1:
+        found = _of_shared_keys(q, k, v, selection, scale, backend, cache_seqlens, block_table, scales, r)
     else:
         decided = begin(q, k, v, selection, scale, None, False, backend, cache_seqlens, block_table, scales)
         found = run.attend(prepared(decided, backend))
@@ -120,6 +125,22 @@ def _with_gradients(
     return o, lse
 
 
+def _of_shared_keys(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float, backend: str | None, lengths: Tensor, block_table: Tensor | None,
+    scales: Scales | None, r: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and lse where r groups of q share a KV group: as r rows of a token, or over pages as r sequences of the same pages."""
+    if block_table is None:
+        position = lengths.unsqueeze(1) + torch.arange(-q.shape[1], 0, device=q.device)
+        rows, chosen, at = shared_keys.call_of_rows(q, selection, position, k.shape[2], r)
+        o, lse = run.attend(prepared(begin(rows, k, v, chosen, scale, at, False, backend, scales=scales), backend))
+        return shared_keys.from_rows(o, r), shared_keys.from_rows(lse, r)
+    rows, chosen = shared_keys.as_sequences(q, r), shared_keys.selection_of_sequences(selection, r)
+    lengths, block_table = lengths.repeat_interleave(r), block_table.repeat_interleave(r, 0)
+    o, lse = run.attend(prepared(begin(rows, k, v, chosen, scale, None, False, backend, lengths, block_table, scales), backend))
+    return shared_keys.from_sequences(o, r), shared_keys.from_sequences(lse, r)
+
+
 def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None) -> int:
     """How many keys a sequence has room for, of arguments whose shapes fit together; else ArgumentError. Reads nothing on a GPU."""
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens)
@@ -130,8 +151,9 @@ def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Ten
         raise ArgumentError("q", value, allowed, "split the heads into G groups of h")
     B, S_q, G, _, _ = q.shape
     k_shape = k_cache.shape
+    groups = G // shared_keys.ratio(G, k_shape[2]) if len(k_shape) == 4 else G
     for name, shape in (("k_cache", k_shape), ("v_cache", v_cache.shape)):
-        same = len(shape) == 4 and shape[2] == G and shape[:2] == k_shape[:2]
+        same = len(shape) == 4 and shape[2] == groups and shape[:2] == k_shape[:2]
         if not same or (shape[0] != B if block_table is None else 0 in shape[:2]):
             allowed = f"[B={B}, S_max, G={G}, D]" if block_table is None else f"[pages, page_size, G={G}, D] with at least one page"
             allowed += "" if name == "k_cache" else f", the first two equal to k_cache's {tuple(k_shape[:2])}"

@@ -9,23 +9,24 @@ from nsa_sel.core.bounds import Bounds, CuSeqlens
 from nsa_sel.core.check import check_scale, check_sizes
 from nsa_sel.core.check_choose import check_rule
 from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.shared_keys import ratio
 from nsa_sel.errors import ArgumentError, renamed, shown
 
 
-def check_packed_sizes(**tensors: Tensor) -> None:
-    """ArgumentError unless the first tensor is a q [T,G,h,Dk], and the others are keys or values [Tk,G,D] of one Tk."""
+def check_packed_sizes(*, sharing: bool = False, **tensors: Tensor) -> None:
+    """ArgumentError unless the first tensor is a q [T,G,h,Dk], and the others are keys or values [Tk,G,D] of one Tk; with `sharing` they may
+    have fewer groups (core/shared_keys.py)."""
     check_tensors(**tensors)
     (query, q), *rest = tensors.items()
     if q.dim() != 4:
         remedy = f"a q [T,heads,Dk] is passed as {query}.unflatten(1, (G, h)), a q [1,T,G,h,Dk] as {query}.squeeze(0)"
         raise ArgumentError(query, f"of shape {tuple(q.shape)}", "[T,G,h,Dk]", remedy)
     first, k = rest[0]
+    groups = q.shape[1] // ratio(q.shape[1], k.shape[1]) if sharing and k.dim() == 3 else q.shape[1]
     for name, x in rest:
-        if x.dim() != 3 or x.shape[1] != q.shape[1] or x.shape[0] != k.shape[0]:
+        if x.dim() != 3 or x.shape[1] != groups or x.shape[0] != k.shape[0]:
             keys = "Tk" if name == first else f"Tk={k.shape[0]}"
-            raise ArgumentError(
-                name, f"of shape {tuple(x.shape)}", f"[{keys}, G={q.shape[1]}, D]", "pass one key per position and KV group"
-            )
+            raise ArgumentError(name, f"of shape {tuple(x.shape)}", f"[{keys}, G={groups}, D]", "pass one key per position and KV group")
 
 
 def check_packed_keys(name: str, x: Tensor) -> None:

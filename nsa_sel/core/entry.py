@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa_sel.core import ops, prepare, repeat, run, transforms
+from nsa_sel.core import ops, prepare, repeat, run, shared_keys, transforms
 from nsa_sel.core.arguments import check_flag, check_tensors
+from nsa_sel.core.check import as_selection
 from nsa_sel.selection import Selection
 
 
@@ -17,8 +18,19 @@ def selection_attention(
 ) -> Any:  # fmt: skip
     """Check, decide, run; returns o, or (o, lse). Traced calls and calls of DTensors go through the ops."""
     transforms.check_transforms(q, k, v)
+    sharded = transforms.is_sharded(q)
+    if not sharded and (r := shared_keys.ratio_of(q, k)) > 1:
+        check_flag("return_lse", return_lse)
+        decode, q = q.dim() == 4, q if q.dim() == 5 else q.unsqueeze(1)
+        q, selection, q_pos = shared_keys.call_of_rows(q, as_selection(selection), q_pos, k.shape[2], r)
+        found = selection_attention(
+            q, k, v, selection, scale=scale, q_pos=q_pos, return_lse=True, backend=backend, workspace=workspace
+        )  # fmt: skip
+        o, lse = (shared_keys.from_rows(x, r) for x in found)
+        if decode:
+            o, lse = o.squeeze(1), lse.squeeze(1)
+        return (o, lse) if return_lse else o
     if transforms.traces(q, k, v):
-        sharded = transforms.is_sharded(q)
         transforms.refuse_workspace(workspace, "a call that torch.compile, a dispatch mode or DTensor traces")
         check_tensors(q=q, k=k, v=v)
         if sharded:

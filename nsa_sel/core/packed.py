@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nsa_sel.core import entry, registry
+from nsa_sel.core import entry, registry, shared_keys
 from nsa_sel.core.bounds import Bounds, CuSeqlens, begin_with_blocks, positions_in_sequences, starts_with_blocks, whole_blocks
 from nsa_sel.core.check import check_call
 from nsa_sel.core.check_packed import as_batch, check_packed_sizes
@@ -27,7 +27,7 @@ def packed_attention(
     scale: float | None, return_lse: bool, backend: str | None, block_aligned: bool, align: bool | None,
 ) -> Any:  # fmt: skip
     """`selection_attention_varlen`, for it and for compat."""
-    check_packed_sizes(q=q, k=k, v=v)
+    check_packed_sizes(sharing=True, q=q, k=k, v=v)
     T, G, Tk = q.shape[0], q.shape[1], k.shape[0]
     if T and not Tk:
         raise ArgumentError("k", f"of no keys for {T} rows", "at least one key", "skip the call: there is nothing to attend to")
@@ -85,8 +85,10 @@ def arrange(
         if torch.compiler.is_compiling():
             aligning = align is True or (backend is not None and _needs_blocks(backend))
         else:
-            check_call(q, k, v, rows, scale, q.new_empty(T, dtype=torch.int64), fake=True)  # before the copy
-            aligning = _aligns(q, k, v, rows, room, whole_blocks(longest, block), needs, backend, align)
+            r = shared_keys.ratio_of(q, k)
+            one, of_one = (q, rows) if r == 1 else shared_keys.one_of(q, rows, r)
+            check_call(one, k, v, of_one, scale, q.new_empty(T, dtype=torch.int64), fake=True)  # before the copy
+            aligning = _aligns(one, k, v, of_one, room, whole_blocks(longest, block), needs, backend, align)
         room = room if aligning else Tk
     limit_keys = room  # most keys of a row; a block counts as whole even if its sequence ends within it
     if block is not None and (whole or aligning):

@@ -1,0 +1,96 @@
+"""Selections of single query heads, or of a few: more groups in the selection than K and V have (MoBA).
+
+q [B,S,Gs,h,Dk] and a selection over [B,S,Gs] meet k [B,G,S_kv,Dk], where Gs = r * G: groups g*r ... g*r + r - 1 of q read KV group g. They
+become r rows of one position in group g. So K and V stay as they are, neither copied nor expanded, and kernels sum dk and dv over all
+rows in float32, in a fixed order. q, o and their gradients are rearranged: a copy of each, unless G is 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_sel.core.indices import as_positions
+from nsa_sel.core.plans import capturing
+from nsa_sel.errors import ArgumentError
+from nsa_sel.selection import Selection
+
+
+def ratio(q_groups: int, k_groups: int) -> int:
+    """r, the groups of q that share a KV group; 1 where the groups are the same, or don't fit."""
+    return q_groups // k_groups if k_groups and q_groups % k_groups == 0 else 1
+
+
+def ratio_of(q: Any, k: Any) -> int:
+    """`ratio` of q [B,S,Gs,h,Dk] or [B,Gs,h,Dk] and k [B,G,S_kv,Dk]; 1 for anything else."""
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.dim() not in (4, 5) or k.dim() != 4 or q.shape[0] != k.shape[0]:
+        return 1
+    return ratio(q.shape[-3], k.shape[1])
+
+
+def one_of(q: Tensor, selection: Selection, r: int) -> tuple[Tensor, Selection]:
+    """q and the selection with one of every r groups, for checks; ArgumentError for a selection of other rows than q's."""
+    ranges = selection.ranges
+    if ranges.shape[:3] != q.shape[:3]:
+        value, rows = f"over rows [B,S,G] = {tuple(ranges.shape[:3])}", tuple(q.shape[:3])
+        remedy = f"one set of ranges per query row and group of q, which has {r} groups for each of k"
+        raise ArgumentError("selection", value, f"ranges [B,S,G,n,2] over q's rows {rows}", remedy)
+    return q[:, :, ::r], _with_ranges(selection, ranges[:, :, ::r])
+
+
+def as_rows(x: Tensor, r: int) -> Tensor:
+    """x [B,S,Gs,...] as [B,S*r,G,...]."""
+    return x.unflatten(2, (x.shape[2] // r, r)).transpose(2, 3).flatten(1, 2)
+
+
+def from_rows(x: Tensor, r: int) -> Tensor:
+    """x [B,S*r,G,...] as [B,S,Gs,...]."""
+    return x.unflatten(1, (x.shape[1] // r, r)).transpose(2, 3).flatten(2, 3)
+
+
+def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: int, r: int) -> tuple[Tensor, Selection, Tensor]:
+    """q [B,S*r,G,h,Dk], its selection and positions [B,S*r], of q [B,S,Gs,h,Dk]; the last two are cached in the selection.
+
+    Args:
+        q_pos: [S] or [B,S]; None for S_kv - S + s.
+        S_kv: keys of a sequence.
+
+    Raises:
+        ArgumentError: a selection of other rows; more rows than keys without q_pos.
+    """
+    B, S = q.shape[:2]
+    one_of(q, selection, r)
+    if q_pos is None and S > S_kv:
+        raise ArgumentError("q", f"of S = {S} rows", f"at most S_kv = {S_kv} rows without q_pos", "pass q_pos, the rows' positions")
+    position = None if q_pos is None else as_positions(q_pos, B, S, q.device)
+
+    def build() -> tuple[Selection, Tensor]:
+        at = torch.arange(S_kv - S, S_kv, device=q.device).expand(B, S) if position is None else position
+        return _with_ranges(selection, as_rows(selection.ranges, r)), at.unsqueeze(2).expand(B, S, r).flatten(1, 2)
+
+    if torch.compiler.is_compiling() or capturing(q):  # a replay must follow writes into the ranges
+        rows, at = build()
+    else:
+        rows, at = selection.plan(("shared_keys", r), build, position, B, S, S_kv)
+    return as_rows(q, r), rows, at
+
+
+def as_sequences(x: Tensor, r: int) -> Tensor:
+    """x [B,S,Gs,...] as [B*r,S,G,...]: over pages, where a sequence's keys are a row of the block table, which may be repeated."""
+    return x.unflatten(2, (x.shape[2] // r, r)).movedim(3, 1).flatten(0, 1)
+
+
+def from_sequences(x: Tensor, r: int) -> Tensor:
+    """x [B*r,S,G,...] as [B,S,Gs,...]."""
+    return x.unflatten(0, (x.shape[0] // r, r)).movedim(1, 3).flatten(2, 3)
+
+
+def selection_of_sequences(selection: Selection, r: int) -> Selection:
+    """The selection over [B*r,S,G]."""
+    return _with_ranges(selection, as_sequences(selection.ranges, r))
+
+
+def _with_ranges(selection: Selection, ranges: Tensor) -> Selection:
+    return Selection(ranges, selection.block_size, selection.max_length, disjoint=selection.disjoint)
