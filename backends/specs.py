@@ -99,7 +99,8 @@ SPECS = (
         name="triton-tile",
         path="nsa_sel.backends.triton_tile",
         framework="triton",
-        limits=msgspec.structs.replace(_BLOCK_LIMITS, ranges_max=2048),  # its plan sorts a row's ranges in one program
+        # Its plan sorts a row's ranges in one program; a step gathers small blocks.
+        limits=msgspec.structs.replace(_BLOCK_LIMITS, ranges_max=2048, small_blocks=(4, 8)),
         requires=(_TRITON,),
         summary="one program per tile of adjacent rows: K/V loaded once for all of them, over the union of their blocks",
         decodes=False,

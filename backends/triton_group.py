@@ -1,7 +1,7 @@
 """triton-group: one program per query row and KV group, so that K and V are loaded once for all h heads.
 
 Forward kernels; all are the online softmax of softmax.py:
-    ranges  pointer loads over ranges of any length (group_ranges.py)
+    ranges  pointer loads over ranges of any length, and over blocks of fewer than 16 keys (group_ranges.py)
     blocks  whole blocks by TMA (sm_90 and newer), the block that holds t by pointers; of small pages all blocks by pointers
             (group_blocks.py)
     split   few rows (decode), as `ranges`: the walk cut into parts, one program each, joined by log-sum-exp (combine.py)
@@ -79,8 +79,10 @@ def _forward_ranges(call: Call, heads: arguments.Heads, config: KernelConfig, pr
     else:
         to_o = temporary(call, lse, lse.numel(), parts, o.shape[-1])
         to_lse = temporary(call, lse, lse.numel(), parts)
-    walk, n = arguments.walk_width(call), call.selection.n
-    _ranges(heads, _cache(call), config, walk, _one_page(call), parts > 1, parts > 1 and n <= walk).launch(
+    n, block = call.selection.n, _small_block(call)
+    walk = n if block else arguments.walk_width(call)
+    one_page = block == 0 and _one_page(call)
+    _ranges(heads, _cache(call), config, walk, one_page, parts > 1, block == 0 and parts > 1 and n <= walk, block).launch(
         programs * parts,
         (call.q, call.k, call.v, *_index(call), *_scales(call), to_o, to_lse),
         (arguments.strides(call), _cache_strides(call), arguments.sizes(call), n, parts, call.scale_log2()),
@@ -112,7 +114,8 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         kernel.launch(grid, (call.q, *_descriptors(call, kernel), *tensors), numbers)
     else:
         config = arguments.kernel_config(call, heads, "triton-group/dq")
-        _dq(heads, config, arguments.walk_width(call)).launch(grid, (call.q, *tensors), numbers)
+        block = _small_block(call)
+        _dq(heads, config, n if block else arguments.walk_width(call), block).launch(grid, (call.q, *tensors), numbers)
     dk, dv = key_value_gradients(call, heads, lse, do, delta, arguments.kernel_config(call, heads, "triton-group/dkdv"))
     return dq, dk, dv
 
@@ -167,9 +170,9 @@ def _cache_strides(call: Call) -> CacheStrides:
 
 @functools.lru_cache(REMEMBERED)
 def _ranges(
-    heads: arguments.Heads, cache: Cache, config: KernelConfig, walk: int, one_page: bool, split: bool, one_walk: bool
+    heads: arguments.Heads, cache: Cache, config: KernelConfig, walk: int, one_page: bool, split: bool, one_walk: bool, block: int
 ) -> Kernel:  # fmt: skip
-    walking = {"ONE_PAGE": one_page, "SPLIT": split, "ONE_WALK": one_walk, "BLOCK_L": config.block_l, "NP": walk}
+    walking = {"ONE_PAGE": one_page, "SPLIT": split, "ONE_WALK": one_walk, "BLOCK": block, "BLOCK_L": config.block_l, "NP": walk}
     return Kernel(forward_ranges_kernel, dims=arguments.dims(heads), **cache._asdict(), **walking, **_rows_and_options(heads, config))
 
 
@@ -180,8 +183,9 @@ def _blocks(heads: arguments.Heads, cache: Cache, n: int, block: int, config: Ke
 
 
 @functools.lru_cache(REMEMBERED)
-def _dq(heads: arguments.Heads, config: KernelConfig, walk: int) -> Kernel:
-    return Kernel(dq_kernel, dims=arguments.dims(heads), BLOCK_L=config.block_l, NP=walk, **_rows_and_options(heads, config))
+def _dq(heads: arguments.Heads, config: KernelConfig, walk: int, block: int) -> Kernel:
+    walking = {"BLOCK": block, "BLOCK_L": config.block_l, "NP": walk}
+    return Kernel(dq_kernel, dims=arguments.dims(heads), **walking, **_rows_and_options(heads, config))
 
 
 @functools.lru_cache(REMEMBERED)
@@ -208,6 +212,12 @@ def _block(call: Call) -> int:
     block = call.selection.block_size
     assert block is not None, "the kernels over blocks run for whole blocks alone"
     return block
+
+
+def _small_block(call: Call) -> int:
+    """Keys of a block, for blocks of which a step takes several; else 0."""
+    size = call.selection.block_size
+    return size if size is not None and size < MIN_TILE and call.selection.n > 1 else 0
 
 
 def _whole_blocks(call: Call) -> bool:

@@ -5,6 +5,7 @@ tile, walks the union of their blocks (_triton/block_union.py). Rows that did no
 -inf (softmax.chosen_step), at no cost per element.
     whole blocks  every row of the tile sees them to their last key: no mask; TMA on sm_90 and newer, pointers before
     cut blocks    the causal clamp, or the end of the cache, cuts them for some row: pointers, and a mask for every element
+    small blocks  of fewer than 16 keys: as many as fill a step, whole or cut, by pointers and with a mask for every element
 Backward: dQ by the same walk; dK and dV over the exact rows that select each block (_triton/dkdv.py), which costs no union.
 
 Within a tile, 0 * NaN is NaN: a NaN or infinity in a key or value that one row sees may reach the other rows of its tile, but none
@@ -39,7 +40,7 @@ from nsa_sel.backends._triton.softmax import (
     softmax_step,
     split_products,
 )
-from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
+from nsa_sel.backends._triton.tiles import MIN_TILE, load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.tma import descriptor
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
@@ -69,6 +70,25 @@ def cut_block(blocks, rows, i, bit, exists, limit, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def gather_keys(
+    k, v, blocks, rows, i, stop, bit, limit, strides, b, g, dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
+    """K and V of the small blocks of the entries i, i + 1 ... that fill BLOCK_L keys, and which rows see each key [ROWS, BLOCK_L].
+
+    CUT: limits cut some of the blocks. Keys that no row sees may hold NaN, and are not loaded.
+    """
+    w = tl.arange(0, BLOCK_L)
+    entry = i + w // BLOCK
+    listed = entry < stop
+    position = tl.load(blocks + entry, mask=listed, other=0) * BLOCK + w % BLOCK
+    sees = selects(tl.load(rows + entry, mask=listed, other=0)[None, :], bit[:, None])
+    if CUT:
+        sees &= position[None, :] < limit[:, None]
+        listed = tl.max(sees.to(tl.int32), 0) > 0
+    return (*load_kv(k, v, strides, b, g, position, listed, dims), sees)
+
+
+@triton.jit
 def forward_kernel(
     q, k_desc, k_rest_desc, v_desc, k, v, blocks, rows, counts, q_pos, o, lse, strides, sizes, tiles, capacity, scale_log2,
     dims: tl.constexpr, BLOCK: tl.constexpr, TQ: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr, TAIL_L: tl.constexpr,
@@ -91,26 +111,36 @@ def forward_kernel(
     acc = tl.zeros([ROWS, BLOCK_DV], ACC)
     l = tl.zeros([ROWS], ACC)
     m = tl.full([ROWS], LOWEST, ACC)
-    # The list is read one step ahead: a TMA load cannot start before its block is read.
-    block, chosen = tl.load(blocks), tl.load(rows)
-    for step in range(0, whole * STEPS):
-        c = block * BLOCK + step % STEPS * BLOCK_L
-        k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_L)
-        selected = selects(chosen, bit)
-        coming = tl.minimum((step + 1) // STEPS, whole - 1)
-        block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
-        logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
-        acc, l, m = chosen_step(logits, selected, v_tile, acc, l, m, scale_log2)
-
     limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)
-    for i in range(whole, total):
-        first, end, sees = cut_block(blocks, rows, i, bit, exists, limit, BLOCK)
-        for c in range(first, end, TAIL_L):
-            position = c + tl.arange(0, TAIL_L)
-            k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, position, position < end, dims)
-            logits = split_products(q_tile, q_rest, k_tail, k_rest, dims.BLOCK_REST)
-            logits = tl.where(position[None, :] < sees[:, None], logits, float("-inf"))
-            acc, l, m = softmax_step(logits, v_tail, acc, l, m, scale_log2)
+    if BLOCK < BLOCK_L:
+        for cut in tl.static_range(2):
+            stop = total if cut else whole
+            for i in range(whole if cut else 0, stop, BLOCK_L // BLOCK):
+                k_tile, k_rest, v_tile, sees = gather_keys(
+                    k, v, blocks, rows, i, stop, bit, limit, strides, b64, g64, dims, BLOCK, BLOCK_L, cut
+                )  # fmt: skip
+                logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
+                acc, l, m = softmax_step(tl.where(sees, logits, float("-inf")), v_tile, acc, l, m, scale_log2)
+    else:
+        # The list is read one step ahead: a TMA load cannot start before its block is read.
+        block, chosen = tl.load(blocks), tl.load(rows)
+        for step in range(0, whole * STEPS):
+            c = block * BLOCK + step % STEPS * BLOCK_L
+            k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_L)
+            selected = selects(chosen, bit)
+            coming = tl.minimum((step + 1) // STEPS, whole - 1)
+            block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
+            logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
+            acc, l, m = chosen_step(logits, selected, v_tile, acc, l, m, scale_log2)
+
+        for i in range(whole, total):
+            first, end, sees = cut_block(blocks, rows, i, bit, exists, limit, BLOCK)
+            for c in range(first, end, TAIL_L):
+                position = c + tl.arange(0, TAIL_L)
+                k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, position, position < end, dims)
+                logits = split_products(q_tile, q_rest, k_tail, k_rest, dims.BLOCK_REST)
+                logits = tl.where(position[None, :] < sees[:, None], logits, float("-inf"))
+                acc, l, m = softmax_step(logits, v_tail, acc, l, m, scale_log2)
 
     o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
     store_columns(o + out * dims.Dv, o_tile, exists, 0, dims.Dv)
@@ -142,30 +172,43 @@ def dq_kernel(
 
     acc = tl.zeros([ROWS, BLOCK_D], ACC)
     rest = tl.zeros([ROWS, REST], ACC) if REST > 0 else acc
-    block, chosen = tl.load(blocks), tl.load(rows)
-    for step in range(0, whole * STEPS):
-        c = block * BLOCK + step % STEPS * BLOCK_L
-        k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_L)
-        selected = selects(chosen, bit)
-        coming = tl.minimum((step + 1) // STEPS, whole - 1)
-        block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
-        logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
-        _, ds = p_and_ds(logits, do_tile, v_tile, tl.where(selected, lse2, float("inf")), delta_rows, scale_log2)
-        acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
-        if REST > 0:
-            rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
-
     limit = row_limit(q_pos, strides.pos, b64, s, S, S_kv)
-    for i in range(whole, total):
-        first, end, sees = cut_block(blocks, rows, i, bit, exists, limit, BLOCK)
-        for c in range(first, end, TAIL_L):
-            position = c + tl.arange(0, TAIL_L)
-            k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, position, position < end, dims)
-            logits = split_products(q_tile, q_rest, k_tail, k_rest, REST)
-            _, ds = p_and_ds(logits, do_tile, v_tail, lse2, delta_rows, scale_log2, position[None, :] < sees[:, None])
-            acc = add_product(acc, ds.to(k_tail.dtype), k_tail)
+    if BLOCK < BLOCK_L:
+        for cut in tl.static_range(2):
+            stop = total if cut else whole
+            for i in range(whole if cut else 0, stop, BLOCK_L // BLOCK):
+                k_tile, k_rest, v_tile, sees = gather_keys(
+                    k, v, blocks, rows, i, stop, bit, limit, strides, b64, g64, dims, BLOCK, BLOCK_L, cut
+                )  # fmt: skip
+                logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
+                _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2, sees)
+                acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
+                if REST > 0:
+                    rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
+    else:
+        block, chosen = tl.load(blocks), tl.load(rows)
+        for step in range(0, whole * STEPS):
+            c = block * BLOCK + step % STEPS * BLOCK_L
+            k_tile, k_rest, v_tile = load_whole(k_desc, k_rest_desc, v_desc, k, v, strides, b, g, c, dims, BLOCK_L)
+            selected = selects(chosen, bit)
+            coming = tl.minimum((step + 1) // STEPS, whole - 1)
+            block, chosen = tl.load(blocks + coming), tl.load(rows + coming)
+            logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
+            _, ds = p_and_ds(logits, do_tile, v_tile, tl.where(selected, lse2, float("inf")), delta_rows, scale_log2)
+            acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
             if REST > 0:
-                rest = add_product(rest, ds.to(k_tail.dtype), k_rest)
+                rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
+
+        for i in range(whole, total):
+            first, end, sees = cut_block(blocks, rows, i, bit, exists, limit, BLOCK)
+            for c in range(first, end, TAIL_L):
+                position = c + tl.arange(0, TAIL_L)
+                k_tail, k_rest, v_tail = load_kv(k, v, strides, b64, g64, position, position < end, dims)
+                logits = split_products(q_tile, q_rest, k_tail, k_rest, REST)
+                _, ds = p_and_ds(logits, do_tile, v_tail, lse2, delta_rows, scale_log2, position[None, :] < sees[:, None])
+                acc = add_product(acc, ds.to(k_tail.dtype), k_tail)
+                if REST > 0:
+                    rest = add_product(rest, ds.to(k_tail.dtype), k_rest)
     # A row that saw no key has p = 0, which NaN or infinity in its q, do or dlse would make NaN.
     saw = (lse2 != float("-inf"))[:, None]
     store_split(dq + out * dims.Dk, tl.where(saw, acc * scale, 0.0), tl.where(saw, rest * scale, 0.0), exists, dims.Dk, REST)
@@ -224,7 +267,7 @@ def _dq(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> Ker
 
 def _constants(heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> dict[str, Any]:
     """Of both kernels."""
-    block_l = min(config.block_l, block & -block)
+    block_l = config.block_l if block < MIN_TILE else min(config.block_l, block & -block)
     tiles = {"BLOCK": block, "TQ": _tile_tokens(heads, n, config), "ROWS": config.rows, "BLOCK_L": block_l, "TAIL_L": min(32, block_l)}
     return {"dims": arguments.split_dims(heads), **tiles, **arguments.options(config)}
 

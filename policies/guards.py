@@ -48,8 +48,9 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
         remedy = "let the policy choose a backend that reads block tables, or use a cache without pages"
         reasons.append(Reason("paged", "unsupported", "request.page_size", request.page_size, "a cache without pages", remedy))
     reasons += _quantized(case, offer)
-    if request.block_size is not None and request.block_size % limits.block_multiple:
-        required = f"a multiple of {limits.block_multiple}"
+    size = request.block_size
+    if size is not None and size % limits.block_multiple and size not in limits.small_blocks:
+        required = " or ".join((*map(str, limits.small_blocks), f"a multiple of {limits.block_multiple}"))
         remedy = "select blocks of that size, or use another backend"
         reasons.append(Reason("block-multiple", "unsupported", "request.block_size", request.block_size, required, remedy))
     if request.n > limits.ranges_max:

@@ -17,6 +17,7 @@ from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
+from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import LOG2_E, add_product, dot, p_and_ds, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
@@ -38,17 +39,18 @@ from nsa_sel.settings.schema import KernelConfig
 
 @triton.jit
 def partial_dkdv_kernel(
-    q, k, v, ranges, q_pos, lse, do, delta, part_dk, part_dv, part_dq, entries, ends, piece_list,
+    q, k, v, ranges, bits, q_pos, lse, do, delta, part_dk, part_dv, part_dq, entries, ends, piece_list,
     strides, stride_do, sizes, lists, scale, scale_log2,
-    dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr, BY_ENTRY: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, BY_ENTRY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Parts of dk [BLOCK_L, Dk] and dv [BLOCK_L, Dv] for every list of one piece; part_dq, or None: shares of dq for each entry and head.
 
     Grid: one program per piece of the unit's lists. K and V of a tile are loaded once; a step takes ROWS pairs of (entry, head), so
     that any number of heads fills the tensor cores. WHOLE: every entry's range covers its tile up to the causal clamp, so that only
-    the first BLOCK_L rows of a list, in their order, need a mask.
-    27 arguments: 14 tensors, each with an address of its own.
+    the first BLOCK_L rows of a list, in their order, need a mask. bits, or None: which blocks of BLOCK keys a range selects of its tile
+    (merged_blocks.py).
+    29 arguments: 15 tensors, each with an address of its own.
     """
     S, S_kv, G = sizes
     e, stop = piece_bounds(ends, lists)
@@ -65,8 +67,8 @@ def partial_dkdv_kernel(
                     reachable = highest_limit(entries, q_pos, strides.pos, e, e1, b, S, S_kv, N * REACH)
                 kv = load_kv(k, v, strides, b, g, column, column < reachable, dims)
                 dk_acc, dk_rest, dv_acc = list_gradients(
-                    q, kv, ranges, q_pos, lse, do, delta, part_dq, entries, e, e1, list_begin, bg, b, g, column, r,
-                    strides, stride_do, sizes, lists, scale, scale_log2, dims, N, REACH, WHOLE,
+                    q, kv, ranges, bits, q_pos, lse, do, delta, part_dq, entries, e, e1, list_begin, bg, b, g, column, r,
+                    strides, stride_do, sizes, lists, scale, scale_log2, dims, N, REACH, WHOLE, BLOCK,
                 )  # fmt: skip
                 unit_begin = list_start(ends, lists.first_list, lists.stretches)
                 part = part_number(number - lists.first_list, tl.program_id(0), e - unit_begin, BY_ENTRY) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -78,15 +80,15 @@ def partial_dkdv_kernel(
 
 @triton.jit
 def list_gradients(
-    q, kv, ranges, q_pos, lse, do, delta, part_dq, entries, e, e1, list_begin, bg, b, g, column, r,
+    q, kv, ranges, bits, q_pos, lse, do, delta, part_dq, entries, e, e1, list_begin, bg, b, g, column, r,
     strides, stride_do, sizes, lists, scale, scale_log2,
-    dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr,
+    dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dk / scale (two tiles, as `load_split`) and dv of one KV tile from the entries [e, e1) of its list; also writes shares of dq."""
     S, S_kv, G = sizes
     h: tl.constexpr = dims.h
     REST: tl.constexpr = dims.BLOCK_REST
-    HAS_POS: tl.constexpr = q_pos is not None
+    ALWAYS: tl.constexpr = (not WHOLE) or q_pos is not None or bits is not None
     k_tile, k_rest, v_tile = kv
     ROWS: tl.constexpr = r.shape[0]
     dk_acc = tl.zeros(k_tile.shape, lse.dtype.element_ty)
@@ -114,10 +116,13 @@ def list_gradients(
 
         logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
         p, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2)
-        if (not WHOLE) or HAS_POS or p0 < masked:
+        if ALWAYS or p0 < masked:
             limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
             if WHOLE:
                 seen = listed[:, None] & (column[None, :] < limit[:, None])
+                if bits is not None:
+                    chosen = tl.load(bits + ((b * S + s) * G + g) * N + entry % N, mask=listed, other=0)
+                    seen &= ((chosen[:, None] >> (column % column.shape[0] // BLOCK)[None, :]) & 1) != 0
             else:
                 start, end = load_range(ranges + (((b * S + s) * G + g) * N + entry // REACH % N) * 2, limit, listed)
                 seen = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
@@ -209,16 +214,17 @@ class Gradients:
 
 def add_unit(
     call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, delta: Tensor, sums: Gradients,
-    config: KernelConfig, part_dq: Tensor | None = None,
+    config: KernelConfig, part_dq: Tensor | None = None, bits: Tensor | None = None, small: int = 0,
 ) -> None:  # fmt: skip
-    """Add one unit's share to dk and dv; with part_dq [pairs, section, n*reach, h, Dk], write its shares of dq too."""
+    """Add one unit's share to dk and dv; with part_dq [pairs, section, n*reach, h, Dk], write its shares of dq too. bits: of blocks of
+    `small` keys (`merged_blocks.merged`)."""
     sizes = arguments.sizes(call)
     block = call.selection.block_size
     whole = block is not None and block % plan.width == 0
-    partial = _partial(heads, config, call.selection.n, plan.reach, plan.width, whole, sums.by_entry)
+    partial = _partial(heads, config, call.selection.n, plan.reach, plan.width, whole, small, sums.by_entry)
     partial.launch(
         plan.pieces,
-        (call.q, call.k, call.v, call.selection.disjoint_ranges(), call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
+        (call.q, call.k, call.v, call.selection.disjoint_ranges(), bits, call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
          plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), do.stride()[:4], sizes, unit.lists, call.scale, call.scale_log2()),
     )  # fmt: skip
@@ -232,11 +238,11 @@ def add_unit(
 
 @functools.lru_cache(REMEMBERED)
 def _partial(
-    heads: arguments.Heads, config: KernelConfig, n: int, reach: int, width: int, whole: bool, by_entry: bool
+    heads: arguments.Heads, config: KernelConfig, n: int, reach: int, width: int, whole: bool, small: int, by_entry: bool
 ) -> Kernel:  # fmt: skip
     return Kernel(
-        partial_dkdv_kernel, dims=arguments.split_dims(heads), N=n, REACH=reach, WHOLE=whole, BY_ENTRY=by_entry, ROWS=config.rows,
-        BLOCK_L=width, **arguments.options(config),
+        partial_dkdv_kernel, dims=arguments.split_dims(heads), N=n, REACH=reach, WHOLE=whole, BLOCK=small, BY_ENTRY=by_entry,
+        ROWS=config.rows, BLOCK_L=width, **arguments.options(config),
     )  # fmt: skip
 
 
@@ -254,9 +260,10 @@ def key_value_gradients(
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]; parts stay within the workspace bound where those of one
     (batch entry, group) pair do."""
     B, S, G = call.q.shape[:3]
-    width = tile_width(call, config)
+    width, small = tile_width(call, config), call.selection.block_size or 0
+    call, bits = merged(call, width)
     plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width))
     sums = Gradients(call, plan, lse)
     for unit in units(call, plan):
-        add_unit(call, heads, plan, unit, lse, do, delta, sums, config)
+        add_unit(call, heads, plan, unit, lse, do, delta, sums, config, bits=bits, small=0 if bits is None else small)
     return sums.dk, sums.dv

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from nsa_sel.backends._triton.quantized import page_scales, quantized_row, step_logits, step_weights
 from nsa_sel.backends._triton.rows import (
+    block_keys,
     count_keys,
     locate_heads,
     locate_row,
@@ -42,13 +43,14 @@ def row_heads(q, ranges, q_pos, strides, sizes, n, program, dims: tl.constexpr, 
 def forward_ranges_kernel(
     q, k, v, ranges, q_pos, block_table, k_scale, v_scale, o, lse, strides, of_cache, sizes, n, parts, scale_log2,
     dims: tl.constexpr, LENGTHS: tl.constexpr, PAGE: tl.constexpr, PAGE_SCALES: tl.constexpr, ONE_PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    ONE_WALK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+    ONE_WALK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one row's heads; with SPLIT, the float32 partials [rows, parts, ...] of one part of the walk, lse in base 2.
 
     Grid: one program per row, tile of heads, and part. Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]; the walk
     takes NP ranges at once, with ONE_WALK all ranges of a split row. With LENGTHS, q_pos holds the sequences' lengths; where PAGE > 0,
-    k and v are pages [pages,G,PAGE,D], and with ONE_PAGE each range lies within one. Scales of quantized keys: quantized.py.
+    k and v are pages [pages,G,PAGE,D], and with ONE_PAGE each range lies within one. Where BLOCK > 0, ranges are blocks of so few keys that a
+    step takes several, and one walk takes all. Scales of quantized keys: quantized.py.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
@@ -60,7 +62,9 @@ def forward_ranges_kernel(
     q_tile, k_rate, v_rate = quantized_row(q_tile, k, k_scale, v_scale, of_cache, g, PAGE_SCALES)
     table = block_table + b * of_cache.table if PAGE > 0 else block_table
     low, high = 0, sizes[1]
-    if ONE_WALK:
+    if BLOCK > 0:
+        total = n * BLOCK
+    elif ONE_WALK:
         shift, before, after, total = walk_keys(row_ranges, 0, n, limit, table, NP, PAGE, ONE_PAGE)
     elif SPLIT:
         total = count_keys(row_ranges, n, limit, NP)
@@ -72,19 +76,26 @@ def forward_ranges_kernel(
     m = tl.full([BLOCK_H], LOWEST, ACC)
     base = 0
     for first in range(0, n, NP):
-        if ONE_WALK:
+        if ONE_WALK or BLOCK > 0:
             keys = total
         else:
             shift, before, after, keys = walk_keys(row_ranges, first, n, limit, table, NP, PAGE, ONE_PAGE)
         begin, stop = tl.maximum(low - base, 0), tl.minimum(keys, high - base)
-        if PAGE > 0 and not ONE_PAGE:
+        if BLOCK > 0:  # ranges are read one step ahead, and where there are pages, too: every step would wait for them
+            coming, coming_valid = block_keys(row_ranges, begin + tl.arange(0, BLOCK_L), stop, limit, BLOCK)
+            coming_page = page_of(coming, coming_valid, table, PAGE) if PAGE > 0 else coming
+        elif PAGE > 0 and not ONE_PAGE:
             w = begin + tl.arange(0, BLOCK_L)
             coming = positions_of(w, shift, before, after)
             coming_page = page_of(coming, w < stop, table, PAGE)
         for w0 in range(begin, stop, BLOCK_L):
             w = w0 + tl.arange(0, BLOCK_L)
             valid = w < stop
-            if PAGE > 0 and not ONE_PAGE:  # the next step's pages are read one step ahead, or every step would wait for them
+            if BLOCK > 0:
+                position, valid, page = coming, coming_valid, coming_page
+                coming, coming_valid = block_keys(row_ranges, w + BLOCK_L, stop, limit, BLOCK)
+                coming_page = page_of(coming, coming_valid, table, PAGE) if PAGE > 0 else coming
+            elif PAGE > 0 and not ONE_PAGE:  # the next step's pages are read one step ahead, or every step would wait for them
                 position, page = coming, coming_page
                 coming = positions_of(w + BLOCK_L, shift, before, after)
                 coming_page = page_of(coming, w + BLOCK_L < stop, table, PAGE)
@@ -108,7 +119,7 @@ def forward_ranges_kernel(
 @triton.jit
 def dq_kernel(
     q, k, v, ranges, q_pos, o, lse, do, dlse, dq, delta, strides, stride_do, sizes, n, scale, scale_log2,
-    dims: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
+    dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_L: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """dq = scale * ds k of one row's heads, and delta = sum(do * o) - dlse [B,S,G,h] for the KV side; the walk of
     `forward_ranges_kernel`.
@@ -122,11 +133,16 @@ def dq_kernel(
 
     acc = tl.zeros([BLOCK_H, BLOCK_D], delta.dtype.element_ty)
     for first in range(0, n, NP):
-        shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
+        if BLOCK > 0:
+            keys = n * BLOCK
+        else:
+            shift, before, after, keys = walk_ranges(row_ranges, first, n, limit, NP)
         for w0 in range(0, keys, BLOCK_L):
             w = w0 + tl.arange(0, BLOCK_L)
-            valid = w < keys
-            position = positions_of(w, shift, before, after)
+            if BLOCK > 0:
+                position, valid = block_keys(row_ranges, w, keys, limit, BLOCK)
+            else:
+                position, valid = positions_of(w, shift, before, after), w < keys
             k_tile = load_columns(key_pointers(k, strides.k, b, g, position), valid, 0, dims.Dk, BLOCK_D)
             v_tile = load_columns(key_pointers(v, strides.v, b, g, position), valid, 0, dims.Dv, dims.BLOCK_DV)
             _, ds = p_and_ds(products(q_tile, k_tile), do_tile, v_tile, lse2, delta_rows, scale_log2, valid[None, :])

@@ -148,6 +148,16 @@ def positions_of(w, shift, before, after):
 
 
 @triton.jit
+def block_keys(row_ranges, w, stop, limit, BLOCK: tl.constexpr):
+    """Positions of the key numbers w [BLOCK_L] of a row whose ranges are blocks of BLOCK keys, and which exist: no key searches for its
+    range, and empty ranges take BLOCK numbers, too."""
+    pointer = row_ranges + w // BLOCK * 2
+    start, end = load_range(pointer, limit, w < stop)
+    position = start + w % BLOCK
+    return position, position < end
+
+
+@triton.jit
 def page_of(position, exists, table, PAGE: tl.constexpr):
     """The page number of each key `position`, from a sequence's row of the block table; read only where the key exists."""
     return tl.load(table + position // PAGE, mask=exists, other=0)

@@ -50,6 +50,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_aligned_only: bool = False
     ranges_max: int = 1 << 30  # ranges per row
     block_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1  # of the block size, for selections of whole blocks
+    small_blocks: tuple[int, ...] = ()  # block sizes that it takes beside these
     choice_max: int = 1 << 30  # blocks of a sequence that it chooses from
     quantized: Mapping[str, int] = {}  # formats of quantized caches that it reads, and the SM from which it does on a GPU
     tiles_only: bool = False  # only the calls of its tile kernels, see `Backend.tiles`

@@ -1,0 +1,81 @@
+"""Selections of blocks smaller than a tensor-core tile, as selections of KV tiles with a bit for each block: the plan of dkdv.py for them.
+
+A row that selects several small blocks of one tile is listed once for it, and its products are masked. Otherwise each of its blocks would
+load the row's q and do, and multiply them by the whole tile.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_sel.backends._common import remembered_plan
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.softmax import larger
+from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
+from nsa_sel.core.call import Call
+from nsa_sel.selection import Selection
+
+SORTED = 2048  # ranges of a row that a program sorts
+MOST_BITS = 16  # blocks of a tile
+
+
+@triton.jit
+def merge_kernel(
+    ranges, tiles, bits, S_kv, N: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ENTRIES: tl.constexpr
+):  # fmt: skip
+    """Sort the N blocks of one row; runs in one tile become a range of it, with their bits. Empty ranges fill up M. One program per row."""
+    NOWHERE: tl.constexpr = 2147483647
+    EACH: tl.constexpr = WIDTH // BLOCK
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, ENTRIES)
+    start = tl.load(ranges + (row * N + i) * 2, mask=i < N, other=0)
+    end = tl.load(ranges + (row * N + i) * 2 + 1, mask=i < N, other=0)
+    key = tl.sort(tl.where((end > start) & (start < S_kv), start // BLOCK, NOWHERE).to(tl.int32))
+    real = key != NOWHERE
+    tile = key // EACH
+    first = real & ((i == 0) | (tl.gather(tile, tl.maximum(i - 1, 0), 0) != tile))
+    last = real & ((i == ENTRIES - 1) | (tl.gather(tile, tl.minimum(i + 1, ENTRIES - 1), 0) != tile))
+    # A row names a block once, so the bits of a run never carry: the difference of a prefix sum is their union.
+    bit = tl.where(real, tl.full([ENTRIES], 1, tl.int32) << (key % EACH), 0)
+    sums = tl.cumsum(bit, 0)
+    run = tl.associative_scan(tl.where(first, i, 0), 0, larger)
+    chosen = sums - tl.gather(sums - bit, run, 0)
+    out = row * M + tl.cumsum(first.to(tl.int32), 0) - 1
+    tl.store(tiles + out * 2, tile * WIDTH, mask=last)
+    tl.store(tiles + out * 2 + 1, (tile + 1) * WIDTH, mask=last)
+    tl.store(bits + out, chosen, mask=last)
+    unused = (i >= tl.sum(first.to(tl.int32), 0)) & (i < M)
+    tl.store(tiles + (row * M + i) * 2, 0, mask=unused)
+    tl.store(tiles + (row * M + i) * 2 + 1, 0, mask=unused)
+
+
+def merged(call: Call, width: int) -> tuple[Call, Tensor | None]:
+    """The call over tiles of `width` keys and the bits [B,S,G,n] of the blocks that each range of it selects; a call of larger blocks, or
+    of ranges, as it is, and None."""
+    block, n = call.selection.block_size, call.selection.n
+    if block is None or block >= MIN_TILE or width % block or width // block > MOST_BITS or n > SORTED:
+        return call, None
+    selection, bits = remembered_plan(call, ("merged_blocks", width), lambda: _build(call, block, width))
+    return replace(call, selection=selection), bits
+
+
+def _build(call: Call, block: int, width: int) -> tuple[Selection, Tensor]:
+    B, S, G, n = call.selection.ranges.shape[:4]
+    S_kv = call.k.shape[2]
+    most = min(n, -(-S_kv // width))
+    tiles = torch.empty(B, S, G, most, 2, dtype=torch.int32, device=call.q.device)
+    bits = torch.empty(B, S, G, most, dtype=torch.int32, device=call.q.device)
+    _merge(n, most, block, width).launch(B * S * G, (call.selection.disjoint_ranges(), tiles, bits), (S_kv,))
+    return Selection(tiles, width, disjoint=True), bits
+
+
+@functools.lru_cache(REMEMBERED)
+def _merge(n: int, most: int, block: int, width: int) -> Kernel:
+    entries = tile_size(n, 1)
+    return Kernel(merge_kernel, N=n, M=most, BLOCK=block, WIDTH=width, ENTRIES=entries, num_warps=max(1, min(8, entries // 128)))
