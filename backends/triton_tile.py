@@ -85,7 +85,8 @@ def gather_keys(
     if CUT:
         sees &= position[None, :] < limit[:, None]
         listed = tl.max(sees.to(tl.int32), 0) > 0
-    return (*load_kv(k, v, strides, b, g, position, listed, dims), sees)
+    k_tile, k_rest, v_tile = load_kv(k, v, strides, b, g, position, listed, dims)
+    return k_tile, k_rest, v_tile, sees
 
 
 @triton.jit

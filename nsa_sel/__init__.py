@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nsa_sel.serving import selection_attention_with_kvcache
     from nsa_sel.settings.syncing import sync_tuning
     from nsa_sel.settings.warmup import warmup
+    from nsa_sel.sinks import with_sink
     from nsa_sel.telemetry.describe import describe
     from nsa_sel.telemetry.events import counters, decisions
     from nsa_sel.telemetry.target import log_to
@@ -61,6 +62,7 @@ __all__ = [
     "use_backend",
     "varlen_positions",
     "warmup",
+    "with_sink",
 ]
 _HOMES = {
     "Decision": "core.decision",
@@ -91,6 +93,7 @@ _HOMES = {
     "use_backend": "core.decide",
     "varlen_positions": "varlen",
     "warmup": "settings.warmup",
+    "with_sink": "sinks",
 }
 
 

@@ -23,6 +23,7 @@ SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
 PREFIX = "prefix"  # as "few", which other benches have
 ALIKE = "alike"  # random, but the tokens of a sequence share most of their scores
 ALIKE_SHARE = 4.0  # standard deviation of what they share, over that of what they don't
+PER_HEAD, HEADS_PER_KV = "per-head", 4  # random, for so many groups of q that share each KV group
 CHOICE = "choose"  # a call of compressed_attention with NSA's sizes, which chooses the n blocks; there is no selection to make
 MANY, MIXED = 8, (2, 4, 8)  # spans of a row that is cut into many; into as many as is drawn for it
 LEAST_BLOCK = 16  # keys: the smallest block that every backend takes
@@ -34,7 +35,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 class Case(NamedTuple):
     """Sizes of one case; `distribution`: random (scores from a normal distribution), `ALIKE`, real (SmolLM2's selections), trained (a
-    model's that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), one of `SPANS`, or `CHOICE`.
+    model's that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), one of `SPANS`, `PER_HEAD`, where k and
+    v have G / HEADS_PER_KV groups, or `CHOICE`.
 
     `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
     real or trained case takes, and how many keys a row of spans selects, is in its name alone (`layers_of`, `length_of`).
@@ -199,6 +201,27 @@ def text_case(S: int, h: int) -> Case | None:
     return prefill("trained", S, h) if S <= max(trained.contexts(), default=0) else None
 
 
+MODELS = {  # docs/models.md: G, h, Dk, Dv, n, block
+    "nsa": (4, 16, 192, 128, 16, 64),
+    "minimax-m3": (4, 16, 128, 128, 16, 128),
+    "minicpm4": (2, 16, 128, 128, 64, 64),
+    "qsa": (2, 12, 256, 256, 512, 4),
+    "moba": (32, 1, 128, 128, 3, 512),
+}
+
+
+def model_cases() -> list[Case]:
+    """The shapes of shipped models: 16k rows whose neighbors are alike (QSA's also random; MoBA's random for each head), and decoding for 64
+    sequences of 32k keys."""
+    found = []
+    for name, (*sizes, n, block) in MODELS.items():
+        kind, decoded = (PER_HEAD, PER_HEAD) if name == "moba" else (ALIKE, "random")
+        found.append(Case(f"models-{name}-16k", kind, 1, 16384, 16384, *sizes, n, block, "bfloat16"))
+        found.append(Case(f"models-{name}-decode-B64-32k", decoded, 64, 1, 32768, *sizes, n, block, "bfloat16"))
+    qsa = next(case for case in found if case.case == "models-qsa-16k")
+    return [*found, qsa._replace(case="models-qsa-random-16k", distribution="random")]
+
+
 def quick_cases() -> list[Case]:
     """Small ones of each kind, for a look at a machine: a real and a random prefill, and decoding."""
     return [
@@ -354,7 +377,7 @@ def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Sel
     """The selection of a case. A real or trained one is the same for every seed."""
     if case.distribution in (*SPANS, PREFIX):
         return span_selection(case, device, seed)
-    if case.distribution in ("random", ALIKE, "packed"):
+    if case.distribution in ("random", ALIKE, PER_HEAD, "packed"):
         return (packed_selection if case.distribution == "packed" else random_selection)(case, device, seed)
     layers = layers_of(case.case)
     if case.distribution == "trained":
@@ -366,6 +389,7 @@ def make_inputs(case: Case, device: torch.device | str, seed: int = 1) -> tuple[
     """Standard normal q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] and the gradient do of o, in the case's dtype."""
     generator = torch.Generator(device=device).manual_seed(seed)
     B, S, S_kv, G, h, Dk, Dv = case[2:9]
-    sizes = (B, S, G, h, Dk), (B, G, S_kv, Dk), (B, G, S_kv, Dv), (B, S, G, h, Dv)
+    groups = G // HEADS_PER_KV if case.distribution == PER_HEAD else G
+    sizes = (B, S, G, h, Dk), (B, groups, S_kv, Dk), (B, groups, S_kv, Dv), (B, S, G, h, Dv)
     q, k, v, do = (torch.randn(size, device=device, generator=generator, dtype=DTYPES[case.dtype]) for size in sizes)
     return q, k, v, do

@@ -41,6 +41,8 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "h4-fp16": (1, 4096, 4096, 4, 4, 64, 64, 16, 64, torch.float16),
     "h64-192-128": (1, 2048, 2048, 1, 64, 192, 128, 16, 64, torch.bfloat16),
     "h3-256": (1, 2048, 2048, 4, 3, 256, 256, 8, 32, torch.bfloat16),
+    "h12-256-small": (1, 2048, 2048, 2, 12, 256, 256, 512, 4, torch.bfloat16),  # blocks of fewer keys than a step
+    "decode-small": (1, 1, 65536, 2, 12, 256, 256, 512, 4, torch.bfloat16),
     "h1-fp32": (1, 4096, 4096, 2, 1, 64, 64, 8, None, torch.float32),
     "decode-h16": (1, 1, 65536, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
@@ -168,7 +170,11 @@ if __name__ == "__main__":
     for backend in (spec for spec in SPECS if spec.framework == "triton"):
         for shape_name in shapes or (*SHAPES, *PAGED):
             reads_pages = shape_name in PAGED and backend.reads_caches
-            takes = reads_pages if shape_name in PAGED else SHAPES[shape_name][8] is not None or not backend.limits.block_aligned_only
+            if shape_name in PAGED:
+                takes = reads_pages
+            else:
+                block, limits = SHAPES[shape_name][8], backend.limits
+                takes = not limits.block_aligned_only or (block is not None and (block % limits.block_multiple == 0 or block in limits.small_blocks))
             if not takes:
                 continue
             for target in map(int, targets.split(",")):

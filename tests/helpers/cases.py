@@ -163,6 +163,7 @@ def plain_torch(
         return o.squeeze(1), lse.squeeze(1)
     B, S = q.shape[:2]
     S_kv = k.shape[2]
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (k, v))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     key = torch.arange(S_kv, device=q.device)
     position = torch.arange(S_kv - S, S_kv, device=q.device) if q_pos is None else q_pos
@@ -219,14 +220,21 @@ def assert_gradients(
     for name, tensor, mine, exact, baseline, term in zip(("dq", "dk", "dv"), (q, k, v), got, oracle, plain, terms, strict=True):
         assert mine.dtype == tensor.dtype
         assert_within_twice_baseline(mine, exact, baseline, name, term)
-    unused = ~oracle_mask(ranges, k.shape[2], q.shape[1] if q.dim() == 5 else 1, q_pos).any(1).to(k.device)
+    unused = unused_keys(q, k, ranges, q_pos)
     assert all(bool((x[unused] == 0).all()) for x in got[1:])
+
+
+def unused_keys(q: Tensor, k: Tensor, ranges: Tensor, q_pos: Tensor | None = None) -> Tensor:
+    """Which keys [B,G,S_kv] no row reads; several groups of q may share those of k."""
+    used = oracle_mask(ranges, k.shape[2], q.shape[1] if q.dim() == 5 else 1, q_pos).any(1)
+    return ~used.unflatten(1, (k.shape[1], -1)).any(2).to(k.device)
 
 
 def gradient_terms(q: Tensor, k: Tensor, v: Tensor, do: Tensor, scale: float | None) -> tuple[float, float, float]:
     """How large the terms are that cancel in dq, dk, dv: with one key ds = p (do.v - D) is zero, but only to the rounding of do.v."""
     q, k, v, do = (tensor.abs().double() for tensor in (q, k, v, do))
     q, do = (tensor if tensor.dim() == 5 else tensor.unsqueeze(1) for tensor in (q, do))
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (k, v))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
     dp = torch.einsum("bsghd,bgkd->bsghk", do, v).max()
     score = scale * torch.einsum("bsghd,bgkd->bsghk", q, k).max()

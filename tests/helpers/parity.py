@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 import nsa_sel
-from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
-from tests.helpers.cases import assert_forward, assert_gradients, make_grads
+from tests.helpers.cases import assert_forward, assert_gradients, make_grads, unused_keys
 
 
 def attend(
@@ -44,7 +43,7 @@ def check_both(
 
 def check_poison(backend: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None = None) -> None:
     """NaN in every key and value that no row may read changes nothing; o and gradients stay finite and equal."""
-    unused = ~oracle_mask(selection.ranges, k.shape[2], q.shape[1], q_pos).any(1).to(k.device)
+    unused = unused_keys(q, k, selection.ranges, q_pos)
     assert bool(unused.any()), "the case must leave keys unselected"
     poison = torch.where(unused.unsqueeze(-1), float("nan"), 0.0).to(k.dtype)
     clean, poisoned = (_results(backend, q, k + x, v + x, selection, q_pos) for x in (torch.zeros_like(poison), poison))

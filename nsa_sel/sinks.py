@@ -1,0 +1,46 @@
+"""Attention sinks: a learned logit per head that takes part in the softmax and has no value (gpt-oss, and layers like it)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_sel.core.arguments import check_tensors
+from nsa_sel.errors import ArgumentError
+
+
+def with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """The output of attention with a sink, from the output and log-sum-exp of attention without one; differentiable in all three.
+
+    A sink adds exp(sink) to every row's denominator, and nothing to its sum of values:
+
+        o_sink = sum_j exp(s_j) v_j / (exp(lse) + exp(sink)) = o * exp(lse) / (exp(lse) + exp(sink)) = o * sigmoid(lse - sink)
+
+    So no kernel needs to know of it, and it is exact for every selection. A row that selects nothing (lse = -inf) stays 0 and gives the sink
+    no gradient.
+
+    Args:
+        o: [...,h,Dv], for example [B,S,G,h,Dv] of `selection_attention(..., return_lse=True)`; any floating dtype.
+        lse: [...,h], natural logarithm, float32 (float64 for float64 inputs).
+        sink: logits, of a shape that broadcasts to lse: [G,h] for a logit per head; any floating dtype. Not multiplied by `scale`.
+
+    Returns:
+        [...,h,Dv] in o's dtype; the factor is computed in lse's.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices that do not fit together.
+
+    Example:
+        >>> o, lse = selection_attention(q, k, v, selection, return_lse=True)
+        >>> o = with_sink(o, lse, sink)  # sink: nn.Parameter [G,h]
+    """
+    check_tensors(o=o, lse=lse, sink=sink)
+    if lse.shape != o.shape[:-1]:
+        raise ArgumentError("lse", f"of shape {tuple(lse.shape)}", f"o's {tuple(o.shape[:-1])}", "pass the lse that return_lse=True gives")
+    for name, x in (("o", o), ("lse", lse), ("sink", sink)):
+        if not x.is_floating_point() or x.device != o.device:
+            raise ArgumentError(name, f"{x.dtype} on {x.device}", f"a floating dtype on {o.device}", f"call {name}.to(...)")
+    if sink.dim() > lse.dim() or any(n not in (1, m) for n, m in zip(reversed(sink.shape), reversed(lse.shape), strict=False)):
+        remedy = "pass one logit per head: [G,h] for heads in G groups of h"
+        raise ArgumentError("sink", f"of shape {tuple(sink.shape)}", f"a shape that broadcasts to lse's {tuple(lse.shape)}", remedy)
+    return (o * torch.sigmoid(lse - sink.to(lse.dtype)).unsqueeze(-1)).to(o.dtype)

@@ -1,0 +1,91 @@
+"""The shapes of shipped models (docs/models.md), small, in the interpreter: tiny blocks with an unaligned tail, several groups of q for
+each KV group. Their sizes are in test_triton_sel_parity_models_gpu.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_sel.backends._triton import dkdv
+from nsa_sel.backends._triton.merged_blocks import merged
+from nsa_sel.errors import BackendError
+from nsa_sel.selection import Selection
+from tests.helpers.cases import edge_block_lists, make_blocks, make_call, make_qkv
+from tests.helpers.parity import attend, check_both, check_deterministic, check_poison
+
+pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads
+GATHERING = ("triton-group", "triton-tile")  # the kernels of small blocks
+small_blocks = pytest.mark.parametrize(("block", "n"), [(4, 9), (8, 5)])
+
+
+@pytest.mark.parametrize("backend", GATHERING)
+@small_blocks
+def test_small_blocks_with_an_unaligned_tail(backend: str, block: int, n: int) -> None:
+    check_both(backend, *make_qkv(S=7, G=2, h=3, Dk=32, Dv=16, S_kv=63), make_blocks(1, 7, 2, 63, n, block))
+
+
+@pytest.mark.parametrize("backend", GATHERING)
+def test_small_blocks_at_any_positions(backend: str) -> None:
+    position = torch.tensor([[5, 62, 0, 33, 33]])
+    check_both(backend, *make_qkv(S=5, G=1, h=2, Dk=16, S_kv=63), make_blocks(1, 5, 1, 63, 9, 4), q_pos=position)
+
+
+@pytest.mark.parametrize("backend", GATHERING)
+def test_small_blocks_never_read_unselected_keys(backend: str) -> None:
+    check_poison(backend, *make_qkv(S=7, G=2, h=3, Dk=16, S_kv=63), make_blocks(1, 7, 2, 63, 3, 4))
+
+
+@pytest.mark.parametrize("backend", GATHERING)
+@pytest.mark.parametrize("name", ["empty_alternating", "padded", "unsorted", "own_and_future", "int64"])
+def test_lists_of_small_blocks_that_are_easily_mistreated(backend: str, name: str) -> None:
+    selection = Selection.from_blocks(edge_block_lists(1, 5, 1, 30, 4)[name], 4)
+    check_both(backend, *make_qkv(S=5, G=1, h=2, Dk=16, S_kv=30), selection)
+
+
+def test_small_blocks_are_decoded_in_parts() -> None:
+    check_both("triton-group", *make_qkv(S=1, G=2, h=3, Dk=16, S_kv=250), make_blocks(1, 1, 2, 250, 40, 4))
+
+
+def test_reruns_of_small_blocks_are_bit_equal() -> None:
+    check_deterministic("triton-tile", *make_qkv(S=5, G=1, h=2, Dk=16, S_kv=63), make_blocks(1, 5, 1, 63, 6, 4), reruns=3)
+
+
+def test_other_small_blocks_are_refused_with_the_sizes_that_are_taken() -> None:
+    with pytest.raises(BackendError, match=r"block-multiple .*4 or 8 or a multiple of 16"):
+        attend("triton-tile", *make_qkv(S=4, G=1, h=2, Dk=16, S_kv=40), make_blocks(1, 4, 1, 40, 2, 5))
+
+
+@small_blocks
+def test_merged_blocks_name_each_tile_once_with_the_blocks_of_the_row(block: int, n: int) -> None:
+    B, S, G, S_kv, width = 2, 6, 2, 150, 64
+    selection = make_blocks(B, S, G, S_kv, n, block)
+    call, bits = merged(make_call(*make_qkv(B=B, S=S, G=G, Dk=16, S_kv=S_kv), selection), width)
+    assert bits is not None
+    assert (call.selection.block_size, call.selection.n) == (width, min(n, 3))
+    for row, tiles, marked in zip(
+        selection.block_indices.flatten(0, 2).tolist(), call.selection.block_indices.flatten(0, 2).tolist(), bits.flatten(0, 2).tolist(),
+        strict=True,
+    ):  # fmt: skip
+        named = [tile for tile in tiles if tile >= 0]
+        assert len(set(named)) == len(named)
+        each = width // block
+        found = {tile * each + i for tile, mask in zip(tiles, marked, strict=True) if tile >= 0 for i in range(each) if mask >> i & 1}
+        assert found == {j for j in row if j >= 0}
+
+
+def test_gradients_of_small_blocks_list_a_row_once_for_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[Any] = []
+    plan = dkdv.plan_within
+    monkeypatch.setattr(dkdv, "plan_within", lambda call, *sizes: widths.append(call.selection.block_size) or plan(call, *sizes))
+    check_both("triton-group", *make_qkv(S=3, G=1, h=2, Dk=16, S_kv=63), make_blocks(1, 3, 1, 63, 6, 4))
+    assert widths
+    assert all(width >= 16 for width in widths)
+
+
+@pytest.mark.parametrize("backend", ["triton-group", "triton-tile", "triton-block"])
+def test_each_head_selects_for_itself(backend: str) -> None:
+    q, _, _ = make_qkv(S=5, G=4, h=1, Dk=16, S_kv=50)
+    _, k, v = make_qkv(S=5, G=2, h=1, Dk=16, S_kv=50, seed=1)
+    check_both(backend, q, k, v, make_blocks(1, 5, 4, 50, 2, 16))
