@@ -110,8 +110,8 @@ def moba_selection(
         q_pos, backend: as of `choose_blocks`.
 
     Returns:
-        The `Selection` with one group per head, ranges [B,S,G*h,n,2]: for `selection_attention` with q as [B,S,G*h,1,D], and k, v repeated
-        for the h heads of a group.
+        The `Selection` with one group per head, ranges [B,S,G*h,n,2]: for `selection_attention` with q as [B,S,G*h,1,D], and k, v as they
+        are.
 
     Raises:
         ArgumentError: bad input, before any kernel runs.
