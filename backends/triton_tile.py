@@ -71,7 +71,8 @@ def cut_block(blocks, rows, i, bit, exists, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather_keys(
-    k, v, blocks, rows, i, stop, bit, limit, strides, b, g, dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, CUT: tl.constexpr
+    k, v, blocks, rows, i, stop, bit, limit, strides, b, g,
+    dims: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """K and V of the small blocks of the entries i, i + 1 ... that fill BLOCK_L keys, and which rows see each key [ROWS, BLOCK_L].
 

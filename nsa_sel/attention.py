@@ -93,7 +93,7 @@ def explain(
     """
     check_tensors(q=q, k=k, v=v)
     q, k, v = in_autocast_dtype(q, k, v)  # before the checks, which want one dtype
-    if (r := shared_keys.ratio_of(q, k)) > 1:
+    if (r := shared_keys.ratio_of(q, k, selection)) > 1:
         rows = q if q.dim() == 5 else q.unsqueeze(1)
         q, selection, q_pos = shared_keys.call_of_rows(rows, as_selection(selection), q_pos, k.shape[2], r)
     q, k, v, selection, _, q_pos = check_call(q, k, v, selection, None, q_pos)

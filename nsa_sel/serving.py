@@ -92,9 +92,7 @@ def selection_attention_with_kvcache(
     selection = as_selection(selection, None if decode else (q.shape[0], q.shape[1], q.shape[2]))
     try:
         checked = (q, selection) if r == 1 else shared_keys.one_of(q, selection, r)
-        *_, scale, _ = check_call(
-            checked[0], k_checked, v_checked, checked[1], scale, None, stored=None if scales is None else STORED
-        )
+        *_, scale, _ = check_call(checked[0], k_checked, v_checked, checked[1], scale, None, stored=None if scales is None else STORED)
     except ArgumentError as error:
         raise _of_cache(error) from None
     if transforms.needs_grad(q, k, v):

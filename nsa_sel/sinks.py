@@ -16,8 +16,8 @@ def with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
         o_sink = sum_j exp(s_j) v_j / (exp(lse) + exp(sink)) = o * exp(lse) / (exp(lse) + exp(sink)) = o * sigmoid(lse - sink)
 
-    So no kernel needs to know of it, and it is exact for every selection. A row that selects nothing (lse = -inf) stays 0 and gives the sink
-    no gradient.
+    So no kernel needs to know of it, and it is exact for every selection. A row that selects nothing (lse = -inf) stays 0 and gives the
+    sink no gradient.
 
     Args:
         o: [...,h,Dv], for example [B,S,G,h,Dv] of `selection_attention(..., return_lse=True)`; any floating dtype.

@@ -49,7 +49,7 @@ def within_limits(case: Case, offer: Offer) -> tuple[Reason, ...]:
         reasons.append(Reason("paged", "unsupported", "request.page_size", request.page_size, "a cache without pages", remedy))
     reasons += _quantized(case, offer)
     size = request.block_size
-    if size is not None and size % limits.block_multiple and size not in limits.small_blocks:
+    if size is not None and not limits.takes_block(size):
         required = " or ".join((*map(str, limits.small_blocks), f"a multiple of {limits.block_multiple}"))
         remedy = "select blocks of that size, or use another backend"
         reasons.append(Reason("block-multiple", "unsupported", "request.block_size", request.block_size, required, remedy))

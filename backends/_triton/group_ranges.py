@@ -49,8 +49,8 @@ def forward_ranges_kernel(
 
     Grid: one program per row, tile of heads, and part. Tiles: q [BLOCK_H, BLOCK_D], k [BLOCK_L, BLOCK_D], v [BLOCK_L, BLOCK_DV]; the walk
     takes NP ranges at once, with ONE_WALK all ranges of a split row. With LENGTHS, q_pos holds the sequences' lengths; where PAGE > 0,
-    k and v are pages [pages,G,PAGE,D], and with ONE_PAGE each range lies within one. Where BLOCK > 0, ranges are blocks of so few keys that a
-    step takes several, and one walk takes all. Scales of quantized keys: quantized.py.
+    k and v are pages [pages,G,PAGE,D], and with ONE_PAGE each range lies within one. Where BLOCK > 0, ranges are blocks of so few keys
+    that a step takes several, and one walk takes all. Scales of quantized keys: quantized.py.
     """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV

@@ -70,9 +70,10 @@ def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, selection: Selection | TokenMas
 def dense_causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, kernel: DenseKernel = "cudnn") -> Tensor:
     """o [B,S,G,h,Dv] of q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] by full causal attention: nothing is selected.
 
-    Row s attends to the keys up to S_kv - S + s. kernel: which of torch's GPU kernels must run, cuDNN's, or Flash as the
+    Row s attends to the keys up to S_kv - S + s. Several groups of q may share those of k and v.
+    kernel: which of torch's GPU kernels must run, cuDNN's, or Flash as the
     alternative where cuDNN is missing ("any" lets torch choose); torch raises when that one can't. A CPU has one kernel.
-    k and v may have fewer groups, each for as many of q's. With 1 < S < S_kv the mask is explicit, since is_causal=True would count rows from the first key, and torch chooses.
+    With 1 < S < S_kv the mask is explicit, since is_causal=True would count rows from the first key, and torch chooses.
     """
     B, S, G, h, _ = q.shape
     S_kv = k.shape[2]
@@ -83,5 +84,7 @@ def dense_causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None = Non
     with sdpa_kernel(_KERNELS[kernel]) if forced else contextlib.nullcontext():
         heads = q.permute(0, 2, 3, 1, 4).flatten(1, 2)
         # With one query, is_causal=True would show it the first key alone.
-        o = scaled_dot_product_attention(heads, k, v, attn_mask=mask, is_causal=S == S_kv and S > 1, scale=scale, enable_gqa=G * h > k.shape[1])
+        o = scaled_dot_product_attention(
+            heads, k, v, attn_mask=mask, is_causal=S == S_kv and S > 1, scale=scale, enable_gqa=G * h > k.shape[1]
+        )
     return o.view(B, G, h, S, v.shape[3]).permute(0, 3, 1, 2, 4)

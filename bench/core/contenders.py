@@ -84,7 +84,7 @@ def ours(backend: str) -> Contender:
     def refuses(case: Case) -> str | None:
         if entry and case.S == 1 and not entry.decodes:
             return "decodes nothing: it shares loads between rows"
-        if entry and case.block % entry.limits.block_multiple and case.block not in entry.limits.small_blocks:
+        if entry and not entry.limits.takes_block(case.block):
             return f"takes no blocks of {case.block} keys"
         return "takes whole blocks alone" if entry and entry.limits.block_aligned_only and not case.block else None
 

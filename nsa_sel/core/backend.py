@@ -55,6 +55,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     quantized: Mapping[str, int] = {}  # formats of quantized caches that it reads, and the SM from which it does on a GPU
     tiles_only: bool = False  # only the calls of its tile kernels, see `Backend.tiles`
 
+    def takes_block(self, size: int) -> bool:
+        """Whether it runs blocks of `size` keys."""
+        return size % self.block_multiple == 0 or size in self.small_blocks
+
 
 class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
     """The calls that run on a backend's tile kernels, which share K and V loads between adjacent tokens; others run on its row kernels."""

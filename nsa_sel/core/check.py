@@ -142,6 +142,8 @@ def _other_layout(name: str, shape: torch.Size, q_shape: torch.Size, decode: boo
         remedies.append(f"a [B,S_kv,G,D] cache is passed as {name}.transpose(1, 2)")
     if not remedies:
         remedies.append(f"pass the keys and values of q's {B} sequences and {G} groups, one of each for all h heads of a group")
+    if len(shape) == 4 and shape[1] and G % shape[1] == 0:
+        remedies.append(f"where q has {G // shape[1]} groups for each of {name}, pass a selection over all {G}")
     return ArgumentError(name, f"of shape {tuple(shape)}", allowed, "; ".join(remedies))
 
 

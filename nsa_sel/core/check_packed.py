@@ -14,8 +14,8 @@ from nsa_sel.errors import ArgumentError, renamed, shown
 
 
 def check_packed_sizes(*, sharing: bool = False, **tensors: Tensor) -> None:
-    """ArgumentError unless the first tensor is a q [T,G,h,Dk], and the others are keys or values [Tk,G,D] of one Tk; with `sharing` they may
-    have fewer groups (core/shared_keys.py)."""
+    """ArgumentError unless the first tensor is a q [T,G,h,Dk], and the others are keys or values [Tk,G,D] of one Tk; with `sharing` they
+    may have fewer groups (core/shared_keys.py)."""
     check_tensors(**tensors)
     (query, q), *rest = tensors.items()
     if q.dim() != 4:

@@ -19,7 +19,7 @@ def selection_attention(
     """Check, decide, run; returns o, or (o, lse). Traced calls and calls of DTensors go through the ops."""
     transforms.check_transforms(q, k, v)
     sharded = transforms.is_sharded(q)
-    if not sharded and (r := shared_keys.ratio_of(q, k)) > 1:
+    if not sharded and (r := shared_keys.ratio_of(q, k, selection)) > 1:
         check_flag("return_lse", return_lse)
         decode, q = q.dim() == 4, q if q.dim() == 5 else q.unsqueeze(1)
         q, selection, q_pos = shared_keys.call_of_rows(q, as_selection(selection), q_pos, k.shape[2], r)

@@ -85,7 +85,7 @@ def arrange(
         if torch.compiler.is_compiling():
             aligning = align is True or (backend is not None and _needs_blocks(backend))
         else:
-            r = shared_keys.ratio_of(q, k)
+            r = shared_keys.ratio_of(q, k, rows)
             one, of_one = (q, rows) if r == 1 else shared_keys.one_of(q, rows, r)
             check_call(one, k, v, of_one, scale, q.new_empty(T, dtype=torch.int64), fake=True)  # before the copy
             aligning = _aligns(one, k, v, of_one, room, whole_blocks(longest, block), needs, backend, align)

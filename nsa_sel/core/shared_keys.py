@@ -23,11 +23,16 @@ def ratio(q_groups: int, k_groups: int) -> int:
     return q_groups // k_groups if k_groups and q_groups % k_groups == 0 else 1
 
 
-def ratio_of(q: Any, k: Any) -> int:
-    """`ratio` of q [B,S,Gs,h,Dk] or [B,Gs,h,Dk] and k [B,G,S_kv,Dk]; 1 for anything else."""
-    if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.dim() not in (4, 5) or k.dim() != 4 or q.shape[0] != k.shape[0]:
+def ratio_of(q: Any, k: Any, selection: Any) -> int:
+    """`ratio` of q [B,S,Gs,h,Dk] or [B,Gs,h,Dk], k [B,G,S_kv,Dk], and a selection over q's rows; 1 for anything else."""
+    ranges = selection.ranges if isinstance(selection, Selection) else selection
+    if not all(isinstance(x, Tensor) for x in (q, k, ranges)) or k.dim() != 4 or q.dim() not in (4, 5):
         return 1
-    return ratio(q.shape[-3], k.shape[1])
+    if q.shape[-3] == k.shape[1] or q.shape[0] != k.shape[0]:
+        return 1
+    rows = q.shape[:-2] if q.dim() == 5 else (q.shape[0], 1, q.shape[1])
+    same = ranges.shape[:-2] in (rows, q.shape[:-2])
+    return ratio(q.shape[-3], k.shape[1]) if same else 1
 
 
 def one_of(q: Tensor, selection: Selection, r: int) -> tuple[Tensor, Selection]:
@@ -42,12 +47,12 @@ def one_of(q: Tensor, selection: Selection, r: int) -> tuple[Tensor, Selection]:
 
 def as_rows(x: Tensor, r: int) -> Tensor:
     """x [B,S,Gs,...] as [B,S*r,G,...]."""
-    return x.unflatten(2, (x.shape[2] // r, r)).transpose(2, 3).flatten(1, 2)
+    return torch.unflatten(x, 2, (x.shape[2] // r, r)).transpose(2, 3).flatten(1, 2)
 
 
 def from_rows(x: Tensor, r: int) -> Tensor:
     """x [B,S*r,G,...] as [B,S,Gs,...]."""
-    return x.unflatten(1, (x.shape[1] // r, r)).transpose(2, 3).flatten(2, 3)
+    return torch.unflatten(x, 1, (x.shape[1] // r, r)).transpose(2, 3).flatten(2, 3)
 
 
 def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: int, r: int) -> tuple[Tensor, Selection, Tensor]:
@@ -79,12 +84,12 @@ def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: in
 
 def as_sequences(x: Tensor, r: int) -> Tensor:
     """x [B,S,Gs,...] as [B*r,S,G,...]: over pages, where a sequence's keys are a row of the block table, which may be repeated."""
-    return x.unflatten(2, (x.shape[2] // r, r)).movedim(3, 1).flatten(0, 1)
+    return torch.unflatten(x, 2, (x.shape[2] // r, r)).movedim(3, 1).flatten(0, 1)
 
 
 def from_sequences(x: Tensor, r: int) -> Tensor:
     """x [B*r,S,G,...] as [B,S,Gs,...]."""
-    return x.unflatten(0, (x.shape[0] // r, r)).movedim(1, 3).flatten(2, 3)
+    return torch.unflatten(x, 0, (x.shape[0] // r, r)).movedim(1, 3).flatten(2, 3)
 
 
 def selection_of_sequences(selection: Selection, r: int) -> Selection:

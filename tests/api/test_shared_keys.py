@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -91,14 +92,14 @@ def test_forward_and_backward_share_one_selection_of_rows() -> None:
 def test_packed_batches(align: bool | None) -> None:
     cu, r = [0, 10, 26], 2
     q, k, v = (x.requires_grad_() for x in shared(S=26, S_kv=26))
-    parts = [make_blocks(1, end - start, 4, end - start, 2, 4, seed=start).block_indices for start, end in zip(cu, cu[1:], strict=False)]
+    parts = [make_blocks(1, end - start, 4, end - start, 2, 4, seed=start).block_indices for start, end in pairwise(cu)]
     selection = Selection.from_blocks(torch.cat(parts, 1)[0].unsqueeze(0), 4)
     packed = (q.squeeze(0), *(x.squeeze(0).transpose(0, 1) for x in (k, v)))
     o, lse = nsa_sel.selection_attention_varlen(*packed, selection, cu, return_lse=True, align=align)
     do, _ = make_grads(q, v)
     got = torch.autograd.grad(o, (q, k, v), do.squeeze(0))
     assert o.shape == (26, 2 * r, 2, 16)
-    for start, end, ranges in zip(cu, cu[1:], (Selection.from_blocks(x, 4).ranges for x in parts), strict=False):
+    for (start, end), ranges in zip(pairwise(cu), (Selection.from_blocks(x, 4).ranges for x in parts), strict=True):
         one = q[:, start:end], k[:, :, start:end], v[:, :, start:end]
         assert_forward((o[None, start:end], lse[None, start:end]), *(x.detach() for x in one), ranges)
         mine = (got[0][:, start:end], got[1][:, :, start:end], got[2][:, :, start:end])
@@ -134,7 +135,9 @@ def test_gradients_over_a_cache() -> None:
 def test_compiled_calls() -> None:
     q, k, v = (x.requires_grad_() for x in shared())
     ranges = make_blocks(1, 6, 4, 40, 2, 8).ranges
-    compiled = torch.compile(lambda q, k, v: nsa_sel.selection_attention(q, k, v, ranges, return_lse=True), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v: nsa_sel.selection_attention(q, k, v, ranges, return_lse=True), fullgraph=True, backend="aot_eager"
+    )
     o, lse = compiled(q, k, v)
     do, _ = make_grads(q, v)
     exact = (*oracle_forward(q, k, v, ranges), *oracle_backward(q, k, v, ranges, do))
@@ -152,10 +155,10 @@ def test_moba_chooses_for_heads_that_share_their_keys() -> None:
 
 
 def test_a_selection_of_other_rows_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"selection is over rows \[B,S,G\] = \(1, 6, 2\).*2 groups for each of k"):
+    with pytest.raises(ArgumentError, match=r"k is of shape .* where q has 2 groups for each of k, pass a selection over all 4"):
         nsa_sel.selection_attention(*shared(), make_blocks(1, 6, 2, 40, 2, 8))
+    q, k, v = shared(G=2, r=2)
     with pytest.raises(ArgumentError, match="k is of shape"):
-        q, k, v = shared(G=2, r=2)
         nsa_sel.selection_attention(q[:, :, :3], k, v, make_blocks(1, 6, 3, 40, 2, 8))
     with pytest.raises(ArgumentError, match="at most S_kv = 5 rows"):
         nsa_sel.selection_attention(*shared(S=6, S_kv=5), torch.zeros(1, 6, 4, 1, 2, dtype=torch.int32))

@@ -16,9 +16,9 @@ from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-# One for each class of kernel configs in base.yaml: plain, wide, widest, decoding, pages. The other shapes run the same configs for
+# One for each class of kernel configs in base.yaml: plain, wide, widest (also with small blocks), decoding, pages. The other shapes run the same configs for
 # other numbers of heads and types: on one target.
-SOME = ("h16", "h64-192-128", "h3-256", "decode-h16", "paged-16")
+SOME = ("h16", "h64-192-128", "h3-256", "h12-256-small", "decode-h16", "paged-16")
 REST = tuple(shape for shape in (*SHAPES, *PAGED) if shape not in SOME)
 # Bytes that a thread may spill with Triton 3.9's assembler. Most configs were chosen so that nothing spills; dK and dV hold two
 # accumulators and two operands in registers, and measure faster with a pipeline and spills than without either (docs/kernels.md).
@@ -53,7 +53,7 @@ def spills_allowed(kernel: dict[str, object]) -> int:
     if name == "partial_dkdv_kernel" and shape == "h64-192-128":  # accumulators of 320 columns
         return 832 * (2 if OLDER else 1)
     tile = kernel["backend"] == "triton-tile" and name in ("forward_kernel", "dq_kernel")
-    wide = shape == "h3-256" or (shape == "h64-192-128" and kernel["sm"] == 120)
+    wide = shape in ("h3-256", "h12-256-small") or (shape == "h64-192-128" and kernel["sm"] == 120)
     allowed = (WIDE_TILE if wide else TILE) if tile else SPILLS.get(name, 0)
     return max(allowed, 512) if OLDER and name != "partial_dkdv_kernel" else allowed * (2 if OLDER else 1)
 
@@ -75,6 +75,6 @@ def test_kernels_fit(targets: str, shapes: tuple[str, ...]) -> None:
         names = {kernel["kernel"] for kernel in found if (kernel["backend"], kernel["sm"]) == (backend, sm)}
         by_tma = {kernel["kernel"] for kernel in found if (kernel["backend"], kernel["sm"]) == (backend, sm) and kernel["tma"]}
         assert names | GROUP >= kernels, backend  # the target decides which of the group's kernels run
-        assert names <= kernels | {"combine_kernel"}, backend
+        assert names <= kernels | {"combine_kernel", "merge_kernel"}, backend
         expected = {"triton-group": blocks, "triton-tile": {"forward_kernel", "dq_kernel"} if sm >= 90 else set()}
         assert by_tma == expected.get(backend, set()), backend

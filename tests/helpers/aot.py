@@ -174,7 +174,7 @@ if __name__ == "__main__":
                 takes = reads_pages
             else:
                 block, limits = SHAPES[shape_name][8], backend.limits
-                takes = not limits.block_aligned_only or (block is not None and (block % limits.block_multiple == 0 or block in limits.small_blocks))
+                takes = not limits.block_aligned_only or (block is not None and limits.takes_block(block))
             if not takes:
                 continue
             for target in map(int, targets.split(",")):
