@@ -63,7 +63,7 @@ def test_ranges_and_odd_blocks_are_refused(backend: str) -> None:
     with pytest.raises(BackendError, match=r"block-aligned .*whole blocks"):
         attend(backend, q, k, v, Selection.from_ranges(make_spans("few", 1, 4, 1, 40, 8)))
     with pytest.raises(BackendError, match=r"block-multiple .*a multiple of 16"):
-        attend(backend, q, k, v, make_blocks(1, 4, 1, 40, 2, 8))
+        attend(backend, q, k, v, make_blocks(1, 4, 1, 40, 2, 12))
 
 
 @pytest.mark.parametrize(

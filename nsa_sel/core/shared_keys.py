@@ -25,10 +25,13 @@ def ratio(q_groups: int, k_groups: int) -> int:
 
 def ratio_of(q: Any, k: Any, selection: Any) -> int:
     """`ratio` of q [B,S,Gs,h,Dk] or [B,Gs,h,Dk], k [B,G,S_kv,Dk], and a selection over q's rows; 1 for anything else."""
-    ranges = selection.ranges if isinstance(selection, Selection) else selection
-    if not all(isinstance(x, Tensor) for x in (q, k, ranges)) or k.dim() != 4 or q.dim() not in (4, 5):
+    try:
+        if q.shape[-3] == k.shape[1]:  # first: every call comes here
+            return 1
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # no tensors, nested ones, too few dimensions: checks say so later
         return 1
-    if q.shape[-3] == k.shape[1] or q.shape[0] != k.shape[0]:
+    ranges = selection.ranges if isinstance(selection, Selection) else selection
+    if not isinstance(ranges, Tensor) or k.dim() != 4 or q.dim() not in (4, 5) or q.shape[0] != k.shape[0]:
         return 1
     rows = q.shape[:-2] if q.dim() == 5 else (q.shape[0], 1, q.shape[1])
     same = ranges.shape[:-2] in (rows, q.shape[:-2])

@@ -16,8 +16,8 @@ from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-# One for each class of kernel configs in base.yaml: plain, wide, widest (also with small blocks), decoding, pages. The other shapes run the same configs for
-# other numbers of heads and types: on one target.
+# One for each class of kernel configs in base.yaml: plain, wide, widest (also with small blocks), decoding, pages. The other shapes run
+# the same configs for other numbers of heads and types: on one target.
 SOME = ("h16", "h64-192-128", "h3-256", "h12-256-small", "decode-h16", "paged-16")
 REST = tuple(shape for shape in (*SHAPES, *PAGED) if shape not in SOME)
 # Bytes that a thread may spill with Triton 3.9's assembler. Most configs were chosen so that nothing spills; dK and dV hold two

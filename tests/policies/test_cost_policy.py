@@ -103,7 +103,9 @@ def test_decoding_has_its_own_models() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dtype": "float32"}, {"block_size": None}, {"Dk": 192}, {"Dv": 256}], ids=["dtype", "ranges", "wide Dk", "wide Dv"]
+    "changes",
+    [{"dtype": "float32"}, {"block_size": None}, {"Dk": 192}, {"Dv": 256}, {"block_size": 4, "n": 512}],
+    ids=["dtype", "ranges", "wide Dk", "wide Dv", "small blocks"],
 )
 def test_requests_without_measured_rows_are_not_predicted(changes: dict[str, Any]) -> None:
     decision = ask(replace(SHORT, **changes))
