@@ -25,10 +25,12 @@ def ratio(q_groups: int, k_groups: int) -> int:
 
 def ratio_of(q: Any, k: Any, selection: Any) -> int:
     """`ratio` of q [B,S,Gs,h,Dk] or [B,Gs,h,Dk], k [B,G,S_kv,Dk], and a selection over q's rows; 1 for anything else."""
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor):
+        return 1
     try:
         if q.shape[-3] == k.shape[1]:  # first: every call comes here
             return 1
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # no tensors, nested ones, too few dimensions: checks say so later
+    except (IndexError, RuntimeError):  # too few dimensions, nested tensors: checks say so later
         return 1
     ranges = selection.ranges if isinstance(selection, Selection) else selection
     if not isinstance(ranges, Tensor) or k.dim() != 4 or q.dim() not in (4, 5) or q.shape[0] != k.shape[0]:
