@@ -153,6 +153,11 @@ def choice_work(request: Request, backward: bool) -> dict[str, float]:
     return counted if backward else {**counted, "ranked": blocks_of(request).visible / 1e9}
 
 
+def of_small_blocks(request: Request) -> bool:
+    """Whether it attends to blocks smaller than those of the rows that cost models are fitted to."""
+    return request.kind == "attend" and request.block_size is not None and request.block_size < SMALLEST_BLOCK
+
+
 def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     """Whether the backend's cost model covers such calls.
 
@@ -160,7 +165,7 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
     that tile kernels do not take: they run on other kernels. Not for a choice of one query per sequence, or without attention: they were
     not measured. Calls over quantized caches have models of their own. Not for attention to blocks smaller than any that were measured.
     """
-    if request.kind == "attend" and (request.block_size or SMALLEST_BLOCK) < SMALLEST_BLOCK:
+    if of_small_blocks(request):
         return False
     if request.kind == "choose" and (request.S == 1 or request.pool is not None):
         return False

@@ -6,14 +6,22 @@ If the device's profile has no costs, or none for the request, the profile's ord
 from __future__ import annotations
 
 from nsa_sel.core.decision import Case, Policy
+from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.policies import cost, guards, rules
 
 
 def preference(case: Case) -> tuple[str, ...]:
-    """The order of backends for this direction: measured where a profile exists, else conservative. Of choosers, that of the registry."""
-    if case.request.kind == "choose":
+    """The order of backends for this direction: measured where a profile exists, else conservative. Of choosers, that of the registry.
+
+    Prefills over blocks too small for the cost models have an order of their own, unless the user's file sets one.
+    """
+    settings, request = case.settings, case.request
+    if request.kind == "choose":
         return ()
-    return case.settings.prefer_forward if case.direction == "forward" else case.settings.prefer_backward
+    own = settings.config_file is not None and settings.sources.get(f"prefer_{case.direction}") == settings.config_file
+    if not own and cost.of_small_blocks(request) and request.S > FEW_TOKENS:
+        return settings.prefer_small_blocks
+    return settings.prefer_forward if case.direction == "forward" else settings.prefer_backward
 
 
 POLICY = Policy(

@@ -185,6 +185,19 @@ def compiled() -> str:
     return table(["device", "direction", *parts], lines)
 
 
+def models() -> str:
+    """The suite of shipped models on an H100: ms of each backend beside dense attention, and how many times faster the fastest is."""
+    index = summary.indexed(store.measured(store.read(ROOT / "bench/results/h100/models.jsonl")))
+    dense = "dense-cudnn"
+    names = list(dict.fromkeys(name for found in index.values() for name in found if name != dense))
+    lines = []
+    for key, found in index.items():
+        least = min(row["ms_median"] for name, row in found.items() if name != dense)
+        cells = [ms(found[name]) if name in found else "-" for name in (*names, dense)]
+        lines.append((*key, *cells, factor(found[dense]["ms_median"] / least)))
+    return table(["case", "direction", *names, dense, "against dense"], lines, left=2)
+
+
 def _by_part(rows: Iterable[Row], key: Sequence[str]) -> dict[tuple[str, ...], dict[str, Row]]:
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
@@ -252,6 +265,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/choosing.md": {"other_ways": other_ways},
     "docs/kernels.md": {"windows": lambda: windows.table(rows_of("profiles/windows.jsonl"))},
+    "docs/models.md": {"models": models},
     "docs/layer.md": {"parts": layer, "memory": lambda: layer_parts.memory_table(rows_of("profiles/layer_parts.jsonl"))},
     "docs/serving.md": {
         "decode_targets": decode_times.targets_table,

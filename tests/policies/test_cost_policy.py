@@ -104,8 +104,8 @@ def test_decoding_has_its_own_models() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "float32"}, {"block_size": None}, {"Dk": 192}, {"Dv": 256}, {"block_size": 4, "n": 512}],
-    ids=["dtype", "ranges", "wide Dk", "wide Dv", "small blocks"],
+    [{"dtype": "float32"}, {"block_size": None}, {"Dk": 192}, {"Dv": 256}],
+    ids=["dtype", "ranges", "wide Dk", "wide Dv"],
 )
 def test_requests_without_measured_rows_are_not_predicted(changes: dict[str, Any]) -> None:
     decision = ask(replace(SHORT, **changes))
@@ -113,6 +113,21 @@ def test_requests_without_measured_rows_are_not_predicted(changes: dict[str, Any
     assert [p.backend for p in decision.predictions] == ([GROUP] if wide else [])  # the one with a price for wide launches
     assert (decision.forward, decision.runner_up) == (GROUP, TOKEN)
     assert decision.rule.startswith("least predicted time" if wide else "first of the preference (")
+
+
+def test_small_blocks_have_a_preference_of_their_own_in_a_prefill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = replace(SHORT, block_size=4, n=512, needs_grad=True)
+    policy, offers = load_policy("default"), tuple(Offer(backend) for backend in backends().values())
+    for device in (H200, H100):
+        decision = make_decision(small, device, policy, settings_for(device), offers)
+        assert (decision.forward, decision.backward, decision.predictions) == (TILE, TILE, ())
+        assert decision.rule.startswith("first of the preference (")
+        assert make_decision(replace(small, S=1, needs_grad=False), device, policy, settings_for(device), offers).forward == GROUP
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
+    monkeypatch.setenv(CONFIG_FLAG, str(file))
+    mine = make_decision(small, H200, policy, settings_for(H200), offers)
+    assert (mine.forward, mine.backward) == (TOKEN, TILE)  # the file says nothing of backward
 
 
 def test_ties_and_missing_predictions_keep_the_preference() -> None:
