@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.aot_process import compiled
 
 pytestmark = pytest.mark.slow
 
@@ -22,40 +17,27 @@ def spills_allowed(kernel: dict[str, object]) -> int:
     return 512 if kernel["shape"] == "h3-fp32" else 8 if kernel["kernel"] == "top_n_kernel" else 0
 
 
-def compiled(sm: int, *shapes: str) -> list[dict[str, object]]:
-    """Every kernel of the shapes, which must fit."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, "tests/helpers/choose_aot.py", str(sm), *shapes]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+def test_choosing_fits() -> None:
+    """In one process."""
+    attention, others = ("h16", "h8-64", "packed"), ("msa", "most-blocks", "pages", "pages-drafts")
+    found = compiled("choose_aot.py", "90", *attention, *others, "80", "moba")
     for kernel in found:
         assert kernel["shared"] <= kernel["limit"], kernel
         assert kernel["spilled"] <= spills_allowed(kernel), kernel
         assert kernel["looped"] == 0 or kernel["shape"] == "h3-fp32", kernel
-    return found
-
-
-@pytest.mark.parametrize(("sm", "shapes"), [(90, ("h16", "h8-64", "packed"))])
-def test_choosing_fits(sm: int, shapes: tuple[str, ...]) -> None:
-    found = compiled(sm, *shapes)
-    assert {(kernel["shape"], kernel["kernel"]) for kernel in found} == {(shape, kernel) for shape in shapes for kernel in KERNELS}
-    for kernel in found:
-        assert kernel["wgmma"] == (kernel["kernel"] in TENSOR_CORES and kernel["shape"] != "h3-fp32"), kernel
-
-
-@pytest.mark.parametrize(("sm", "shape"), [(90, "msa"), (80, "moba")])
-def test_choosing_without_attention_fits(sm: int, shape: str) -> None:
-    found = compiled(sm, shape)
-    assert {kernel["kernel"] for kernel in found} == {"block_scores_kernel", "top_n_kernel"}
-    for kernel in found:
-        assert kernel["wgmma"] == kernel["tma"] == (sm == 90 and kernel["kernel"] == "block_scores_kernel"), kernel
-
-
-def test_the_most_blocks_and_few_rows_over_pages_fit() -> None:
-    top_n, *paged = compiled(90, "most-blocks", "pages", "pages-drafts")
-    assert top_n["kernel"] == "top_n_kernel"
-    assert [kernel["kernel"] for kernel in paged] == 2 * ["attention_kernel", "importance_kernel", "top_n_kernel"]
-    assert all(kernel["spilled"] == 0 for kernel in (top_n, *paged))
-    assert all(kernel["shared"] <= 99 << 10 for kernel in paged)  # on SM 8.6 and 8.9, too
+    of = {shape: [kernel for kernel in found if kernel["shape"] == shape] for shape in (*attention, *others, "moba")}
+    assert len(found) == sum(map(len, of.values()))
+    for shape in attention:
+        assert {kernel["kernel"] for kernel in of[shape]} == KERNELS
+        assert all(kernel["wgmma"] == (kernel["kernel"] in TENSOR_CORES) for kernel in of[shape]), of[shape]
+    for shape, sm in (("msa", 90), ("moba", 80)):  # without attention
+        assert {(kernel["kernel"], kernel["sm"]) for kernel in of[shape]} == {("block_scores_kernel", sm), ("top_n_kernel", sm)}
+        for kernel in of[shape]:
+            assert kernel["wgmma"] == kernel["tma"] == (sm == 90 and kernel["kernel"] == "block_scores_kernel"), kernel
+    assert [kernel["kernel"] for kernel in of["most-blocks"]] == ["top_n_kernel"]
+    few_rows = ["attention_kernel", "importance_kernel", "top_n_kernel"]
+    for shape in ("pages", "pages-drafts"):
+        assert [kernel["kernel"] for kernel in of[shape]] == few_rows
+    for kernel in (*of["most-blocks"], *of["pages"], *of["pages-drafts"]):
+        assert kernel["spilled"] == 0, kernel
+        assert kernel["shape"] == "most-blocks" or kernel["shared"] <= 99 << 10, kernel  # on SM 8.6 and 8.9, too

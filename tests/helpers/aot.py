@@ -1,6 +1,7 @@
 """Compile the kernels that the Triton backends would launch, for GPUs that are not here, and print a JSON line per kernel.
 
     python tests/helpers/aot.py 90 [SHAPE...]         # or several targets: 86,89
+    python tests/helpers/aot.py 90 [SHAPE...] --shared SHAPE...         # of these, shared memory alone: a third of the time
 
 The backends run as they are, on CPU tensors and with injected device facts; only the launch is replaced by compilation for the
 target. Needs a process without TRITON_INTERPRET. Shared memory is in the kernel's metadata; registers and spills come from cuobjdump.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import re
 import subprocess
@@ -19,10 +21,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
 
 from nsa_sel.backends.specs import SPECS
 from nsa_sel.core import registry
@@ -37,7 +41,7 @@ from nsa_sel.settings.config import settings_for
 TARGETS = {80: (163, 108), 86: (99, 84), 89: (99, 128), 90: (227, 132), 100: (227, 148), 120: (99, 170)}
 PTX_OF = {89: 86}  # Triton makes the same PTX for both, but for the line that names the target: it is assembled for each
 SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
-    "h16": (1, 4096, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
+    "h16": (1, 2048, 2048, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "h4-fp16": (1, 4096, 4096, 4, 4, 64, 64, 16, 64, torch.float16),
     "h64-192-128": (1, 2048, 2048, 1, 64, 192, 128, 16, 64, torch.bfloat16),
     "h3-256": (1, 2048, 2048, 4, 3, 256, 256, 8, 32, torch.bfloat16),
@@ -81,10 +85,10 @@ class TargetDriver:
         """target: 10 x the compute capability of an NVIDIA GPU, or the name of an AMD architecture."""
         self.target = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
 
-    def get_current_device(self) -> int:
-        return 0
+    def get_current_device(self) -> int | str:
+        return self.target.arch  # Triton remembers kernels, and their target, per device
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: int | str) -> int:
         return 0
 
     def get_current_target(self) -> GPUTarget:
@@ -119,10 +123,41 @@ def paged_call(shape: str, sm: int) -> Call:
     return Call(q, pages, pages, selection, None, D**-0.5, settings_for(device), device, lengths, table, scales=scales)
 
 
+class SharedMemoryIsKnown(Exception):
+    """Raised in the middle of Triton's pipeline."""
+
+
+def stop_at_shared_memory(backend: Any = None, stages: dict[str, Any] | None = None, *others: Any) -> tuple[str, str] | None:
+    """Triton's hook for stages: compiling ends when shared memory has been allocated, before most of the work, which is LLVM's and the
+    assembler's."""
+    if stages is None:  # asked for what tells these kernels from whole ones in Triton's caches
+        key = "shared memory alone " + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        return key, key
+    lower = stages["llir"]
+
+    def measure(module: Any, metadata: dict[str, Any]) -> bytes:
+        def stop(allocating: Any) -> None:  # where Triton would add the pass that comes next
+            allocating.run(module, "make_llir")
+            raise SharedMemoryIsKnown
+
+        following = mock.patch.object(nvidia.nvidia.passes.ttnvgpuir, "add_allocate_tensor_memory", stop)
+        with following, contextlib.suppress(SharedMemoryIsKnown):
+            lower(module, metadata)
+        metadata["shared"], text = module.get_int_attr("ttg.shared"), str(module)
+        (metadata["name"],) = re.findall(r"tt.func public @(\w+)", text)
+        return text.encode()
+
+    del stages["llir"], stages["ptx"]
+    stages["cubin"] = measure
+    return None
+
+
 @contextlib.contextmanager
-def launches_compile(target: int | str) -> Iterator[list[Any]]:
-    """Inside, launches compile for a GPU of this target (`TargetDriver`), and append the kernel to the list, instead of running it."""
+def launches_compile(target: int | str, whole: bool = True) -> Iterator[list[Any]]:
+    """Inside, launches compile for a GPU of this target (`TargetDriver`), and append the kernel to the list, instead of running it.
+    whole: to machine code, not only until shared memory is known."""
     compiled: list[Any] = []
+    triton.knobs.runtime.add_stages_inspection_hook = None if whole else stop_at_shared_memory
     triton.runtime.driver.set_active(TargetDriver(target if isinstance(target, str) else PTX_OF.get(target, target)))
     launch = triton.runtime.jit.KernelInterface.__getitem__
     triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
@@ -132,12 +167,13 @@ def launches_compile(target: int | str) -> Iterator[list[Any]]:
         yield compiled
     finally:
         triton.runtime.jit.KernelInterface.__getitem__ = launch
+        triton.knobs.runtime.add_stages_inspection_hook = None
 
 
-def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
+def compile_backend(name: str, shape: str, sm: int, whole: bool = True) -> list[dict[str, Any]]:
     """Every kernel that forward and backward of `name` launch for `shape` on a GPU of compute capability sm/10."""
     call = (paged_call if shape in PAGED else target_call)(shape, sm)
-    with launches_compile(sm) as compiled:
+    with launches_compile(sm, whole) as compiled:
         module = registry.load(name)
         o, lse = module.forward(call)
         if shape not in PAGED and call.q.shape[1] > 1:
@@ -147,7 +183,11 @@ def compile_backend(name: str, shape: str, sm: int) -> list[dict[str, Any]]:
 
 @functools.cache  # backends share kernels, and Triton then gives the same object
 def resources(kernel: Any, sm: int) -> dict[str, Any]:
-    """Shared memory, registers and spilled bytes (stack frame, local memory) of a compiled kernel."""
+    """Shared memory, registers and spilled bytes (stack frame, local memory) of a compiled kernel; if it is not whole, no registers."""
+    about = kernel.metadata
+    known = {"kernel": about.name, "warps": about.num_warps, "stages": about.num_stages, "shared": about.shared}
+    if "ptx" not in kernel.asm:
+        return {**known, "tma": b"ttng.async_tma" in kernel.asm["cubin"]}
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "ptx"), Path(folder, "cubin")
@@ -159,26 +199,31 @@ def resources(kernel: Any, sm: int) -> dict[str, Any]:
         text = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     return {
-        "kernel": kernel.metadata.name, "warps": kernel.metadata.num_warps, "stages": kernel.metadata.num_stages,
-        "shared": kernel.metadata.shared, "registers": int(usage["REG"]), "spilled": int(usage["STACK"]) + int(usage["LOCAL"]),
+        **known, "registers": int(usage["REG"]), "spilled": int(usage["STACK"]) + int(usage["LOCAL"]),
         "wgmma": "wgmma" in kernel.asm["ptx"], "tma": "cp.async.bulk.tensor" in kernel.asm["ptx"],
     }  # fmt: skip
 
 
-if __name__ == "__main__":
-    targets, *shapes = sys.argv[1:]
+def main(targets: str, *asked: str) -> None:
+    shapes = asked or (*SHAPES, *PAGED)
+    measured = shapes.index("--shared") if "--shared" in shapes else len(shapes)
     for backend in (spec for spec in SPECS if spec.framework == "triton"):
-        for shape_name in shapes or (*SHAPES, *PAGED):
-            reads_pages = shape_name in PAGED and backend.reads_caches
-            if shape_name in PAGED:
-                takes = reads_pages
+        for number, shape in enumerate(shapes):
+            if number == measured:
+                continue
+            if shape in PAGED:
+                takes = backend.reads_caches
             else:
-                block, limits = SHAPES[shape_name][8], backend.limits
+                block, limits = SHAPES[shape][8], backend.limits
                 takes = not limits.block_aligned_only or (block is not None and limits.takes_block(block))
             if not takes:
                 continue
             for target in map(int, targets.split(",")):
-                if "e4m3" in shape_name and (target < 89 or target in PTX_OF):  # SM 8.6, whose PTX is taken, has no such type
+                if "e4m3" in shape and (target < 89 or target in PTX_OF):  # SM 8.6, whose PTX is taken, has no such type
                     continue
-                for line in compile_backend(backend.name, shape_name, target):
+                for line in compile_backend(backend.name, shape, target, number < measured):
                     print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

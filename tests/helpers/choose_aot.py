@@ -1,6 +1,6 @@
 """Compile the kernels that choosing would launch for a GPU that is not here, and print a JSON line per kernel.
 
-    python tests/helpers/choose_aot.py 90 SHAPE...
+    python tests/helpers/choose_aot.py 90 SHAPE... [80 SHAPE...]
 
 As tests/helpers/aot.py: a process without TRITON_INTERPRET, CPU tensors, the launch replaced by compilation.
 """
@@ -110,7 +110,9 @@ def spills_in_loops(kernel: Any) -> int:
 
 
 if __name__ == "__main__":
-    target, *names = sys.argv[1:]
-    for shape_name in names:
-        for line in compile_shape(shape_name, int(target)):
+    for name in sys.argv[1:]:
+        if name.isdigit():
+            target = int(name)
+            continue
+        for line in compile_shape(name, target):
             print(json.dumps(line), flush=True)

@@ -1,6 +1,6 @@
 """Compile the kernels of the gated sum for a GPU that is not here, and print a JSON line per kernel; as tests/helpers/aot.py.
 
-python tests/helpers/gate_aot.py 90
+python tests/helpers/gate_aot.py 90 [SM...]
 """
 
 from __future__ import annotations
@@ -30,5 +30,6 @@ def compile_kernels(sm: int, Dv: int = 128, dtype: torch.dtype = torch.bfloat16)
 
 
 if __name__ == "__main__":
-    for line in compile_kernels(int(sys.argv[1])):
-        print(json.dumps(line), flush=True)
+    for target in map(int, sys.argv[1:]):
+        for line in compile_kernels(target):
+            print(json.dumps(line), flush=True)

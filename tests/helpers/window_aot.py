@@ -1,12 +1,13 @@
 """Compile the kernels that sliding windows would launch for a GPU that is not here, and print a JSON line per kernel.
 
-    python tests/helpers/window_aot.py 90 [SHAPE...]
+    python tests/helpers/window_aot.py 90 [SHAPE...]         # or several targets: 86,90
 
 As tests/helpers/aot.py: a process without TRITON_INTERPRET, CPU tensors, the launch replaced by compilation.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -40,7 +41,7 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    target, *names = sys.argv[1:]
-    for shape_name in names or SHAPES:
-        for line in compile_shape(shape_name, int(target)):
+    targets, *names = sys.argv[1:]
+    for target, shape_name in itertools.product(map(int, targets.split(",")), names or SHAPES):
+        for line in compile_shape(shape_name, target):
             print(json.dumps(line), flush=True)
