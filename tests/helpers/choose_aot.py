@@ -68,8 +68,13 @@ def compile_shape(name: str, sm: int) -> list[dict[str, Any]]:
         else:
             o, lse, _ = choose_triton.forward(call)
             choose_triton.backward(call, o, lse, torch.empty_like(o), None)
-    limit = TARGETS[sm][0] * 1024
-    return [{"shape": name, "sm": sm, "limit": limit, **resources(kernel, sm), "looped": spills_in_loops(kernel)} for kernel in compiled]
+    return [facts(name, kernel, sm) for kernel in compiled]
+
+
+def facts(name: str, kernel: Any, sm: int) -> dict[str, Any]:
+    used = resources(kernel, sm)
+    looped = spills_in_loops(kernel) if used["spilled"] else 0  # disassembling takes as long as assembling
+    return {"shape": name, "sm": sm, "limit": TARGETS[sm][0] * 1024, **used, "looped": looped}
 
 
 def compile_paged(name: str, sm: int) -> list[dict[str, Any]]:
@@ -80,8 +85,7 @@ def compile_paged(name: str, sm: int) -> list[dict[str, Any]]:
     call.blocks, call.pages = keys // 64, PagedKeys(torch.zeros(1, keys // 64, dtype=torch.int32), 1)
     with launches_compile(sm) as compiled:
         choose_triton.paged(call)
-    limit = TARGETS[sm][0] * 1024
-    return [{"shape": name, "sm": sm, "limit": limit, **resources(kernel, sm), "looped": spills_in_loops(kernel)} for kernel in compiled]
+    return [facts(name, kernel, sm) for kernel in compiled]
 
 
 def compile_top_n(sm: int) -> list[dict[str, Any]]:
@@ -89,7 +93,7 @@ def compile_top_n(sm: int) -> list[dict[str, Any]]:
     scores, ranges = torch.zeros(1, 3, 2, top_n.MOST_BLOCKS), torch.zeros(1, 3, 2, 16, 2, dtype=torch.int32)
     with launches_compile(sm) as compiled:
         top_n.top_n(scores, ranges, 64, 1, 2, 0)
-    return [{"shape": MOST_BLOCKS, "sm": sm, "limit": TARGETS[sm][0] * 1024, **resources(kernel, sm), "looped": 0} for kernel in compiled]
+    return [facts(MOST_BLOCKS, kernel, sm) for kernel in compiled]
 
 
 def spills_in_loops(kernel: Any) -> int:
