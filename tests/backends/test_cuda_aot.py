@@ -48,7 +48,8 @@ def run(shape: str, sm: int) -> None:
 @pytest.mark.parametrize(
     ("sm", "shape"),
     [
-        *((sm, "h16") for sm in TARGETS),
+        *((sm, "h16") for sm in TARGETS if sm != 89),
+        (89, "decode-h16"),  # the other kernels have the constants of 8.6, as its shared memory is as large
         (86, "h3-256"),
         (86, "h64-192-128"),
         (90, "h64-192-128"),

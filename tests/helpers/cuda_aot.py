@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,10 @@ import pytest
 
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90, tensor_map
 from tests.helpers.emulate import packed
+from tests.helpers.paths import ROOT
+
+PTXAS = ("--ptxas-options=-v",)
+KEPT = ROOT / "build" / "nvrtc"
 
 
 def reason_to_skip() -> str | None:
@@ -54,12 +60,27 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
     return list(found.values())
 
 
-@functools.cache  # many calls sort their lists by the same kernels
 def _resources(source: str, macros: compiler.Constants, arch: str, shared: int) -> dict[str, int]:
-    _, log = compiler.compile_source(source, macros, arch, ("--ptxas-options=-v",))
+    log = _log(source, macros, arch)
     numbers = {name: re.search(rf"(\d+) bytes {name}", log) for name in ("spill stores", "stack frame", "smem")}
     spilled, stack, static = (int(match[1]) if match else 0 for match in numbers.values())
     registers = re.search(r"Used (\d+) registers", log)
     assert registers is not None, log
     serialized = log.count("instructions are serialized")
     return {"registers": int(registers[1]), "shared": shared + static, "spilled": spilled + stack, "serialized": serialized}
+
+
+@functools.cache
+def _log(source: str, macros: compiler.Constants, arch: str) -> str:
+    """What ptxas says. Compiled once for all processes and runs: the name of the file is a digest of all that the compiler reads."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    everything = (compiler.OPTIONS, PTXAS, macros, arch, nvrtc.getVersion(), sorted(compiler.sources(source).items()))
+    kept = KEPT / f"{hashlib.sha256(repr(everything).encode()).hexdigest()}.log"
+    if not kept.exists():
+        _, log = compiler.compile_source(source, macros, arch, PTXAS)
+        KEPT.mkdir(parents=True, exist_ok=True)
+        made = kept.with_suffix(f".{os.getpid()}")
+        made.write_text(log)
+        made.replace(kept)
+    return kept.read_text()
