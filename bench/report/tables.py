@@ -264,6 +264,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "compiled": compiled,
     },
     "docs/choosing.md": {"other_ways": other_ways},
+    "docs/compat.md": {"fla": lambda: layer_parts.table(store.read(ROOT / "bench/results/h100/profiles/fla_layer.jsonl"))},
     "docs/kernels.md": {"windows": lambda: windows.table(rows_of("profiles/windows.jsonl"))},
     "docs/models.md": {"models": models},
     "docs/layer.md": {"parts": layer, "memory": lambda: layer_parts.memory_table(rows_of("profiles/layer_parts.jsonl"))},
