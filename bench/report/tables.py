@@ -11,7 +11,16 @@ from nsa_sel.bench.core.contenders import of_framework
 from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.markdown import factor, ms, spread, table, with_note
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.questions import decoding_peers, decoding_steps, layer_parts, paged_caches, ways_to_choose, weak_scaling, windows
+from nsa_sel.bench.questions import (
+    decoding_peers,
+    decoding_steps,
+    dense_model,
+    layer_parts,
+    paged_caches,
+    ways_to_choose,
+    weak_scaling,
+    windows,
+)
 from nsa_sel.bench.report import decode_times, decoding, on_paper, server, summary, training
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report.ideas import ideas_table
@@ -264,7 +273,10 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "compiled": compiled,
     },
     "docs/choosing.md": {"other_ways": other_ways},
-    "docs/compat.md": {"fla": lambda: layer_parts.table(store.read(ROOT / "bench/results/h100/profiles/fla_layer.jsonl"))},
+    "docs/compat.md": {
+        "fla": lambda: layer_parts.table(store.read(ROOT / "bench/results/h100/profiles/fla_layer.jsonl")),
+        "dense_model": lambda: dense_model.table(store.read(ROOT / "bench/results/h100/profiles/dense_model.jsonl")),
+    },
     "docs/kernels.md": {"windows": lambda: windows.table(rows_of("profiles/windows.jsonl"))},
     "docs/models.md": {"models": models},
     "docs/layer.md": {"parts": layer, "memory": lambda: layer_parts.memory_table(rows_of("profiles/layer_parts.jsonl"))},

@@ -1,0 +1,130 @@
+"""`attn_implementation="nsa_sel"` of transformers: a small Llama with random weights, prefill, cache, padding, generation, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel import decisions
+from nsa_sel.compat import register_transformers
+from nsa_sel.compat.transformers import attend, first_keys
+from nsa_sel.errors import ArgumentError
+
+transformers = pytest.importorskip("transformers", reason="pip install transformers")
+SIZES = {"n": 4, "block_size": 8, "first": 1, "local": 2}
+
+
+@pytest.fixture(autouse=True)
+def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the selected branch: the one that compiles nothing."""
+    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+
+
+def model(**sizes: int) -> Any:
+    """Two layers, 4 heads over 2 KV heads, on nsa-sel."""
+    register_transformers(**sizes)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        attn_implementation="nsa_sel",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def tokens(B: int, S: int) -> Tensor:
+    return torch.randint(60, (B, S), generator=torch.Generator().manual_seed(1))
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """o [B,S,H,D]: blocks by the softmax over means of whole blocks before the row, summed over a group's heads; dense and masked."""
+    B, H, S, _ = q.shape
+    G, S_kv, block = k.shape[1], k.shape[2], SIZES["block_size"]
+    k_heads, v_heads = (x.repeat_interleave(H // G, 1) for x in (k, v))
+    whole, blocks = S_kv // block, -(-S_kv // block)
+    t = torch.arange(S_kv - S, S_kv)[:, None]
+    means = k_heads[:, :, : whole * block].unflatten(2, (whole, block)).mean(3)
+    logits = (q @ means.transpose(2, 3) * scale).masked_fill((torch.arange(whole) + 1) * block > t + 1, float("-inf"))
+    weights = logits.softmax(-1).nan_to_num(0).unflatten(1, (G, -1)).sum(2)
+    scores = torch.nn.functional.pad(weights, (0, blocks - whole))
+    own, j = t // block, torch.arange(blocks)
+    scores = scores.masked_fill((j < SIZES["first"]) | ((j > own - SIZES["local"]) & (j <= own)), 100.0).masked_fill(j > own, -1.0)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(min(SIZES["n"], blocks), -1).indices, True)
+    seen = (chosen & (j <= own)).repeat_interleave(block, -1)[..., :S_kv] & (torch.arange(S_kv) <= t)
+    logits = (q @ k_heads.transpose(2, 3) * scale).masked_fill(~seen.repeat_interleave(H // G, 1), float("-inf"))
+    return (logits.softmax(-1) @ v_heads).transpose(1, 2)
+
+
+@pytest.mark.parametrize("S", [75, 1, 20])
+def test_rows_attend_to_the_blocks_of_the_largest_means(S: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, rows, 8, generator=generator, dtype=torch.float64) for heads, rows in ((6, S), (2, 75), (2, 75)))
+    o = attend(q, k, v, None, 0.4, SIZES)
+    assert [str(decision.forward) for decision in list(decisions())[-2:]] == ["choose-torch", "sdpa-packed"]
+    torch.testing.assert_close(o, reference(q, k, v, 0.4), atol=1e-12, rtol=0)
+
+
+def test_enough_blocks_are_dense_attention() -> None:
+    ids = tokens(2, 70)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    mine = model(n=16, block_size=8)
+    for options in ({}, {"attention_mask": mask}):
+        got = mine(ids, **options).logits
+        mine.set_attn_implementation("sdpa")
+        wanted = mine(ids, **options).logits
+        mine.set_attn_implementation("nsa_sel")
+        kept = options.get("attention_mask", mask.new_ones(mask.shape)).bool()
+        torch.testing.assert_close(got[kept], wanted[kept], atol=2e-6, rtol=0)
+
+
+def test_generation_equals_the_model_without_a_cache_and_without_padding() -> None:
+    mine, ids = model(**SIZES), tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    with torch.no_grad():
+        new = mine.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        for i, begin in enumerate((0, 13)):
+            known = ids[i : i + 1, begin:]
+            for _ in range(6):
+                known = torch.cat((known, mine(known, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+            assert torch.equal(new[i, begin:], known[0])
+
+
+def test_gradients_reach_all_weights() -> None:
+    mine = model(**SIZES).train()
+    mine(tokens(1, 60), labels=tokens(1, 60)).loss.backward()
+    assert all(bool(x.grad.isfinite().all()) and bool(x.grad.any()) for x in mine.parameters())
+
+
+def test_what_is_not_there_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"first \+ local is 1 \+ 2"):
+        register_transformers(n=2)
+    with pytest.raises(ArgumentError, match="n is 0"):
+        register_transformers(n=0)
+    mine, ids = model(**SIZES), tokens(1, 12)
+    holes = torch.ones_like(ids)
+    holes[0, 4] = 0
+    with pytest.raises(ArgumentError, match="attention_mask is 0 between keys"):
+        mine(ids, attention_mask=holes)
+    with pytest.raises(ArgumentError, match=r"attention mask is not plainly causal"):
+        mine(ids, position_ids=torch.cat((torch.arange(6), torch.arange(6)))[None], use_cache=False)
+    with pytest.raises(ArgumentError, match=r"past_key_values is of 32 keys for queries up to 12.*DynamicCache"):
+        mine(ids, past_key_values=transformers.StaticCache(config=mine.config, max_cache_len=32))
+    mine.config.attention_dropout = 0.1
+    for layer in mine.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ArgumentError, match=r"attention_dropout is 0.1; allowed: 0"):
+        mine.train()(ids)
+    with pytest.raises(ArgumentError, match="is_causal is False"):
+        transformers.AttentionInterface()["nsa_sel"](torch.nn.Module(), *torch.ones(3, 1, 2, 4, 8), None, is_causal=False)
+    with pytest.raises(ArgumentError, match="sliding_window is given"):
+        transformers.AttentionInterface()["nsa_sel"](torch.nn.Module(), *torch.ones(3, 1, 2, 4, 8), None, sliding_window=4)
+
+
+def test_padding_at_the_end_is_no_padding() -> None:
+    seen = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    assert first_keys(2, 4, 4, attention_mask=seen) is None
+    assert first_keys(2, 4, 4, attention_mask=torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])).tolist() == [1, 0]  # type: ignore[union-attr]
