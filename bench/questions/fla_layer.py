@@ -50,13 +50,13 @@ PARTS: dict[str, tuple[int, Callable[..., Tensor] | None]] = {  # window, and wh
 }
 
 
-def layer(S: int, window: int) -> Part:
-    """fla's layer on hidden states [1,S,HIDDEN]."""
+def layer(S: int, window: int, gated: bool) -> Part:
+    """fla's layer on hidden states [1,S,HIDDEN]; unless `gated`, without gradients of the gates' weights."""
     torch.manual_seed(0)
     sizes = {"num_heads": HEADS, "num_kv_heads": GROUPS, "head_dim": D, "window_size": window, "layer_idx": 0}
     made = importlib.import_module(LAYER).NativeSparseAttention(HIDDEN, **sizes).to("cuda", torch.bfloat16)
     x = torch.randn(1, S, HIDDEN, dtype=torch.bfloat16, device="cuda").requires_grad_()
-    return lambda: made(x)[0], (x, *(weight for weight in made.parameters() if weight.requires_grad))
+    return lambda: made(x)[0], (x, *(weight for name, weight in made.named_parameters() if gated or not name.startswith("g_proj")))
 
 
 def main(
@@ -76,7 +76,7 @@ def main(
             if only and name not in only.split(","):
                 continue
             with mock.patch.object(module, "parallel_nsa", call or module.parallel_nsa):
-                found = layer_parts.measure(layer(S, window), rep)
+                found = layer_parts.measure(layer(S, window, call is not dense), rep)
             new = [{"part": name, "S": S, "G": GROUPS, "h": HEADS // GROUPS, "D": D, **row, **facts} for row in found]
             store.append(out, new)
             rows += new

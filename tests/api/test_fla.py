@@ -47,7 +47,7 @@ def near(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Attention to the last `window` keys, dense and masked."""
     heads = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(heads, 2) for x in (k, v))
-    behind = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    behind = torch.arange(q.shape[1], device=q.device)[:, None] - torch.arange(k.shape[1], device=q.device)
     logits = torch.einsum("bthd,bchd->bhtc", q, k) * q.shape[-1] ** -0.5
     p = logits.masked_fill((behind < 0) | (behind >= window), -math.inf).softmax(-1)
     return torch.einsum("bhtc,bchd->bthd", p, v)
