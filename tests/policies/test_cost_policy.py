@@ -130,6 +130,15 @@ def test_small_blocks_have_a_preference_of_their_own_in_a_prefill(monkeypatch: p
     assert (mine.forward, mine.backward) == (TOKEN, TILE)  # the file says nothing of backward
 
 
+def test_visiting_large_blocks_is_not_predicted() -> None:
+    offers = tuple(Offer(backend) for backend in backends().values())
+    for block, predicted in ((64, True), (128, True), (512, False)):
+        asked = replace(SHORT, block_size=block, n=4, h=1)
+        decision = make_decision(asked, H200, load_policy("default"), settings_for(H200), offers)
+        found = {p.backend for p in decision.predictions}
+        assert (BLOCK in found, TILE in found) == (predicted, True)
+
+
 def test_ties_and_missing_predictions_keep_the_preference() -> None:
     same = {f"{name}/forward": model(host=1.0) for name in (TILE, BLOCK, TOKEN)}
     decision = ask(SHORT, same)
