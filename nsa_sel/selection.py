@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_tensor, check_positive
-from nsa_sel.core.indices import as_positions, as_rows, ranges_of_blocks
+from nsa_sel.core.block_ranges import ranges_of_blocks
+from nsa_sel.core.indices import as_positions, as_rows
 from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, validates
 from nsa_sel.core.ranges import check_ranges, disjoint, merged, rounded, sharing_of_blocks
 from nsa_sel.core.scores import best_blocks
@@ -17,6 +18,7 @@ from nsa_sel.errors import ArgumentError, shown
 
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # can't be replaced
 _MOST_PLANS = 16
+_DISJOINT = ("disjoint",)  # the plan of `disjoint_ranges`
 
 
 class Measured(NamedTuple):
@@ -132,7 +134,10 @@ class Selection:
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
-        selection = cls(ranges_of_blocks(block_indices, block_size, block_counts), block_size, disjoint=disjoint)
+        ranges, unique = ranges_of_blocks(block_indices, block_size, block_counts, disjoint)
+        selection = cls(ranges, block_size, disjoint=disjoint)
+        if unique is not None:
+            selection.plan(_DISJOINT, lambda: unique)
         if validates(selection.ranges):
             selection.validate()
         return selection
@@ -218,7 +223,7 @@ class Selection:
             return self.ranges.contiguous()
         if capturing(self.ranges):
             return disjoint(self.ranges)
-        found: Tensor = self.plan(("disjoint",), lambda: disjoint(self.ranges))
+        found: Tensor = self.plan(_DISJOINT, lambda: disjoint(self.ranges))
         return found
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:

@@ -12,8 +12,8 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 _WIDE_BLOCK = 1 << 16  # keys: positions of larger blocks are computed in 64 bits
 
 
-def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tensor | None) -> Tensor:
-    """Ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`."""
+def checked_blocks(block_indices: Tensor, block_size: int, block_counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Indices [B,S,G,n], int32 or int64, and counts [B,S,G] from the arguments of `Selection.from_blocks`."""
     indices = as_tensor("block_indices", block_indices)
     if indices.dtype not in INDEX_DTYPES:
         if indices.dtype not in (torch.uint8, torch.int8, torch.int16):
@@ -21,19 +21,23 @@ def ranges_of_blocks(block_indices: Tensor, block_size: int, block_counts: Tenso
         indices = indices.int()
     indices = as_rows(indices, "block_indices", "[B,S,G,n] or [B,G,n]", 4)
     check_positive("block_size", block_size)
-    if block_counts is not None:
-        counts = as_tensor("block_counts", block_counts)
-        if counts.is_floating_point() or counts.is_complex():
-            raise ArgumentError("block_counts", f"of dtype {counts.dtype}", "an integer dtype", "call .int() on it")
-        counts = counts.unsqueeze(1) if counts.dim() == 2 else counts
-        if counts.shape != indices.shape[:-1] or counts.device != indices.device:
-            shape = f"of shape {tuple(counts.shape)} on {counts.device}"
-            raise ArgumentError(
-                "block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count per row of block_indices"
-            )
-        used = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
-        indices = torch.where(used, indices, -1)
-    return whole_blocks(indices, block_size)
+    if block_counts is None:
+        return indices, None
+    counts = as_tensor("block_counts", block_counts)
+    if counts.is_floating_point() or counts.is_complex():
+        raise ArgumentError("block_counts", f"of dtype {counts.dtype}", "an integer dtype", "call .int() on it")
+    counts = counts.unsqueeze(1) if counts.dim() == 2 else counts
+    if counts.shape != indices.shape[:-1] or counts.device != indices.device:
+        shape = f"of shape {tuple(counts.shape)} on {counts.device}"
+        raise ArgumentError("block_counts", shape, f"{tuple(indices.shape[:-1])} on {indices.device}", "one count per row of block_indices")
+    return indices, counts
+
+
+def padded(indices: Tensor, counts: Tensor | None) -> Tensor:
+    """Indices with -1 in place of the entries from `counts` on."""
+    if counts is None:
+        return indices
+    return torch.where(torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1), indices, -1)
 
 
 def whole_blocks(indices: Tensor, block_size: int) -> Tensor:

@@ -1,0 +1,71 @@
+"""Ranges of keys from block indices, and the same ranges without duplicate blocks, in one kernel.
+
+In PyTorch this is some twenty operations, each of which takes the host as long as a kernel launch.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.tiles import tile_size
+
+ENTRIES = 256  # of a program: rows of few blocks share one
+MOST_SORTED = 512  # blocks of a row that a program sorts
+
+
+@triton.jit
+def block_ranges_kernel(
+    indices, counts, ranges, unique, rows, last, BLOCK: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """ranges [rows, N, 2] of the blocks [rows, N]: [j * BLOCK, (j + 1) * BLOCK), or [0, 0) for j < 0 and from counts [rows] on. unique, or
+    None: the same in ascending order, empty ones last, [0, 0) for a block that is there already.
+
+    Grid: one program per R rows. last: the highest block whose end the dtype of the ranges holds.
+    """
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    i = tl.arange(0, NP)
+    listed = (row < rows)[:, None] & (i < N)[None, :]
+    at = row[:, None] * N + i[None, :]
+    block = tl.load(indices + at, mask=listed, other=-1).to(ranges.dtype.element_ty)
+    if counts is not None:
+        block = tl.where(i[None, :] < tl.load(counts + row, mask=row < rows, other=0)[:, None], block, -1)
+    block = tl.minimum(tl.maximum(block, -1), last).to(ranges.dtype.element_ty)
+    tl.store(ranges + 2 * at, tl.maximum(block, 0) * BLOCK, mask=listed)
+    tl.store(ranges + 2 * at + 1, (block + 1) * BLOCK, mask=listed)
+    if unique is not None:
+        far = last + 1  # after every block
+        block = tl.sort(tl.where(block < 0, far, block).to(block.dtype), dim=1)
+        before = tl.gather(block, tl.broadcast_to(tl.maximum(i - 1, 0)[None, :], [R, NP]), 1)
+        new = (block != far) & ((i == 0)[None, :] | (block != before))
+        tl.store(unique + 2 * at, tl.where(new, block, 0) * BLOCK, mask=listed)
+        tl.store(unique + 2 * at + 1, tl.where(new, block + 1, 0) * BLOCK, mask=listed)
+
+
+def block_ranges(
+    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Ranges [B,S,G,n,2] of `dtype` from indices [B,S,G,n] and counts [B,S,G], and with find_unique those of distinct blocks, where n is
+    small enough to sort. On the current device."""
+    B, S, G, n = indices.shape
+    ranges = unwritten(indices, B, S, G, n, 2, dtype=dtype)
+    unique = unwritten(indices, B, S, G, n, 2, dtype=dtype) if find_unique and n <= MOST_SORTED else None
+    kernel = _kernel(n, block_size, unique is not None)
+    rows = B * S * G
+    tensors = (indices.contiguous(), None if counts is None else counts.contiguous(), ranges, unique)
+    kernel.launch(-(-rows // kernel.constants["R"]), tensors, (rows, torch.iinfo(dtype).max // block_size - 1))
+    return ranges, unique
+
+
+@functools.lru_cache(REMEMBERED)
+def _kernel(n: int, block: int, sorts: bool) -> Kernel:
+    NP = tile_size(n, 1)
+    return Kernel(
+        block_ranges_kernel, BLOCK=block, N=n, NP=NP, R=max(1, ENTRIES // NP), num_warps=max(1, min(8, NP // 128 if sorts else NP // 256))
+    )  # fmt: skip

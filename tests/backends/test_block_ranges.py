@@ -1,0 +1,110 @@
+"""Ranges from block indices by one kernel: the same numbers as PyTorch's operations, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel import Selection
+from nsa_sel.backends._triton import block_ranges as kernels
+from nsa_sel.backends._triton.kernel import Kernel
+from nsa_sel.core import block_ranges
+from nsa_sel.core.indices import whole_blocks
+from nsa_sel.core.ranges import disjoint
+
+
+def some_blocks(n: int, dtype: torch.dtype) -> Tensor:
+    """Indices [2,5,2,n] with padding, duplicates, and one whose keys no integer holds."""
+    indices = torch.randint(-2, 9, (2, 5, 2, n), generator=torch.Generator().manual_seed(n)).to(dtype)
+    indices[0, 0, 0, 0] = torch.iinfo(dtype).max
+    return indices
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Has the kernel run on CPU tensors, too; collects the launches."""
+    started: list[Any] = []
+    launch = Kernel.launch
+
+    def counted(self: Kernel, *arguments: Any) -> None:
+        started.append(self.function)
+        launch(self, *arguments)
+
+    monkeypatch.setattr(Kernel, "launch", counted)
+    monkeypatch.setattr(block_ranges, "on_gpu", lambda indices: True)
+    monkeypatch.setattr(block_ranges, "_failed", [])
+    return started
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.int32, 64), (torch.int32, 3), (torch.int32, 1 << 17), (torch.int64, 4)])
+@pytest.mark.parametrize("n", [1, 3, 8, 48])
+def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.dtype, size: int) -> None:
+    indices = some_blocks(n, dtype)
+    for counts in (None, torch.arange(20).reshape(2, 5, 2) % (n + 1)):
+        used = indices if counts is None else torch.where(torch.arange(n) < counts[..., None], indices, -1)
+        expected = whole_blocks(used, size)
+        ranges, unique = kernels.block_ranges(indices, counts, size, expected.dtype, True)
+        assert unique is not None
+        assert torch.equal(ranges, expected)
+        assert torch.equal(unique, disjoint(expected))
+        alone, none = kernels.block_ranges(indices.transpose(1, 2), None, size, expected.dtype, False)
+        assert none is None
+        assert torch.equal(alone, whole_blocks(indices.transpose(1, 2), size))
+
+
+def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    indices = some_blocks(4, torch.int64)
+    selection = Selection.from_blocks(indices, 64)
+    found = selection.disjoint_ranges()
+    assert launches == [kernels.block_ranges_kernel]
+    expected = whole_blocks(indices, 64)
+    assert torch.equal(selection.ranges, expected)
+    assert torch.equal(found, disjoint(expected))
+    selection.ranges[..., 1] = selection.ranges[..., 0]  # nothing is selected any more
+    assert not (selection.disjoint_ranges() != 0).any()
+
+    promised = Selection.from_blocks(indices, 64, disjoint=True)
+    assert len(launches) == 2
+    assert promised.disjoint_ranges() is promised.ranges
+    with torch.inference_mode():  # no plan is kept, and none is computed ahead
+        assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
+
+
+def test_pytorch_replaces_a_kernel_that_fails(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(kernels, "block_ranges", fails)
+    indices = some_blocks(4, torch.int32)
+    with pytest.warns(RuntimeWarning, match="no C compiler"):
+        selection = Selection.from_blocks(indices, 64)
+    assert torch.equal(selection.ranges, whole_blocks(indices, 64))
+    assert not launches
+    assert torch.equal(Selection.from_blocks(indices, 64).ranges, selection.ranges)  # without a second warning
+
+
+def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
+    compiled = torch.compile(lambda x: Selection.from_blocks(x, 64).ranges, fullgraph=True, backend="eager")
+    indices = some_blocks(4, torch.int32)
+    assert torch.equal(compiled(indices), whole_blocks(indices, 64))
+    assert not launches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [3, 16, 300])
+def test_a_gpu_gives_the_ranges_in_one_launch(n: int) -> None:
+    indices = some_blocks(n, torch.int64).cuda()
+    Selection.from_blocks(indices, 64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        selection = Selection.from_blocks(indices, 64)
+        found = selection.disjoint_ranges()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() or []]
+    assert sum("block_ranges_kernel" in name for name in names) == 1
+    assert not any("elementwise" in name or "sort" in name.lower() for name in names)
+    expected = whole_blocks(indices.cpu(), 64)
+    assert torch.equal(selection.ranges.cpu(), expected)
+    assert torch.equal(found.cpu(), disjoint(expected))
