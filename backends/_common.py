@@ -1,10 +1,10 @@
-"""What GPU backends share: scales of either sign, and plans remembered in the selection."""
+"""What GPU backends share: scales of either sign, what calls of the same shapes know, and plans remembered in the selection."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -36,6 +36,24 @@ def backward_of_any_scale(backward: Backward) -> Backward:
         return -dq, dk, dv
 
     return run
+
+
+Found = TypeVar("Found", bound=Callable[..., Any])
+
+
+def known(find: Found) -> Found:
+    """`find(call, ...)` without finding it again for calls that share `Call.known`: what it returns, never None, follows from the shapes,
+    strides, alignment and settings of the call, and not from its ranges."""
+
+    @functools.wraps(find)
+    def recall(call: Call, *others: Any) -> Any:
+        key = (find, *others) if others else find
+        found = call.known.get(key)
+        if found is None:
+            found = call.known[key] = find(call, *others)
+        return found
+
+    return cast(Found, recall)
 
 
 def remembered_plan(call: Call, key: tuple[object, ...], build: Callable[[], Any]) -> Any:

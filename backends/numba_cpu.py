@@ -89,7 +89,7 @@ def _prepare(call: Call, *, listed: bool) -> _Prepared:
     B, S, G, h, Dk = call.q.shape
     S_kv, Dv = call.v.shape[2:]
     dtype, n = _accumulate(call), call.selection.n
-    ranges = call.selection.disjoint_ranges().to(torch.int64).view(-1).numpy()
+    ranges = call.disjoint_ranges().to(torch.int64).view(-1).numpy()
     position = call.positions().contiguous().numpy()
     q, k, v = (_flat(x, dtype) for x in (call.q, call.k, call.v))
     tiles = _tiles(call, ranges, listed=listed)

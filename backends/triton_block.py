@@ -197,7 +197,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     partial, join = _partial(heads, config, n * plan.reach, plan.width), _join(heads, n, plan.reach, plan.width)
     strides, sizes = arguments.strides(call), arguments.sizes(call)
     tensors = (call.q, call.k, call.v, call.q_pos, part_o, part_lse, plan.entries, plan.ends)
-    reduced = (part_o, part_lse, call.selection.disjoint_ranges(), call.q_pos, o, lse)
+    reduced = (part_o, part_lse, call.disjoint_ranges(), call.q_pos, o, lse)
     for unit in units(call, plan):
         partial.launch(plan.pieces, (*tensors, unit.piece_list), (strides, sizes, unit.lists, call.scale_log2()))
         join.launch(_reduce_grid(unit, heads.h), reduced, (strides.pos, sizes, unit.rows))
@@ -216,7 +216,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     part_dq = temporary(call, dq, plan.pairs, plan.section, n * plan.reach, heads.h, heads.Dk)
     sums = Gradients(call, plan, lse)
     sum_dq = _sum_dq(heads, n, plan.reach, plan.width)
-    reduced = (part_dq, call.selection.disjoint_ranges(), call.q_pos, dq)
+    reduced = (part_dq, call.disjoint_ranges(), call.q_pos, dq)
     for unit in units(call, plan):
         add_unit(call, heads, plan, unit, lse, do, delta, sums, config, part_dq)
         sum_dq.launch(_reduce_grid(unit, heads.h), reduced, (arguments.position_strides(call), arguments.sizes(call), unit.rows))

@@ -106,7 +106,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     heads = arguments.heads(call)
     dq, delta = arguments.row_gradients(call, lse)
     grid = B * S * G * _head_tiles(heads.h)
-    tensors = (call.k, call.v, call.selection.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta)
+    tensors = (call.k, call.v, call.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta)
     numbers = (arguments.strides(call), do.stride()[:4], arguments.sizes(call), n, call.scale, call.scale_log2())
     if _tma_fits(call, heads, "triton-group/dq-blocks"):
         config = arguments.kernel_config(call, heads, "triton-group/dq-blocks", tma=True)
@@ -153,7 +153,7 @@ def _cache(call: Call) -> Cache:
 
 def _index(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Where a row's keys are: ranges, positions or lengths, and the block table."""
-    return call.selection.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table
+    return call.disjoint_ranges(), call.q_pos if call.lengths is None else call.lengths, call.block_table
 
 
 def _scales(call: Call) -> tuple[Tensor | None, Tensor | None]:

@@ -145,7 +145,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         to_lse = temporary(call, lse, lse.numel(), parts)
     _forward(heads, config, arguments.walk_width(call), parts > 1).launch(
         B * S * G * h * parts,
-        (call.q, call.k, call.v, call.selection.disjoint_ranges(), call.q_pos, to_o, to_lse),
+        (call.q, call.k, call.v, call.disjoint_ranges(), call.q_pos, to_o, to_lse),
         (arguments.strides(call), arguments.sizes(call), call.selection.n, parts, call.scale_log2()),
     )
     if parts > 1:
@@ -161,7 +161,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     dq, delta = arguments.row_gradients(call, lse)
     _dq(heads, config, arguments.walk_width(call)).launch(
         lse.numel(),
-        (call.q, call.k, call.v, call.selection.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta),
+        (call.q, call.k, call.v, call.disjoint_ranges(), call.q_pos, o, lse, do, dlse, dq, delta),
         (arguments.strides(call), do.stride()[:4], arguments.sizes(call), call.selection.n, call.scale, call.scale_log2()),
     )
     dk, dv = key_value_gradients(call, heads, lse, do, delta, arguments.kernel_config(call, heads, "triton-token/dkdv"))

@@ -213,15 +213,18 @@ class Selection:
         total = None if self._exact is None or not self._holds() else self._exact.total
         return total[1] if total is not None and total[0] == S_kv else None
 
-    def disjoint_ranges(self) -> Tensor:
+    def disjoint_ranges(self, captured: bool | None = None) -> Tensor:
         """Contiguous ranges [B,S,G,n,2] of the same keys, without overlaps in a row.
 
         The ranges themselves if `disjoint`; else sorted by start, each without the keys of the ones before it. Cached like a plan, but
         computed inside a CUDA graph, whose replays must follow writes into the ranges.
+
+        Args:
+            captured: whether a CUDA graph is captured, if the caller has asked.
         """
         if self.disjoint:
             return self.ranges.contiguous()
-        if capturing(self.ranges):
+        if capturing(self.ranges) if captured is None else captured:
             return disjoint(self.ranges)
         found: Tensor = self.plan(_DISJOINT, lambda: disjoint(self.ranges))
         return found

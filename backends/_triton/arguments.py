@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._common import known
 from nsa_sel.backends._triton.kernel import REMEMBERED
 from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.backends._triton.tma import tma_fits
@@ -45,6 +46,7 @@ class Strides(NamedTuple):
     pos: tuple[int, ...]  # b, s of q_pos; b, 0 of lengths
 
 
+@known
 def strides(call: Call) -> Strides:
     return Strides(call.q.stride()[:4], call.k.stride()[:3], call.v.stride()[:3], position_strides(call))
 
@@ -56,6 +58,7 @@ def position_strides(call: Call) -> tuple[int, ...]:
     return (0, 0) if call.q_pos is None else call.q_pos.stride()
 
 
+@known
 def sizes(call: Call) -> tuple[int, int, int]:
     """S, S_kv and G, as kernels take them."""
     _, S, G, _, _ = call.q.shape
@@ -97,6 +100,7 @@ class Dims(NamedTuple):
     BLOCK_DV: int
 
 
+@known
 def heads(call: Call) -> Heads:
     q, settings = call.q, call.settings
     _, _, _, h, Dk = q.shape
@@ -136,14 +140,19 @@ def config_suffix(of: Heads) -> str:
 def kernel_config(call: Call, of: Heads, kernel: str, *, tma: bool | None = None) -> KernelConfig:
     """The config of `kernel` for this call and its heads, with pointer loads where TMA does not fit (`tma`, if the caller has asked
     already), and the event that names it."""
-    settings = call.settings
-    name = kernel + config_suffix(of)
-    config = settings.kernel(name)
-    if config.loads == "tma" and not (tma_fits(call) if tma is None else tma):
-        config = msgspec.structs.replace(config, loads="pointer")
+    settings, config = call.settings, _config(call, of, kernel, tma)
     if settings.debug_triton:
+        name = kernel + config_suffix(of)
         source = settings.sources.get(f"kernels.{name}", "base.yaml")
         events.emit("sel.triton.kernel", kernel=kernel, config=config.config_id(name), source=source, path=path(call, kernel))
+    return config
+
+
+@known
+def _config(call: Call, of: Heads, kernel: str, tma: bool | None) -> KernelConfig:
+    config = call.settings.kernel(kernel + config_suffix(of))
+    if config.loads == "tma" and not (tma_fits(call) if tma is None else tma):
+        config = msgspec.structs.replace(config, loads="pointer")
     return config
 
 

@@ -97,7 +97,7 @@ def _build(call: Call, TQ: int) -> BlockUnion:
     blocks = torch.empty(B * G * tiles * TQ * n, dtype=torch.int32, device=device)
     rows = torch.empty(blocks.numel(), dtype=torch.int64, device=device)
     counts = torch.empty(B * G * tiles, 2, dtype=torch.int32, device=device)
-    tensors = (call.selection.disjoint_ranges(), call.q_pos, blocks, rows, counts)
+    tensors = (call.disjoint_ranges(), call.q_pos, blocks, rows, counts)
     _union(n, block, TQ).launch(B * G * tiles, tensors, (position_strides(call), sizes(call), tiles))
     return BlockUnion(blocks, rows, counts, tiles, TQ * n, B * G * tiles)
 

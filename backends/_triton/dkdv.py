@@ -224,7 +224,7 @@ def add_unit(
     partial = _partial(heads, config, call.selection.n, plan.reach, plan.width, whole, small, sums.by_entry)
     partial.launch(
         plan.pieces,
-        (call.q, call.k, call.v, call.selection.disjoint_ranges(), bits, call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
+        (call.q, call.k, call.v, call.disjoint_ranges(), bits, call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
          plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), do.stride()[:4], sizes, unit.lists, call.scale, call.scale_log2()),
     )  # fmt: skip

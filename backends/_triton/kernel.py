@@ -1,8 +1,9 @@
 """Launch compiled kernels for less host time than `kernel[grid](...)`, where Triton examines every argument of every launch.
 
 What Triton compiles depends on the constants, on the kind of each argument (`tensor_kinds`, `number_kinds`), and on the device. A launch
-of a kind seen before goes straight to the compiled kernel's `run`, with addresses instead of tensors, which the driver would be asked
-about one by one. Any other takes Triton's own path, and so does every launch while a profiler (Proton) hooks launches.
+of a kind seen before packs addresses and numbers as the compiled kernel takes them (packing.py), and goes to the driver. Where that can't
+be, it goes to the compiled kernel's `run`, with addresses instead of tensors, which the driver would be asked about one by one. Any
+other takes Triton's own path, and so does every launch while a profiler (Proton) hooks launches.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_sel.backends._driver import bind_context, start, thread
+from nsa_sel.backends._triton.packing import Layout, layout_of
+
+CPU = -1  # the device of tensors there, which only tests launch with
 REMEMBERED = 256  # specializations of one kernel, and sets of numbers of one specialization: every decoding step has another S_kv
 
 
@@ -24,7 +30,8 @@ class Kernel:
 
     def __init__(self, function: Any, **constants: Any) -> None:
         self.function, self.constants = function, constants
-        self._compiled: dict[tuple[object, ...], tuple[CompiledKernel, tuple[object, ...]]] = {}
+        self._compiled: dict[tuple[object, ...], tuple[CompiledKernel, tuple[object, ...], Layout | None]] = {}
+        self._packed: dict[tuple[object, ...], tuple[Layout, bytes]] = {}  # by numbers, too, whose bytes are packed
         self._number_kinds = functools.lru_cache(REMEMBERED)(number_kinds)
 
     def launch(self, grid: int, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...]) -> None:
@@ -33,20 +40,60 @@ class Kernel:
         Numbers are ints, floats, or (nested, named) tuples of them; a parameter always takes the same type.
         """
         device = tensors[0].get_device()  # type: ignore[union-attr]
-        kinds, addresses = tensor_kinds(tensors)
-        key = (device, *kinds, self._number_kinds(numbers))
-        found = self._compiled.get(key)
-        if found is None or hooked():
-            compiled = self.function[(grid,)](*tensors, *numbers, **self.constants)
-            if isinstance(compiled, CompiledKernel):  # the interpreter returns nothing
-                names = self.function.arg_names[len(tensors) + len(numbers) :]
-                self._compiled[key] = compiled, tuple(self.constants[name] for name in names)
+        kinds, values = tensor_kinds(tensors)
+        if hooked():
+            self._compile(grid, tensors, numbers, (device, *kinds, self._number_kinds(numbers)))
             return
-        compiled, parameters = found
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        compiled.run(
-            grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *numbers, *parameters
-        )  # fmt: skip
+        key = (device, numbers, *kinds)
+        packed = self._packed.get(key)
+        if packed is None:
+            kind = (device, *kinds, self._number_kinds(numbers))
+            found = self._compiled.get(kind)
+            if found is None:
+                self._compile(grid, tensors, numbers, kind)
+                return
+            compiled, parameters, layout = found
+            if layout is None:
+                stream = triton.runtime.driver.active.get_current_stream(device)
+                compiled.run(
+                    grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *numbers, *parameters
+                )  # fmt: skip
+                return
+            if len(self._packed) >= REMEMBERED:
+                self._packed.clear()
+            packed = self._packed[key] = layout, layout.packed_numbers(numbers)
+        if not _started(*packed, grid, device, tensors[0], values):
+            kind = (device, *kinds, self._number_kinds(numbers))
+            self._compiled[kind] = (*self._compiled[kind][:2], None)  # Triton launches it, or fails with an error of its own
+            self._packed.clear()
+            self.launch(grid, tensors, numbers)
+
+    def _compile(
+        self, grid: int, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...], kind: tuple[object, ...]
+    ) -> None:
+        """Launch by Triton, which compiles what it has not, and remember that."""
+        compiled = self.function[(grid,)](*tensors, *numbers, **self.constants)
+        if isinstance(compiled, CompiledKernel) and kind not in self._compiled:  # the interpreter returns nothing
+            names = self.function.arg_names[len(tensors) + len(numbers) :]
+            layout = layout_of(compiled, len(tensors)) if kind[0] != CPU else None
+            self._compiled[kind] = compiled, tuple(self.constants[name] for name in names), layout
+
+
+def _started(layout: Layout, numbers: bytes, grid: int, device: int, first: Any, values: list[Any]) -> bool:
+    """Whether the driver took the launch; grids without programs are none."""
+    if device not in thread.bound:
+        bind_context(first)
+    values = [x for x in values if x is not None]
+    for i, encoded in layout.maps:
+        x = values[i]
+        values[i] = encoded(x.base.data_ptr(), x.shape, x.strides)
+        if values[i] is None:
+            return False
+    if grid == 0:
+        return True
+    layout.tensors.pack_into(thread.arguments, 0, *values, numbers)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    return not start(layout.function, grid, layout.threads, layout.shared, stream, layout.size)
 
 
 def tensor_kinds(tensors: Sequence[Tensor | TensorDescriptor | None]) -> tuple[list[object], list[object]]:

@@ -2,7 +2,7 @@
 
 A counting sort, so that each tile's list has a fixed order and sums over it are bit-equal from run to run:
     rank        a program takes a stretch of one group's entries, sorts 256 at a time by tile, and numbers those of each tile
-    prefix sum  over (tile, stretch): where each stretch's entries of a tile begin
+    prefix sum  by one program, or PyTorch's, over (tile, stretch): where each stretch's entries of a tile begin
     scatter     every entry goes to its tile's beginning plus its rank
 All sizes are static bounds: building and using the plan never reads the device.
 
@@ -32,6 +32,7 @@ from nsa_sel.errors import BackendError
 
 SORTED = 256  # entries that a program sorts at once; eight bits of its keys
 MOST_TILES = 2**31 // SORTED - 1  # the other bits
+MOST_SUMMED = 16384  # counts that one program adds up: a longer table is many programs' work
 STRETCHES = 4096  # programs that rank: enough for any GPU, few enough for a small table
 
 
@@ -101,6 +102,9 @@ def rank_kernel(
     s0 = tl.program_id(0) // sort.pairs_all * sort.stretch
     counts += _list_of(0, bg, s0, sort) * sort.stretches + s0 % sort.section // sort.stretch
     i = tl.arange(0, SORTED)
+    for tile in range(0, sort.tiles, SORTED):
+        tl.store(counts + (tile + i).to(tl.int64) * sort.stretches, 0, mask=tile + i < sort.tiles)
+    tl.debug_barrier()
     e1 = tl.minimum(s0 + sort.stretch, S) * (N * REACH)
     for e0 in range(s0 * (N * REACH), e1, SORTED):
         tile = _tile_of(ranges, q_pos, stride_pos, sizes, e0 + i, bg, N, REACH, WIDTH)
@@ -115,6 +119,17 @@ def rank_kernel(
         tl.store(counts + tile.to(tl.int64) * sort.stretches, rank + 1, mask=last)
         tl.store(ranks + bg.to(tl.int64) * S * (N * REACH) + e0 + key % SORTED, rank, mask=real)
         tl.debug_barrier()
+
+
+@triton.jit
+def ends_kernel(counts, ends, total, CHUNK: tl.constexpr):
+    """ends = cumsum(counts), by one program: less host time than an operation of PyTorch."""
+    i = tl.arange(0, CHUNK)
+    before = 0
+    for at in range(0, total, CHUNK):
+        count = tl.load(counts + at + i, mask=at + i < total, other=0)
+        tl.store(ends + at + i, before + tl.cumsum(count, 0), mask=at + i < total)
+        before += tl.sum(count, 0)
 
 
 @triton.jit
@@ -166,15 +181,20 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyT
     _check_size(call, 8 * (capacity + lists * stretches), each, reach, tiles, width)
     device, index = call.q.device, torch.int32 if capacity < 2**31 else torch.int64
     pieces = -(-section * pairs * n * reach // piece)
-    counts = torch.zeros(lists * stretches, dtype=torch.int32, device=device)
+    # Each program of `rank_kernel` clears its own counts; a last section of fewer stretches has counts of none.
+    counts = (torch.zeros if sections > 1 else torch.empty)(lists * stretches, dtype=torch.int32, device=device)
     ranks = torch.empty(capacity, dtype=torch.int32, device=device)
     entries = torch.empty(capacity, dtype=torch.int32, device=device)
     piece_list = torch.empty(sections * -(-B * G // pairs) * pieces, dtype=torch.int64, device=device)
-    ranges, q_pos = call.selection.disjoint_ranges(), call.q_pos
+    ranges, q_pos = call.disjoint_ranges(), call.q_pos
     numbers = (position_strides(call), sizes(call), SortNumbers(tiles, B * G, section, stretch, stretches))
     rank, scatter = _sort(n, reach, width)
     rank.launch(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)
-    ends = torch.cumsum(counts, 0, dtype=index)
+    if capacity < 2**31 and lists * stretches <= MOST_SUMMED:
+        ends = torch.empty_like(counts)
+        _ends().launch(1, (counts, ends), (lists * stretches,))
+    else:
+        ends = torch.cumsum(counts, 0, dtype=index)
     tensors = (ranges, q_pos, ranks, ends, entries, piece_list)
     scatter.launch(-(-each // SORTED) * B * G, tensors, (*numbers, pairs, piece, pieces))
     return KeyToRows(entries, ends, piece_list, width, tiles, reach, stretches, section, pairs, piece, pieces)
@@ -192,6 +212,11 @@ def _check_size(call: Call, needed: int, each: int, reach: int, tiles: int, widt
         raise BackendError(
             f"k has {tiles} tiles of {width} keys; allowed: fewer than {MOST_TILES}. Remedy: use a larger block, or sdpa-packed."
         )
+
+
+@functools.lru_cache(REMEMBERED)
+def _ends() -> Kernel:
+    return Kernel(ends_kernel, CHUNK=4096, num_warps=8)
 
 
 @functools.lru_cache(REMEMBERED)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-import threading
 
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_sel.backends._common import known
+from nsa_sel.backends._driver import bind_context, thread
 from nsa_sel.backends._triton.kernel import REMEMBERED
 from nsa_sel.backends._triton.tiles import MIN_TILE
 from nsa_sel.core.call import Call
 
 
+@known
 def tma_fits(call: Call) -> bool:
     """Whether TMA can load this call's blocks: sm_90 and newer, whole blocks, 16-byte strides."""
     size, k, v = call.selection.block_size, call.k, call.v
@@ -43,8 +45,8 @@ def row_descriptor(x: Tensor, tokens: int, width: int) -> CheckedDescriptor:
 
 
 def _descriptor(x: Tensor, tile: list[int]) -> CheckedDescriptor:
-    if x.is_cuda and x.get_device() not in _thread.bound:
-        _bind_context(x)
+    if x.is_cuda and x.get_device() not in thread.bound:
+        bind_context(x)  # Triton's launcher encodes before it binds
     return CheckedDescriptor(x, x.shape, x.stride(), tile)
 
 
@@ -56,23 +58,3 @@ def aligned(x: Tensor) -> bool:
 @functools.lru_cache(REMEMBERED)
 def _strides_fit(strides: tuple[int, ...], size: int) -> bool:
     return not any(n * size % 16 for n in strides[:-1])
-
-
-class _Thread(threading.local):
-    """The devices whose context this thread has bound."""
-
-    def __init__(self) -> None:
-        self.bound: set[int] = set()
-
-
-_thread = _Thread()
-
-
-def _bind_context(x: Tensor) -> None:
-    """Bind the device's context to this thread, once: encoding a descriptor needs it and does not bind it.
-
-    Autograd runs backward passes, and what they recompute, on threads of its own; where the first kernel of such a thread was compiled
-    elsewhere, nothing else has bound the context yet. A fill binds it, and is allowed in a CUDA graph.
-    """
-    x.new_zeros(1)
-    _thread.bound.add(x.get_device())

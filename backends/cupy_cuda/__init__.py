@@ -46,7 +46,7 @@ def backward_and_delta(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Ten
     if call.scale < 0:
         dq, dk, dv, delta = backward_and_delta(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv, delta
-    o, lse, ranges = o.contiguous(), lse.contiguous(), call.selection.disjoint_ranges()
+    o, lse, ranges = o.contiguous(), lse.contiguous(), call.disjoint_ranges()
     dlse = None if dlse is None else dlse.contiguous()
     on_tiles = sm90.supports_tiles(call, do)
     dq, delta = (sm90.dq_tiles if on_tiles else sm80.dq_rows)(call, ranges, o, lse, do, dlse)

@@ -79,6 +79,6 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     launch.start(
         "forward_tiles.cu", plan.macros, q.get_device(), B * G, plan.threads, plan.shared, *lists, o.data_ptr(), lse.data_ptr(),
         maps=(row_map(q, sm90.ROWS // h), tensor_map(call.k, sm90.KEYS, 64, promoted=False), tensor_map(v, sm90.KEYS, 64, promoted=False)),
-        problem=launch.problem(call, call.selection.disjoint_ranges()), early=True,
+        problem=launch.problem(call, call.disjoint_ranges()), early=True,
     )  # fmt: skip
     return o, lse

@@ -5,44 +5,26 @@ A kernel takes one struct by value, `Arguments`. It is packed into a buffer of t
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
-import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from nsa_sel.backends import _driver
+from nsa_sel.backends._driver import thread
 from nsa_sel.backends.cupy_cuda.compiler import Constants, architecture, constants, cubin
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.window_call import WindowCall
 from nsa_sel.errors import BackendError
 
-MOST_BYTES = 4096  # of a kernel's arguments
 PORTABLE_CLUSTER = 8  # CTAs of a cluster on any GPU that has clusters; more must be asked for
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED (cuda.h)
 
-
-_CONFIG = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig (cuda.h): grid, block, shared memory; stream, attributes and their number
-_EARLY = struct.pack("<I4xI60x", 6, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _DRIVER_OF_EARLY_GRAPHS = 12040  # the first whose CUDA graphs hold early starts
-
-
-class _Buffer(threading.local):
-    """Where a thread packs a kernel's arguments, and the list of one pointer that the driver takes; and an early start."""
-
-    def __init__(self) -> None:
-        self.config, self.early = ctypes.create_string_buffer(_CONFIG.size), ctypes.create_string_buffer(_EARLY, len(_EARLY))
-        self.config_address, self.early_address = ctypes.addressof(self.config), ctypes.addressof(self.early)
-        self.arguments = ctypes.create_string_buffer(MOST_BYTES)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))
-        self.address = ctypes.addressof(self.pointers)
-
-
-_buffer = _Buffer()
 
 
 @functools.cache  # an import statement would take 1 us or more of every launch
@@ -54,14 +36,10 @@ def _interfaces() -> tuple[Any, Any]:
 
 
 @functools.cache
-def _early_launch(device: int) -> Any:
-    """The driver's function that starts a kernel before the one ahead has ended, None where GPU or driver can't."""
+def _starts_early(device: int) -> bool:
+    """Whether GPU and driver start a kernel before the one ahead has ended."""
     _, runtime = _interfaces()
-    if torch.cuda.get_device_capability(device) < (9, 0) or runtime.driverGetVersion() < _DRIVER_OF_EARLY_GRAPHS:
-        return None
-    found = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    found.argtypes = (ctypes.c_void_p,) * 4
-    return found
+    return torch.cuda.get_device_capability(device) >= (9, 0) and runtime.driverGetVersion() >= _DRIVER_OF_EARLY_GRAPHS
 
 
 @functools.cache
@@ -101,14 +79,12 @@ def start(
     driver, runtime = _interfaces()
     handle = function(source, macros, device, shared, bool(maps))
     runtime.setDevice(device)
-    layout(len(maps), bool(problem), len(values)).pack_into(_buffer.arguments, 0, *maps, *problem, *values)
+    layout(len(maps), bool(problem), len(values)).pack_into(thread.arguments, 0, *maps, *problem, *values)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    launch_early = _early_launch(device) if early else None
-    if launch_early is not None:
-        _CONFIG.pack_into(_buffer.config, 0, ctas, 1, 1, threads, 1, 1, shared, stream, _buffer.early_address, 1)
-        driver.check_status(launch_early(_buffer.config_address, handle, _buffer.address, None))
+    if early and _starts_early(device):
+        driver.check_status(_driver.start(handle, ctas, threads, shared, stream, early=True))
         return
-    driver.launchKernel(handle, ctas, 1, 1, threads, 1, 1, shared, stream, _buffer.address, 0)
+    driver.launchKernel(handle, ctas, 1, 1, threads, 1, 1, shared, stream, thread.address, 0)
 
 
 def clear(pointer: int, size: int, device: int) -> None:

@@ -76,6 +76,6 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     launch.start(
         "forward_tokens.cu", plan.macros, q.get_device(), B * G * plan.tiles, plan.threads, plan.shared,
         o.data_ptr(), lse.data_ptr(), plan.tiles, *launch.scales(call), maps=tuple(map(sm90.step_map, stored)),
-        problem=launch.problem(call, call.selection.disjoint_ranges()), early=True,
+        problem=launch.problem(call, call.disjoint_ranges()), early=True,
     )  # fmt: skip
     return o, lse

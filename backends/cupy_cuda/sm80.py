@@ -124,7 +124,7 @@ def forward_rows(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, Dk = q.shape
     rows, Dv, bf16 = B * S * G, call.v.shape[3], q.dtype == torch.bfloat16
     page, block = launch.page_of(call), call.selection.block_size
-    ranges = call.selection.disjoint_ranges()
+    ranges = call.disjoint_ranges()
     problem = launch.problem(call, ranges)
     longest, aligned = call.selection.length_bound(call.S_kv), launch.problem_aligned(call, problem)
     macros, shape, head_tiles, splits, combined = row_plan(

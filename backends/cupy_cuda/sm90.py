@@ -129,7 +129,7 @@ def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, h, _ = q.shape
     o, lse = unwritten(q, B, S, G, h, call.v.shape[-1]), unwritten(q, B, S, G, h, dtype=torch.float32)
     maps = (row_map(q, ROWS // h), *key_maps(call))
-    _start_tiles("forward_tiles.cu", call, call.selection.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
+    _start_tiles("forward_tiles.cu", call, call.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
     return o, lse
 
 
@@ -323,7 +323,7 @@ def forward_blocks(call: Call) -> tuple[Tensor, Tensor]:
         work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
         launch.page_of(call), page_scales_of(call),
     )  # fmt: skip
-    ranges, stored = selection.disjoint_ranges(), (loadable(call.k), loadable(call.v))
+    ranges, stored = call.disjoint_ranges(), (loadable(call.k), loadable(call.v))
     launch.start(
         "forward_blocks.cu", macros, q.get_device(), ctas, 32 * (CONSUMER_WARPS + 1), shared,
         o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call),

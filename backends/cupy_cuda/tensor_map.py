@@ -5,17 +5,15 @@ A kernel takes the 128 bytes as `TensorMap` (hopper.cuh), in its `Arguments`, wh
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa_sel.backends import _driver
 from nsa_sel.core.quantized import STORED
 from nsa_sel.errors import BackendError
 
-BYTES, ALIGNMENT = 128, 64
 # Of the driver's enumerations (cuda.h): CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion.
 UINT8, FLOAT16, BFLOAT16 = 0, 6, 9
 SWIZZLE_64_BYTES, SWIZZLE_128_BYTES = 2, 3
@@ -39,11 +37,6 @@ def row_map(x: Tensor, tokens: int) -> bytes:
     return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, tokens, 1, x.shape[3], 64), True)
 
 
-@functools.cache  # finding the library takes longer than encoding, and a growing KV cache is a new tensor at every step
-def _encode() -> Any:
-    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-
-
 @functools.lru_cache(maxsize=1024)  # all that a map depends on
 def _encoded(
     device: int, dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promoted: bool
@@ -51,21 +44,16 @@ def _encoded(
     from cupy_backends.cuda.api import runtime
 
     runtime.setDevice(device)  # encoding needs a context, and a new thread has none
-    rank, size = len(shape), dtype.itemsize
+    size = dtype.itemsize
     packed = -(-shape[-1] * size // 16) * 16  # the stride of a dimension of one element is never used, but checked
-    sizes, boxes, ones = (ctypes.c_uint64 * rank)(*shape[::-1]), (ctypes.c_uint32 * rank)(*box[::-1]), (ctypes.c_uint32 * rank)(*[1] * rank)
-    outer = zip(strides[-2::-1], shape[-2::-1], strict=True)
-    steps = (ctypes.c_uint64 * (rank - 1))(*(size * step if count > 1 else packed for step, count in outer))
-    memory = ctypes.create_string_buffer(BYTES + ALIGNMENT)
-    start = -ctypes.addressof(memory) % ALIGNMENT
-    status = _encode()(
-        ctypes.c_void_p(ctypes.addressof(memory) + start), _TYPES[dtype], ctypes.c_uint32(rank), ctypes.c_void_p(address),
-        sizes, steps, boxes, ones, 0, SWIZZLE_64_BYTES if box[-1] * size == 64 else SWIZZLE_128_BYTES,
-        PROMOTE_TO_256_BYTES if promoted else NO_PROMOTION, 0,
+    steps = tuple(size * step if count > 1 else packed for step, count in zip(strides[:-1], shape[:-1], strict=True))
+    status, found = _driver.encoded_map(
+        _driver.encode(), _TYPES[dtype], address, shape, steps, box,
+        SWIZZLE_64_BYTES if box[-1] * size == 64 else SWIZZLE_128_BYTES, PROMOTE_TO_256_BYTES if promoted else NO_PROMOTION,
     )  # fmt: skip
     if status:
         raise BackendError(
             f"the driver refuses (error {status}) a tensor map of {dtype} {shape} with strides {strides} at {address:#x}, in tiles of"
             f" {box}; allowed: 16-byte aligned rows, boxes up to 256, 128 bytes of columns. Remedy: call .contiguous() on q, k and v."
         )
-    return memory.raw[start : start + BYTES]
+    return found

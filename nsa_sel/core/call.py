@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Call:
         block_table: [B, pages of a sequence] int32, the pages of each sequence in a paged cache.
         workspace: memory for temporaries, if the user passed one.
         scales: of a quantized cache, None for k and v of q's dtype. Without gradients.
+        known: what follows from the shapes, strides, alignment and settings alone, by whoever found it; calls in which they are the same
+            share it (core/repeat.py). `replace` makes a call that knows nothing.
     """
 
     q: Tensor
@@ -66,6 +68,9 @@ class Call:
     block_table: Tensor | None = None
     workspace: Workspace | None = None
     scales: Scales | None = None
+    known: dict[Any, Any] = field(default_factory=dict, init=False)
+    _capturing: bool | None = field(default=None, init=False)
+    _disjoint: Tensor | None = field(default=None, init=False)
 
     def others(self) -> tuple[Any, ...]:
         """The arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""
@@ -81,8 +86,16 @@ class Call:
         return positions(self.q, self.S_kv, self.q_pos, self.lengths)
 
     def capturing(self) -> bool:
-        """Whether a CUDA graph captures this call, so that nothing may wait for the device."""
-        return capturing(self.q)
+        """Whether a CUDA graph captures this call, so that nothing may wait for the device. Asked once: it takes 2 us."""
+        if self._capturing is None:
+            self._capturing = capturing(self.q)
+        return self._capturing
+
+    def disjoint_ranges(self) -> Tensor:
+        """`Selection.disjoint_ranges`, found once for the call."""
+        if self._disjoint is None:
+            self._disjoint = self.selection.disjoint_ranges(self.capturing())
+        return self._disjoint
 
     def timed(self) -> bool:
         """Whether NSA_DEBUG_TIMING times this call."""
@@ -105,7 +118,7 @@ class Call:
 
     def clamped_ranges(self) -> tuple[Tensor, Tensor]:
         """start, end [B,S,G,n] int64 after the causal clamp to [max(start, 0), min(end, t + 1, S_kv)); end >= start."""
-        start, end = self.selection.disjoint_ranges().long().unbind(-1)
+        start, end = self.disjoint_ranges().long().unbind(-1)
         start = start.clamp(min=0)
         limit = (self.positions() + 1).clamp(max=self.S_kv)[:, :, None, None]
         return start, torch.maximum(torch.minimum(end, limit), start)

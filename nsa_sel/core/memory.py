@@ -33,6 +33,7 @@ forced_name: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None
 _memory: dict[Any, Any] = {}
 _counts: dict[Any, Count] = {}
 _MOST = 8192  # entries
+_ALIGNMENT = 12  # the place of the lowest bits of the addresses in `facts_of_tensors`
 
 
 def recall(facts: Hashable) -> Any:
@@ -52,6 +53,12 @@ def facts_of_tensors(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
         )  # fmt: skip
     except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
         return None
+
+
+def all_aligned(facts: Any) -> bool:
+    """Whether the facts of a call, which begin with `facts_of_tensors`, are of q, k and v that all begin at multiples of 16 bytes. Where
+    one does not, they do not tell which."""
+    return bool(facts[_ALIGNMENT] == 0)
 
 
 def remember(facts: Hashable, found: Any) -> None:

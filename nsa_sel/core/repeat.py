@@ -24,12 +24,15 @@ def begin_or_repeat(
     if found is None or (found[3] is not None and not found[3].use()):
         check_tensors(q=q, k=k, v=v)
         decided = begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
-        memory.remember(facts, (decided.request, decided.decision, decided.call.scale, decided.sharing))
+        memory.remember(facts, (decided.request, decided.decision, decided.call.scale, decided.sharing, decided.call.known))
         return decided
     assert isinstance(selection, Selection), "see _facts"
-    request, decision, checked_scale, _ = found
+    request, decision, checked_scale, _, known = found
     q = q.unsqueeze(1) if q.dim() == 4 else q
-    return Decided(Call(q, k, v, selection, None, checked_scale, decision.settings, decision.device), decision, request)
+    call = Call(q, k, v, selection, None, checked_scale, decision.settings, decision.device)
+    if memory.all_aligned(facts):
+        call.known = known
+    return Decided(call, decision, request)
 
 
 def _facts(

@@ -33,7 +33,7 @@ class _SelectionAttention(torch.autograd.Function):
         # Saved so that autograd notices in-place writes to the selection and positions, too.
         index = [x for x in (call.selection.ranges, call.q_pos) if x is not None and not x.is_inference()]
         ctx.save_for_backward(q, k, v, o, lse, *index)
-        ctx.others = call.others()
+        ctx.others, ctx.known, ctx.layout = call.others(), call.known, _layout(q, k, v)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -44,7 +44,15 @@ class _SelectionAttention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors[:5]
         if do is None and dlse is None:
             return None, None, None, None
-        return *gradients(Call(q, k, v, *ctx.others), ctx.decision, o, lse, do, dlse), None
+        call = Call(q, k, v, *ctx.others)
+        if _layout(q, k, v) == ctx.layout:  # hooks on saved tensors may return others
+            call.known = ctx.known
+        return *gradients(call, ctx.decision, o, lse, do, dlse), None
+
+
+def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """What may differ between tensors of the same values."""
+    return q.stride(), k.stride(), v.stride(), q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
 
 
 def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Decision]:

@@ -84,7 +84,7 @@ def test_kernels_fit(targets: str, whole: tuple[str, ...], shared: tuple[str, ..
         names = {kernel["kernel"] for kernel in found if (kernel["backend"], kernel["sm"]) == (backend, sm)}
         by_tma = {kernel["kernel"] for kernel in found if (kernel["backend"], kernel["sm"]) == (backend, sm) and kernel["tma"]}
         assert names | GROUP >= kernels, backend  # the target decides which of the group's kernels run
-        assert names <= kernels | {"combine_kernel", "merge_kernel"}, backend
+        assert names <= kernels | {"combine_kernel", "merge_kernel", "ends_kernel"}, backend  # few parts, small blocks, small tables
         expected = {"triton-group": blocks, "triton-tile": {"forward_kernel", "dq_kernel"} if sm >= 90 else set()}
         assert by_tma == expected.get(backend, set()), backend
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nsa_sel.backends import _driver
 from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90, tensor_map
 from tests.helpers.emulate import packed
 from tests.helpers.paths import ROOT
@@ -43,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
     def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
         _, ctas, threads, shared, *values = grid_and_values
         others.pop("early", None)
-        assert len(packed(*values, **others)) <= launch.MOST_BYTES
+        assert len(packed(*values, **others)) <= _driver.MOST_BYTES
         assert 0 < ctas < 2**31
         if (source, macros) not in found:
             found[source, macros] = {

@@ -1,0 +1,117 @@
+"""What Triton's kernels and those of CUDA C++ ask of the CUDA driver, through ctypes: launches with packed arguments, and tensor maps.
+
+A thread packs a kernel's arguments into a buffer of its own; the driver copies them before a launch returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+MOST_BYTES = 4096  # of a kernel's arguments
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+_CONFIG = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig (cuda.h): grid, block, shared memory; stream, attributes and their number
+_EARLY = struct.pack("<I4xI60x", 6, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_BUFFER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE
+
+
+class _Thread(threading.local):
+    """Where a thread packs a launch, as the driver takes it, and the devices whose context it has bound."""
+
+    def __init__(self) -> None:
+        self.config, self.early = ctypes.create_string_buffer(_CONFIG.size), ctypes.create_string_buffer(_EARLY, len(_EARLY))
+        self.config_address, self.early_address = ctypes.addressof(self.config), ctypes.addressof(self.early)
+        self.arguments, self.size = ctypes.create_string_buffer(MOST_BYTES), ctypes.c_size_t()
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))  # of a kernel that takes one struct
+        self.address = ctypes.addressof(self.pointers)
+        self.extra = (ctypes.c_void_p * 5)(
+            _BUFFER, ctypes.addressof(self.arguments), _BUFFER_SIZE, ctypes.addressof(self.size), 0
+        )  # fmt: skip
+        self.extra_address = ctypes.addressof(self.extra)
+        self.bound: set[int] = set()
+
+
+thread = _Thread()
+
+
+@functools.cache  # finding the library takes longer than its calls
+def _library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _launch() -> Any:
+    found = _library().cuLaunchKernelEx
+    found.argtypes = (ctypes.c_void_p,) * 4
+    return found
+
+
+def start(function: int, ctas: int, threads: int, shared: int, stream: int, size: int = 0, *, early: bool = False) -> int:
+    """Start `function` with the arguments in `thread.arguments`; the driver's status, 0 if it takes the launch.
+
+    size: bytes of all parameters, each at its offset; 0: they are one struct, whose size the driver knows.
+    early: it may start before the kernel ahead of it in the stream has ended.
+    """
+    at = thread
+    _CONFIG.pack_into(at.config, 0, ctas, 1, 1, threads, 1, 1, shared, stream, at.early_address if early else 0, early)
+    status: int
+    if size:
+        at.size.value = size
+        status = _launch()(at.config_address, function, None, at.extra_address)
+    else:
+        status = _launch()(at.config_address, function, at.address, None)
+    return status
+
+
+def bind_context(x: Tensor) -> None:
+    """Bind the context of x's device to this thread, once: launches and tensor maps need it and do not bind it.
+
+    Autograd runs backward passes, and what they recompute, on threads of its own; where the first kernel of such a thread was compiled
+    elsewhere, nothing else has bound the context yet. A fill binds it, and is allowed in a CUDA graph.
+    """
+    x.new_zeros(1)
+    thread.bound.add(x.get_device())
+
+
+def parameters(function: int) -> list[tuple[int, int]] | None:
+    """Offset and size of every parameter of a kernel, as it was compiled; None from a driver before CUDA 12.4."""
+    ask = getattr(_library(), "cuFuncGetParamInfo", None)
+    if ask is None:
+        return None
+    offset, size, found = ctypes.c_size_t(), ctypes.c_size_t(), list[tuple[int, int]]()
+    while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)):
+        found.append((offset.value, size.value))
+    return found
+
+
+def encode() -> Any:
+    return _library().cuTensorMapEncodeTiled
+
+
+def encoded_map(
+    encode: Callable[..., int], kind: int, address: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...],
+    swizzle: int, promotion: int,
+) -> tuple[int, bytes]:  # fmt: skip
+    """The driver's status and the bytes of a tensor map.
+
+    Args:
+        encode: the driver's function.
+        kind, swizzle, promotion: of CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion (cuda.h).
+        sizes, box: of the tensor and of a tile, outermost dimension first.
+        steps: strides in bytes, outermost first, without that of the last dimension.
+    """
+    rank = len(sizes)
+    memory = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    begin = -ctypes.addressof(memory) % MAP_ALIGNMENT
+    status = encode(
+        ctypes.c_void_p(ctypes.addressof(memory) + begin), kind, ctypes.c_uint32(rank), ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes[::-1]), (ctypes.c_uint64 * (rank - 1))(*steps[::-1]), (ctypes.c_uint32 * rank)(*box[::-1]),
+        (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle, promotion, 0,
+    )  # fmt: skip
+    return status, memory.raw[begin : begin + MAP_BYTES]

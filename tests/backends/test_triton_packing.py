@@ -1,0 +1,157 @@
+"""Packed arguments of Triton's kernels (_triton/packing.py), read back at the offsets of the parameters that the PTX declares."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_sel.backends import _driver
+from nsa_sel.backends._triton import packing
+from nsa_sel.core import registry
+from nsa_sel.core.call import Call
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.helpers.aot import launches_compile
+from tests.helpers.paths import ROOT
+
+BYTES = {"u8": 1, "b8": 1, "u16": 2, "u32": 4, "b32": 4, "f32": 4, "u64": 8, "b64": 8, "f64": 8}
+MARK = bytes(range(128))  # of a tensor map
+
+
+def parameters_of(ptx: str) -> list[tuple[int, int]]:
+    """Offset and size of every parameter of the kernel in a PTX text."""
+    (entry,) = re.findall(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)
+    found, at = list[tuple[int, int]](), 0
+    for line in entry.split(",\n"):
+        aligned, kind, many = re.search(r"\.param (?:\.align (\d+) )?\.(\w+).*?(?:\[(\d+)\])?\s*$", line).groups()  # type: ignore[union-attr]
+        size = BYTES[kind] * int(many or 1)
+        at += -at % int(aligned or size)
+        found.append((at, size))
+        at += size
+    return found
+
+
+def passed(arguments: Any) -> Iterator[Any]:
+    """What the kernel takes for its arguments: None and 1 are compiled in."""
+    for x in packing.flattened(arguments):
+        if isinstance(x, torch.Tensor):
+            yield x.data_ptr()
+        elif isinstance(x, TensorDescriptor):
+            yield from (MARK, *x.shape, *x.strides)
+        elif x is not None and x != 1:
+            yield x
+
+
+def read(data: bytes, offset: int, size: int, like: Any) -> Any:
+    if isinstance(like, bytes):
+        return data[offset : offset + size]
+    code = {1: "b", 4: "i", 8: "q"}[size] if isinstance(like, int) else {4: "f", 8: "d"}[size]
+    return struct.unpack_from("<" + code, data, offset)[0]
+
+
+def pack_every_kernel(h: int, S: int) -> None:
+    """Those of triton-tile, with tensor maps, nested tuples, constants among them, and floats."""
+    launched: list[tuple[Any, Any]] = []
+    device = DeviceInfo(kind="cuda", sm=90, sm_count=132, shared_memory=227 * 1024)
+    q, k, v = torch.zeros(1, S, 2, h, 64).bfloat16(), torch.zeros(1, 2, 256, 64).bfloat16(), torch.zeros(1, 2, 256, 64).bfloat16()
+    selection = Selection(torch.zeros(1, S, 2, 4, 2, dtype=torch.int32), 64, disjoint=True)
+    call = Call(q, k, v, selection, None, 0.125, settings_for(device), device)
+    with launches_compile(90):
+        started = triton.runtime.jit.KernelInterface.__getitem__
+
+        def launch(kernel: Any, grid: Any) -> Any:
+            def run(*arguments: Any, **options: Any) -> None:
+                started(kernel, grid)(*arguments, **options)
+                launched.append((kernel.run(*arguments, grid=grid, warmup=True, **options), arguments))
+
+            return run
+
+        triton.runtime.jit.KernelInterface.__getitem__ = launch
+        module: Any = registry.load("triton-tile")
+        module.backward(call, *module.forward(call), q, None)
+    assert len(launched) >= 6
+    for compiled, arguments in launched:
+        tensors = sum(x is None or isinstance(x, torch.Tensor | TensorDescriptor) for x in arguments)
+        kinds = list(compiled.src.signature.values())
+        parameters = parameters_of(compiled.asm["ptx"])
+        maps = compiled.metadata.tensordesc_meta
+        layout = packing._layout(1, 128, 0, parameters, kinds[:tensors], kinds[tensors:], maps)
+        assert layout is not None
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments[:tensors] if x is not None]
+        for i, encoded in layout.maps:
+            values[i] = encoded(values[i].base.data_ptr(), values[i].shape, values[i].strides)
+        data = layout.tensors.pack(*values, layout.packed_numbers(arguments[tensors:]))
+        wanted = list(passed(arguments))
+        assert len(data) == layout.size == sum(parameters[-1])
+        assert len(parameters) >= len(wanted)
+        for (offset, size), value in zip(parameters, wanted, strict=False):
+            assert read(data, offset, size, value) == (pytest.approx(value) if isinstance(value, float) else value)
+        assert not any(data[offset] for offset, _ in parameters[len(wanted) :])  # scratch memory
+        if compiled.metadata.name == "forward_kernel":
+            assert len(layout.maps) == 2
+        # What does not fit the signature has no layout.
+        assert packing._layout(1, 128, 0, [*parameters[:-1], (parameters[-1][0], 4)], kinds[:tensors], kinds[tensors:], maps) is None
+        assert packing._layout(1, 128, 0, parameters[: len(wanted) - 1], kinds[:tensors], kinds[tensors:], maps) is None
+
+
+@pytest.mark.parametrize("h", [1, 4])
+def test_arguments_are_where_the_compiled_kernel_reads_them(h: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = f"from tests.backends.test_triton_packing import main; main({h})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def main(h: int) -> None:
+    """In a process without Triton's interpreter."""
+    told = []
+
+    def encode(encode: Any, *how: Any) -> tuple[int, bytes]:
+        told.append(how)
+        return 0, MARK
+
+    _driver.encode, _driver.encoded_map = (lambda: None), encode  # type: ignore[assignment]
+    pack_every_kernel(h, 40)
+    kind, _, sizes, steps, box, swizzle, promotion = told[0]
+    assert (kind, sizes, steps, promotion) == (9, (1, 2, 256, 64), (65536, 32768, 128), 2)  # bfloat16
+    assert box[:2] == (1, 1)
+    assert swizzle == 3  # 128 bytes
+
+
+def test_flags_and_short_numbers_take_their_bytes() -> None:
+    parameters = [(0, 8), (8, 1), (12, 4), (16, 2), (24, 8), (32, 4), (40, 8)]
+    layout = packing._layout(1, 64, 0, parameters, ["*fp32", "constexpr"], ["u1", ("i32", "constexpr"), "i16", "i64", "fp32"], [])
+    assert layout is not None
+    data = layout.tensors.pack(2**40, layout.packed_numbers((True, (-5, 1), 7, -(2**40), 0.5)))
+    assert data == struct.pack("<Qb3xih6xqf4xQ", 2**40, 1, -5, 7, -(2**40), 0.5, 0)
+    assert packing._layout(1, 64, 0, parameters, ["*fp32"], ["u1", "i32", "i16", "i64", "bf16"], []) is None
+
+
+def test_a_launch_that_needs_more_than_arguments_has_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0, "profile_scratch_size": 0}
+    meta = {"num_ctas": 1, "num_warps": 4, "shared": 0, "tensordesc_meta": (), **plain}
+    source = types.SimpleNamespace(signature={"x": "*fp32", "n": "i32"})
+
+    def layout(**others: Any) -> Any:
+        return packing.layout_of(
+            types.SimpleNamespace(metadata=types.SimpleNamespace(**meta | others), src=source, function=7, run=None), 1
+        )
+
+    monkeypatch.setattr(_driver, "parameters", lambda function: [(0, 8), (8, 4), (16, 8), (24, 8)])
+    assert layout() is not None
+    needs = {**dict.fromkeys(plain, 1), "num_ctas": 2, "shared": 10**6}
+    assert not any(layout(**{name: value}) for name, value in needs.items())
+    monkeypatch.setattr(_driver, "parameters", lambda function: None)  # of an old driver
+    assert layout() is None

@@ -1,0 +1,101 @@
+"""Launches with packed arguments give the bits that Triton's launcher gives, in graphs and on new threads, too."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import nsa_sel
+from nsa_sel.backends._triton import kernel as kernel_module
+from nsa_sel.backends.specs import SPECS
+from nsa_sel.selection import Selection
+from tests.helpers.cases import make_blocks, make_qkv
+
+pytestmark = pytest.mark.gpu
+BACKENDS = [spec.name for spec in SPECS if spec.framework == "triton"]
+SIZES = {"prefill": (1, 100, 2, 4, 256, 64), "few": (3, 1, 2, 16, 512, 128), "wide": (1, 40, 1, 3, 192, 192), "one": (1, 17, 1, 1, 64, 64)}
+
+
+def forget() -> None:
+    """The kernels that were launched."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("nsa_sel.backends."):
+            for remembering in [value for value in vars(module).values() if hasattr(value, "cache_clear")]:
+                remembering.cache_clear()
+
+
+def results(backend: str, sizes: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> list[torch.Tensor]:
+    """o, lse, dq, dk, dv: twice, whose second launches find all compiled; with another number of keys, and keys at odd addresses."""
+    B, S, G, h, S_kv, D = sizes
+    found = list[torch.Tensor]()
+    for keys, skipped in ((S_kv, 0), (S_kv, 0), (S_kv + 24, 0), (S_kv, 1)):
+        torch.manual_seed(seed)
+        q, k, v = make_qkv(B, S, G, h, D, D, S_kv=keys, dtype=dtype, device="cuda")
+        if skipped:
+            k = torch.cat((torch.zeros_like(k[..., :1]), k), -1)[..., 1:]
+        selection = make_blocks(B, S, G, keys, 4, 32, device="cuda")
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        o, lse = nsa_sel.selection_attention(*inputs, selection, backend=backend, return_lse=True)
+        do = torch.ones_like(o) * torch.linspace(-1, 1, D, device="cuda").to(dtype)
+        found += [o.detach(), lse.detach(), *torch.autograd.grad((o, lse), inputs, (do, torch.full_like(lse, 0.25)))]
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_packed_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, backend: str, size: str, dtype: torch.dtype) -> None:
+    layouts: list[Any] = []
+    started: list[bool] = []
+    real_layout, real_started = kernel_module.layout_of, kernel_module._started
+
+    def layout_of(*of: Any) -> Any:
+        layouts.append(real_layout(*of))
+        return layouts[-1]
+
+    def was_started(*how: Any) -> bool:
+        started.append(real_started(*how))
+        return started[-1]
+
+    monkeypatch.setattr(kernel_module, "layout_of", layout_of)
+    monkeypatch.setattr(kernel_module, "_started", was_started)
+    forget()
+    packed = results(backend, SIZES[size], dtype)
+    assert layouts
+    assert None not in layouts
+    assert len(started) >= 3
+    assert all(started)
+    monkeypatch.setattr(kernel_module, "layout_of", lambda *of: None)
+    forget()
+    launched = len(started)
+    plain = results(backend, SIZES[size], dtype)
+    assert len(started) == launched
+    forget()
+    for a, b in zip(packed, plain, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graphs_and_new_threads_take_packed_launches(backend: str) -> None:
+    q, k, v = make_qkv(1, 64, 2, 4, 64, 64, S_kv=256, dtype=torch.bfloat16, device="cuda")
+    indices = torch.arange(4, device="cuda").expand(1, 64, 2, 4)
+
+    def forward() -> torch.Tensor:
+        return nsa_sel.selection_attention(q, k, v, Selection.from_blocks(indices, 64), backend=backend)  # type: ignore[no-any-return]
+
+    wanted = forward()
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(forward()))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = forward()
+    v.zero_()
+    graph.replay()
+    assert torch.equal(again, torch.zeros_like(again))
