@@ -106,9 +106,13 @@ def test_the_block_union_names_each_block_once_with_its_rows(TQ: int) -> None:
         assert [j for j in sorted(chosen) if (j + 1) * block <= lowest] == plan.blocks[start : start + whole].tolist()
 
 
-@pytest.mark.parametrize(("section", "pairs", "piece"), [(36, 4, 16), (36, 3, 5), (32, 4, 64), (16, 1, 7)])
+@pytest.mark.parametrize(("section", "pairs", "piece", "summed"), [(36, 4, 16, 10**4), (36, 3, 5, 0), (32, 4, 64, 10**4), (16, 1, 7, 10**4)])
 @pytest.mark.parametrize("blocks", [True, False])
-def test_key_to_rows_lists_every_row_of_a_tile_in_order(blocks: bool, section: int, pairs: int, piece: int) -> None:
+def test_key_to_rows_lists_every_row_of_a_tile_in_order(
+    monkeypatch: pytest.MonkeyPatch, blocks: bool, section: int, pairs: int, piece: int, summed: int
+) -> None:
+    """Counts are added up by one program, or by PyTorch."""
+    monkeypatch.setattr(key_to_rows_module, "MOST_SUMMED", summed)
     B, S, G, S_kv, width = 2, 36, 2, 70, 16
     ranges = make_blocks(B, S, G, S_kv, 3, 32) if blocks else Selection.from_ranges(make_spans("mixed", B, S, G, S_kv, 20))
     call = _call(B, S, G, 1, S_kv, ranges)
