@@ -106,7 +106,9 @@ def test_the_block_union_names_each_block_once_with_its_rows(TQ: int) -> None:
         assert [j for j in sorted(chosen) if (j + 1) * block <= lowest] == plan.blocks[start : start + whole].tolist()
 
 
-@pytest.mark.parametrize(("section", "pairs", "piece", "summed"), [(36, 4, 16, 10**4), (36, 3, 5, 0), (32, 4, 64, 10**4), (16, 1, 7, 10**4)])
+@pytest.mark.parametrize(
+    ("section", "pairs", "piece", "summed"), [(36, 4, 16, 10**4), (36, 3, 5, 0), (32, 4, 64, 10**4), (16, 1, 7, 10**4)]
+)
 @pytest.mark.parametrize("blocks", [True, False])
 def test_key_to_rows_lists_every_row_of_a_tile_in_order(
     monkeypatch: pytest.MonkeyPatch, blocks: bool, section: int, pairs: int, piece: int, summed: int

@@ -7,13 +7,15 @@ computes nothing. All parts of a backend take turns in one process. A round give
 ratios are taken within a round, so that other load on the machine hits both sides.
 
 Parts, in microseconds:
-    call                        the whole call; with gradients, torch.autograd.grad of it
+    call                        the whole call, of a selection that keeps its plans; with gradients, torch.autograd.grad of it
+    call, new                   the same from block indices: `Selection.from_blocks`, the plans, and the call, as where a model chooses anew
     backend                     the backend's functions alone
     check, decide               argument checks; request and decision, as the first call of its kind makes them. "decision, cached": the
                                 lookup alone
     repeat                      what replaces check and decide where the facts of a call were seen before
     autograd, node              with gradients: an autograd node that does nothing; one that runs the backend and nothing else. PyTorch
-                                runs backward passes on a thread of its own, where a backend takes longer
+                                runs backward passes on a thread of its own, where a backend takes longer. "..., calling thread": under
+                                torch.autograd.set_multithreading_enabled(False), which runs them on the thread that calls
     beyond the backend          call - backend, or call - node with gradients
     observing, off              call / call without event functions: what observability costs while it is off (a ratio)
     graph, empty graph          the stand-in compiled: a graph of one call, and one of the same arguments without a call
@@ -52,6 +54,7 @@ from nsa_sel.core.decide import decide, select
 from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.repeat import begin_or_repeat
 from nsa_sel.errors import BackendError
+from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
 
 CASE = Case("host", "random", 1, 4, 64, 1, 2, 16, 16, 2, 16, "bfloat16")
@@ -59,6 +62,8 @@ CALLS = 50  # a round; few enough that a GPU's queue takes all their launches wi
 CHOSEN = "chosen"  # by the policy, instead of a backend forced by name
 NOTHING = "nothing"  # the stand-in, which runs in the place of packed SDPA
 MANY = 9  # calls in a function, for what each beyond the first takes
+NEW = "call, new"
+CALLING, ON_CALLING = ", calling thread", ("call", NEW, "autograd")  # what is also timed there, with gradients
 UNOBSERVED = "call, without observing"
 FURTHER = {"further call": ("many calls", "call"), "further compiled call": ("graph of many", "graph")}  # of MANY calls, and of one
 Parts = dict[str, Callable[[], Any]]
@@ -101,6 +106,12 @@ def parts(problem: Problem, backend: str) -> Parts:
         "decision, cached": lambda: select(request, device, forced),
         "repeat": lambda: begin_or_repeat(q, k, v, selection, None, None, needs_grad, forced),
     }
+    size = selection.block_size
+    if size is not None:
+        indices = selection.block_indices
+        found[NEW] = _whole(
+            problem, lambda q, k, v: selection_attention(q, k, v, Selection.from_blocks(indices, size), backend=forced)
+        )  # fmt: skip
     if not needs_grad:
         return found
     backward = registry.load(str(decision.backward)).backward
@@ -197,11 +208,15 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: 
     """Every part in each round, with the call without observing and what follows from them."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if problem.q.is_cuda else lambda: None
     works = parts(problem, backend) | (compiled_parts(problem, compiler) if compiler else {})
-    times: Times = {name: [] for name in (*works, UNOBSERVED)}
+    moved = [name for name in ON_CALLING if name in works and problem.q.requires_grad]
+    times: Times = {name: [] for name in (*works, UNOBSERVED, *(name + CALLING for name in moved))}
     for turn in track(range(rounds + 1), f"{backend}, {direction_of(problem)}"):
         for name, work in works.items():
             if name != "call":
                 times[name].append(microseconds(work, calls, synchronize))
+        with torch.autograd.set_multithreading_enabled(False):
+            for name in moved:
+                times[name + CALLING].append(microseconds(works[name], calls, synchronize))
         # Which of the two goes first may matter: they alternate.
         for observing in (True, False) if turn % 2 else (False, True):
             with nullcontext() if observing else without_observing():

@@ -176,7 +176,10 @@ def peers() -> str:
 
 def overhead() -> str:
     """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
-    parts = ("call", "backend", "beyond the backend", "check", "decide", "repeat", "decision, cached", "autograd", "node")
+    parts = (
+        "call", "call, new", "backend", "beyond the backend", "check", "decide", "repeat", "decision, cached", "autograd", "node",
+        "call, calling thread", "call, new, calling thread", "autograd, calling thread",
+    )  # fmt: skip
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
         for key, found in _by_part(store.read(file), ("device", "S", "backend", "direction")).items():

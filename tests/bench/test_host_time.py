@@ -12,10 +12,13 @@ from nsa_sel.bench.core import store
 from nsa_sel.bench.core.contenders import PACKED
 from nsa_sel.bench.questions import host_time
 from nsa_sel.bench.questions.host_time import (
+    CALLING,
     CHOSEN,
     FURTHER,
     MANY,
+    NEW,
     NOTHING,
+    ON_CALLING,
     UNOBSERVED,
     case_of,
     compiled_parts,
@@ -47,6 +50,7 @@ def test_parts_do_what_they_say(needs_grad: bool) -> None:
         assert [x.shape for x in works["autograd"]()] == [x.shape for x in whole]
     else:
         assert (whole - alone).abs().max() < 1e-6
+        assert torch.equal(works[NEW](), whole)
     assert works["decision, cached"]() is works["decide"]() is works["repeat"]().decision
     assert nsa_sel.decisions()[-1].override.source == "argument"  # type: ignore[union-attr]
     parts(problem, CHOSEN)["call"]()
@@ -83,6 +87,16 @@ def test_differences_and_ratios_are_within_rounds(monkeypatch: pytest.MonkeyPatc
         assert beyond == call - backend
     firsts = [a < b for a, b in zip(times["call"], times[UNOBSERVED], strict=True)]
     assert firsts == [True, False, True]  # they alternate in going first
+
+
+def test_backward_passes_are_timed_on_the_calling_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = torch._C._is_multithreading_enabled
+    monkeypatch.setattr(host_time, "microseconds", lambda *_: float(on()))
+    for needs_grad in (False, True):
+        times = measured(prepared(CASE, "cpu", needs_grad), CHOSEN, rounds=1, calls=1)
+        moved = {name for name, taken in times.items() if taken == [0.0] and name.endswith(CALLING)}
+        assert moved == ({name + CALLING for name in ON_CALLING} if needs_grad else set())
+        assert times[NEW] == [1.0]
 
 
 def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
