@@ -5,6 +5,8 @@ A unit is some rows of some pairs with their lists of `key_to_rows`. Its program
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_sel.backends._triton.kernel import REMEMBERED
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, key_to_rows, list_start
 from nsa_sel.backends._triton.rows import row_limit
 from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
@@ -57,19 +60,24 @@ class Unit(NamedTuple):
 def units(call: Call, plan: KeyToRows) -> Iterator[Unit]:
     """The units of a plan, in the order in which results are added: all sections of some pairs, then of the next."""
     B, S, G = call.q.shape[:3]
-    for pair in range(0, B * G, plan.pairs):
-        pairs = min(plan.pairs, B * G - pair)
-        for row in range(0, S, plan.section):
-            section = row // plan.section
-            first = (section * B * G + pair) * plan.tiles
-            number = section * -(-B * G // plan.pairs) + pair // plan.pairs
-            yield Unit(
-                UnitRows(min(plan.section, S - row), pair, row, pairs, plan.section),
-                UnitLists(
-                    plan.tiles, B * G, plan.stretches, first, first + pairs * plan.tiles, plan.piece, pair, row, plan.section
-                ),
-                plan.piece_list[number * plan.pieces : (number + 1) * plan.pieces],
-            )  # fmt: skip
+    places = _places(S, B * G, plan.tiles, plan.stretches, plan.section, plan.pairs, plan.piece)
+    for rows, lists, number in places:
+        pieces = plan.piece_list if len(places) == 1 else plan.piece_list[number * plan.pieces : (number + 1) * plan.pieces]
+        yield Unit(rows, lists, pieces)
+
+
+@functools.lru_cache(REMEMBERED)
+def _places(
+    S: int, pairs_all: int, tiles: int, stretches: int, section: int, pairs: int, piece: int
+) -> tuple[tuple[UnitRows, UnitLists, int], ...]:  # fmt: skip
+    """The rows and lists of every unit, and its number in the plan's `piece_list`."""
+    found = []
+    for pair, row in itertools.product(range(0, pairs_all, pairs), range(0, S, section)):
+        some, first = min(pairs, pairs_all - pair), (row // section * pairs_all + pair) * tiles
+        rows = UnitRows(min(section, S - row), pair, row, some, section)
+        lists = UnitLists(tiles, pairs_all, stretches, first, first + some * tiles, piece, pair, row, section)
+        found.append((rows, lists, row // section * -(-pairs_all // pairs) + pair // pairs))
+    return tuple(found)
 
 
 @triton.jit
@@ -117,10 +125,15 @@ def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -
     Pieces grow only while they make most of the parts: every list has one part at least, however long pieces are.
     """
     S, _, h, Dk = call.q.shape[1:]
-    entries = min(section, S) * call.selection.n * call.reach(width)
-    tiles = -(-call.k.shape[2] // width)
     part_bytes = width * (Dk + call.v.shape[3]) * max(4, call.q.element_size())
     longest = max(256, min(1024, 4096 // h))  # longer where a row brings fewer heads: each piece writes its parts
+    entries, tiles = min(section, S) * call.selection.n * call.reach(width), -(-call.k.shape[2] // width)
+    return key_to_rows(call, width, section, *_pairs_and_piece(entries, tiles, pairs, part_bytes, longest, budget))
+
+
+@functools.lru_cache(REMEMBERED)
+def _pairs_and_piece(entries: int, tiles: int, pairs: int, part_bytes: int, longest: int, budget: int) -> tuple[int, int]:
+    """Pairs of a unit, of `entries` entries each, and entries of a piece; see `plan_within`."""
     piece = min(longest, max(SHORTEST, tile_size(-(-entries * pairs // PROGRAMS), 1)))
 
     def parts_bytes() -> int:
@@ -132,13 +145,14 @@ def plan_within(call: Call, width: int, section: int, pairs: int, budget: int) -
         pairs = -(-pairs // 2)
     while parts_bytes() > budget and entries > piece * tiles:
         piece *= 2
-    return key_to_rows(call, width, section, pairs, piece)
+    return pairs, piece
 
 
 def workspace_beside_plan(call: Call, width: int) -> int:
     """Bytes that runtime.workspace_bytes leaves beside the plan (entries, and a table of at most as many numbers) and delta."""
-    bound, capacity = call.settings.workspace_bytes, call.selection.ranges[..., 0].numel() * call.reach(width)
-    return max(bound - 8 * capacity - 4 * call.q[..., 0].numel(), bound // 8)
+    B, S, G, h, _ = call.q.shape
+    bound, capacity = call.settings.workspace_bytes, B * S * G * call.selection.n * call.reach(width)
+    return max(bound - 8 * capacity - 4 * B * S * G * h, bound // 8)
 
 
 def tile_width(call: Call, config: KernelConfig) -> int:

@@ -1,6 +1,6 @@
 """The inverse of the selection, for dk and dv: for every tile of keys the rows that selected any of them, in ascending order.
 
-A counting sort (sort_rank.cu, a prefix sum, sort_scatter.cu) fixes the order of every list. Long lists are split into segments
+A counting sort (sort_rank.cu, sum_counts.cu, sort_scatter.cu) fixes the order of every list. Long lists are split into segments
 (split_lists.cu), one CTA's work each: every row may have selected block 0. All sizes are static bounds: nothing here reads the device.
 """
 
@@ -24,6 +24,7 @@ SEGMENTS_PER_SM = 4
 BYTES = 24  # that an entry needs: its rank, itself, and its share of the counts and their sums
 SORT_THREADS = 256  # of a CTA of sort_rank.cu
 MOST_CHUNKS = 4096  # CTAs of sort_rank.cu: enough for any GPU, few enough for a small table
+MOST_SUMMED = 16384  # counts that one CTA adds up: a longer table is many CTAs' work, in torch
 SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
 Plan = TypeVar("Plan")
 SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
@@ -112,12 +113,16 @@ def _build(call: Call, ranges: Tensor, width: int, reach: int, segment: int) -> 
     chunks = -(-S // chunk)
     problem, sort = launch.problem(call, ranges), (entries_per_bg, reach, width, tiles, chunk, chunks)
     ranks = torch.empty(capacity, dtype=torch.int32, device=device)
-    counts = torch.zeros(lists * chunks, dtype=torch.int32, device=device)
+    counts = torch.empty(lists * chunks, dtype=torch.int32, device=device)
     entries = torch.empty(capacity, dtype=torch.int64, device=device)
     launch.start(
         "sort_rank.cu", SORT_MACROS, on, B * G * chunks, SORT_THREADS, 0, *sort, *launch.pointers(ranks, counts), problem=problem
     )  # fmt: skip
-    ends = counts.cumsum(0)
+    if lists * chunks <= MOST_SUMMED:
+        ends = torch.empty(lists * chunks, dtype=torch.int64, device=device)
+        launch.start("sum_counts.cu", SORT_MACROS, on, 1, 512, 0, *launch.pointers(counts, ends), lists * chunks)
+    else:
+        ends = counts.cumsum(0)
     launch.start(
         "sort_scatter.cu", SORT_MACROS, on, -(-capacity // 256), 256, 0,
         *sort, *launch.pointers(ranks, ends, entries), capacity, problem=problem,

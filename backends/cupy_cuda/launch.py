@@ -129,7 +129,14 @@ def cache_macros(page: int | None) -> dict[str, int]:
 
 
 def problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
-    """The values of `Problem` (problem.cuh); `ranges` are the selection's, contiguous."""
+    """The values of `Problem` (problem.cuh), found once for a call; `ranges` are the selection's, contiguous."""
+    if call.problem is None or call.problem[0] is not ranges:
+        call.problem = ranges, _problem(call, ranges)
+    found: tuple[Any, ...] = call.problem[1]
+    return found
+
+
+def _problem(call: Call, ranges: Tensor) -> tuple[Any, ...]:
     q, q_pos, table = call.q, call.q_pos, call.block_table
     _, S, G, h, _ = q.shape
     positions: tuple[int, ...] = (0, 0, 0)

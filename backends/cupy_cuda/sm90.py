@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._common import known
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
@@ -75,12 +76,17 @@ def mappable(*tensors: Tensor) -> bool:
 
 def supports_tiles(call: Call, *others: Tensor) -> bool:
     """Whether the kernels of tiles compute this call; `others` are read row by row as q, k and v are."""
+    return _fits_tiles(call) and (not others or mappable(*others))
+
+
+@known
+def _fits_tiles(call: Call) -> bool:
     _, S, _, h, Dk = call.q.shape
     return (
         call.device.sm == SM
         and HOPPER_TILES.fits(S, call.S_kv, h, Dk, call.v.shape[-1], call.selection.block_size)
         and steps_in_pages(call)
-        and mappable(call.q, call.k, call.v, *others)
+        and mappable(call.q, call.k, call.v)
     )
 
 
@@ -149,15 +155,20 @@ def dq_tiles(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dls
 
 
 def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps: tuple[bytes, ...], *values: int) -> None:
-    q, block = call.q, call.selection.block_size
-    assert block is not None, "supports_tiles"
     plan = plan_of(call, ranges, shape.tokens)
-    macros = launch.macros(
-        call, H=q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=block,
-        **launch.cache_macros(launch.page_of(call)),
-    )  # fmt: skip
     start_persistent(
-        source, macros, call, plan, call.S_kv, call.device.sm_count, shape, *values, maps=maps, problem=launch.problem(call, ranges)
+        source, _tile_macros(call, shape), call, plan, call.S_kv, call.device.sm_count, shape, *values, maps=maps,
+        problem=launch.problem(call, ranges),
+    )  # fmt: skip
+
+
+@known
+def _tile_macros(call: Call, shape: TileShape) -> Constants:
+    block = call.selection.block_size
+    assert block is not None, "supports_tiles"
+    return launch.macros(
+        call, H=call.q.shape[3], CONSUMERS=shape.consumers, STAGES=shape.stages, Q_STAGES=shape.q_stages, BLOCK=block,
+        **launch.cache_macros(launch.page_of(call)),
     )  # fmt: skip
 
 
@@ -216,8 +227,7 @@ def _build(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
     q = call.q
-    stages, shared = group_stages(q.shape[4], call.v.shape[3], call.device)
-    macros = launch.macros(call, H=q.shape[3], STAGES=stages)
+    macros, shared = _groups(call)
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
@@ -227,6 +237,13 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
         )  # fmt: skip
 
     return key_value_gradients(call, ranges, KEYS, start)
+
+
+@known
+def _groups(call: Call) -> tuple[Constants, int]:
+    """Constants of dkdv_groups.cu, and its bytes of dynamic shared memory."""
+    stages, shared = group_stages(call.q.shape[4], call.v.shape[3], call.device)
+    return launch.macros(call, H=call.q.shape[3], STAGES=stages), shared
 
 
 def group_stages(Dk: int, Dv: int, device: DeviceInfo) -> tuple[int, int]:

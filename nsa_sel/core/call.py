@@ -71,6 +71,7 @@ class Call:
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
     _disjoint: Tensor | None = field(default=None, init=False)
+    problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
         """The arguments that follow q, k and v: what a backward pass keeps outside of autograd's saved tensors."""

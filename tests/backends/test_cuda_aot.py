@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow  # in all: a compiler at work
 
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
 HOPPERS = {"forward_blocks.cu", "forward_tokens.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
+SMALL = {"sum_counts.cu"}  # where few rows or keys make a small table
 ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")}
 
 
@@ -72,7 +73,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
         joined = shape == "decode-h16" and sm not in sm80.WITH_CLUSTERS
         assert names == ({"forward_blocks.cu"} if sm == sm90.SM else {"forward_rows.cu", "combine.cu"} if joined else {"forward_rows.cu"})
     elif sm == sm90.SM and shape != "h3-256":
-        assert names == ALL_KERNELS - {
+        assert names | SMALL == ALL_KERNELS - {
             "combine.cu",
             "forward_rows.cu",
             "forward_blocks.cu",
@@ -81,7 +82,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
             "dkdv_groups.cu" if shape == "h64-192-128" else "dkdv_tiles.cu",
         }
     else:
-        assert names == ALL_KERNELS - {"combine.cu", *HOPPERS}
+        assert names | SMALL == ALL_KERNELS - {"combine.cu", *HOPPERS}
 
 
 @needs_nvrtc

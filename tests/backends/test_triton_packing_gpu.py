@@ -49,6 +49,8 @@ def results(backend: str, sizes: tuple[int, ...], dtype: torch.dtype, seed: int 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_packed_launches_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, backend: str, size: str, dtype: torch.dtype) -> None:
+    if dtype == torch.float32 and SIZES[size][-1] > 128:
+        pytest.skip("more shared memory than there is")
     layouts: list[Any] = []
     started: list[bool] = []
     real_layout, real_started = kernel_module.layout_of, kernel_module._started

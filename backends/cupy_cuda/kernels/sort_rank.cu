@@ -9,7 +9,7 @@ struct Arguments {
     Problem p;
     Sort sort;
     int *ranks;   // [B*G * entries_per_bg]
-    int *counts;  // [lists, chunks], zeros
+    int *counts;  // [lists, chunks]
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) sort_rank(const __grid_constant__ Arguments x) {
@@ -17,6 +17,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_rank(const __grid_con
     int *tiles = reinterpret_cast<int *>(fours);
     const int thread = threadIdx.x, lane = thread % 32;
     const u32 chunks = x.sort.chunks, bg = blockIdx.x / chunks, chunk = blockIdx.x % chunks, row_entries = x.p.n * x.sort.reach;
+    for (u32 tile = thread; tile < x.sort.tiles; tile += THREADS) x.counts[x.sort.count_index(bg, tile, chunk)] = 0;
+    __syncthreads();
     const u32 end = min((chunk + 1ll) * x.sort.chunk_rows * row_entries, x.sort.entries_per_bg);
     for (u32 first = chunk * static_cast<u32>(x.sort.chunk_rows) * row_entries; first < end; first += THREADS) {
         const u32 e = first + thread;
