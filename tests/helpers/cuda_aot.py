@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nsa_sel.backends import _driver
-from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90, tensor_map
+from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90
 from tests.helpers.emulate import packed
 from tests.helpers.paths import ROOT
 
@@ -56,7 +56,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
     monkeypatch.setattr(launch, "clear", lambda *_: None)
     for module in (sm90, few_tokens, arithmetic):  # the driver makes tensor maps
         for name in ("tensor_map", "row_map"):
-            monkeypatch.setattr(module, name, lambda *_, **__: bytes(tensor_map.BYTES), raising=False)
+            monkeypatch.setattr(module, name, lambda *_, **__: bytes(_driver.MAP_BYTES), raising=False)
     work()
     return list(found.values())
 
