@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_tensor, check_positive
-from nsa_sel.core.block_ranges import ranges_of_blocks
+from nsa_sel.core.block_ranges import distinct_ranges, ranges_of_blocks
 from nsa_sel.core.indices import as_positions, as_rows
 from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, validates
-from nsa_sel.core.ranges import check_ranges, disjoint, merged, rounded, sharing_of_blocks
+from nsa_sel.core.ranges import check_ranges, merged, rounded, sharing_of_blocks
 from nsa_sel.core.scores import best_blocks
 from nsa_sel.errors import ArgumentError, shown
 
@@ -225,8 +225,8 @@ class Selection:
         if self.disjoint:
             return self.ranges.contiguous()
         if capturing(self.ranges) if captured is None else captured:
-            return disjoint(self.ranges)
-        found: Tensor = self.plan(_DISJOINT, lambda: disjoint(self.ranges))
+            return distinct_ranges(self.ranges, self.block_size)
+        found: Tensor = self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))
         return found
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:

@@ -40,12 +40,31 @@ def block_ranges_kernel(
     tl.store(ranges + 2 * at, tl.maximum(block, 0) * BLOCK, mask=listed)
     tl.store(ranges + 2 * at + 1, (block + 1) * BLOCK, mask=listed)
     if unique is not None:
-        far = last + 1  # after every block
-        block = tl.sort(tl.where(block < 0, far, block).to(block.dtype), dim=1)
-        before = tl.gather(block, tl.broadcast_to(tl.maximum(i - 1, 0)[None, :], [R, NP]), 1)
-        new = (block != far) & ((i == 0)[None, :] | (block != before))
-        tl.store(unique + 2 * at, tl.where(new, block, 0) * BLOCK, mask=listed)
-        tl.store(unique + 2 * at + 1, tl.where(new, block + 1, 0) * BLOCK, mask=listed)
+        store_distinct(unique, block, at, listed, last, BLOCK, NP, R)
+
+
+@triton.jit
+def distinct_ranges_kernel(ranges, unique, rows, last, BLOCK: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr):
+    """unique, as of `block_ranges_kernel`, of ranges [rows, N, 2] that are blocks or empty. Grid: one program per R rows."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    i = tl.arange(0, NP)
+    listed = (row < rows)[:, None] & (i < N)[None, :]
+    at = row[:, None] * N + i[None, :]
+    start = tl.maximum(tl.load(ranges + 2 * at, mask=listed, other=0), 0)
+    end = tl.load(ranges + 2 * at + 1, mask=listed, other=0)
+    store_distinct(unique, tl.where(end > start, start // BLOCK, -1).to(start.dtype), at, listed, last, BLOCK, NP, R)
+
+
+@triton.jit
+def store_distinct(unique, block, at, listed, last, BLOCK: tl.constexpr, NP: tl.constexpr, R: tl.constexpr):
+    """Write the ranges of each row's blocks [R, NP] in ascending order, [0, 0) for one that is there already, and for -1."""
+    i = tl.arange(0, NP)
+    far = last + 1  # after every block
+    block = tl.sort(tl.where(block < 0, far, block).to(block.dtype), dim=1)
+    before = tl.gather(block, tl.broadcast_to(tl.maximum(i - 1, 0)[None, :], [R, NP]), 1)
+    new = (block != far) & ((i == 0)[None, :] | (block != before))
+    tl.store(unique + 2 * at, tl.where(new, block, 0) * BLOCK, mask=listed)
+    tl.store(unique + 2 * at + 1, tl.where(new, block + 1, 0) * BLOCK, mask=listed)
 
 
 def block_ranges(
@@ -56,16 +75,29 @@ def block_ranges(
     B, S, G, n = indices.shape
     ranges = unwritten(indices, B, S, G, n, 2, dtype=dtype)
     unique = unwritten(indices, B, S, G, n, 2, dtype=dtype) if find_unique and n <= MOST_SORTED else None
-    kernel = _kernel(n, block_size, unique is not None)
+    kernel = _kernel(block_ranges_kernel, n, block_size, unique is not None)
     rows = B * S * G
     tensors = (indices.contiguous(), None if counts is None else counts.contiguous(), ranges, unique)
     kernel.launch(-(-rows // kernel.constants["R"]), tensors, (rows, torch.iinfo(dtype).max // block_size - 1))
     return ranges, unique
 
 
+def distinct_ranges(ranges: Tensor, block_size: int) -> Tensor | None:
+    """Ranges [B,S,G,n,2] of the distinct blocks of `ranges`, whose non-empty ranges are blocks; None for rows too long to sort. On the
+    current device."""
+    B, S, G, n, _ = ranges.shape
+    if n > MOST_SORTED:
+        return None
+    unique = unwritten(ranges, B, S, G, n, 2)
+    kernel, rows = _kernel(distinct_ranges_kernel, n, block_size, True), B * S * G
+    numbers = (rows, torch.iinfo(ranges.dtype).max // block_size - 1)
+    kernel.launch(-(-rows // kernel.constants["R"]), (ranges.contiguous(), unique), numbers)
+    return unique
+
+
 @functools.lru_cache(REMEMBERED)
-def _kernel(n: int, block: int, sorts: bool) -> Kernel:
+def _kernel(function: object, n: int, block: int, sorts: bool) -> Kernel:
     NP = tile_size(n, 1)
     return Kernel(
-        block_ranges_kernel, BLOCK=block, N=n, NP=NP, R=max(1, ENTRIES // NP), num_warps=max(1, min(8, NP // 128 if sorts else NP // 256))
+        function, BLOCK=block, N=n, NP=NP, R=max(1, ENTRIES // NP), num_warps=max(1, min(8, NP // 128 if sorts else NP // 256))
     )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from nsa_sel.core import transforms
 from nsa_sel.core.indices import checked_blocks, padded, range_dtype, whole_blocks
 from nsa_sel.core.plans import capturing
+from nsa_sel.core.ranges import disjoint
 from nsa_sel.errors import warn
 
 KERNEL = "nsa_sel.backends._triton.block_ranges"  # imported with the first block indices on a GPU
@@ -26,23 +27,42 @@ def ranges_of_blocks(
     """Ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`, and those of distinct blocks (`ranges.disjoint`) where a kernel
     has found them."""
     indices, counts = checked_blocks(block_indices, block_size, block_counts)
-    plain = transforms.traces(indices) or transforms.transformed() or not on_gpu(indices) or not indices.numel()
-    kernel = None if plain or _failed else _kernel()
-    if kernel is not None:
+    found: tuple[Tensor, Tensor | None] | None = None
+    if _takes(indices):
         dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
         # Only what a plan may keep: see `Selection.plan` and `disjoint_ranges`.
         find_unique = not (disjoint or indices.shape[-1] < 2 or torch.is_inference_mode_enabled() or capturing(indices))
-        elsewhere = indices.is_cuda and indices.get_device() != torch._C._cuda_getDevice()
-        try:
-            with torch.cuda.device(indices.device) if elsewhere else nullcontext():
-                found: tuple[Tensor, Tensor | None] = kernel.block_ranges(indices, counts, block_size, dtype, find_unique)
-            return found
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            _failed.append(True)
-            warn(f"the kernel of block indices failed, PyTorch's operations replace it from now on: {error!r}")
-    return whole_blocks(padded(indices, counts), block_size), None
+        found = _run("block_ranges", indices, counts, block_size, dtype, find_unique)
+    return (whole_blocks(padded(indices, counts), block_size), None) if found is None else found
+
+
+def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:
+    """`ranges.disjoint`, of blocks on a GPU by one kernel."""
+    found: Tensor | None = None
+    if block_size is not None and _takes(ranges):
+        found = _run("distinct_ranges", ranges, block_size)
+    return disjoint(ranges) if found is None else found
+
+
+def _takes(x: Tensor) -> bool:
+    """Whether a kernel takes indices or ranges."""
+    if not on_gpu(x) or transforms.traces(x) or transforms.transformed() or not x.numel():
+        return False
+    return not _failed and _kernel() is not None
+
+
+def _run(name: str, x: Tensor, *others: Any) -> Any:
+    """What a function of the kernels' module returns on the device of x; None once one has failed."""
+    elsewhere = x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
+    try:
+        with torch.cuda.device(x.device) if elsewhere else nullcontext():
+            return getattr(_kernel(), name)(x, *others)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _failed.append(True)
+        warn(f"the kernel of block indices failed, PyTorch's operations replace it from now on: {error!r}")
+        return None
 
 
 def on_gpu(indices: Tensor) -> bool:

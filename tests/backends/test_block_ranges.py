@@ -50,6 +50,9 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
         assert unique is not None
         assert torch.equal(ranges, expected)
         assert torch.equal(unique, disjoint(expected))
+        again = kernels.distinct_ranges(expected.transpose(1, 2), size)
+        assert again is not None
+        assert torch.equal(again, disjoint(expected.transpose(1, 2)))
         alone, none = kernels.block_ranges(indices.transpose(1, 2), None, size, expected.dtype, False)
         assert none is None
         assert torch.equal(alone, whole_blocks(indices.transpose(1, 2), size))
@@ -67,10 +70,22 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     assert not (selection.disjoint_ranges() != 0).any()
 
     promised = Selection.from_blocks(indices, 64, disjoint=True)
-    assert len(launches) == 2
+    assert launches == [kernels.block_ranges_kernel, kernels.distinct_ranges_kernel, kernels.block_ranges_kernel]
     assert promised.disjoint_ranges() is promised.ranges
     with torch.inference_mode():  # no plan is kept, and none is computed ahead
         assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
+
+
+def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> None:
+    ranges = torch.tensor([[0, 10], [-3, 4], [8, 20], [7, 7]]).expand(1, 2, 1, 4, 2)
+    assert torch.equal(Selection.from_ranges(ranges).disjoint_ranges(), disjoint(ranges))
+    assert not launches
+    blocks = torch.tensor([[8, 16], [-8, 0], [8, 16], [0, 8]]).expand(1, 2, 1, 4, 2)
+    assert Selection.from_ranges(blocks, 8).disjoint_ranges()[0, 0, 0].tolist() == [[0, 8], [8, 16], [0, 0], [0, 0]]
+    assert torch.equal(Selection.from_ranges(blocks, 8).disjoint_ranges(), disjoint(blocks))
+    assert len(launches) == 2
+    many = torch.zeros(1, 1, 1, kernels.MOST_SORTED + 1, 2, dtype=torch.int32)
+    assert torch.equal(Selection.from_ranges(many, 8).disjoint_ranges(), many)
 
 
 def test_pytorch_replaces_a_kernel_that_fails(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,3 +123,4 @@ def test_a_gpu_gives_the_ranges_in_one_launch(n: int) -> None:
     expected = whole_blocks(indices.cpu(), 64)
     assert torch.equal(selection.ranges.cpu(), expected)
     assert torch.equal(found.cpu(), disjoint(expected))
+    assert torch.equal(Selection.from_ranges(expected.cuda(), 64).disjoint_ranges().cpu(), found.cpu())
