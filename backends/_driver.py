@@ -18,7 +18,6 @@ MOST_BYTES = 4096  # of a kernel's arguments
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 _CONFIG = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig (cuda.h): grid, block, shared memory; stream, attributes and their number
 _EARLY = struct.pack("<I4xI60x", 6, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_BUFFER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE
 
 
 class _Thread(threading.local):
@@ -27,17 +26,20 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.config, self.early = ctypes.create_string_buffer(_CONFIG.size), ctypes.create_string_buffer(_EARLY, len(_EARLY))
         self.config_address, self.early_address = ctypes.addressof(self.config), ctypes.addressof(self.early)
-        self.arguments, self.size = ctypes.create_string_buffer(MOST_BYTES), ctypes.c_size_t()
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))  # of a kernel that takes one struct
-        self.address = ctypes.addressof(self.pointers)
-        self.extra = (ctypes.c_void_p * 5)(
-            _BUFFER, ctypes.addressof(self.arguments), _BUFFER_SIZE, ctypes.addressof(self.size), 0
-        )  # fmt: skip
-        self.extra_address = ctypes.addressof(self.extra)
+        self.arguments = ctypes.create_string_buffer(MOST_BYTES)
         self.bound: set[int] = set()
 
 
 thread = _Thread()
+
+
+class Pointers(threading.local):
+    """The address of the driver's list of a kernel's arguments: pointers to where they are packed, at `offsets` of the thread's buffer."""
+
+    def __init__(self, offsets: tuple[int, ...]) -> None:
+        begin = ctypes.addressof(thread.arguments)
+        self.list = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
+        self.address = ctypes.addressof(self.list)
 
 
 @functools.cache  # finding the library takes longer than its calls
@@ -52,20 +54,16 @@ def _launch() -> Any:
     return found
 
 
-def start(function: int, ctas: int, threads: int, shared: int, stream: int, size: int = 0, *, early: bool = False) -> int:
+def start(
+    function: int, ctas: int, threads: int, shared: int, stream: int, pointers: Pointers, *, early: bool = False
+) -> int:  # fmt: skip
     """Start `function` with the arguments in `thread.arguments`; the driver's status, 0 if it takes the launch.
 
-    size: bytes of all parameters, each at its offset; 0: they are one struct, whose size the driver knows.
     early: it may start before the kernel ahead of it in the stream has ended.
     """
     at = thread
     _CONFIG.pack_into(at.config, 0, ctas, 1, 1, threads, 1, 1, shared, stream, at.early_address if early else 0, early)
-    status: int
-    if size:
-        at.size.value = size
-        status = _launch()(at.config_address, function, None, at.extra_address)
-    else:
-        status = _launch()(at.config_address, function, at.address, None)
+    status: int = _launch()(at.config_address, function, pointers.address, None)
     return status
 
 

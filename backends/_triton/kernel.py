@@ -93,7 +93,7 @@ def _started(layout: Layout, numbers: bytes, grid: int, device: int, first: Any,
         return True
     layout.tensors.pack_into(thread.arguments, 0, *values, numbers)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    return not start(layout.function, grid, layout.threads, layout.shared, stream, layout.size)
+    return not start(layout.function, grid, layout.threads, layout.shared, stream, layout.pointers)
 
 
 def tensor_kinds(tensors: Sequence[Tensor | TensorDescriptor | None]) -> tuple[list[object], list[object]]:

@@ -102,8 +102,8 @@ def rank_kernel(
     s0 = tl.program_id(0) // sort.pairs_all * sort.stretch
     counts += _list_of(0, bg, s0, sort) * sort.stretches + s0 % sort.section // sort.stretch
     i = tl.arange(0, SORTED)
-    for tile in range(0, sort.tiles, SORTED):
-        tl.store(counts + (tile + i).to(tl.int64) * sort.stretches, 0, mask=tile + i < sort.tiles)
+    for cleared in range(0, sort.tiles, SORTED):
+        tl.store(counts + (cleared + i).to(tl.int64) * sort.stretches, 0, mask=cleared + i < sort.tiles)
     tl.debug_barrier()
     e1 = tl.minimum(s0 + sort.stretch, S) * (N * REACH)
     for e0 in range(s0 * (N * REACH), e1, SORTED):

@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     function: int
     threads: int
     shared: int
-    size: int  # bytes
+    pointers: _driver.Pointers
     tensors: struct.Struct  # with the bytes of all numbers as its last value
     maps: tuple[tuple[int, Any], ...]  # which of the tensors are descriptors, and a function of their address, shape and strides
     numbers: struct.Struct
@@ -94,7 +94,8 @@ def _layout(
     tail.add(size, "")
     head.add(begin, f"{size - begin}s")
     constant = tuple(kind == "constexpr" for kind in flat)
-    return Layout(function, threads, shared, size, head.struct(), tuple(maps), tail.struct(), constant)
+    pointers = _driver.Pointers(tuple(offset for offset, _ in parameters))
+    return Layout(function, threads, shared, pointers, head.struct(), tuple(maps), tail.struct(), constant)
 
 
 class _Format:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import _driver
-from nsa_sel.backends._driver import thread
+from nsa_sel.backends._driver import Pointers, thread
 from nsa_sel.backends.cupy_cuda.compiler import Constants, architecture, constants, cubin
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
@@ -25,6 +25,7 @@ PORTABLE_CLUSTER = 8  # CTAs of a cluster on any GPU that has clusters; more mus
 _NON_PORTABLE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED (cuda.h)
 
 _DRIVER_OF_EARLY_GRAPHS = 12040  # the first whose CUDA graphs hold early starts
+_one_struct = Pointers((0,))
 
 
 @functools.cache  # an import statement would take 1 us or more of every launch
@@ -82,9 +83,9 @@ def start(
     layout(len(maps), bool(problem), len(values)).pack_into(thread.arguments, 0, *maps, *problem, *values)
     stream = torch._C._cuda_getCurrentRawStream(device)
     if early and _starts_early(device):
-        driver.check_status(_driver.start(handle, ctas, threads, shared, stream, early=True))
+        driver.check_status(_driver.start(handle, ctas, threads, shared, stream, _one_struct, early=True))
         return
-    driver.launchKernel(handle, ctas, 1, 1, threads, 1, 1, shared, stream, thread.address, 0)
+    driver.launchKernel(handle, ctas, 1, 1, threads, 1, 1, shared, stream, _one_struct.address, 0)
 
 
 def clear(pointer: int, size: int, device: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import struct
@@ -94,7 +95,9 @@ def pack_every_kernel(h: int, S: int) -> None:
             values[i] = encoded(values[i].base.data_ptr(), values[i].shape, values[i].strides)
         data = layout.tensors.pack(*values, layout.packed_numbers(arguments[tensors:]))
         wanted = list(passed(arguments))
-        assert len(data) == layout.size == sum(parameters[-1])
+        assert len(data) == sum(parameters[-1])
+        begin = ctypes.addressof(_driver.thread.arguments)
+        assert [at - begin for at in layout.pointers.list] == [offset for offset, _ in parameters]
         assert len(parameters) >= len(wanted)
         for (offset, size), value in zip(parameters, wanted, strict=False):
             assert read(data, offset, size, value) == (pytest.approx(value) if isinstance(value, float) else value)
