@@ -1,4 +1,8 @@
-"""Ranges from block indices: by one kernel on a GPU, by plain PyTorch elsewhere and where operations are traced."""
+"""Ranges from block indices, and distinct ones: by one kernel on a GPU, by plain PyTorch elsewhere and where operations are traced.
+
+A CUDA graph captures PyTorch's operations, too, where it can't keep a plan: it needs another kernel than calls before the capture, and
+one that is loaded within a capture breaks it.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,10 @@ def ranges_of_blocks(
     has found them."""
     indices, counts = checked_blocks(block_indices, block_size, block_counts)
     found: tuple[Tensor, Tensor | None] | None = None
-    if _takes(indices):
+    several = not disjoint and indices.shape[-1] > 1
+    if _takes(indices) and not (several and capturing(indices)):
         dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
-        # Only what a plan may keep: see `Selection.plan` and `disjoint_ranges`.
-        find_unique = not (disjoint or indices.shape[-1] < 2 or torch.is_inference_mode_enabled() or capturing(indices))
+        find_unique = several and not torch.is_inference_mode_enabled()  # what a plan may keep: see `Selection.plan`
         found = _run("block_ranges", indices, counts, block_size, dtype, find_unique)
     return (whole_blocks(padded(indices, counts), block_size), None) if found is None else found
 
@@ -39,7 +43,7 @@ def ranges_of_blocks(
 def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:
     """`ranges.disjoint`, of blocks on a GPU by one kernel."""
     found: Tensor | None = None
-    if block_size is not None and _takes(ranges):
+    if block_size is not None and _takes(ranges) and not capturing(ranges):
         found = _run("distinct_ranges", ranges, block_size)
     return disjoint(ranges) if found is None else found
 
