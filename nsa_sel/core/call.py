@@ -70,7 +70,6 @@ class Call:
     scales: Scales | None = None
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
-    _disjoint: Tensor | None = field(default=None, init=False)
     problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
@@ -93,10 +92,8 @@ class Call:
         return self._capturing
 
     def disjoint_ranges(self) -> Tensor:
-        """`Selection.disjoint_ranges`, found once for the call."""
-        if self._disjoint is None:
-            self._disjoint = self.selection.disjoint_ranges(self.capturing())
-        return self._disjoint
+        """`Selection.disjoint_ranges`, which need not ask again whether a graph captures the call."""
+        return self.selection.disjoint_ranges(self.capturing())
 
     def timed(self) -> bool:
         """Whether NSA_DEBUG_TIMING times this call."""
