@@ -71,7 +71,7 @@ def _build(call: Call, block: int, width: int) -> tuple[Selection, Tensor]:
     most = min(n, -(-S_kv // width))
     tiles = torch.empty(B, S, G, most, 2, dtype=torch.int32, device=call.q.device)
     bits = torch.empty(B, S, G, most, dtype=torch.int32, device=call.q.device)
-    _merge(n, most, block, width).launch(B * S * G, (call.selection.disjoint_ranges(), tiles, bits), (S_kv,))
+    _merge(n, most, block, width).launch(B * S * G, (call.disjoint_ranges(), tiles, bits), (S_kv,))
     return Selection(tiles, width, disjoint=True), bits
 
 
