@@ -21,7 +21,7 @@ from nsa_sel.bench.questions import (
     weak_scaling,
     windows,
 )
-from nsa_sel.bench.report import decode_times, decoding, on_paper, server, summary, training
+from nsa_sel.bench.report import decode_times, decoding, e4m3_trials, on_paper, server, summary, training
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.report.sharing import origin, sharing_table
@@ -302,6 +302,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "cupy_cuda": of_h200(cupy_cuda),
         "kernel_times": kernel_times,
         "profiles": profiles,
+        "e4m3": e4m3_trials.variants_table,
         "trials": lambda: ideas_table(rows_of("profiles/ideas.jsonl"), rows_of("profiles/trials.jsonl")),
     },
 }
