@@ -13,13 +13,13 @@ from nsa_sel.policies import cost, guards, rules
 def preference(case: Case) -> tuple[str, ...]:
     """The order of backends for this direction: measured where a profile exists, else conservative. Of choosers, that of the registry.
 
-    Prefills over blocks too small for the cost models have an order of their own, unless the user's file sets one.
+    On a GPU prefills over blocks too small for the cost models have an order of their own, unless the user's file sets one.
     """
     settings, request = case.settings, case.request
     if request.kind == "choose":
         return ()
     own = settings.config_file is not None and settings.sources.get(f"prefer_{case.direction}") == settings.config_file
-    if not own and cost.of_small_blocks(request) and request.S > FEW_TOKENS:
+    if not own and case.device.kind == "cuda" and cost.of_small_blocks(request) and request.S > FEW_TOKENS:
         return settings.prefer_small_blocks
     return settings.prefer_forward if case.direction == "forward" else settings.prefer_backward
 

@@ -184,9 +184,9 @@ def test_flas_layer_runs_on_nsa_sel(layers: Any, monkeypatch: pytest.MonkeyPatch
     )
     x = torch.randn(2, 37, 32, requires_grad=True)
     weights = [x, *layer.parameters()]
-    before = len(decisions())
     got = layer(x)[0]
-    assert [decision.request.n for decision in list(decisions())[before:]] == [3, 3]
+    ran = list(decisions())[-2:]
+    assert [(decision.request.kind, decision.request.n) for decision in ran] == [("choose", 3), ("attend", 3)]
     assert_same(got, with_reference(monkeypatch, layers, lambda: layer(x)[0]), weights)
 
 

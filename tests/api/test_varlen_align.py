@@ -181,7 +181,7 @@ def test_a_gpu_copies_for_a_backend_of_blocks(needs_grad: bool) -> None:
     with nsa_sel.use_backend("triton-group"):
         assert not packed_batches._pays(request, H200, None)
         assert packed_batches._pays(request, H200, "triton-tile")
-    assert not packed_batches._pays(packed_request(block_size=8, n=128), H200, None)  # which no backend of blocks takes
+    assert not packed_batches._pays(packed_request(block_size=2, n=512), H200, None)  # which no backend of blocks takes
     for device in (PLAIN_CPU, INTERPRETER):
         assert not packed_batches._pays(request, device, None)
         assert packed_batches._pays(request, device, "triton-tile")
@@ -273,6 +273,6 @@ def test_refusals_come_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         selection_attention_varlen(*packed[:2], packed.v.double(), packed.selection, packed.cu_q, align=True)
     with pytest.raises(ArgumentError, match="k is of head dimension 8; allowed: q's head dimension 16"):
         selection_attention_varlen(packed.q, packed.k[..., :8], *packed[2:4], packed.cu_q, align=True)
-    small = pack((5, 9), n=2, block_size=8)
+    small = pack((5, 9), n=2, block_size=2)
     with pytest.raises(BackendError, match=r"triton-tile.*\n.*block-multiple"):
         selection_attention_varlen(*small[:4], small.cu_q, backend="triton-tile")

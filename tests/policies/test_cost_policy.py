@@ -123,6 +123,7 @@ def test_small_blocks_have_a_preference_of_their_own_in_a_prefill(monkeypatch: p
         assert (decision.forward, decision.backward, decision.predictions) == (TILE, TILE, ())
         assert decision.rule.startswith("first of the preference (")
         assert make_decision(replace(small, S=1, needs_grad=False), device, policy, settings_for(device), offers).forward == GROUP
+    assert make_decision(small, CPU, policy, settings_for(CPU), offers).forward == "numba"
     file = tmp_path / "mine.yaml"
     file.write_text(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
     monkeypatch.setenv(CONFIG_FLAG, str(file))
