@@ -31,8 +31,8 @@ CASES = [
     ("86,89", ("h3-256", "paged-16"), some_but("h3-256", "paged-16")),
     ("90", SOME, ()),
     ("90", tuple(shape for shape in REST if shape not in ("h4-fp16", "positions-h4")), ("h4-fp16", "positions-h4")),
-    ("100", ("h4-fp16",), SOME),
-    ("120", ("h64-192-128",), some_but("h64-192-128")),
+    ("100", ("h4-fp16",), ("h16", "h64-192-128", "decode-h16")),  # as much shared memory as Hopper, where all classes are whole
+    ("120", ("h64-192-128",), ("h16", "h3-256", "h12-256-small")),  # decoding and pages need least, and fit 8.6's as much
 ]
 # Bytes that a thread may spill with Triton 3.9's assembler. Most configs were chosen so that nothing spills; dK and dV hold two
 # accumulators and two operands in registers, and measure faster with a pipeline and spills than without either (docs/kernels.md).
