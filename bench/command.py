@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,25 +11,45 @@ from nsa_sel.bench import bench_sel_triton
 from nsa_sel.bench.core import store
 from nsa_sel.bench.core.command_line import Backends, Device, device_of, echo, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, named
+from nsa_sel.bench.core.given_peers import given
 from nsa_sel.bench.core.peers import peers as every_peer
 from nsa_sel.bench.core.session import able, run
 from nsa_sel.bench.questions import speed
 from nsa_sel.bench.questions.speed import SUITES, usual_backends
+from nsa_sel.bench.report import headline as claims
 from nsa_sel.bench.sel_threshold_from_csv import report
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, as_yaml, decided, profile, sentence
 from nsa_sel.cli.output import output_file
 from nsa_sel.errors import ArgumentError
 
-PEERS_SHOWN = ("case", "direction", "backend", "computes", "ms_median", "ms_p20", "ms_p80", "mae", "causal", "prepare_ms", "error", "wrong")
+PEERS_SHOWN = (
+    *("case", "direction", "backend", "computes", "selection", "ms_median", "ms_p20", "ms_p80", "mae", "causal", "prepare_ms"),
+    *("error", "wrong"),
+)
+
+Peers = Annotated[
+    bool,
+    typer.Option(
+        "--peers",
+        help="Beside ours: FlexAttention, masked and dense SDPA; flash-linear-attention, FlashAttention, FlashInfer where installed.",
+    ),
+]
+Peer = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=MODULE:FUNCTION", help="With --peers, which it implies: also this function (docs/tuning.md). Repeatable."),
+]
+Headline = Annotated[
+    bool, typer.Option("--headline", help="Instead: the README's claims again, on this GPU, each beside dense attention. Minutes.")
+]
 
 
 def bench(
     suite: Annotated[
         str, typer.Option(help=f"Instead of the matrix: {', '.join(SUITES)}, some of them comma-separated, or all (a GPU's sizes).")
     ] = "",
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Beside ours: FlexAttention, masked and dense SDPA, flash-linear-attention where installed.")
-    ] = False,
+    peers: Peers = False,
+    peer: Peer = None,
+    headline: Headline = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few and small cases: a look at a machine, in minutes.")] = False,
     out: Annotated[
         Path | None, typer.Option(help=f"Folder of the rows; {bench_sel_triton.RESULTS}/<today> by default. Run again, it resumes.")
@@ -56,7 +76,13 @@ def bench(
     """
     where, console, folder = device_of(device), stderr_console(), out or bench_sel_triton.default_folder()
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
-    if not suite and not peers:
+    of_matrix = {**sizes, "decode": decode, "iters": iters, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
+    if headline:
+        of_cases = {"suite": suite, "peers": peers, "peer": peer, "quick": quick, "only": only, "backends": backends}
+        _unused({**of_matrix, **of_cases}, "--headline")
+        echo(claims.headline(folder / "headline", console))
+        return
+    if not suite and not peers and not peer:
         if only:
             allowed = "only with --suite or --peers, whose cases have names"
             raise ArgumentError("--only", repr(only), allowed, "add --suite all; the matrix is measured whole without it")
@@ -66,18 +92,22 @@ def bench(
         )
         echo(f"written: {', '.join(map(str, (folder / 'rows.jsonl', *written)))}")
         return
-    of_matrix = {**sizes, "decode": decode, "iters": iters, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
-    unused = [f"--{name}" for name, value in of_matrix.items() if value not in ("", None, 0)]
-    if unused:
-        raise ArgumentError(", ".join(unused), "of the matrix", "left out with --suite and --peers", "their cases have sizes of their own")
+    _unused(of_matrix, "--suite and --peers")
     ours = named(backends or ",".join(usual_backends(where)))
-    if peers:  # dense attention is one of them, there with its parity
+    others = (*every_peer(), *given(peer or (), every_peer())) if peers or peer else ()
+    if others:  # dense attention is one of them, there with its parity
         ours = [contender for contender in ours if contender.name != DENSE]
-    contenders = (*able(ours, where, console.print), *(able(every_peer(), where, console.print) if peers else ()))
+    contenders = able((*ours, *others), where, console.print)
     suites = speed.suites_of(suite or "performance,decode", quick, where)
-    chosen = speed.jobs(suites, contenders, only, where)
-    rows = run(chosen, folder / f"{'peers' if peers else 'suites'}.jsonl", where, console)
-    echo(speed.table(rows, PEERS_SHOWN if peers else speed.SHOWN))
+    rows = run(speed.jobs(suites, contenders, only, where), folder / f"{'peers' if others else 'suites'}.jsonl", where, console)
+    echo(speed.table(rows, PEERS_SHOWN if others else speed.SHOWN))
+
+
+def _unused(flags: dict[str, Any], beside: str) -> None:
+    """Raises ArgumentError where one of these flags is given."""
+    given_too = [f"--{name}" for name, value in flags.items() if value not in ("", None, 0, [])]
+    if given_too:
+        raise ArgumentError(", ".join(given_too), "given", f"left out with {beside}", "its cases have sizes of their own")
 
 
 def threshold(

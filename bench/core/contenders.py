@@ -55,6 +55,9 @@ class Contender(NamedTuple):
     every_key: bool = False
     checked: bool = True  # against the oracle
     peer: bool = False  # another project's, or torch's: a wrong result is a row too
+    # What a timed call gets: "new", a selection that nothing was made of; "kept", what was made of it before; None: it has none.
+    selection: str | None = "new"
+    finds_gradients: bool = False  # whether it has a backward pass is not known before it is called
     computes_nothing: bool = False  # it shows what a part of a call takes, and has no result
     forward_only: tuple[str, ...] = ()  # devices on which it has no backward pass
     directions: tuple[str, ...] = ("fwd", "bwd", "fwd+bwd", "decode")
@@ -102,7 +105,7 @@ def dense(name: str = DENSE, kernel: DenseKernel = "cudnn", device: str = "cuda"
         return "rows that begin behind the first key need a mask, not this kernel" if masked else None
 
     call = partial(dense_causal_sdpa, kernel=kernel)
-    return Contender(name, lambda problem: as_it_is(call), lacks, refuses, every_key=True, checked=peer, peer=peer)
+    return Contender(name, lambda problem: as_it_is(call), lacks, refuses, every_key=True, checked=peer, peer=peer, selection=None)
 
 
 def backends_on(device: str) -> list[str]:

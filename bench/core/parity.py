@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from nsa_sel.bench.core.cases import Case, make_inputs, make_selection
+from nsa_sel.bench.core.store import first_line
+from nsa_sel.errors import ArgumentError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 
@@ -23,6 +25,10 @@ GROSS = {torch.float16: 0.05, torch.bfloat16: 0.05, torch.float32: 1e-3}
 
 class WrongResult(RuntimeError):
     """A call's results are wrong, whatever the mean error."""
+
+
+class WrongAnswer(ArgumentError):
+    """A function that the user gave returns no o of this layout: the run ends."""
 
 
 class Problem(NamedTuple):
@@ -96,6 +102,18 @@ def parity(call: Attend, problem: Problem, wanted: Sample, strict: bool = True) 
         if not bool(mine.isfinite().all()):
             raise WrongResult(f"{name} has values that were not written, or are not finite")
     return checked_error("o", o[: wanted.entries, wanted.rows], wanted.o), max(found)
+
+
+def lacks_gradients(call: Attend, problem: Problem) -> str | None:
+    """Why autograd does not go through a call to q, k and v, in one line; None where it does. Raises where memory or the answer is bad."""
+    leaves = [x.detach().requires_grad_() for x in problem[1:4]]
+    try:
+        torch.autograd.grad(call(*leaves), leaves, problem.do)
+    except (torch.OutOfMemoryError, MemoryError, ArgumentError):
+        raise
+    except Exception as error:
+        return first_line(error)
+    return None
 
 
 def checked_error(name: str, mine: Tensor, exact: Tensor) -> float:

@@ -1,7 +1,8 @@
-"""Others' kernels on our inputs: FlexAttention, masked and dense SDPA of torch, and flash-linear-attention's NSA where it is installed.
+"""Others' kernels on our inputs: FlexAttention, masked and dense SDPA of torch, and where they are installed flash-linear-attention's NSA,
+FlashAttention and FlashInfer.
 
 Each takes the library's layout and returns o [B,S,G,h,Dv]. Masks and layouts are made once per selection, outside the timed calls;
-`prepare_ms` of a row is their cost. Ours build their plans within the timed calls.
+`prepare_ms` of a row is their cost, and `selection` says "kept". Ours build their plans within the timed calls: "new".
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from nsa_sel.bench.core.baselines import masked_sdpa, selected, token_mask
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is, dense
+from nsa_sel.bench.core.dense_peers import by_tokens, dense_peers
 from nsa_sel.bench.core.parity import Problem
 from nsa_sel.bench.core.store import first_line
 
@@ -29,12 +31,13 @@ INSTALL_FLA = "pip install flash-linear-attention"
 def peers() -> tuple[Contender, ...]:
     """All of them, whether they run here or not."""
     return (
-        Contender("flex-attention", _flex, _flex_lacks, peer=True, forward_only=("cpu",)),
-        Contender("masked-sdpa", _masked, peer=True),
+        Contender("flex-attention", _flex, _flex_lacks, peer=True, selection="kept", forward_only=("cpu",)),
+        Contender("masked-sdpa", _masked, peer=True, selection="kept"),
         dense(peer=True),
         dense("dense-flash", "flash", peer=True),
         dense("dense-sdpa", "any", "cpu", peer=True),
         Contender("fla-nsa", _fla, fla_lacks, _fla_refuses, peer=True),
+        *dense_peers(),
     )
 
 
@@ -131,4 +134,4 @@ def _fla(problem: Problem) -> Ready:
         o: Tensor = parallel_nsa(q.flatten(2, 3).contiguous(), k, v, **options)
         return o.view(B, S, G, h, -1)
 
-    return Ready(call, call, layout=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2))
+    return Ready(call, call, layout=by_tokens)

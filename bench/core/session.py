@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nsa_sel.bench.core import environment, timing
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Contender, Ready
-from nsa_sel.bench.core.parity import Problem, Sample, WrongResult, is_causal, make_problem, parity, sample
+from nsa_sel.bench.core.parity import Problem, Sample, WrongAnswer, WrongResult, is_causal, lacks_gradients, make_problem, parity, sample
 from nsa_sel.bench.core.store import OUT_OF_MEMORY, Row, RowFile, first_line
 from nsa_sel.bench.core.timing import Timing
 from nsa_sel.cli.output import output_file
@@ -124,9 +124,11 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
         elif directions:
             doing = ["parity"]
             try:
-                for row in contender_rows(job, contender, directions, problem, samples.get(contender.every_key), device, doing):
+                for row in contender_rows(job, contender, directions, problem, samples.get(contender.every_key), device, doing, tell):
                     del left[contender.name, row["direction"]]
                     yield {**row, **facts}
+            except WrongAnswer:
+                raise
             except Exception as error:
                 yield from failed(contender.name, error, doing[0])
             if device == "cuda":
@@ -136,11 +138,19 @@ def measured_rows(job: Job, missing: Sequence[Row], facts: dict[str, Any], devic
 
 
 def contender_rows(
-    job: Job, contender: Contender, directions: Sequence[str], problem: Problem, exact: Sample | None, device: str, doing: list[str]
-) -> Iterator[Row]:
+    job: Job, contender: Contender, directions: Sequence[str], problem: Problem, exact: Sample | None, device: str, doing: list[str],
+    tell: Tell = lambda words: None,
+) -> Iterator[Row]:  # fmt: skip
     """The rows of one contender, each as soon as it is measured; doing[0] is the current step."""
     case, more, ready = job.case, dict(job.more), contender.prepare(problem)
     mae: tuple[float | None, float | None] = (None, None)
+    if contender.finds_gradients and "decode" not in directions:
+        lacking = lacks_gradients(ready.call, problem)
+        if lacking is not None:
+            tell(f"{case.case} {contender.name}: its forward alone is measured: {lacking}")
+            contender, directions = contender._replace(directions=("fwd",)), [way for way in directions if way == "fwd"]
+    if any(other.peer for other in job.contenders):
+        more["selection"] = contender.selection
     if contender.checked and exact is not None:
         exact = exact if "bwd" in contender.directions else exact._replace(gradients=())
         try:

@@ -11,34 +11,10 @@ from typing import Any
 
 from nsa_sel.bench.core import store
 from nsa_sel.bench.core.environment import ROOT
-from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.report import losses, training
 from nsa_sel.bench.report.figures import DARK, LIGHT, Axes, Draw, Facet, Figure, Theme, png
+from nsa_sel.bench.report.shares import PARTS, PARTS_FILE, Rate, Stack, committed
 
-PARTS_FILE = ROOT / "bench/results/h200/profiles/layer_parts.jsonl"
 PICTURE = ROOT / "docs/report/layer"
-PARTS = {"choose": "compressed keys, choosing", "select": "selected blocks", "window": "window", "gate": "gated sum"}  # bottom to top
-Stack = tuple[int, dict[str, float], float]  # a length; of each part, and of the layer, the share of dense attention's time in percent
-Rate = tuple[int, float, float]  # a length; tokens/s with dense attention and with NSAttention
-
-
-def stacks(rows: Sequence[Row]) -> list[Stack]:
-    """Of each length at which all parts and dense attention were measured: forward and backward together. The last rows count.
-
-    The selected branch is that of text, where there is one of this length, and of random inputs beyond.
-    """
-    times: dict[tuple[str, int], dict[str, float]] = {}
-    for row in rows:
-        if row["h"] == 16 and row["direction"] in ("fwd", "bwd"):
-            times.setdefault((row["part"], row["S"]), {})[row["direction"]] = row["ms_median"]
-    both = {key: sum(found.values()) for key, found in times.items() if len(found) == 2}
-    found = []
-    for S in sorted({S for _, S in both}):
-        share = {part: both.get((f"{part} of text", S), both.get((part, S))) for part in (*PARTS, "layer")}
-        if ("dense", S) in both and None not in share.values():
-            *parts, whole = (100 * ms / both["dense", S] for ms in share.values() if ms is not None)
-            found.append((S, dict(zip(PARTS, parts, strict=True)), whole))
-    return found
 
 
 def figure(of_parts: Sequence[Stack], trained: Sequence[Rate]) -> Figure:
@@ -83,12 +59,6 @@ def _rates(trained: Sequence[Rate]) -> Draw:
         axes.grid(True, axis="y", linewidth=0.6)
 
     return draw
-
-
-def committed() -> tuple[list[Stack], list[Rate]]:
-    """What the picture shows, from the committed rows."""
-    rates = [(context, losses.speed(dense), losses.speed(nsa)) for context, dense, nsa in training.pairs("speed")]
-    return stacks(store.read(PARTS_FILE)), rates
 
 
 def claim() -> str:

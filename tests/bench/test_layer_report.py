@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa_sel.bench.report import layer, training
+from nsa_sel.bench.report import layer, shares, training
 from nsa_sel.bench.report.figures import LIGHT, png
 
 
@@ -25,11 +25,11 @@ ROWS = [
 
 def test_shares_of_dense_attention() -> None:
     """Text where there is one; lengths without all parts are left out."""
-    assert layer.stacks(ROWS) == [(8192, {"choose": 20.0, "select": 30.0, "window": 20.0, "gate": 10.0}, 50.0)]
+    assert shares.stacks(ROWS) == [(8192, {"choose": 20.0, "select": 30.0, "window": 20.0, "gate": 10.0}, 50.0)]
 
 
 def test_the_picture_is_drawn_and_said(tmp_path: Path) -> None:
-    figure = layer.figure(layer.stacks(ROWS), [(8192, 100e3, 150e3), (32768, 10e3, 40e3)])
+    figure = layer.figure(shares.stacks(ROWS), [(8192, 100e3, 150e3), (32768, 10e3, 40e3)])
     assert "50% at 8k tokens" in figure.alt
     assert "1.50 times at 8k, 4.00 times at 32k" in figure.alt
     png(figure, LIGHT, tmp_path / "layer.png")

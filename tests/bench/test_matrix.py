@@ -293,6 +293,7 @@ def test_peers_are_measured_beside_ours_or_say_what_they_lack(tmp_path: Path, mo
     }
     for (name, way), row in found.items():
         assert row["mae"] < 1e-6
+        assert row["selection"] == {"masked-sdpa": "kept", "flex-attention": "kept", "dense-sdpa": None}.get(name, "new")
         if name not in ("sdpa-packed", "numba"):
             assert row["causal"] is (None if way == "decode" else True)
             assert row["computes"] == ("every key" if name == "dense-sdpa" else "selection")
@@ -371,7 +372,7 @@ def test_others_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("\n" not in line for line in told)
     chunk = Case("chunk", "random", 1, 16, 64, 1, 1, 16, 16, 2, 16, "float32")
     refusing = {peer.name for peer in peers() if peer.refuses(chunk)}
-    assert refusing == {"dense-cudnn", "dense-flash", "fla-nsa"}
+    assert refusing == {"dense-cudnn", "dense-flash", "fla-nsa", "flash-attention", "flashinfer"}
     assert ours("triton-block").refuses(chunk._replace(S=1)) is not None
 
 
