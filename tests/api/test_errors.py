@@ -27,15 +27,18 @@ def every_error() -> list[NsaSelError]:
     classes, signatures = [NsaSelError], {ArgumentError: words, ConfigError: words, CacheFull: ("pages", 3)}
     for kind in classes:
         classes += kind.__subclasses__()
-        made.append(kind(*signatures.get(kind, ("no",))))
+        made.append(kind(*next((signatures[base] for base in kind.__mro__ if base in signatures), ("no",))))
     return made
 
 
 @pytest.mark.parametrize("round_trip", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_errors_survive_copies_and_pickles(round_trip: Callable[[NsaSelError], NsaSelError]) -> None:
-    importlib.import_module("nsa_sel.bench.tune.runner")  # declares some
+    for module in ("tune.runner", "core.parity"):  # declare some
+        importlib.import_module(f"nsa_sel.bench.{module}")
     errors = every_error()
-    declared = {name for _, file in modules() for name in re.findall(r"^class (\w+)\(NsaSelError", file.read_text(), re.MULTILINE)}
+    declared = {
+        name for _, file in modules() for name in re.findall(r"^class (\w+)\((?:NsaSelError|ArgumentError)", file.read_text(), re.MULTILINE)
+    }
     assert {type(error).__name__ for error in errors} == {"NsaSelError", *declared}
     for error in errors:
         again = round_trip(error)
