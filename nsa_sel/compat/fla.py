@@ -206,6 +206,9 @@ def _check(g_cmp: Tensor | None, g_swa: Tensor | None, block_indices: Tensor | N
         raise ArgumentError(
             "block_counts", "a tensor", "a number where blocks are chosen", "pass one number for all rows, or block_indices"
         )
+    if block_indices is None and block_counts < FIRST + LOCAL:
+        allowed = f"at least {FIRST + LOCAL} where blocks are chosen"
+        raise ArgumentError("block_counts", block_counts, allowed, "raise it: the first block and the last two are always taken")
     if not isinstance(window_size, int) or isinstance(window_size, bool) or window_size < 0:
         raise ArgumentError("window_size", shown(window_size), "a whole number of keys, or 0", "pass 0 for no window")
     if window_size and g_swa is None:

@@ -55,6 +55,9 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
     ) -> tuple[Tensor, None]:
         """o [B,S,H,D] of query [B,H,S,D], key and value [B,G,S_kv,D]; attention_mask is what `first_keys` returned."""
         check_options(module, options)
+        if attention_mask is not None and attention_mask.dim() != 1:  # a mask of the user's own comes as it is
+            found = f"of shape {tuple(attention_mask.shape)}"
+            raise ArgumentError("attention_mask", found, "[B, keys] of 0 and 1: padding before and after", "leave it out for a causal mask")
         sizes = {"n": n, "block_size": block_size, "first": first, "local": local}
         return attend(query, key, value, attention_mask, options.get("scaling"), sizes), None
 
@@ -92,7 +95,7 @@ def first_keys(
 
     if mask_function is not None and mask_function is not causal_mask_function:
         raise ArgumentError(
-            "attention mask", "not plainly causal", f"causal attention over all keys with attn_implementation={NAME!r}",
+            "position_ids or the mask", "of packed sequences, or not causal", f"causal attention with attn_implementation={NAME!r}",
             "pass sequences as a padded batch, or use another implementation",
         )  # fmt: skip
     if int(q_offset) + q_length != kv_offset + kv_length:

@@ -273,7 +273,10 @@ BAD = {
         nsa(g_cmp=torch.ones(2, 8, 4), block_indices=None, block_counts=torch.ones(2, 8, 2).long()),
         "block_counts is a tensor; allowed: a number where blocks are chosen",
     ),
-    "too few blocks": (nsa(g_cmp=torch.ones(2, 8, 4), block_indices=None, block_counts=2), r"first \+ local is 1 \+ 2"),
+    "too few blocks": (
+        nsa(g_cmp=torch.ones(2, 8, 4), block_indices=None, block_counts=2),
+        "block_counts is 2; allowed: at least 3 where blocks are chosen",
+    ),
     "counts of others": (nsa(block_counts=torch.ones(2, 8, 1).long()), r"block_counts is of shape \(2, 8, 1\)"),
     "heads": (nsa(q=torch.zeros(2, 8, 5, 8)), "q is of 5 heads; allowed: a multiple of k's 2 heads"),
     "groups apart": (nsa(q=torch.zeros(2, 8, 2, 2, 8)), r"q is of shape \(2, 8, 2, 2, 8\); allowed: a tensor \[B,TQ,HQ,K\]"),

@@ -109,10 +109,12 @@ def test_what_is_not_there_is_refused() -> None:
     holes[0, 4] = 0
     with pytest.raises(ArgumentError, match="attention_mask is 0 between keys"):
         mine(ids, attention_mask=holes)
-    with pytest.raises(ArgumentError, match=r"attention mask is not plainly causal"):
+    with pytest.raises(ArgumentError, match="position_ids or the mask is of packed sequences"):
         mine(ids, position_ids=torch.cat((torch.arange(6), torch.arange(6)))[None], use_cache=False)
     with pytest.raises(ArgumentError, match=r"past_key_values is of 32 keys for queries up to 12.*DynamicCache"):
         mine(ids, past_key_values=transformers.StaticCache(config=mine.config, max_cache_len=32))
+    with pytest.raises(ArgumentError, match=r"attention_mask is of shape \(1, 1, 12, 12\); allowed: \[B, keys\]"):
+        mine(ids, attention_mask=torch.ones(1, 1, 12, 12, dtype=torch.bool).tril())
     mine.config.attention_dropout = 0.1
     for layer in mine.model.layers:
         layer.self_attn.attention_dropout = 0.1
