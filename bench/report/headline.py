@@ -34,6 +34,7 @@ CASES = {"real-8k-h16": ("fwd", "bwd"), "real-8k-h4": ("fwd", "bwd"), "decode-B6
 CONTEXT = 8192  # of training
 NEAR = 0.95  # of a claim: what passes
 REP = 100  # ms of timed calls of the layer
+LAYER_FILE, CALLS_FILE, TRAINING_FILE = "layer.jsonl", "calls.jsonl", "training.jsonl"
 
 
 class Gain(NamedTuple):
@@ -61,6 +62,14 @@ def headline(folder: Path, console: Console) -> str:
             console.print(f"{part.__name__.strip('_')} was left out: {first_line(error)}")
         torch.cuda.empty_cache()
     return verdicts(claims(), here, read_rows(H200_ROWS)[-1]["device"], torch.cuda.get_device_name())
+
+
+def of_folder(folder: Path) -> str:
+    """The table of rows that an earlier run left in a folder."""
+    layer, calls, steps = (store.read(folder / name) for name in (LAYER_FILE, CALLS_FILE, TRAINING_FILE))
+    dense, nsa = ([row for row in steps if row["attention"] == attention] for attention in ("dense", "nsa"))
+    here = layer_gains(layer) | call_gains(calls) | training_gains(dense, nsa)
+    return verdicts(claims(), here, read_rows(H200_ROWS)[-1]["device"], layer[-1]["device"])
 
 
 def verdicts(claimed: Gains, here: Gains, there: str, device: str) -> str:
@@ -138,7 +147,7 @@ def _layer(folder: Path, console: Console) -> Gains:
             found = layer_parts.measure(parts[name](), REP)
             rows += [{"part": name, "S": S, "G": layer_parts.G, "h": shares.HEADS, "D": layer_parts.D, **row, **facts} for row in found]
             torch.cuda.empty_cache()
-    store.append(folder / "layer.jsonl", rows)
+    store.append(folder / LAYER_FILE, rows)
     return layer_gains(rows)
 
 
@@ -146,7 +155,7 @@ def _calls(folder: Path, console: Console) -> Gains:
     backends = [name for name in speed.usual_backends("cuda") if name != PACKED]
     contenders = able(named(",".join(backends)), "cuda", console.print)
     jobs = [job for job in speed.jobs(speed.suites_of("performance,decode", False, "cuda"), contenders, "") if job.case.case in CASES]
-    return call_gains(run([job._replace(directions=CASES[job.case.case]) for job in jobs], folder / "calls.jsonl", "cuda", console))
+    return call_gains(run([job._replace(directions=CASES[job.case.case]) for job in jobs], folder / CALLS_FILE, "cuda", console))
 
 
 def _training(folder: Path, console: Console) -> Gains:
@@ -166,5 +175,5 @@ def _training(folder: Path, console: Console) -> Gains:
             # No step of so few is a checkpoint's; a minute is far more than they take.
             runs.append(train(Path(out), sizes, None, torch.device("cuda"), None, 1.0, len(pair.nsa), len(pair.nsa) + 1, True))
         torch.cuda.empty_cache()
-    store.append(folder / "training.jsonl", [row for rows in runs for row in rows])
+    store.append(folder / TRAINING_FILE, [row for rows in runs for row in rows])
     return training_gains(*runs)

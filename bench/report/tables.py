@@ -21,7 +21,7 @@ from nsa_sel.bench.questions import (
     weak_scaling,
     windows,
 )
-from nsa_sel.bench.report import decode_times, decoding, e4m3_trials, on_paper, server, summary, training
+from nsa_sel.bench.report import decode_times, decoding, e4m3_trials, headline, on_paper, server, summary, training
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.report.sharing import origin, sharing_table
@@ -35,7 +35,7 @@ from nsa_sel.settings.devices import GPUS
 from nsa_sel.telemetry.describe import describe
 
 H200 = "bench/results/h200"
-H200_PEERS = f"{H200}/peers.jsonl"
+H200_PEERS, H100_PEERS = f"{H200}/peers.jsonl", "bench/results/h100/peers.jsonl"
 CLOSE = "real-8k-h1", "fwd+bwd"  # the case of the table in README's claim that is closest to dense attention
 TRAINED = '"trained": what a model that was trained with NSA at this context selects ([decisions.md](decisions.md)).'
 OF_TEXT = (
@@ -166,12 +166,11 @@ def cupy_cuda(rows: list[Row]) -> str:
     return table(["case", "direction", "cupy-cuda", "fastest of Triton's", "Triton's time over it"], lines)
 
 
-def peers() -> str:
-    """What torch offers for the same selections, in one process with ours: milliseconds, medians."""
-    index = summary.indexed(store.read(ROOT / H200_PEERS))
-    names = list(dict.fromkeys(name for found in index.values() for name in found))
-    lines = [(*key, *(ms(found[name]) for name in names)) for key, found in index.items() if set(names) <= set(found)]
-    return table(["case", "direction", *names], lines)
+def peers(file: str) -> str:
+    """What others offer for the same selections, in one process with ours: milliseconds, medians."""
+    index = {key: found for key, found in summary.indexed(store.read(ROOT / file)).items() if key[1] != "fwd+bwd"}
+    names = dict.fromkeys(name for found in index.values() for name in found)
+    return table(["case", "direction", *names], [(*key, *(ms(found.get(name)) for name in names)) for key, found in index.items()], left=2)
 
 
 def overhead() -> str:
@@ -270,7 +269,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "scaling": of_h200(summary.scaling_table),
         "breakeven": of_h200(summary.breakeven_table),
         "workspace": of_h200(summary.workspace_table),
-        "peers": peers,
+        "peers": lambda: peers(H100_PEERS),
         "cpu": cpu_table,
         "overhead": overhead,
         "compiled": compiled,
@@ -294,6 +293,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "flashinfer": lambda: decoding_peers.table(rows_of("profiles/decoding_peers.jsonl"), rows_of("profiles/decoding_steps.jsonl")),
         "server": lambda: server.table(rows_of("profiles/server.jsonl")),
     },
+    "docs/tuning.md": {"headline": lambda: headline.of_folder(ROOT / "bench/results/h100/headline")},
     "docs/varlen.md": {"varlen": varlen},
     "docs/distributed.md": {"weak": lambda: weak_scaling.table(rows_of("scaling.jsonl"))},
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},

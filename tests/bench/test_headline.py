@@ -102,6 +102,12 @@ def test_every_claim_is_measured_beside_dense_attention(measured: list[str], tmp
     assert {file.name for file in (tmp_path / "rows").iterdir()} == {"layer.jsonl", "training.jsonl"}  # calls.jsonl is `run`'s
 
 
+def test_a_committed_run_measured_every_claim() -> None:
+    lines = table_lines(headline.of_folder(ROOT / "bench/results/h100/headline").split("\n\n")[1])
+    assert [row["claim"] for row in lines] == list(headline.claims())
+    assert all(row["here"].endswith("x") for row in lines)
+
+
 def test_what_cannot_be_measured_is_said_and_the_rest_goes_on(measured: list[str], tmp_path: Path, capsys: Any) -> None:
     def no_text(*_: Any) -> None:
         raise RuntimeError("no text here")
