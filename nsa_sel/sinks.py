@@ -34,6 +34,8 @@ def with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
         >>> o, lse = selection_attention(q, k, v, selection, return_lse=True)
         >>> o = with_sink(o, lse, sink)  # sink: nn.Parameter [G,h]
     """
+    if lse is None:
+        raise ArgumentError("lse", None, "the log-sum-exp of o's rows", "get both from one call: selection_attention(..., return_lse=True)")
     check_tensors(o=o, lse=lse, sink=sink)
     if lse.shape != o.shape[:-1]:
         raise ArgumentError("lse", f"of shape {tuple(lse.shape)}", f"o's {tuple(o.shape[:-1])}", "pass the lse that return_lse=True gives")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -67,12 +69,13 @@ def test_rows_of_nothing_give_no_nan() -> None:
     ("changed", "message"),
     [
         ({"lse": torch.zeros(2, 3)}, "lse is of shape"),
+        ({"lse": None}, r"lse is None; .* Remedy: .*selection_attention\(\.\.\., return_lse=True\)"),
         ({"sink": torch.zeros(4)}, "sink is of shape"),
         ({"sink": torch.zeros(3, dtype=torch.int64)}, "sink is torch.int64"),
         ({"sink": 1.0}, "sink is a float"),
     ],
 )
-def test_bad_arguments_are_refused(changed: dict[str, Tensor], message: str) -> None:
+def test_bad_arguments_are_refused(changed: dict[str, Any], message: str) -> None:
     given = {"o": torch.zeros(2, 4, 3, 8), "lse": torch.zeros(2, 4, 3), "sink": torch.zeros(3)} | changed
     with pytest.raises(ArgumentError, match=message):
         nsa_sel.with_sink(**given)
