@@ -6,6 +6,7 @@ the most weight (`choose_blocks`). While a sequence has no more than n blocks, t
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from nsa_sel.core.indices import check_forced
 from nsa_sel.errors import ArgumentError
 
 NAME = "nsa_sel"
+UNPACKED = "pass sequences as a padded batch, or one a call, or use another implementation"
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")  # arguments of other implementations, None in plain models
 
 
@@ -55,6 +57,8 @@ def register_transformers(*, n: int = 16, block_size: int = 64, first: int = 1, 
     ) -> tuple[Tensor, None]:
         """o [B,S,H,D] of query [B,H,S,D], key and value [B,G,S_kv,D]; attention_mask is what `first_keys` returned."""
         check_options(module, options)
+        if attention_mask is None:
+            check_positions(options.get("position_ids"))
         if attention_mask is not None and attention_mask.dim() != 1:  # a mask of the user's own comes as it is
             found = f"of shape {tuple(attention_mask.shape)}"
             raise ArgumentError("attention_mask", found, "[B, keys] of 0 and 1: padding before and after", "leave it out for a causal mask")
@@ -96,7 +100,7 @@ def first_keys(
     if mask_function is not None and mask_function is not causal_mask_function:
         raise ArgumentError(
             "position_ids or the mask", "of packed sequences, or not causal", f"causal attention with attn_implementation={NAME!r}",
-            "pass sequences as a padded batch, or use another implementation",
+            UNPACKED,
         )  # fmt: skip
     if int(q_offset) + q_length != kv_offset + kv_length:
         raise ArgumentError(
@@ -113,6 +117,28 @@ def first_keys(
     if bool((seen & ended).any()):
         raise ArgumentError("attention_mask", "0 between keys", "0 before and after a sequence's keys", "pad at one end")
     return None if not bool(begin.any()) else begin.cpu()
+
+
+_checked: weakref.ref[Tensor] | None = None  # positions that were checked last: all layers of a pass get the same tensor
+
+
+def check_positions(position_ids: Tensor | None) -> None:
+    """ArgumentError for packed sequences: positions that begin again. transformers notices them only without a cache.
+
+    Of a pass over more than one token, it waits for the device once. Not under torch.compile, and not in a capture.
+    """
+    global _checked
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] < 3:
+        return
+    if _checked is not None and _checked() is position_ids:
+        return
+    if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    _checked = weakref.ref(position_ids)
+    again = (position_ids[:, 1:-1] == 0) & (position_ids[:, 2:] == 1)  # padding at the end has 0 after 0, or no 0
+    if bool(again.any()):
+        allowed = f"positions that rise, with attn_implementation={NAME!r}"
+        raise ArgumentError("position_ids", "of packed sequences", allowed, UNPACKED)
 
 
 def check_options(module: torch.nn.Module, options: dict[str, Any]) -> None:

@@ -111,6 +111,9 @@ def test_what_is_not_there_is_refused() -> None:
         mine(ids, attention_mask=holes)
     with pytest.raises(ArgumentError, match="position_ids or the mask is of packed sequences"):
         mine(ids, position_ids=torch.cat((torch.arange(6), torch.arange(6)))[None], use_cache=False)
+    for options in ({}, {"use_cache": True, "attention_mask": torch.ones_like(ids)}):  # transformers looks at neither
+        with pytest.raises(ArgumentError, match=r"position_ids is of packed sequences.*Remedy: pass sequences as a padded"):
+            mine(ids, position_ids=torch.cat((torch.arange(6), torch.arange(6)))[None], **options)
     with pytest.raises(ArgumentError, match=r"past_key_values is of 32 keys for queries up to 12.*DynamicCache"):
         mine(ids, past_key_values=transformers.StaticCache(config=mine.config, max_cache_len=32))
     with pytest.raises(ArgumentError, match=r"attention_mask is of shape \(1, 1, 12, 12\); allowed: \[B, keys\]"):
@@ -124,6 +127,19 @@ def test_what_is_not_there_is_refused() -> None:
         transformers.AttentionInterface()["nsa_sel"](torch.nn.Module(), *torch.ones(3, 1, 2, 4, 8), None, is_causal=False)
     with pytest.raises(ArgumentError, match="sliding_window is given"):
         transformers.AttentionInterface()["nsa_sel"](torch.nn.Module(), *torch.ones(3, 1, 2, 4, 8), None, sliding_window=4)
+
+
+def test_positions_of_one_sequence_are_taken() -> None:
+    mine, ids = model(**SIZES), tokens(2, 12)
+    plain = mine(ids).logits
+    seen = torch.ones_like(ids)
+    seen[1, 8:] = 0  # padding at the end, in the ways that people number it
+    for filled in (0, 1):
+        positions = (seen.cumsum(1) - 1).masked_fill(seen == 0, filled)
+        torch.testing.assert_close(mine(ids, attention_mask=seen, position_ids=positions).logits[1, :8], plain[1, :8])
+    first = mine(ids[:, :7], position_ids=torch.arange(7).expand(2, 7))
+    rest = mine(ids[:, 7:], past_key_values=first.past_key_values, position_ids=torch.arange(7, 12).expand(2, 5))
+    torch.testing.assert_close(rest.logits, plain[:, 7:])
 
 
 def test_padding_at_the_end_is_no_padding() -> None:
