@@ -1,0 +1,1 @@
+"""nsa-sel as a kernel of Hugging Face `kernels`."""
