@@ -5,21 +5,24 @@
     python examples/train_nsa_lm.py --out runs/packed --backend sdpa-packed   # the same run on another backend
     python examples/train_nsa_lm.py --out runs/dense --attention dense        # the same model with dense causal attention
     python examples/train_nsa_lm.py --out runs/tiny --tiny                    # a size for a CPU
+    torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context    # several_ranks.py
 
 The text is documentation that is found on the machine, or a folder's (--text). The folder --out holds text.bin, checkpoint.pt,
 losses.jsonl (a line a step) and losses.png. A run that is interrupted, or that had its --minutes, resumes when it is started
-again, with the same losses as one that never stopped. `examples/compare_losses.py` compares runs.
+again, with the same losses as one that never stopped, also on another number of ranks. `examples/compare_losses.py` compares runs.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
 import math
 import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -28,12 +31,18 @@ from graphed_step import GraphedStep
 from loss_curves import Curve, draw
 from nsa_lm import TINY, LanguageModel, Sizes
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy
 
 from nsa_sel import decisions
 from nsa_sel.bench.core import environment, store
 from nsa_sel.bench.core.command_line import Device, device_of, program
 from nsa_sel.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from several_ranks import Ranks
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def of_context(sizes: Sizes, context: int | None, batch: int | None) -> Sizes:
@@ -57,28 +66,34 @@ def batch_at(text: Tensor, step: int, sizes: Sizes, held_out: bool = False) -> T
 class Training:
     """A model, its optimizer and the next step: all that a checkpoint holds."""
 
-    def __init__(self, sizes: Sizes, backend: str | None, device: torch.device, text: Tensor, graph: bool = True) -> None:
+    def __init__(
+        self, sizes: Sizes, backend: str | None, device: torch.device, text: Tensor, graph: bool = True, ranks: Ranks | None = None
+    ) -> None:
         torch.manual_seed(sizes.seed)
-        self.sizes, self.device, self.text, self.step = sizes, device, text, 0
+        self.sizes, self.device, self.text, self.step, self.ranks = sizes, device, text, 0, ranks
         self.model = LanguageModel(sizes, backend).to(device)
+        parameters: Any = self.model.parameters() if ranks is None else ranks.spread(self.model)
         self.graph = GraphedStep(self.update, device) if graph and device.type == "cuda" else None
         self.rate = torch.zeros((), device=device)  # a captured step reads it anew
         options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True, "capturable": self.graph is not None}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), self.rate, **options)
+        self.optimizer = torch.optim.AdamW(parameters, self.rate, **options)
         fingerprint = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]
         self.identity = {"sizes": asdict(sizes), "text": fingerprint, "graph": self.graph is not None}
 
     def loss(self, data: Tensor) -> Tensor:
+        """Of a batch; on several ranks of this rank's part of it."""
+        given, following = (data[:, :-1], data[:, 1:]) if self.ranks is None else self.ranks.part_of(data)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(data[:, :-1])
-        return cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())
+            logits = self.model(given)
+        return cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
     def update(self, data: Tensor) -> Tensor:
         """Forward, backward, and the optimizer's step; the loss."""
         loss = self.loss(data)
         self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        clip = nn.utils.clip_grad_norm_ if self.ranks is None else several_ranks().clip
+        clip(self.model.parameters(), 1.0)
         self.optimizer.step()
         return loss.detach()
 
@@ -89,16 +104,23 @@ class Training:
         data = batch_at(self.text, self.step, self.sizes).to(self.device)
         loss = self.graph.run(data) if self.graph else self.update(data)
         self.step += 1
-        return loss.item()  # waits for the device: the time of a step is that of its work
+        return self.mean(loss)  # waits for the device: the time of a step is that of its work
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Of one fixed batch of the part that is never trained on."""
-        return float(self.loss(batch_at(self.text, 0, self.sizes, held_out=True).to(self.device)))
+        return self.mean(self.loss(batch_at(self.text, 0, self.sizes, held_out=True).to(self.device)))
+
+    def mean(self, loss: Tensor) -> float:
+        """Of all ranks."""
+        return loss.item() if self.ranks is None else several_ranks().mean(loss)
 
     def save(self, file: Path) -> None:
-        """Replace the checkpoint at once: a kill leaves the old one or the new one."""
-        state = {"model": self.model.state_dict(), "optimiser": self.optimizer.state_dict(), "step": self.step, **self.identity}
+        """Replace the checkpoint at once: a kill leaves the old one or the new one. It holds whole tensors, however many ranks save it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=WHOLE)
+        if self.ranks is not None and self.ranks.rank:
+            return
+        state = {"model": model, "optimizer": optimizer, "step": self.step, **self.identity}
         unfinished = file.with_name(f".{file.name}.{os.getpid()}")
         with unfinished.open("wb") as opened:
             torch.save(state, opened)
@@ -112,8 +134,8 @@ class Training:
         for name, mine in self.identity.items():
             if state[name] != mine:
                 raise ArgumentError("--out", f"a folder with a run of other {name}: {state[name]}", str(mine), "pass another folder")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimiser"])
+        both = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **both, options=WHOLE)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         self.step = state["step"]
@@ -121,21 +143,28 @@ class Training:
 
 def train(
     out: Path, sizes: Sizes, backend: str | None, device: torch.device, text: Path | None, minutes: float, steps: int | None, every: int,
-    graph: bool,
+    graph: bool, ranks: Ranks | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train until `minutes` are over or step `steps` is done, a checkpoint every so many steps; all rows of the run so far."""
+    """Train until `minutes` are over or step `steps` is done, a checkpoint every so many steps; all rows of the run so far.
+
+    ranks: that train together. The first one writes the files.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    checkpoint, log = out / "checkpoint.pt", out / "losses.jsonl"
-    training = Training(sizes, backend, device, load_text(text, out / "text.bin", sizes.context), graph)
+    checkpoint, log, writes = out / "checkpoint.pt", out / "losses.jsonl", ranks is None or ranks.rank == 0
+    read = functools.partial(load_text, text, out / "text.bin", sizes.context)
+    training = Training(sizes, backend, device, read() if ranks is None else several_ranks().first_before_others(read), graph, ranks)
     if checkpoint.exists():
         training.load(checkpoint)
     rows = store.read(log) if log.exists() else []
     rows = [row for row in rows if row["step"] < training.step]  # steps after the checkpoint are trained again
-    store.write_whole(log, store.as_lines(rows))
+    if writes:
+        store.write_whole(log, store.as_lines(rows))
     facts = environment.stamp(device.type)  # device, versions, commit, command
+    if ranks is not None:
+        facts |= {"parallel": ranks.way, "ranks": ranks.mesh.size()}
     started, tokens = time.perf_counter(), sizes.batch * sizes.context
     trained = sum(row["ms"] for row in rows) / 1e3
-    while (steps is None or training.step < steps) and time.perf_counter() - started < minutes * 60:
+    while (steps is None or training.step < steps) and in_time(started, minutes, ranks):
         step, began = training.step, time.perf_counter()
         loss = training.advance()
         ms = (time.perf_counter() - began) * 1e3
@@ -147,14 +176,28 @@ def train(
         if training.step % every == 0:
             row["held_out_loss"] = training.held_out_loss()
         rows.append(row)
-        store.append(log, [row])
+        if writes:
+            store.append(log, [row])
         if training.step % every == 0:
             training.save(checkpoint)
+        if training.step % every == 0 and writes:
             print(f"step {training.step}: loss {loss:.4f}, held out {row['held_out_loss']:.4f}, {row['tokens_per_second']} tokens/s")
     training.save(checkpoint)
     held_out = Curve("held out", [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row], "o-")
-    draw(out / "losses.png", "loss, nats a byte", [Curve("training", [(row["step"], row["loss"]) for row in rows]), held_out])
+    if writes:
+        draw(out / "losses.png", "loss, nats a byte", [Curve("training", [(row["step"], row["loss"]) for row in rows]), held_out])
     return rows
+
+
+def in_time(started: float, minutes: float, ranks: Ranks | None) -> bool:
+    """Whether minutes are left, by the first rank's clock."""
+    left = time.perf_counter() - started < minutes * 60
+    return left if ranks is None else several_ranks().of_first(left)
+
+
+def several_ranks() -> Any:
+    """The module, whose imports take seconds that a run alone does not need."""
+    return importlib.import_module("several_ranks")
 
 
 def chosen(sizes: Sizes) -> str | None:
@@ -178,6 +221,7 @@ def main(
     seed: Annotated[int, typer.Option(help="of weights and batches")] = 0,
     every: Annotated[int, typer.Option(help="steps between checkpoints")] = 100,
     graph: Annotated[bool, typer.Option(help="capture a step as a CUDA graph, on a GPU")] = True,
+    parallel: Annotated[str | None, typer.Option(help="under torchrun: data, context, or tensor (several_ranks.py)")] = None,
     device: Device = "auto",
 ) -> None:
     """Train, or resume training, a byte-level language model with NSA."""
@@ -186,8 +230,12 @@ def main(
     if attention == "dense" and backend is not None:
         raise ArgumentError("--backend", repr(backend), "none with --attention dense", "leave one of the two out")
     sizes = of_context(replace(TINY if tiny else Sizes(), attention=attention, seed=seed), context, batch)
-    rows = train(out, sizes, backend, torch.device(device_of(device)), text, minutes, steps, every, graph)
-    if rows:
+    here, ranks = torch.device(device_of(device)), None
+    if parallel is not None:
+        ranks, here = several_ranks().join(parallel, sizes, here)
+        graph = False
+    rows = train(out, sizes, backend, here, text, minutes, steps, every, graph, ranks)
+    if rows and (ranks is None or ranks.rank == 0):
         print(f"{len(rows)} steps, loss {rows[-1]['loss']:.4f}: {out / 'losses.png'}")
 
 

@@ -18,7 +18,6 @@ from nsa_sel.bench.questions import (
     layer_parts,
     paged_caches,
     ways_to_choose,
-    weak_scaling,
     windows,
 )
 from nsa_sel.bench.report import decode_times, decoding, e4m3_trials, headline, on_paper, server, summary, training
@@ -295,7 +294,6 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/tuning.md": {"headline": lambda: headline.of_folder(ROOT / "bench/results/h100/headline")},
     "docs/varlen.md": {"varlen": varlen},
-    "docs/distributed.md": {"weak": lambda: weak_scaling.table(rows_of("scaling.jsonl"))},
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},
     "docs/kernel-results.md": {
         "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),

@@ -37,7 +37,7 @@ CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosi
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
 # Commands whose rows time more, or less, than a call (packed batches, ranks, a plain call beside caches) under a backend's name; old rows
 # have the old names.
-MORE_THAN_A_CALL = {"paged_caches", "packed_batches", "weak_scaling", "bench_serving", "bench_varlen", "bench_scaling"}
+MORE_THAN_A_CALL = {"paged_caches", "packed_batches", "scaling", "bench_serving", "bench_varlen", "bench_scaling"}
 SCATTER = 0.1  # spread of a row's percentiles over its median that halves its weight
 HOST_SPREAD = 2.0  # host-bound calls take at most this many times as long as the fastest call
 

@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from nsa_sel import NSAttention, explain
-from nsa_sel.bench.questions import weak_scaling
+from nsa_sel.bench.questions import scaling
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.distributed import (
     Exchange,
@@ -296,31 +296,39 @@ def test_wanted_blocks_equal_those_by_hand() -> None:
 def test_the_bench_starts_torchrun_for_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows of 1, 2 and 4 ranks lie in one file; what torchrun starts joins a job instead."""
     started = []
-    monkeypatch.setattr(weak_scaling.subprocess, "run", lambda command, check: started.append(command))
-    monkeypatch.setattr(weak_scaling.os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(sys, "argv", ["weak_scaling.py", "--device", "cpu", "--quick"])
+    monkeypatch.setattr(scaling.subprocess, "run", lambda command, check: started.append(command))
+    monkeypatch.setattr(scaling.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--device", "cpu", "--quick"])
     monkeypatch.delenv("RANK", raising=False)
     out = tmp_path / "rows.jsonl"
     out.touch()
-    weak_scaling.main(out, device="cpu", quick=True)
+    scaling.main(out, device="cpu", quick=True)
     assert [command[3:5] for command in started] == [["--standalone", f"--nproc-per-node={ranks}"] for ranks in (1, 2, 4)]
-    assert all(command[-5:] == ["-m", "nsa_sel.bench.questions.weak_scaling", "--device", "cpu", "--quick"] for command in started)
+    assert all(command[-5:] == ["-m", "nsa_sel.bench.questions.scaling", "--device", "cpu", "--quick"] for command in started)
     with pytest.raises(NsaSelError, match=r"--ranks is 8; .* at most the 4 cpu devices here"):
-        weak_scaling.main(out, ranks="8", device="cpu")
+        scaling.main(out, ranks="8", device="cpu")
 
 
-def test_weak_scaling_keeps_rows_per_rank() -> None:
+def test_weak_scaling_keeps_rows_per_rank_and_strong_those_of_all() -> None:
     for quick in (False, True):
-        of = {ranks: weak_scaling.cases(ranks, quick) for ranks in (1, 2, 4)}
+        of = {ranks: scaling.cases(ranks, quick) for ranks in (1, 2, 4)}
         for ranks, cases in of.items():
-            assert [(case.S, case.S_kv) for case in cases] == [(case.S, case.S_kv * ranks) for case in of[1]]
+            for case, alone in zip(cases, of[1], strict=True):
+                weak = case.case.startswith("weak")
+                assert (case.S, case.S_kv) == ((alone.S, alone.S_kv * ranks) if weak else (alone.S // ranks, alone.S_kv))
 
 
 def test_the_table_shows_efficiency() -> None:
-    common = {"direction": "fwd", "ms_p20": 1.0, "ms_p80": 3.0, "ms_at_hand": 1.5, "bytes_forward": 2_000_000, "bytes_backward": 5_000_000}
-    rows = [
-        {**common, "case": "weak-R1-8k-h4", "ranks": 1, "ms_median": 2.0, "way": None},
-        {**common, "case": "weak-R2-8k-h4", "ranks": 2, "ms_median": 2.5, "way": "gather"},
-    ]
-    last = weak_scaling.table(rows).splitlines()[-1]  # †: percentiles are far apart
-    assert last.replace("|", " ").split() == ["weak-R2-8k-h4", "2", "fwd", "2.5†", "1", "-", "3", "1.5", "0.80", "gather", "2.0"]
+    common = {
+        "direction": "fwd", "part": "layer", "ms_p20": 1.0, "ms_p80": 3.0, "ms_at_hand": 1.5, "bytes_forward": 2_000_000,
+        "bytes_backward": 5_000_000,
+    }  # fmt: skip
+    for kind, efficiency in (("weak", "0.80"), ("strong", "0.40")):
+        rows = [
+            {**common, "case": f"{kind}-R1-8k-h4", "ranks": 1, "ms_median": 2.0, "way": None},
+            {**common, "case": f"{kind}-R2-8k-h4", "ranks": 2, "ms_median": 2.5, "way": "gather"},
+            {"case": f"{kind}-R2-16k-h4", "ranks": 2, "part": "layer", "error": "out of memory"},
+        ]
+        last = scaling.table(rows).splitlines()[-1]  # †: percentiles are far apart
+        shown = [f"{kind}-R2-8k-h4", "layer", "fwd", "2.5†", "1", "-", "3", "1.5", efficiency, "gather", "2.0"]
+        assert last.replace("|", " ").split() == shown

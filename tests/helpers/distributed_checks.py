@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 import nsa_sel
 from nsa_sel import Selection, selection_attention
-from nsa_sel.bench.questions import weak_scaling
+from nsa_sel.bench.questions import scaling
 from nsa_sel.distributed import agreement, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError
 from tests.helpers import distributed_agreement as calls
@@ -258,7 +258,7 @@ def the_document_runs() -> None:
 def scaling_is_measured() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
-        weak_scaling.measure_here(out, DEVICE, quick=True, samples=3)
+        scaling.measure_here(out, DEVICE, quick=True, samples=3)
         rows = [json.loads(line) for line in out.read_text().splitlines()] if rank() == 0 else []
     for row in rows:
         assert row["ranks"] == ranks()
@@ -267,7 +267,8 @@ def scaling_is_measured() -> None:
         assert row["way"] in ("gather", "blocks", "rows")
         assert row["bytes_forward"] > 0
         assert (row["bytes_backward"] > 0) == (row["direction"] == "fwd+bwd")
-    assert len(rows) == (len(weak_scaling.cases(ranks(), quick=True)) * 2 if rank() == 0 else 0)
+    wanted = len(scaling.cases(ranks(), quick=True)) * len(scaling.PARTS) * len(scaling.DIRECTIONS)
+    assert len(rows) == (wanted if rank() == 0 else 0)
 
 
 ENDS = {"cpu": calls.a_dead_rank_is_noticed, "cuda": calls.gpus_stop_where_calls_differ}  # in their own process: they end the group
@@ -296,6 +297,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     models.fsdp_trains_as_one_rank,
     models.fsdp_over_slices_of_the_sequence_trains_as_one_rank,
     models.tensor_parallel_trains_as_one_rank,
+    models.the_example_trains_as_one_rank,
     *layers.TWO_RANKS,
     the_document_runs,
     scaling_is_measured,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,8 @@ from nsa_sel import Selection, selection_attention
 from nsa_sel.distributed import context_parallel_attention
 from nsa_sel.errors import ArgumentError, BackendError
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads
+from tests.helpers.examples import load
+from tests.helpers.paths import ROOT
 from tests.helpers.ranks import BACKENDS, BLOCK, DEVICE, EQUAL, ROWS, mine, my_turn, problem, ranks
 
 # DTensors
@@ -178,3 +183,28 @@ def tensor_parallel_trains_as_one_rank() -> None:
         parallelize_module(model, on, {**by_columns, "o": RowwiseParallel()})
         ranges = mine(selection.ranges, 2) if local else placed(selection.ranges, 2, on)
         close(trained(model, x, Selection.from_ranges(ranges, BLOCK)), wanted)
+
+
+def the_example_trains_as_one_rank() -> None:
+    """A run that goes on in another way after every step has the losses of one that one rank alone made."""
+    example, several = load("train_nsa_lm"), load("several_ranks")
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        text, how, sizes = ROOT / "docs", {"minutes": 9, "every": 1, "graph": False}, replace(example.TINY, layers=1)
+
+        def losses(folder: str, steps: int, parallel: Any = None) -> list[float]:
+            rows = example.train(Path(folder), sizes, None, torch.device(DEVICE), text, steps=steps, ranks=parallel, **how)
+            return [row["loss"] for row in rows]
+
+        alone = losses(f"{own}/alone", len(several.WAYS))
+        for steps, way in enumerate(several.WAYS, 1):
+            parallel, _ = several.join(way, sizes, torch.device(DEVICE))
+            found = losses(f"{shared[0]}/together", steps, parallel)
+            dist.barrier()  # the first rank wrote the checkpoint
+        assert found == pytest.approx(alone, rel=1e-4 if DEVICE == "cpu" else 1e-3)  # bfloat16 on a GPU
+        with pytest.raises(ArgumentError, match=r"--batch is 1; .* multiple of 2, on 2 ranks"):
+            several.join("data", replace(sizes, batch=1), torch.device(DEVICE))
+        with pytest.raises(ArgumentError, match=r"--parallel is 'pipeline'; allowed: data, context, tensor"):
+            several.join("pipeline", sizes, torch.device(DEVICE))
+        dist.barrier()

@@ -1,0 +1,126 @@
+"""How train_nsa_lm.py trains on several ranks, which torchrun starts:
+
+    torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context
+
+data       FSDP2 alone: each rank has sequences of its own
+context    each rank has a slice of every sequence (`nsa_sel.distributed.context_parallel`), and FSDP2 over the same ranks
+tensor     each rank has KV groups of its own and columns of the MLP, over as many ranks as there are groups; FSDP2 over what is left
+
+Every rank draws the batch of a step and takes its part, so that a run sees the same bytes on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from nsa_lm import LanguageModel, Sizes
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from nsa_sel.distributed import check_ranks, context_parallel, tensor_parallel
+from nsa_sel.errors import ArgumentError
+
+DATA, CONTEXT, TENSOR = WAYS = "data", "context", "tensor"
+
+
+class Ranks(NamedTuple):
+    """The ranks of a job, by parts of the batch ("data") and of a layer ("tensor"), and what they share."""
+
+    way: str
+    mesh: DeviceMesh
+    rank: int
+
+    def spread(self, model: LanguageModel) -> list[dict[str, Any]]:
+        """Change the model in place, so that each rank holds a part of its parameters and computes its part of a step. The parameters, in
+        groups for an optimizer: those of one mesh each, as one call of a kernel takes no others."""
+        data, tensor = self.mesh["data"], self.mesh["tensor"]
+        if self.way == CONTEXT:
+            context_parallel(model, data)
+        elif tensor.size() > 1:
+            tensor_parallel(model, tensor)
+            for block in model.blocks:
+                parallelize_module(block.mlp, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for block in model.blocks:
+            fully_shard(block, mesh=data)
+        fully_shard(model, mesh=data)
+        return [{"params": group} for group in by_mesh(model.parameters())]
+
+    def part_of(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's bytes and the bytes after them, of a batch [batch, context + 1]."""
+        mesh, dim = self.mesh["data"], 1 if self.way == CONTEXT else 0
+        given, following = (x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous() for x in (data[:, :-1], data[:, 1:]))
+        return given, following
+
+
+def join(way: str, sizes: Sizes, device: torch.device) -> tuple[Ranks, torch.device]:
+    """Become one of the ranks that torchrun started, with a GPU of its own. ArgumentError for what cannot be cut into so many parts."""
+    if way not in WAYS:
+        raise ArgumentError("--parallel", repr(way), ", ".join(WAYS), "pass one of these")
+    if "RANK" not in os.environ:
+        raise ArgumentError("--parallel", way, "only under torchrun", "start the program by torchrun --standalone --nproc-per-node RANKS")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    check_ranks()
+    ranks = dist.get_world_size()
+    by_groups = math.gcd(ranks, sizes.groups) if way == TENSOR else 1
+    cut = {DATA: ("batch", sizes.batch, ranks), TENSOR: ("batch", sizes.batch, ranks // by_groups)}
+    cut[CONTEXT] = "context", sizes.context, ranks * sizes.compress_stride
+    name, size, parts = cut[way]
+    if size % parts:
+        raise ArgumentError(
+            f"--{name}", size, f"a multiple of {parts}, on {ranks} ranks with --parallel {way}", "pass another or take fewer ranks"
+        )
+    mesh = init_device_mesh(device.type, (ranks // by_groups, by_groups), mesh_dim_names=("data", "tensor"))
+    return Ranks(way, mesh, dist.get_rank()), device
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in groups of one mesh: tensor parallelism leaves some on a mesh of their own."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
+
+
+def clip(parameters: Iterable[nn.Parameter], most: float) -> None:
+    """`clip_grad_norm_` of parameters on several meshes."""
+    groups = by_mesh(parameters)
+    norms = [nn.utils.get_total_norm([x.grad for x in group if x.grad is not None]) for group in groups]
+    total = torch.stack([x.full_tensor() if isinstance(x, DTensor) else x for x in norms]).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, most, total)
+
+
+def mean(loss: Tensor) -> float:
+    """Of all ranks."""
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def of_first(value: bool) -> bool:
+    """The first rank's value."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def first_before_others(work: Callable[[], Tensor]) -> Tensor:
+    """The work's result; the first rank has done it when the others begin."""
+    if dist.get_rank():
+        dist.barrier()
+        return work()
+    done = work()
+    dist.barrier()
+    return done
