@@ -35,16 +35,16 @@ TERMS = {f"{backend.name}/{phase}": terms for backend in BACKENDS.values() for p
 OF_CACHES = {"gathered", "rows-kernel", "rows-read"}  # terms that no plain call has
 CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosing; `WAYS` are those of others
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
-# Commands whose rows time more, or less, than a call (packed batches, ranks, a plain call beside caches) under a backend's name; old rows
-# have the old names.
-MORE_THAN_A_CALL = {"paged_caches", "packed_batches", "scaling", "bench_serving", "bench_varlen", "bench_scaling"}
+# Commands whose rows time more, or less, than a call (packed batches, a plain call beside caches) under a backend's name; old rows have
+# the old names. Those of several ranks say how many.
+MORE_THAN_A_CALL = {"paged_caches", "packed_batches", "bench_serving", "bench_varlen"}
 SCATTER = 0.1  # spread of a row's percentiles over its median that halves its weight
 HOST_SPREAD = 2.0  # host-bound calls take at most this many times as long as the fastest call
 
 
 def is_time(row: Row) -> bool:
     """Whether the row is the time of a backend of TERMS on a selection of whole blocks: what the policy's choices are compared with."""
-    if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1:
+    if row.get("ms_median") is None or not row.get("block") or row.get("streams", 1) != 1 or "ranks" in row:
         return False
     if not all(field in row for field in Case._fields):
         return False
