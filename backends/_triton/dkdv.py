@@ -8,6 +8,7 @@ For triton-block the same pass also writes each (row, range)'s share of dq = sca
 from __future__ import annotations
 
 import functools
+import itertools
 
 import triton
 import triton.language as tl
@@ -19,6 +20,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.backends._triton.rows import load_range, row_limit
+from nsa_sel.backends._triton.slices import Slices, slices, slices_of
 from nsa_sel.backends._triton.softmax import LOG2_E, add_product, dot, p_and_ds, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.units import (
@@ -195,9 +197,10 @@ def sum_parts_kernel(
 
 
 class Gradients:
-    """dk and dv, the parts of one unit, and its pairs' float32 sums where several sections of rows add to them."""
+    """dk and dv, the parts of one unit, and its pairs' float32 sums where several sections of rows add to them; `sums`: those of a pair to
+    which slices of its rows add, in place of dk and dv."""
 
-    def __init__(self, call: Call, plan: KeyToRows, lse: Tensor) -> None:
+    def __init__(self, call: Call, plan: KeyToRows, lse: Tensor, sums: tuple[Tensor, Tensor] | None = None) -> None:
         B, S, G = call.q.shape[:3]
         _, _, S_kv, Dv = call.v.shape
         Dk = call.k.shape[3]
@@ -205,11 +208,12 @@ class Gradients:
         self.by_entry = parts < plan.pieces + plan.pairs * plan.tiles
         self.part_dk = temporary(call, lse, parts, plan.width, Dk)
         self.part_dv = temporary(call, lse, parts, plan.width, Dv)
-        several = plan.section < S
-        self.sum_dk = temporary(call, lse, plan.pairs, S_kv, Dk) if several else None
-        self.sum_dv = temporary(call, lse, plan.pairs, S_kv, Dv) if several else None
-        self.dk = unwritten(call.k, B, G, S_kv, Dk)
-        self.dv = unwritten(call.v, B, G, S_kv, Dv)
+        self.slice = sums is not None
+        sections: tuple[Tensor | None, Tensor | None] = (None, None)
+        if sums is None and plan.section < S:
+            sections = temporary(call, lse, plan.pairs, S_kv, Dk), temporary(call, lse, plan.pairs, S_kv, Dv)
+        self.sum_dk, self.sum_dv = sums or sections
+        self.dk, self.dv = sums or (unwritten(call.k, B, G, S_kv, Dk), unwritten(call.v, B, G, S_kv, Dv))
 
 
 def add_unit(
@@ -228,7 +232,8 @@ def add_unit(
          plan.entries, plan.ends, unit.piece_list),
         (arguments.strides(call), do.stride()[:4], sizes, unit.lists, call.scale, call.scale_log2()),
     )  # fmt: skip
-    total = _sum_parts(heads, plan.width, unit.rows.first_row == 0, unit.rows.first_row + unit.rows.rows == sizes[0], sums.by_entry)
+    first, last = unit.rows.first_row == 0, unit.rows.first_row + unit.rows.rows == sizes[0]
+    total = _sum_parts(heads, plan.width, first and not sums.slice, last and not sums.slice, sums.by_entry)
     total.launch(
         (unit.lists.end_list - unit.lists.first_list) * (plan.width // total.constants["ROWS"]),
         (sums.part_dk, sums.part_dv, sums.sum_dk, sums.sum_dv, sums.dk, sums.dv, plan.ends),
@@ -259,11 +264,41 @@ def key_value_gradients(
 ) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]; parts stay within the workspace bound where those of one
     (batch entry, group) pair do."""
+    width = tile_width(call, config)
+    cut = slices_of(call, width)
+    if cut is not None:
+        return _by_slices(call, heads, lse, do, delta, config, width, cut)
+    found = _add_rows(call, heads, lse, do, delta, config, width)
+    return found.dk, found.dv
+
+
+def _add_rows(
+    call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig, width: int,
+    sums: tuple[Tensor, Tensor] | None = None, parts: int | None = None,
+) -> Gradients:  # fmt: skip
+    """dk and dv of a call, or of a slice that adds to `sums`; parts: their bytes, by default what the workspace has beside the plan."""
     B, S, G = call.q.shape[:3]
-    width, small = tile_width(call, config), call.selection.block_size or 0
+    small = call.selection.block_size or 0
     call, bits = merged(call, width)
-    plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width))
-    sums = Gradients(call, plan, lse)
+    plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width) if parts is None else parts)
+    found = Gradients(call, plan, lse, sums)
     for unit in units(call, plan):
-        add_unit(call, heads, plan, unit, lse, do, delta, sums, config, bits=bits, small=0 if bits is None else small)
-    return sums.dk, sums.dv
+        add_unit(call, heads, plan, unit, lse, do, delta, found, config, bits=bits, small=0 if bits is None else small)
+    return found
+
+
+def _by_slices(
+    call: Call, heads: arguments.Heads, lse: Tensor, do: Tensor, delta: Tensor, config: KernelConfig, width: int, cut: Slices
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv where the plan of all rows does not fit the workspace: pair after pair, each by slices of its rows."""
+    B, _, G = call.q.shape[:3]
+    _, _, S_kv, Dv = call.v.shape
+    sums = temporary(call, lse, 1, S_kv, heads.Dk), temporary(call, lse, 1, S_kv, Dv)
+    dk, dv = unwritten(call.k, B, G, S_kv, heads.Dk), unwritten(call.v, B, G, S_kv, Dv)
+    for b, g in itertools.product(range(B), range(G)):
+        for x in sums:
+            x.zero_()
+        for part, at in slices(call, b, g, cut.rows):
+            _add_rows(part, heads, lse[at].contiguous(), do[at], delta[at].contiguous(), config, width, sums, cut.parts)
+        dk[b, g], dv[b, g] = sums[0][0], sums[1][0]
+    return dk, dv

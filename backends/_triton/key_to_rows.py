@@ -34,6 +34,7 @@ SORTED = 256  # entries that a program sorts at once; eight bits of its keys
 MOST_TILES = 2**31 // SORTED - 1  # the other bits
 MOST_SUMMED = 16384  # counts that one program adds up: a longer table is many programs' work
 STRETCHES = 4096  # programs that rank: enough for any GPU, few enough for a small table
+LEAST_ROOM = 1 << 20  # bytes of a plan, however small the workspace is
 
 
 class KeyToRows(NamedTuple):
@@ -171,9 +172,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyT
     capacity = B * G * each
     section, pairs = min(section, S), min(pairs, B * G)
     sections = -(-S // section)
-    # Stretches long enough for a table of counts that is no longer than the lists.
-    stretch = max(SORTED // (n * reach), -(-S * B * G // STRETCHES), tiles // (n * reach))
-    stretch = min(section, tile_size(stretch, 1))
+    stretch = _stretch(S * B * G, n * reach, tiles, section)
     if sections > 1:  # a stretch lies within one section
         stretch = min(stretch, section & -section)
     stretches = -(-section // stretch)
@@ -200,9 +199,24 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyT
     return KeyToRows(entries, ends, piece_list, width, tiles, reach, stretches, section, pairs, piece, pieces)
 
 
+def _stretch(rows: int, entries: int, tiles: int, section: int) -> int:
+    """Rows of a stretch, of `entries` entries each: enough for a table of counts that is no longer than the lists."""
+    return min(section, tile_size(max(SORTED // entries, -(-rows // STRETCHES), tiles // entries), 1))
+
+
+def plan_bytes(S: int, pairs_all: int, entries: int, tiles: int) -> int:
+    """Bytes of the plan of S rows of `entries` entries each, in one section."""
+    return 8 * pairs_all * (S * entries + tiles * -(-S // _stretch(S * pairs_all, entries, tiles, S)))
+
+
+def room(call: Call) -> int:
+    """Bytes that a plan may take."""
+    return max(call.settings.workspace_bytes, LEAST_ROOM)
+
+
 def _check_size(call: Call, needed: int, each: int, reach: int, tiles: int, width: int) -> None:
     """BackendError for a plan that does not fit the workspace, or its 32-bit numbers."""
-    if each > 2**31 - SORTED or needed > max(call.settings.workspace_bytes, 1 << 20):
+    if each > 2**31 - SORTED or needed > room(call):
         raise BackendError(
             f"the list of rows of every KV tile needs {needed} bytes, because any of the {call.selection.n} ranges of a row may span"
             f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"

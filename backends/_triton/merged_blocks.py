@@ -58,20 +58,30 @@ def merge_kernel(
 def merged(call: Call, width: int) -> tuple[Call, Tensor | None]:
     """The call over tiles of `width` keys and the bits [B,S,G,n] of the blocks that each range of it selects; a call of larger blocks, or
     of ranges, as it is, and None."""
-    block, n = call.selection.block_size, call.selection.n
-    if block is None or block >= MIN_TILE or width % block or width // block > MOST_BITS or n > SORTED:
+    if not merges(call, width):
         return call, None
-    selection, bits = remembered_plan(call, ("merged_blocks", width), lambda: _build(call, block, width))
+    selection, bits = remembered_plan(call, ("merged_blocks", width), lambda: _build(call, width))
     return replace(call, selection=selection), bits
 
 
-def _build(call: Call, block: int, width: int) -> tuple[Selection, Tensor]:
+def merges(call: Call, width: int) -> bool:
+    """Whether `merged` makes another call."""
+    block, n = call.selection.block_size, call.selection.n
+    return block is not None and block < MIN_TILE and not width % block and width // block <= MOST_BITS and n <= SORTED
+
+
+def most_tiles(call: Call, width: int) -> int:
+    """Ranges of a row of the call that `merged` makes."""
+    return min(call.selection.n, -(-call.k.shape[2] // width))
+
+
+def _build(call: Call, width: int) -> tuple[Selection, Tensor]:
     B, S, G, n = call.selection.ranges.shape[:4]
-    S_kv = call.k.shape[2]
-    most = min(n, -(-S_kv // width))
+    block, most = call.selection.block_size, most_tiles(call, width)
+    assert block is not None, "`merges` asks"
     tiles = torch.empty(B, S, G, most, 2, dtype=torch.int32, device=call.q.device)
     bits = torch.empty(B, S, G, most, dtype=torch.int32, device=call.q.device)
-    _merge(n, most, block, width).launch(B * S * G, (call.disjoint_ranges(), tiles, bits), (S_kv,))
+    _merge(n, most, block, width).launch(B * S * G, (call.disjoint_ranges(), tiles, bits), (call.k.shape[2],))
     return Selection(tiles, width, disjoint=True), bits
 
 
