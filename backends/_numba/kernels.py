@@ -28,7 +28,7 @@ _SQUARE = 16  # side of the blocks in which tiles are transposed
 LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
 
 # Without reassoc, which would break the rounding trick of `_exp2`. Without arcp, with which the vector and scalar versions of one
-# loop could divide differently; memory addresses decide which version runs.
+# loop could divide differently; memory addresses decide which version runs. Sums of products call vectors.multiply_add.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
 jit = numba.njit(cache=True, **_OPTIONS)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 _BYTES = 32
@@ -111,10 +112,16 @@ def splat(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, fused where the CPU can."""
+    """a * b + c with one rounding, on every CPU (those without such an instruction are slow).
+
+    Not a product and a sum that LLVM may fuse: it then fused some in fresh machine code, and others in what Numba's cache had on disk.
+    """
 
     def code(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.fadd(builder.fmul(args[0], args[1], ("contract",)), args[2], ("contract",))
+        kind = args[0].type
+        name = f"llvm.fma.v{kind.count}f{sig.return_type.element.bitwidth}"
+        fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, (kind, kind, kind)), name)
+        return builder.call(fused, args)
 
     return a(a, b, c), code
 

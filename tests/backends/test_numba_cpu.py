@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 import nsa_sel
 from nsa_sel.backends import numba_cpu
 from nsa_sel.backends._numba import kernels
+from nsa_sel.backends._numba.vectors import load, multiply_add, store
 from nsa_sel.selection import Selection
 from tests.helpers.cases import (
     RESULTS,
@@ -143,3 +145,15 @@ def test_exp2_at_the_ends(dtype: type) -> None:
     y = np.empty_like(x)
     exp2_of(x, y)
     assert np.array_equal(y, np.array([0, np.nan, 0, 0, 1, 1, 2, 2.0**100], dtype), equal_nan=True)
+
+
+def test_a_multiply_add_rounds_once() -> None:
+    """Whether LLVM fuses a product and a sum depends on whether machine code is new, or from Numba's cache."""
+
+    @numba.njit
+    def run(a: Any, c: Any) -> None:
+        store(c, 0, multiply_add(load(a, 0), load(a, 0), load(c, 0)))
+
+    a, c = np.full(8, 1 + 2**-12, np.float32), np.full(8, -1 - 2**-11, np.float32)
+    run(a, c)
+    assert (c == 2**-24).all()
