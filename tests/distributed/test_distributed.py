@@ -1,6 +1,6 @@
 """Context parallelism: two and three processes on a CPU (gloo), two GPUs (NCCL), and tests of one process.
 
-The checks of several ranks are in tests/helpers/distributed_checks.py; all run in one start of the processes, to import torch once.
+The checks of several ranks are in tests/helpers/distributed_checks.py: a start of that program imports torch once for all its processes.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
-def assert_passed(folder: Path, ranks: int, output: str, end: bool = False) -> None:
-    """Every rank wrote that it passed all checks."""
-    from tests.helpers.distributed_checks import CHECKS_OF, ENDS
+def assert_passed(folder: Path, output: str, *words: str) -> None:
+    """Every rank of every job wrote that it passed all checks. A rank that dies in a check writes nothing."""
+    from tests.helpers.distributed_checks import ENDS, jobs
 
-    checks = (ENDS["cpu"],) if end else CHECKS_OF[ranks]
-    written = {file.name: json.loads(file.read_text()) for file in folder.glob("rank*.json")}
-    failed = [f"{name}, {check}:\n{text}" for name, found in sorted(written.items()) for check, text in found.items() if text != "passed"]
-    assert not failed, "\n".join(failed)
-    assert len(written) == ranks, f"only {sorted(written)} came to an end:\n{output}"
-    assert all(list(found) == [check.__name__ for check in checks] for found in written.values())
+    for job, (ranks, checks) in jobs(list(words)).items():
+        written = {file.name: json.loads(file.read_text()) for file in (folder / job).glob("rank*.json")}
+        failed = [f"{name}, {check}:\n{text}" for name, found in written.items() for check, text in found.items() if text != "passed"]
+        assert not failed, "\n".join(failed)
+        ends = {f"rank{rank}.json" for rank in range(1 if checks[0] in ENDS["cpu"] else ranks)}
+        assert set(written) == ends, f"of {job}, only {sorted(written)} came to an end:\n{output}"
+        assert all(list(found) == [check.__name__ for check in checks] for found in written.values())
 
 
 def run(command: list[str], log: Path, **more: str) -> str:
@@ -81,19 +82,13 @@ def run(command: list[str], log: Path, **more: str) -> str:
 
 @pytest.mark.slow
 def test_two_cpu_ranks_pass_all_checks(tmp_path: Path) -> None:
-    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
-    assert_passed(tmp_path, 2, output)
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "two"], tmp_path / "log")
+    assert_passed(tmp_path, output, "two")
 
 
-def test_three_cpu_ranks_pass_the_checks_of_the_layer(tmp_path: Path) -> None:
-    where = {"RANKS_MEET_IN": str(tmp_path / "store"), "WORLD_SIZE": "3"}
-    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path)], tmp_path / "log", **where)
-    assert_passed(tmp_path, 3, output)
-
-
-def test_a_rank_that_waits_for_a_dead_one_raises(tmp_path: Path) -> None:
-    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "end"], tmp_path / "log", RANKS_MEET_IN=str(tmp_path / "store"))
-    assert_passed(tmp_path, 2, output, end=True)
+def test_three_cpu_ranks_share_a_layer_and_dead_ranks_are_noticed(tmp_path: Path) -> None:
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "three", "end"], tmp_path / "log")
+    assert_passed(tmp_path, output, "three", "end")
 
 
 @pytest.mark.gpu
@@ -111,7 +106,7 @@ def test_two_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_two_gpus_pass_all_checks(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
-    assert_passed(tmp_path, 2, run([*torchrun, "cuda", str(tmp_path)], tmp_path / "log"))
+    assert_passed(tmp_path, run([*torchrun, "cuda", str(tmp_path), "two"], tmp_path / "log"), "two")
 
 
 # One process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from nsa_sel import Selection
 from nsa_sel.core import decide
 from nsa_sel.distributed import agreement, check_ranks, context_parallel_attention
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
+from nsa_sel.settings import tuned
 from tests.helpers.ranks import BACKENDS, DEVICE, mine, problem, rank, ranks
 
 
@@ -180,13 +182,63 @@ def a_waiting_rank_says_what_changed() -> None:
     assert agreement._groups[dist.group.WORLD].rounds == meetings + 2
 
 
-def a_dead_rank_is_noticed() -> None:
-    """The other waits for it before the exchange."""
-    small_call(exchange="gather")
-    if rank() == 0:
-        assert_raises_on_all(
-            lambda: small_call(exchange="gather"), "rank 0 could not compare its call with those of the other ranks (call 2, forward)"
-        )
+def ranks_that_use_other_tuning_results_raise() -> None:
+    """As where one of them has not called sync_tuning()."""
+    call_of(64)
+    device = nsa_sel.decisions()[-1].device
+    if rank() == 1:
+        tuned.share(device, tuned.Table("mine.json", "abc", b"", {}, {}, None))
+    words = r"rank 1 would not run what rank 0 runs: .*settings\.tuned is 'tuned: mine\.json abc' there, None on rank 0"
+    with pytest.raises(NsaSelError, match=words):
+        call_of(64)
+    tuned.forget()
+    call_of(64)
+
+
+# Ranks that die: each in processes of its own
+
+
+def dies(at: str, exchange: str) -> Callable[[], None]:
+    """A check in which rank 1 dies before or after ranks have compared digests, or instead of reporting; rank 0 raises soon."""
+
+    def check() -> None:
+        how: dict[str, Any] = {"exchange": exchange, "backend": "sdpa-packed"}
+        o = small_call(grad=True, **how)
+        if rank() == 1:
+            die_in_agreement(at)
+        agreement.SECONDS, began = 0.5, time.monotonic()
+        if at == "before":
+            assert_raises_on_all(
+                lambda: small_call(**how), "rank 0 could not compare its call with those of the other ranks (call 2, forward)"
+            )
+        elif at == "report":
+            assert_raises_on_all(lambda: small_call(S=48, **how), "rank 0 waited 0.5 seconds for rank 1 to agree", "or it has failed")
+        else:
+            with pytest.raises(RuntimeError, match="peer"):
+                o.sum().backward() if at == "backward" else small_call(grad=True, **how)
+        assert time.monotonic() - began < 60, "it ends in an error, not in a timeout of the process group"
+
+    check.__name__ = f"a_rank_that_dies_{at}_{exchange}_is_noticed"
+    return check
+
+
+def die_in_agreement(at: str) -> None:
+    match = agreement._digests_match
+
+    def die(*_: Any) -> Any:
+        os._exit(0)
+
+    if at == "report":
+        agreement._compare_reports = die
+    else:
+        agreement._digests_match = die if at == "before" else lambda *of: match(*of) and die()
+
+
+DEATHS = (
+    dies("before", "gather"),
+    dies("report", "gather"),
+    *(dies(at, exchange) for at in ("forward", "backward") for exchange in ("gather", "blocks", "rows")),
+)
 
 
 def gpus_stop_where_calls_differ() -> None:

@@ -1,8 +1,9 @@
-"""Checks of several ranks, as a program for torchrun; else it forks into WORLD_SIZE (2) ranks, with the file RANKS_MEET_IN as their store.
+"""Checks of several ranks, as a program: DEVICE FOLDER WORD ...
 
-`torchrun --standalone --nproc-per-node 2 -m tests.helpers.distributed_checks cuda` runs it through NCCL, `cpu` through gloo. The first
-failure ends a rank, since others wait for it. The second argument is a folder for each rank's results; the third is "end" for the check
-that ends a process group, else a part of the names of checks.
+`torchrun --standalone --nproc-per-node 2 -m tests.helpers.distributed_checks cuda` runs those of two ranks through NCCL, `cpu` through
+gloo. Without torchrun it forks the ranks of job after job, which share the imports and meet in files of FOLDER. The first failure ends a
+rank, since others wait for it. FOLDER gets each job's and rank's results. WORDs: "two", "three" ranks; "end", checks that end their
+process group, with processes of their own; else a part of the names of checks of two ranks.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ def scaling_is_measured() -> None:
     assert len(rows) == (wanted if rank() == 0 else 0)
 
 
-ENDS = {"cpu": calls.a_dead_rank_is_noticed, "cuda": calls.gpus_stop_where_calls_differ}  # in their own process: they end the group
+ENDS = {"cpu": calls.DEATHS, "cuda": (calls.gpus_stop_where_calls_differ,)}
 
 CHECKS: tuple[Callable[[], None], ...] = (
     gathering_is_bit_equal,
@@ -289,6 +290,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     calls.backward_passes_that_differ_raise_on_all_ranks,
     calls.a_rank_that_fails_alone_is_noticed,
     calls.a_waiting_rank_says_what_changed,
+    calls.ranks_that_use_other_tuning_results_raise,
     another_default_device_changes_nothing,
     bad_arguments,
     models.dtensors_need_no_communication,
@@ -304,35 +306,36 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )
 
 
-CHECKS_OF = {2: CHECKS, 3: layers.THREE_RANKS}  # by the number of ranks
+Checks = tuple[Callable[[], None], ...]
+LONGEST = datetime.timedelta(seconds=1200)  # ranks may wait long on a busy machine
 
 
-def become_ranks(number: int) -> None:
-    """Fork into `number` ranks, which share the imports."""
-    for one in range(1, number):
-        if os.fork() == 0:
-            os.environ["RANK"] = str(one)
-            return
-    os.environ["RANK"] = "0"
+def jobs(words: list[str]) -> dict[str, tuple[int, Checks]]:
+    """The ranks and checks of each job, by name."""
+    found: dict[str, tuple[int, Checks]] = {}
+    for word in words:
+        if word == "end":
+            found |= {check.__name__: (2, (check,)) for check in ENDS[DEVICE]}
+        elif word == "three":
+            found[word] = 3, layers.THREE_RANKS
+        else:
+            found[word] = 2, CHECKS if word == "two" else tuple(check for check in CHECKS if word in check.__name__)
+    return found
 
 
-def main() -> None:
-    """Join the job, run every check, and write the results."""
-    number = int(os.environ.get("WORLD_SIZE", 2))
-    if "RANK" not in os.environ:
-        become_ranks(number)
-    if DEVICE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(1)
-    agreement.SECONDS = 1200.0  # ranks may wait long on a busy machine
-    how = {"timeout": datetime.timedelta(seconds=1200)}
-    store = os.environ.get("RANKS_MEET_IN")
-    where = {"init_method": f"file://{store}", "rank": int(os.environ["RANK"]), "world_size": number} if store else {}
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", **how, **where)
+def compile_once() -> None:
+    """Numba's kernels, by rank 0: the others take them from its cache on disk."""
+    for turn in (True, False):
+        if (rank() == 0) == turn:
+            q, k, v, selection = problem()
+            selection_attention(q, k, v, selection, backend="numba").sum().backward()
+        dist.barrier()
+
+
+def run_checks(checks: Checks, folder: Path) -> None:
+    """Run every check on this rank of an initialized job, and write the results; a failure ends the process."""
     results: dict[str, str] = {}
-    word = sys.argv[3] if len(sys.argv) > 3 else ""
-    for check in (ENDS[DEVICE],) if word == "end" else [check for check in CHECKS_OF.get(number, CHECKS) if word in check.__name__]:
+    for check in checks:
         began = time.monotonic()
         try:
             check()
@@ -342,21 +345,48 @@ def main() -> None:
             break
         finally:
             print(f"rank {rank()}: {check.__name__}, {time.monotonic() - began:.1f} s", flush=True)
-    if len(sys.argv) > 2:
-        folder = Path(sys.argv[2])
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank{rank()}.json").write_text(json.dumps(results))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank{rank()}.json").write_text(json.dumps(results))
     failed = [text for text in results.values() if text != "passed"]
     if failed:
         print(failed[0], file=sys.stderr, flush=True)
         os._exit(1)  # the others may never finish
-    if word == "end":
-        os._exit(0)
-    dist.destroy_process_group()
-    if store:
-        for _ in range(1, number if os.environ["RANK"] == "0" else 1):
-            os.wait()
-        os._exit(0)  # ending the interpreter takes seconds
+
+
+def fork_ranks(name: str, number: int, checks: Checks, folder: Path) -> None:
+    """Run a job in `number` forks of this process, one after another of which end."""
+    for one in range(number):
+        if os.fork() == 0:
+            os.environ["RANK"] = str(one)  # the code of docs/distributed.md asks for it
+            how = {"init_method": f"file://{folder}/{name}.store", "rank": one, "world_size": number, "timeout": LONGEST}
+            dist.init_process_group("gloo", **how)
+            if checks is CHECKS:
+                compile_once()
+            run_checks(checks, folder / name)
+            sys.stdout.flush()
+            os._exit(0)  # ending the interpreter takes seconds
+    for _ in range(number):
+        os.wait()
+
+
+def main() -> None:
+    """Join torchrun's job, or fork the ranks of each job."""
+    folder, words = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp()), sys.argv[3:] or ["two"]
+    agreement.SECONDS = LONGEST.total_seconds()
+    if DEVICE == "cpu":
+        torch.set_num_threads(1)
+    if "RANK" not in os.environ:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (number, checks) in jobs(words).items():
+            fork_ranks(name, number, checks, folder)
+        return
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", timeout=LONGEST)
+    for name, (_, checks) in jobs(words).items():
+        run_checks(checks, folder / name)
+    if words != ["end"]:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
