@@ -40,6 +40,8 @@ HOPPER_TILES = TileKernels(
 )
 ARITHMETIC_TILES = msgspec.structs.replace(HOPPER_TILES, block_multiple=1, blocks_max=1 << 24)  # of keys; no plan in memory
 E4M3_TILE_ROWS = 16  # tokens times heads of a tile of forward_tokens.cu, at most
+# Of block_gradients.cu, which has no plan of tiles.
+HOPPER_LISTS = msgspec.structs.replace(HOPPER_TILES, blocks_max=1 << 24, heads=(1, 64), key_dims=(64, 128))
 HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128))
 
 SPECS = (
@@ -117,6 +119,19 @@ SPECS = (
         decodes=False,
         shares="blocks",
         cost_terms={"forward": _BLOCKS, "backward": _BLOCKS},
+    ),
+    Backend(
+        name="cuda-block",
+        path="nsa_sel.backends.cuda_block",
+        framework="cupy",
+        limits=msgspec.structs.replace(_BLOCK_LIMITS, dtypes={"cuda": ("float16", "bfloat16")}, min_sm=HOPPER_LISTS.sm),
+        requires=(_CUPY, _TRITON),
+        libraries=_CUDA,
+        summary="triton-block, whose backward visits blocks by TMA and wgmma; selections whose neighbors share little, on Hopper",
+        decodes=False,
+        shares="blocks",
+        tiles=HOPPER_LISTS,
+        cost_terms={"backward": ("launch", "pairs", "exact", "partials", "rows")},
     ),
     Backend(
         name="cupy-cuda",

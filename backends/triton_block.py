@@ -13,6 +13,7 @@ Within a block, 0 * NaN is NaN: a NaN or infinity in a value that one of its row
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -22,7 +23,7 @@ from nsa_sel.backends._buffers import temporary
 from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._loads import piecewise_keys
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.dkdv import Gradients, add_unit
+from nsa_sel.backends._triton.dkdv import Gradients, partial_unit, sum_unit
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import load_range, row_limit
@@ -207,18 +208,33 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
-    heads, n = arguments.heads(call), call.selection.n
+    heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-block/backward")
+
+    def visit(plan: KeyToRows, unit: Unit, delta: Tensor, sums: Gradients, part_dq: Tensor) -> None:
+        partial_unit(call, heads, plan, unit, lse, do, delta, sums, config, part_dq)
+
+    return backward_by_blocks(call, o, lse, do, dlse, tile_width(call, config), visit)
+
+
+def backward_by_blocks(
+    call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, width: int,
+    visit: Callable[[KeyToRows, Unit, Tensor, Gradients, Tensor], None],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv. visit(plan, unit, delta, sums, part_dq) writes a unit's parts of dk and dv, for tiles of `width` keys, and its shares
+    part_dq [pairs, section, n*reach, h, Dk] of dq."""
+    heads, n = arguments.heads(call), call.selection.n
     dq, delta = arguments.row_gradients(call, lse)
     rows = lse.numel()
     _delta(heads).launch(-(-rows // REDUCED), (o, do, dlse, delta), (do.stride()[:4], arguments.sizes(call), rows))
-    plan = _plan(call, tile_width(call, config), heads.Dk, heads.Dk + heads.Dv)
+    plan = _plan(call, width, heads.Dk, heads.Dk + heads.Dv)
     part_dq = temporary(call, dq, plan.pairs, plan.section, n * plan.reach, heads.h, heads.Dk)
     sums = Gradients(call, plan, lse)
     sum_dq = _sum_dq(heads, n, plan.reach, plan.width)
     reduced = (part_dq, call.disjoint_ranges(), call.q_pos, dq)
     for unit in units(call, plan):
-        add_unit(call, heads, plan, unit, lse, do, delta, sums, config, part_dq)
+        visit(plan, unit, delta, sums, part_dq)
+        sum_unit(call, heads, plan, unit, sums)
         sum_dq.launch(_reduce_grid(unit, heads.h), reduced, (arguments.position_strides(call), arguments.sizes(call), unit.rows))
     return dq, sums.dk, sums.dv
 

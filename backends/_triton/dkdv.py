@@ -216,13 +216,12 @@ class Gradients:
         self.dk, self.dv = sums or (unwritten(call.k, B, G, S_kv, Dk), unwritten(call.v, B, G, S_kv, Dv))
 
 
-def add_unit(
+def partial_unit(
     call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, delta: Tensor, sums: Gradients,
     config: KernelConfig, part_dq: Tensor | None = None, bits: Tensor | None = None, small: int = 0,
 ) -> None:  # fmt: skip
-    """Add one unit's share to dk and dv; with part_dq [pairs, section, n*reach, h, Dk], write its shares of dq too. bits: of blocks of
+    """Write one unit's parts of dk and dv; with part_dq [pairs, section, n*reach, h, Dk], its shares of dq too. bits: of blocks of
     `small` keys (`merged_blocks.merged`)."""
-    sizes = arguments.sizes(call)
     block = call.selection.block_size
     whole = block is not None and block % plan.width == 0
     partial = _partial(heads, config, call.selection.n, plan.reach, plan.width, whole, small, sums.by_entry)
@@ -230,8 +229,13 @@ def add_unit(
         plan.pieces,
         (call.q, call.k, call.v, call.disjoint_ranges(), bits, call.q_pos, lse, do, delta, sums.part_dk, sums.part_dv, part_dq,
          plan.entries, plan.ends, unit.piece_list),
-        (arguments.strides(call), do.stride()[:4], sizes, unit.lists, call.scale, call.scale_log2()),
+        (arguments.strides(call), do.stride()[:4], arguments.sizes(call), unit.lists, call.scale, call.scale_log2()),
     )  # fmt: skip
+
+
+def sum_unit(call: Call, heads: arguments.Heads, plan: KeyToRows, unit: Unit, sums: Gradients) -> None:
+    """Add one unit's parts to dk and dv."""
+    sizes = arguments.sizes(call)
     first, last = unit.rows.first_row == 0, unit.rows.first_row + unit.rows.rows == sizes[0]
     total = _sum_parts(heads, plan.width, first and not sums.slice, last and not sums.slice, sums.by_entry)
     total.launch(
@@ -283,7 +287,8 @@ def _add_rows(
     plan = plan_within(call, width, S, B * G, workspace_beside_plan(call, width) if parts is None else parts)
     found = Gradients(call, plan, lse, sums)
     for unit in units(call, plan):
-        add_unit(call, heads, plan, unit, lse, do, delta, found, config, bits=bits, small=0 if bits is None else small)
+        partial_unit(call, heads, plan, unit, lse, do, delta, found, config, bits=bits, small=0 if bits is None else small)
+        sum_unit(call, heads, plan, unit, found)
     return found
 
 

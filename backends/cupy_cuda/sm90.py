@@ -233,7 +233,7 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
         launch.start(
             "dkdv_groups.cu", macros, q.get_device(), ctas, 256, shared,
             *launch.strided(do), *launch.pointers(lse, delta), *lists,
-            maps=(row_map(q, 1), row_map(do, 1), *key_maps(call)), problem=launch.problem(call, ranges),
+            maps=listed_maps(q, do, call.k, call.v), problem=launch.problem(call, ranges),
         )  # fmt: skip
 
     return key_value_gradients(call, ranges, KEYS, start)
@@ -246,12 +246,18 @@ def _groups(call: Call) -> tuple[Constants, int]:
     return launch.macros(call, H=call.q.shape[3], STAGES=stages), shared
 
 
-def group_stages(Dk: int, Dv: int, device: DeviceInfo) -> tuple[int, int]:
-    """Stages of dkdv_groups.cu and its bytes of dynamic shared memory, of two CTAs per multiprocessor."""
+def listed_maps(q: Tensor, do: Tensor, k: Tensor, v: Tensor) -> tuple[bytes, ...]:
+    """The maps of a kernel whose steps are listed tokens (row_steps.cuh)."""
+    return row_map(q, 1), row_map(do, 1), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+
+
+def group_stages(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> tuple[int, int]:
+    """Stages of dkdv_groups.cu and its bytes of dynamic shared memory, of two CTAs per multiprocessor; `others` of these are for something
+    else."""
     step_bytes = PANEL * (Dk + Dv) // 64
-    of_cta = (device.shared_memory + 1024) // 2 - STATIC - MOST_STAGES * STATISTICS
+    of_cta = (device.shared_memory + 1024) // 2 - STATIC - MOST_STAGES * STATISTICS - others
     stages = min(MOST_STAGES, of_cta // step_bytes - 1)
-    return stages, (stages + 1) * step_bytes
+    return stages, (stages + 1) * step_bytes + others
 
 
 def head_tiles(h: int) -> int:
@@ -319,7 +325,7 @@ def page_scales_of(call: Call) -> bool | None:
 
 
 def loadable(x: Tensor) -> Tensor:
-    """k or v, copied if TMA can't load it: a quantized cache with a stride of 0, which no other kernel reads."""
+    """q, k, v or do, copied if TMA can't load it: such as one with a stride of 0."""
     return x if mappable(x) else x.contiguous()
 
 

@@ -1,5 +1,5 @@
-"""cupy-cuda's kernels on a CPU: the CUDA C++ files, compiled by g++ with those of tests/helpers/emulation in place of hardware.cuh and
-hopper.cuh.
+"""cupy-cuda's kernels on a CPU: the CUDA C++ files, compiled by g++ with those of tests/helpers/emulation in place of hardware.cuh,
+hopper.cuh and wgmma_ptx.cuh.
 
 `emulated(monkeypatch)` lets the backend's launcher run them on CPU tensors, so that its forward and backward can be called as on a GPU.
 """
@@ -54,11 +54,17 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(sm90, "tensor_map", tensor_map)
+    monkeypatch.setattr(sm90, "row_map", row_map)
 
 
 def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:
     """`TensorMap` of emulation/hopper.cuh."""
     return struct.pack("<12q32x", x.data_ptr(), *x.shape, *x.stride(), box_rows, box_cols, x.element_size())
+
+
+def row_map(x: Tensor, tokens: int) -> bytes:
+    """`RowMap` of emulation/hopper.cuh."""
+    return struct.pack("<12q32x", x.data_ptr(), *x.shape, *x.stride(), tokens)
 
 
 def packed(*values: int, maps: tuple[bytes, ...] = (), problem: tuple[Any, ...] = ()) -> bytes:
@@ -71,7 +77,7 @@ def _library(source: str, macros: compiler.Constants) -> ctypes.CDLL:
     """Compiled once for all processes and runs: the name of the file is a digest of all that the compiler reads."""
     memory = r"\1 *memory = reinterpret_cast<\1 *>(dynamic_memory);"
     files = {file: EXTERN.sub(memory, text) for file, text in compiler.sources(source).items()}
-    files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh")}
+    files |= {name: (EMULATION / name).read_text() for name in ("hardware.cuh", "hopper.cuh", "wgmma_ptx.cuh")}
     files["main.cpp"] = f'#include "{Path(source).name}"\n' + MAIN.format(kernel=Path(source).stem)
     command = [*COMPILE, *UNFORTIFIED, *(f"-D{macro}={value}" for macro, value in macros)]
     digest = hashlib.sha256(repr((_version(), command, sorted(files.items()))).encode()).hexdigest()

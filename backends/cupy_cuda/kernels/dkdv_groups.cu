@@ -16,20 +16,10 @@
 //
 //   H       heads of a group
 //   STAGES  stages of the pipeline of steps
-#include "key_to_rows.cuh"
+#include "row_steps.cuh"
 #include "window_rows.cuh"
-#include "wgmma.cuh"
 
-constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
-#ifdef BY_ARITHMETIC
-constexpr bool ADJACENT = true;  // the tokens of a step
-#else
-constexpr bool ADJACENT = false;
-#endif
-constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int NO_END = 0x7fffffff;
-constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
-constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
 
 struct Arguments {
@@ -40,21 +30,6 @@ struct Arguments {
     KeyToRows lists;
     KeyGradients to;
 };
-
-struct Shared {
-    Pipeline<STAGES> steps;
-    u64 tile;
-    float lse[STAGES][ROWS], delta[STAGES][ROWS];
-    int limit[STAGES][ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
-
-    DEVICE void init() {
-        steps.init(COPY_WARPS + 32 + 32, 4);  // rows; statistics copied, and written; a lane of every consumer warp
-        mbarrier_init(&tile, 1);
-        mbarrier_fence_init();
-    }
-};
-
-DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
 // A CTA's segment; a number that the list does not have, if there is nothing to do.
 // Compressed keys: `segment` rows of the sequence with all tiles of keys that they see, then the rows before. What runs at the same time
@@ -122,14 +97,6 @@ DEVICE void zero_tokens(unsigned char *stage, int first) {
     named_barrier<128>(1);
 }
 
-// One lane: the tile's keys and values.
-DEVICE void produce_tile(const Arguments &x, const ListSteps &list, unsigned char *k_tile, Shared &shared) {
-    const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    mbarrier_arrive_expect(&shared.tile, K_BYTES + V_BYTES);
-    tma_load_key_tile<DK>(k_tile, &x.k, &shared.tile, list.first_key, g, b);
-    tma_load_key_tile<DV>(k_tile + K_BYTES, &x.v, &shared.tile, list.first_key, g, b);
-}
-
 // One lane: q and do of every step by TMA, all its tokens at once.
 DEVICE void produce_boxes(const Arguments &x, const ListSteps &list, unsigned char *stages, Shared &shared) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
@@ -141,127 +108,6 @@ DEVICE void produce_boxes(const Arguments &x, const ListSteps &list, unsigned ch
         mbarrier_arrive_expect(full, TQ * H * 2 * (DK + DV));
         tma_load_row_tile<DK>(q_tile, &x.q, full, g, list.row(step, 0), b);
         tma_load_row_tile<DV>(q_tile + K_BYTES, &x.d_o, full, g, list.row(step, 0), b);
-    }
-}
-
-// One warp: q and do of every step by TMA, one token per lane.
-DEVICE void produce_tokens(const Arguments &x, const ListSteps &list, unsigned char *stages, Shared &shared) {
-    const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    int coming = list.row(0, lane);
-    for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
-        const int s = coming;
-        coming = list.row(step + 1, lane);  // read a step ahead: the rows' addresses depend on it
-        shared.steps.wait_empty(at);
-        unsigned char *q_tile = stages + at.stage * STAGE_BYTES + lane * H * 128;
-        u64 *full = &shared.steps.full[at.stage];
-        if (lane == 0) mbarrier_arrive_expect(full, TQ * H * 2 * (DK + DV));
-        __syncwarp();
-        if (lane >= TQ) continue;
-        tma_load_row_tile<DK>(q_tile, &x.q, full, g, s, b);
-        tma_load_row_tile<DV>(q_tile + K_BYTES, &x.d_o, full, g, s, b);
-    }
-}
-
-// One of the copy warps: four heads of a token at once, eight lanes a row, of every COPY_WARPS-th four; zeros for tokens that do not exist.
-// A step is announced once it is there and the next one's copies have begun.
-DEVICE void copy_tokens(const Arguments &x, const ListSteps &list, unsigned char *stages, Shared &shared, int copier) {
-    constexpr int FOURS = (H + 3) / 4;  // of a token
-    const int lane = threadIdx.x % 32, column = lane % 8, head0 = lane / 8;
-    const u16 *q = x.p.q.group(list.b, list.g) + head0 * x.p.q.stride_h + column * 8;
-    const u16 *d_out = x.d_out.group(list.b, list.g) + head0 * x.d_out.stride_h + column * 8;
-    auto announce = [&](int stage) {
-        fence_async_proxy();
-        __syncwarp();
-        shared.steps.announce(stage);
-    };
-    int coming = list.row(0, lane);
-    for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
-        const int row_of_lane = coming < x.p.S ? coming : -1;  // negative: no such token
-        coming = list.row(step + 1, lane);
-        shared.steps.wait_empty(at);
-        __syncwarp();
-#pragma unroll 1
-        for (int four = copier; four < TQ * FOURS; four += COPY_WARPS) {
-            const int token = four / FOURS, head = four % FOURS * 4 + head0;
-            const int row = __shfl_sync(ALL_LANES, row_of_lane, token);
-            if (H % 4 && head >= H) continue;
-            const bool exists = row >= 0;
-            const i64 s = max(row, 0);
-            const u16 *q_row = q + s * x.p.q.stride_s + four % FOURS * 4 * x.p.q.stride_h;
-            const u16 *do_row = d_out + s * x.d_out.stride_s + four % FOURS * 4 * x.d_out.stride_h;
-            unsigned char *to = stages + at.stage * STAGE_BYTES + swizzled(token * H + head, column);
-#pragma unroll
-            for (int c = 0; c < DK; c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
-#pragma unroll
-            for (int c = 0; c < DV; c += 64) cp_async_16(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
-        }
-        cp_async_commit();
-        if (step) {
-            cp_async_wait<1>();
-            announce((step - 1) % STAGES);
-        }
-    }
-    cp_async_wait<0>();
-    announce((list.steps - 1) % STAGES);
-}
-
-// One warp: lse, delta and limit of two rows per lane.
-DEVICE void copy_statistics(const Arguments &x, const ListSteps &list, Shared &shared) {
-    const int lane = threadIdx.x % 32;
-    int coming[2];
-    for (int i = 0; i < 2; ++i) coming[i] = list.row(0, (lane + 32 * i) / H);
-    for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
-        const int rows[2] = {coming[0], coming[1]};
-        for (int i = 0; i < 2; ++i) coming[i] = list.row(step + 1, (lane + 32 * i) / H);
-        shared.steps.wait_empty(at);
-        for (int i = 0; i < 2; ++i) {
-            const int row = lane + 32 * i;
-            const bool exists = rows[i] < x.p.S;
-            const i64 index = exists ? ((list.b * x.p.S + rows[i]) * x.p.G + list.g) * H + row % H : 0;
-            cp_async_4(&shared.lse[at.stage][row], x.lse + index, exists);
-            cp_async_4(&shared.delta[at.stage][row], x.delta + index, exists);
-            shared.limit[at.stage][row] = exists ? row_limit(x.p, list.b, rows[i]) - list.first_key : 0;
-        }
-        cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
-        mbarrier_arrive(&shared.steps.full[at.stage]);
-    }
-}
-
-// p^T in place of s^T.
-DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j) {
-        const float2 lse = *reinterpret_cast<const float2 *>(lses + 8 * j + threadIdx.x % 4 * 2);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[4 * j + i] = exp2_fast(s[4 * j + i] * c - (i % 2 ? lse.y : lse.x) * LOG2_E);
-    }
-}
-
-// 0 in place of what belongs to keys that a row does not see.
-DEVICE void mask_keys(const Problem &p, float (&x)[ROWS / 2], const int *limits) {
-    const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (hidden(p, key0 + i / 2 * 8, limits[8 * j + lane % 4 * 2 + i % 2])) x[4 * j + i] = 0.0f;
-}
-
-// p^T and ds^T = p^T * (dp^T - delta), rounded: operands.
-DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2], const float (&dp)[ROWS / 2],
-                        const float *deltas) {
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; ++j) {
-        const float2 delta = *reinterpret_cast<const float2 *>(deltas + 8 * j + threadIdx.x % 4 * 2);
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-            const float low = s[4 * j + i], high = s[4 * j + i + 1];
-            p[j / 2][j % 2 * 2 + i / 2] = pack(low, high);
-            ds[j / 2][j % 2 * 2 + i / 2] = pack(low * (dp[4 * j + i] - delta.x), high * (dp[4 * j + i + 1] - delta.y));
-        }
     }
 }
 
@@ -321,10 +167,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_co
     const int producer = threadIdx.x / 32 - 4;
     const ListSteps list(x, id);
     if (threadIdx.x == 0) shared.init();
-    if (TQ * H < ROWS)  // rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel
-        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += blockDim.x)
-            *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
-    fence_async_proxy();
+    zero_stages(stages);
     __syncthreads();
     if (producer < 0) {
         reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(true);
@@ -332,12 +175,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_co
         return;
     }
     reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(false);
-    if (threadIdx.x == 128) produce_tile(x, list, memory, shared);
+    if (threadIdx.x == 128) produce_tile(list, memory, shared);
     __syncwarp();
-    if (producer == 1) copy_statistics(x, list, shared);
-    else if (ADJACENT) {
-        if (threadIdx.x == 128) produce_boxes(x, list, stages, shared);
-    }
-    else if (!BY_TMA) copy_tokens(x, list, stages, shared, producer ? producer - 1 : 0);
-    else if (producer == 0) produce_tokens(x, list, stages, shared);
+    if (!ADJACENT || producer == 1) produce_rows(list, stages, shared, producer);
+    else if (threadIdx.x == 128) produce_boxes(x, list, stages, shared);
 }

@@ -82,6 +82,11 @@ DEVICE void cp_async_16(u16 *to, const u16 *from, bool exists) {
 #endif
 }
 
+// Store 16 bytes that are read once, and not soon: they leave the caches first.
+DEVICE void store_once(void *to, uint4 x) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Wait until at most PENDING of this thread's committed groups are in flight.

@@ -375,6 +375,15 @@ DEVICE float exp2_fast(float x) { return exp2f(x); }
 
 // Copies.
 
+DEVICE u32 shared_address(const void *pointer) {
+    return static_cast<u32>(static_cast<const char *>(pointer) - reinterpret_cast<const char *>(dynamic_memory));
+}
+
+DEVICE void store_once(void *to, uint4 x) {
+    require(reinterpret_cast<uintptr_t>(to) % 16 == 0, "global memory is not aligned");
+    memcpy(to, &x, 16);
+}
+
 DEVICE void perform(const Copy &copy) {
     if (copy.from)
         memcpy(copy.to, copy.from, 16);

@@ -1,4 +1,4 @@
-// The kernels' hopper.cuh on a CPU: mbarriers, TMA loads of keys, barriers of some warps, and writes to the CTAs of a cluster.
+// The kernels' hopper.cuh on a CPU: mbarriers, TMA loads of keys and of rows, barriers of some warps, and writes to the CTAs of a cluster.
 //
 // Unless copies happen at once, what TMA loads or another CTA writes arrives only when no thread can go on without it.
 #pragma once
@@ -121,4 +121,32 @@ DEVICE void cp_async_4(void *to, const void *from, bool exists) {
 DEVICE void cp_async_mbarrier_arrive(u64 *bar) {
     later([=] { complete(bar, 1, 0); });
 }
-DEVICE void tma_load_rows(void *, const TensorMap *, u64 *, int, i64, i64, i64) { require(false, "loads of rows are not emulated"); }
+
+// As tests pack a map of q or do [B,S,G,h,D], in boxes of `tokens` tokens of one group with all heads by 64 columns.
+struct RowMap {
+    const char *data;
+    i64 sizes[5], strides[5], tokens;
+    char padding[128 - 96];
+};
+static_assert(sizeof(RowMap) == sizeof(TensorMap), "as the driver's");
+// Such a box, rows (token, head) after each other, swizzled; zeros past the last token.
+DEVICE void tma_load_rows(void *to, const TensorMap *tensor_map, u64 *bar, int column, i64 g, i64 s, i64 b) {
+    const RowMap *map = reinterpret_cast<const RowMap *>(tensor_map);
+    const i64 heads = map->sizes[3];
+    require(reinterpret_cast<uintptr_t>(to) % 128 == 0, "a box is not aligned");
+    require(b >= 0 && b < map->sizes[0] && s >= 0 && g < map->sizes[2] && column + 64 <= map->sizes[4], "no such box");
+    later([=] {
+        for (i64 row = 0; row < map->tokens * heads; ++row)
+            for (i64 i = 0; i < 8; ++i) {
+                const i64 token = s + row / heads, place = reinterpret_cast<uintptr_t>(to) / 128 + row;
+                char *chunk = static_cast<char *>(to) + row * 128 + (i ^ place % 8) * 16;
+                const i64 from = b * map->strides[0] + token * map->strides[1] + g * map->strides[2] + row % heads * map->strides[3] + column;
+                if (token < map->sizes[1]) memcpy(chunk, map->data + from * 2 + i * 16, 16);
+                else memset(chunk, 0, 16);
+            }
+        complete(bar, 0, -static_cast<int>(map->tokens * heads * 128));
+    });
+}
+
+template <int N, int CONSUMER, int PRODUCER, int CTAS = 1>
+DEVICE void reallocate_registers(bool) {}

@@ -1,0 +1,187 @@
+// Gradients over a list of rows that selected a tile of keys: 64 keys by steps of 64 rows, TQ = 64 / H listed tokens times H heads.
+// dkdv_groups.cu and block_gradients.cu share what brings a step to shared memory, and what makes p and ds of its products.
+//
+//   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
+//
+// A list is a struct with x, the kernel's arguments, of which these functions read the tensor maps, p, d_out, lse and delta; b, g,
+// first_key, steps; and row(step, i): the row of listed token number i of a step, S, which is past the rows, if there is none.
+//
+//   H       heads of a group
+//   STAGES  stages of the pipeline of steps
+#pragma once
+#include "key_to_rows.cuh"
+#include "wgmma.cuh"
+
+constexpr int TQ = 64 / H, KEYS = 64, ROWS = 64;
+#ifdef BY_ARITHMETIC
+constexpr bool ADJACENT = true;  // the tokens of a step
+#else
+constexpr bool ADJACENT = false;
+#endif
+constexpr bool BY_TMA = ADJACENT || H >= 8;
+constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
+constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
+
+struct Shared {
+    Pipeline<STAGES> steps;
+    u64 tile;
+    float lse[STAGES][ROWS], delta[STAGES][ROWS];
+    int limit[STAGES][ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
+
+    DEVICE void init() {
+        steps.init(COPY_WARPS + 32 + 32, 4);  // rows; statistics copied, and written; a lane of every consumer warp
+        mbarrier_init(&tile, 1);
+        mbarrier_fence_init();
+    }
+};
+
+DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
+
+// One lane: the tile's keys and values.
+template <class List>
+DEVICE void produce_tile(const List &list, unsigned char *k_tile, Shared &shared) {
+    const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+    mbarrier_arrive_expect(&shared.tile, K_BYTES + V_BYTES);
+    tma_load_key_tile<DK>(k_tile, &list.x.k, &shared.tile, list.first_key, g, b);
+    tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, &shared.tile, list.first_key, g, b);
+}
+
+// One warp: q and do of every step by TMA, one token per lane.
+template <class List>
+DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
+    const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+    int coming = list.row(0, lane);
+    for (int step = 0; step < list.steps; ++step) {
+        const auto at = state_of(step);
+        const int s = coming;
+        coming = list.row(step + 1, lane);  // read a step ahead: the rows' addresses depend on it
+        shared.steps.wait_empty(at);
+        unsigned char *q_tile = stages + at.stage * STAGE_BYTES + lane * H * 128;
+        u64 *full = &shared.steps.full[at.stage];
+        if (lane == 0) mbarrier_arrive_expect(full, TQ * H * 2 * (DK + DV));
+        __syncwarp();
+        if (lane >= TQ) continue;
+        tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, s, b);
+        tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, s, b);
+    }
+}
+
+// One of the copy warps: four heads of a token at once, eight lanes a row, of every COPY_WARPS-th four; zeros for tokens that do not exist.
+// A step is announced once it is there and the next one's copies have begun.
+template <class List>
+DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
+    constexpr int FOURS = (H + 3) / 4;  // of a token
+    const int lane = threadIdx.x % 32, column = lane % 8, head0 = lane / 8;
+    const u16 *q = list.x.p.q.group(list.b, list.g) + head0 * list.x.p.q.stride_h + column * 8;
+    const u16 *d_out = list.x.d_out.group(list.b, list.g) + head0 * list.x.d_out.stride_h + column * 8;
+    auto announce = [&](int stage) {
+        fence_async_proxy();
+        __syncwarp();
+        shared.steps.announce(stage);
+    };
+    int coming = list.row(0, lane);
+    for (int step = 0; step < list.steps; ++step) {
+        const auto at = state_of(step);
+        const int row_of_lane = coming < list.x.p.S ? coming : -1;  // negative: no such token
+        coming = list.row(step + 1, lane);
+        shared.steps.wait_empty(at);
+        __syncwarp();
+#pragma unroll 1
+        for (int four = copier; four < TQ * FOURS; four += COPY_WARPS) {
+            const int token = four / FOURS, head = four % FOURS * 4 + head0;
+            const int row = __shfl_sync(ALL_LANES, row_of_lane, token);
+            if (H % 4 && head >= H) continue;
+            const bool exists = row >= 0;
+            const i64 s = max(row, 0);
+            const u16 *q_row = q + s * list.x.p.q.stride_s + four % FOURS * 4 * list.x.p.q.stride_h;
+            const u16 *do_row = d_out + s * list.x.d_out.stride_s + four % FOURS * 4 * list.x.d_out.stride_h;
+            unsigned char *to = stages + at.stage * STAGE_BYTES + swizzled(token * H + head, column);
+#pragma unroll
+            for (int c = 0; c < DK; c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
+#pragma unroll
+            for (int c = 0; c < DV; c += 64) cp_async_16(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
+        }
+        cp_async_commit();
+        if (step) {
+            cp_async_wait<1>();
+            announce((step - 1) % STAGES);
+        }
+    }
+    cp_async_wait<0>();
+    announce((list.steps - 1) % STAGES);
+}
+
+// One warp: lse, delta and limit of two rows per lane.
+template <class List>
+DEVICE void copy_statistics(const List &list, Shared &shared) {
+    const int lane = threadIdx.x % 32;
+    int coming[2];
+    for (int i = 0; i < 2; ++i) coming[i] = list.row(0, (lane + 32 * i) / H);
+    for (int step = 0; step < list.steps; ++step) {
+        const auto at = state_of(step);
+        const int rows[2] = {coming[0], coming[1]};
+        for (int i = 0; i < 2; ++i) coming[i] = list.row(step + 1, (lane + 32 * i) / H);
+        shared.steps.wait_empty(at);
+        for (int i = 0; i < 2; ++i) {
+            const int row = lane + 32 * i;
+            const bool exists = rows[i] < list.x.p.S;
+            const i64 index = exists ? ((list.b * list.x.p.S + rows[i]) * list.x.p.G + list.g) * H + row % H : 0;
+            cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);
+            cp_async_4(&shared.delta[at.stage][row], list.x.delta + index, exists);
+            shared.limit[at.stage][row] = exists ? row_limit(list.x.p, list.b, rows[i]) - list.first_key : 0;
+        }
+        cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
+        mbarrier_arrive(&shared.steps.full[at.stage]);
+    }
+}
+
+// What warp `producer` of the producer warpgroup brings of the listed rows.
+template <class List>
+DEVICE void produce_rows(const List &list, unsigned char *stages, Shared &shared, int producer) {
+    if (producer == 1) copy_statistics(list, shared);
+    else if (!BY_TMA) copy_tokens(list, stages, shared, producer ? producer - 1 : 0);
+    else if (producer == 0) produce_tokens(list, stages, shared);
+}
+
+// Rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel.
+DEVICE void zero_stages(unsigned char *stages) {
+    if (TQ * H < ROWS)
+        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += 256)
+            *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
+    fence_async_proxy();
+}
+
+// p^T in place of s^T.
+DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; ++j) {
+        const float2 lse = *reinterpret_cast<const float2 *>(lses + 8 * j + threadIdx.x % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[4 * j + i] = exp2_fast(s[4 * j + i] * c - (i % 2 ? lse.y : lse.x) * LOG2_E);
+    }
+}
+
+// 0 in place of what belongs to keys that a row does not see.
+DEVICE void mask_keys(const Problem &p, float (&x)[ROWS / 2], const int *limits) {
+    const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (hidden(p, key0 + i / 2 * 8, limits[8 * j + lane % 4 * 2 + i % 2])) x[4 * j + i] = 0.0f;
+}
+
+// p^T and ds^T = p^T * (dp^T - delta), rounded: operands.
+DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2], const float (&dp)[ROWS / 2],
+                        const float *deltas) {
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; ++j) {
+        const float2 delta = *reinterpret_cast<const float2 *>(deltas + 8 * j + threadIdx.x % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const float low = s[4 * j + i], high = s[4 * j + i + 1];
+            p[j / 2][j % 2 * 2 + i / 2] = pack(low, high);
+            ds[j / 2][j % 2 * 2 + i / 2] = pack(low * (dp[4 * j + i] - delta.x), high * (dp[4 * j + i + 1] - delta.y));
+        }
+    }
+}

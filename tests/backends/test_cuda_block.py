@@ -1,0 +1,115 @@
+"""cuda-block's backward without a GPU: its kernel emulated on the CPU, between the plan and the sums of Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends import cuda_block
+from nsa_sel.backends._triton import units
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.core.call import Call
+from nsa_sel.core.check import check_call
+from nsa_sel.oracle import oracle_forward
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.helpers.cases import assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
+from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.poison import new_memory_is_nan
+
+pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, the interpreter, and thousands of emulated products
+
+
+def rows(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return make_qkv(**{"B": 1, "S": 30, "G": 2, "h": 4, "Dk": 64, "Dv": 64, "S_kv": 200, "dtype": torch.float16, **sizes})
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None = None, do: Tensor | None = None, poison: float = 0.0,
+    **settings: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dq, dk, dv, checked against the oracle; the kernel finds `poison` in all keys and values that no row reads."""
+    own, lse = oracle_forward(q, k, v, selection.ranges, q_pos=q_pos)
+    random_do, dlse = make_grads(q, v)
+    do, dlse = random_do if do is None else do, torch.where(lse == float("-inf"), 0.0, dlse).float()
+    unused = unused_keys(q, k, selection.ranges, q_pos).unsqueeze(-1)
+    given = (q, torch.where(unused, poison, k), torch.where(unused, poison, v)) if poison else (q, k, v)
+    *checked, scale, q_pos = check_call(*given, selection, None, q_pos)
+    call = Call(*checked, q_pos, scale, msgspec.structs.replace(settings_for(GPU), **settings), GPU)
+    with new_memory_is_nan():
+        found = cuda_block.backward(call, own.to(q.dtype), lse.float(), do, dlse)
+    assert_gradients(found, q, k, v, selection.ranges, do, dlse, None, q_pos)
+    return found
+
+
+@pytest.fixture(params=[0, BACKWARDS | EAGER])
+def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The CUDA kernels that ran, emulated with either thread first."""
+    emulated(monkeypatch, request.param)
+    kernels, start = [], launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (kernels.append(source), start(source, *rest, **own)))
+    return kernels
+
+
+@pytest.mark.parametrize("h", [1, 3, 4, 16])
+def test_heads(started: list[str], h: int) -> None:
+    """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
+    q, k, v = rows(h=h)
+    gradients(q, k, v, make_blocks(1, 30, 2, 200, 3, 64))
+    assert started == ["block_gradients.cu"]
+
+
+def test_wide_heads_and_blocks_of_two_tiles(started: list[str]) -> None:
+    q, k, v = rows(S=9, G=1, h=16, Dk=128, Dv=128)
+    gradients(q, k, v, make_blocks(1, 9, 1, 200, 2, 128))
+    q, k, v = rows(S=9, G=1, h=2, Dk=128)
+    gradients(q, k, v, make_blocks(1, 9, 1, 200, 2, 64))
+    assert started == ["block_gradients.cu"] * 2
+
+
+def test_units_pieces_and_lists_without_rows(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
+    """Sections of rows whose lists are cut into pieces of a few entries; parts numbered by entry where lists are many, else by list."""
+    monkeypatch.setattr(units, "SHORTEST", 4)
+    monkeypatch.setattr(units, "PROGRAMS", 4)
+    plans, build = [], units.key_to_rows
+    monkeypatch.setattr(units, "key_to_rows", lambda *sizes: plans.append(build(*sizes)) or plans[-1])
+    q, k, v = rows(S=40, G=1, h=4, S_kv=500)
+    selection = make_blocks(1, 40, 1, 500, 3, 64)
+    expected = gradients(q, k, v, selection)
+    for one, other in zip(expected, gradients(q, k, v, Selection(selection.ranges, 64)), strict=True):
+        assert torch.equal(one, other)
+    gradients(q, k, v, Selection(selection.ranges, 64), workspace_bytes=40_000)
+    few = Selection(torch.where(torch.arange(40)[:, None, None, None] < 38, 0, selection.ranges), 64)
+    gradients(q, k, v, few)
+    assert len(started) > 4
+    assert plans[0].section == 40
+    assert plans[2].section < 40
+
+
+def test_positions_and_a_negative_scale(started: list[str]) -> None:
+    q, k, v = rows(B=2, S=12, h=8)
+    q_pos = torch.randint(0, 200, (2, 12), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    gradients(q, k, v, make_blocks(2, 12, 2, 200, 3, 64), q_pos=q_pos)
+    gradients(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, make_blocks(2, 12, 2, 200, 3, 64))
+    assert started == ["block_gradients.cu"] * 2
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_unread_keys_may_hold_nan(started: list[str], positions: bool) -> None:
+    """The rest of a selected block among them."""
+    q, k, v = rows(S=12, G=1)
+    q_pos = torch.arange(150, 162).flip(0) if positions else None
+    selection = make_blocks(1, 12, 1, 200, 3, 64)
+    clean, poisoned = (gradients(q, k, v, Selection(selection.ranges, 64), q_pos=q_pos, poison=x) for x in (0.0, float("nan")))
+    assert all(map(torch.equal, clean, poisoned))
+
+
+def test_gradients_of_a_constant(started: list[str]) -> None:
+    """Autograd expands it: all strides are 0."""
+    q, k, v = rows(S=5, G=1)
+    gradients(q, k, v, make_blocks(1, 5, 1, 200, 2, 64), do=torch.ones((), dtype=torch.float16).expand(1, 5, 1, 4, 64))
+    assert started == ["block_gradients.cu"]

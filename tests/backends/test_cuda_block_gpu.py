@@ -1,0 +1,69 @@
+"""cuda-block on Hopper: every head count and width of its kernel, units of rows, reruns, and NaN in keys that nobody reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.core import registry
+from nsa_sel.settings.config import settings_for
+from tests.helpers.cases import make_blocks, make_qkv
+from tests.helpers.parity import check_both, check_deterministic, check_poison
+
+LACKING = registry.missing("cuda-block")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))]
+BACKEND = "cuda-block"
+
+
+@pytest.fixture(autouse=True)
+def visits(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How often its kernel was started: at least once in every test, and seen in none on another GPU."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a kernel of SM 9.0 alone")
+    files, start = [], launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (files.append(source), start(source, *rest, **own)))
+    yield files
+    assert "block_gradients.cu" in files
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("h", "Dk", "Dv", "block"),
+    [(16, 128, 128, 64), (4, 128, 128, 64), (1, 128, 128, 64), (2, 64, 128, 128), (8, 128, 64, 64), (3, 64, 64, 192), (64, 128, 128, 64)],
+)
+def test_heads_widths_and_blocks(h: int, Dk: int, Dv: int, block: int, dtype: torch.dtype) -> None:
+    S = 500 if h < 16 else 130
+    q, k, v = make_qkv(S=S, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=S + 330, dtype=dtype, device="cuda")
+    check_both(BACKEND, q, k, v, make_blocks(1, S, 2, S + 330, 3, block, device="cuda"))
+
+
+def test_positions() -> None:
+    q, k, v = make_qkv(B=2, S=200, G=1, h=4, Dk=128, S_kv=400, dtype=torch.bfloat16, device="cuda")
+    q_pos = torch.randint(0, 400, (2, 200), generator=torch.Generator().manual_seed(1)).cuda()
+    check_both(BACKEND, q, k, v, make_blocks(2, 200, 1, 400, 4, 64, device="cuda"), q_pos=q_pos)
+
+
+@pytest.mark.parametrize("h", [1, 4, 16])
+def test_reruns_are_bit_equal(h: int) -> None:
+    q, k, v = make_qkv(S=3000, G=4, h=h, Dk=128, S_kv=3000, dtype=torch.bfloat16, device="cuda")
+    check_deterministic(BACKEND, q, k, v, make_blocks(1, 3000, 4, 3000, 16, 64, device="cuda"), 10)
+
+
+@pytest.mark.parametrize("h", [2, 16])
+def test_unread_keys_may_hold_nan(h: int) -> None:
+    q, k, v = make_qkv(S=100, G=2, h=h, Dk=128, S_kv=700, dtype=torch.bfloat16, device="cuda")
+    check_poison(BACKEND, q, k, v, make_blocks(1, 100, 2, 700, 2, 64, device="cuda"))
+
+
+def test_units_of_rows(monkeypatch: pytest.MonkeyPatch, visits: list[str]) -> None:
+    """Sections of rows whose sums of dk and dv take turns."""
+    monkeypatch.setattr(
+        "nsa_sel.core.decide.settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=20_000_000)
+    )
+    q, k, v = make_qkv(S=1500, G=2, h=4, Dk=128, S_kv=1500, dtype=torch.bfloat16, device="cuda")
+    check_both(BACKEND, q, k, v, make_blocks(1, 1500, 2, 1500, 8, 64, device="cuda"))
+    assert visits.count("block_gradients.cu") > 2
