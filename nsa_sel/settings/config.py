@@ -22,7 +22,7 @@ from nsa_sel.settings.schema import COST_TERMS, WAYS, ConfigFile, Costs, KernelC
 
 MOST_BYTES = 1 << 16  # of a configuration file; ours have a tenth
 LEAST_ASSUMING_SM = 80  # the oldest compute capability that the kernels run on: from here, unmeasured GPUs take a measured GPU's values
-ONE_SM_ONLY = ("cupy-cuda/", "choose-cuda/")  # cost models of backends that run other kernels on another compute capability
+ONE_SM_ONLY = ("cupy-cuda/", "cuda-block/", "choose-cuda/")  # cost models of backends that run other kernels on another compute capability
 BASE = "base.yaml"
 
 

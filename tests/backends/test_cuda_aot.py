@@ -18,15 +18,20 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends import cupy_cuda
+from nsa_sel.backends import cuda_block, cupy_cuda
+from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends.cupy_cuda import compiler, sm80, sm90
 from nsa_sel.core import registry
+from nsa_sel.core.call import Call
+from nsa_sel.core.check import check_call
 from nsa_sel.errors import BackendError
+from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.aot import OF_CUDA, TARGETS, paged_call, target_call
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.cuda_aot import compiled, needs_nvrtc
 from tests.helpers.damage import OF_THE_FILE, OF_THE_FOLDER
+from tests.helpers.policy_cases import H200
 
 pytestmark = pytest.mark.slow  # in all: a compiler at work
 
@@ -34,7 +39,7 @@ pytestmark = pytest.mark.slow  # in all: a compiler at work
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
 HOPPERS = {"forward_blocks.cu", "forward_tokens.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
 SMALL = {"sum_counts.cu"}  # where few rows or keys make a small table
-ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")}
+ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")} - {"block_gradients.cu"}  # of cuda-block
 
 
 def run(shape: str, sm: int) -> None:
@@ -108,6 +113,30 @@ def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: s
         assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
         assert kernel["registers"] * kernel["threads"] <= 65536, kernel
         assert kernel["spilled"] == kernel["serialized"] == 0, kernel
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("h", "Dk", "Dv", "block", "dtype"),
+    [
+        (16, 128, 128, 64, torch.bfloat16),
+        (4, 128, 128, 64, torch.bfloat16),
+        (1, 128, 128, 128, torch.float16),
+        (3, 64, 128, 64, torch.float16),
+    ],
+)
+def test_kernel_of_cuda_block_fits(monkeypatch: pytest.MonkeyPatch, h: int, Dk: int, Dv: int, block: int, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(Kernel, "launch", lambda *_: None)  # Triton's kernels around it
+    q, k, v = make_qkv(S=300, h=h, Dk=Dk, Dv=Dv, dtype=dtype)
+    call = Call(*check_call(q, k, v, make_blocks(1, 300, 1, 300, 3, block), None, None)[:4], None, 0.1, settings_for(H200), H200)
+    lse = torch.empty(q.shape[:4])
+    (kernel,) = compiled(
+        monkeypatch, 90, lambda: cuda_block.backward(call, torch.empty(*lse.shape, Dv), lse, q.new_empty(*lse.shape, Dv), None)
+    )
+    assert kernel["kernel"] == "block_gradients.cu"
+    assert 2 * (kernel["shared"] + sm90.SYSTEM) <= (TARGETS[90][0] + 1) * 1024, kernel  # two CTAs
+    assert 2 * kernel["registers"] * kernel["threads"] <= 65536, kernel
+    assert kernel["spilled"] == kernel["serialized"] == 0, kernel
 
 
 @needs_nvrtc

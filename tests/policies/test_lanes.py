@@ -96,7 +96,9 @@ def test_rows_below_the_gate_run_on_packed_sdpa(device: DeviceInfo) -> None:
     gate = settings_for(device).min_length("forward")
     decision = routed(device, replace(LONG, max_length=gate - 1))
     assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
-    assert all("min-length" in codes(decision, backend) for backend in KERNELS)
+    able = [backend for backend in KERNELS if "compute-capability" not in codes(decision, backend)]
+    assert set(KERNELS) - set(able) <= {"cuda-block"}
+    assert all("min-length" in codes(decision, backend) for backend in able)
 
 
 @lanes
