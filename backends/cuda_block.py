@@ -1,25 +1,43 @@
 """cuda-block: triton-block, whose backward visits every KV block by TMA and wgmma on Hopper (kernels/block_gradients.cu).
 
-Units, lists, sums and the forward pass are triton-block's; so is the backward of calls that the kernel does not take (`takes`). Blocks are
-visited as tiles of 64 keys. NaN as there.
+Units, lists, the sums of dq and the forward pass are triton-block's; so is the backward of calls that the kernel does not take (`takes`).
+Blocks are visited as tiles of 64 keys. Lists are cut into segments, as in cupy_cuda/key_to_rows.py. NaN as in triton-block.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from nsa_sel.backends import triton_block
-from nsa_sel.backends._common import backward_of_any_scale, known
-from nsa_sel.backends._triton.dkdv import Gradients
-from nsa_sel.backends._triton.key_to_rows import KeyToRows
-from nsa_sel.backends._triton.units import Unit
+from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._common import backward_of_any_scale, known, remembered_plan
+from nsa_sel.backends._triton.key_to_rows import KeyToRows, key_to_rows
+from nsa_sel.backends._triton.units import Unit, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
+from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, split
 from nsa_sel.backends.specs import HOPPER_LISTS
 from nsa_sel.backends.triton_block import forward, loaded_keys
 from nsa_sel.core.call import Call
 
 __all__ = ["backward", "forward", "loaded_keys"]
+
+WIDTH = sm90.KEYS
+KEYS_SUMMED = 8  # by a CTA of sum_sections.cu
+L2_BYTES = 24 * 2**20  # of q and do of a section: each row is read once for every block that it selects
+
+
+class Plan(NamedTuple):
+    """The lists, and how they are cut: `UnitLists` of unit_lists.cuh."""
+
+    lists: KeyToRows
+    begins: Tensor  # [lists + 1] int64
+    segments: Tensor  # [lists + 1] int64
+    segment: int
+    parts: int  # segments of a unit, at most
 
 
 @backward_of_any_scale
@@ -27,20 +45,31 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
     if not takes(call):
         return triton_block.backward(call, o, lse, do, dlse)
+    q, k, v, S = call.q, call.k, call.v, call.q.shape[1]
     do = sm90.loadable(do)  # autograd expands a constant
-    macros, shared = _constants(call)
-    maps, ranges = sm90.listed_maps(*map(sm90.loadable, (call.q, do, call.k, call.v))), call.disjoint_ranges()
+    plan, (visiting, summing, shared) = _plan(call), _constants(call)
+    lists, device = plan.lists, q.get_device()
+    parts = [temporary(call, lse, plan.parts, WIDTH, x.shape[3]) for x in (k, v)]
+    sums = [temporary(call, lse, lists.pairs, lists.tiles, WIDTH, x.shape[3]) if lists.section < S else None for x in (k, v)]
+    dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
+    maps, ranges = sm90.listed_maps(*map(sm90.loadable, (q, do, k, v))), call.disjoint_ranges()
 
-    def visit(plan: KeyToRows, unit: Unit, delta: Tensor, sums: Gradients, part_dq: Tensor) -> None:
-        ctas = plan.pieces + unit.lists.end_list - unit.lists.first_list
+    def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
+        rows, count = unit.rows, unit.lists.end_list - unit.lists.first_list
+        to = (
+            *launch.pointers(plan.begins, plan.segments), plan.segment, *unit.lists,
+            rows.first_row > 0, rows.first_row + rows.rows == S, *launch.pointers(*parts, *sums, dk, dv),
+        )  # fmt: skip
         launch.start(
-            "block_gradients.cu", macros, call.q.get_device(), ctas, 256, shared,
-            *launch.strided(do), *launch.pointers(lse, delta, plan.entries, plan.ends), plan.ends.element_size(), plan.reach, sums.by_entry,
-            *unit.lists, *launch.pointers(sums.part_dk, sums.part_dv, part_dq),
+            "block_gradients.cu", visiting, device, plan.parts, 256, shared,
+            *launch.strided(do), *launch.pointers(lse, delta, lists.entries), lists.reach, *to, part_dq.data_ptr(),
             maps=maps, problem=launch.problem(call, ranges),
         )  # fmt: skip
+        launch.start(
+            "sum_sections.cu", summing, device, count * (WIDTH // KEYS_SUMMED), 128, 0, *to, problem=launch.problem(call, ranges)
+        )  # fmt: skip
 
-    return triton_block.backward_by_blocks(call, o, lse, do, dlse, sm90.KEYS, visit)
+    return triton_block.sum_of_shares(call, o, lse, do, dlse, lists, visit), dk, dv
 
 
 @known
@@ -52,8 +81,52 @@ def takes(call: Call) -> bool:
 
 
 @known
-def _constants(call: Call) -> tuple[Constants, int]:
-    """Constants of block_gradients.cu, and its bytes of dynamic shared memory: that of dkdv_groups.cu, and a tile of ds."""
-    Dk, Dv = call.q.shape[4], call.v.shape[3]
-    stages, shared = sm90.group_stages(Dk, Dv, call.device, sm90.PANEL)
-    return launch.macros(call, H=call.q.shape[3], STAGES=stages), shared
+def _constants(call: Call) -> tuple[Constants, Constants, int]:
+    """Constants of both kernels, and block_gradients.cu's bytes of dynamic shared memory: those of dkdv_groups.cu, and a tile of ds."""
+    stages, shared = sm90.group_stages(call.q.shape[4], call.v.shape[3], call.device, sm90.PANEL)
+    return launch.macros(call, H=call.q.shape[3], STAGES=stages), launch.macros(call, KEYS=KEYS_SUMMED), shared
+
+
+class Sizes(NamedTuple):
+    """Rows of a section and (batch entry, group) pairs of a unit, entries of a segment, segments of a unit at most."""
+
+    section: int
+    pairs: int
+    segment: int
+    parts: int
+
+
+@known
+def _sizes(call: Call) -> Sizes:
+    """Units whose q and do of one pair fit L2_BYTES, and whose shares of dq, parts and sums fit the workspace together."""
+    B, S, G, h, Dk = call.q.shape
+    entries, columns, tiles = call.selection.n * call.reach(WIDTH), Dk + call.v.shape[3], -(-call.k.shape[2] // WIDTH)
+    size, tile_bytes, workspace = call.q.element_size(), 4 * WIDTH * columns, workspace_beside_plan(call, WIDTH)
+    share_bytes = entries * h * Dk * size  # of a row
+    most = max((3 * workspace // 4 - tiles * tile_bytes) // share_bytes, workspace // 8 // share_bytes, 1)
+    fitting = min(most, max(1, L2_BYTES // (h * columns * size)))
+    section = S if fitting >= S else triton_block.even_section(S, fitting)
+
+    def of(pairs: int) -> Sizes:
+        segment = segment_length(call, WIDTH, pairs * section * entries)
+        return Sizes(section, pairs, segment, most_segments(pairs * section * entries, segment, pairs * tiles))
+
+    def used(sizes: Sizes) -> int:
+        sums = sizes.pairs * tiles if section < S else 0
+        return sizes.pairs * section * share_bytes + (sizes.parts + sums) * tile_bytes
+
+    pairs = B * G
+    while pairs > 1 and used(of(pairs)) > workspace:
+        pairs = -(-pairs // 2)
+    return of(pairs)
+
+
+def _plan(call: Call) -> Plan:
+    sizes = _sizes(call)
+    lists = key_to_rows(call, WIDTH, *sizes[:3])
+
+    def cut() -> tuple[Tensor, ...]:
+        return split(lists.ends.to(torch.int64), lists.stretches, sizes.segment)
+
+    begins, segments, _ = remembered_plan(call, ("cuda-block segments", *sizes[:3]), cut)
+    return Plan(lists, begins, segments, sizes.segment, sizes.parts)

@@ -211,32 +211,31 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-block/backward")
 
-    def visit(plan: KeyToRows, unit: Unit, delta: Tensor, sums: Gradients, part_dq: Tensor) -> None:
+    plan = _plan(call, tile_width(call, config), heads.Dk, heads.Dk + heads.Dv)
+    sums = Gradients(call, plan, lse)
+
+    def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
         partial_unit(call, heads, plan, unit, lse, do, delta, sums, config, part_dq)
+        sum_unit(call, heads, plan, unit, sums)
 
-    return backward_by_blocks(call, o, lse, do, dlse, tile_width(call, config), visit)
+    return sum_of_shares(call, o, lse, do, dlse, plan, visit), sums.dk, sums.dv
 
 
-def backward_by_blocks(
-    call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, width: int,
-    visit: Callable[[KeyToRows, Unit, Tensor, Gradients, Tensor], None],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv. visit(plan, unit, delta, sums, part_dq) writes a unit's parts of dk and dv, for tiles of `width` keys, and its shares
-    part_dq [pairs, section, n*reach, h, Dk] of dq."""
+def sum_of_shares(
+    call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, plan: KeyToRows, visit: Callable[[Unit, Tensor, Tensor], None]
+) -> Tensor:
+    """dq. visit(unit, delta, part_dq) writes the shares part_dq [pairs, section, n*reach, h, Dk] of a unit's entries."""
     heads, n = arguments.heads(call), call.selection.n
     dq, delta = arguments.row_gradients(call, lse)
     rows = lse.numel()
     _delta(heads).launch(-(-rows // REDUCED), (o, do, dlse, delta), (do.stride()[:4], arguments.sizes(call), rows))
-    plan = _plan(call, width, heads.Dk, heads.Dk + heads.Dv)
     part_dq = temporary(call, dq, plan.pairs, plan.section, n * plan.reach, heads.h, heads.Dk)
-    sums = Gradients(call, plan, lse)
     sum_dq = _sum_dq(heads, n, plan.reach, plan.width)
     reduced = (part_dq, call.disjoint_ranges(), call.q_pos, dq)
     for unit in units(call, plan):
-        visit(plan, unit, delta, sums, part_dq)
-        sum_unit(call, heads, plan, unit, sums)
+        visit(unit, delta, part_dq)
         sum_dq.launch(_reduce_grid(unit, heads.h), reduced, (arguments.position_strides(call), arguments.sizes(call), unit.rows))
-    return dq, sums.dk, sums.dv
+    return dq
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
@@ -291,11 +290,11 @@ def _plan(call: Call, width: int, D: int, gradient_columns: int) -> KeyToRows:
     else:
         sums = call.k.shape[2] * gradient_columns * accumulator
         fitting = max(1, (workspace - parts - sums) // row_bytes, workspace // 8 // row_bytes)
-        section, pairs = _even_section(S, fitting), 1
+        section, pairs = even_section(S, fitting), 1
     return plan_within(call, width, section, pairs, parts if parts else 1 << 62)
 
 
-def _even_section(S: int, fitting: int) -> int:
+def even_section(S: int, fitting: int) -> int:
     """At most `fitting` rows, sections of about one size; a multiple of 1024 or a power of two, which stretches of rows divide."""
     if fitting < 1024:
         return 1 << (fitting.bit_length() - 1)

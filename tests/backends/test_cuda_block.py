@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cuda_block
-from nsa_sel.backends._triton import units
-from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda import key_to_rows, launch
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
 from nsa_sel.oracle import oracle_forward
@@ -21,11 +20,12 @@ from tests.helpers.cases import assert_gradients, make_blocks, make_grads, make_
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
 
+KERNELS = ["split_lists.cu", "block_gradients.cu", "sum_sections.cu"]
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, the interpreter, and thousands of emulated products
 
 
 def rows(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return make_qkv(**{"B": 1, "S": 30, "G": 2, "h": 4, "Dk": 64, "Dv": 64, "S_kv": 200, "dtype": torch.float16, **sizes})
+    return make_qkv(**{"B": 1, "S": 80, "G": 2, "h": 4, "Dk": 64, "Dv": 64, "S_kv": 200, "dtype": torch.float16, **sizes})
 
 
 def gradients(
@@ -59,8 +59,8 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_heads(started: list[str], h: int) -> None:
     """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
     q, k, v = rows(h=h)
-    gradients(q, k, v, make_blocks(1, 30, 2, 200, 3, 64))
-    assert started == ["block_gradients.cu"]
+    gradients(q, k, v, make_blocks(1, 80, 2, 200, 3, 64))
+    assert started == KERNELS
 
 
 def test_wide_heads_and_blocks_of_two_tiles(started: list[str]) -> None:
@@ -68,26 +68,27 @@ def test_wide_heads_and_blocks_of_two_tiles(started: list[str]) -> None:
     gradients(q, k, v, make_blocks(1, 9, 1, 200, 2, 128))
     q, k, v = rows(S=9, G=1, h=2, Dk=128)
     gradients(q, k, v, make_blocks(1, 9, 1, 200, 2, 64))
-    assert started == ["block_gradients.cu"] * 2
+    assert started == KERNELS * 2
 
 
-def test_units_pieces_and_lists_without_rows(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
-    """Sections of rows whose lists are cut into pieces of a few entries; parts numbered by entry where lists are many, else by list."""
-    monkeypatch.setattr(units, "SHORTEST", 4)
-    monkeypatch.setattr(units, "PROGRAMS", 4)
-    plans, build = [], units.key_to_rows
-    monkeypatch.setattr(units, "key_to_rows", lambda *sizes: plans.append(build(*sizes)) or plans[-1])
-    q, k, v = rows(S=40, G=1, h=4, S_kv=500)
-    selection = make_blocks(1, 40, 1, 500, 3, 64)
+def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
+    """Sums over sections of rows, in registers where a list has one segment; segments of a few entries; tiles that nobody selects."""
+    monkeypatch.setattr(key_to_rows, "SHORTEST", 4)
+    monkeypatch.setattr(key_to_rows, "SEGMENTS_PER_SM", 16)
+    plans, build = [], cuda_block._plan
+    monkeypatch.setattr(cuda_block, "_plan", lambda call: plans.append(build(call)) or plans[-1])
+    q, k, v = rows(S=40, G=2, h=4, S_kv=500)
+    selection = make_blocks(1, 40, 2, 500, 3, 64)
     expected = gradients(q, k, v, selection)
     for one, other in zip(expected, gradients(q, k, v, Selection(selection.ranges, 64)), strict=True):
         assert torch.equal(one, other)
-    gradients(q, k, v, Selection(selection.ranges, 64), workspace_bytes=40_000)
-    few = Selection(torch.where(torch.arange(40)[:, None, None, None] < 38, 0, selection.ranges), 64)
-    gradients(q, k, v, few)
-    assert len(started) > 4
-    assert plans[0].section == 40
-    assert plans[2].section < 40
+    monkeypatch.setattr(cuda_block, "L2_BYTES", 20_000)
+    gradients(q, k, v, Selection(selection.ranges, 64))
+    few = torch.where(torch.arange(40)[:, None, None, None] < 22, 0, selection.ranges)
+    gradients(q, k, v, Selection(few, 64), workspace_bytes=300_000)
+    assert [(plan.lists.section, plan.lists.pairs) for plan in plans] == [(40, 2), (40, 2), (16, 2), (16, 1)]
+    assert started.count("block_gradients.cu") == started.count("sum_sections.cu") == 1 + 1 + 3 + 6
+    assert [plan.segment for plan in plans] == [8, 8, 4, 16]
 
 
 def test_positions_and_a_negative_scale(started: list[str]) -> None:
@@ -95,7 +96,7 @@ def test_positions_and_a_negative_scale(started: list[str]) -> None:
     q_pos = torch.randint(0, 200, (2, 12), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
     gradients(q, k, v, make_blocks(2, 12, 2, 200, 3, 64), q_pos=q_pos)
     gradients(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, make_blocks(2, 12, 2, 200, 3, 64))
-    assert started == ["block_gradients.cu"] * 2
+    assert started == KERNELS * 2
 
 
 @pytest.mark.parametrize("positions", [False, True])
@@ -112,4 +113,4 @@ def test_gradients_of_a_constant(started: list[str]) -> None:
     """Autograd expands it: all strides are 0."""
     q, k, v = rows(S=5, G=1)
     gradients(q, k, v, make_blocks(1, 5, 1, 200, 2, 64), do=torch.ones((), dtype=torch.float16).expand(1, 5, 1, 4, 64))
-    assert started == ["block_gradients.cu"]
+    assert started == KERNELS

@@ -66,4 +66,5 @@ def test_units_of_rows(monkeypatch: pytest.MonkeyPatch, visits: list[str]) -> No
     )
     q, k, v = make_qkv(S=1500, G=2, h=4, Dk=128, S_kv=1500, dtype=torch.bfloat16, device="cuda")
     check_both(BACKEND, q, k, v, make_blocks(1, 1500, 2, 1500, 8, 64, device="cuda"))
+    check_deterministic(BACKEND, q, k, v, make_blocks(1, 1500, 2, 1500, 8, 64, device="cuda"), 3)
     assert visits.count("block_gradients.cu") > 2

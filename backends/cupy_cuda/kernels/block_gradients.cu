@@ -1,80 +1,74 @@
 // dk, dv and the partial sums of dq on Hopper: one visit of a KV tile with the rows that selected it, in the units and lists of triton-block
-// (_triton/units.py, _triton/key_to_rows.py), whose kernels add up what this one writes.
+// (_triton/units.py, _triton/key_to_rows.py), whose kernels add up the shares of dq.
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
 //   dv = sum p^T do,  dk = scale * sum ds^T q,  and for each (row, range)  dq = scale * ds k
 //
-// Grid: one CTA for each piece of each list of the unit, in the order of the lists; two CTAs per multiprocessor, as in dkdv_groups.cu: one
+// Grid: one CTA for each segment of each list of the unit, in the order of the lists; two CTAs per multiprocessor, as in dkdv_groups.cu: one
 //   computes p and ds, begins, ends or stores while the other multiplies.
+// Sections: a list with one segment adds its rows to the sums of the sections before, in registers; sum_sections.cu does so for others.
 // Tiles: 64 keys by 64 rows (row_steps.cuh). Keys are the rows of all products but the last one, whose operand ds^T goes through shared memory.
 //   Its columns are computed 64 at a time, as the accumulators of dk and dv leave no room for more.
-// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Where no row of the piece sees a key, k may be
+// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Where no row of the segment sees a key, k may be
 //   NaN, which 0 * k would not cancel in dq: such keys are zeroed once. p and ds of masked keys are replaced, not multiplied, by 0.
 #include "row_steps.cuh"
+#include "unit_lists.cuh"
 
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
-
-// The lists of a unit: `UnitLists` and `KeyToRows` of the plan.
-struct UnitLists {
-    const int *entries;  // (s * n + range) * reach + step, list after list
-    const char *ends;    // [lists, stretches], of `end_bytes` bytes each: where a stretch of a list ends among the entries
-    i64 end_bytes, reach, by_entry;
-    i64 tiles, pairs_all, stretches, first_list, end_list, piece, first_pair, first_row, section;
-
-    DEVICE i64 begin(i64 list) const {
-        return list ? Integer(integer_at(ends, end_bytes, list * stretches - 1), end_bytes).value(end_bytes) : 0;
-    }
-};
 
 struct Arguments {
     TensorMap q, d_o, k, v;
     Problem p;
     HeadsTensor d_out;         // do [B,S,G,h,DV]
     const float *lse, *delta;  // [rows, H], lse natural
-    UnitLists lists;
-    float *part_dk, *part_dv;  // [parts, KEYS, DK], [parts, KEYS, DV]
-    u16 *part_dq;              // [pairs, section, n * reach, H, DK]
+    const int *entries;        // (s * n + range) * reach + step, list after list
+    i64 reach;
+    UnitGradients to;
+    u16 *part_dq;  // [pairs, section, n * reach, H, DK]
 };
 
-// A CTA's work: the entries of a list that lie in one piece of the unit. One thread finds it, in shared memory.
+// A CTA's work: the entries of a segment. One thread finds it, in shared memory.
 struct Found {
-    const int *listed;  // its entries
-    u16 *dq;            // where the shares of entry 0 of (b, g) go
+    const int *listed;            // its entries
+    u16 *dq;                      // where the shares of entry 0 of (b, g) go
+    i64 row;                      // of the sums or parts, where the segment's first key goes
     int entries, masked_entries;  // all, and those at the beginning whose rows may lie within the tile
-    int each;           // entries of a row
-    int first_key, b, g, part;
+    int each;                     // entries of a row
+    int first_key, b, g;
+    bool alone;  // the list has no other segment
 
-    // The work of CTA number `index`: the piece with this number less that of its list in the unit. Going through the entries, each next list
-    // and each next piece raises the sum by one.
     DEVICE void find(const Arguments &x, u32 index) {
-        const UnitLists &lists = x.lists;
-        const i64 unit_begin = lists.begin(lists.first_list);
-        i64 list = lists.first_list;  // the last one whose first piece has this number or a lower one
+        const UnitLists &lists = x.to.lists;
+        const i64 segment = lists.segments[lists.first_list] + index;
+        entries = 0;
+        if (segment >= lists.segments[lists.end_list]) return;
+        i64 list = lists.first_list;  // the last one whose segments begin at or before this one
         for (i64 beyond = lists.end_list; beyond - list > 1;) {
             const i64 middle = (list + beyond) / 2;
-            (middle - lists.first_list + (lists.begin(middle) - unit_begin) / lists.piece <= index ? list : beyond) = middle;
+            (lists.segments[middle] <= segment ? list : beyond) = middle;
         }
-        const i64 list_begin = lists.begin(list), piece_begin = unit_begin + (index - (list - lists.first_list)) * lists.piece;
-        const i64 begin = max(list_begin, piece_begin), bg = list / lists.tiles % lists.pairs_all;
-        listed = lists.entries + begin;
-        entries = static_cast<int>(min(lists.begin(list + 1), piece_begin + lists.piece) - begin);
-        masked_entries = x.p.q_pos ? entries : static_cast<int>(list_begin + KEYS - begin);
-        first_key = static_cast<int>(list % lists.tiles) * KEYS;
+        const UnitList unit(lists, list);
+        const i64 begin = lists.begins[list] + (segment - lists.segments[list]) * lists.segment, bg = unit.pair;
+        listed = x.entries + begin;
+        entries = static_cast<int>(min(lists.begins[list + 1] - begin, lists.segment));
+        masked_entries = x.p.q_pos ? entries : static_cast<int>(lists.begins[list] + KEYS - begin);
+        each = static_cast<int>(x.p.n * x.reach);
+        first_key = static_cast<int>(unit.tile) * KEYS;
         b = static_cast<int>(bg / x.p.G);
         g = static_cast<int>(bg % x.p.G);
-        part = static_cast<int>(lists.by_entry ? begin - unit_begin : index);
-        each = static_cast<int>(x.p.n * lists.reach);
+        alone = unit.segments == 1;
+        row = alone ? unit.sum_row(lists) : index * static_cast<i64>(KEYS);
         dq = x.part_dq + ((bg - lists.first_pair) * lists.section - lists.first_row) * each * H * DK;
     }
 };
 
-// The steps of a piece. Its numbers stay in shared memory: the producers have few registers.
-struct Piece {
+// The steps of a segment. Its numbers stay in shared memory: the producers have few registers.
+struct Steps {
     const Arguments &x;
     const Found &found;
     const int first_key, steps;
     const i64 b, g;
-    DEVICE Piece(const Arguments &arguments, const Found &found)
+    DEVICE Steps(const Arguments &arguments, const Found &found)
         : x(arguments), found(found), first_key(found.first_key), steps((found.entries + TQ - 1) / TQ), b(found.b), g(found.g) {}
     DEVICE int row_of(int entry) const { return static_cast<int>(static_cast<u32>(found.listed[entry]) / static_cast<u32>(found.each)); }
     DEVICE int row(int step, int i) const {
@@ -88,8 +82,8 @@ struct Piece {
     }
 };
 
-// The tile's keys that no row of the piece sees become zeros.
-DEVICE void zero_unseen_keys(const Piece &list, unsigned char *k_tile) {
+// The tile's keys that no row of the segment sees become zeros.
+DEVICE void zero_unseen_keys(const Steps &list, unsigned char *k_tile) {
     __shared__ int limits[4];
     const Problem &p = list.x.p;
     int limit = 0;
@@ -137,24 +131,22 @@ DEVICE void store_shares(u16 *to, const float (&dq)[32], float scale, const int 
     }
 }
 
-DEVICE void accumulate(const Piece &list, unsigned char *k_tile, unsigned char *ds_tile, unsigned char *stages, Shared &shared) {
+DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *ds_tile, unsigned char *stages, Shared &shared) {
     const Arguments &x = list.x;
     const float scale = static_cast<float>(x.p.scale);
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
     const u32 stage0 = uniform(operand(shared_address(stages))), ds_operand = uniform(operand(shared_address(ds_tile)));
     const int row0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
-#pragma unroll
-    for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
+    load_sums<DK>(dk, x.to.sum_dk, list.found.row + threadIdx.x / 32 * 16, list.found.alone && x.to.adds);
+    load_sums<DV>(dv, x.to.sum_dv, list.found.row + threadIdx.x / 32 * 16, list.found.alone && x.to.adds);
     mbarrier_wait(&shared.tile, 0);
     zero_unseen_keys(list, k_tile);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
         const int entries[2] = {list.entry(step, row0), list.entry(step, row0 + 8)};
-        shared.steps.wait_full(at);
+        wait_for_rows(shared, at);
         wgmma_fence();
         wgmma_a_bt<DK>(s, keys, q_tile);
         wgmma_commit();
@@ -187,9 +179,11 @@ DEVICE void accumulate(const Piece &list, unsigned char *k_tile, unsigned char *
         if (DK > 64) store_shares(list.found.dq, dq[DK / 64 - 1], scale, entries, row0, 64);
         named_barrier<128>(1);  // all warps have read ds
     }
-    const GradientRows rows(static_cast<i64>(list.found.part) * KEYS + threadIdx.x / 32 * 16);
-    rows.write<DK>(dk, scale, 0, x.part_dk, nullptr);
-    rows.write<DV>(dv, 1.0f, 0, x.part_dv, nullptr);
+    const bool alone = list.found.alone, final = alone && x.to.final;
+    const i64 key = list.first_key + threadIdx.x / 32 * 16;
+    const GradientRows rows(list.found.row + threadIdx.x / 32 * 16, (list.b * x.p.G + list.g) * x.p.S_kv + key, x.p.S_kv - key, final);
+    rows.write<DK>(dk, final ? scale : 1.0f, 0, alone ? x.to.sum_dk : x.to.part_dk, x.to.dk);
+    rows.write<DV>(dv, 1.0f, 0, alone ? x.to.sum_dv : x.to.part_dv, x.to.dv);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) block_gradients(const __grid_constant__ Arguments x) {
@@ -207,11 +201,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) block_gradients(const __gri
     if (found.entries <= 0) return;
     if (producer < 0) {
         reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(true);
-        accumulate(Piece(x, found), memory, ds_tile, stages, shared);
+        accumulate(Steps(x, found), memory, ds_tile, stages, shared);
         return;
     }
     reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(false);
-    const Piece list(x, found);
+    const Steps list(x, found);
     if (threadIdx.x == 128) produce_tile(list, memory, shared);
     __syncwarp();
     produce_rows(list, stages, shared, producer);

@@ -126,7 +126,7 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         const auto at = state_of(step);
         const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
         const int in_list = list.step_at(step);
-        shared.steps.wait_full(at);
+        wait_for_rows(shared, at);
 #ifdef WINDOW
         if (in_list + 1 == list.steps && list.end % TQ) zero_tokens(stages + at.stage * STAGE_BYTES, static_cast<int>(list.end % TQ));
 #endif

@@ -78,7 +78,7 @@ struct GradientRows {
     DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
         : part_row((first_part(lists, segment.list) + segment.number) * WIDTH + key0),
           row(segment.bg * S_kv + segment.first_key + key0), keys_left(S_kv - segment.first_key - key0), final(segment.final) {}
-    DEVICE GradientRows(i64 part_row) : part_row(part_row), row(0), keys_left(0), final(false) {}
+    DEVICE GradientRows(i64 part_row, i64 row, i64 keys_left, bool final) : part_row(part_row), row(row), keys_left(keys_left), final(final) {}
 
     // acc * factor, columns from `column0` on; D: columns of a row of dk or dv.
     template <int D, class Tile>

@@ -29,11 +29,17 @@ struct Shared {
     int limit[STAGES][ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
 
     DEVICE void init() {
-        steps.init(COPY_WARPS + 32 + 32, 4);  // rows; statistics copied, and written; a lane of every consumer warp
+        steps.init((BY_TMA ? 1 : 32 * COPY_WARPS) + 32 + 32, 4);  // rows; statistics copied, and written; a lane of every consumer warp
         mbarrier_init(&tile, 1);
         mbarrier_fence_init();
     }
 };
+
+// The consumer's wait for a step. What lanes copied becomes visible to the tensor core by a fence after it.
+DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
+    shared.steps.wait_full(at);
+    if (!BY_TMA) fence_async_proxy();
+}
 
 DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
@@ -66,49 +72,37 @@ DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shar
     }
 }
 
-// One of the copy warps: four heads of a token at once, eight lanes a row, of every COPY_WARPS-th four; zeros for tokens that do not exist.
-// A step is announced once it is there and the next one's copies have begun.
+// One of the copy warps: four rows of the tile at once, eight lanes a row, of every COPY_WARPS-th four; zeros for rows that do not exist.
+// What is copied arrives by itself, and takes the consumer's fence (wait_for_rows).
 template <class List>
 DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
-    constexpr int FOURS = (H + 3) / 4;  // of a token
-    const int lane = threadIdx.x % 32, column = lane % 8, head0 = lane / 8;
-    const u16 *q = list.x.p.q.group(list.b, list.g) + head0 * list.x.p.q.stride_h + column * 8;
-    const u16 *d_out = list.x.d_out.group(list.b, list.g) + head0 * list.x.d_out.stride_h + column * 8;
-    auto announce = [&](int stage) {
-        fence_async_proxy();
-        __syncwarp();
-        shared.steps.announce(stage);
-    };
-    int coming = list.row(0, lane);
+    constexpr int HALVES = TQ > 32 ? 2 : 1;  // of the tokens: a lane has the rows of one of each
+    const int lane = threadIdx.x % 32, column = lane % 8;
+    const u16 *q = list.x.p.q.group(list.b, list.g) + column * 8, *d_out = list.x.d_out.group(list.b, list.g) + column * 8;
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
-        const int row_of_lane = coming < list.x.p.S ? coming : -1;  // negative: no such token
-        coming = list.row(step + 1, lane);
+        int rows[HALVES];
+        for (int i = 0; i < HALVES; ++i) rows[i] = list.row(step, lane + 32 * i);  // read while the stage is not empty yet
         shared.steps.wait_empty(at);
         __syncwarp();
 #pragma unroll 1
-        for (int four = copier; four < TQ * FOURS; four += COPY_WARPS) {
-            const int token = four / FOURS, head = four % FOURS * 4 + head0;
-            const int row = __shfl_sync(ALL_LANES, row_of_lane, token);
-            if (H % 4 && head >= H) continue;
-            const bool exists = row >= 0;
-            const i64 s = max(row, 0);
-            const u16 *q_row = q + s * list.x.p.q.stride_s + four % FOURS * 4 * list.x.p.q.stride_h;
-            const u16 *do_row = d_out + s * list.x.d_out.stride_s + four % FOURS * 4 * list.x.d_out.stride_h;
-            unsigned char *to = stages + at.stage * STAGE_BYTES + swizzled(token * H + head, column);
+        for (int four = copier; four < ROWS / 4; four += COPY_WARPS) {
+            const int tile_row = 4 * four + lane / 8, head = tile_row % H;
+            const int row = __shfl_sync(ALL_LANES, 4 * four / H < 32 ? rows[0] : rows[HALVES - 1], tile_row / H % 32);
+            const bool exists = row < list.x.p.S;
+            const i64 s = exists ? row : 0;
+            const u16 *q_row = q + s * list.x.p.q.stride_s + head * list.x.p.q.stride_h;
+            const u16 *do_row = d_out + s * list.x.d_out.stride_s + head * list.x.d_out.stride_h;
+            unsigned char *to = stages + at.stage * STAGE_BYTES + swizzled(tile_row, column);
 #pragma unroll
             for (int c = 0; c < DK; c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
 #pragma unroll
             for (int c = 0; c < DV; c += 64) cp_async_16(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
         }
-        cp_async_commit();
-        if (step) {
-            cp_async_wait<1>();
-            announce((step - 1) % STAGES);
-        }
+        cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
     }
+    cp_async_commit();
     cp_async_wait<0>();
-    announce((list.steps - 1) % STAGES);
 }
 
 // One warp: lse, delta and limit of two rows per lane.

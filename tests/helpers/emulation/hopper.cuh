@@ -118,8 +118,22 @@ DEVICE void cp_async_4(void *to, const void *from, bool exists) {
     if (exists) memcpy(to, from, 4);
     else memset(to, 0, 4);
 }
+// Once the thread's copies are there, which happens by itself.
 DEVICE void cp_async_mbarrier_arrive(u64 *bar) {
-    later([=] { complete(bar, 1, 0); });
+    Fiber &self = fibers[current];
+    require(self.groups == 1, "an arrival after committed copies is not emulated");
+    struct Copies {
+        u32 count;
+        Copy copy[64];
+    } copies;
+    copies.count = self.copies[self.first_group];
+    require(copies.count <= 64, "more copies than the emulation holds");
+    for (u32 i = 0; i < copies.count; ++i) copies.copy[i] = self.copy[self.first_group][i];
+    self.copies[self.first_group] = 0;
+    later([=] {
+        for (u32 i = 0; i < copies.count; ++i) perform(copies.copy[i]);
+        complete(bar, 1, 0);
+    });
 }
 
 // As tests pack a map of q or do [B,S,G,h,D], in boxes of `tokens` tokens of one group with all heads by 64 columns.

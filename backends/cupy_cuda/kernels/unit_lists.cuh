@@ -1,0 +1,46 @@
+// The lists of a unit of triton-block (_triton/units.py), cut into segments, and where their gradients go (cuda_block.py).
+//
+// Lists go by sections of rows, in each by pairs (b, g), in each by tiles of 64 keys. dk and dv of a pair are added up over its sections, which
+// are units of their own: sums in float32, dk without its scale, until the last section.
+#pragma once
+#include "key_to_rows.cuh"
+
+struct UnitLists {
+    const i64 *begins;    // [lists + 1]: where a list begins among the entries
+    const i64 *segments;  // [lists + 1]: segments of the lists before
+    i64 segment;          // entries of a segment at most
+    i64 tiles, pairs_all, stretches, first_list, end_list, piece, first_pair, first_row, section;  // `UnitLists` of units.py
+};
+
+struct UnitGradients {
+    UnitLists lists;
+    i64 adds, final;           // whether sections of the pairs come before this one; whether none comes after it
+    float *part_dk, *part_dv;  // [segments of the unit, 64, D]: of lists with several
+    float *sum_dk, *sum_dv;    // [pairs, tiles, 64, D]; null if there is one section
+    u16 *dk, *dv;              // [B*G, S_kv, D]
+};
+
+struct UnitList {
+    i64 pair, tile;
+    int segments;
+    DEVICE UnitList(const UnitLists &lists, i64 list)
+        : pair(list / lists.tiles % lists.pairs_all), tile(list % lists.tiles),
+          segments(static_cast<int>(lists.segments[list + 1] - lists.segments[list])) {}
+    // The row of the sums where its first key is.
+    DEVICE i64 sum_row(const UnitLists &lists) const { return ((pair - lists.first_pair) * lists.tiles + tile) * 64; }
+};
+
+// A warp's 16 keys of the sums, from `row` on, as an accumulator of D columns; zeros if not `adds`.
+template <int D>
+DEVICE void load_sums(float (&acc)[D / 2], const float *sums, i64 row, bool adds) {
+    sums += row * D;
+#pragma unroll
+    for (int i = 0; i < elements<float[D / 2]>; i += 2)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int key = threadIdx.x % 32 / 4 + 8 * r;
+            const float2 pair = adds ? *reinterpret_cast<const float2 *>(sums + key * D + column_of(i)) : make_float2(0.0f, 0.0f);
+            element(acc, r, i) = pair.x;
+            element(acc, r, i + 1) = pair.y;
+        }
+}
