@@ -27,7 +27,8 @@ __all__ = ["backward", "forward", "loaded_keys"]
 
 WIDTH = sm90.KEYS
 KEYS_SUMMED = 8  # by a CTA of sum_sections.cu
-L2_BYTES = 24 * 2**20  # of q and do of a section: each row is read once for every block that it selects
+L2_BYTES = 36 * 2**20  # of q and do of a section, of the L2 cache's 50 MiB: each row is read once for every block that it selects
+LONGEST = 2048  # entries of a segment
 
 
 class Plan(NamedTuple):
@@ -108,7 +109,7 @@ def _sizes(call: Call) -> Sizes:
     section = S if fitting >= S else triton_block.even_section(S, fitting)
 
     def of(pairs: int) -> Sizes:
-        segment = segment_length(call, WIDTH, pairs * section * entries)
+        segment = segment_length(call, WIDTH, pairs * section * entries, LONGEST)
         return Sizes(section, pairs, segment, most_segments(pairs * section * entries, segment, pairs * tiles))
 
     def used(sizes: Sizes) -> int:

@@ -58,12 +58,12 @@ def most_parts(entries: int, segment: int) -> int:
     return max(1, min(entries, 2 * entries // segment))
 
 
-def segment_length(call: Call, width: int, entries: int) -> int:
-    """Entries of a segment: few enough to give every multiprocessor some and for balance, and enough for the segments' float32 parts to fit
-    the workspace beside the lists."""
+def segment_length(call: Call, width: int, entries: int, most: int = 1024) -> int:
+    """Entries of a segment: few enough to give every multiprocessor some and for balance (`most`, or fewer, for one head), and enough for the
+    segments' float32 parts to fit the workspace beside the lists."""
     h, Dk = call.q.shape[3:]
     part_bytes = 4 * width * (Dk + call.v.shape[-1])
-    longest = max(256, min(1024, 4096 // h))  # longer if a row brings fewer heads: each segment writes its part
+    longest = max(256, min(most, 4096 // h))  # longer if a row brings fewer heads: each segment writes its part
     segment = SHORTEST
     while segment < longest and entries > segment * SEGMENTS_PER_SM * call.device.sm_count:
         segment *= 2

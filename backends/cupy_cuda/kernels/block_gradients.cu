@@ -34,6 +34,7 @@ struct Found {
     i64 row;                      // of the sums or parts, where the segment's first key goes
     int entries, masked_entries;  // all, and those at the beginning whose rows may lie within the tile
     int each;                     // entries of a row
+    float scale;
     int first_key, b, g;
     bool alone;  // the list has no other segment
 
@@ -53,6 +54,7 @@ struct Found {
         entries = static_cast<int>(min(lists.begins[list + 1] - begin, lists.segment));
         masked_entries = x.p.q_pos ? entries : static_cast<int>(lists.begins[list] + KEYS - begin);
         each = static_cast<int>(x.p.n * x.reach);
+        scale = static_cast<float>(x.p.scale);
         first_key = static_cast<int>(unit.tile) * KEYS;
         b = static_cast<int>(bg / x.p.G);
         g = static_cast<int>(bg % x.p.G);
@@ -133,7 +135,6 @@ DEVICE void store_shares(u16 *to, const float (&dq)[32], float scale, const int 
 
 DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *ds_tile, unsigned char *stages, Shared &shared) {
     const Arguments &x = list.x;
-    const float scale = static_cast<float>(x.p.scale);
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
     const u32 stage0 = uniform(operand(shared_address(stages))), ds_operand = uniform(operand(shared_address(ds_tile)));
     const int row0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
@@ -174,15 +175,15 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
             wgmma_at_b<KEYS / 16>(dq[DK / 64 - 1], ds_operand + TRANSPOSED, keys + (DK / 64 - 1) * PANEL / 16 + TRANSPOSED);
             wgmma_commit();
         }
-        store_shares(list.found.dq, dq[0], scale, entries, row0, 0);
+        store_shares(list.found.dq, dq[0], list.found.scale, entries, row0, 0);
         wgmma_wait<0>();
-        if (DK > 64) store_shares(list.found.dq, dq[DK / 64 - 1], scale, entries, row0, 64);
+        if (DK > 64) store_shares(list.found.dq, dq[DK / 64 - 1], list.found.scale, entries, row0, 64);
         named_barrier<128>(1);  // all warps have read ds
     }
     const bool alone = list.found.alone, final = alone && x.to.final;
     const i64 key = list.first_key + threadIdx.x / 32 * 16;
     const GradientRows rows(list.found.row + threadIdx.x / 32 * 16, (list.b * x.p.G + list.g) * x.p.S_kv + key, x.p.S_kv - key, final);
-    rows.write<DK>(dk, final ? scale : 1.0f, 0, alone ? x.to.sum_dk : x.to.part_dk, x.to.dk);
+    rows.write<DK>(dk, final ? list.found.scale : 1.0f, 0, alone ? x.to.sum_dk : x.to.part_dk, x.to.dk);
     rows.write<DV>(dv, 1.0f, 0, alone ? x.to.sum_dv : x.to.part_dv, x.to.dv);
 }
 
