@@ -59,8 +59,8 @@ def most_parts(entries: int, segment: int) -> int:
 
 
 def segment_length(call: Call, width: int, entries: int, most: int = 1024) -> int:
-    """Entries of a segment: few enough to give every multiprocessor some and for balance (`most`, or fewer, for one head), and enough for the
-    segments' float32 parts to fit the workspace beside the lists."""
+    """Entries of a segment: few enough to give every multiprocessor some and for balance, and enough for the segments' float32 parts to fit
+    the workspace beside the lists. most: of one head."""
     h, Dk = call.q.shape[3:]
     part_bytes = 4 * width * (Dk + call.v.shape[-1])
     longest = max(256, min(most, 4096 // h))  # longer if a row brings fewer heads: each segment writes its part

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from nsa_sel.bench.core.caches import Cache
 from nsa_sel.bench.core.cases import CHOICE, LAYERS, Case, layer_selection, make_selection
 from nsa_sel.bench.core.markdown import table
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows
+from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows, digest, read_rows
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.request import SHARING_TOKENS, Request, phase_of_format
 from nsa_sel.policies.cost import gathers, modelled, work
@@ -169,6 +170,17 @@ def costs(rows: Sequence[Row], sources: Sequence[str], sm_count: int) -> Costs:
     )
     dtypes = sorted({dtype for row in rows for dtype in DTYPES.get(row["dtype"], (row["dtype"],))})
     return Costs(provenance="; ".join((finding, *sources)), dtypes=tuple(dtypes), models=found)
+
+
+def source(name: str, rows: Sequence[Row]) -> str:
+    """A committed file of rows with its hash and row count."""
+    return f"{name} (sha256 {digest(name)}, {len(rows)} rows)"
+
+
+def profile_costs(files: Mapping[str, Sequence[Row]], sm_count: int) -> dict[str, Any]:
+    """The `costs:` part of a profile as plain data, from rows by committed file, all of which pass `is_cost_row`."""
+    found = costs([row for rows in files.values() for row in rows], [source(name, read_rows(name)) for name in files], sm_count)
+    return {**msgspec.to_builtins(found), "dtypes": list(found.dtypes)}
 
 
 def fit(name: str, rows: Sequence[Row], sm_count: int) -> CostModel:

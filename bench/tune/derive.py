@@ -18,7 +18,7 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200, H200_RESULTS, cost_rows, digest, read_rows
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H100_RESULTS, H200, H200_RESULTS, cost_rows, digest, read_rows
 from nsa_sel.settings import tuned
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import Evidence, KernelConfig, Side, Source, Threshold
@@ -67,20 +67,8 @@ def provenance(files: dict[str, list[Row]], finding: str) -> str:
     for name, rows in files.items():
         versions = ", ".join(f"{key} {rows[0][key]}" for key in ("torch", "triton", "numba", "driver") if rows[0].get(key))
         commits = ", ".join(f"{commit} ({count} rows)" for commit, count in Counter(row["commit"] for row in rows).items())
-        parts.append(f"{source(name, rows)}, {rows[0]['device']}, {versions}, commit {commits}, first `{rows[0]['command']}`")
+        parts.append(f"{cost_fit.source(name, rows)}, {rows[0]['device']}, {versions}, commit {commits}, first `{rows[0]['command']}`")
     return "; ".join(parts)
-
-
-def source(name: str, rows: list[Row]) -> str:
-    """A file of rows with its hash and row count."""
-    return f"{name} (sha256 {digest(name)}, {len(rows)} rows)"
-
-
-def costs(files: dict[str, list[Row]]) -> dict[str, Any]:
-    """The `costs:` part of a profile, from rows by file."""
-    rows = [row for rows in files.values() for row in rows]
-    found = cost_fit.costs(rows, [source(name, read_rows(name)) for name in files], GPUS["h200"].sm_count)
-    return {**msgspec.to_builtins(found), "dtypes": list(found.dtypes)}
 
 
 def h200_profile() -> dict[str, Any]:
@@ -94,7 +82,7 @@ def h200_profile() -> dict[str, Any]:
         "provenance": provenance(files, finding),
         "runtime": {"use_triton_sel": True, **({"sel_triton_min_L": decided} if decided else {})},
         "evidence": msgspec.to_builtins(found),
-        "costs": costs(cost_rows(cost_fit.is_cost_row)),
+        "costs": cost_fit.profile_costs(cost_rows(cost_fit.is_cost_row), GPUS["h200"].sm_count),
         "kernels": kernel_configs(H200_TUNED),
     }
 
@@ -140,7 +128,7 @@ PROFILES: dict[str, Callable[[], dict[str, Any]]] = {
     "configs/devices/sm80_a100.yaml": partial(unmeasured.calculated_profile, "a100"),
     "configs/devices/sm86_rtx3090.yaml": partial(unmeasured.calculated_profile, "rtx3090"),
     "configs/devices/sm89_rtx4090.yaml": unmeasured.rtx4090_profile,
-    "configs/devices/sm90_h100.yaml": partial(unmeasured.calculated_profile, "h100", "NVIDIA H100"),
+    "configs/devices/sm90_h100.yaml": partial(unmeasured.calculated_profile, "h100", "NVIDIA H100", H100_RESULTS),
     "configs/devices/sm90_h200.yaml": h200_profile,
     "configs/devices/sm100_b200.yaml": partial(unmeasured.calculated_profile, "b200"),
     "configs/devices/sm120_rtx5090.yaml": partial(unmeasured.calculated_profile, "rtx5090"),

@@ -31,7 +31,7 @@ def test_jobs_follow_suites_backends_and_names() -> None:
         return {job.case.case: [contender.name for contender in job.contenders] for job in found}
 
     every = backends_of("all", ",".join(speed.usual_backends("cuda")))
-    ours_on_gpu = ["triton-group", "triton-tile", "triton-block", "cupy-cuda"]
+    ours_on_gpu = ["triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda"]
     assert every["real-8k-h16"] == [PACKED, *ours_on_gpu, DENSE]
     assert every["random-64k-h16"] == every["real-8k-layer07-h4"] == [*ours_on_gpu, DENSE]
     assert every["decode-B1-64k-h16"] == every["threshold-decode-D64-L64"] == [PACKED, "triton-group", "cupy-cuda", DENSE]

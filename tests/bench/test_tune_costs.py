@@ -124,7 +124,7 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     found = measure_costs(RUN, UNKNOWN, priced, WAYS)
     assert found is not None
     assert set(map(phase_of_name, found.models)) == PHASES
-    assert len(found.models) == 22  # six backends forward and backward, four decode, two of which several tokens; two that choose
+    assert len(found.models) == 23  # six backends forward, seven backward; four decode, two of which several tokens; two that choose
     assert all(model.worst_error < 0.01 for name, model in found.models.items() if "token" not in name), "they fit what made the times"
     tuned.forget()
     after = explain_request(request, UNKNOWN)
