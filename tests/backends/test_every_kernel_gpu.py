@@ -35,7 +35,10 @@ SIZES = (  # B, S, S_kv: prefill of few rows and of many, decoding with few rows
     (150, 1, 256),
 )
 BLOCK, N = 64, 4
-HOPPERS = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu", "forward_blocks.cu", "forward_tokens.cu"}
+HOPPERS = {
+    "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu", "forward_blocks.cu", "forward_tokens.cu", "block_gradients.cu",
+    "sum_sections.cu",
+}  # fmt: skip
 
 
 def run_all(backend: str, dtype: torch.dtype, Dk: int, Dv: int, h: int) -> None:
@@ -145,4 +148,6 @@ def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         sizes = {"lengths": LENGTHS * 20, "page_size": 64, "S_q": 4, "h": 4, "Dk": 128, "Dv": 128, "block": 64}
         check_quantized(make_quantized("page", **sizes, dtype=torch.bfloat16, device="cuda"), "cupy-cuda")  # few new tokens over e4m3 keys
+        q, k, v = make_qkv(1, 300, 2, 16, 128, 128, S_kv=400, dtype=torch.bfloat16, device="cuda")
+        check_both("cuda-block", q, k, v, make_blocks(1, 300, 2, 400, N, BLOCK, device="cuda"))
     assert files <= {Path(name).name for name in ran}, f"never ran: {sorted(files - {Path(name).name for name in ran})}"

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 NAMES = [
     pytest.param(name, marks=[pytest.mark.skip(reason="; ".join(map(str, registry.missing(name))))] if registry.missing(name) else [])
-    for name in ("triton-group", "triton-tile", "triton-block", "cupy-cuda")
+    for name in ("triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")
 ]
 
 
