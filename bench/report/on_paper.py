@@ -30,7 +30,7 @@ from nsa_sel.settings.prices import RESOURCES, with_own
 from nsa_sel.settings.schema import Settings
 
 H100 = "h100"
-MOST_DRAWN = 1 << 28  # rows times blocks
+MOST_DRAWN = 1 << 27  # rows times blocks
 SHOWN = ("real-8k-h16", "real-8k-h1", "random-32k-h16", "random-32k-h1")
 
 
