@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 # The functions that torch.compile's generated code calls: they allocate without the dispatcher and argument parser.
 from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
 
+from nsa_sel.backends._driver import thread
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.window_call import WindowCall
@@ -29,13 +31,19 @@ def unwritten(like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Te
     # Deterministic algorithms have PyTorch fill new tensors with NaN, which shows checks what no kernel wrote.
     if torch.are_deterministic_algorithms_enabled() or like.is_meta:
         return like.new_empty(sizes, dtype=dtype)
-    make = _empty_strided_cuda if like.is_cuda else _empty_strided_cpu
-    made: Tensor = make(sizes, _contiguous(sizes), like.dtype if dtype is None else dtype)
+    made: Tensor = allocator(like)(sizes, contiguous(sizes), like.dtype if dtype is None else dtype)
+    if thread.recording is not None:
+        thread.recording.made.append(made)
     return made
 
 
+def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """Makes tensors of these sizes, strides and dtype where `like` is: on the CPU or the current GPU."""
+    return _empty_strided_cuda if like.is_cuda else _empty_strided_cpu  # type: ignore[no-any-return]
+
+
 @functools.lru_cache(maxsize=1024)
-def _contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor; as in PyTorch, an empty dimension counts as one element."""
     steps = [1]
     for size in sizes[:0:-1]:

@@ -1,4 +1,4 @@
-"""What GPU backends share: scales of either sign, what calls of the same shapes know, and plans remembered in the selection."""
+"""What GPU backends share: passes of either scale, replayed where they were seen before, and what calls of the same shapes know."""
 
 from __future__ import annotations
 
@@ -8,37 +8,35 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
+from nsa_sel.backends._replay import replayed
 from nsa_sel.core.call import Call
 
-Forward = Callable[[Call], tuple[Tensor, Tensor]]
-Backward = Callable[[Call, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+Found = TypeVar("Found", bound=Callable[..., Any])
 
 
-def forward_of_any_scale(forward: Forward) -> Forward:
-    """Kernels keep the largest product, which must belong to the largest logit: a negative scale goes to them as (-q, -scale)."""
+def forward_of_any_scale(forward: Found) -> Found:
+    """A backend's `forward`, replayed where it was recorded. Kernels keep the largest product, which must belong to the largest logit: a
+    negative scale goes to them as (-q, -scale)."""
 
     @functools.wraps(forward)
-    def run(call: Call) -> tuple[Tensor, Tensor]:
-        return forward(call if call.scale >= 0 else call.with_positive_scale())
+    def run(call: Call) -> Any:
+        return replayed(call, forward) if call.scale >= 0 else forward(call.with_positive_scale())
 
-    return run
+    return cast(Found, run)
 
 
-def backward_of_any_scale(backward: Backward) -> Backward:
+def backward_of_any_scale(backward: Found) -> Found:
     """As `forward_of_any_scale`; the gradient of -q changes its sign. dlse is contiguous."""
 
     @functools.wraps(backward)
-    def run(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def run(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Any:
         dlse = None if dlse is None else dlse.contiguous()
         if call.scale >= 0:
-            return backward(call, o, lse, do, dlse)
-        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
-        return -dq, dk, dv
+            return replayed(call, backward, o, lse, do, dlse)
+        dq, *others = backward(call.with_positive_scale(), o, lse, do, dlse)
+        return (-dq, *others)
 
-    return run
-
-
-Found = TypeVar("Found", bound=Callable[..., Any])
+    return cast(Found, run)
 
 
 def known(find: Found) -> Found:
@@ -54,14 +52,3 @@ def known(find: Found) -> Found:
         return found
 
     return cast(Found, recall)
-
-
-def remembered_plan(call: Call, key: tuple[object, ...], build: Callable[[], Any]) -> Any:
-    """A plan kept in the selection for this key, number of keys and positions: the causal clamp depends on both.
-
-    Inside a CUDA graph it is built every time: a replay must follow ranges that were written since the capture, and a plan that a capture
-    builds holds nothing until the graph is replayed.
-    """
-    if call.capturing():
-        return build()
-    return call.selection.plan((*key, call.k.shape[2]), build, call.q_pos)

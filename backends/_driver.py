@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 MOST_BYTES = 4096  # of a kernel's arguments
@@ -28,9 +29,11 @@ class _Thread(threading.local):
         self.config_address, self.early_address = ctypes.addressof(self.config), ctypes.addressof(self.early)
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
         self.bound: set[int] = set()
+        self.recording: Any = None  # of the pass that runs (_replay.py)
 
 
 thread = _Thread()
+hooks: list[Callable[[], bool]] = []  # each says whether somebody wants launches to go another way
 
 
 class Pointers(threading.local):
@@ -52,6 +55,25 @@ def _launch() -> Any:
     found = _library().cuLaunchKernelEx
     found.argtypes = (ctypes.c_void_p,) * 4
     return found
+
+
+@functools.cache
+def _fill() -> Any:
+    found = _library().cuMemsetD8Async
+    found.argtypes = (ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
+    return found
+
+
+def stream_of(device: int) -> int:
+    """PyTorch's current stream."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
+
+
+def clear(address: int, size: int, stream: int) -> int:
+    """Zero `size` bytes; the driver's status."""
+    status: int = _fill()(address, 0, size, stream)
+    return status
 
 
 def start(

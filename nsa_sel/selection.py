@@ -53,18 +53,25 @@ class Selection:
         measured: what `measure` returned last, else None.
     """
 
+    ranges: Tensor
+    n: int
+    block_size: int | None
+    max_length: int | None
+    disjoint: bool
+    measured: Measured | None
+    _exact: Exact | None
+    _cut_block: int | None  # the block size of ranges that were blocks before they were cut; unsorted
+    _plans: dict[Any, Plan]
+    _version: int | None  # of the ranges that `_plans` and `_exact` were made from
+    _copy: Tensor | None  # of those ranges, where comparing is cheap (CPU) or asked for (debugging)
+
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False) -> None:
-        self.ranges = ranges
-        self.n: int = ranges.shape[-2]
-        self.block_size = block_size
-        self.max_length = max_length
-        self.disjoint = disjoint or self.n < 2
-        self.measured: Measured | None = None
-        self._exact: Exact | None = None
-        self._cut_block: int | None = None  # the block size of ranges that were blocks before they were cut; unsorted
-        self._plans: dict[Any, Plan] = {}
-        self._version: int | None = None  # of the ranges that `_plans` and `_exact` were made from
-        self._copy: Tensor | None = None  # of those ranges, where comparing is cheap (CPU) or asked for (debugging)
+        n = ranges.shape[-2]
+        # At once: models make a selection for every call, and `__setattr__` would be called for each.
+        self.__dict__.update(
+            ranges=ranges, n=n, block_size=block_size, max_length=max_length, disjoint=disjoint or n < 2, measured=None, _exact=None,
+            _cut_block=None, _plans={}, _version=None, _copy=None,
+        )  # fmt: skip
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FACTS and name in self.__dict__:
@@ -137,7 +144,8 @@ class Selection:
         ranges, unique = ranges_of_blocks(block_indices, block_size, block_counts, disjoint)
         selection = cls(ranges, block_size, disjoint=disjoint)
         if unique is not None:
-            selection.plan(_DISJOINT, lambda: unique)
+            selection._remember_version()
+            selection._plans[_DISJOINT] = Plan([], (), unique)
         if validates(selection.ranges):
             selection.validate()
         return selection
@@ -242,7 +250,7 @@ class Selection:
         Returns:
             What `build` returned.
         """
-        states = [state_of(x) for x in made_from]
+        states = [state_of(x) for x in made_from] if made_from else []
         if self.ranges.is_inference() or UNKNOWN in states:
             return build()
         if not self._is_current():
@@ -277,8 +285,8 @@ class Selection:
     def _remember_version(self) -> None:
         ranges = self.ranges
         if not ranges.is_inference():
-            self._version = ranges._version
-            self._copy = ranges.detach().clone() if not self._on_gpu or validates(ranges) else None
+            copy = ranges.detach().clone() if not self._on_gpu or validates(ranges) else None
+            self.__dict__.update(_version=ranges._version, _copy=copy)
 
     @property
     def _on_gpu(self) -> bool:
@@ -287,7 +295,7 @@ class Selection:
     def invalidate(self) -> None:
         """Drop plans and statistics: call it after a write into the ranges on a GPU that PyTorch does not see."""
         self.forget_plans()
-        self._exact = self._version = self._copy = None
+        self.__dict__.update(_exact=None, _version=None, _copy=None)
 
     def forget_plans(self) -> None:
         """Drop the plans, to free their memory or to time building them."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nsa_sel
-from nsa_sel.backends._common import remembered_plan
+from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton import arguments, units
 from nsa_sel.backends._triton import block_union as block_union_module
 from nsa_sel.backends._triton import key_to_rows as key_to_rows_module
@@ -154,7 +154,7 @@ def test_plans_are_shared_and_follow_the_ranges() -> None:
     selection.ranges.fill_(0)
     assert int(block_union(call, 4).counts.sum()) == 0
     assert before is not block_union(call, 4)
-    assert remembered_plan(call, ("x",), lambda: 1) == 1
+    assert kept_plan(call, ("x",), lambda call: 1).value == 1
 
 
 @pytest.mark.parametrize(("backend", "module"), [("triton-tile", block_union_module), ("triton-group", key_to_rows_module)])

@@ -34,7 +34,7 @@ def outputs(call: Call) -> tuple[Tensor, Tensor]:
 
 def row_gradients(call: Call, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Unwritten dq [B,S,G,h,Dk] and delta [B,S,G,h], contiguous."""
-    return torch.empty_like(call.q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
+    return unwritten(call.q, *call.q.shape), temporary(call, lse, *lse.shape)
 
 
 class Strides(NamedTuple):

@@ -75,7 +75,7 @@ def block_ranges(
     B, S, G, n = indices.shape
     ranges = unwritten(indices, B, S, G, n, 2, dtype=dtype)
     unique = unwritten(indices, B, S, G, n, 2, dtype=dtype) if find_unique and n <= MOST_SORTED else None
-    kernel = _kernel(block_ranges_kernel, n, block_size, unique is not None)
+    kernel = _kernel(True, n, block_size, unique is not None)
     rows = B * S * G
     tensors = (indices.contiguous(), None if counts is None else counts.contiguous(), ranges, unique)
     kernel.launch(-(-rows // kernel.constants["R"]), tensors, (rows, torch.iinfo(dtype).max // block_size - 1))
@@ -89,15 +89,15 @@ def distinct_ranges(ranges: Tensor, block_size: int) -> Tensor | None:
     if n > MOST_SORTED:
         return None
     unique = unwritten(ranges, B, S, G, n, 2)
-    kernel, rows = _kernel(distinct_ranges_kernel, n, block_size, True), B * S * G
+    kernel, rows = _kernel(False, n, block_size, True), B * S * G
     numbers = (rows, torch.iinfo(ranges.dtype).max // block_size - 1)
     kernel.launch(-(-rows // kernel.constants["R"]), (ranges.contiguous(), unique), numbers)
     return unique
 
 
 @functools.lru_cache(REMEMBERED)
-def _kernel(function: object, n: int, block: int, sorts: bool) -> Kernel:
-    NP = tile_size(n, 1)
+def _kernel(of_indices: bool, n: int, block: int, sorts: bool) -> Kernel:
+    NP, function = tile_size(n, 1), block_ranges_kernel if of_indices else distinct_ranges_kernel
     return Kernel(
         function, BLOCK=block, N=n, NP=NP, R=max(1, ENTRIES // NP), num_warps=max(1, min(8, NP // 128 if sorts else NP // 256))
     )  # fmt: skip

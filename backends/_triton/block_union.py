@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._common import remembered_plan
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton.arguments import position_strides, sizes
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import load_range, row_limit
@@ -82,7 +83,7 @@ def union_kernel(
 
 def block_union(call: Call, TQ: int) -> BlockUnion:
     """The plan for tiles of TQ <= 64 rows, remembered in the selection."""
-    plan: BlockUnion = remembered_plan(call, ("block_union", TQ), lambda: _build(call, TQ))
+    plan: BlockUnion = kept_plan(call, ("block_union",), _build, TQ).value
     return plan
 
 
@@ -93,10 +94,9 @@ def _build(call: Call, TQ: int) -> BlockUnion:
     if -(-S_kv // block) > MOST_BLOCKS:
         raise BackendError(f"k has {-(-S_kv // block)} blocks of {block} keys; allowed: {MOST_BLOCKS}. Remedy: use a larger block.")
     tiles = -(-S // TQ)
-    device = call.q.device
-    blocks = torch.empty(B * G * tiles * TQ * n, dtype=torch.int32, device=device)
-    rows = torch.empty(blocks.numel(), dtype=torch.int64, device=device)
-    counts = torch.empty(B * G * tiles, 2, dtype=torch.int32, device=device)
+    blocks = unwritten(call.q, B * G * tiles * TQ * n, dtype=torch.int32)
+    rows = unwritten(call.q, B * G * tiles * TQ * n, dtype=torch.int64)
+    counts = unwritten(call.q, B * G * tiles, 2, dtype=torch.int32)
     tensors = (call.disjoint_ranges(), call.q_pos, blocks, rows, counts)
     _union(n, block, TQ).launch(B * G * tiles, tensors, (position_strides(call), sizes(call), tiles))
     return BlockUnion(blocks, rows, counts, tiles, TQ * n, B * G * tiles)

@@ -12,14 +12,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends._driver import bind_context, start, thread
-from nsa_sel.backends._triton.packing import Layout, layout_of
+from nsa_sel.backends._driver import bind_context, hooks, start, stream_of, thread
+from nsa_sel.backends._triton.packing import Layout, encoder, layout_of
 
 CPU = -1  # the device of tensors there, which only tests launch with
 REMEMBERED = 256  # specializations of one kernel, and sets of numbers of one specialization: every decoding step has another S_kv
@@ -54,6 +53,7 @@ class Kernel:
                 return
             compiled, parameters, layout = found
             if layout is None:
+                _refuse_recording()
                 stream = triton.runtime.driver.active.get_current_stream(device)
                 compiled.run(
                     grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *numbers, *parameters
@@ -72,6 +72,7 @@ class Kernel:
         self, grid: int, tensors: Sequence[Tensor | TensorDescriptor | None], numbers: tuple[Any, ...], kind: tuple[object, ...]
     ) -> None:
         """Launch by Triton, which compiles what it has not, and remember that."""
+        _refuse_recording()
         compiled = self.function[(grid,)](*tensors, *numbers, **self.constants)
         if isinstance(compiled, CompiledKernel) and kind not in self._compiled:  # the interpreter returns nothing
             names = self.function.arg_names[len(tensors) + len(numbers) :]
@@ -86,14 +87,25 @@ def _started(layout: Layout, numbers: bytes, grid: int, device: int, first: Any,
     values = [x for x in values if x is not None]
     for i, encoded in layout.maps:
         x = values[i]
-        values[i] = encoded(x.base.data_ptr(), x.shape, x.strides)
+        address = x.base.data_ptr()
+        values[i] = encoded(address, x.shape, x.strides)
+        if thread.recording is not None:
+            thread.recording.encoders[values[i]] = address, encoder(encoded, x.shape, x.strides)
         if values[i] is None:
             return False
     if grid == 0:
         return True
     layout.tensors.pack_into(thread.arguments, 0, *values, numbers)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    return not start(layout.function, grid, layout.threads, layout.shared, stream, layout.pointers)
+    if thread.recording is not None:
+        step = layout.function, grid, layout.threads, layout.shared, False, layout.pointers, layout.tensors
+        thread.recording.launch(*step, values=(*values, numbers))
+    return not start(layout.function, grid, layout.threads, layout.shared, stream_of(device), layout.pointers)
+
+
+def _refuse_recording() -> None:
+    """The pass can't be replayed by the driver alone."""
+    if thread.recording is not None:
+        thread.recording.refused = True
 
 
 def tensor_kinds(tensors: Sequence[Tensor | TensorDescriptor | None]) -> tuple[list[object], list[object]]:
@@ -130,3 +142,6 @@ def hooked() -> bool:
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+hooks.append(hooked)

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._common import remembered_plan
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton.arguments import position_strides, sizes
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import load_range, row_limit
@@ -159,8 +160,7 @@ def scatter_kernel(
 
 def key_to_rows(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyToRows:
     """The plan for tiles of `width` keys, units of `section` rows of `pairs` pairs, and pieces; remembered in the selection."""
-    key = ("key_to_rows", width, section, pairs, piece)
-    plan: KeyToRows = remembered_plan(call, key, lambda: _build(call, width, section, pairs, piece))
+    plan: KeyToRows = kept_plan(call, ("key_to_rows",), _build, width, section, pairs, piece).value
     return plan
 
 
@@ -178,19 +178,21 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyT
     stretches = -(-section // stretch)
     lists = sections * B * G * tiles
     _check_size(call, 8 * (capacity + lists * stretches), each, reach, tiles, width)
-    device, index = call.q.device, torch.int32 if capacity < 2**31 else torch.int64
+    q, index = call.q, torch.int32 if capacity < 2**31 else torch.int64
     pieces = -(-section * pairs * n * reach // piece)
     # Each program of `rank_kernel` clears its own counts; a last section of fewer stretches has counts of none.
-    counts = (torch.zeros if sections > 1 else torch.empty)(lists * stretches, dtype=torch.int32, device=device)
-    ranks = torch.empty(capacity, dtype=torch.int32, device=device)
-    entries = torch.empty(capacity, dtype=torch.int32, device=device)
-    piece_list = torch.empty(sections * -(-B * G // pairs) * pieces, dtype=torch.int64, device=device)
+    counts = unwritten(q, lists * stretches, dtype=torch.int32)
+    if sections > 1:
+        counts.zero_()
+    ranks = unwritten(q, capacity, dtype=torch.int32)
+    entries = unwritten(q, capacity, dtype=torch.int32)
+    piece_list = unwritten(q, sections * -(-B * G // pairs) * pieces, dtype=torch.int64)
     ranges, q_pos = call.disjoint_ranges(), call.q_pos
     numbers = (position_strides(call), sizes(call), SortNumbers(tiles, B * G, section, stretch, stretches))
     rank, scatter = _sort(n, reach, width)
     rank.launch(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)
     if capacity < 2**31 and lists * stretches <= MOST_SUMMED:
-        ends = torch.empty_like(counts)
+        ends = unwritten(q, lists * stretches, dtype=torch.int32)
         _ends().launch(1, (counts, ends), (lists * stretches,))
     else:
         ends = torch.cumsum(counts, 0, dtype=index)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._common import remembered_plan
+from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.softmax import larger
 from nsa_sel.backends._triton.tiles import MIN_TILE, tile_size
@@ -60,7 +60,7 @@ def merged(call: Call, width: int) -> tuple[Call, Tensor | None]:
     of ranges, as it is, and None."""
     if not merges(call, width):
         return call, None
-    selection, bits = remembered_plan(call, ("merged_blocks", width), lambda: _build(call, width))
+    selection, bits = kept_plan(call, ("merged_blocks",), _build, width).value
     return replace(call, selection=selection), bits
 
 

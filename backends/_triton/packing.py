@@ -118,6 +118,12 @@ def _is_map(parameters: list[tuple[int, int]], rank: int) -> bool:
     return [size for _, size in parameters] == [_driver.MAP_BYTES, *rank * [4], *rank * [8]]
 
 
+@functools.lru_cache(256)
+def encoder(encoded: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """`encoded` of a descriptor, as a function of its address alone."""
+    return functools.lru_cache(256)(lambda address: encoded(address, shape, strides))
+
+
 def _map_of(described: dict[str, Any], parameters: list[tuple[int, int]]) -> Any:
     """The function (address, shape, strides) -> bytes of a descriptor's parameters; None if the driver refuses the map."""
     form = _Format(parameters[0][0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends.cupy_cuda import few_tokens, quantized_tokens, sm80, sm90
 from nsa_sel.core.call import Call
@@ -17,14 +18,13 @@ from nsa_sel.core.call import Call
 __all__ = ["backward", "backward_and_delta", "forward", "loaded_keys"]
 
 
+@forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]: on Hopper by tiles of tokens or by whole blocks, if the call allows; else row by row.
 
     All kernels read a cache's lengths and block table themselves. Rows are gathered from pages of any size; tiles and blocks take pages of
     whole steps.
     """
-    if call.scale < 0:
-        return forward(call.with_positive_scale())
     if call.scales is not None:
         return quantized_tokens.forward(call) if quantized_tokens.supports(call) else sm90.forward_blocks(call)
     if sm90.supports_tiles(call):
@@ -36,18 +36,21 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     return sm80.forward_rows(call)
 
 
+@backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, shaped and typed as q, k, v."""
-    return backward_and_delta(call, o, lse, do, dlse)[:3]
+    dq, dk, dv, _ = _backward(call, o, lse, do, dlse)
+    return dq, dk, dv
 
 
+@backward_of_any_scale
 def backward_and_delta(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`backward`, and delta [B,S,G,h], which a workspace of the call lends until its next pass."""
-    if call.scale < 0:
-        dq, dk, dv, delta = backward_and_delta(call.with_positive_scale(), o, lse, do, dlse)
-        return -dq, dk, dv, delta
+    return _backward(call, o, lse, do, dlse)
+
+
+def _backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     o, lse, ranges = o.contiguous(), lse.contiguous(), call.disjoint_ranges()
-    dlse = None if dlse is None else dlse.contiguous()
     on_tiles = sm90.supports_tiles(call, do)
     dq, delta = (sm90.dq_tiles if on_tiles else sm80.dq_rows)(call, ranges, o, lse, do, dlse)
     on_groups = on_tiles and call.q.shape[-1] <= sm90.MOST_DK

@@ -7,12 +7,13 @@ A counting sort (sort_rank.cu, sum_counts.cu, sort_scatter.cu) fixes the order o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.core.call import Call
@@ -26,7 +27,6 @@ SORT_THREADS = 256  # of a CTA of sort_rank.cu
 MOST_CHUNKS = 4096  # CTAs of sort_rank.cu: enough for any GPU, few enough for a small table
 MOST_SUMMED = 16384  # counts that one CTA adds up: a longer table is many CTAs' work, in torch
 SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
-Plan = TypeVar("Plan")
 SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
 
 
@@ -74,30 +74,18 @@ def segment_length(call: Call, width: int, entries: int, most: int = 1024) -> in
     return segment
 
 
-def cached_plan(call: Call, key: tuple[Any, ...], build: Callable[[], Plan]) -> Plan:
-    """What `build` returns, cached in the selection for these positions or lengths, which the causal clamp depends on.
-
-    Built every time inside a CUDA graph: a replay must follow ranges that were written since, and what a capture builds holds nothing
-    until it is replayed.
-    """
-    if call.capturing():
-        return build()
-    plan: Plan = call.selection.plan(key, build, call.q_pos, call.lengths)
-    return plan
-
-
-def lists_of(call: Call, ranges: Tensor, width: int) -> KeyToRows:
+def lists_of(call: Call, width: int) -> KeyToRows:
     """The lists for tiles of `width` keys."""
     B, S, G = call.q.shape[:3]
     reach = call.reach(width)
     segment = segment_length(call, width, B * G * S * call.selection.n * reach)
-    key = ("cupy-cuda lists", width, segment, tuple(call.k.shape[:3]))
-    return cached_plan(call, key, lambda: _build(call, ranges, width, reach, segment))
+    lists: KeyToRows = kept_plan(call, ("cupy-cuda lists",), _build, width, reach, segment).value
+    return lists
 
 
-def _build(call: Call, ranges: Tensor, width: int, reach: int, segment: int) -> KeyToRows:
-    B, S, G = call.q.shape[:3]
-    n, on, device = call.selection.n, call.q.get_device(), call.q.device
+def _build(call: Call, width: int, reach: int, segment: int) -> KeyToRows:
+    q, n, on = call.q, call.selection.n, call.q.get_device()
+    B, S, G = q.shape[:3]
     tiles = -(-call.k.shape[2] // width)
     entries_per_bg, lists = S * n * reach, B * G * tiles
     capacity = B * G * entries_per_bg
@@ -111,15 +99,15 @@ def _build(call: Call, ranges: Tensor, width: int, reach: int, segment: int) -> 
     # Rows of a chunk: enough for a table of counts that is no longer than the lists.
     chunk = max(1, SORT_THREADS // (n * reach), -(-S * B * G // MOST_CHUNKS), -(-tiles // (n * reach)))
     chunks = -(-S // chunk)
-    problem, sort = launch.problem(call, ranges), (entries_per_bg, reach, width, tiles, chunk, chunks)
-    ranks = torch.empty(capacity, dtype=torch.int32, device=device)
-    counts = torch.empty(lists * chunks, dtype=torch.int32, device=device)
-    entries = torch.empty(capacity, dtype=torch.int64, device=device)
+    problem, sort = launch.problem(call, call.disjoint_ranges()), (entries_per_bg, reach, width, tiles, chunk, chunks)
+    ranks = unwritten(q, capacity, dtype=torch.int32)
+    counts = unwritten(q, lists * chunks, dtype=torch.int32)
+    entries = unwritten(q, capacity, dtype=torch.int64)
     launch.start(
         "sort_rank.cu", SORT_MACROS, on, B * G * chunks, SORT_THREADS, 0, *sort, *launch.pointers(ranks, counts), problem=problem
     )  # fmt: skip
     if lists * chunks <= MOST_SUMMED:
-        ends = torch.empty(lists * chunks, dtype=torch.int64, device=device)
+        ends = unwritten(q, lists * chunks, dtype=torch.int64)
         launch.start("sum_counts.cu", SORT_MACROS, on, 1, 512, 0, *launch.pointers(counts, ends), lists * chunks)
     else:
         ends = counts.cumsum(0)
@@ -133,19 +121,17 @@ def _build(call: Call, ranges: Tensor, width: int, reach: int, segment: int) -> 
 def split(ends: Tensor, chunks: int, segment: int) -> tuple[Tensor, Tensor, Tensor]:
     """begins, segments and parts of `KeyToRows`, from where the `chunks` chunks of every list end, int64."""
     lists = ends.shape[0] // chunks
-    begins, segments, parts = torch.empty(3, lists + 1, dtype=torch.int64, device=ends.device)
+    begins, segments, parts = (unwritten(ends, lists + 1) for _ in range(3))
     launch.start(
         "split_lists.cu", SORT_MACROS, ends.get_device(), 1, 512, 0, *launch.pointers(ends, begins, segments, parts), lists, chunks, segment
     )  # fmt: skip
     return begins, segments, parts
 
 
-def key_value_gradients(
-    call: Call, ranges: Tensor, width: int, start: Callable[[int, tuple[int, ...]], None]
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def key_value_gradients(call: Call, width: int, start: Callable[[int, tuple[int, ...]], None]) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(ctas, values): the kernel over the lists of tiles of `width` keys, given the values of
     its `KeyToRows` and `KeyGradients`."""
-    lists = lists_of(call, ranges, width)
+    lists = lists_of(call, width)
     assert lists.entries is not None, "lists_of"
     entries = lists.entries.shape[0]
     parts = most_parts(entries, lists.segment)

@@ -80,9 +80,13 @@ def start(
     driver, runtime = _interfaces()
     handle = function(source, macros, device, shared, bool(maps))
     runtime.setDevice(device)
-    layout(len(maps), bool(problem), len(values)).pack_into(thread.arguments, 0, *maps, *problem, *values)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if early and _starts_early(device):
+    packed = layout(len(maps), bool(problem), len(values))
+    packed.pack_into(thread.arguments, 0, *maps, *problem, *values)
+    stream = _driver.stream_of(device)
+    early = early and _starts_early(device)
+    if thread.recording is not None:
+        thread.recording.launch(handle, ctas, threads, shared, early, _one_struct, packed, values=(*maps, *problem, *values))
+    if early:
         driver.check_status(_driver.start(handle, ctas, threads, shared, stream, _one_struct, early=True))
         return
     driver.launchKernel(handle, ctas, 1, 1, threads, 1, 1, shared, stream, _one_struct.address, 0)
@@ -92,7 +96,9 @@ def clear(pointer: int, size: int, device: int) -> None:
     """Zero `size` bytes at an address of `device`, in its current stream."""
     _, runtime = _interfaces()
     runtime.setDevice(device)
-    runtime.memsetAsync(pointer, 0, size, torch._C._cuda_getCurrentRawStream(device))
+    runtime.memsetAsync(pointer, 0, size, _driver.stream_of(device))
+    if thread.recording is not None:
+        thread.recording.cleared.append((pointer, size))
 
 
 def macros(call: Call | ChooseCall | WindowCall, *, aligned: int = True, **others: int) -> Constants:

@@ -194,4 +194,4 @@ def dkdv_tiles(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tenso
             *launch.strided(do), *launch.pointers(lse, delta), *lists, problem=launch.problem(call, ranges),
         )  # fmt: skip
 
-    return key_value_gradients(call, ranges, 16 * key_warps, start)
+    return key_value_gradients(call, 16 * key_warps, start)

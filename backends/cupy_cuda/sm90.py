@@ -16,9 +16,10 @@ from torch import Tensor
 from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._common import known
 from nsa_sel.backends._loads import union_keys
+from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, cached_plan, key_value_gradients
+from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, key_value_gradients
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.specs import HOPPER_STEPS, HOPPER_TILES
 from nsa_sel.core.call import Call
@@ -147,7 +148,7 @@ def loaded_keys(call: Call) -> int:
 def dq_tiles(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
     q, h = call.q, call.q.shape[3]
-    dq, delta = torch.empty_like(q, memory_format=torch.contiguous_format), temporary(call, lse, *lse.shape)
+    dq, delta = unwritten(q, *q.shape), temporary(call, lse, *lse.shape)
     shape = dq_shape(q, call.v, call.device)
     maps = (row_map(q, ROWS // h), row_map(do, ROWS // h), *key_maps(call))
     _start_tiles("dq_tiles.cu", call, ranges, shape, maps, *launch.pointers(o, lse, dlse, dq, delta))
@@ -155,7 +156,7 @@ def dq_tiles(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dls
 
 
 def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps: tuple[bytes, ...], *values: int) -> None:
-    plan = plan_of(call, ranges, shape.tokens)
+    plan = plan_of(call, shape.tokens)
     start_persistent(
         source, _tile_macros(call, shape), call, plan, call.S_kv, call.device.sm_count, shape, *values, maps=maps,
         problem=launch.problem(call, ranges),
@@ -200,26 +201,27 @@ def start_persistent(
     )  # fmt: skip
 
 
-def plan_of(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
+def plan_of(call: Call, tokens: int) -> TilePlan:
     """The plan for tiles of `tokens` rows."""
-    return cached_plan(call, ("cupy-cuda union", tokens, call.S_kv), lambda: _build(call, ranges, tokens))
+    plan: TilePlan = kept_plan(call, ("cupy-cuda union", call.S_kv), _build, tokens).value
+    return plan
 
 
-def _build(call: Call, ranges: Tensor, tokens: int) -> TilePlan:
-    B, S, G = call.q.shape[:3]
-    n, block, device = call.selection.n, call.selection.block_size, call.q.device
+def _build(call: Call, tokens: int) -> TilePlan:
+    q, n, block = call.q, call.selection.n, call.selection.block_size
+    B, S, G = q.shape[:3]
     assert block is not None, "supports_tiles"
     blocks_of_keys = -(-call.S_kv // block)
     tiles, capacity = -(-S // tokens), min(tokens * n, blocks_of_keys)
     all_tiles = B * G * tiles
-    blocks = torch.empty(all_tiles * capacity, dtype=torch.int32, device=device)
-    rows = torch.empty(all_tiles * capacity, dtype=torch.int64, device=device)
-    counts = torch.empty(all_tiles, 2, dtype=torch.int32, device=device)
+    blocks = unwritten(q, all_tiles * capacity, dtype=torch.int32)
+    rows = unwritten(q, all_tiles * capacity, dtype=torch.int64)
+    counts = unwritten(q, all_tiles, 2, dtype=torch.int32)
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages
     shared = 8 << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
     launch.start(
         "tile_union.cu", constants(**dict(SORT_MACROS), TOKENS=tokens, BLOCK=block, **lengths), call.q.get_device(), all_tiles, 128, shared,
-        *launch.pointers(blocks, rows, counts), tiles, capacity, problem=launch.problem(call, ranges),
+        *launch.pointers(blocks, rows, counts), tiles, capacity, problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
     return TilePlan(blocks, rows, counts, tiles, capacity)
 
@@ -236,7 +238,7 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
             maps=listed_maps(q, do, call.k, call.v), problem=launch.problem(call, ranges),
         )  # fmt: skip
 
-    return key_value_gradients(call, ranges, KEYS, start)
+    return key_value_gradients(call, KEYS, start)
 
 
 @known

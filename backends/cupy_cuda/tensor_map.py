@@ -6,6 +6,8 @@ A kernel takes the 128 bytes as `TensorMap` (hopper.cuh), in its `Arguments`, wh
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,18 +30,31 @@ def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -
     zeros.
     promoted: the L2 cache fetches 256 bytes for 128, which are a row of two adjacent tiles. Raises BackendError if the driver refuses.
     """
-    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, 1, box_rows, box_cols), promoted)
+    return _map(x, (1, 1, box_rows, box_cols), promoted)
 
 
 def row_map(x: Tensor, tokens: int) -> bytes:
     """The map of q or do [B,S,G,h,D], in tiles of `tokens` tokens of one group, with all heads, by 64 columns; else as `tensor_map`.
     Coordinates are (column, head, g, s, b); rows of a tile are (token, head)."""
-    return _encoded(x.get_device(), x.dtype, x.data_ptr(), tuple(x.shape), tuple(x.stride()), (1, tokens, 1, x.shape[3], 64), True)
+    return _map(x, (1, tokens, 1, x.shape[3], 64), True)
 
 
-@functools.lru_cache(maxsize=1024)  # all that a map depends on
+def _map(x: Tensor, box: tuple[int, ...], promoted: bool) -> bytes:
+    address, encode = x.data_ptr(), _encoder(x.get_device(), x.dtype, tuple(x.shape), tuple(x.stride()), box, promoted)
+    found: bytes = encode(address)
+    if _driver.thread.recording is not None:
+        _driver.thread.recording.encoders[found] = address, encode
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoder(*facts: Any) -> Callable[[int], bytes]:
+    """`_encoded` as a function of the address, which remembers maps."""
+    return functools.lru_cache(maxsize=256)(functools.partial(_encoded, *facts))
+
+
 def _encoded(
-    device: int, dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promoted: bool
+    device: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promoted: bool, address: int
 ) -> bytes:  # fmt: skip
     from cupy_backends.cuda.api import runtime
 

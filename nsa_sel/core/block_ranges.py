@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,10 +56,11 @@ def _takes(x: Tensor) -> bool:
 
 def _run(name: str, x: Tensor, *others: Any) -> Any:
     """What a function of the kernels' module returns on the device of x; None once one has failed."""
-    elsewhere = x.is_cuda and x.get_device() != torch._C._cuda_getDevice()
     try:
-        with torch.cuda.device(x.device) if elsewhere else nullcontext():
-            return getattr(_kernel(), name)(x, *others)
+        if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(x.device):
+                return getattr(_kernel(), name)(x, *others)
+        return getattr(_kernel(), name)(x, *others)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

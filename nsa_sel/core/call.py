@@ -17,6 +17,7 @@ from nsa_sel.settings.schema import Settings
 
 CPU = DeviceInfo(kind="cpu")
 LOG2_E = math.log2(math.e)
+REPEATED = "repeated"  # a key of `Call.known` once a second call shares it
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -70,6 +71,7 @@ class Call:
     scales: Scales | None = None
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
+    _captured: Tensor | None = field(default=None, init=False)  # the disjoint ranges in a capture
     problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
@@ -92,8 +94,12 @@ class Call:
         return self._capturing
 
     def disjoint_ranges(self) -> Tensor:
-        """`Selection.disjoint_ranges`, which need not ask again whether a graph captures the call."""
-        return self.selection.disjoint_ranges(self.capturing())
+        """`Selection.disjoint_ranges`, which need not ask again whether a graph captures the call; found once in a capture."""
+        if not self.capturing():
+            return self.selection.disjoint_ranges(False)
+        if self._captured is None:
+            self._captured = self.selection.disjoint_ranges(True)
+        return self._captured
 
     def timed(self) -> bool:
         """Whether NSA_DEBUG_TIMING times this call."""

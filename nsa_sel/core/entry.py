@@ -17,8 +17,10 @@ def selection_attention(
     backend: str | None, workspace: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Check, decide, run; returns o, or (o, lse). Traced calls and calls of DTensors go through the ops."""
-    transforms.check_transforms(q, k, v)
-    sharded = transforms.is_sharded(q)
+    plain = transforms.plain(q, k, v)
+    if not plain:
+        transforms.check_transforms(q, k, v)
+    sharded = not plain and transforms.is_sharded(q)
     if not sharded and (r := shared_keys.ratio_of(q, k, selection)) > 1:
         check_flag("return_lse", return_lse)
         decode, q = q.dim() == 4, q if q.dim() == 5 else q.unsqueeze(1)
@@ -30,7 +32,7 @@ def selection_attention(
         if decode:
             o, lse = o.squeeze(1), lse.squeeze(1)
         return (o, lse) if return_lse else o
-    if transforms.traces(q, k, v):
+    if not plain and transforms.traces(q, k, v):
         transforms.refuse_workspace(workspace, "a call that torch.compile, a dispatch mode or DTensor traces")
         check_tensors(q=q, k=k, v=v)
         if sharded:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core import run, transforms
-from nsa_sel.core.begin import Decided, begin
+from nsa_sel.core.begin import Decided
 from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.decide import forced, use_no_backend
 from nsa_sel.core.prepare import prepared
+from nsa_sel.core.repeat import begin_or_repeat
 from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.selection import Selection
 
@@ -66,7 +67,7 @@ def _begin(
 ) -> Decided:  # fmt: skip
     """Decide on the arguments of an op."""
     selection = Selection.unread(ranges, block_size, max_length, disjoint)
-    return prepared(begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend, counts=counts), backend)
+    return prepared(begin_or_repeat(q, k, v, selection, scale, q_pos, needs_grad, backend, counts), backend)
 
 
 def _forward(

@@ -9,21 +9,24 @@ from torch import Tensor
 from nsa_sel.core import memory
 from nsa_sel.core.arguments import check_tensors
 from nsa_sel.core.begin import Decided, begin
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import REPEATED, Call
 from nsa_sel.core.check import check_call
 from nsa_sel.selection import Selection
 
 
 def begin_or_repeat(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection | Tensor, scale: float | None, q_pos: Tensor | None, needs_grad: bool,
-    backend: str | None,
+    backend: str | None, counts: bool = True,
 ) -> Decided:  # fmt: skip
-    """Check the arguments of `selection_attention` and decide, unless all facts that both read are those of an earlier call."""
+    """Check the arguments of `selection_attention` and decide, unless all facts that both read are those of an earlier call. `counts`: see
+    `begin`; what a call that may not count found is not remembered."""
     facts = _facts(q, k, v, selection, scale, q_pos, needs_grad, backend)
     found = memory.recall(facts)
-    if found is None or (found[3] is not None and not found[3].use()):
+    if found is None or (counts and found[3] is not None and not found[3].use()):
         check_tensors(q=q, k=k, v=v)
-        decided = begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend)
+        decided = begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend, counts=counts)
+        if not counts:
+            return decided
         memory.remember(facts, (decided.request, decided.decision, decided.call.scale, decided.sharing, decided.call.known))
         return decided
     assert isinstance(selection, Selection), "see _facts"
@@ -32,6 +35,7 @@ def begin_or_repeat(
     call = Call(q, k, v, selection, None, checked_scale, decision.settings, decision.device)
     if memory.all_aligned(facts):
         call.known = known
+        known[REPEATED] = True
     return Decided(call, decision, request)
 
 
@@ -49,6 +53,6 @@ def _facts(
     if tensors is None:
         return None
     return (
-        *tensors, selection.ranges.shape, selection.ranges.device, selection.block_size, selection.max_length, selection.exact(), scale,
-        needs_grad, backend,
+        *tensors, selection.ranges.shape, selection.ranges.device, selection.block_size, selection.max_length, selection._cut_block,
+        selection.exact(), scale, needs_grad, backend,
     )  # fmt: skip

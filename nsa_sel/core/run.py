@@ -73,13 +73,13 @@ def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
 
 def gradients(call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
     """dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
-    return gradients_and_delta(call, decision, o, lse, do, dlse)[:3]
+    return gradients_and_delta(call, decision, o, lse, do, dlse, False)[:3]
 
 
 def gradients_and_delta(
-    call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None
+    call: Call, decision: Decision, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, with_delta: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if the backend gives it."""
+    """`gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if it is asked for and the backend gives it."""
     transforms.check_gradients(do, dlse)
     if _nothing_to_do(call):
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
@@ -87,7 +87,11 @@ def gradients_and_delta(
     dlse = None if dlse is None else dlse.resolve_neg()
     # Kernels read rows with a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
     do = do if do.stride(-1) == 1 else do.contiguous()
-    work = fallback.with_delta(registry.load, call, o, lse, do, dlse)
+    given = o, lse, do, dlse
+    if with_delta:
+        work = fallback.with_delta(registry.load, call, *given)
+    else:
+        work = lambda name: (*registry.load(name).backward(call, *given), None)  # noqa: E731
     (dq, dk, dv, delta), decision = fallback.run(call, decision, "backward", work)
     events.count("backward", str(decision.backward))
     if call.settings.debug_compare and not call.capturing():

@@ -32,6 +32,15 @@ def is_sharded(q: Any) -> bool:
     return module is not None and isinstance(q, module.DTensor)
 
 
+def plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether nothing traces or transforms a call of these tensors, which are of no subclass: then nothing else here needs to be asked but
+    for autocast, negation and gradients."""
+    return not (
+        type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN or is_compiling() or _len_modes() or transformed()
+        or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+    )  # fmt: skip
+
+
 def traces(*tensors: Any) -> bool:
     """Whether operations are traced: by torch.compile, a dispatch mode (make_fx, FakeTensorMode, a FLOP counter), or a tensor subclass.
     True for what is no tensor, too.

@@ -136,7 +136,7 @@ def parse_flag(flag: Flag, text: str) -> Any:
 
 def debugging() -> bool:
     """Whether NSA_DEBUG_TRITON asks for the checks that read the device."""
-    text = os.environ.get("NSA_DEBUG_TRITON")
+    text = None if environment() is _UNSET else os.environ.get("NSA_DEBUG_TRITON")  # the first takes less time
     return text is not None and bool(parse_flag(next(flag for flag in FLAGS if flag.name == "NSA_DEBUG_TRITON"), text))
 
 

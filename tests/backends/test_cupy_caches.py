@@ -100,7 +100,7 @@ def test_the_union_of_a_tile_follows_lengths(monkeypatch: pytest.MonkeyPatch, le
     emulated(monkeypatch)
     cache = small_cache(64, lengths=lengths, S_q=8)
     call = call_of(cache)
-    plan = sm90.plan_of(call, cache.selection.ranges, 12)
+    plan = sm90.plan_of(call, 12)
     start, end = call.clamped_ranges()
     for number, (whole, count) in enumerate(plan.counts.tolist()):
         b, g = divmod(number, 2)
@@ -114,10 +114,10 @@ def test_another_length_makes_another_union(monkeypatch: pytest.MonkeyPatch) -> 
     emulated(monkeypatch)
     cache = small_cache(64, S_q=8)
     call = call_of(cache)
-    first = sm90.plan_of(call, cache.selection.ranges, 12)
-    assert sm90.plan_of(call, cache.selection.ranges, 12) is first
+    first = sm90.plan_of(call, 12)
+    assert sm90.plan_of(call, 12) is first
     cache.cache_seqlens[1] = 0
-    assert sm90.plan_of(call, cache.selection.ranges, 12) is not first
+    assert sm90.plan_of(call, 12) is not first
 
 
 def test_pages_of_parts_of_a_step_are_gathered() -> None:

@@ -201,7 +201,7 @@ def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: in
     q_pos = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1)) if with_positions else None
     selection = make_blocks(B, S, G, S_kv, n, block)
     call = call_of(q, k, v, selection, q_pos)
-    plan = sm90.plan_of(call, selection.ranges, tokens)
+    plan = sm90.plan_of(call, tokens)
     start, end = (x.tolist() for x in call.clamped_ranges())
     limits = (call.positions() + 1).clamp(max=S_kv).tolist()
     assert plan.tiles == -(-S // tokens)
@@ -250,7 +250,7 @@ def test_lists_are_cached_for_positions_too(monkeypatch: pytest.MonkeyPatch) -> 
     call = call_of(q, k, v, selection, positions)
 
     def kept() -> key_to_rows.KeyToRows:
-        return key_to_rows.lists_of(call, selection.ranges, 16)
+        return key_to_rows.lists_of(call, 16)
 
     first = kept()
     assert kept() is first

@@ -32,7 +32,7 @@ class Driver:
 def encoded(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, driver: Driver) -> bytes:
     monkeypatch.setattr(runtime, "setDevice", lambda device: None)
     monkeypatch.setattr(_driver, "encode", lambda: driver.cuTensorMapEncodeTiled)
-    tensor_map._encoded.cache_clear()
+    tensor_map._encoder.cache_clear()
     return tensor_map.tensor_map(x, 64, 64)
 
 

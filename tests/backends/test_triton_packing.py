@@ -17,10 +17,10 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_sel.backends import _driver
-from nsa_sel.backends._triton import packing
+from nsa_sel.backends import _buffers, _driver, _replay
+from nsa_sel.backends._triton import kernel, packing
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import REPEATED, Call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
@@ -62,13 +62,18 @@ def read(data: bytes, offset: int, size: int, like: Any) -> Any:
     return struct.unpack_from("<" + code, data, offset)[0]
 
 
-def pack_every_kernel(h: int, S: int) -> None:
-    """Those of triton-tile, with tensor maps, nested tuples, constants among them, and floats."""
-    launched: list[tuple[Any, Any]] = []
+def call_of(h: int, S: int) -> Call:
     device = DeviceInfo(kind="cuda", sm=90, sm_count=132, shared_memory=227 * 1024)
     q, k, v = torch.zeros(1, S, 2, h, 64).bfloat16(), torch.zeros(1, 2, 256, 64).bfloat16(), torch.zeros(1, 2, 256, 64).bfloat16()
     selection = Selection(torch.zeros(1, S, 2, 4, 2, dtype=torch.int32), 64, disjoint=True)
-    call = Call(q, k, v, selection, None, 0.125, settings_for(device), device)
+    return Call(q, k, v, selection, None, 0.125, settings_for(device), device)
+
+
+def pack_every_kernel(h: int, S: int) -> None:
+    """Those of triton-tile, with tensor maps, nested tuples, constants among them, and floats."""
+    launched: list[tuple[Any, Any]] = []
+    call = call_of(h, S)
+    q = call.q
     with launches_compile(90):
         started = triton.runtime.jit.KernelInterface.__getitem__
 
@@ -109,6 +114,61 @@ def pack_every_kernel(h: int, S: int) -> None:
         assert packing._layout(1, 128, 0, parameters[: len(wanted) - 1], kinds[:tensors], kinds[tensors:], maps) is None
 
 
+def replay_every_kernel(h: int, S: int) -> None:
+    """A replayed pass starts the same kernels with the same numbers; its addresses are those of other tensors, one for one."""
+    handles: list[str] = []
+    started: list[tuple[int, int, list[int]]] = []
+    kept: list[torch.Tensor] = []  # so that no address belongs to two tensors
+    make = _buffers._empty_strided_cpu
+
+    def layout_of(compiled: Any, tensors: int) -> Any:
+        kinds, meta = list(compiled.src.signature.values()), compiled.metadata
+        handles.append(compiled.asm["ptx"])
+        parameters = parameters_of(compiled.asm["ptx"])
+        return packing._layout(len(handles) - 1, 128, 0, parameters, kinds[:tensors], kinds[tensors:], meta.tensordesc_meta)
+
+    def start(function: int, ctas: int, threads: int, shared: int, stream: int, pointers: Any, **_: Any) -> int:
+        words = [read(_driver.thread.arguments.raw, offset, size, 0) for offset, size in parameters_of(handles[function]) if size <= 8]
+        maps = [read(_driver.thread.arguments.raw, offset, 8, 0) for offset, size in parameters_of(handles[function]) if size > 8]
+        started.append((function, ctas, words + maps))
+        return 0
+
+    def passes(known: dict[Any, Any]) -> list[tuple[int, int, list[int]]]:
+        started.clear()
+        call = call_of(h, S)
+        call.known = known
+        do = call.q.clone()
+        kept.extend((do, call.q, call.k, call.v, call.selection.ranges))
+        module.backward(call, *module.forward(call), do, None)
+        return sorted(started)
+
+    with launches_compile(90) as compiled:
+        triton.runtime.jit.KernelInterface.__getitem__ = lambda kernel, grid: (
+            lambda *arguments, **options: kernel.run(*arguments, grid=grid, warmup=True, **options)
+        )
+        for patched in (kernel, _replay):
+            patched.start, patched.stream_of = start, lambda device: 0  # type: ignore[attr-defined]
+        kernel.layout_of, kernel.CPU = layout_of, -2
+        _driver.thread.bound.add(-1)
+        _driver.encoded_map = lambda encode, kind, address, *how: (0, struct.pack("<q120x", address))  # type: ignore[assignment]
+        _buffers._empty_strided_cpu = lambda *facts: kept.append(make(*facts)) or kept[-1]
+        Selection._on_gpu = True  # type: ignore[assignment, method-assign]
+        module: Any = registry.load("triton-tile")
+        known: dict[Any, Any] = {REPEATED: True}
+        runs = [passes(known), passes(known), passes(known), passes({})]
+    assert not compiled
+    recordings = [x for x in known.values() if isinstance(x, _replay.Recording)]
+    assert len(recordings) == 4  # forward, backward, the union, the lists
+    assert sum(len(x.steps) for x in recordings) == len(runs[-1]) >= 6
+    for run in runs[1:3]:
+        pairs = set[tuple[int, int]]()
+        for (function, ctas, words), (plain, plain_ctas, wanted) in zip(run, runs[-1], strict=True):
+            assert (function, ctas, len(words)) == (plain, plain_ctas, len(wanted))
+            assert all(one == other or min(one, other) >= 2**32 for one, other in zip(words, wanted, strict=True))
+            pairs.update((one, other) for one, other in zip(words, wanted, strict=True) if one >= 2**32)
+        assert len({one for one, _ in pairs}) == len({other for _, other in pairs}) == len(pairs) > 10
+
+
 @pytest.mark.parametrize("h", [1, 4])
 def test_arguments_are_where_the_compiled_kernel_reads_them(h: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -127,6 +187,7 @@ def main(h: int) -> None:
 
     _driver.encode, _driver.encoded_map = (lambda: None), encode  # type: ignore[assignment]
     pack_every_kernel(h, 40)
+    replay_every_kernel(h, 40)
     kind, _, sizes, steps, box, swizzle, promotion = told[0]
     assert (kind, sizes, steps, promotion) == (9, (1, 2, 256, 64), (65536, 32768, 128), 2)  # bfloat16
     assert box[:2] == (1, 1)

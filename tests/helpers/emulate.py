@@ -59,7 +59,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
 
 def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:
     """`TensorMap` of emulation/hopper.cuh."""
-    return struct.pack("<12q32x", x.data_ptr(), *x.shape, *x.stride(), box_rows, box_cols, x.element_size())
+    return map_of(x.data_ptr(), x.shape, x.stride(), box_rows, box_cols, x.element_size())
+
+
+def map_of(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box_rows: int, box_cols: int, element_size: int) -> bytes:
+    return struct.pack("<12q32x", address, *shape, *strides, box_rows, box_cols, element_size)
 
 
 def row_map(x: Tensor, tokens: int) -> bytes:

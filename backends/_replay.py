@@ -1,0 +1,324 @@
+"""Passes replayed from a recording: what a pass launches follows from the facts of its call, all but the addresses.
+
+The first passes of a class run as they are written, and one of them is recorded: which kernels it starts, with which numbers, and to which
+tensor each address belongs. Later ones allocate their results and one buffer for all temporaries, fill in the addresses, and start the
+kernels. Plans of selections are recorded each on their own; all tensors of one are in one buffer, which the selection keeps.
+
+A recording holds no tensor and no address. None is made of a pass that compiles, runs an operation of PyTorch, or passes an address that
+belongs to none of its tensors or to two: such a pass always runs as it is written. So do all passes in a CUDA graph's capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa_sel.backends._buffers import allocator, contiguous
+from nsa_sel.backends._driver import Pointers, bind_context, clear, hooks, start, stream_of, thread
+from nsa_sel.core.call import REPEATED, Call
+from nsa_sel.core.workspace import ALIGNMENT
+
+TRIES = 4  # passes of a class that may be recorded: the first ones compile
+LEAST_ADDRESS = 1 << 32  # of memory; larger numbers are addresses
+MOST_KEPT = 1 << 20  # bytes of temporaries that stay with a plan: allocating them apart takes longer than they are worth
+_VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)  # operations that launch nothing
+_INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # the parts of a table of `_play`
+
+
+class Step(NamedTuple):
+    """A launch: what `_driver.start` takes, and how its arguments are packed from the table of `_play`."""
+
+    function: int
+    ctas: int
+    threads: int
+    shared: int
+    early: bool
+    pointers: Pointers
+    arguments: struct.Struct
+    values: Callable[[list[Any]], tuple[Any, ...]]
+
+
+class Recording(NamedTuple):
+    """What a pass, or the building of a plan, does. Entries are those of the table of `_play`."""
+
+    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides and dtype of what it returns
+    scratch: int  # bytes of temporaries
+    plans: tuple[tuple[Any, ...], ...]  # arguments of `kept_plan` that follow the call
+    offsets: tuple[tuple[int, int], ...]  # entry, bytes
+    maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
+    constants: tuple[Any, ...]
+    cleared: tuple[tuple[int, int], ...]  # entry, bytes
+    steps: tuple[Step, ...]
+    plan: tuple[type, tuple[Any, ...]] | None  # of a plan: its type and fields; a tensor is a `_Part` of the one output
+
+
+class _Part(NamedTuple):
+    offset: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Plan:
+    """A plan of a selection: its value, or the buffer that holds its tensors."""
+
+    def __init__(self, value: Any, buffer: Tensor | None = None, fields: tuple[Any, ...] = ()) -> None:
+        self._value, self._buffer, self._fields = value, buffer, fields  # without a value, the type of it
+        if buffer is None:
+            self.addresses = [x.data_ptr() for x in _tensors(value)]
+        else:
+            begin = buffer.data_ptr()
+            self.addresses = [begin + x.offset for x in fields if type(x) is _Part]
+
+    @property
+    def value(self) -> Any:
+        """The tuple of tensors and numbers."""
+        if self._buffer is not None:
+            self._value = self._value(*(self._view(self._buffer, x) if type(x) is _Part else x for x in self._fields))
+            self._buffer = None
+        return self._value
+
+    @staticmethod
+    def _view(buffer: Tensor, part: _Part) -> Tensor:
+        end = part.offset + math.prod(part.sizes) * part.dtype.itemsize
+        return buffer[part.offset : end].view(part.dtype).view(part.sizes)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in value if isinstance(x, Tensor)] if isinstance(value, tuple) else []
+
+
+def replayed(call: Call, work: Callable[..., Any], *given: Tensor | None) -> Any:
+    """`work(call, *given)`, one pass: its kernels read q, k, v, the disjoint ranges, and what is `given`."""
+    return _replayed(call, work, given, (), False)
+
+
+def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> Plan:
+    """`build(call, *numbers)`, kept in the selection for this key, number of keys, and positions or lengths: the causal clamp depends on
+    them.
+
+    In a CUDA graph it is built every time: a replay must follow ranges that were written since the capture, and a plan that a capture
+    builds holds nothing until the graph is replayed.
+    """
+    if call.capturing():
+        return Plan(build(call, *numbers))
+    made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
+    plan: Plan = call.selection.plan((*key, *numbers, call.k.shape[2]), lambda: _built(call, build, numbers), *made_from)
+    if thread.recording is not None:
+        thread.recording.use(call, plan, (key, build, *numbers))
+    return plan
+
+
+def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> Plan:
+    outer, thread.recording = thread.recording, None
+    try:
+        built = _replayed(call, build, (), numbers, True)
+    finally:
+        thread.recording = outer
+    return built if type(built) is Plan else Plan(built)
+
+
+def _replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: tuple[Any, ...], plan: bool) -> Any:
+    known = call.known
+    if REPEATED not in known or call.workspace is not None or call.settings.debug_triton or call.capturing():
+        return work(call, *given, *numbers)
+    ranges = call.disjoint_ranges()
+    layouts = [None if x is None else (x.dtype, x.stride()) for x in given] if given else ()
+    key = (work, ranges.dtype, *numbers, *layouts)
+    recording = known.get(key, 0)
+    addresses = [0 if x is None else x.data_ptr() for x in (call.q, call.k, call.v, ranges, *given)]
+    if recording == TRIES or functools.reduce(operator.or_, addresses) % 16 or (hooks and any(hook() for hook in hooks)):
+        return work(call, *given, *numbers)
+    if type(recording) is Recording:
+        found = _play(recording, call, addresses)
+        if found is not None:
+            return found
+        recording = 0  # the driver refuses a launch: the pass fails in words of its own
+    recorder = Recorder(addresses)
+    with recorder:
+        result = work(call, *given, *numbers)
+    known[key] = recorder.finished(result, plan) or recording + 1
+    return result
+
+
+def _play(recording: Recording, call: Call, inputs: list[int]) -> Any:
+    """What the recorded pass returns; None if the driver refuses a launch.
+
+    The table of what kernels take: addresses of the inputs, outputs, temporaries, and tensors of plans; addresses within these; tensor
+    maps; numbers.
+    """
+    q = call.q
+    device, make = q.get_device(), allocator(q)
+    if device not in thread.bound:
+        bind_context(q)
+    outputs = tuple(make(*facts) for facts in recording.outputs)
+    table: list[Any] = inputs + [x.data_ptr() for x in outputs]
+    scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
+    table.append(0 if scratch is None else scratch.data_ptr())
+    for plan in recording.plans:
+        table += kept_plan(call, *plan).addresses
+    table += [table[entry] + offset for entry, offset in recording.offsets]
+    if recording.maps:
+        table += [encode(table[entry]) for entry, encode in recording.maps]
+        if None in table:
+            return None
+    table += recording.constants
+    stream, packed = stream_of(device), thread.arguments
+    for entry, size in recording.cleared:
+        if clear(table[entry], size, stream):
+            return None
+    for function, ctas, threads, shared, early, pointers, arguments, values in recording.steps:
+        arguments.pack_into(packed, 0, *values(table))
+        if start(function, ctas, threads, shared, stream, pointers, early=early):
+            return None
+    return outputs if recording.plan is None else Plan(recording.plan[0], outputs[0], recording.plan[1])
+
+
+class _Span(NamedTuple):
+    """Memory [begin, begin + size) that is `offset` bytes behind what an entry of the table points to."""
+
+    begin: int
+    size: int
+    entry: int
+    offset: int
+
+
+class Recorder:
+    """Records one pass of this thread, inside `with`. `refused` once the pass can't be replayed."""
+
+    def __init__(self, inputs: list[int]) -> None:
+        self.inputs, self.refused = inputs, torch.are_deterministic_algorithms_enabled()  # PyTorch then fills new tensors
+        self.made: list[Tensor] = []  # by `unwritten`
+        self.plans: list[tuple[Any, ...]] = []
+        self.plan_tensors: list[Tensor] = []
+        self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # of tensor maps: address and encoder
+        self.cleared: list[tuple[int, int]] = []
+        self.launches: list[tuple[Any, ...]] = []  # fields of `Step`, but the values that are packed last
+        self._watch = _Watch(self)
+
+    def __enter__(self) -> None:
+        thread.recording = self
+        self._watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._watch.__exit__(*error)  # type: ignore[no-untyped-call]
+        thread.recording = None
+
+    def use(self, call: Call, plan: Plan, arguments: tuple[Any, ...]) -> None:
+        """The pass uses a plan."""
+        q = call.q.data_ptr()
+        self.refused |= q != self.inputs[0] or REPEATED not in call.known
+        if arguments not in self.plans:
+            self.plans.append(arguments)
+            self.plan_tensors += _tensors(plan.value)
+
+    def launch(self, *step: Any, values: tuple[Any, ...]) -> None:
+        """The pass starts a kernel: the fields of `Step` but the last, and the values that are packed."""
+        self.launches.append((*step, values))
+
+    def finished(self, result: Any, plan: bool) -> Recording | None:
+        """The recording of a pass, or of a plan, that has returned `result`."""
+        outputs = [*_tensors(result)]
+        own = [x for x in self.made if not any(x is y for y in outputs)]
+        fields = all(isinstance(x, Tensor | int | None) for x in result)
+        if self.refused or not fields or len(own) + len(outputs) != len(self.made) or (not plan and len(outputs) != len(result)):
+            return None
+        first, spans = len(self.inputs), [_Span(x, 1, i, 0) for i, x in enumerate(self.inputs) if x]
+        facts = [(tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) for x in outputs]
+        scratch = 0
+        if plan:
+            apart = sum(x.nbytes for x in own) > MOST_KEPT
+            size, parts = _packed(outputs if apart else outputs + own, first)
+            spans += parts
+            facts = [((size,), (1,), torch.uint8)]
+            kept = iter(_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False))
+            described = type(result), tuple(next(kept) if isinstance(x, Tensor) else x for x in result)
+            own = own if apart else []
+        else:
+            spans += [_Span(x.data_ptr(), x.nbytes, first + i, 0) for i, x in enumerate(outputs)]
+        scratch, parts = _packed(own, first + len(facts))
+        spans += parts
+        after = first + len(facts) + 1
+        spans += [_Span(x.data_ptr(), x.nbytes, after + i, 0) for i, x in enumerate(self.plan_tensors)]
+        table = _Table(spans, after + len(self.plan_tensors), self.encoders)
+        steps = [(*step, [table.place(value) for value in values]) for *step, values in self.launches]
+        cleared = [(table.place(address), size) for address, size in self.cleared]
+        if table.refused:
+            return None
+        return Recording(
+            tuple(facts), scratch, tuple(self.plans), tuple(table.offsets), tuple(table.maps), tuple(table.constants),
+            tuple((table.entry(place), size) for place, size in cleared),
+            tuple(Step._make((*step, operator.itemgetter(*map(table.entry, places)))) for *step, places in steps),
+            described if plan else None,
+        )  # fmt: skip
+
+
+def _packed(tensors: list[Tensor], entry: int) -> tuple[int, list[_Span]]:
+    """The size of a buffer for these tensors one after another, which is `entry` of the table, and where each is."""
+    size, spans = 0, []
+    for x in tensors:
+        spans.append(_Span(x.data_ptr(), x.nbytes, entry, size))
+        size += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+    return size, spans
+
+
+class _Table:
+    """Makes the table of `_play` from recorded values. A place is a part of the table and a number in it."""
+
+    def __init__(self, spans: list[_Span], bases: int, encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]]) -> None:
+        self.spans, self.bases, self.encoders, self.refused = spans, bases, encoders, False
+        self.offsets: list[tuple[int, int]] = []
+        self.maps: list[tuple[int, Callable[[int], bytes | None]]] = []
+        self.constants: list[Any] = []
+
+    def place(self, value: Any) -> tuple[int, int]:
+        if type(value) is bytes and value in self.encoders:
+            address, encode = self.encoders[value]
+            place = self.place(address)
+            self.refused |= place[0] != _INPUT  # of a tensor's beginning
+            return _MAP, _index(self.maps, (place[1], encode))
+        if type(value) is not int or value < LEAST_ADDRESS:
+            self.constants.append(value)
+            return _CONSTANT, len(self.constants) - 1
+        found = [x for x in self.spans if x.begin <= value < x.begin + x.size]
+        self.refused |= len(found) != 1
+        if self.refused:
+            return _INPUT, 0
+        (span,) = found
+        offset = span.offset + value - span.begin
+        return (_OFFSET, _index(self.offsets, (span.entry, offset))) if offset else (_INPUT, span.entry)
+
+    def entry(self, place: tuple[int, int]) -> int:
+        part, number = place
+        return sum((self.bases, len(self.offsets), len(self.maps))[:part]) + number
+
+
+def _index(found: list[Any], x: Any) -> int:
+    """The place of x in the list, to which it is added if it is new."""
+    if x not in found:
+        found.append(x)
+    return found.index(x)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses a recording in which PyTorch runs an operation."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping imports dynamo, which takes two seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if thread.recording is self.recorder and func not in _VIEWS:
+            self.recorder.refused = True
+        return func(*args, **(kwargs or {}))

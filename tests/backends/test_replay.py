@@ -1,0 +1,237 @@
+"""Replayed passes (_replay.py): cupy-cuda's kernels run on the CPU in place of the driver, so that results show what was packed."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends import _driver, _replay, cupy_cuda
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends.cupy_cuda import key_to_rows, launch, tensor_map
+from nsa_sel.core.call import REPEATED, Call
+from nsa_sel.core.workspace import Workspace
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.helpers import emulate
+from tests.helpers.cases import make_blocks, make_grads, make_qkv
+from tests.helpers.emulate import GPU, needs_compiler
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that the driver was asked to start, whose packed arguments the emulation takes."""
+    kernels: list[tuple[str, Any]] = []
+    started: list[str] = []
+
+    def function(source: str, macros: Any, *_: Any) -> int:
+        if (source, macros) not in kernels:
+            kernels.append((source, macros))
+        return kernels.index((source, macros))
+
+    def start(handle: int, ctas: int, threads: int, shared: int, *_: Any, **__: Any) -> int:
+        source, macros = kernels[handle]
+        started.append(source)
+        emulate._library(source, macros).run(ctas, threads, shared, 0, _driver.thread.arguments)
+        return 0
+
+    def launch_kernel(handle: int, ctas: int, y: int, z: int, threads: int, *others: int) -> None:
+        start(handle, ctas, threads, others[2])
+
+    def clear(address: int, size: int, *_: int) -> int:
+        ctypes.memset(address, 0, size)
+        return 0
+
+    def encoded(device: int, dtype: Any, shape: Any, strides: Any, box: Any, promoted: bool, address: int) -> bytes:
+        return emulate.map_of(address, shape, strides, box[2], box[3], dtype.itemsize)
+
+    runtime = types.SimpleNamespace(setDevice=lambda device: None, memsetAsync=lambda address, value, size, stream: clear(address, size))
+    monkeypatch.setattr(launch, "_interfaces", lambda: (types.SimpleNamespace(launchKernel=launch_kernel), runtime))
+    monkeypatch.setattr(launch, "_starts_early", lambda device: False)
+    monkeypatch.setattr(launch, "function", function)
+    monkeypatch.setattr(tensor_map, "_encoded", encoded)
+    monkeypatch.setattr(_driver, "stream_of", lambda device: 0)
+    for name, replaced in {"start": start, "stream_of": lambda device: 0, "clear": clear}.items():
+        monkeypatch.setattr(_replay, name, replaced)
+    monkeypatch.setattr(Selection, "_on_gpu", True)  # else it compares ranges with a copy
+    tensor_map._encoder.cache_clear()
+    return started
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was replayed: the number of launches of each."""
+    found: list[int] = []
+
+    def play(recording: _replay.Recording, *others: Any) -> Any:
+        found.append(len(recording.steps))
+        return real(recording, *others)
+
+    real = _replay._play
+    monkeypatch.setattr(_replay, "_play", play)
+    return found
+
+
+def call_of(seed: int, known: dict[Any, Any] | None, S: int = 8, D: int = 16, block: int = 16) -> Call:
+    """A call of new tensors; those with one `known` are of one class, and may be replayed."""
+    q, k, v = make_qkv(2, S, 2, 3, D, 24 if D == 16 else D, S_kv=70, dtype=torch.float16, seed=seed)
+    selection = Selection.from_ranges(make_blocks(2, S, 2, 70, 3, block, seed=seed).ranges, block)
+    call = Call(q, k, v, selection, None, D**-0.5, settings_for(GPU), GPU)
+    call.known = {} if known is None else known
+    return call
+
+
+def passes(call: Call, seed: int, with_dlse: bool = False) -> list[Tensor]:
+    """o, lse, dq, dk, dv."""
+    o, lse = cupy_cuda.forward(call)
+    do, dlse = make_grads(call.q, call.v, seed)
+    dlse = torch.where(lse == float("-inf"), 0.0, dlse)
+    return [o, lse, *cupy_cuda.backward(call, o, lse, do, dlse if with_dlse else None)]
+
+
+def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+        assert not one.isnan().any()
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_other_tensors_of_a_class_are_replayed(driver: list[str], played: list[int], with_dlse: bool) -> None:
+    """The same bits as of a pass that runs as it is written, from the same kernels."""
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(4):
+        wanted = passes(call_of(seed, None), seed, with_dlse)
+        launched = sorted(driver)
+        driver.clear()
+        assert_equal(passes(call_of(seed, known), seed, with_dlse), wanted)
+        assert sorted(driver) == launched
+        driver.clear()
+        if seed == 0:
+            assert played == []
+    assert len(played) == 9  # three times: forward, backward, and the lists of the backward
+    assert sum(played[-3:]) == len(launched)
+
+
+def test_tensor_maps_are_encoded_anew(driver: list[str], played: list[int]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(3):
+        calls = [call_of(seed, facts, S=1, D=64, block=64) for facts in (None, known)]
+        wanted, got = (list(cupy_cuda.forward(call)) for call in calls)
+        assert_equal(got, wanted)
+    assert driver == 6 * ["forward_blocks.cu"]
+    assert played == [1, 1]
+
+
+def test_a_kept_selection_builds_no_plan_again(driver: list[str], played: list[int]) -> None:
+    call = call_of(0, {REPEATED: True})
+    passes(call, 0)
+    driver.clear()
+    for _ in range(2):
+        passes(call, 0)
+    assert len(played) == 4  # forward and backward, no lists
+    assert len(driver) == sum(played)
+    assert "sort_rank.cu" not in driver
+
+
+def test_plans_follow_writes_into_the_ranges(driver: list[str], played: list[int]) -> None:
+    call = call_of(0, {REPEATED: True})
+    for seed in range(4):
+        call.selection.ranges.copy_(call_of(seed, None).selection.ranges)
+        plain = replace(call)
+        plain.selection = Selection(call.selection.ranges, 16)
+        assert_equal(passes(call, seed), passes(plain, seed))
+    assert len(played) == 9
+
+
+def test_a_plan_that_was_replayed_has_its_tensors(driver: list[str]) -> None:
+    """For who does not replay: the views are those of the tensors of a plan that was built as it is written."""
+    known: dict[Any, Any] = {REPEATED: True}
+    plans = [key_to_rows.lists_of(call_of(0, facts), 16) for facts in (known, known, None)]
+    for one, other in zip(*plans[1:], strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, Tensor):
+            assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        else:
+            assert one == other
+    assert plans[1].begins.data_ptr() - plans[1].entries.data_ptr() > 0  # type: ignore[union-attr]
+    assert plans[1].begins.untyped_storage().data_ptr() == plans[1].segments.untyped_storage().data_ptr()
+    assert torch.equal(plans[1].begins, plans[2].begins)
+
+
+def moved(x: Tensor) -> Tensor:
+    """x at an address that is no multiple of 16."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
+
+
+@pytest.mark.parametrize("what", ["unaligned", "k is v", "expanded do", "workspace", "negative scale", "a hook", "refused"])
+def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, driver: list[str], played: list[int], what: str) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for _ in range(2):
+        passes(call_of(0, known), 0)
+    played.clear()
+    call, plain = call_of(1, known), call_of(1, None)
+    if what == "unaligned":
+        call.q = plain.q = moved(call.q)
+    elif what == "k is v":
+        known = call.known = {REPEATED: True}
+        call.k = plain.k = call.v = plain.v = torch.randn(2, 2, 70, 16).half()
+        call.q = plain.q = call.q.contiguous()
+    elif what == "workspace":
+        call.workspace = Workspace(torch.empty(1 << 20, dtype=torch.uint8))
+    elif what == "negative scale":
+        call.scale = plain.scale = -0.25
+    elif what == "a hook":
+        monkeypatch.setattr(_driver, "hooks", [lambda: True])
+        monkeypatch.setattr(_replay, "hooks", [lambda: True])
+    elif what == "refused":
+        monkeypatch.setattr(_replay, "start", lambda *_, **__: 1)
+    if what == "expanded do":
+        o, lse = cupy_cuda.forward(call)
+        do = torch.ones(o.shape[-1], dtype=o.dtype).expand(o.shape)
+        assert_equal(list(cupy_cuda.backward(call, o, lse, do, None)), list(cupy_cuda.backward(plain, o, lse, do, None)))
+        assert played == [1, 4]  # the forward, and the lists
+        return
+    assert_equal(passes(call, 1), passes(plain, 1))
+    assert len(played) == (3 if what == "refused" else 0)
+
+
+def work(call: Call, *given: Any) -> tuple[Tensor, ...]:
+    """A pass of one launch, with what a test makes of it."""
+    o, lse = unwritten(call.q, 4), unwritten(call.q, 4)
+    extra = given[0](call) if given else None
+    step = (0, 1, 32, 0, False, None, launch.layout(0, False, 3))
+    _driver.thread.recording.launch(*step, values=(o.data_ptr(), lse.data_ptr(), call.k.data_ptr() if extra is None else extra))
+    return o, lse
+
+
+FOREIGN = torch.zeros(64)
+
+
+@pytest.mark.parametrize(
+    ("extra", "recorded"),
+    [
+        (lambda call: call.q.data_ptr(), True),
+        (lambda call: call.q.data_ptr() + 2, False),  # within an input, of which only the beginning is known
+        (lambda call: unwritten(call.q, 100).data_ptr() + 16, True),  # a part of what the pass made
+        (lambda call: unwritten(call.q, 100)[8:].data_ptr(), True),
+        (lambda call: FOREIGN.data_ptr(), False),
+        (lambda call: torch.empty(100).data_ptr(), False),
+        (lambda call: unwritten(call.q, 100).zero_().data_ptr(), False),
+        (lambda call: 2**32 - 1, True),  # a number
+        (lambda call: 2**40, False),  # an address of nothing
+    ],
+)
+def test_a_recording_tells_what_each_address_is(extra: Any, recorded: bool) -> None:
+    call = call_of(0, None)
+    recorder = _replay.Recorder([x.data_ptr() for x in (call.q, call.k, call.v, call.selection.ranges)])
+    with recorder:
+        result = work(call, extra)
+    assert (recorder.finished(result, False) is not None) == recorded
+    assert _driver.thread.recording is None
