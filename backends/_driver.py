@@ -9,7 +9,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -87,6 +87,26 @@ def start(
     _CONFIG.pack_into(at.config, 0, ctas, 1, 1, threads, 1, 1, shared, stream, at.early_address if early else 0, early)
     status: int = _launch()(at.config_address, function, pointers.address, None)
     return status
+
+
+def start_all(steps: Iterable[tuple[Any, ...]], table: list[Any], stream: int) -> int:
+    """Start kernels one after another; the status of the first launch that the driver refuses, 0 if it takes all.
+
+    Args:
+        steps: of each kernel the arguments of `start` without the stream (function, CTAs, threads, shared memory, early, pointers), how
+            its arguments are packed, and a function that takes them from the table.
+        table: values that kernels take.
+        stream: where.
+    """
+    packed, config, address, early_address = thread.arguments, thread.config, thread.config_address, thread.early_address
+    launch, pack = _launch(), _CONFIG.pack_into
+    for function, ctas, threads, shared, early, pointers, arguments, values in steps:
+        arguments.pack_into(packed, 0, *values(table))
+        pack(config, 0, ctas, 1, 1, threads, 1, 1, shared, stream, early_address if early else 0, early)
+        status: int = launch(address, function, pointers.address, None)
+        if status:
+            return status
+    return 0
 
 
 def bind_context(x: Tensor) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends._buffers import allocator, contiguous
-from nsa_sel.backends._driver import Pointers, bind_context, clear, hooks, start, stream_of, thread
+from nsa_sel.backends._driver import bind_context, clear, hooks, start_all, stream_of, thread
 from nsa_sel.core.call import REPEATED, Call
 from nsa_sel.core.workspace import ALIGNMENT
 
@@ -33,30 +32,17 @@ _VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.at
 _INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # the parts of a table of `_play`
 
 
-class Step(NamedTuple):
-    """A launch: what `_driver.start` takes, and how its arguments are packed from the table of `_play`."""
-
-    function: int
-    ctas: int
-    threads: int
-    shared: int
-    early: bool
-    pointers: Pointers
-    arguments: struct.Struct
-    values: Callable[[list[Any]], tuple[Any, ...]]
-
-
 class Recording(NamedTuple):
     """What a pass, or the building of a plan, does. Entries are those of the table of `_play`."""
 
     outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides and dtype of what it returns
     scratch: int  # bytes of temporaries
-    plans: tuple[tuple[Any, ...], ...]  # arguments of `kept_plan` that follow the call
+    plans: tuple[tuple[Any, ...], ...]  # of each its key in the selection, that of its recording in `Call.known`, and how it is built
     offsets: tuple[tuple[int, int], ...]  # entry, bytes
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
     constants: tuple[Any, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
-    steps: tuple[Step, ...]
+    steps: tuple[Any, ...]  # of `_driver.start_all`
     plan: tuple[type, tuple[Any, ...]] | None  # of a plan: its type and fields; a tensor is a `_Part` of the one output
 
 
@@ -110,10 +96,19 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     if call.capturing():
         return Plan(build(call, *numbers))
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
-    plan: Plan = call.selection.plan((*key, *numbers, call.k.shape[2]), lambda: _built(call, build, numbers), *made_from)
+    key = (*key, *numbers, call.k.shape[2])
+    plan: Plan = call.selection.plan(key, lambda: _built(call, build, numbers), *made_from)
     if thread.recording is not None:
-        thread.recording.use(call, plan, (key, build, *numbers))
+        kind = (build, call.disjoint_ranges().dtype, *numbers)
+        thread.recording.use(call, plan, (key, kind, build, numbers))
     return plan
+
+
+def _plan_again(call: Call, inputs: list[int], kind: tuple[Any, ...], build: Callable[..., Any], numbers: tuple[Any, ...]) -> Plan:
+    """Builds a plan for a pass that is replayed with these inputs."""
+    recording = call.known.get(kind)
+    found = _play(recording, call, inputs[:4]) if type(recording) is Recording else None
+    return _built(call, build, numbers) if found is None else found
 
 
 def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> Plan:
@@ -162,22 +157,21 @@ def _play(recording: Recording, call: Call, inputs: list[int]) -> Any:
     table: list[Any] = inputs + [x.data_ptr() for x in outputs]
     scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
     table.append(0 if scratch is None else scratch.data_ptr())
-    for plan in recording.plans:
-        table += kept_plan(call, *plan).addresses
+    for key, *how in recording.plans:
+        plan: Plan = call.selection.plan(key, lambda how=how: _plan_again(call, inputs, *how))  # type: ignore[misc]
+        table += plan.addresses
     table += [table[entry] + offset for entry, offset in recording.offsets]
     if recording.maps:
         table += [encode(table[entry]) for entry, encode in recording.maps]
         if None in table:
             return None
     table += recording.constants
-    stream, packed = stream_of(device), thread.arguments
+    stream = stream_of(device)
     for entry, size in recording.cleared:
         if clear(table[entry], size, stream):
             return None
-    for function, ctas, threads, shared, early, pointers, arguments, values in recording.steps:
-        arguments.pack_into(packed, 0, *values(table))
-        if start(function, ctas, threads, shared, stream, pointers, early=early):
-            return None
+    if start_all(recording.steps, table, stream):
+        return None
     return outputs if recording.plan is None else Plan(recording.plan[0], outputs[0], recording.plan[1])
 
 
@@ -200,7 +194,7 @@ class Recorder:
         self.plan_tensors: list[Tensor] = []
         self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # of tensor maps: address and encoder
         self.cleared: list[tuple[int, int]] = []
-        self.launches: list[tuple[Any, ...]] = []  # fields of `Step`, but the values that are packed last
+        self.launches: list[tuple[Any, ...]] = []  # steps of `_driver.start_all`, but with the values that are packed
         self._watch = _Watch(self)
 
     def __enter__(self) -> None:
@@ -220,7 +214,7 @@ class Recorder:
             self.plan_tensors += _tensors(plan.value)
 
     def launch(self, *step: Any, values: tuple[Any, ...]) -> None:
-        """The pass starts a kernel: the fields of `Step` but the last, and the values that are packed."""
+        """The pass starts a kernel: a step of `_driver.start_all`, with the values that are packed."""
         self.launches.append((*step, values))
 
     def finished(self, result: Any, plan: bool) -> Recording | None:
@@ -255,7 +249,7 @@ class Recorder:
         return Recording(
             tuple(facts), scratch, tuple(self.plans), tuple(table.offsets), tuple(table.maps), tuple(table.constants),
             tuple((table.entry(place), size) for place, size in cleared),
-            tuple(Step._make((*step, operator.itemgetter(*map(table.entry, places)))) for *step, places in steps),
+            tuple((*step, operator.itemgetter(*map(table.entry, places))) for *step, places in steps),
             described if plan else None,
         )  # fmt: skip
 
