@@ -153,18 +153,23 @@ def _play(recording: Recording, call: Call, inputs: list[int]) -> Any:
     device, make = q.get_device(), allocator(q)
     if device not in thread.bound:
         bind_context(q)
-    outputs = tuple(make(*facts) for facts in recording.outputs)
+    outputs = tuple([make(*facts) for facts in recording.outputs])
     table: list[Any] = inputs + [x.data_ptr() for x in outputs]
     scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
     table.append(0 if scratch is None else scratch.data_ptr())
-    for key, *how in recording.plans:
-        plan: Plan = call.selection.plan(key, lambda how=how: _plan_again(call, inputs, *how))  # type: ignore[misc]
+    plans = []  # held until all kernels are queued: in inference mode nobody else does
+    for key, kind, build, numbers in recording.plans:
+        plan = call.selection.kept(key)
+        if plan is None:
+            plan = call.selection.plan(key, functools.partial(_plan_again, call, inputs, kind, build, numbers))
+        plans.append(plan)
         table += plan.addresses
     table += [table[entry] + offset for entry, offset in recording.offsets]
     if recording.maps:
-        table += [encode(table[entry]) for entry, encode in recording.maps]
-        if None in table:
+        maps = [encode(table[entry]) for entry, encode in recording.maps]
+        if None in maps:
             return None
+        table += maps
     table += recording.constants
     stream = stream_of(device)
     for entry, size in recording.cleared:
@@ -195,15 +200,15 @@ class Recorder:
         self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # of tensor maps: address and encoder
         self.cleared: list[tuple[int, int]] = []
         self.launches: list[tuple[Any, ...]] = []  # steps of `_driver.start_all`, but with the values that are packed
-        self._watch = _Watch(self)
 
     def __enter__(self) -> None:
-        thread.recording = self
+        self._watch = _Watch()
         self._watch.__enter__()  # type: ignore[no-untyped-call]
+        thread.recording = self._watch.recorder = self
 
     def __exit__(self, *error: Any) -> None:
+        thread.recording = self._watch.recorder = None  # no cycle, which would keep tensors
         self._watch.__exit__(*error)  # type: ignore[no-untyped-call]
-        thread.recording = None
 
     def use(self, call: Call, plan: Plan, arguments: tuple[Any, ...]) -> None:
         """The pass uses a plan."""
@@ -304,15 +309,13 @@ def _index(found: list[Any], x: Any) -> int:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses a recording in which PyTorch runs an operation."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
+    recorder: Recorder | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # skipping imports dynamo, which takes two seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if thread.recording is self.recorder and func not in _VIEWS:
+        if self.recorder is not None and thread.recording is self.recorder and func not in _VIEWS:
             self.recorder.refused = True
         return func(*args, **(kwargs or {}))

@@ -142,11 +142,11 @@ class Selection:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
         ranges, unique = ranges_of_blocks(block_indices, block_size, block_counts, disjoint)
-        selection = cls(ranges, block_size, disjoint=disjoint)
+        selection, checked = cls(ranges, block_size, disjoint=disjoint), validates(ranges)
         if unique is not None:
-            selection._remember_version()
+            selection._remember_version(checked)
             selection._plans[_DISJOINT] = Plan([], (), unique)
-        if validates(selection.ranges):
+        if checked:
             selection.validate()
         return selection
 
@@ -264,6 +264,11 @@ class Selection:
             self._plans[key] = kept
         return kept.value
 
+    def kept(self, key: tuple[Any, ...]) -> Any:
+        """The cached plan that depends on the ranges alone; None if there is none."""
+        found = self._plans.get(key)
+        return found.value if found is not None and not found.made_from and self._is_current() else None
+
     def _holds(self) -> bool:
         """Whether cached statistics are valid: the ranges are unchanged, and no CUDA graph is captured, whose replays may see others."""
         return not capturing(self.ranges) and self._is_current()
@@ -282,10 +287,12 @@ class Selection:
             )  # fmt: skip
         return False
 
-    def _remember_version(self) -> None:
+    def _remember_version(self, checked: bool | None = None) -> None:
+        """checked: `validates`, if the caller has asked."""
         ranges = self.ranges
         if not ranges.is_inference():
-            copy = ranges.detach().clone() if not self._on_gpu or validates(ranges) else None
+            copied = not self._on_gpu or (validates(ranges) if checked is None else checked)
+            copy = ranges.detach().clone() if copied else None
             self.__dict__.update(_version=ranges._version, _copy=copy)
 
     @property
