@@ -33,7 +33,7 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-hooks: list[Callable[[], bool]] = []  # each says whether somebody wants launches to go another way
+hooked: Callable[[], bool] = lambda: False  # whether somebody wants launches to go another way (_triton/kernel.py)  # noqa: E731
 
 
 class Pointers(threading.local):

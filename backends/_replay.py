@@ -13,19 +13,21 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa_sel.backends import _driver
 from nsa_sel.backends._buffers import allocator, contiguous
-from nsa_sel.backends._driver import bind_context, clear, hooks, start_all, stream_of, thread
+from nsa_sel.backends._driver import bind_context, clear, start_all, stream_of, thread
 from nsa_sel.core.call import REPEATED, Call
 from nsa_sel.core.workspace import ALIGNMENT
 
-TRIES = 4  # passes of a class that may be recorded: the first ones compile
+_fills = torch._C._get_deterministic_algorithms  # PyTorch then fills new tensors
+TRIES = 3  # passes of a class, after its first, that may be recorded: more may compile
 LEAST_ADDRESS = 1 << 32  # of memory; larger numbers are addresses
 MOST_KEPT = 1 << 20  # bytes of temporaries that stay with a plan: allocating them apart takes longer than they are worth
 _VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)  # operations that launch nothing
@@ -107,7 +109,7 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
 def _plan_again(call: Call, inputs: list[int], kind: tuple[Any, ...], build: Callable[..., Any], numbers: tuple[Any, ...]) -> Plan:
     """Builds a plan for a pass that is replayed with these inputs."""
     recording = call.known.get(kind)
-    found = _play(recording, call, inputs[:4]) if type(recording) is Recording else None
+    found = _play(recording, call.q, inputs[:4], call) if type(recording) is Recording else None
     return _built(call, build, numbers) if found is None else found
 
 
@@ -121,44 +123,63 @@ def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> P
 
 
 def _replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: tuple[Any, ...], plan: bool) -> Any:
-    known = call.known
-    if REPEATED not in known or call.workspace is not None or call.settings.debug_triton or call.capturing():
+    if REPEATED not in call.known or call.workspace is not None or call.settings.debug_triton or call.capturing():
         return work(call, *given, *numbers)
     ranges = call.disjoint_ranges()
     layouts = [None if x is None else (x.dtype, x.stride()) for x in given] if given else ()
     key = (work, ranges.dtype, *numbers, *layouts)
-    recording = known.get(key, 0)
-    addresses = [0 if x is None else x.data_ptr() for x in (call.q, call.k, call.v, ranges, *given)]
-    if recording == TRIES or functools.reduce(operator.or_, addresses) % 16 or (hooks and any(hook() for hook in hooks)):
-        return work(call, *given, *numbers)
+    inputs = (call.q, call.k, call.v, ranges, *given)
+    return recorded(call.known, key, inputs, functools.partial(work, call, *given, *numbers), call, plan)
+
+
+def recorded(
+    known: dict[Any, Any], key: Any, inputs: Sequence[Tensor | None], work: Callable[[], Any], call: Call | None = None, plan: bool = False
+) -> Any:
+    """`work()`, or a replay.
+
+    Args:
+        known: recordings, with their keys.
+        key: what the launches of `work` follow from, but for the addresses, where all are multiples of 16.
+        inputs: the tensors that kernels read.
+        work: a pass, or the building of a plan.
+        call: of the pass, whose plans it uses.
+        plan: whether `work` builds one.
+    """
+    recording = known.get(key, -1)
+    addresses = [0 if x is None else x.data_ptr() for x in inputs]
+    if recording == TRIES or functools.reduce(operator.or_, addresses) % 16 or _fills() or _driver.hooked():
+        return work()
+    if recording == -1:  # most keys are seen once
+        known[key] = 0
+        return work()
     if type(recording) is Recording:
-        found = _play(recording, call, addresses)
+        found = _play(recording, inputs[0], addresses, call)
         if found is not None:
             return found
         recording = 0  # the driver refuses a launch: the pass fails in words of its own
     recorder = Recorder(addresses)
     with recorder:
-        result = work(call, *given, *numbers)
+        result = work()
     known[key] = recorder.finished(result, plan) or recording + 1
     return result
 
 
-def _play(recording: Recording, call: Call, inputs: list[int]) -> Any:
-    """What the recorded pass returns; None if the driver refuses a launch.
+def _play(recording: Recording, x: Any, inputs: list[int], call: Call | None) -> Any:
+    """What the recorded pass returns, where x is; None if the driver refuses a launch.
 
     The table of what kernels take: addresses of the inputs, outputs, temporaries, and tensors of plans; addresses within these; tensor
     maps; numbers.
     """
-    q = call.q
-    device, make = q.get_device(), allocator(q)
+    device, make = x.get_device(), allocator(x)
     if device not in thread.bound:
-        bind_context(q)
+        bind_context(x)
     outputs = tuple([make(*facts) for facts in recording.outputs])
-    table: list[Any] = inputs + [x.data_ptr() for x in outputs]
+    table: list[Any] = inputs + [y.data_ptr() for y in outputs]
     scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
     table.append(0 if scratch is None else scratch.data_ptr())
     plans = []  # held until all kernels are queued: in inference mode nobody else does
     for key, kind, build, numbers in recording.plans:
+        assert call is not None, "who uses plans has one"
         plan = call.selection.kept(key)
         if plan is None:
             plan = call.selection.plan(key, functools.partial(_plan_again, call, inputs, kind, build, numbers))
@@ -193,7 +214,7 @@ class Recorder:
     """Records one pass of this thread, inside `with`. `refused` once the pass can't be replayed."""
 
     def __init__(self, inputs: list[int]) -> None:
-        self.inputs, self.refused = inputs, torch.are_deterministic_algorithms_enabled()  # PyTorch then fills new tensors
+        self.inputs, self.refused = inputs, False
         self.made: list[Tensor] = []  # by `unwritten`
         self.plans: list[tuple[Any, ...]] = []
         self.plan_tensors: list[Tensor] = []
@@ -202,7 +223,7 @@ class Recorder:
         self.launches: list[tuple[Any, ...]] = []  # steps of `_driver.start_all`, but with the values that are packed
 
     def __enter__(self) -> None:
-        self._watch = _Watch()
+        self._watch = _Watch()  # type: ignore[no-untyped-call]
         self._watch.__enter__()  # type: ignore[no-untyped-call]
         thread.recording = self._watch.recorder = self
 

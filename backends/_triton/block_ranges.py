@@ -6,6 +6,7 @@ In PyTorch this is some twenty operations, each of which takes the host as long 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._replay import recorded
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
 
@@ -72,14 +74,25 @@ def block_ranges(
 ) -> tuple[Tensor, Tensor | None]:
     """Ranges [B,S,G,n,2] of `dtype` from indices [B,S,G,n] and counts [B,S,G], and with find_unique those of distinct blocks, where n is
     small enough to sort. On the current device."""
+    sorts = find_unique and indices.shape[3] <= MOST_SORTED
+    tensors = indices.contiguous(), None if counts is None else counts.contiguous()
+    key = (indices.shape, indices.dtype, None if counts is None else counts.dtype, block_size, dtype, sorts)
+    if len(_recordings) >= REMEMBERED:
+        _recordings.clear()
+    found = recorded(_recordings, key, tensors, functools.partial(_block_ranges, *tensors, block_size, dtype, sorts))
+    return found[0], found[1] if sorts else None
+
+
+_recordings: dict[Any, Any] = {}
+
+
+def _block_ranges(indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, sorts: bool) -> tuple[Tensor, ...]:
     B, S, G, n = indices.shape
-    ranges = unwritten(indices, B, S, G, n, 2, dtype=dtype)
-    unique = unwritten(indices, B, S, G, n, 2, dtype=dtype) if find_unique and n <= MOST_SORTED else None
-    kernel = _kernel(True, n, block_size, unique is not None)
-    rows = B * S * G
-    tensors = (indices.contiguous(), None if counts is None else counts.contiguous(), ranges, unique)
+    found = [unwritten(indices, B, S, G, n, 2, dtype=dtype) for _ in range(1 + sorts)]
+    kernel, rows = _kernel(True, n, block_size, sorts), B * S * G
+    tensors = (indices, counts, found[0], found[1] if sorts else None)
     kernel.launch(-(-rows // kernel.constants["R"]), tensors, (rows, torch.iinfo(dtype).max // block_size - 1))
-    return ranges, unique
+    return tuple(found)
 
 
 def distinct_ranges(ranges: Tensor, block_size: int) -> Tensor | None:

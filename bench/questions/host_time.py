@@ -48,7 +48,7 @@ from nsa_sel.bench.core.parity import Problem, make_problem
 from nsa_sel.bench.core.store import Row, as_lines, write_whole
 from nsa_sel.cli.output import output_file
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import REPEATED, Call
 from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide, select
 from nsa_sel.core.facts import device_info, request_of
@@ -97,6 +97,7 @@ def parts(problem: Problem, backend: str) -> Parts:
     request = request_of(q, k, v, selection, needs_grad)
     decision = decide(request, device, forced)
     call = Call(q.detach(), k.detach(), v.detach(), selection, None, scale, decision.settings, device)
+    call.known[REPEATED] = True  # as calls of a class that was seen before
     forward = registry.load(str(decision.forward)).forward
     found: Parts = {
         "call": _whole(problem, lambda q, k, v: selection_attention(q, k, v, selection, backend=forced)),

@@ -22,7 +22,7 @@ from nsa_sel.bench.tune.resume import Run, collect, context_loss
 from nsa_sel.bench.tune.runner import Prepared, Time, make_call
 from nsa_sel.bench.tune.tuned_file import locked, rewrite, written
 from nsa_sel.core import registry
-from nsa_sel.core.call import Call
+from nsa_sel.core.call import REPEATED, Call
 from nsa_sel.selection import Selection
 from nsa_sel.settings.schema import Settings, Threshold, Way
 
@@ -100,10 +100,12 @@ class Runner:
             o, lse = module.forward(call)
             self._compare(side, o)
             fresh = Selection(call.selection.ranges, call.selection.block_size, disjoint=True)
+            known: dict[Any, Any] = {REPEATED: True}  # calls repeat, as a model's do, on new selections
 
             def work() -> Any:
                 fresh.forget_plans()
                 again = Call(call.q, call.k, call.v, fresh, None, call.scale, call.settings, call.device)
+                again.known = known
                 return module.backward(again, o, lse, do, None) if way == "backward" else module.forward(again)
 
             work()  # compiles
