@@ -45,7 +45,7 @@ class Recording(NamedTuple):
     constants: tuple[Any, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
     steps: tuple[Any, ...]  # of `_driver.start_all`
-    plan: tuple[type, tuple[Any, ...]] | None  # of a plan: its type and fields; a tensor is a `_Part` of the one output
+    plan: tuple[Any, ...] | None  # of a plan: its type, its fields with a `_Part` of the one output for a tensor, and their offsets
 
 
 class _Part(NamedTuple):
@@ -57,13 +57,13 @@ class _Part(NamedTuple):
 class Plan:
     """A plan of a selection: its value, or the buffer that holds its tensors."""
 
-    def __init__(self, value: Any, buffer: Tensor | None = None, fields: tuple[Any, ...] = ()) -> None:
+    def __init__(self, value: Any, buffer: Tensor | None = None, fields: tuple[Any, ...] = (), offsets: tuple[int, ...] = ()) -> None:
         self._value, self._buffer, self._fields = value, buffer, fields  # without a value, the type of it
         if buffer is None:
             self.addresses = [x.data_ptr() for x in _tensors(value)]
         else:
             begin = buffer.data_ptr()
-            self.addresses = [begin + x.offset for x in fields if type(x) is _Part]
+            self.addresses = [begin + offset for offset in offsets]
 
     @property
     def value(self) -> Any:
@@ -106,11 +106,16 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     return plan
 
 
-def _plan_again(call: Call, inputs: list[int], kind: tuple[Any, ...], build: Callable[..., Any], numbers: tuple[Any, ...]) -> Plan:
+def _plan_again(
+    call: Call, inputs: list[int], key: tuple[Any, ...], kind: Any, build: Callable[..., Any], numbers: tuple[Any, ...]
+) -> Plan:
     """Builds a plan for a pass that is replayed with these inputs."""
     recording = call.known.get(kind)
-    found = _play(recording, call.q, inputs[:4], call) if type(recording) is Recording else None
-    return _built(call, build, numbers) if found is None else found
+    plan: Plan | None = _play(recording, call.q, inputs[:4], call) if type(recording) is Recording else None
+    if plan is None:
+        return call.selection.plan(key, lambda: _built(call, build, numbers))  # type: ignore[no-any-return]
+    call.selection.keep(key, plan)
+    return plan
 
 
 def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> Plan:
@@ -182,7 +187,7 @@ def _play(recording: Recording, x: Any, inputs: list[int], call: Call | None) ->
         assert call is not None, "who uses plans has one"
         plan = call.selection.kept(key)
         if plan is None:
-            plan = call.selection.plan(key, functools.partial(_plan_again, call, inputs, kind, build, numbers))
+            plan = _plan_again(call, inputs, key, kind, build, numbers)
         plans.append(plan)
         table += plan.addresses
     table += [table[entry] + offset for entry, offset in recording.offsets]
@@ -198,7 +203,10 @@ def _play(recording: Recording, x: Any, inputs: list[int], call: Call | None) ->
             return None
     if start_all(recording.steps, table, stream):
         return None
-    return outputs if recording.plan is None else Plan(recording.plan[0], outputs[0], recording.plan[1])
+    if recording.plan is None:
+        return outputs
+    kind, *others = recording.plan
+    return Plan(kind, outputs[0], *others)
 
 
 class _Span(NamedTuple):
@@ -247,8 +255,8 @@ class Recorder:
         """The recording of a pass, or of a plan, that has returned `result`."""
         outputs = [*_tensors(result)]
         own = [x for x in self.made if not any(x is y for y in outputs)]
-        fields = all(isinstance(x, Tensor | int | None) for x in result)
-        if self.refused or not fields or len(own) + len(outputs) != len(self.made) or (not plan and len(outputs) != len(result)):
+        simple = all(isinstance(x, Tensor | int | None) for x in result)
+        if self.refused or not simple or len(own) + len(outputs) != len(self.made) or (not plan and len(outputs) != len(result)):
             return None
         first, spans = len(self.inputs), [_Span(x, 1, i, 0) for i, x in enumerate(self.inputs) if x]
         facts = [(tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) for x in outputs]
@@ -258,8 +266,9 @@ class Recorder:
             size, parts = _packed(outputs if apart else outputs + own, first)
             spans += parts
             facts = [((size,), (1,), torch.uint8)]
-            kept = iter(_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False))
-            described = type(result), tuple(next(kept) if isinstance(x, Tensor) else x for x in result)
+            places = [_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False)]
+            fields = iter(places)
+            described = type(result), tuple(next(fields) if isinstance(x, Tensor) else x for x in result), tuple(x.offset for x in places)
             own = own if apart else []
         else:
             spans += [_Span(x.data_ptr(), x.nbytes, first + i, 0) for i, x in enumerate(outputs)]

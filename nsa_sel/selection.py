@@ -66,12 +66,18 @@ class Selection:
     _copy: Tensor | None  # of those ranges, where comparing is cheap (CPU) or asked for (debugging)
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False) -> None:
-        n = ranges.shape[-2]
-        # At once: models make a selection for every call, and `__setattr__` would be called for each.
-        self.__dict__.update(
-            ranges=ranges, n=n, block_size=block_size, max_length=max_length, disjoint=disjoint or n < 2, measured=None, _exact=None,
-            _cut_block=None, _plans={}, _version=None, _copy=None,
-        )  # fmt: skip
+        put, n = object.__setattr__, ranges.shape[-2]  # models make a selection for every call: `__setattr__` takes longer
+        put(self, "ranges", ranges)
+        put(self, "n", n)
+        put(self, "block_size", block_size)
+        put(self, "max_length", max_length)
+        put(self, "disjoint", disjoint or n < 2)
+        put(self, "measured", None)
+        put(self, "_exact", None)
+        put(self, "_cut_block", None)
+        put(self, "_plans", {})
+        put(self, "_version", None)
+        put(self, "_copy", None)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FACTS and name in self.__dict__:
@@ -253,21 +259,34 @@ class Selection:
         states = [state_of(x) for x in made_from] if made_from else []
         if self.ranges.is_inference() or UNKNOWN in states:
             return build()
-        if not self._is_current():
-            self.invalidate()
-            self._remember_version()
+        self._drop_old()
         kept = self._plans.get(key)
         if kept is None or kept.states != states:
             kept = Plan(states, made_from, build())
-            if len(self._plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
-                self._plans.pop(next(iter(self._plans), None), None)
-            self._plans[key] = kept
+            self._keep(key, kept)
         return kept.value
+
+    def _drop_old(self) -> None:
+        """Drop the plans if the ranges were written."""
+        if not self._is_current():
+            self.invalidate()
+            self._remember_version()
+
+    def _keep(self, key: tuple[Any, ...], plan: Plan) -> None:
+        if len(self._plans) >= _MOST_PLANS:  # a growing KV cache makes new keys at every step
+            self._plans.pop(next(iter(self._plans), None), None)
+        self._plans[key] = plan
 
     def kept(self, key: tuple[Any, ...]) -> Any:
         """The cached plan that depends on the ranges alone; None if there is none."""
         found = self._plans.get(key)
         return found.value if found is not None and not found.made_from and self._is_current() else None
+
+    def keep(self, key: tuple[Any, ...], value: Any) -> None:
+        """Cache a plan that depends on the ranges alone, as they are now."""
+        if not self.ranges.is_inference():
+            self._drop_old()
+            self._keep(key, Plan([], (), value))
 
     def _holds(self) -> bool:
         """Whether cached statistics are valid: the ranges are unchanged, and no CUDA graph is captured, whose replays may see others."""
@@ -292,8 +311,8 @@ class Selection:
         ranges = self.ranges
         if not ranges.is_inference():
             copied = not self._on_gpu or (validates(ranges) if checked is None else checked)
-            copy = ranges.detach().clone() if copied else None
-            self.__dict__.update(_version=ranges._version, _copy=copy)
+            self._version = ranges._version
+            self._copy = ranges.detach().clone() if copied else None
 
     @property
     def _on_gpu(self) -> bool:
@@ -302,7 +321,7 @@ class Selection:
     def invalidate(self) -> None:
         """Drop plans and statistics: call it after a write into the ranges on a GPU that PyTorch does not see."""
         self.forget_plans()
-        self.__dict__.update(_exact=None, _version=None, _copy=None)
+        self._exact = self._version = self._copy = None
 
     def forget_plans(self) -> None:
         """Drop the plans, to free their memory or to time building them."""
@@ -394,9 +413,7 @@ class Selection:
         longest = int(lengths.max()) if rows else 0
         sharing = None if self.block_size is None else sharing_of_blocks(torch.where(end > start, start // self.block_size, -1))
         self.measured = Measured(rows, int((lengths == 0).sum()), longest, total / max(1, rows), total, sharing)
-        if not self._is_current():
-            self.invalidate()
-            self._remember_version()
+        self._drop_old()
         self._exact = Exact(most, sharing and rounded(sharing), (S_kv, total) if S_kv is not None and q_pos is None else None)
         return self.measured
 

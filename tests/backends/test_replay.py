@@ -242,3 +242,16 @@ def test_a_recording_tells_what_each_address_is(extra: Any, recorded: bool) -> N
         result = work(call, extra)
     assert (recorder.finished(result, False) is not None) == recorded
     assert _driver.thread.recording is None
+
+
+def test_a_selection_that_promises_no_overlaps_keeps_its_plans(driver: list[str]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for _ in range(3):
+        call = call_of(0, known)
+        call.selection = Selection(call.disjoint_ranges(), 16, disjoint=True)
+        passes(call, 0)
+    driver.clear()
+    first = key_to_rows.lists_of(call, 16)
+    passes(call, 0)
+    assert key_to_rows.lists_of(call, 16) is first
+    assert "sort_rank.cu" not in driver
