@@ -54,29 +54,27 @@ class _Part(NamedTuple):
     dtype: torch.dtype
 
 
-class Plan:
-    """A plan of a selection: its value, or the buffer that holds its tensors."""
+class KeptPlan:
+    """A plan as a selection keeps it: its value, or its type, its fields, and the buffer that holds its tensors."""
 
-    def __init__(self, value: Any, buffer: Tensor | None = None, fields: tuple[Any, ...] = (), offsets: tuple[int, ...] = ()) -> None:
-        self._value, self._buffer, self._fields = value, buffer, fields  # without a value, the type of it
-        if buffer is None:
-            self.addresses = [x.data_ptr() for x in _tensors(value)]
-        else:
-            begin = buffer.data_ptr()
-            self.addresses = [begin + offset for offset in offsets]
+    def __init__(
+        self, value: Any, kind: type | None = None, fields: tuple[Any, ...] = (), offsets: Sequence[int] = (), buffer: Tensor | None = None
+    ) -> None:
+        self._value, self._kind, self._fields, self._buffer = value, kind, fields, buffer
+        begin = 0 if buffer is None else buffer.data_ptr()
+        self.addresses = [x.data_ptr() for x in _tensors(value)] if buffer is None else [begin + offset for offset in offsets]
 
     @property
     def value(self) -> Any:
         """The tuple of tensors and numbers."""
-        if self._buffer is not None:
-            self._value = self._value(*(self._view(self._buffer, x) if type(x) is _Part else x for x in self._fields))
-            self._buffer = None
+        if self._value is None and self._kind is not None:
+            self._value = self._kind(*(self._view(x) if type(x) is _Part else x for x in self._fields))
         return self._value
 
-    @staticmethod
-    def _view(buffer: Tensor, part: _Part) -> Tensor:
+    def _view(self, part: _Part) -> Tensor:
+        assert self._buffer is not None, "who has fields has a buffer"
         end = part.offset + math.prod(part.sizes) * part.dtype.itemsize
-        return buffer[part.offset : end].view(part.dtype).view(part.sizes)
+        return self._buffer[part.offset : end].view(part.dtype).view(part.sizes)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -88,7 +86,7 @@ def replayed(call: Call, work: Callable[..., Any], *given: Tensor | None) -> Any
     return _replayed(call, work, given, (), False)
 
 
-def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> Plan:
+def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> KeptPlan:
     """`build(call, *numbers)`, kept in the selection for this key, number of keys, and positions or lengths: the causal clamp depends on
     them.
 
@@ -96,10 +94,10 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     builds holds nothing until the graph is replayed.
     """
     if call.capturing():
-        return Plan(build(call, *numbers))
+        return KeptPlan(build(call, *numbers))
     made_from = () if call.q_pos is None and call.lengths is None else (call.q_pos, call.lengths)
     key = (*key, *numbers, call.k.shape[2])
-    plan: Plan = call.selection.plan(key, lambda: _built(call, build, numbers), *made_from)
+    plan: KeptPlan = call.selection.plan(key, lambda: _built(call, build, numbers), *made_from)
     if thread.recording is not None:
         kind = (build, call.disjoint_ranges().dtype, *numbers)
         thread.recording.use(call, plan, (key, kind, build, numbers))
@@ -108,23 +106,23 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
 
 def _plan_again(
     call: Call, inputs: list[int], key: tuple[Any, ...], kind: Any, build: Callable[..., Any], numbers: tuple[Any, ...]
-) -> Plan:
+) -> KeptPlan:
     """Builds a plan for a pass that is replayed with these inputs."""
     recording = call.known.get(kind)
-    plan: Plan | None = _play(recording, call.q, inputs[:4], call) if type(recording) is Recording else None
+    plan: KeptPlan | None = _play(recording, call.q, inputs[:4], call) if type(recording) is Recording else None
     if plan is None:
         return call.selection.plan(key, lambda: _built(call, build, numbers))  # type: ignore[no-any-return]
     call.selection.keep(key, plan)
     return plan
 
 
-def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> Plan:
+def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> KeptPlan:
     outer, thread.recording = thread.recording, None
     try:
         built = _replayed(call, build, (), numbers, True)
     finally:
         thread.recording = outer
-    return built if type(built) is Plan else Plan(built)
+    return built if type(built) is KeptPlan else KeptPlan(built)
 
 
 def _replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: tuple[Any, ...], plan: bool) -> Any:
@@ -205,8 +203,8 @@ def _play(recording: Recording, x: Any, inputs: list[int], call: Call | None) ->
         return None
     if recording.plan is None:
         return outputs
-    kind, *others = recording.plan
-    return Plan(kind, outputs[0], *others)
+    kind, fields, offsets = recording.plan
+    return KeptPlan(None, kind, fields, offsets, outputs[0])
 
 
 class _Span(NamedTuple):
@@ -239,7 +237,7 @@ class Recorder:
         thread.recording = self._watch.recorder = None  # no cycle, which would keep tensors
         self._watch.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def use(self, call: Call, plan: Plan, arguments: tuple[Any, ...]) -> None:
+    def use(self, call: Call, plan: KeptPlan, arguments: tuple[Any, ...]) -> None:
         """The pass uses a plan."""
         q = call.q.data_ptr()
         self.refused |= q != self.inputs[0] or REPEATED not in call.known
@@ -253,14 +251,14 @@ class Recorder:
 
     def finished(self, result: Any, plan: bool) -> Recording | None:
         """The recording of a pass, or of a plan, that has returned `result`."""
-        outputs = [*_tensors(result)]
+        outputs = _tensors(result)
         own = [x for x in self.made if not any(x is y for y in outputs)]
-        simple = all(isinstance(x, Tensor | int | None) for x in result)
-        if self.refused or not simple or len(own) + len(outputs) != len(self.made) or (not plan and len(outputs) != len(result)):
+        simple = isinstance(result, tuple) and all(isinstance(x, Tensor | int | None) for x in result)
+        low = any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made)))
+        if self.refused or low or not simple or len(own) + len(outputs) != len(self.made) or (not plan and len(outputs) != len(result)):
             return None
         first, spans = len(self.inputs), [_Span(x, 1, i, 0) for i, x in enumerate(self.inputs) if x]
         facts = [(tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) for x in outputs]
-        scratch = 0
         if plan:
             apart = sum(x.nbytes for x in own) > MOST_KEPT
             size, parts = _packed(outputs if apart else outputs + own, first)
