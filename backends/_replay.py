@@ -148,18 +148,18 @@ def recorded(
         call: of the pass, whose plans it uses.
         plan: whether `work` builds one.
     """
-    recording = known.get(key, -1)
+    recording = known.get(key)
     addresses = [0 if x is None else x.data_ptr() for x in inputs]
-    if recording == TRIES or functools.reduce(operator.or_, addresses) % 16 or _fills() or _driver.hooked():
-        return work()
-    if recording == -1:  # most keys are seen once
-        known[key] = 0
+    if functools.reduce(operator.or_, addresses) % 16 or _fills() or _driver.hooked():
         return work()
     if type(recording) is Recording:
         found = _play(recording, inputs[0], addresses, call)
         if found is not None:
             return found
         recording = 0  # the driver refuses a launch: the pass fails in words of its own
+    if recording is None or recording == TRIES:  # most keys are seen once
+        known.setdefault(key, 0)
+        return work()
     recorder = Recorder(addresses)
     with recorder:
         result = work()
