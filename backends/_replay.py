@@ -45,7 +45,7 @@ class Recording(NamedTuple):
     constants: tuple[Any, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
     steps: tuple[Any, ...]  # of `_driver.start_all`
-    plan: tuple[Any, ...] | None  # of a plan: its type, its fields with a `_Part` of the one output for a tensor, and their offsets
+    plan: tuple[Any, ...] | None  # of a plan: what makes it, its fields with a `_Part` of the one output for a tensor, and their offsets
 
 
 class _Part(NamedTuple):
@@ -55,10 +55,10 @@ class _Part(NamedTuple):
 
 
 class KeptPlan:
-    """A plan as a selection keeps it: its value, or its type, its fields, and the buffer that holds its tensors."""
+    """A plan as a selection keeps it: its value, or what makes it of its fields, and the buffer that holds its tensors."""
 
     def __init__(
-        self, value: Any, kind: type | None = None, fields: tuple[Any, ...] = (), offsets: Sequence[int] = (), buffer: Tensor | None = None
+        self, value: Any, kind: Any = None, fields: tuple[Any, ...] = (), offsets: Sequence[int] = (), buffer: Tensor | None = None
     ) -> None:
         self._value, self._kind, self._fields, self._buffer = value, kind, fields, buffer
         begin = 0 if buffer is None else buffer.data_ptr()
@@ -68,7 +68,7 @@ class KeptPlan:
     def value(self) -> Any:
         """The tuple of tensors and numbers."""
         if self._value is None and self._kind is not None:
-            self._value = self._kind(*(self._view(x) if type(x) is _Part else x for x in self._fields))
+            self._value = self._kind(self._view(x) if type(x) is _Part else x for x in self._fields)
         return self._value
 
     def _view(self, part: _Part) -> Tensor:
@@ -148,6 +148,8 @@ def recorded(
         call: of the pass, whose plans it uses.
         plan: whether `work` builds one.
     """
+    if thread.recording is not None:  # a part of what is recorded
+        return work()
     recording = known.get(key)
     addresses = [0 if x is None else x.data_ptr() for x in inputs]
     if functools.reduce(operator.or_, addresses) % 16 or _fills() or _driver.hooked():
@@ -266,7 +268,8 @@ class Recorder:
             facts = [((size,), (1,), torch.uint8)]
             places = [_Part(part.offset, tuple(x.shape), x.dtype) for part, x in zip(parts, outputs, strict=False)]
             fields = iter(places)
-            described = type(result), tuple(next(fields) if isinstance(x, Tensor) else x for x in result), tuple(x.offset for x in places)
+            kind = getattr(type(result), "_make", tuple)  # of named tuples
+            described = kind, tuple(next(fields) if isinstance(x, Tensor) else x for x in result), tuple(x.offset for x in places)
             own = own if apart else []
         else:
             spans += [_Span(x.data_ptr(), x.nbytes, first + i, 0) for i, x in enumerate(outputs)]

@@ -89,7 +89,8 @@ def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
 
 def check_gradients(*gradients: Tensor | None, name: str = "selection_attention") -> None:
     """BackendError for batched gradients."""
-    if transformed() or any(x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x)) for x in gradients):
+    batched = [x for x in gradients if x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x))]
+    if batched or transformed():
         refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)", name)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsa_sel.backends import _driver, _replay, cupy_cuda
 from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._common import backward_of_any_scale
 from nsa_sel.backends.cupy_cuda import key_to_rows, launch, tensor_map
 from nsa_sel.core.call import REPEATED, Call
 from nsa_sel.core.workspace import Workspace
@@ -255,3 +256,35 @@ def test_a_selection_that_promises_no_overlaps_keeps_its_plans(driver: list[str]
     passes(call, 0)
     assert key_to_rows.lists_of(call, 16) is first
     assert "sort_rank.cu" not in driver
+
+
+def test_a_pass_within_a_pass_is_a_part_of_it(driver: list[str], played: list[int]) -> None:
+    """As where a backend leaves a call to another one."""
+
+    @backward_of_any_scale
+    def outer(call: Call, *given: Any) -> Any:
+        return cupy_cuda.backward(call, *given)
+
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(4):
+        plain, call = call_of(seed, None), call_of(seed, known)
+        o, lse = cupy_cuda.forward(plain)
+        do = make_grads(call.q, call.v, seed)[0]
+        wanted, got = (list(backward(x, o, lse, do, None)) for backward, x in ((cupy_cuda.backward, plain), (outer, call)))
+        assert_equal(got, wanted)
+    assert played == 2 * [3, 4]  # the outer pass, and its lists
+
+
+def cut(call: Call, number: int) -> tuple[Tensor, ...]:
+    """A plan that is a plain tuple and uses another one."""
+    lists = key_to_rows.lists_of(call, 16)
+    return key_to_rows.split(lists.begins, 1, number)
+
+
+def test_a_plan_of_a_plan(driver: list[str], played: list[int]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(5):
+        kept, plain = (_replay.kept_plan(call_of(seed, facts), ("cut",), cut, 16).value for facts in (known, None))
+        assert type(kept) is tuple
+        assert all(map(torch.equal, kept, plain))
+    assert played[-2:] == [1, 4]
