@@ -29,6 +29,7 @@ from nsa_sel.core.workspace import ALIGNMENT
 _fills = torch._C._get_deterministic_algorithms  # PyTorch then fills new tensors
 TRIES = 3  # passes of a class, after its first, that may be recorded: more may compile
 LEAST_ADDRESS = 1 << 32  # of memory; larger numbers are addresses
+MOST_BYTES = 1 << 28  # of what a pass allocates beside its results, in one piece: the GPU bounds calls that need more
 MOST_KEPT = 1 << 20  # bytes of temporaries that stay with a plan: allocating them apart takes longer than they are worth
 _VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)  # operations that launch nothing
 _INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # the parts of a table of `_play`
@@ -257,7 +258,15 @@ class Recorder:
         own = [x for x in self.made if not any(x is y for y in outputs)]
         simple = isinstance(result, tuple) and all(isinstance(x, Tensor | int | None) for x in result)
         low = any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made)))
-        if self.refused or low or not simple or len(own) + len(outputs) != len(self.made) or (not plan and len(outputs) != len(result)):
+        large = sum(x.nbytes for x in (self.made if plan else own)) > MOST_BYTES
+        if (
+            self.refused
+            or low
+            or large
+            or not simple
+            or len(own) + len(outputs) != len(self.made)
+            or (not plan and len(outputs) != len(result))
+        ):
             return None
         first, spans = len(self.inputs), [_Span(x, 1, i, 0) for i, x in enumerate(self.inputs) if x]
         facts = [(tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) for x in outputs]
