@@ -143,7 +143,7 @@ def recorded(
 
     Args:
         known: recordings, with their keys.
-        key: what the launches of `work` follow from, but for the addresses, where all are multiples of 16.
+        key: what the launches of `work` follow from, the device included, but for the addresses, where all are multiples of 16.
         inputs: the tensors that kernels read.
         work: a pass, or the building of a plan.
         call: of the pass, whose plans it uses.

@@ -76,7 +76,7 @@ def block_ranges(
     small enough to sort. On the current device."""
     sorts = find_unique and indices.shape[3] <= MOST_SORTED
     tensors = indices.contiguous(), None if counts is None else counts.contiguous()
-    key = (indices.shape, indices.dtype, None if counts is None else counts.dtype, block_size, dtype, sorts)
+    key = (indices.get_device(), indices.shape, indices.dtype, None if counts is None else counts.dtype, block_size, dtype, sorts)
     if len(_recordings) >= REMEMBERED:
         _recordings.clear()
     found = recorded(_recordings, key, tensors, functools.partial(_block_ranges, *tensors, block_size, dtype, sorts))
