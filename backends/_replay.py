@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ TRIES = 3  # passes of a class, after its first, that may be recorded: more may 
 LEAST_ADDRESS = 1 << 32  # of memory; larger numbers are addresses
 MOST_BYTES = 1 << 28  # of what a pass allocates beside its results, in one piece: the GPU bounds calls that need more
 MOST_KEPT = 1 << 20  # bytes of temporaries that stay with a plan: allocating them apart takes longer than they are worth
+MOST_RECORDINGS = 1024
+_recordings: deque[tuple[dict[Any, Any], Any]] = deque()  # where they are, oldest first
 _VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)  # operations that launch nothing
 _INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # the parts of a table of `_play`
 
@@ -46,6 +49,7 @@ class Recording(NamedTuple):
     constants: tuple[Any, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
     steps: tuple[Any, ...]  # of `_driver.start_all`
+    kernels: tuple[Any, ...]  # held, so that they stay loaded
     plan: tuple[Any, ...] | None  # of a plan: what makes it, its fields with a `_Part` of the one output for a tensor, and their offsets
 
 
@@ -91,6 +95,8 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     """`build(call, *numbers)`, kept in the selection for this key, number of keys, and positions or lengths: the causal clamp depends on
     them.
 
+    Whatever the plan has beside the values of its tensors must follow from these: a recording takes any plan with this key.
+
     In a CUDA graph it is built every time: a replay must follow ranges that were written since the capture, and a plan that a capture
     builds holds nothing until the graph is replayed.
     """
@@ -100,8 +106,7 @@ def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *n
     key = (*key, *numbers, call.k.shape[2])
     plan: KeptPlan = call.selection.plan(key, lambda: _built(call, build, numbers), *made_from)
     if thread.recording is not None:
-        kind = (build, call.disjoint_ranges().dtype, *numbers)
-        thread.recording.use(call, plan, (key, kind, build, numbers))
+        thread.recording.use(call, plan, (key, _kind(call, build, call.disjoint_ranges(), numbers), build, numbers))
     return plan
 
 
@@ -115,6 +120,11 @@ def _plan_again(
         return call.selection.plan(key, lambda: _built(call, build, numbers))  # type: ignore[no-any-return]
     call.selection.keep(key, plan)
     return plan
+
+
+def _kind(call: Call, work: Callable[..., Any], ranges: Tensor, numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What tells recordings of calls that share `Call.known` apart: `measure` may be called between a forward and its backward pass."""
+    return work, ranges.dtype, call.selection.exact(), *numbers
 
 
 def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> KeptPlan:
@@ -131,7 +141,7 @@ def _replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, 
         return work(call, *given, *numbers)
     ranges = call.disjoint_ranges()
     layouts = [None if x is None else (x.dtype, x.stride()) for x in given] if given else ()
-    key = (work, ranges.dtype, *numbers, *layouts)
+    key = (*_kind(call, work, ranges, numbers), *layouts)
     inputs = (call.q, call.k, call.v, ranges, *given)
     return recorded(call.known, key, inputs, functools.partial(work, call, *given, *numbers), call, plan)
 
@@ -166,7 +176,13 @@ def recorded(
     recorder = Recorder(addresses)
     with recorder:
         result = work()
-    known[key] = recorder.finished(result, plan) or recording + 1
+    made = recorder.finished(result, plan)
+    known[key] = made or recording + 1
+    if made:
+        _recordings.append((known, key))
+        if len(_recordings) > MOST_RECORDINGS:  # keys and values that grow make new classes at every step
+            old, its_key = _recordings.popleft()
+            old.pop(its_key, None)
     return result
 
 
@@ -191,7 +207,8 @@ def _play(recording: Recording, x: Any, inputs: list[int], call: Call | None) ->
             plan = _plan_again(call, inputs, key, kind, build, numbers)
         plans.append(plan)
         table += plan.addresses
-    table += [table[entry] + offset for entry, offset in recording.offsets]
+    if recording.offsets:
+        table += [table[entry] + offset for entry, offset in recording.offsets]
     if recording.maps:
         maps = [encode(table[entry]) for entry, encode in recording.maps]
         if None in maps:
@@ -229,9 +246,12 @@ class Recorder:
         self.plan_tensors: list[Tensor] = []
         self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # of tensor maps: address and encoder
         self.cleared: list[tuple[int, int]] = []
+        self.kernels: list[Any] = []  # what a kernel's code goes with
         self.launches: list[tuple[Any, ...]] = []  # steps of `_driver.start_all`, but with the values that are packed
 
     def __enter__(self) -> None:
+        python = torch._C.DispatchKey.Python
+        self.refused |= torch._C._dispatch_tls_is_dispatch_key_excluded(python)  # then the watch sees nothing
         self._watch = _Watch()  # type: ignore[no-untyped-call]
         self._watch.__enter__()  # type: ignore[no-untyped-call]
         thread.recording = self._watch.recorder = self
@@ -257,7 +277,7 @@ class Recorder:
         outputs = _tensors(result)
         own = [x for x in self.made if not any(x is y for y in outputs)]
         simple = isinstance(result, tuple) and all(isinstance(x, Tensor | int | None) for x in result)
-        low = any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made)))
+        low = any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made + self.plan_tensors)))
         large = sum(x.nbytes for x in (self.made if plan else own)) > MOST_BYTES
         if (
             self.refused
@@ -294,7 +314,7 @@ class Recorder:
         return Recording(
             tuple(facts), scratch, tuple(self.plans), tuple(table.offsets), tuple(table.maps), tuple(table.constants),
             tuple((table.entry(place), size) for place, size in cleared),
-            tuple((*step, operator.itemgetter(*map(table.entry, places))) for *step, places in steps),
+            tuple((*step, operator.itemgetter(*map(table.entry, places))) for *step, places in steps), tuple(self.kernels),
             described if plan else None,
         )  # fmt: skip
 

@@ -58,12 +58,12 @@ class Selection:
     block_size: int | None
     max_length: int | None
     disjoint: bool
-    measured: Measured | None
-    _exact: Exact | None
-    _cut_block: int | None  # the block size of ranges that were blocks before they were cut; unsorted
+    measured: Measured | None = None
+    _exact: Exact | None = None
+    _cut_block: int | None = None  # the block size of ranges that were blocks before they were cut; unsorted
     _plans: dict[Any, Plan]
-    _version: int | None  # of the ranges that `_plans` and `_exact` were made from
-    _copy: Tensor | None  # of those ranges, where comparing is cheap (CPU) or asked for (debugging)
+    _version: int | None = None  # of the ranges that `_plans` and `_exact` were made from
+    _copy: Tensor | None = None  # of those ranges, where comparing is cheap (CPU) or asked for (debugging)
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False) -> None:
         put, n = object.__setattr__, ranges.shape[-2]  # models make a selection for every call: `__setattr__` takes longer
@@ -72,12 +72,7 @@ class Selection:
         put(self, "block_size", block_size)
         put(self, "max_length", max_length)
         put(self, "disjoint", disjoint or n < 2)
-        put(self, "measured", None)
-        put(self, "_exact", None)
-        put(self, "_cut_block", None)
         put(self, "_plans", {})
-        put(self, "_version", None)
-        put(self, "_copy", None)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FACTS and name in self.__dict__:

@@ -145,6 +145,19 @@ def test_key_to_rows_lists_every_row_of_a_tile_in_order(
             assert starts[begin] <= at < ends[begin]
 
 
+def test_lists_follow_how_far_a_range_reaches() -> None:
+    """`measure` bounds ranges of any length: a plan that was made before has room for more tiles of each."""
+    selection = Selection.from_ranges(make_spans("few", 1, 20, 1, 64, 20))
+    reaches = []
+    for _ in range(2):
+        call = _call(1, 20, 1, 2, 64, selection)
+        plan = key_to_rows(call, 16, 20, 1, 16)
+        assert plan.reach == call.reach(16)
+        reaches.append(plan.reach)
+        selection.measure()
+    assert reaches[1] < reaches[0]
+
+
 def test_plans_are_shared_and_follow_the_ranges() -> None:
     selection = make_blocks(1, 20, 1, 64, 2, 16)
     call = _call(1, 20, 1, 2, 64, selection)

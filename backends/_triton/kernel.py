@@ -100,6 +100,7 @@ def _started(layout: Layout, numbers: bytes, grid: int, device: int, first: Any,
     if thread.recording is not None:
         step = layout.function, grid, layout.threads, layout.shared, False, layout.pointers, layout.tensors
         thread.recording.launch(*step, values=(*values, numbers))
+        thread.recording.kernels.append(layout.compiled)
     return not start(layout.function, grid, layout.threads, layout.shared, stream_of(device), layout.pointers)
 
 

@@ -160,14 +160,13 @@ def scatter_kernel(
 
 def key_to_rows(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyToRows:
     """The plan for tiles of `width` keys, units of `section` rows of `pairs` pairs, and pieces; remembered in the selection."""
-    plan: KeyToRows = kept_plan(call, ("key_to_rows",), _build, width, section, pairs, piece).value
+    plan: KeyToRows = kept_plan(call, ("key_to_rows",), _build, width, section, pairs, piece, call.reach(width)).value
     return plan
 
 
-def _build(call: Call, width: int, section: int, pairs: int, piece: int) -> KeyToRows:
+def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: int) -> KeyToRows:
     B, S, G, n = call.selection.ranges.shape[:4]
     tiles = -(-call.k.shape[2] // width)
-    reach = call.reach(width)
     each = S * n * reach
     capacity = B * G * each
     section, pairs = min(section, S), min(pairs, B * G)

@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     maps: tuple[tuple[int, Any], ...]  # which of the tensors are descriptors, and a function of their address, shape and strides
     numbers: struct.Struct
     constant: tuple[bool, ...]  # which of the numbers, laid end to end, were compiled in
+    compiled: Any = None  # the kernel, whose code is unloaded with it
 
     def packed_numbers(self, numbers: tuple[Any, ...]) -> bytes:
         flat = zip(flattened(numbers), self.constant, strict=False)  # constexpr parameters follow
@@ -57,7 +58,8 @@ def layout_of(compiled: Any, tensors: int) -> Layout | None:
         return None
     types = list(compiled.src.signature.values())
     descriptions = getattr(meta, "tensordesc_meta", None) or []
-    return _layout(compiled.function, 32 * meta.num_warps, meta.shared, parameters, types[:tensors], types[tensors:], descriptions)
+    layout = _layout(compiled.function, 32 * meta.num_warps, meta.shared, parameters, types[:tensors], types[tensors:], descriptions)
+    return layout and layout._replace(compiled=compiled)
 
 
 def _layout(
@@ -121,7 +123,7 @@ def _is_map(parameters: list[tuple[int, int]], rank: int) -> bool:
 @functools.lru_cache(256)
 def encoder(encoded: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """`encoded` of a descriptor, as a function of its address alone."""
-    return functools.lru_cache(256)(lambda address: encoded(address, shape, strides))
+    return functools.lru_cache(64)(lambda address: encoded(address, shape, strides))
 
 
 def _map_of(described: dict[str, Any], parameters: list[tuple[int, int]]) -> Any:

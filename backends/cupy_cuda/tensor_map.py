@@ -47,10 +47,10 @@ def _map(x: Tensor, box: tuple[int, ...], promoted: bool) -> bytes:
     return found
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=128)
 def _encoder(*facts: Any) -> Callable[[int], bytes]:
     """`_encoded` as a function of the address, which remembers maps."""
-    return functools.lru_cache(maxsize=256)(functools.partial(_encoded, *facts))
+    return functools.lru_cache(maxsize=128)(functools.partial(_encoded, *facts))
 
 
 def _encoded(

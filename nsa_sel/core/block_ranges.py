@@ -49,7 +49,7 @@ def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:
 
 def _takes(x: Tensor) -> bool:
     """Whether a kernel takes indices or ranges."""
-    if not on_gpu(x) or transforms.traces(x) or transforms.transformed() or not x.numel():
+    if not on_gpu(x) or not transforms.plain(x) or not x.numel():
         return False
     return not _failed and _kernel() is not None
 

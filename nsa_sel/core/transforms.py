@@ -32,12 +32,14 @@ def is_sharded(q: Any) -> bool:
     return module is not None and isinstance(q, module.DTensor)
 
 
-def plain(q: Any, k: Any, v: Any) -> bool:
+def plain(*tensors: Any) -> bool:
     """Whether nothing traces or transforms a call of these tensors, which are of no subclass: then nothing else here needs to be asked but
     for autocast, negation and gradients."""
+    for x in tensors:
+        if type(x) not in _PLAIN:
+            return False
     return not (
-        type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN or is_compiling() or _len_modes() or transformed()
-        or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+        is_compiling() or _len_modes() or transformed() or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
     )  # fmt: skip
 
 

@@ -136,8 +136,16 @@ def parse_flag(flag: Flag, text: str) -> Any:
 
 def debugging() -> bool:
     """Whether NSA_DEBUG_TRITON asks for the checks that read the device."""
-    text = None if environment() is _UNSET else os.environ.get("NSA_DEBUG_TRITON")  # the first takes less time
+    data = getattr(os.environ, "_data", None)  # see `environment`
+    if data is not None and _debug_name() not in data:
+        return False
+    text = os.environ.get("NSA_DEBUG_TRITON")
     return text is not None and bool(parse_flag(next(flag for flag in FLAGS if flag.name == "NSA_DEBUG_TRITON"), text))
+
+
+@functools.cache
+def _debug_name() -> Any:
+    return os.environ.encodekey("NSA_DEBUG_TRITON")
 
 
 _variables = -1  # number of environment variables when misspelt flags were last looked for

@@ -288,3 +288,44 @@ def test_a_plan_of_a_plan(driver: list[str], played: list[int]) -> None:
         assert type(kept) is tuple
         assert all(map(torch.equal, kept, plain))
     assert played[-2:] == [1, 4]
+
+
+def test_what_was_measured_between_two_passes_is_another_class(driver: list[str], played: list[int]) -> None:
+    """Measured selections have room for fewer tiles per range than those that were not, which are of the same class before the forward."""
+    known: dict[Any, Any] = {REPEATED: True}
+
+    def both(seed: int, length: int, facts: dict[Any, Any] | None, measured: bool) -> list[Tensor]:
+        call = call_of(seed, facts)
+        start = torch.arange(2 * 8 * 2).view(2, 8, 2, 1) % (70 - length)
+        call.selection = Selection.from_ranges(torch.stack((start, start + length), -1).int())
+        o, lse = cupy_cuda.forward(call)
+        if measured:
+            call.selection.measure()
+        again = replace(call)
+        again.known = call.known
+        return [o, lse, *cupy_cuda.backward(again, o, lse, make_grads(call.q, call.v, seed)[0], None)]
+
+    for seed in range(4):
+        both(seed, 8, known, True)
+    assert len(played) >= 3
+    for seed in range(4):
+        assert_equal(both(seed, 60, known, False), both(seed, 60, None, False))
+
+
+def test_a_watch_that_sees_nothing_records_nothing() -> None:
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        recorder = _replay.Recorder([])
+        with recorder:
+            pass
+    assert recorder.refused
+
+
+def test_old_recordings_make_room(monkeypatch: pytest.MonkeyPatch, driver: list[str]) -> None:
+    monkeypatch.setattr(_replay, "MOST_RECORDINGS", 3)
+    _replay._recordings.clear()
+    facts: list[dict[Any, Any]] = [{REPEATED: True} for _ in range(3)]
+    for known in facts:
+        for _ in range(3):
+            passes(call_of(0, known), 0)
+    held = [sum(isinstance(x, _replay.Recording) for x in known.values()) for known in facts]
+    assert held == [0, 0, 3]
