@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nsa_sel.backends import triton_block
 from nsa_sel.backends._buffers import temporary, unwritten
-from nsa_sel.backends._common import backward_of_any_scale, known, remembered_plan
+from nsa_sel.backends._common import backward_of_any_scale, known
+from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, key_to_rows
 from nsa_sel.backends._triton.units import Unit, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
@@ -98,10 +99,10 @@ class Sizes(NamedTuple):
 
 
 @known
-def _sizes(call: Call) -> Sizes:
+def _sizes(call: Call, reach: int) -> Sizes:
     """Units whose q and do of one pair fit L2_BYTES, and whose shares of dq, parts and sums fit the workspace together."""
     B, S, G, h, Dk = call.q.shape
-    entries, columns, tiles = call.selection.n * call.reach(WIDTH), Dk + call.v.shape[3], -(-call.k.shape[2] // WIDTH)
+    entries, columns, tiles = call.selection.n * reach, Dk + call.v.shape[3], -(-call.k.shape[2] // WIDTH)
     size, tile_bytes, workspace = call.q.element_size(), 4 * WIDTH * columns, workspace_beside_plan(call, WIDTH)
     share_bytes = entries * h * Dk * size  # of a row
     most = max((3 * workspace // 4 - tiles * tile_bytes) // share_bytes, workspace // 8 // share_bytes, 1)
@@ -123,11 +124,13 @@ def _sizes(call: Call) -> Sizes:
 
 
 def _plan(call: Call) -> Plan:
-    sizes = _sizes(call)
+    sizes = _sizes(call, call.reach(WIDTH))
     lists = key_to_rows(call, WIDTH, *sizes[:3])
-
-    def cut() -> tuple[Tensor, ...]:
-        return split(lists.ends.to(torch.int64), lists.stretches, sizes.segment)
-
-    begins, segments, _ = remembered_plan(call, ("cuda-block segments", *sizes[:3]), cut)
+    begins, segments, _ = kept_plan(call, ("cuda-block segments",), _cut, lists.reach, *sizes[:3]).value
     return Plan(lists, begins, segments, sizes.segment, sizes.parts)
+
+
+def _cut(call: Call, reach: int, section: int, pairs: int, segment: int) -> tuple[Tensor, ...]:
+    """The lists' segments. reach: what else the lists follow from."""
+    lists = key_to_rows(call, WIDTH, section, pairs, segment)
+    return split(lists.ends.to(torch.int64), lists.stretches, segment)
