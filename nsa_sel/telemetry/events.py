@@ -18,6 +18,7 @@ KEPT_DECISIONS = 1024
 
 _recorded: list[Decision] = []  # of the last calls, at least KEPT_DECISIONS of them
 _counted = 0  # the first entries of these that are in the counters already
+_pending: list[tuple[tuple[str, ...], int]] = []  # what `count` was told and the counters lack
 _counters: collections.Counter[tuple[str, ...]] = collections.Counter()
 _lock = forks.lock()
 
@@ -51,8 +52,10 @@ def decisions() -> tuple[Decision, ...]:
 
 def count(*name: str, by: int = 1) -> None:
     """Add `by` to a counter, named by its kind and its labels ("failed", "triton-tile")."""
-    with _lock:
-        _counters[name] += by
+    _pending.append((name, by))  # as in `record`: every backward pass counts
+    if len(_pending) >= 2 * KEPT_DECISIONS:
+        with _lock:
+            _fold()
 
 
 def tallies() -> dict[tuple[str, ...], int]:
@@ -82,6 +85,10 @@ def counters() -> dict[str, int]:
 def _fold() -> None:
     """Count the decisions recorded since the last time and drop the oldest. Under the lock; other threads may append meanwhile."""
     global _counted
+    pending = len(_pending)
+    for name, by in _pending[:pending]:
+        _counters[name] += by
+    del _pending[:pending]
     end = len(_recorded)
     new = {id(decision): decision for decision in _recorded[_counted:end]}
     for key, calls in collections.Counter(map(id, _recorded[_counted:end])).items():
