@@ -36,7 +36,6 @@ from tests.helpers.paths import ROOT
 CASE = case_of("cpu")
 COMMITTED = sorted((ROOT / "bench" / "results").glob("*/overhead.jsonl"))
 DECISION_US, HOST_US = 3.0, 30.0  # the targets: a cached decision, and what a call takes beyond its backend
-OBSERVING_US = 1.0  # what docs/performance.md says that recording a decision takes
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
@@ -139,11 +138,8 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_committed_rows_meet_the_targets(file: Path) -> None:
     rows = {(row["part"], row["backend"], row["direction"]): row for row in store.read(file)}
     assert rows["beyond the backend", NOTHING, "fwd"]["us_median"] <= HOST_US
-    for (part, backend, direction), row in rows.items():
+    for (part, backend, _), row in rows.items():
         if part == "decision, cached":
             assert row["us_median"] <= DECISION_US, row
         if (part, backend) == ("observing, off", CHOSEN):
-            # In calls of less than 30 us what it costs is no longer within the scatter.
-            taken = [rows[part, backend, direction]["us_median"] for part in ("call", UNOBSERVED)]
-            within = row["ratio_p20"] <= 1 <= row["ratio_p80"] or (taken[0] - taken[1] <= OBSERVING_US and direction == "fwd")
-            assert within, "observing costs a real call something, though it is off"
+            assert row["ratio_p20"] <= 1 <= row["ratio_p80"], "observing costs a real call something, though it is off"
