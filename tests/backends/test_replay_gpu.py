@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.backends import _replay
+from nsa_sel.backends._triton import block_ranges
 from nsa_sel.core import registry
 from nsa_sel.core.reset import reset
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
 
 pytestmark = pytest.mark.gpu
-BACKENDS = ("triton-token", "triton-group", "triton-tile", "triton-block", "cupy-cuda")
+BACKENDS = ("triton-token", "triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")
 on_every_backend = pytest.mark.parametrize(
     "backend", [pytest.param(x, marks=[pytest.mark.skip(reason="missing")] if registry.missing(x) else []) for x in BACKENDS]
 )
@@ -67,6 +68,7 @@ def as_written(work: Callable[[], Any]) -> Any:
     reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_replay, "TRIES", 0)
+        patch.setattr(block_ranges, "_recordings", {})
         found = work()
     reset()
     return found
