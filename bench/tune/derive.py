@@ -18,7 +18,7 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H100_RESULTS, H200, H200_RESULTS, cost_rows, digest, read_rows
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200, H200_RESULTS, cost_rows, digest, read_rows
 from nsa_sel.settings import tuned
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import Evidence, KernelConfig, Side, Source, Threshold
@@ -128,7 +128,7 @@ PROFILES: dict[str, Callable[[], dict[str, Any]]] = {
     "configs/devices/sm80_a100.yaml": partial(unmeasured.calculated_profile, "a100"),
     "configs/devices/sm86_rtx3090.yaml": partial(unmeasured.calculated_profile, "rtx3090"),
     "configs/devices/sm89_rtx4090.yaml": unmeasured.rtx4090_profile,
-    "configs/devices/sm90_h100.yaml": partial(unmeasured.calculated_profile, "h100", "NVIDIA H100", H100_RESULTS),
+    "configs/devices/sm90_h100.yaml": partial(unmeasured.calculated_profile, "h100", "NVIDIA H100"),
     "configs/devices/sm90_h200.yaml": h200_profile,
     "configs/devices/sm100_b200.yaml": partial(unmeasured.calculated_profile, "b200"),
     "configs/devices/sm120_rtx5090.yaml": partial(unmeasured.calculated_profile, "rtx5090"),

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune import cost_fit
-from nsa_sel.bench.tune.committed_rows import cost_rows
 from nsa_sel.bench.tune.data_sheets import MEASURED, factors, least_tensor_ms, words
 from nsa_sel.settings.devices import GPUS, MEASURE
 
@@ -41,26 +38,12 @@ def rtx4090_profile() -> dict[str, Any]:
     }
 
 
-def own_costs(name: str, folder: str) -> dict[str, Any]:
-    """Cost models from the rows of GPU `name` below a folder, of backends and directions that no row of the measured GPU has. The slow ones
-    are wanted nowhere."""
-    elsewhere = {cost_fit.model_of(row) for rows in cost_rows(cost_fit.is_cost_row).values() for row in rows}
-
-    def wanted(row: Row) -> bool:
-        if row["device"] != GPUS[name].name or not cost_fit.is_cost_row(row) or cost_fit.BACKENDS[cost_fit.backend_of(row)].slow:
-            return False
-        return cost_fit.model_of(row) not in elsewhere
-
-    return cost_fit.profile_costs(cost_rows(wanted, folder), GPUS[name].sm_count)
-
-
-def calculated_profile(name: str, match: str = "", rows: str | None = None) -> dict[str, Any]:
+def calculated_profile(name: str, match: str = "") -> dict[str, Any]:
     """The H200's thresholds, and its costs at the prices that data sheets give for another GPU.
 
     Args:
         name: a key of `nsa_sel.settings.devices.GPUS` with a data sheet.
         match: the part of a device's name that the profile is for; empty: all GPUs of this compute capability without one of their own.
-        rows: a folder with rows of that GPU, see `own_costs`.
     """
     sm = GPUS[name].sm or 0
     launches = (
@@ -75,5 +58,4 @@ def calculated_profile(name: str, match: str = "", rows: str | None = None) -> d
         "assumes": NEAREST,
         "price_factors": factors(name),
         "tensor_ms": least_tensor_ms(name),
-        **({"costs": own_costs(name, rows)} if rows else {}),
     }
