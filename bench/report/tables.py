@@ -142,29 +142,33 @@ def kernel_times() -> str:
     return table(["case", "direction", "backend", "us", "kernels: us (launches)"], lines)
 
 
-def cupy_cuda(rows: list[Row]) -> str:
-    """cupy-cuda beside the fastest Triton backend, on single cases and over the layers of the committed maps: milliseconds, medians."""
-    index = summary.indexed(rows)
+def cuda(rows: list[Row]) -> str:
+    """CUDA's backends beside the fastest of Triton's, on single cases and over the layers of the committed maps: milliseconds, medians."""
+    index, ours, others = summary.indexed(rows), of_framework("cupy"), of_framework("triton")
 
-    def cuda_and_triton(case: str, direction: str) -> list[Row]:
-        """The fastest row of both; none where one is missing."""
+    def times(case: str, direction: str) -> tuple[list[Row | None], Row] | None:
+        """The row of each CUDA backend, and the fastest one in Triton; None where a side is missing."""
         found = index.get((case, direction), {})
-        both = [[found[name] for name in of_framework(framework) if name in found] for framework in ("cupy", "triton")]
-        return [min(one, key=lambda row: row["ms_median"]) for one in both] if all(both) else []
+        triton = min((found[name] for name in others if name in found), key=lambda row: row["ms_median"], default=None)
+        cuda = [found.get(name) for name in ours]
+        return None if triton is None or not any(cuda) else (cuda, triton)
+
+    def gain(cuda: list[Row | None], triton: Row) -> float:
+        return float(triton["ms_median"] / min(row["ms_median"] for row in cuda if row))
 
     lines: list[tuple[str, ...]] = []
     for case in (*cases.performance_cases(), *cases.decode_cases()):
         for direction in ("fwd", "bwd", "decode"):
-            if both := cuda_and_triton(case.case, direction):
-                lines.append((case.case, direction, *map(ms, both), factor(both[1]["ms_median"] / both[0]["ms_median"])))
+            if both := times(case.case, direction):
+                lines.append((case.case, direction, *map(ms, both[0]), ms(both[1]), factor(gain(*both))))
     for B, h, direction in ((B, h, direction) for B in (1, 4) for h in (16, 4) for direction in ("fwd", "bwd")):
         layers = [case.case for case in cases.layer_cases() if (case.B, case.h) == (B, h)]
-        found = [[row["ms_median"] for row in both] for name in layers if (both := cuda_and_triton(name, direction))]
-        if found:
-            middle = [f"{statistics.median(times):.3g}" for times in zip(*found, strict=True)]
-            gains = [triton / cuda for cuda, triton in found]
+        if found := [both for name in layers if (both := times(name, direction))]:
+            columns = zip(*([*cuda, triton] for cuda, triton in found), strict=True)
+            middle = [f"{statistics.median(row['ms_median'] for row in column):.3g}" if all(column) else "-" for column in columns]
+            gains = [gain(*both) for both in found]
             lines.append((f"{len(found)} layers, B {B}, h {h}", direction, *middle, f"{factor(min(gains))} to {factor(max(gains))}"))
-    return table(["case", "direction", "cupy-cuda", "fastest of Triton's", "Triton's time over it"], lines)
+    return table(["case", "direction", *ours, "fastest of Triton's", "Triton's time over CUDA's"], lines)
 
 
 def peers(file: str) -> str:
@@ -300,7 +304,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},
     "docs/kernel-results.md": {
         "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),
-        "cupy_cuda": of_h200(cupy_cuda),
+        "cuda": of_h200(cuda),
         "kernel_times": kernel_times,
         "profiles": profiles,
         "e4m3": e4m3_trials.variants_table,
