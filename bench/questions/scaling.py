@@ -1,6 +1,6 @@
 """How does context parallelism scale, with as many rows on each rank (weak), and with as many rows in all (strong)?
 
-    python -m nsa_sel.bench.questions.scaling --out bench/results/h100/scaling.jsonl
+    python -m nsa_sel.bench.questions.scaling --out bench/results/h200/scaling.jsonl
 
 starts torchrun for 1, 2 and 4 ranks, one after another, on the GPUs of this machine, or with --device cpu through gloo. A row is one
 case, part (the selected branch, or the attention of a whole layer) and direction (forward; forward with backward). Its time is that of

@@ -36,7 +36,7 @@ from nsa_sel.telemetry.describe import describe
 
 H200 = "bench/results/h200"
 H200_PEERS, H100_PEERS = f"{H200}/peers.jsonl", "bench/results/h100/peers.jsonl"
-H100_SCALING = "bench/results/h100/scaling.jsonl"
+H200_SCALING = f"{H200}/scaling.jsonl"
 CLOSE = "real-8k-h1", "fwd+bwd"  # the case of the table in README's claim that is closest to dense attention
 TRAINED = '"trained": what a model that was trained with NSA at this context selects ([decisions.md](decisions.md)).'
 OF_TEXT = (
@@ -300,7 +300,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/tuning.md": {"headline": lambda: headline.of_folder(ROOT / "bench/results/h100/headline")},
     "docs/varlen.md": {"varlen": varlen},
-    "docs/distributed.md": {"rank_scaling": lambda: scaling.table(store.read(ROOT / H100_SCALING)), "ranks": training.ranks_table},
+    "docs/distributed.md": {"rank_scaling": lambda: scaling.table(store.read(ROOT / H200_SCALING)), "ranks": training.ranks_table},
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},
     "docs/kernel-results.md": {
         "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),

@@ -3,9 +3,7 @@
 speed-CONTEXT-ATTENTION.jsonl   some steps, for tokens per second; ATTENTION is dense or nsa
 long-CONTEXT-ATTENTION.jsonl    training until text is learned, for held-out losses
 band-BACKEND.jsonl              the same short run with one backend of choosing or of the selected branch forced
-
-Below bench/results/h100/training/, for docs/distributed.md:
-ranks-CONTEXT-WAY.jsonl         some steps without a CUDA graph, on one rank (WAY alone) or spread over ranks
+ranks-CONTEXT-WAY-RANKS.jsonl   for docs/distributed.md: some steps without a CUDA graph, on one rank (WAY alone) or spread over several
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import losses
 
 FOLDER = ROOT / "bench/results/h200/training"
-FOLDER_OF_RANKS = ROOT / "bench/results/h100/training"
 REFERENCE = "band-sdpa-packed"
 WINDOW = 20  # steps that losses of a band are averaged over
 
@@ -51,12 +48,12 @@ def speed_table() -> str:
 def ranks_table() -> str:
     """Tokens per second of one rank and of several, and the loss after the last step."""
     lines, alone = [], dict[str, float]()
-    for file in sorted(FOLDER_OF_RANKS.glob("ranks-*.jsonl"), key=lambda file: (int(file.stem.split("-")[1]), file.stem)):
-        (_, context, way), rows = file.stem.split("-"), store.read(file)
+    for file in sorted(FOLDER.glob("ranks-*.jsonl"), key=lambda file: (int(file.stem.split("-")[1]), file.stem)):
+        (_, context, way, ranks), rows = file.stem.split("-"), store.read(file)
         rate = losses.speed(rows)
         alone.setdefault(context, rate)  # the first of its context
         shown = f"{rate / 1e3:.0f}", f"{rate / alone[context]:.2f}", f"{rows[-1]['loss']:.3f}"
-        lines.append((f"{int(context) // 1024}k", way, rows[-1].get("ranks", 1), *shown))
+        lines.append((f"{int(context) // 1024}k", way, ranks, *shown))
     return table(["context", "parallel", "ranks", "thousand tokens/s", "over one rank", f"loss after {len(rows)} steps"], lines, left=2)
 
 
