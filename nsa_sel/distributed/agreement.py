@@ -1,12 +1,11 @@
 """Agreement of ranks: once per class of calls they compare their facts, and all take rank 0's decision.
 
-Facts are compared through the job's store; a rank that waits in vain raises, naming the missing rank. Before every exchange, forward and
-backward, ranks also compare 8 bytes each: a digest of what was agreed, plus the number of the call.
+Facts are compared through the job's store; a rank that waits in vain, or for a process that has ended, raises and names the missing rank.
+Before every exchange, forward and backward, ranks also compare 8 bytes each: a digest of what was agreed, plus the number of the call.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import importlib.metadata
 import time
@@ -23,6 +22,7 @@ from nsa_sel.core.decision import Decision, changes
 from nsa_sel.core.explain import refusal
 from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import DeviceInfo, Request
+from nsa_sel.distributed.ended import has_ended, name_process
 from nsa_sel.distributed.exchange_all import all_gather
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from nsa_sel.settings import tuned
@@ -30,6 +30,7 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.schema import Settings
 
 SECONDS = 300.0  # a rank's wait for the others: a first call may compile for minutes
+_ASK_EVERY = 1.0  # seconds of waiting, after which a rank asks whether those it waits for have ended
 MAY_DIFFER = ("debug_log", "fingerprint", "sources")  # settings that ranks need not share: their logs, and where values come from
 _PACKAGES = ("torch", "triton", "numba", "cupy-cuda13x", "cupy-cuda12x")
 _CLASSES = 1024  # remembered per group: decoding over growing slices makes one per step
@@ -59,7 +60,10 @@ _groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
 
 
 def _state(group: dist.ProcessGroup) -> _Group:
-    return _groups.setdefault(group, _Group())
+    if group not in _groups:
+        _groups[group] = _Group()
+        name_process(group)
+    return _groups[group]
 
 
 def group_of(group: Any, caller: str) -> dist.ProcessGroup:
@@ -75,16 +79,17 @@ def group_of(group: Any, caller: str) -> dist.ProcessGroup:
             " Remedy: launch it with torchrun and initialize, or call selection_attention."
         )
     if group is None:
-        return dist.group.WORLD  # type: ignore[return-value]
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        group = dist.group.WORLD
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ArgumentError("group", "one without this rank", "one with it", f"call {caller} on the ranks of the group alone")
-    if hasattr(group, "get_group"):
+    elif hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ArgumentError("group", f"a mesh of {group.ndim} dimensions", "one dimension", "pass mesh['name of the dimension']")
-        return group.get_group()  # type: ignore[no-any-return]
-    if not isinstance(group, dist.ProcessGroup):
+        group = group.get_group()
+    elif not isinstance(group, dist.ProcessGroup):
         raise ArgumentError("group", f"a {type(group).__name__}", "a ProcessGroup or a DeviceMesh", "leave it out for all ranks")
-    return group
+    _state(group)  # names this process, before it can fail
+    return group  # type: ignore[no-any-return]
 
 
 def check_ranks(group: Any = None, device: torch.device | None = None) -> None:
@@ -98,7 +103,8 @@ def check_ranks(group: Any = None, device: torch.device | None = None) -> None:
         device: whose facts to compare, by default the current GPU, else the CPU.
 
     Raises:
-        NsaSelError: ranks differ (on all of them, naming rank and field); a rank does not join within 300 s; there is no distributed job.
+        NsaSelError: ranks differ (on all of them, naming rank and field); a rank has ended, or does not join within 300 s; there is no
+            distributed job.
         ArgumentError: `group` is no group with this rank.
     """
     group = group_of(group, "check_ranks")
@@ -149,7 +155,8 @@ def agree(
         arguments: further values that must be equal.
 
     Raises:
-        NsaSelError: on all ranks, naming rank and field, where something differs; after `SECONDS` where a rank does not join.
+        NsaSelError: on all ranks, naming rank and field, where something differs; where a rank has ended, and after `SECONDS` where one
+            does not join.
         BackendError: on all ranks, where nothing may run the call.
     """
     mine = decide.select(request, device, backend)
@@ -264,22 +271,13 @@ def _version(package: str) -> str | None:
 def _compare_reports(group: dist.ProcessGroup, mine: _Report) -> list[_Report]:
     """The reports of all ranks, in their order; NsaSelError where a rank does not join, or its facts differ from rank 0's."""
     state = _state(group)
-    rank, ranks, store = dist.get_rank(group), dist.get_world_size(group), group.get_group_store()
-    names = [f"nsa_sel/round{state.rounds}/rank{each}" for each in range(ranks)]
-    store.set(names[rank], msgspec.json.encode(mine).decode())
-    began = time.monotonic()
-    for each, name in enumerate(names):
-        left = max(0.001, SECONDS - (time.monotonic() - began))
-        try:
-            store.wait([name], datetime.timedelta(seconds=left))
-        except RuntimeError as error:  # what a store raises depends on its kind
-            store.delete_key(names[rank])  # outdated when the others join later
-            raise NsaSelError(_timeout_message(rank, each, mine, state)) from error
-    reports = [msgspec.json.decode(store.get(name), type=_Report) for name in names]
-    done = f"nsa_sel/round{state.rounds}/done"
-    if store.add(done, 1) == ranks:  # a store may outlive its process group, and serve the next one
-        for name in (*names, done):
-            store.delete_key(name)
+    try:
+        reports = _exchanged(group, mine, state)
+    except RuntimeError as error:  # what a store raises depends on its kind
+        raise NsaSelError(
+            f"rank {dist.get_rank(group)} lost the store through which ranks compare their calls: {error}. The process that"
+            " holds it, rank 0's or the launcher's, has ended. Remedy: look for its first error, and restart the job."
+        ) from error
     state.rounds += 1
     state.calls = max(other.calls for other in reports)  # all ranks raise now or none does: they continue together
     for each, other in enumerate(reports):
@@ -292,6 +290,40 @@ def _compare_reports(group: dist.ProcessGroup, mine: _Report) -> list[_Report]:
             )
     state.last_facts = mine.facts
     return reports
+
+
+def _exchanged(group: dist.ProcessGroup, mine: _Report, state: _Group) -> list[_Report]:
+    rank, ranks, store = dist.get_rank(group), dist.get_world_size(group), group.get_group_store()
+    names = [f"nsa_sel/round{state.rounds}/rank{each}" for each in range(ranks)]
+    store.set(names[rank], msgspec.json.encode(mine).decode())
+    began = asked = time.monotonic()
+    while not store.check(names):
+        now = time.monotonic()
+        if now - asked >= min(_ASK_EVERY, SECONDS):
+            asked, missing = now, _missing(group, names)
+            if missing and now - began >= SECONDS:
+                store.delete_key(names[rank])  # outdated when the others join later
+                raise NsaSelError(_timeout_message(rank, missing[0], mine, state))
+        time.sleep(min(0.1, 0.001 + (now - began) / 10))
+    reports = [msgspec.json.decode(store.get(name), type=_Report) for name in names]
+    done = f"nsa_sel/round{state.rounds}/done"
+    if store.add(done, 1) == ranks:  # a store may outlive its process group, and serve the next one
+        for name in (*names, done):
+            store.delete_key(name)
+    return reports
+
+
+def _missing(group: dist.ProcessGroup, names: list[str]) -> list[int]:
+    """The ranks whose reports, `names`, are not there yet; NsaSelError where the process of one has ended."""
+    store = group.get_group_store()
+    missing = [each for each, name in enumerate(names) if not store.check([name])]
+    for each in missing:
+        if has_ended(group, each) and not store.check([names[each]]):  # it did not report in between
+            raise NsaSelError(
+                f"rank {dist.get_rank(group)} waits for rank {each} to agree, whose process has ended or lost its connection. Remedy: look"
+                f" for the first error of rank {each}, and restart the job."
+            )
+    return missing
 
 
 def _timeout_message(rank: int, missing: int, mine: _Report, state: _Group) -> str:

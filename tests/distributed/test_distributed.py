@@ -28,6 +28,7 @@ from nsa_sel.distributed import (
     context_parallel,
     context_parallel_attention,
     context_parallel_nsa_attention,
+    ended,
     exchanged_bytes,
     rows_bytes,
 )  # fmt: skip
@@ -134,6 +135,23 @@ def test_the_host_does_not_wait_for_a_gpu_to_compare(monkeypatch: pytest.MonkeyP
         assert agreement._digests_match(object(), digest, torch.device("meta"), "call 3, backward")  # type: ignore[arg-type]
     assert asked == [((), agreement._assert_message(1, "call 3, backward"))], "a rank that has not agreed gets its error elsewhere"
     assert len(agreement._assert_message(99_999, f"call {2**40}, backward")) < 255, "more is an error of torch"
+
+
+def test_a_store_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process holds it: rank 0's, or the launcher's."""
+
+    class Group:
+        def get_group_store(self) -> dist.Store:
+            return client
+
+    held = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", held.port, is_master=False)
+    names = {"get_world_size": lambda group: 2, "get_rank": lambda group: 1, "get_backend_config": lambda group: "cpu:gloo"}
+    monkeypatch.setattr(agreement, "dist", SimpleNamespace(**names))
+    monkeypatch.setattr(ended, "dist", SimpleNamespace(**names))
+    del held
+    with pytest.raises(NsaSelError, match=r"rank 1 lost the store through which ranks compare .*Remedy: look for its first error"):
+        agreement._compare_reports(Group(), _Report({}, {}, None, 1))  # type: ignore[arg-type]
 
 
 def test_a_group_forgets_classes_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
