@@ -105,12 +105,23 @@ def test_two_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_two_gpus_pass_all_checks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", range(1, 8))
+def test_two_gpus_pass_a_share_of_all_checks(tmp_path: Path, share: int) -> None:
+    """Shares run at once with pytest-xdist: most of the time kernels are compiled, and the oracle computes on a CPU."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
-    assert_passed(tmp_path, run([*torchrun, "cuda", str(tmp_path), "two"], tmp_path / "log"), "two")
+    word = f"share{share}"
+    assert_passed(tmp_path, run([*torchrun, "cuda", str(tmp_path), word], tmp_path / "log"), word)
 
 
 # One process
+
+
+def test_shares_are_all_checks() -> None:
+    from tests.helpers.distributed_checks import CHECKS, SHARES, jobs
+
+    assert SHARES == 7, "as test_two_gpus_pass_a_share_of_all_checks counts them"
+    shares = [checks for _, checks in jobs([f"share{share}" for share in range(1, SHARES + 1)]).values()]
+    assert sorted(check.__name__ for share in shares for check in share) == sorted(check.__name__ for check in CHECKS)
 
 
 def test_calls_outside_a_job_are_refused() -> None:

@@ -2,8 +2,9 @@
 
 `torchrun --standalone --nproc-per-node 2 -m tests.helpers.distributed_checks cuda` runs those of two ranks through NCCL, `cpu` through
 gloo. Without torchrun it forks the ranks of job after job, which share the imports and meet in files of FOLDER. The first failure ends a
-rank, since others wait for it. FOLDER gets each job's and rank's results. WORDs: "two", "three" ranks; "end", checks that end their
-process group, with processes of their own; else a part of the names of checks of two ranks.
+rank, since others wait for it. FOLDER gets each job's and rank's results. WORDs: "two", "three" ranks; "share1" to "share7", the checks
+of two ranks in parts that may run at once; "end", checks that end their process group, with processes of their own; else a part of the
+names of checks of two ranks.
 """
 
 from __future__ import annotations
@@ -307,6 +308,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
 
 
 Checks = tuple[Callable[[], None], ...]
+SHARES = 7
 LONGEST = datetime.timedelta(seconds=1200)  # ranks may wait long on a busy machine
 
 
@@ -318,6 +320,8 @@ def jobs(words: list[str]) -> dict[str, tuple[int, Checks]]:
             found |= {check.__name__: (2, (check,)) for check in ENDS[DEVICE]}
         elif word == "three":
             found[word] = 3, layers.THREE_RANKS
+        elif word.startswith("share"):
+            found[word] = 2, CHECKS[int(word[5:]) - 1 :: SHARES]
         else:
             found[word] = 2, CHECKS if word == "two" else tuple(check for check in CHECKS if word in check.__name__)
     return found
