@@ -41,8 +41,8 @@ def call_of(S: int, **how: Any) -> Tensor:
 
 def ranks_agree() -> None:
     meetings = agreement._groups[dist.group.WORLD].rounds
-    call_of(64)
-    call_of(64)
+    call_of(192)  # of no other check
+    call_of(192)
     assert agreement._groups[dist.group.WORLD].rounds == meetings + 1, "reports are compared once per class"
     dist.barrier()
     assert not dist.group.WORLD.get_group_store().check([f"nsa_sel/round{meetings}/rank0"]), "a new process group would find it"
