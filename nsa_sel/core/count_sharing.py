@@ -32,7 +32,7 @@ _ERROR = 2  # of torch.cuda.get_sync_debug_mode(): the user forbids to wait for 
 
 def with_count(
     request: Request, device: DeviceInfo, backend: str | None, q: Tensor, selection: Selection, q_pos: Tensor | None,
-    lengths: Tensor | None = None, counts: bool = True,
+    lengths: Tensor | None = None, counts: bool = True, for_all_ranks: bool = False,
 ) -> tuple[Request, Count | None]:  # fmt: skip
     """The request of a checked call with the sharing of its kind, counted now if it is the first.
 
@@ -40,11 +40,13 @@ def with_count(
         request, device, backend: what the decision depends on.
         q, selection, q_pos, lengths: of the call.
         counts: whether this call may count; another one only uses what is known.
+        for_all_ranks: whether the ranks of a distributed job take this decision. Those that decide for themselves do not count: they must
+            decide alike.
 
     Returns:
         The request, and the count that its sharing comes from. None where sharing was measured, may not be counted, or decides nothing.
     """
-    if request.sharing is not None or not countable(request) or tuned.distributed():
+    if request.sharing is not None or not countable(request) or (tuned.distributed() and not for_all_ranks):
         return request, None
     often = settings_for(device).count_sharing
     if often == "off":

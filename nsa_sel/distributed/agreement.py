@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -138,7 +139,13 @@ class Agreed(NamedTuple):
 
 
 def agree(
-    request: Request, device: DeviceInfo, group: dist.ProcessGroup, backend: str | None, at: torch.device, **arguments: Any
+    request: Request,
+    device: DeviceInfo,
+    group: dist.ProcessGroup,
+    backend: str | None,
+    at: torch.device,
+    count: Callable[[Request], Request] | None = None,
+    **arguments: Any,
 ) -> Agreed:
     """Rank 0's decision for a call that all ranks of `group` make with equal requests.
 
@@ -152,6 +159,7 @@ def agree(
         group: the ranks.
         backend: a name to force.
         at: the device of this rank's tensors.
+        count: adds to the request what only rank 0, which decides, counts of its own rows; once per class.
         arguments: further values that must be equal.
 
     Raises:
@@ -172,7 +180,9 @@ def agree(
             if (reasons := [reason for reason in (*verdict.forward, *verdict.backward) if reason.kind in REFUSING_KINDS])
         }
         facts = _call_facts(state.calls, "forward", device, mine, arguments)
-        reports = _compare_reports(group, _Report(facts, refusals, mine if dist.get_rank(group) == 0 else None, state.calls))
+        first = dist.get_rank(group) == 0
+        decided = decide.select(count(request), device, backend) if first and count else mine
+        reports = _compare_reports(group, _Report(facts, refusals, decided if first else None, state.calls))
         decision = _rank_0_decision(reports)
         rank_0_facts = msgspec.json.encode(reports[0].facts, order="deterministic")
         digest = int.from_bytes(hashlib.sha256(rank_0_facts).digest()[:8], "big") >> 2  # leaves room to add the number of a call

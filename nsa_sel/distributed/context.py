@@ -15,6 +15,7 @@ from nsa_sel.core.arguments import check_tensors
 from nsa_sel.core.begin import Decided
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import as_selection, check_call
+from nsa_sel.core.count_sharing import with_count
 from nsa_sel.core.facts import device_info, request_of
 from nsa_sel.core.request import Request
 from nsa_sel.distributed import cost, exchange_all, exchange_blocks, exchange_rows
@@ -155,8 +156,11 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
         "block_size": sizes.block_size,
     }  # fmt: skip
 
+    def counted(request: Request) -> Request:
+        return with_count(request, device, backend, q, selection, _positions(part), for_all_ranks=True)[0]
+
     def agreed(request: Request, **more: Any) -> Agreed:
-        return agree(request, device, group, backend, q.device, **arguments, **more)
+        return agree(request, device, group, backend, q.device, counted if request.S == sizes.S else None, **arguments, **more)
 
     done, route, chosen = _planned(part, exchange, count_blocks, agreed)
     target.follow(settings_for(device))
@@ -213,11 +217,15 @@ def _planned(
 
 
 def _chosen(part: _Slice) -> exchange_blocks.Chosen:
-    of, q_pos = part.sizes, part.q_pos
-    first = of.first(part.rank)
-    positions = torch.arange(first, first + of.S, device=part.q.device).expand(of.B, of.S) if q_pos is None else q_pos.long()
+    of = part.sizes
     assert of.block_size is not None, "obstacle() is asked first"
-    return exchange_blocks.chosen(part.selection.ranges, positions, of.block_size, of.ranks * of.keys // of.block_size)
+    return exchange_blocks.chosen(part.selection.ranges, _positions(part), of.block_size, of.ranks * of.keys // of.block_size)
+
+
+def _positions(part: _Slice) -> Tensor:
+    """Those of the rank's rows [B,S] in the whole sequence."""
+    of, first = part.sizes, part.sizes.first(part.rank)
+    return torch.arange(first, first + of.S, device=part.q.device).expand(of.B, of.S) if part.q_pos is None else part.q_pos.long()
 
 
 class _ContextParallel(torch.autograd.Function):

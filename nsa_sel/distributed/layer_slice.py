@@ -104,9 +104,11 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
     options = options._replace(scale=scale)
     grads = [name for name, x in given._asdict().items() if x.requires_grad and torch.is_grad_enabled()]
     request = msgspec.structs.replace(request_of(q_cmp, k_all, v_all, options.rule, S_kv, bool(grads)), aligned=True)
-    facts = {"window": options.window, "scale": scale, "exchange": options.exchange, "compressed": compressed, "grads": ", ".join(grads)}
-    forced = {"first": options.rule.first, "local": options.rule.local}
-    return Slice(given, options, agree(request, device_info(q.device), group, None, q.device, **facts, **forced))
+    facts = dict[str, Any](
+        window=options.window, scale=scale, exchange=options.exchange, compressed=compressed, grads=", ".join(grads),
+        first=options.rule.first, local=options.rule.local,
+    )  # fmt: skip
+    return Slice(given, options, agree(request, device_info(q.device), group, None, q.device, **facts))
 
 
 def own_compressed_keys(rule: Rule, S: int, rank: int, ranks: int) -> int:

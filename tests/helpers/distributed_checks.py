@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch import distributed as dist
 import nsa_sel
 from nsa_sel import Selection, selection_attention
 from nsa_sel.bench.questions import scaling
+from nsa_sel.core import count_sharing
 from nsa_sel.distributed import agreement, context_parallel_attention, exchanges
 from nsa_sel.errors import ArgumentError
 from tests.helpers import distributed_agreement as calls
@@ -188,6 +190,20 @@ def auto_takes_the_fewest_bytes() -> None:
     assert (exchanges()[-1].kind, exchanges()[-1].blocks) == ("blocks", (0, 0))
 
 
+def rank_0_counts_what_neighbors_share() -> None:
+    """Once per class of calls, of its own rows at their places in the sequence, and all ranks run what it then decides."""
+    q, k, v, selection = problem()
+    slices = mine(q, 1), mine(k, 2), mine(v, 2), Selection(mine(selection.ranges, 1), BLOCK)
+    own, count = ROWS // ranks(), mock.Mock(wraps=count_sharing.count_rows)
+    with mock.patch.multiple(count_sharing, _matters=lambda *_: True, count_rows=count):
+        for _ in range(2):
+            context_parallel_attention(*slices, exchange="gather", scale=0.7)
+    assert count.call_count == (rank() == 0)
+    found, first = nsa_sel.decisions()[-1].request, torch.arange(own, device=DEVICE).expand(len(q), own)
+    assert found.counted
+    assert found.sharing == count_sharing.count_rows(found, q[:, :own], Selection(selection.ranges[:, :own], BLOCK), first, None)
+
+
 def decode_sends_rows() -> None:
     q, k, v, selection = problem(ranks(), 8 * BLOCK * ranks())
     token = mine(q, 1)[:, 0], mine(k, 2), mine(v, 2), mine(selection.ranges, 1)[:, 0]
@@ -283,6 +299,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     sums_of_16_bit_gradients_are_within_the_bound,
     ranks_may_hold_rows_of_both_ends,
     auto_takes_the_fewest_bytes,
+    rank_0_counts_what_neighbors_share,
     decode_sends_rows,
     nan_in_unselected_keys_changes_nothing,
     calls.ranks_agree,
