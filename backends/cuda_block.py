@@ -1,6 +1,6 @@
-"""cuda-block: triton-block, whose backward visits every KV block by TMA and wgmma on Hopper (kernels/block_gradients.cu).
+"""cuda-block: triton-block, which visits every KV block by TMA and wgmma on Hopper (kernels/block_partials.cu, kernels/block_gradients.cu).
 
-Units, lists, the sums of dq and the forward pass are triton-block's; so is the backward of calls that the kernel does not take (`takes`).
+Units, lists, the join of o and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`).
 Blocks are visited as tiles of 64 keys. Lists are cut into segments, as in cupy_cuda/key_to_rows.py. NaN as in triton-block.
 """
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nsa_sel.backends import triton_block
 from nsa_sel.backends._buffers import temporary, unwritten
-from nsa_sel.backends._common import backward_of_any_scale, known
+from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale, known
+from nsa_sel.backends._loads import lists_of
 from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, key_to_rows
 from nsa_sel.backends._triton.units import Unit, workspace_beside_plan
@@ -21,7 +22,6 @@ from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, split
 from nsa_sel.backends.specs import HOPPER_LISTS
-from nsa_sel.backends.triton_block import forward, loaded_keys
 from nsa_sel.core.call import Call
 
 __all__ = ["backward", "forward", "loaded_keys"]
@@ -29,7 +29,8 @@ __all__ = ["backward", "forward", "loaded_keys"]
 WIDTH = sm90.KEYS
 KEYS_SUMMED = 8  # by a CTA of sum_sections.cu
 L2_BYTES = 36 * 2**20  # of q and do of a section, of the L2 cache's 50 MiB: each row is read once for every block that it selects
-LONGEST = 2048  # entries of a segment
+LONGEST = 2048  # entries of a segment of the backward pass
+PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # of block_partials.cu: CTAs per multiprocessor; warpgroups; steps of a segment, which has no part
 
 
 class Plan(NamedTuple):
@@ -40,6 +41,26 @@ class Plan(NamedTuple):
     segments: Tensor  # [lists + 1] int64
     segment: int
     parts: int  # segments of a unit, at most
+
+
+@forward_of_any_scale
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
+    if not takes(call):
+        return triton_block.forward(call)
+    sizes, (macros, segment, shared), device = _sizes(call, call.reach(WIDTH)), _partials(call), call.q.get_device()
+    lists, *cuts = _cut_lists(call, sizes, segment)
+    segments = most_segments(sizes.pairs * sizes.section * call.selection.n * lists.reach, segment, sizes.pairs * lists.tiles)
+    q, k, v = map(sm90.loadable, (call.q, call.k, call.v))
+    maps, problem = sm90.listed_maps(k, v, q), launch.problem(call, call.disjoint_ranges())
+
+    def visit(unit: Unit, part_o: Tensor, part_lse: Tensor) -> None:
+        launch.start(
+            "block_partials.cu", macros, device, segments, 128 * WARPGROUPS, shared, lists.entries.data_ptr(), lists.reach,
+            *launch.pointers(*cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), maps=maps, problem=problem,
+        )  # fmt: skip
+
+    return triton_block.joined_partials(call, lists, visit)
 
 
 @backward_of_any_scale
@@ -54,7 +75,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     parts = [temporary(call, lse, plan.parts, WIDTH, x.shape[3]) for x in (k, v)]
     sums = [temporary(call, lse, lists.pairs, lists.tiles, WIDTH, x.shape[3]) if lists.section < S else None for x in (k, v)]
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
-    maps, ranges = sm90.listed_maps(*map(sm90.loadable, (q, do, k, v))), call.disjoint_ranges()
+    maps, ranges = sm90.listed_maps(*map(sm90.loadable, (k, v, q, do))), call.disjoint_ranges()
 
     def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
         rows, count = unit.rows, unit.lists.end_list - unit.lists.first_list
@@ -74,9 +95,19 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     return triton_block.sum_of_shares(call, o, lse, do, dlse, lists, visit), dk, dv
 
 
+def loaded_keys(call: Call, selected: int, count: bool) -> int:
+    """Keys that the forward loads: a tile once for each segment of its list of rows; not counted, at most what the rows select."""
+    if not takes(call):
+        return triton_block.loaded_keys(call, selected, count)
+    if not count:
+        return selected
+    lists, segment = lists_of(call, _sizes(call, call.reach(WIDTH)).section, WIDTH), _partials(call)[1]
+    return int(torch.minimum(-(-lists.rows // segment) * lists.keys, lists.selected).sum())
+
+
 @known
 def takes(call: Call) -> bool:
-    """Whether block_gradients.cu computes this call."""
+    """Whether the kernels compute this call."""
     (h, Dk), Dv = call.q.shape[3:], call.v.shape[3]
     fits = HOPPER_LISTS.fits_few(h, Dk, Dv, call.selection.block_size)
     return fits and call.device.sm == HOPPER_LISTS.sm and launch.aligned(call.q, call.k, call.v)
@@ -87,6 +118,16 @@ def _constants(call: Call) -> tuple[Constants, Constants, int]:
     """Constants of both kernels, and block_gradients.cu's bytes of dynamic shared memory: those of dkdv_groups.cu, and a tile of ds."""
     stages, shared = sm90.group_stages(call.q.shape[4], call.v.shape[3], call.device, sm90.PANEL)
     return launch.macros(call, H=call.q.shape[3], STAGES=stages), launch.macros(call, KEYS=KEYS_SUMMED), shared
+
+
+@known
+def _partials(call: Call) -> tuple[Constants, int, int]:
+    """Constants of block_partials.cu, entries of a segment at most, and bytes of dynamic shared memory: a tile, and the stages of q."""
+    h, Dk = call.q.shape[3:]
+    segment, q_bytes, tile_bytes = STEPS * (sm90.ROWS // h), sm90.PANEL * Dk // 64, sm90.PANEL * (Dk + call.v.shape[3]) // 64
+    of_cta = (call.device.shared_memory + sm90.SYSTEM) // PER_SM - sm90.SYSTEM - sm90.STATIC - 4 * segment
+    stages = (of_cta - tile_bytes) // (WARPGROUPS * q_bytes)
+    return launch.macros(call, H=h, STAGES=stages, STEPS=STEPS), segment, tile_bytes + WARPGROUPS * stages * q_bytes
 
 
 class Sizes(NamedTuple):
@@ -100,11 +141,12 @@ class Sizes(NamedTuple):
 
 @known
 def _sizes(call: Call, reach: int) -> Sizes:
-    """Units whose q and do of one pair fit L2_BYTES, and whose shares of dq, parts and sums fit the workspace together."""
+    """Units whose q and do of one pair fit L2_BYTES, and whose shares of dq, parts and sums fit the workspace together. So do the partials
+    of o and lse, so that both passes share their lists."""
     B, S, G, h, Dk = call.q.shape
     entries, columns, tiles = call.selection.n * reach, Dk + call.v.shape[3], -(-call.k.shape[2] // WIDTH)
     size, tile_bytes, workspace = call.q.element_size(), 4 * WIDTH * columns, workspace_beside_plan(call, WIDTH)
-    share_bytes = entries * h * Dk * size  # of a row
+    share_bytes = entries * h * max(Dk * size, call.v.shape[3] * size + 4)  # of a row
     most = max((3 * workspace // 4 - tiles * tile_bytes) // share_bytes, workspace // 8 // share_bytes, 1)
     fitting = min(most, max(1, L2_BYTES // (h * columns * size)))
     section = S if fitting >= S else triton_block.even_section(S, fitting)
@@ -125,12 +167,17 @@ def _sizes(call: Call, reach: int) -> Sizes:
 
 def _plan(call: Call) -> Plan:
     sizes = _sizes(call, call.reach(WIDTH))
+    return Plan(*_cut_lists(call, sizes, sizes.segment), sizes.segment, sizes.parts)
+
+
+def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
+    """The lists, and `begins` and `segments` of `Plan` for segments of at most so many entries."""
     lists = key_to_rows(call, WIDTH, *sizes[:3])
-    begins, segments, _ = kept_plan(call, ("cuda-block segments",), _cut, lists.reach, *sizes[:3]).value
-    return Plan(lists, begins, segments, sizes.segment, sizes.parts)
+    begins, segments, _ = kept_plan(call, ("cuda-block segments",), _cut, lists.reach, *sizes[:3], segment).value
+    return lists, begins, segments
 
 
-def _cut(call: Call, reach: int, section: int, pairs: int, segment: int) -> tuple[Tensor, ...]:
+def _cut(call: Call, reach: int, section: int, pairs: int, piece: int, segment: int) -> tuple[Tensor, ...]:
     """The lists' segments. reach: what else the lists follow from."""
-    lists = key_to_rows(call, WIDTH, section, pairs, segment)
+    lists = key_to_rows(call, WIDTH, section, pairs, piece)
     return split(lists.ends.to(torch.int64), lists.stretches, segment)

@@ -127,7 +127,7 @@ SPECS = (
         limits=msgspec.structs.replace(_BLOCK_LIMITS, dtypes={"cuda": ("float16", "bfloat16")}, min_sm=HOPPER_LISTS.sm),
         requires=(_CUPY, _TRITON),
         libraries=_CUDA,
-        summary="triton-block, but its backward visits blocks by TMA and wgmma on Hopper",
+        summary="triton-block, but blocks are visited by TMA and wgmma on Hopper",
         switches=(  # plans and sums are Triton's
             Switch("use_triton_sel", "triton-off", "set NSA_USE_TRITON_SEL=1 or runtime.use_triton_sel"),
             Switch("triton_allow_grad", "grad-off", "unset NSA_SEL_TRITON_ALLOW_GRAD"),

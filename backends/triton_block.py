@@ -28,7 +28,7 @@ from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import LN_2, LOWEST, dot, powers, reciprocal, row_delta, split_products
-from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns
+from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, tile_size
 from nsa_sel.backends._triton.units import (
     Unit,
     highest_limit,
@@ -43,7 +43,9 @@ from nsa_sel.backends._triton.units import (
 from nsa_sel.core.call import Call
 from nsa_sel.settings.schema import KernelConfig
 
-REDUCED = 4  # (row, head) pairs per program of the kernels that join
+REDUCED = 4  # (row, head) pairs per program of the kernels that sum
+JOINED = 2  # likewise, of the one that joins
+MOST_JOINED = 4096  # numbers of partials that such a program, a warp, loads at once
 
 
 @triton.jit
@@ -136,27 +138,45 @@ def slot_used(ranges, row, i, limit, exists, N: tl.constexpr, REACH: tl.constexp
 @triton.jit
 def join_kernel(
     part_o, part_lse, ranges, q_pos, o, lse, stride_pos, sizes, unit,
-    dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr,
+    dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of R (row, head) pairs from their partials, in the order of the ranges. Grid: one program per R pairs of the unit."""
+    """o and lse of R (row, head) pairs from their partials, CHUNK at a time: their loads are under way together, at memory speed.
+
+    Grid: one program per R pairs of the unit.
+    """
     ACC: tl.constexpr = lse.dtype.element_ty
     BLOCK_DV: tl.constexpr = dims.BLOCK_DV
-    out, row, limit, slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, dims.h, R)
+    out, row, limit, first_slot, exists = unit_rows(q_pos, stride_pos, sizes, unit, N * REACH, dims.h, R)
+    column = tl.arange(0, BLOCK_DV)[None, None, :]
     m = tl.full([R], LOWEST, ACC)
-    for i in range(0, N * REACH):
-        used = slot_used(ranges, row, i, limit, exists, N, REACH, WIDTH)
-        m = tl.maximum(m, tl.load(part_lse + slot + i * dims.h, mask=used, other=float("-inf")))
+    for i0 in range(0, N * REACH, CHUNK):
+        _, logits = slot_logits(part_lse, ranges, row, limit, first_slot, exists, i0, dims, N, REACH, WIDTH, CHUNK)
+        m = tl.maximum(m, tl.max(logits, 1))
     acc = tl.zeros([R, BLOCK_DV], ACC)
     l = tl.zeros([R], ACC)
-    for i in range(0, N * REACH):
-        used = slot_used(ranges, row, i, limit, exists, N, REACH, WIDTH)
-        weight = tl.exp2(tl.load(part_lse + slot + i * dims.h, mask=used, other=float("-inf")) - m)
-        l += weight
-        acc += weight[:, None] * load_columns(part_o + (slot + i * dims.h) * dims.Dv, used, 0, dims.Dv, BLOCK_DV).to(ACC)
+    for i0 in range(0, N * REACH, CHUNK):
+        slot, logits = slot_logits(part_lse, ranges, row, limit, first_slot, exists, i0, dims, N, REACH, WIDTH, CHUNK)
+        used = logits > float("-inf")  # a partial without keys is 0
+        tile = tl.load(part_o + slot[:, :, None] * dims.Dv + column, mask=used[:, :, None] & (column < dims.Dv), other=0.0)
+        weight = tl.exp2(logits - m[:, None])
+        l += tl.sum(weight, 1)
+        acc += tl.sum(weight[:, :, None] * tile.to(ACC), 1)
     seen = l != 0
     o_tile = acc * reciprocal(tl.where(seen, l, 1.0))[:, None]
     store_columns(o + out * dims.Dv, o_tile, exists, 0, dims.Dv)
     tl.store(lse + out, tl.where(seen, (m + tl.log2(tl.where(seen, l, 1.0))) * LN_2, float("-inf")), mask=exists)
+
+
+@triton.jit
+def slot_logits(
+    part_lse, ranges, row, limit, first_slot, exists, i0,
+    dims: tl.constexpr, N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The slots of partials [R, CHUNK] from i0 on, and their log-sum-exp; -inf where there is none."""
+    i = i0 + tl.arange(0, CHUNK)[None, :]
+    used = slot_used(ranges, row[:, None], i, limit[:, None], exists[:, None] & (i < N * REACH), N, REACH, WIDTH)
+    slot = first_slot[:, None] + i * dims.h
+    return slot, tl.load(part_lse + slot, mask=used, other=float("-inf"))
 
 
 @triton.jit
@@ -189,19 +209,31 @@ def delta_kernel(o, do, dlse, delta, stride_do, sizes, total, dims: tl.constexpr
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
-    heads, n = arguments.heads(call), call.selection.n
+    heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-block/forward")
+    plan = _plan(call, tile_width(call, config), heads.Dv, 0)
+    partial = _partial(heads, config, call.selection.n * plan.reach, plan.width)
+    strides, sizes = arguments.strides(call), arguments.sizes(call)
+
+    def visit(unit: Unit, part_o: Tensor, part_lse: Tensor) -> None:
+        tensors = (call.q, call.k, call.v, call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list)
+        partial.launch(plan.pieces, tensors, (strides, sizes, unit.lists, call.scale_log2()))
+
+    return joined_partials(call, plan, visit)
+
+
+def joined_partials(call: Call, plan: KeyToRows, visit: Callable[[Unit, Tensor, Tensor], None]) -> tuple[Tensor, Tensor]:
+    """o and lse. visit(unit, part_o, part_lse) writes the partials part_o [pairs, section, n*reach, h, Dv] of a unit's entries, and their
+    log-sum-exp part_lse [pairs, section, n*reach, h] in base 2."""
+    heads, n = arguments.heads(call), call.selection.n
     o, lse = arguments.outputs(call)
-    plan = _plan(call, tile_width(call, config), call.v.shape[3], 0)
     part_lse = temporary(call, lse, plan.pairs, plan.section, n * plan.reach, heads.h)
     part_o = temporary(call, o, plan.pairs, plan.section, n * plan.reach, heads.h, heads.Dv)
-    partial, join = _partial(heads, config, n * plan.reach, plan.width), _join(heads, n, plan.reach, plan.width)
-    strides, sizes = arguments.strides(call), arguments.sizes(call)
-    tensors = (call.q, call.k, call.v, call.q_pos, part_o, part_lse, plan.entries, plan.ends)
+    join = _join(heads, n, plan.reach, plan.width)
     reduced = (part_o, part_lse, call.disjoint_ranges(), call.q_pos, o, lse)
     for unit in units(call, plan):
-        partial.launch(plan.pieces, (*tensors, unit.piece_list), (strides, sizes, unit.lists, call.scale_log2()))
-        join.launch(_reduce_grid(unit, heads.h), reduced, (strides.pos, sizes, unit.rows))
+        visit(unit, part_o, part_lse)
+        join.launch(_reduce_grid(unit, heads.h, JOINED), reduced, (arguments.position_strides(call), arguments.sizes(call), unit.rows))
     return o, lse
 
 
@@ -247,8 +279,8 @@ def loaded_keys(call: Call, selected: int, count: bool) -> int:
     return piecewise_keys(call, plan.width, plan.section, plan.pairs, plan.piece)
 
 
-def _reduce_grid(unit: Unit, h: int) -> int:
-    return -(-(unit.rows.pairs * unit.rows.rows * h) // REDUCED)
+def _reduce_grid(unit: Unit, h: int, reduced: int = REDUCED) -> int:
+    return -(-(unit.rows.pairs * unit.rows.rows * h) // reduced)
 
 
 @functools.lru_cache(REMEMBERED)
@@ -259,7 +291,9 @@ def _partial(heads: arguments.Heads, config: KernelConfig, each: int, width: int
 
 @functools.lru_cache(REMEMBERED)
 def _join(heads: arguments.Heads, n: int, reach: int, width: int) -> Kernel:
-    return Kernel(join_kernel, dims=arguments.dims(heads), N=n, REACH=reach, WIDTH=width, R=REDUCED, num_warps=1)
+    dims = arguments.dims(heads)
+    chunk = min(tile_size(n * reach, 1), max(1, MOST_JOINED // (JOINED * dims.BLOCK_DV)))
+    return Kernel(join_kernel, dims=dims, N=n, REACH=reach, WIDTH=width, R=JOINED, CHUNK=chunk, num_warps=1)
 
 
 @functools.lru_cache(REMEMBERED)

@@ -235,7 +235,7 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
         launch.start(
             "dkdv_groups.cu", macros, q.get_device(), ctas, 256, shared,
             *launch.strided(do), *launch.pointers(lse, delta), *lists,
-            maps=listed_maps(q, do, call.k, call.v), problem=launch.problem(call, ranges),
+            maps=listed_maps(call.k, call.v, q, do), problem=launch.problem(call, ranges),
         )  # fmt: skip
 
     return key_value_gradients(call, KEYS, start)
@@ -248,9 +248,9 @@ def _groups(call: Call) -> tuple[Constants, int]:
     return launch.macros(call, H=call.q.shape[3], STAGES=stages), shared
 
 
-def listed_maps(q: Tensor, do: Tensor, k: Tensor, v: Tensor) -> tuple[bytes, ...]:
-    """The maps of a kernel whose steps are listed tokens (row_steps.cuh)."""
-    return row_map(q, 1), row_map(do, 1), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+def listed_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
+    """The maps of a kernel whose steps are listed tokens of q, or of q and do (row_steps.cuh): theirs, and those of k and v."""
+    return *(row_map(x, 1) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
 
 
 def group_stages(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> tuple[int, int]:

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow  # in all: a compiler at work
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
 HOPPERS = {"forward_blocks.cu", "forward_tokens.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
 SMALL = {"sum_counts.cu"}  # where few rows or keys make a small table
-OF_CUDA_BLOCK = {"block_gradients.cu", "sum_sections.cu"}
+OF_CUDA_BLOCK = {"block_partials.cu", "block_gradients.cu", "sum_sections.cu"}
 ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")} - OF_CUDA_BLOCK
 
 
@@ -130,12 +130,11 @@ def test_kernels_of_cuda_block_fit(monkeypatch: pytest.MonkeyPatch, h: int, Dk: 
     monkeypatch.setattr(Kernel, "launch", lambda *_: None)  # Triton's kernels around it
     q, k, v = make_qkv(S=300, h=h, Dk=Dk, Dv=Dv, dtype=dtype)
     call = Call(*check_call(q, k, v, make_blocks(1, 300, 1, 300, 3, block), None, None)[:4], None, 0.1, settings_for(H200), H200)
-    lse = torch.empty(q.shape[:4])
-    do = q.new_empty(*lse.shape, Dv)
-    kernels = compiled(monkeypatch, 90, lambda: cuda_block.backward(call, do, lse, do, None))
+    do = q.new_empty(*q.shape[:4], Dv)
+    kernels = compiled(monkeypatch, 90, lambda: cuda_block.backward(call, *cuda_block.forward(call), do, None))
     assert {kernel["kernel"] for kernel in kernels} == {"split_lists.cu", *OF_CUDA_BLOCK}
     for kernel in kernels:
-        per_sm = 2 if kernel["kernel"] == "block_gradients.cu" else 1  # CTAs
+        per_sm = {"block_partials.cu": cuda_block.PER_SM, "block_gradients.cu": 2}.get(kernel["kernel"], 1)  # CTAs
         assert per_sm * (kernel["shared"] + sm90.SYSTEM) <= TARGETS[90][0] * 1024 + sm90.SYSTEM, kernel
         assert per_sm * kernel["registers"] * kernel["threads"] <= 65536, kernel
         assert kernel["spilled"] == kernel["serialized"] == 0, kernel

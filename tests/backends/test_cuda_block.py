@@ -1,4 +1,4 @@
-"""cuda-block's backward without a GPU: its kernel emulated on the CPU, between the plan and the sums of Triton's interpreter."""
+"""cuda-block without a GPU: its kernels emulated on the CPU, between the plan, the join and the sums of Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from nsa_sel.core.check import check_call
 from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
-from tests.helpers.cases import assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
+from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv, unused_keys
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
 
-KERNELS = ["split_lists.cu", "block_gradients.cu", "sum_sections.cu"]
+KERNELS = ["block_partials.cu", "block_gradients.cu", "sum_sections.cu"]
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, the interpreter, and thousands of emulated products
 
 
@@ -28,11 +28,11 @@ def rows(**sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
     return make_qkv(**{"B": 1, "S": 80, "G": 2, "h": 4, "Dk": 64, "Dv": 64, "S_kv": 200, "dtype": torch.float16, **sizes})
 
 
-def gradients(
+def results(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, q_pos: Tensor | None = None, do: Tensor | None = None, poison: float = 0.0,
     **settings: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """dq, dk, dv, checked against the oracle; the kernel finds `poison` in all keys and values that no row reads."""
+    """o, lse, dq, dk, dv, checked against the oracle; the kernels find `poison` in all keys and values that no row reads."""
     own, lse = oracle_forward(q, k, v, selection.ranges, q_pos=q_pos)
     random_do, dlse = make_grads(q, v)
     do, dlse = random_do if do is None else do, torch.where(lse == float("-inf"), 0.0, dlse).float()
@@ -41,17 +41,24 @@ def gradients(
     *checked, scale, q_pos = check_call(*given, selection, None, q_pos)
     call = Call(*checked, q_pos, scale, msgspec.structs.replace(settings_for(GPU), **settings), GPU)
     with new_memory_is_nan():
-        found = cuda_block.backward(call, own.to(q.dtype), lse.float(), do, dlse)
-    assert_gradients(found, q, k, v, selection.ranges, do, dlse, None, q_pos)
-    return found
+        outputs = cuda_block.forward(call)
+        gradients = cuda_block.backward(call, own.to(q.dtype), lse.float(), do, dlse)
+    assert_forward(outputs, q, k, v, selection.ranges, None, q_pos)
+    assert_gradients(gradients, q, k, v, selection.ranges, do, dlse, None, q_pos)
+    return *outputs, *gradients
 
 
 @pytest.fixture(params=[0, BACKWARDS | EAGER])
 def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The CUDA kernels that ran, emulated with either thread first."""
+    """The CUDA kernels that ran, emulated with either thread first; without split_lists.cu, which runs once for segments of one length."""
     emulated(monkeypatch, request.param)
     kernels, start = [], launch.start
-    monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (kernels.append(source), start(source, *rest, **own)))
+
+    def recorded(source: str, *rest: Any, **own: Any) -> None:
+        kernels.extend([source] * (source in KERNELS))
+        start(source, *rest, **own)
+
+    monkeypatch.setattr(launch, "start", recorded)
     return kernels
 
 
@@ -59,15 +66,15 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_heads(started: list[str], h: int) -> None:
     """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
     q, k, v = rows(h=h)
-    gradients(q, k, v, make_blocks(1, 80, 2, 200, 3, 64))
+    results(q, k, v, make_blocks(1, 80, 2, 200, 3, 64))
     assert started == KERNELS
 
 
 def test_wide_heads_and_blocks_of_two_tiles(started: list[str]) -> None:
     q, k, v = rows(S=9, G=1, h=16, Dk=128, Dv=128)
-    gradients(q, k, v, make_blocks(1, 9, 1, 200, 2, 128))
+    results(q, k, v, make_blocks(1, 9, 1, 200, 2, 128))
     q, k, v = rows(S=9, G=1, h=2, Dk=128)
-    gradients(q, k, v, make_blocks(1, 9, 1, 200, 2, 64))
+    results(q, k, v, make_blocks(1, 9, 1, 200, 2, 64))
     assert started == KERNELS * 2
 
 
@@ -79,23 +86,24 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda_block, "_plan", lambda call: plans.append(build(call)) or plans[-1])
     q, k, v = rows(S=40, G=2, h=4, S_kv=500)
     selection = make_blocks(1, 40, 2, 500, 3, 64)
-    expected = gradients(q, k, v, selection)
-    for one, other in zip(expected, gradients(q, k, v, Selection(selection.ranges, 64)), strict=True):
+    expected = results(q, k, v, selection)
+    for one, other in zip(expected, results(q, k, v, Selection(selection.ranges, 64)), strict=True):
         assert torch.equal(one, other)
     monkeypatch.setattr(cuda_block, "L2_BYTES", 20_000)
-    gradients(q, k, v, Selection(selection.ranges, 64))
+    results(q, k, v, Selection(selection.ranges, 64))
     few = torch.where(torch.arange(40)[:, None, None, None] < 22, 0, selection.ranges)
-    gradients(q, k, v, Selection(few, 64), workspace_bytes=300_000)
+    results(q, k, v, Selection(few, 64), workspace_bytes=300_000)
     assert [(plan.lists.section, plan.lists.pairs) for plan in plans] == [(40, 2), (40, 2), (16, 2), (16, 1)]
-    assert started.count("block_gradients.cu") == started.count("sum_sections.cu") == 1 + 1 + 3 + 6
+    for kernel in ("block_partials.cu", "block_gradients.cu", "sum_sections.cu"):
+        assert started.count(kernel) == 1 + 1 + 3 + 6
     assert [plan.segment for plan in plans] == [8, 8, 4, 16]
 
 
 def test_positions_and_a_negative_scale(started: list[str]) -> None:
     q, k, v = rows(B=2, S=12, h=8)
     q_pos = torch.randint(0, 200, (2, 12), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
-    gradients(q, k, v, make_blocks(2, 12, 2, 200, 3, 64), q_pos=q_pos)
-    gradients(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, make_blocks(2, 12, 2, 200, 3, 64))
+    results(q, k, v, make_blocks(2, 12, 2, 200, 3, 64), q_pos=q_pos)
+    results(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, make_blocks(2, 12, 2, 200, 3, 64))
     assert started == KERNELS * 2
 
 
@@ -105,12 +113,30 @@ def test_unread_keys_may_hold_nan(started: list[str], positions: bool) -> None:
     q, k, v = rows(S=12, G=1)
     q_pos = torch.arange(150, 162).flip(0) if positions else None
     selection = make_blocks(1, 12, 1, 200, 3, 64)
-    clean, poisoned = (gradients(q, k, v, Selection(selection.ranges, 64), q_pos=q_pos, poison=x) for x in (0.0, float("nan")))
+    clean, poisoned = (results(q, k, v, Selection(selection.ranges, 64), q_pos=q_pos, poison=x) for x in (0.0, float("nan")))
     assert all(map(torch.equal, clean, poisoned))
 
 
 def test_gradients_of_a_constant(started: list[str]) -> None:
     """Autograd expands it: all strides are 0."""
     q, k, v = rows(S=5, G=1)
-    gradients(q, k, v, make_blocks(1, 5, 1, 200, 2, 64), do=torch.ones((), dtype=torch.float16).expand(1, 5, 1, 4, 64))
+    results(q, k, v, make_blocks(1, 5, 1, 200, 2, 64), do=torch.ones((), dtype=torch.float16).expand(1, 5, 1, 4, 64))
     assert started == KERNELS
+
+
+def test_loaded_keys_count_a_tile_once_for_each_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_block, "STEPS", 2)  # segments of 8 entries
+    monkeypatch.setattr(cuda_block, "L2_BYTES", 80_000)  # sections of 16 rows
+    q, k, v = rows(S=40, G=1, h=16, Dk=64, S_kv=200)
+    selection = make_blocks(1, 40, 1, 200, 3, 64)
+    *checked, scale, _ = check_call(q, k, v, selection, None, None)
+    call = Call(*checked, None, scale, settings_for(GPU), GPU)
+    assert cuda_block._sizes(call, 1).section == 16
+    expected, chosen = 0, selection.ranges[0, :, 0]
+    for first in range(0, 40, 16):
+        for tile in range(0, 200, 64):
+            listed = [s for s in range(first, min(first + 16, 40)) if any(start == tile < end for start, end in chosen[s].tolist())]
+            seen = [min(64, 161 + s - tile) for s in listed]
+            expected += min(-(-len(seen) // 8) * max(seen, default=0), sum(seen))
+    assert cuda_block.loaded_keys(call, 5000, True) == expected
+    assert cuda_block.loaded_keys(call, 5000, False) == 5000

@@ -11,8 +11,7 @@
 //   Its columns are computed 64 at a time, as the accumulators of dk and dv leave no room for more.
 // Masks: rows of a list are in order, so that only the first entries can lie within the tile. Where no row of the segment sees a key, k may be
 //   NaN, which 0 * k would not cancel in dq: such keys are zeroed once. p and ds of masked keys are replaced, not multiplied, by 0.
-#include "row_steps.cuh"
-#include "unit_lists.cuh"
+#include "unit_steps.cuh"
 
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
 
@@ -27,74 +26,31 @@ struct Arguments {
     u16 *part_dq;  // [pairs, section, n * reach, H, DK]
 };
 
-// A CTA's work: the entries of a segment. One thread finds it, in shared memory.
-struct Found {
-    const int *listed;            // its entries
-    u16 *dq;                      // where the shares of entry 0 of (b, g) go
-    i64 row;                      // of the sums or parts, where the segment's first key goes
-    int entries, masked_entries;  // all, and those at the beginning whose rows may lie within the tile
-    int each;                     // entries of a row
+// A CTA's segment, and where its sums go.
+struct Found : UnitSegment {
+    u16 *dq;      // where the shares of entry 0 of (b, g) go
+    i64 row;      // of the sums or parts, where the segment's first key goes
     float scale;
-    int first_key, b, g;
     bool alone;  // the list has no other segment
 
     DEVICE void find(const Arguments &x, u32 index) {
         const UnitLists &lists = x.to.lists;
-        const i64 segment = lists.segments[lists.first_list] + index;
-        entries = 0;
-        if (segment >= lists.segments[lists.end_list]) return;
-        i64 list = lists.first_list;  // the last one whose segments begin at or before this one
-        for (i64 beyond = lists.end_list; beyond - list > 1;) {
-            const i64 middle = (list + beyond) / 2;
-            (lists.segments[middle] <= segment ? list : beyond) = middle;
-        }
+        if (!UnitSegment::find(lists, x.p, x.entries, x.reach, index)) return;
         const UnitList unit(lists, list);
-        const i64 begin = lists.begins[list] + (segment - lists.segments[list]) * lists.segment, bg = unit.pair;
-        listed = x.entries + begin;
-        entries = static_cast<int>(min(lists.begins[list + 1] - begin, lists.segment));
-        masked_entries = x.p.q_pos ? entries : static_cast<int>(lists.begins[list] + KEYS - begin);
-        each = static_cast<int>(x.p.n * x.reach);
         scale = static_cast<float>(x.p.scale);
-        first_key = static_cast<int>(unit.tile) * KEYS;
-        b = static_cast<int>(bg / x.p.G);
-        g = static_cast<int>(bg % x.p.G);
         alone = unit.segments == 1;
         row = alone ? unit.sum_row(lists) : index * static_cast<i64>(KEYS);
-        dq = x.part_dq + ((bg - lists.first_pair) * lists.section - lists.first_row) * each * H * DK;
+        dq = x.part_dq + first_entry * H * DK;
     }
 };
 
-// The steps of a segment. Its numbers stay in shared memory: the producers have few registers.
-struct Steps {
-    const Arguments &x;
-    const Found &found;
-    const int first_key, steps;
-    const i64 b, g;
-    DEVICE Steps(const Arguments &arguments, const Found &found)
-        : x(arguments), found(found), first_key(found.first_key), steps((found.entries + TQ - 1) / TQ), b(found.b), g(found.g) {}
-    DEVICE int row_of(int entry) const { return static_cast<int>(static_cast<u32>(found.listed[entry]) / static_cast<u32>(found.each)); }
-    DEVICE int row(int step, int i) const {
-        const int entry = step * TQ + i;
-        return i < TQ && entry < found.entries ? row_of(entry) : static_cast<int>(x.p.S);
-    }
-    // The entry that tile row i of a step belongs to; negative if the list has no such row.
-    DEVICE int entry(int step, int i) const {
-        const int at = step * TQ + i / H;
-        return i < TQ * H && at < found.entries ? found.listed[at] : -1;
-    }
+struct Steps : UnitSteps<Arguments, Found> {
+    using UnitSteps<Arguments, Found>::UnitSteps;
 };
 
 // The tile's keys that no row of the segment sees become zeros.
 DEVICE void zero_unseen_keys(const Steps &list, unsigned char *k_tile) {
-    __shared__ int limits[4];
-    const Problem &p = list.x.p;
-    int limit = 0;
-    for (int entry = p.q_pos ? threadIdx.x : list.found.entries - 1; entry < list.found.entries; entry += 128)  // by default the last sees most
-        limit = max(limit, row_limit(p, list.b, list.row_of(entry)) - list.first_key);
-    for (int far = 16; far > 0; far /= 2) limit = max(limit, __shfl_xor_sync(ALL_LANES, limit, far));
-    if (threadIdx.x % 32 == 0) limits[threadIdx.x / 32] = limit;
-    named_barrier<128>(1);
-    limit = max(max(limits[0], limits[1]), max(limits[2], limits[3]));
+    const int limit = seen_keys<128>(list);
     if (limit >= KEYS) return;
     for (int i = threadIdx.x; i < K_BYTES / 16; i += 128)
         if (i % (PANEL / 16) / 8 >= limit) *reinterpret_cast<uint4 *>(k_tile + i * 16) = make_uint4(0, 0, 0, 0);
@@ -139,8 +95,8 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
     const u32 stage0 = uniform(operand(shared_address(stages))), ds_operand = uniform(operand(shared_address(ds_tile)));
     const int row0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     float dk[DK / 2], dv[DV / 2], s[ROWS / 2], dp[ROWS / 2];
-    load_sums<DK>(dk, x.to.sum_dk, list.found.row + threadIdx.x / 32 * 16, list.found.alone && x.to.adds);
-    load_sums<DV>(dv, x.to.sum_dv, list.found.row + threadIdx.x / 32 * 16, list.found.alone && x.to.adds);
+    load_sums<DK>(dk, x.to.sum_dk, list.segment.row + threadIdx.x / 32 * 16, list.segment.alone && x.to.adds);
+    load_sums<DV>(dv, x.to.sum_dv, list.segment.row + threadIdx.x / 32 * 16, list.segment.alone && x.to.adds);
     mbarrier_wait(&shared.tile, 0);
     zero_unseen_keys(list, k_tile);
     for (int step = 0; step < list.steps; ++step) {
@@ -155,7 +111,7 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
         wgmma_commit();
         wgmma_wait<1>();  // p^T while dp^T is computed
         exponentiate(s, shared.lse[at.stage], x.p.scale_log2);
-        const bool masked = step * TQ < list.found.masked_entries;
+        const bool masked = step * TQ < list.segment.masked_entries;
         if (masked) mask_keys(x.p, s, shared.limit[at.stage]);
         wgmma_wait<0>();
         if (masked) mask_keys(x.p, dp, shared.limit[at.stage]);
@@ -175,15 +131,15 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
             wgmma_at_b<KEYS / 16>(dq[DK / 64 - 1], ds_operand + TRANSPOSED, keys + (DK / 64 - 1) * PANEL / 16 + TRANSPOSED);
             wgmma_commit();
         }
-        store_shares(list.found.dq, dq[0], list.found.scale, entries, row0, 0);
+        store_shares(list.segment.dq, dq[0], list.segment.scale, entries, row0, 0);
         wgmma_wait<0>();
-        if (DK > 64) store_shares(list.found.dq, dq[DK / 64 - 1], list.found.scale, entries, row0, 64);
+        if (DK > 64) store_shares(list.segment.dq, dq[DK / 64 - 1], list.segment.scale, entries, row0, 64);
         named_barrier<128>(1);  // all warps have read ds
     }
-    const bool alone = list.found.alone, final = alone && x.to.final;
+    const bool alone = list.segment.alone, final = alone && x.to.final;
     const i64 key = list.first_key + threadIdx.x / 32 * 16;
-    const GradientRows rows(list.found.row + threadIdx.x / 32 * 16, (list.b * x.p.G + list.g) * x.p.S_kv + key, x.p.S_kv - key, final);
-    rows.write<DK>(dk, final ? list.found.scale : 1.0f, 0, alone ? x.to.sum_dk : x.to.part_dk, x.to.dk);
+    const GradientRows rows(list.segment.row + threadIdx.x / 32 * 16, (list.b * x.p.G + list.g) * x.p.S_kv + key, x.p.S_kv - key, final);
+    rows.write<DK>(dk, final ? list.segment.scale : 1.0f, 0, alone ? x.to.sum_dk : x.to.part_dk, x.to.dk);
     rows.write<DV>(dv, 1.0f, 0, alone ? x.to.sum_dv : x.to.part_dv, x.to.dv);
 }
 
@@ -193,10 +149,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) block_gradients(const __gri
     __shared__ Found found;
     unsigned char *ds_tile = memory + K_BYTES + V_BYTES, *stages = ds_tile + PANEL;
     const int producer = threadIdx.x / 32 - 4;
-    if (threadIdx.x == 0) {
-        found.find(x, blockIdx.x);
-        shared.init();
-    }
+    if (threadIdx.x < 32) found.find(x, blockIdx.x);
+    if (threadIdx.x == 0) shared.init();
     zero_stages(stages);
     __syncthreads();
     if (found.entries <= 0) return;
@@ -207,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) block_gradients(const __gri
     }
     reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(false);
     const Steps list(x, found);
-    if (threadIdx.x == 128) produce_tile(list, memory, shared);
+    if (threadIdx.x == 128) produce_tile(list, memory, &shared.tile);
     __syncwarp();
     produce_rows(list, stages, shared, producer);
 }

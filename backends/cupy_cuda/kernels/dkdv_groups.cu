@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_co
         return;
     }
     reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(false);
-    if (threadIdx.x == 128) produce_tile(list, memory, shared);
+    if (threadIdx.x == 128) produce_tile(list, memory, &shared.tile);
     __syncwarp();
     if (!ADJACENT || producer == 1) produce_rows(list, stages, shared, producer);
     else if (threadIdx.x == 128) produce_boxes(x, list, stages, shared);

@@ -1,5 +1,6 @@
 // Gradients over a list of rows that selected a tile of keys: 64 keys by steps of 64 rows, TQ = 64 / H listed tokens times H heads.
-// dkdv_groups.cu and block_gradients.cu share what brings a step to shared memory, and what makes p and ds of its products.
+// dkdv_groups.cu and block_gradients.cu share what brings a step to shared memory, and what makes p and ds of its products. block_partials.cu
+// takes its sizes, and the tile.
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
 //
@@ -45,11 +46,11 @@ DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / 
 
 // One lane: the tile's keys and values.
 template <class List>
-DEVICE void produce_tile(const List &list, unsigned char *k_tile, Shared &shared) {
+DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    mbarrier_arrive_expect(&shared.tile, K_BYTES + V_BYTES);
-    tma_load_key_tile<DK>(k_tile, &list.x.k, &shared.tile, list.first_key, g, b);
-    tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, &shared.tile, list.first_key, g, b);
+    mbarrier_arrive_expect(bar, K_BYTES + V_BYTES);
+    tma_load_key_tile<DK>(k_tile, &list.x.k, bar, list.first_key, g, b);
+    tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, bar, list.first_key, g, b);
 }
 
 // One warp: q and do of every step by TMA, one token per lane.

@@ -10,6 +10,19 @@ struct UnitLists {
     const i64 *segments;  // [lists + 1]: segments of the lists before
     i64 segment;          // entries of a segment at most
     i64 tiles, pairs_all, stretches, first_list, end_list, piece, first_pair, first_row, section;  // `UnitLists` of units.py
+
+    // The last list of the unit whose segments begin at or before this one. For a whole warp, whose lanes look at once.
+    DEVICE i64 list_of(i64 segment) const {
+        i64 list = first_list;
+        for (i64 span = end_list - first_list; span > 1;) {
+            const i64 step = (span + 31) / 32, probe = list + threadIdx.x % 32 * step;
+            const bool before = probe < list + span && segments[probe] <= segment;
+            const i64 last = __popc(__ballot_sync(ALL_LANES, before)) - 1;  // the first lane always is
+            list += last * step;
+            span = min(step, span - last * step);
+        }
+        return list;
+    }
 };
 
 struct UnitGradients {

@@ -1,0 +1,154 @@
+// The partial o and log-sum-exp of every (row, range) on Hopper: one visit of a KV tile with the rows that selected it, in the units and lists
+// of triton-block, whose kernel joins them.
+//
+//   s = c q k^T,  p = 2^(s - m),  l = sum p,  o = p v / l,  lse = m + log2 l
+//
+// Grid: one CTA for each segment of each list of the unit, in the order of the lists; two CTAs per multiprocessor.
+// Tiles: 64 rows, TQ = 64 / H listed tokens times H heads, by 64 keys. The tile's keys and values stay, a step brings q alone.
+// Bytes, of rows of 128 columns: a step reads 16 KiB of q, from L2, where a section's q stays, and writes 16 KiB of o to memory: 910 cycles of a
+//   multiprocessor's share (18 bytes a cycle, of 4.3 TB/s, 132 multiprocessors and 1.8 GHz). Its products take 512 cycles of the tensor cores, its
+//   exponentials 256. So writing would bound it, if nothing waited; it takes about twice as long (docs/kernels.md).
+// Warpgroups: two, which take steps in turn, so that a multiprocessor has four steps under way. For a fifth warp registers would not suffice: each
+//   warpgroup has stages of its own, and asks for q by TMA, a token a lane, once the logits of the stage's last step are there.
+// Masks: rows of a list are in order, so that only the first entries can lie within the tile. Values that no row of the segment sees may be NaN,
+//   which 0 * v would not cancel: they are zeroed once.
+// Order of columns: a lane's accumulators are columns 8 j + 2 c and the next one, c its number in its quad. The columns of v are permuted once,
+//   so that those of four j are eight adjacent columns of o, which it stores at once.
+//
+//   STAGES  of q of a warpgroup
+//   STEPS   of a segment at most
+#include "unit_steps.cuh"
+
+constexpr int PER_SM = 2, WARPGROUPS = 2, THREADS = 128 * WARPGROUPS, Q_BYTES = K_BYTES;
+
+struct Arguments {
+    TensorMap q, k, v;
+    Problem p;
+    const int *entries;  // (s * n + range) * reach + step, list after list
+    i64 reach;
+    UnitLists lists;
+    u16 *part_o;      // [pairs, section, n * reach, H, DV]
+    float *part_lse;  // [pairs, section, n * reach, H], in base 2
+};
+typedef UnitSteps<Arguments> Steps;
+
+// Of every 32 columns of the values, numbers 8 c + 2 j and the next one go to 8 j + 2 c. Values that no row of the segment sees become zeros.
+DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
+    const int limit = seen_keys<THREADS>(list);
+    for (int i = threadIdx.x; i < KEYS * (DV / 32); i += THREADS) {
+        const int key = i % KEYS, chunk = i / KEYS * 4;  // of the 16-byte chunks of a key
+        uint4 *chunks[4];
+        u32 x[4][4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            chunks[c] = reinterpret_cast<uint4 *>(v_tile + chunk / 8 * PANEL + swizzled(key, chunk % 8 + c));
+            const uint4 four = key < limit ? *chunks[c] : make_uint4(0, 0, 0, 0);
+            x[c][0] = four.x, x[c][1] = four.y, x[c][2] = four.z, x[c][3] = four.w;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) *chunks[j] = make_uint4(x[0][j], x[1][j], x[2][j], x[3][j]);
+    }
+    fence_async_proxy();
+    named_barrier<THREADS>(1);
+}
+
+// -inf in place of the logits of keys that the rows of these tile rows do not see.
+DEVICE void mask_logits(const Steps &list, float (&s)[KEYS / 2], int step, int row0) {
+    int limits[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int number = list.number(step, row0 + 8 * r);
+        limits[r] = number < 0 ? KEYS : row_limit(list.x.p, list.b, list.row_of(number)) - list.first_key;
+    }
+    mask_columns(s, 0, limits, -infinity());
+}
+
+// Row r of o * scale: columns [32 j + 8 c, 32 j + 8 c + 8) of lane c of a quad.
+DEVICE void store_row(u16 *to, const float (&o)[DV / 2], int r, float scale) {
+    to += threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < DV / 32; ++j) {
+        u32 x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = pack(o[j * 16 + i * 4 + r * 2] * scale, o[j * 16 + i * 4 + r * 2 + 1] * scale);
+        store_once(to + j * 32, make_uint4(x[0], x[1], x[2], x[3]));
+    }
+}
+
+// A warpgroup's q of a step into one of its stages: a token a lane, of all warps.
+DEVICE void load_rows(const Steps &list, int step, unsigned char *stage, u64 *full) {
+    if (step >= list.steps) return;
+    if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(full, TQ * H * 2 * DK);
+    const int token = threadIdx.x % 32 * 4 + threadIdx.x % 128 / 32;
+    if (token < TQ)
+        tma_load_row_tile<DK>(stage + token * H * 128, &list.x.q, full, static_cast<int>(list.g), list.row(step, token), static_cast<int>(list.b));
+}
+
+// One of the warpgroups.
+DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stages, u64 *tile, u64 *full, int warpgroup) {
+    const Arguments &x = list.x;
+    const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));
+    const int row0 = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const i64 first_row = list.segment.first_entry * H;
+    for (int i = 0; i < STAGES; ++i) load_rows(list, warpgroup + i * WARPGROUPS, stages + i * Q_BYTES, full + i);
+    mbarrier_wait(tile, 0);
+    prepare_values(list, k_tile + K_BYTES);
+    PipelineState<STAGES> at;
+    for (int step = warpgroup; step < list.steps; step += WARPGROUPS, at.next()) {
+        const int entries[2] = {list.entry(step, row0), list.entry(step, row0 + 8)};
+        float s[KEYS / 2], o[DV / 2];
+        mbarrier_wait(full + at.stage, at.parity);
+        wgmma_fence();
+        wgmma_a_bt<DK>(s, uniform(stage0 + at.stage * (Q_BYTES / 16)), keys);
+        wgmma_commit();
+        wgmma_wait<0>();
+        named_barrier<128>(2 + warpgroup);  // all warps have read q
+        load_rows(list, step + STAGES * WARPGROUPS, stages + at.stage * Q_BYTES, full + at.stage);
+        if (step * TQ < list.segment.masked_entries) mask_logits(list, s, step, row0);
+        OnlineSoftmax softmax(x.p.scale_log2);
+        float scale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            softmax.m[r] = fmaxf(quad_max(row_max(s, r)), LOWEST);
+            softmax.exponentiate(s, r, true);
+            const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
+            scale[r] = totals.scale;
+            if (entries[r] >= 0 && threadIdx.x % 4 == 0)
+                x.part_lse[first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H] = totals.lse;
+        }
+        u32 p[KEYS / 16][4];
+        as_operand(p, s);
+#pragma unroll
+        for (int i = 0; i < DV / 2; ++i) o[i] = 0.0f;
+        wgmma_fence();
+        wgmma_add_a_b<DV>(o, p, values + TRANSPOSED);
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            if (entries[r] >= 0) store_row(x.part_o + (first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H) * DV, o, r, scale[r]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, the stages
+    __shared__ u64 tile, full[WARPGROUPS][STAGES];
+    __shared__ UnitSegment segment;
+    __shared__ int listed[STEPS * TQ];
+    const int warpgroup = threadIdx.x / 128;
+    if (threadIdx.x < 32) segment.find(x.lists, x.p, x.entries, x.reach, blockIdx.x);
+    if (threadIdx.x == 32) {
+        mbarrier_init(&tile, 1);
+        for (int i = 0; i < WARPGROUPS * STAGES; ++i) mbarrier_init(&full[0][i], 1);
+        mbarrier_fence_init();
+    }
+    __syncthreads();
+    if (segment.entries <= 0) return;
+    const Steps list(x, segment);
+    if (threadIdx.x == 0) produce_tile(list, memory, &tile);
+    for (int i = threadIdx.x; i < segment.entries; i += THREADS) listed[i] = segment.listed[i];
+    __syncthreads();
+    if (threadIdx.x == 0) segment.listed = listed;
+    __syncthreads();
+    attend(list, memory, memory + K_BYTES + V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, full[warpgroup], warpgroup);
+}
