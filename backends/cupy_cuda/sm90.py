@@ -327,8 +327,8 @@ def page_scales_of(call: Call) -> bool | None:
 
 
 def loadable(x: Tensor) -> Tensor:
-    """q, k, v or do, copied if TMA can't load it: such as one with a stride of 0."""
-    return x if mappable(x) else x.contiguous()
+    """q, k, v or do, copied if TMA can't load it: such as one with a stride of 0, or one that begins between multiples of 16 bytes."""
+    return x if mappable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def step_map(x: Tensor) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import cuda_block
-from nsa_sel.backends.cupy_cuda import key_to_rows, launch
+from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm90
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
 from nsa_sel.oracle import oracle_forward
@@ -121,6 +121,16 @@ def test_gradients_of_a_constant(started: list[str]) -> None:
     """Autograd expands it: all strides are 0."""
     q, k, v = rows(S=5, G=1)
     results(q, k, v, make_blocks(1, 5, 1, 200, 2, 64), do=torch.ones((), dtype=torch.float16).expand(1, 5, 1, 4, 64))
+    assert started == KERNELS
+
+
+def test_gradients_that_begin_between_multiples_of_16_bytes(started: list[str]) -> None:
+    """They are copied, though they are contiguous: no kernel reads them where they are."""
+    q, k, v = rows(S=5, G=1)
+    do = torch.ones(1 + 5 * 4 * 64, dtype=torch.float16)[1:].view(1, 5, 1, 4, 64)
+    assert do.data_ptr() % 16
+    assert sm90.loadable(do).data_ptr() % 16 == 0
+    results(q, k, v, make_blocks(1, 5, 1, 200, 2, 64), do=do)
     assert started == KERNELS
 
 
