@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
@@ -114,15 +113,12 @@ def test_the_block_union_names_each_block_once_with_its_rows(TQ: int) -> None:
 def test_key_to_rows_lists_every_row_of_a_tile_in_order(
     monkeypatch: pytest.MonkeyPatch, blocks: bool, section: int, pairs: int, piece: int, summed: int
 ) -> None:
-    """Counts are added up by one program, or by PyTorch. Rows of blocks are ranked by bits, others by sorting."""
+    """Counts are added up by one program, or by PyTorch."""
     monkeypatch.setattr(key_to_rows_module, "MOST_SUMMED", summed)
     B, S, G, S_kv, width = 2, 36, 2, 70, 16
     ranges = make_blocks(B, S, G, S_kv, 3, 32) if blocks else Selection.from_ranges(make_spans("mixed", B, S, G, S_kv, 20))
     call = _call(B, S, G, 1, S_kv, ranges)
-    kernels = mock.Mock(wraps=key_to_rows_module._sort)
-    monkeypatch.setattr(key_to_rows_module, "_sort", kernels)
     plan = key_to_rows(call, width, section, pairs, piece)
-    assert kernels.call_args.args[-1] is blocks
     ends = plan.ends.view(-1, plan.stretches)[:, -1].tolist()
     starts = [0, *ends[:-1]]
     start, end = (x.tolist() for x in call.clamped_ranges())

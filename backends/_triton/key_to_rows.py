@@ -1,8 +1,7 @@
 """The inverse of the selection: for every KV tile, the (row, range) pairs that reach into it, in ascending order of rows.
 
 A counting sort, so that each tile's list has a fixed order and sums over it are bit-equal from run to run:
-    rank        a program takes a stretch of one group's entries and numbers those of each tile: whole blocks by a bit per row in a word
-                per tile, others by sorting 256 at a time
+    rank        a program takes a stretch of one group's entries, sorts 256 at a time by tile, and numbers those of each tile
     prefix sum  by one program, or PyTorch's, over (tile, stretch): where each stretch's entries of a tile begin
     scatter     every entry goes to its tile's beginning plus its rank
 All sizes are static bounds: building and using the plan never reads the device.
@@ -33,7 +32,6 @@ from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
 
 SORTED = 256  # entries that a program sorts at once; eight bits of its keys
-WORD = 32  # rows, one bit each
 MOST_TILES = 2**31 // SORTED - 1  # the other bits
 MOST_SUMMED = 16384  # counts that one program adds up: a longer table is many programs' work
 STRETCHES = 4096  # programs that rank: enough for any GPU, few enough for a small table
@@ -97,36 +95,19 @@ def _list_of(tile, bg, s, sort):
 @triton.jit
 def rank_kernel(
     ranges, q_pos, ranks, counts, stride_pos, sizes, sort,
-    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr, ONCE: tl.constexpr,
+    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
-    """Number the entries of one stretch of the pair bg within each tile, and count them; one program per (stretch, bg).
-
-    ONCE: no row has a tile twice, and a stretch has no more rows than a word has bits. Then no entry is sorted.
-    """
+    """Number the entries of one stretch of the pair bg within each tile, and count them; one program per (stretch, bg)."""
+    NOWHERE: tl.constexpr = 2147483647
     S, _, _ = sizes
     bg = tl.program_id(0) % sort.pairs_all
     s0 = tl.program_id(0) // sort.pairs_all * sort.stretch
     counts += _list_of(0, bg, s0, sort) * sort.stretches + s0 % sort.section // sort.stretch
-    ranks += bg.to(tl.int64) * S * (N * REACH)
     i = tl.arange(0, SORTED)
     for cleared in range(0, sort.tiles, SORTED):
         tl.store(counts + (cleared + i).to(tl.int64) * sort.stretches, 0, mask=cleared + i < sort.tiles)
     tl.debug_barrier()
     e1 = tl.minimum(s0 + sort.stretch, S) * (N * REACH)
-    if ONCE:
-        _rank_by_bits(ranges, q_pos, ranks, counts, stride_pos, sizes, sort, bg, s0, e1, N, REACH, WIDTH, SORTED)
-    else:
-        _rank_by_sorting(ranges, q_pos, ranks, counts, stride_pos, sizes, sort, bg, s0, e1, N, REACH, WIDTH, SORTED)
-
-
-@triton.jit
-def _rank_by_sorting(
-    ranges, q_pos, ranks, counts, stride_pos, sizes, sort, bg, s0, e1,
-    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr,
-):  # fmt: skip
-    """Ranks from s0's first entry to e1: those of one tile are neighbors in a chunk that is sorted, after the ones of the chunks before."""
-    NOWHERE: tl.constexpr = 2147483647
-    i = tl.arange(0, SORTED)
     for e0 in range(s0 * (N * REACH), e1, SORTED):
         tile = _tile_of(ranges, q_pos, stride_pos, sizes, e0 + i, bg, N, REACH, WIDTH)
         key = tl.sort(tl.where((tile >= 0) & (e0 + i < e1), tile * SORTED + i, NOWHERE))
@@ -138,46 +119,8 @@ def _rank_by_sorting(
         rank += tl.load(counts + tile.to(tl.int64) * sort.stretches, mask=real, other=0)
         tl.debug_barrier()  # all have read the count of their tile before its last entry writes it
         tl.store(counts + tile.to(tl.int64) * sort.stretches, rank + 1, mask=last)
-        tl.store(ranks + e0 + key % SORTED, rank, mask=real)
+        tl.store(ranks + bg.to(tl.int64) * S * (N * REACH) + e0 + key % SORTED, rank, mask=real)
         tl.debug_barrier()
-
-
-@triton.jit
-def _rank_by_bits(
-    ranges, q_pos, ranks, counts, stride_pos, sizes, sort, bg, s0, e1,
-    N: tl.constexpr, REACH: tl.constexpr, WIDTH: tl.constexpr, SORTED: tl.constexpr,
-):  # fmt: skip
-    """The same from words in place of counts: bit r of a tile's word says that row s0 + r has the tile. A rank is the number of lower bits.
-
-    Loads are volatile, as L1 may hold the words of a neighboring program from before its atomics, in the same line.
-    """
-    i = tl.arange(0, SORTED)
-    for e0 in range(s0 * (N * REACH), e1, SORTED):
-        tile = _tile_of(ranges, q_pos, stride_pos, sizes, e0 + i, bg, N, REACH, WIDTH)
-        bit = 1 << ((e0 + i) // (N * REACH) - s0)
-        tl.atomic_or(counts + tile.to(tl.int64) * sort.stretches, bit, mask=(tile >= 0) & (e0 + i < e1), sem="relaxed", scope="cta")
-    tl.debug_barrier()
-    for e0 in range(s0 * (N * REACH), e1, SORTED):
-        tile = _tile_of(ranges, q_pos, stride_pos, sizes, e0 + i, bg, N, REACH, WIDTH)
-        real = (tile >= 0) & (e0 + i < e1)
-        word = tl.load(counts + tile.to(tl.int64) * sort.stretches, mask=real, other=0, volatile=True)
-        lower = (1 << ((e0 + i) // (N * REACH) - s0)) - 1
-        tl.store(ranks + e0 + i, _bits_in(word & lower), mask=real)
-    tl.debug_barrier()
-    for t0 in range(0, sort.tiles, SORTED):
-        at = counts + (t0 + i).to(tl.int64) * sort.stretches
-        word = tl.load(at, mask=t0 + i < sort.tiles, other=0, volatile=True)
-        tl.store(at, _bits_in(word), mask=t0 + i < sort.tiles)
-
-
-@triton.jit
-def _bits_in(word):
-    """How many bits of a 32-bit word are set: sums of pairs, of fours, of bytes."""
-    x = word.to(tl.uint32, bitcast=True)
-    x -= (x >> 1) & 0x55555555
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
@@ -245,8 +188,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
     piece_list = unwritten(q, sections * -(-B * G // pairs) * pieces, dtype=torch.int64)
     ranges, q_pos = call.disjoint_ranges(), call.q_pos
     numbers = (position_strides(call), sizes(call), SortNumbers(tiles, B * G, section, stretch, stretches))
-    block = call.selection.block_size
-    rank, scatter = _sort(n, reach, width, block is not None and block % width == 0 and stretch <= WORD)
+    rank, scatter = _sort(n, reach, width)
     rank.launch(-(-S // stretch) * B * G, (ranges, q_pos, ranks, counts), numbers)
     if capacity < 2**31 and lists * stretches <= MOST_SUMMED:
         ends = unwritten(q, lists * stretches, dtype=torch.int32)
@@ -260,7 +202,7 @@ def _build(call: Call, width: int, section: int, pairs: int, piece: int, reach: 
 
 def _stretch(rows: int, entries: int, tiles: int, section: int) -> int:
     """Rows of a stretch, of `entries` entries each: enough for a table of counts that is no longer than the lists."""
-    return min(section, tile_size(max(min(WORD, SORTED // entries), -(-rows // STRETCHES), tiles // entries), 1))
+    return min(section, tile_size(max(SORTED // entries, -(-rows // STRETCHES), tiles // entries), 1))
 
 
 def plan_bytes(S: int, pairs_all: int, entries: int, tiles: int) -> int:
@@ -293,7 +235,7 @@ def _ends() -> Kernel:
 
 
 @functools.lru_cache(REMEMBERED)
-def _sort(n: int, reach: int, width: int, once: bool) -> tuple[Kernel, Kernel]:
-    """The kernels that rank and scatter. once: see `rank_kernel`."""
+def _sort(n: int, reach: int, width: int) -> tuple[Kernel, Kernel]:
+    """The kernels that rank and scatter."""
     constants = {"N": n, "REACH": reach, "WIDTH": width, "SORTED": SORTED, "num_warps": 2}
-    return Kernel(rank_kernel, **constants, ONCE=once), Kernel(scatter_kernel, **constants)
+    return Kernel(rank_kernel, **constants), Kernel(scatter_kernel, **constants)
