@@ -135,7 +135,7 @@ SPECS = (
         decodes=False,
         shares="blocks",
         tiles=HOPPER_LISTS,
-        cost_terms={"backward": ("launch", "pairs", "exact", "partials", "rows")},
+        cost_terms={"forward": _BLOCKS, "backward": ("launch", "pairs", "exact", "partials", "rows")},
     ),
     Backend(
         name="cupy-cuda",
