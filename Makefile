@@ -1,4 +1,5 @@
 # make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed; make venv is that alone
+# make test-thorough         the tests marked so: more shapes of compiled kernels, for minutes; CI runs them, `.ci/run` does not
 # make test-one-thread       with OMP_NUM_THREADS=1, the tests that set numbers of threads, compile code that has threads, or make a CPU's
 #                           products: torch itself has one thread in all tests (tests/conftest.py), so the others would do the same again
 # make docs                  the API reference, from the docstrings, in build/docs/
@@ -22,8 +23,10 @@ STAMP := .venv/.installed
 TRACE := build/trace-venv
 DOCS := build/docs
 export PIP_NO_INPUT := 1
+# Nothing is compiled when it is installed: who imports it first keeps the bytecode. Else every process of every test compiles torch again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs report derived test test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package hub-kernel need-gpu gpu-test gpu-test-full gpu-lane sanitize trace clean
+.PHONY: demo docs report derived test test-thorough test-one-thread lint venv lane-sm80 lane-sm86 lane-sm89 lane-sm90 lane-sm100 lane-sm120 package hub-kernel need-gpu gpu-test gpu-test-full gpu-lane sanitize trace clean
 
 demo: $(STAMP)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/nsa-sel demo  # threads of torch and Numba take turns: those that wait must not spin
@@ -40,8 +43,11 @@ derived: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SPREAD)
 
+test-thorough: $(STAMP)
+	$(BIN)/python -m pytest $(SPREAD) -m thorough
+
 test-one-thread: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow' -k 'not triton and not cuda and not imports' \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow and not thorough' -k 'not triton and not cuda and not imports' \
 	tests/backends/test_cpu_backends.py tests/backends/test_numba_cpu.py tests/backends/test_sdpa_packed.py tests/backends/test_sdpa_paths.py \
 	tests/core
 

@@ -20,6 +20,8 @@ from nsa_sel.telemetry import target
 from tests.helpers.interpreter import patch_interpreter
 from tests.helpers.public_calls import PINNED
 
+USUAL = "not gpu and not thorough"  # of pyproject.toml
+
 # The same examples in every run, and no folder of past ones.
 hypothesis.settings.register_profile("nsa_sel", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("nsa_sel")
@@ -40,8 +42,8 @@ def mode(markers: str, wanted: bool, gpu: bool) -> tuple[str, bool]:
     On a GPU NSA_TEST_TRITON_SEL=1 means the GPU tests and no others, as -m gpu does: one process can't run kernels there and interpret
     them too. Without a GPU it adds the GPU tests to the others, each skipped for that reason. Any other -m expression stays as it is.
     """
-    if wanted and markers == "not gpu":
-        markers = "gpu" if gpu else ""
+    if wanted and markers == USUAL:
+        markers = "gpu" if gpu else "not thorough"
     return markers, not (gpu and (wanted or markers == "gpu"))
 
 

@@ -5,6 +5,7 @@ Its window needs flash-attn, which needs a GPU: the reference's window is writte
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -18,8 +19,6 @@ from nsa_sel import compressed_attention, decisions
 from nsa_sel.compat import parallel_nsa, patch_fla
 from nsa_sel.compression import BlockMean
 
-naive = pytest.importorskip("fla.ops.nsa.naive", reason="pip install flash-linear-attention")
-
 B, S, G, h, D, BLOCK, N, WINDOW = 2, 150, 2, 3, 16, 16, 4, 24  # the last block is not whole
 SCALE = D**-0.5
 ROUNDING = 2e-6  # fla computes in float32
@@ -29,6 +28,12 @@ ROUNDING = 2e-6  # fla computes in float32
 def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the selected branch: the one that compiles nothing."""
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+
+
+@functools.cache
+def naive() -> Any:
+    """fla's plain functions, imported where a test begins: collecting the tests of other files need not wait for it."""
+    return pytest.importorskip("fla.ops.nsa.naive", reason="pip install flash-linear-attention")
 
 
 def inputs() -> list[Tensor]:
@@ -62,17 +67,17 @@ def reference(
     scale = q.shape[-1] ** -0.5
     means = [BlockMean(block_size, block_size)(x).transpose(1, 2) for x in (k, v)]
     k_cmp, v_cmp = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -(-k.shape[1] // block_size) - x.shape[1])) for x in means)
-    o = naive.naive_nsa_compression(q, k_cmp, v_cmp, block_size, scale)[0] * g_cmp.unsqueeze(-1)
-    blocks = naive.naive_nsa_topk(q, k_cmp, block_counts, block_size, scale)
-    o = o + naive.naive_nsa_selection(q, k, v, blocks, block_size, scale) * g_slc.unsqueeze(-1)
+    o = naive().naive_nsa_compression(q, k_cmp, v_cmp, block_size, scale)[0] * g_cmp.unsqueeze(-1)
+    blocks = naive().naive_nsa_topk(q, k_cmp, block_counts, block_size, scale)
+    o = o + naive().naive_nsa_selection(q, k, v, blocks, block_size, scale) * g_slc.unsqueeze(-1)
     return o if not window_size else o + near(q, k, v, window_size) * g_swa.unsqueeze(-1)
 
 
 def test_compressed_attention_and_its_blocks() -> None:
     q, k, v = (x.detach() for x in inputs()[:3])
     k_cmp, v_cmp = compressed(k), compressed(v)
-    wanted, wanted_lse = naive.naive_nsa_compression(q, k_cmp, v_cmp, BLOCK, SCALE)
-    indices = naive.naive_nsa_topk(q, k_cmp, N, BLOCK, SCALE)
+    wanted, wanted_lse = naive().naive_nsa_compression(q, k_cmp, v_cmp, BLOCK, SCALE)
+    indices = naive().naive_nsa_topk(q, k_cmp, N, BLOCK, SCALE)
     o, selection, lse = compressed_attention(
         q.view(B, S, G, h, D), k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), return_lse=True, compress_block=BLOCK, compress_stride=BLOCK,
         block_size=BLOCK, n=N,
@@ -135,7 +140,7 @@ def test_the_last_queries_over_all_keys(window: int) -> None:
 
 def test_blocks_of_the_user_replace_those_that_are_chosen() -> None:
     given = inputs()
-    blocks = naive.naive_nsa_topk(given[0], compressed(given[1]), N, BLOCK, SCALE)
+    blocks = naive().naive_nsa_topk(given[0], compressed(given[1]), N, BLOCK, SCALE)
     own = (torch.arange(S) // BLOCK).view(1, S, 1, 1).expand(B, S, G, 1)
     options: dict[str, Any] = {"block_size": BLOCK, "window_size": WINDOW}
     selected = parallel_nsa(*given[:3], None, given[4], None, block_indices=own, block_size=BLOCK)

@@ -62,11 +62,11 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return kernels
 
 
-@pytest.mark.parametrize("h", [1, 3, 4, 16])
-def test_heads(started: list[str], h: int) -> None:
+@pytest.mark.parametrize(("h", "S", "G"), [(1, 80, 2), (3, 40, 2), (4, 40, 1), (16, 12, 1)])
+def test_heads(started: list[str], h: int, S: int, G: int) -> None:
     """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
-    q, k, v = rows(h=h)
-    results(q, k, v, make_blocks(1, 80, 2, 200, 3, 64))
+    q, k, v = rows(S=S, G=G, h=h)
+    results(q, k, v, make_blocks(1, S, G, 200, 3, 64))
     assert started == KERNELS
 
 
@@ -78,6 +78,7 @@ def test_wide_heads_and_blocks_of_two_tiles(started: list[str]) -> None:
     assert started == KERNELS * 2
 
 
+@pytest.mark.parametrize("started", [BACKWARDS | EAGER], indirect=True)
 def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     """Sums over sections of rows, in registers where a list has one segment; segments of a few entries; tiles that nobody selects."""
     monkeypatch.setattr(key_to_rows, "SHORTEST", 4)

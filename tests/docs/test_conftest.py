@@ -9,21 +9,22 @@ import sys
 
 import pytest
 
-from tests.conftest import mode
+from tests.conftest import USUAL, mode
 from tests.helpers.paths import ROOT
 
 
 @pytest.mark.parametrize(
     ("markers", "wanted", "gpu", "expected"),
     [
-        ("not gpu", False, False, ("not gpu", True)),  # make test
-        ("not gpu", False, True, ("not gpu", True)),
-        ("not gpu", True, True, ("gpu", False)),  # the flag alone
-        ("not gpu", True, False, ("", True)),
+        (USUAL, False, False, (USUAL, True)),  # make test
+        (USUAL, False, True, (USUAL, True)),
+        (USUAL, True, True, ("gpu", False)),  # the flag alone
+        (USUAL, True, False, ("not thorough", True)),
+        ("thorough", False, True, ("thorough", True)),  # make test-thorough
         ("gpu and not slow", True, True, ("gpu and not slow", False)),  # make gpu-test-full
         ("gpu", False, True, ("gpu", False)),
         ("gpu", False, False, ("gpu", True)),
-        ("not gpu and not slow", False, True, ("not gpu and not slow", True)),  # make test-one-thread
+        ("not gpu and not slow", False, True, ("not gpu and not slow", True)),
     ],
 )
 def test_what_runs_and_whether_it_is_interpreted(markers: str, wanted: bool, gpu: bool, expected: tuple[str, bool]) -> None:
