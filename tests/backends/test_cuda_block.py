@@ -101,10 +101,10 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
 
 
 def test_positions_and_a_negative_scale(started: list[str]) -> None:
-    q, k, v = rows(B=2, S=12, h=8)
+    q, k, v = rows(B=2, S=12, G=1, h=8)
     q_pos = torch.randint(0, 200, (2, 12), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
-    results(q, k, v, make_blocks(2, 12, 2, 200, 3, 64), q_pos=q_pos)
-    results(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, make_blocks(2, 12, 2, 200, 3, 64))
+    results(q, k, v, make_blocks(2, 12, 1, 200, 3, 64), q_pos=q_pos)
+    results(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, make_blocks(2, 12, 1, 200, 3, 64))
     assert started == KERNELS * 2
 
 

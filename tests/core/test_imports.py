@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -143,6 +144,12 @@ def imports(nodes: Iterable[ast.AST], lazy: bool) -> Iterator[str]:
             yield from imports(ast.iter_child_nodes(node), lazy)
 
 
+@functools.cache
+def all_imports(file: Path) -> frozenset[str]:
+    """Those of a file, inside functions and for type checkers too: several tests read every file."""
+    return frozenset(imports(ast.parse(file.read_text()).body, lazy=True))
+
+
 def files_of_modules() -> dict[str, Path]:
     """Every file of the tree by its full module name: the package's, the tests' and the examples'."""
     found = {f"nsa_sel.{name}".rstrip("."): file for name, file in modules()}
@@ -155,7 +162,7 @@ def files_of_modules() -> dict[str, Path]:
 
 def imported(file: Path, names: Collection[str]) -> set[str]:
     """Those of `names` that a file imports, in function bodies and for type checkers too. `from package import module` means the module."""
-    targets = imports(ast.parse(file.read_text()).body, lazy=True)
+    targets = all_imports(file)
     return {target if target in names else target.rpartition(".")[0] for target in targets} & set(names)
 
 
@@ -202,7 +209,7 @@ def test_rooms_keep_to_themselves(room: str, forbidden: tuple[str, ...]) -> None
     own = [(name, file) for name, file in modules() if name.startswith(f"{room}.")]
     assert own
     for name, file in own:
-        for target in imports(ast.parse(file.read_text()).body, lazy=True):
+        for target in all_imports(file):
             assert not target.startswith(tuple(f"nsa_sel.{module}" for module in forbidden)), f"{name} imports {target}"
 
 
@@ -212,13 +219,13 @@ def test_doors_import_no_other_door() -> None:
         door = next((door for door in doors if name == door or name.startswith(f"{door}.")), None)
         others = tuple(f"nsa_sel.{other}." for other in doors if other != door)
         if door is not None:
-            targets = imports(ast.parse(file.read_text()).body, lazy=True)
+            targets = all_imports(file)
             assert not [target for target in targets if f"{target}.".startswith(others)], name
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_choose"])
 def test_the_oracle_shares_no_code(name: str) -> None:
-    targets = set(imports(ast.parse((ROOT / "nsa_sel" / f"{name}.py").read_text()).body, lazy=True))
+    targets = all_imports(ROOT / "nsa_sel" / f"{name}.py")
     assert not any(target.startswith("nsa_sel") for target in targets)
 
 
@@ -227,7 +234,7 @@ def test_one_import_name() -> None:
     files = every_file()
     assert Path(__file__).resolve() in files
     for file in files:
-        for target in imports(ast.parse(file.read_text()).body, lazy=True):
+        for target in all_imports(file):
             assert target.split(".")[0] not in LINKED, f"{file.relative_to(ROOT)} imports {target}; write nsa_sel.{target}"
 
 

@@ -1,4 +1,4 @@
-"""300 cases of the fuzzer here, 300 others on a GPU, and the ledger of 10,000: `python -m tests.fuzz --help`."""
+"""150 cases of the fuzzer here, 150 more by make test-thorough, 300 on a GPU, and the ledger of 10,000: `python -m tests.fuzz --help`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fuzz.generators import GPU_STEP, KINDS, ON_CPU, case, digest
 LEDGER = Path(__file__).parent / "ledger.jsonl"
 
 
-@pytest.mark.parametrize("first", range(0, 300, 10))
+@pytest.mark.parametrize("first", [*range(0, 150, 10), *(pytest.param(first, marks=pytest.mark.thorough) for first in range(150, 300, 10))])
 def test_cases_are_right_or_refused(first: int) -> None:
     """One that fails is shown by `python -m tests.fuzz --first SEED`."""
     assert run(first, 10, "cpu")["failed"] == []
