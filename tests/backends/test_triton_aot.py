@@ -23,22 +23,23 @@ def some_but(*shapes: str) -> tuple[str, ...]:
 
 
 # Targets, shapes that are compiled to machine code, and shapes of which only shared memory is asked, in a third of the time. Triton makes
-# other code for 8.x, 9.0, 10.0 and 12.0, which at times LLVM or the assembler does not take: on each, one shape that has every kernel is
-# whole. The widest needs most shared memory and registers, and 8.6, 8.9 and 12.0 have the least of it.
+# other code for 8.x, 9.0, 10.0 and 12.0, which at times LLVM or the assembler does not take: on 8.6, 9.0 and 10.0 one shape that has every
+# kernel is whole, and on 12.0 one that has every forward kernel. The widest needs most shared memory, and 8.x and 12.0 have the least.
 CASES = [
-    ("86,89", ("h3-256",), ()),
+    ("86", ("h3-256",), ()),
     ("90", ("h16", "decode-h16", "paged-16"), ()),
     ("100", ("h4-fp16",), ()),
-    ("120", ("h64-192-128",), ("h3-256",)),
+    ("120", ("decode-h16",), ("h3-256",)),
 ]
 # Then the others: on Hopper, where the kernels run, most are whole; shared memory is asked of each class of configs on each kind of GPU.
 THOROUGH = [
     ("80", ("positions-h4",), ()),
     ("86,89", ("paged-16",), some_but("h3-256", "paged-16")),
+    ("89", ("h3-256",), ()),
     ("90", some_but("h16", "decode-h16", "paged-16"), ()),
     ("90", tuple(shape for shape in REST if shape not in ("h4-fp16", "positions-h4")), ("h4-fp16", "positions-h4")),
     ("100", ("decode-h16",), ("h16", "h64-192-128")),  # as much shared memory as Hopper, where all classes are whole
-    ("120", (), ("h16", "h12-256-small")),  # decoding and pages need least, and fit 8.6's as much
+    ("120", ("h64-192-128",), ("h16", "h12-256-small")),  # decoding and pages need least, and fit 8.6's as much
 ]
 # Bytes that a thread may spill with Triton 3.9's assembler. Most configs were chosen so that nothing spills; dK and dV hold two
 # accumulators and two operands in registers, and measure faster with a pipeline and spills than without either (docs/kernels.md).
