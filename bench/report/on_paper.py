@@ -24,9 +24,9 @@ from nsa_sel.core.decision import Case as Asked
 from nsa_sel.core.decision import Decision, load_policy, make_decision
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import predict
-from nsa_sel.settings.config import settings_for, shipped_configs
+from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.devices import GPUS
-from nsa_sel.settings.prices import RESOURCES, with_own
+from nsa_sel.settings.prices import RESOURCES
 from nsa_sel.settings.schema import Settings
 
 H100 = "h100"
@@ -101,10 +101,8 @@ def h100_rows() -> list[Row]:
 
 
 def copied() -> Settings:
-    """The H100's settings with the H200's costs as they are, beside its own: what the calculation replaces."""
-    costs = settings_for(GPUS[MEASURED]).costs
-    assert costs is not None, "its profile has them"
-    return msgspec.structs.replace(settings_for(GPUS[H100]), costs=with_own(costs, shipped_configs()[f"sm90_{H100}.yaml"].costs))
+    """The H100's settings with the H200's costs as they are: what the calculation replaces."""
+    return msgspec.structs.replace(settings_for(GPUS[H100]), costs=settings_for(GPUS[MEASURED]).costs)
 
 
 def errors(rows: Sequence[Row], settings: Settings) -> dict[tuple[str, str], list[float]]:

@@ -216,16 +216,14 @@ def _resolve(device: DeviceInfo, _environment: tuple[str | None, ...]) -> Settin
     sources: dict[str, str] = {}
     layers = [*(profile.layers if profile else ()), *([(user_file, _read_user_file(user_file))] if user_file else [])]
     for name, layer in layers:
-        new, before = _values(name, layer, values), values.get("costs")
+        new = _values(name, layer, values)
         source = f"{name} (assumed)" if name == assumed else name
         sources |= {field: source for field in new if field in Runtime.__struct_fields__ or field == "costs"}
         sources |= {f"kernels.{kernel}": source for kernel in layer.kernels}
         values |= {**new, "profile": name}
         if profile and name == profile.name and assumed and layer.price_factors:
             sources["costs"] = f"calculated from data sheets and the rows of {profile.measured}"
-            assert before is not None, "a measured profile has costs"
-            costs = prices.carried_over(before, layer.price_factors, layer.tensor_ms, sources["costs"])
-            values["costs"] = prices.with_own(costs, layer.costs)
+            values["costs"] = prices.carried_over(values["costs"], layer.price_factors, layer.tensor_ms, sources["costs"])
     for flag in flags.FLAGS:
         text = os.environ.get(flag.name)
         if text is not None:

@@ -54,12 +54,3 @@ def carried_over(costs: Costs, factors: dict[str, float], tensor_ms: float, prov
         models[name] = msgspec.structs.replace(model, terms=terms)
     told = f"{provenance}; the other GPU's: {costs.provenance}"
     return msgspec.structs.replace(costs, models=models, tensor_ms=tensor_ms, provenance=told)
-
-
-def with_own(costs: Costs, own: Costs | None) -> Costs:
-    """Calculated costs, but the models that were measured on this GPU instead of, or beside, the calculated ones."""
-    if own is None:
-        return costs
-    return msgspec.structs.replace(
-        costs, models={**costs.models, **own.models}, provenance=f"{costs.provenance}; its own: {own.provenance}"
-    )

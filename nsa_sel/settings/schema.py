@@ -161,8 +161,7 @@ class ConfigFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     runtime: Runtime = Runtime()
     triton_off: TritonOff | None = None
     costs: Costs | None = None
-    # By resource: price here over the price in the costs of `assumes` (nsa_sel/settings/prices.py); `costs` beside it are measured models.
-    price_factors: dict[str, float] = {}
+    price_factors: dict[str, float] = {}  # by resource: price here over the price in the costs of `assumes` (nsa_sel/settings/prices.py)
     tensor_ms: float = 0.0  # `Costs.tensor_ms` of the calculated costs
     kernels: dict[str, KernelConfig] = {}
 

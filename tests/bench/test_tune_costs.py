@@ -124,7 +124,7 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     found = measure_costs(RUN, UNKNOWN, priced, WAYS)
     assert found is not None
     assert set(map(phase_of_name, found.models)) == PHASES
-    assert len(found.models) == 23  # six backends forward, seven backward; four decode, two of which several tokens; two that choose
+    assert len(found.models) == 24  # seven backends forward and backward, four decode, two of which several tokens; two that choose
     assert all(model.worst_error < 0.01 for name, model in found.models.items() if "token" not in name), "they fit what made the times"
     tuned.forget()
     after = explain_request(request, UNKNOWN)
@@ -134,7 +134,7 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     assert explain_request(cost_fit.request_of(random, cost_fit.sharing_of(random), False), UNKNOWN).forward == "triton-block"
     decode = explain_request(replace(SHORT, S=1), UNKNOWN)
     assert decode.forward == min(decode.predictions, key=lambda p: p.ms).backend != "sdpa-packed"
-    assert len([p for p in after.predictions if p.direction == "forward"]) == 6
+    assert len([p for p in after.predictions if p.direction == "forward"]) == 7
     name = tuned.file_of(STAMP).name
     assert after.settings.sources["costs"] == f"{after.settings.tuned}{of_profile('sm90_h200.yaml (assumed)')}"
     assert f"({after.settings.sources['costs']})" in after.rule

@@ -89,10 +89,7 @@ def test_prices_of_an_unmeasured_gpu_are_the_measured_ones_times_the_ratio_of_th
     h100, h200 = settings_for(H100).costs, settings_for(H200).costs
     assert h100 is not None
     assert h200 is not None
-    own = shipped_configs()["sm90_h100.yaml"].costs  # fitted to rows of an H100, of what no row of the H200 has
-    assert own is not None
-    assert own.models.keys() == h100.models.keys() - h200.models.keys() == {"cuda-block/backward"}
-    assert h100.models["cuda-block/backward"] == own.models["cuda-block/backward"]
+    assert h100.models.keys() == h200.models.keys()
     bandwidth = 4800 / 3350  # the GPUs differ in nothing else
     for name, model in h200.models.items():
         phase, terms = name.partition("/")[2], h100.models[name].terms
