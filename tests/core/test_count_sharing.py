@@ -283,7 +283,7 @@ def test_compiled_calls_count_when_they_run(logged: Events) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "h", "forward"),
-    [("random", 1, ("triton-block",)), ("text", 1, ("triton-tile", "cupy-cuda")), ("text", 16, ("triton-tile", "cupy-cuda"))],
+    [("random", 1, ("triton-block", "cuda-block")), ("text", 1, ("triton-tile", "cupy-cuda")), ("text", 16, ("triton-tile", "cupy-cuda"))],
 )
 def test_random_and_text_get_their_backends_on_an_h200(
     kind: str, h: int, forward: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
