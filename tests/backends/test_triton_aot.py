@@ -23,10 +23,10 @@ def some_but(*shapes: str) -> tuple[str, ...]:
 
 
 # Targets, shapes that are compiled to machine code, and shapes of which only shared memory is asked, in a third of the time. Triton makes
-# other code for 8.x, 9.0, 10.0 and 12.0, which at times LLVM or the assembler does not take: on 8.6, 9.0 and 10.0 one shape that has every
+# other code for 8.x, 9.0, 10.0 and 12.0, which at times LLVM or the assembler does not take: on 9.0 and 10.0 one shape that has every
 # kernel is whole, and on 12.0 one that has every forward kernel. The widest needs most shared memory, and 8.x and 12.0 have the least.
 CASES = [
-    ("86", ("h3-256",), ()),
+    ("86", (), ("h3-256",)),
     ("90", ("h16", "decode-h16", "paged-16"), ()),
     ("100", ("h4-fp16",), ()),
     ("120", ("decode-h16",), ("h3-256",)),
@@ -34,8 +34,7 @@ CASES = [
 # Then the others: on Hopper, where the kernels run, most are whole; shared memory is asked of each class of configs on each kind of GPU.
 THOROUGH = [
     ("80", ("positions-h4",), ()),
-    ("86,89", ("paged-16",), some_but("h3-256", "paged-16")),
-    ("89", ("h3-256",), ()),
+    ("86,89", ("paged-16", "h3-256"), some_but("h3-256", "paged-16")),
     ("90", some_but("h16", "decode-h16", "paged-16"), ()),
     ("90", tuple(shape for shape in REST if shape not in ("h4-fp16", "positions-h4")), ("h4-fp16", "positions-h4")),
     ("100", ("decode-h16",), ("h16", "h64-192-128")),  # as much shared memory as Hopper, where all classes are whole
