@@ -27,6 +27,7 @@ from nsa_sel.errors import BackendError
 
 MOST_ROWS = 64  # of a tile: one bit each, and six bits of the sorted keys
 MOST_BLOCKS = 2**31 // MOST_ROWS - 1  # the other bits
+BITS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class BlockUnion(NamedTuple):
@@ -34,7 +35,7 @@ class BlockUnion(NamedTuple):
     tile * capacity."""
 
     blocks: Tensor  # [B*G*tiles * capacity] int32
-    rows: Tensor  # [B*G*tiles * capacity] int64, bit r: row i*TQ + r selects the block
+    rows: Tensor  # [B*G*tiles * capacity], bit r: row i*TQ + r selects the block; the shortest integers with TQ bits
     counts: Tensor  # [B*G*tiles, 2] int32: blocks that are whole for every row, all blocks
     tiles: int  # of one batch entry and group
     capacity: int  # TQ * n
@@ -95,7 +96,7 @@ def _build(call: Call, TQ: int) -> BlockUnion:
         raise BackendError(f"k has {-(-S_kv // block)} blocks of {block} keys; allowed: {MOST_BLOCKS}. Remedy: use a larger block.")
     tiles = -(-S // TQ)
     blocks = unwritten(call.q, B * G * tiles * TQ * n, dtype=torch.int32)
-    rows = unwritten(call.q, B * G * tiles * TQ * n, dtype=torch.int64)
+    rows = unwritten(call.q, B * G * tiles * TQ * n, dtype=next(x for x in BITS if torch.iinfo(x).bits >= TQ))
     counts = unwritten(call.q, B * G * tiles, 2, dtype=torch.int32)
     tensors = (call.disjoint_ranges(), call.q_pos, blocks, rows, counts)
     _union(n, block, TQ).launch(B * G * tiles, tensors, (position_strides(call), sizes(call), tiles))

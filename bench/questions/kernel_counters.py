@@ -53,6 +53,8 @@ PROFILED = (
     Profiled("random-32k-h4", "bwd", "triton-block", "partial_dkdv_kernel", "block dK, dV and shares of dQ"),
     Profiled("random-32k-h16", "bwd", "cuda-block", "block_gradients", "CUDA block dK, dV and shares of dQ"),
     Profiled("random-32k-h4", "bwd", "cuda-block", "block_gradients", "CUDA block dK, dV and shares of dQ"),
+    Profiled("random-32k-h16", "fwd", "cuda-block", "block_partials", "CUDA block partials of o"),
+    Profiled("random-32k-h4", "fwd", "cuda-block", "block_partials", "CUDA block partials of o"),
     Profiled("random-32k-h4", "fwd", "triton-block", "partial_kernel", "block partials of o"),
     Profiled("random-32k-h4", "fwd", "triton-block", "join_kernel", "block join"),
     Profiled("real-8k-h16", "fwd", "cupy-cuda", "forward_tiles", "CUDA tile forward"),
