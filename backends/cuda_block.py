@@ -16,11 +16,11 @@ from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale, known
 from nsa_sel.backends._loads import lists_of
 from nsa_sel.backends._replay import kept_plan
-from nsa_sel.backends._triton.key_to_rows import KeyToRows, key_to_rows
+from nsa_sel.backends._triton.key_to_rows import KeyToRows
 from nsa_sel.backends._triton.units import Unit, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, split
+from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, sorted_entries, split
 from nsa_sel.backends.specs import HOPPER_LISTS
 from nsa_sel.core.call import Call
 
@@ -172,12 +172,22 @@ def _plan(call: Call) -> Plan:
 
 def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
     """The lists, and `begins` and `segments` of `Plan` for segments of at most so many entries."""
-    lists = key_to_rows(call, WIDTH, *sizes[:3])
-    begins, segments, _ = kept_plan(call, ("cuda-block segments",), _cut, lists.reach, *sizes[:3], segment).value
+    lists = _lists(call, *sizes[:2])
+    begins, segments = kept_plan(call, ("cuda-block segments",), _cut, *sizes[:2], segment).value
     return lists, begins, segments
 
 
-def _cut(call: Call, reach: int, section: int, pairs: int, piece: int, segment: int) -> tuple[Tensor, ...]:
-    """The lists' segments. reach: what else the lists follow from."""
-    lists = key_to_rows(call, WIDTH, section, pairs, piece)
-    return split(lists.ends.to(torch.int64), lists.stretches, segment)
+def _lists(call: Call, section: int, pairs: int) -> KeyToRows:
+    lists: KeyToRows = kept_plan(call, ("cuda-block lists",), _sort, section, pairs, call.reach(WIDTH)).value
+    return lists
+
+
+def _sort(call: Call, section: int, pairs: int, reach: int) -> KeyToRows:
+    """Lists of units of so many rows and pairs."""
+    entries, begins = sorted_entries(call, WIDTH, section)
+    return KeyToRows(entries, begins, None, WIDTH, -(-call.k.shape[2] // WIDTH), reach, 1, section, pairs, 0, 0)
+
+
+def _cut(call: Call, section: int, pairs: int, segment: int) -> tuple[Tensor, Tensor]:
+    begins = _lists(call, section, pairs).ends
+    return begins, split(begins, segment)[0]

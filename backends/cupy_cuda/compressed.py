@@ -132,4 +132,5 @@ def _build(
     tiles = len(lengths)
     first = torch.arange(tiles, device=device) * (BLOCK * rule.compress_stride) + (rule.compress_block - 1 - start)
     ends = (S - first.clamp_(0, S)).repeat(pairs).cumsum(0)
-    return KeyToRows(None, *split(ends, 1, segment), pairs * tiles, tiles, 0, 0, segment)
+    begins = torch.cat((ends.new_zeros(1), ends))
+    return KeyToRows(None, begins, *split(begins, segment), pairs * tiles, tiles, 0, segment)

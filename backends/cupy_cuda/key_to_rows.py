@@ -1,7 +1,7 @@
 """The inverse of the selection, for dk and dv: for every tile of keys the rows that selected any of them, in ascending order.
 
-A counting sort (sort_rank.cu, sum_counts.cu, sort_scatter.cu) fixes the order of every list. Long lists are split into segments
-(split_lists.cu), one CTA's work each: every row may have selected block 0. All sizes are static bounds: nothing here reads the device.
+A counting sort (kernels/sort.cuh) fixes the order of every list. Long lists are split into segments (split_lists.cu), one CTA's work each:
+every row may have selected block 0. All sizes are static bounds: nothing here reads the device.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from nsa_sel.errors import BackendError
 
 SHORTEST = 32  # entries of a segment: with fewer, loading the tile and writing its part is most of the work
 SEGMENTS_PER_SM = 4
-BYTES = 24  # that an entry needs: its rank, itself, and its share of the counts and their sums
-SORT_THREADS = 256  # of a CTA of sort_rank.cu
-MOST_CHUNKS = 4096  # CTAs of sort_rank.cu: enough for any GPU, few enough for a small table
-MOST_SUMMED = 16384  # counts that one CTA adds up: a longer table is many CTAs' work, in torch
+BYTES = 12  # that an entry needs: its tile, itself, and its share of the counts
+SORT_BLOCK = 4096  # entries that sort_scatter.cu sorts at once
 SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
 SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
 
@@ -33,13 +31,12 @@ SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
 class KeyToRows(NamedTuple):
     """The lists: `KeyToRows` and `Segment` of key_to_rows.cuh say what they hold."""
 
-    entries: Tensor | None  # [entries_per_bg * B * G] int64; unwritten past the last list's end; None: arithmetic (dkdv_groups.cu)
+    entries: Tensor | None  # [B * G * S * n * reach] int32; unwritten past the last list's end; None: arithmetic (dkdv_groups.cu)
     begins: Tensor  # [lists + 1] int64
     segments: Tensor  # [lists + 1] int64
     parts: Tensor  # [lists + 1] int64
     lists: int
     tiles: int  # of one batch entry and group
-    entries_per_bg: int
     reach: int
     segment: int  # entries, at most
 
@@ -84,48 +81,56 @@ def lists_of(call: Call, width: int) -> KeyToRows:
 
 
 def _build(call: Call, width: int, reach: int, segment: int) -> KeyToRows:
-    q, n, on = call.q, call.selection.n, call.q.get_device()
-    B, S, G = q.shape[:3]
+    B, S, G = call.q.shape[:3]
     tiles = -(-call.k.shape[2] // width)
-    entries_per_bg, lists = S * n * reach, B * G * tiles
-    capacity = B * G * entries_per_bg
+    entries, begins = sorted_entries(call, width, S)
+    return KeyToRows(entries, begins, *split(begins, segment), B * G * tiles, tiles, reach, segment)
+
+
+def sorted_entries(call: Call, width: int, section: int) -> tuple[Tensor, Tensor]:
+    """The lists for tiles of `width` keys and sections of so many rows: by sections, in each by (batch entry, group), in each by tiles.
+
+    Returns:
+        Entries [B * G * S * n * reach] int32, list after list, and [lists + 1] int64 where each list begins.
+    """
+    q, n, on, reach = call.q, call.selection.n, call.q.get_device(), call.reach(width)
+    B, S, G = q.shape[:3]
+    tiles, parts = -(-call.k.shape[2] // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
+    capacity, lists = B * G * S * n * reach, parts * tiles
+    chunk = SORT_BLOCK * -(-tiles // SORT_BLOCK)  # the counts are no longer than the lists
+    chunks = -(-min(section, S) * n * reach // chunk)
     bound = max(call.settings.workspace_bytes, 1 << 20)
-    if BYTES * capacity > bound or max(entries_per_bg, lists) >= 2**31:
+    if BYTES * capacity > bound or max(capacity, lists * chunks) >= 2**31:
         raise BackendError(
             f"the list of rows of every KV tile needs {BYTES * capacity} bytes, because any of the {n} ranges of a row may span"
             f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"
             " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
         )
-    # Rows of a chunk: enough for a table of counts that is no longer than the lists.
-    chunk = max(1, SORT_THREADS // (n * reach), -(-S * B * G // MOST_CHUNKS), -(-tiles // (n * reach)))
-    chunks = -(-S // chunk)
-    problem, sort = launch.problem(call, call.disjoint_ranges()), (entries_per_bg, reach, width, tiles, chunk, chunks)
-    ranks = unwritten(q, capacity, dtype=torch.int32)
-    counts = unwritten(q, lists * chunks, dtype=torch.int32)
-    entries = unwritten(q, capacity, dtype=torch.int64)
+    tile_of, entries = (unwritten(q, capacity, dtype=torch.int32) for _ in range(2))
+    counts = unwritten(q, lists * chunks + 1, dtype=torch.int32)
+    begins = unwritten(q, lists + 1, dtype=torch.int64)
+    finished = counts.data_ptr() + 4 * lists * chunks
+    problem = launch.problem(call, call.disjoint_ranges())
+    sort = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
+    macros = constants(**dict(SORT_MACROS), WIDTH=width)
     launch.start(
-        "sort_rank.cu", SORT_MACROS, on, B * G * chunks, SORT_THREADS, 0, *sort, *launch.pointers(ranks, counts), problem=problem
+        "sort_count.cu", macros, on, parts * chunks, 256, 0, *sort, *launch.pointers(tile_of, counts), finished, problem=problem
     )  # fmt: skip
-    if lists * chunks <= MOST_SUMMED:
-        ends = unwritten(q, lists * chunks, dtype=torch.int64)
-        launch.start("sum_counts.cu", SORT_MACROS, on, 1, 512, 0, *launch.pointers(counts, ends), lists * chunks)
-    else:
-        ends = counts.cumsum(0)
     launch.start(
-        "sort_scatter.cu", SORT_MACROS, on, -(-capacity // 256), 256, 0,
-        *sort, *launch.pointers(ranks, ends, entries), capacity, problem=problem,
+        "sum_counts.cu", SORT_MACROS, on, -(-lists // 32), 512, 0, *launch.pointers(counts, begins), finished, lists, tiles, chunks
     )  # fmt: skip
-    return KeyToRows(entries, *split(ends, chunks, segment), lists, tiles, entries_per_bg, reach, segment)
+    launch.start("sort_scatter.cu", SORT_MACROS, on, parts * chunks, 256, 0, *sort, *launch.pointers(tile_of, counts, begins, entries))
+    return entries, begins
 
 
-def split(ends: Tensor, chunks: int, segment: int) -> tuple[Tensor, Tensor, Tensor]:
-    """begins, segments and parts of `KeyToRows`, from where the `chunks` chunks of every list end, int64."""
-    lists = ends.shape[0] // chunks
-    begins, segments, parts = (unwritten(ends, lists + 1) for _ in range(3))
+def split(begins: Tensor, segment: int) -> tuple[Tensor, Tensor]:
+    """segments and parts of `KeyToRows`, from its begins."""
+    lists = begins.shape[0] - 1
+    segments, parts = (unwritten(begins, lists + 1) for _ in range(2))
     launch.start(
-        "split_lists.cu", SORT_MACROS, ends.get_device(), 1, 512, 0, *launch.pointers(ends, begins, segments, parts), lists, chunks, segment
+        "split_lists.cu", SORT_MACROS, begins.get_device(), 1, 512, 0, *launch.pointers(begins, segments, parts), lists, segment
     )  # fmt: skip
-    return begins, segments, parts
+    return segments, parts
 
 
 def key_value_gradients(call: Call, width: int, start: Callable[[int, tuple[int, ...]], None]) -> tuple[Tensor, Tensor]:

@@ -146,7 +146,7 @@ def test_a_kept_selection_builds_no_plan_again(driver: list[str], played: list[i
         passes(call, 0)
     assert len(played) == 4  # forward and backward, no lists
     assert len(driver) == sum(played)
-    assert "sort_rank.cu" not in driver
+    assert "sort_count.cu" not in driver
 
 
 def test_plans_follow_writes_into_the_ranges(driver: list[str], played: list[int]) -> None:
@@ -255,7 +255,7 @@ def test_a_selection_that_promises_no_overlaps_keeps_its_plans(driver: list[str]
     first = key_to_rows.lists_of(call, 16)
     passes(call, 0)
     assert key_to_rows.lists_of(call, 16) is first
-    assert "sort_rank.cu" not in driver
+    assert "sort_count.cu" not in driver
 
 
 def test_a_pass_within_a_pass_is_a_part_of_it(driver: list[str], played: list[int]) -> None:
@@ -278,7 +278,7 @@ def test_a_pass_within_a_pass_is_a_part_of_it(driver: list[str], played: list[in
 def cut(call: Call, number: int) -> tuple[Tensor, ...]:
     """A plan that is a plain tuple and uses another one."""
     lists = key_to_rows.lists_of(call, 16)
-    return key_to_rows.split(lists.begins, 1, number)
+    return key_to_rows.split(lists.begins, number)
 
 
 def test_a_plan_of_a_plan(driver: list[str], played: list[int]) -> None:
