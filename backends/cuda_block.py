@@ -20,7 +20,7 @@ from nsa_sel.backends._triton.key_to_rows import KeyToRows
 from nsa_sel.backends._triton.units import Unit, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, sorted_entries, split
+from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, sort
 from nsa_sel.backends.specs import HOPPER_LISTS
 from nsa_sel.core.call import Call
 
@@ -49,7 +49,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if not takes(call):
         return triton_block.forward(call)
     sizes, (macros, segment, shared), device = _sizes(call, call.reach(WIDTH)), _partials(call), call.q.get_device()
-    lists, *cuts = _cut_lists(call, sizes, segment)
+    lists, begins, of_segments, _ = _lists(call, sizes)
     segments = most_segments(sizes.pairs * sizes.section * call.selection.n * lists.reach, segment, sizes.pairs * lists.tiles)
     q, k, v = map(sm90.loadable, (call.q, call.k, call.v))
     maps, problem = sm90.listed_maps(k, v, q), launch.problem(call, call.disjoint_ranges())
@@ -57,7 +57,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     def visit(unit: Unit, part_o: Tensor, part_lse: Tensor) -> None:
         launch.start(
             "block_partials.cu", macros, device, segments, 128 * WARPGROUPS, shared, lists.entries.data_ptr(), lists.reach,
-            *launch.pointers(*cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), maps=maps, problem=problem,
+            *launch.pointers(begins, of_segments), segment, *unit.lists, *launch.pointers(part_o, part_lse), maps=maps, problem=problem,
         )  # fmt: skip
 
     return triton_block.joined_partials(call, lists, visit)
@@ -167,27 +167,20 @@ def _sizes(call: Call, reach: int) -> Sizes:
 
 def _plan(call: Call) -> Plan:
     sizes = _sizes(call, call.reach(WIDTH))
-    return Plan(*_cut_lists(call, sizes, sizes.segment), sizes.segment, sizes.parts)
+    lists, begins, _, segments = _lists(call, sizes)
+    return Plan(lists, begins, segments, sizes.segment, sizes.parts)
 
 
-def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
-    """The lists, and `begins` and `segments` of `Plan` for segments of at most so many entries."""
-    lists = _lists(call, *sizes[:2])
-    begins, segments = kept_plan(call, ("cuda-block segments",), _cut, *sizes[:2], segment).value
-    return lists, begins, segments
+def _lists(call: Call, sizes: Sizes) -> tuple[KeyToRows, Tensor, Tensor, Tensor]:
+    """The lists of both passes, `begins` of `Plan`, and `segments` of the forward and of the backward pass."""
+    reach = call.reach(WIDTH)
+    numbers = (sizes.section, _partials(call)[1], sizes.segment, reach)
+    entries, begins, *segments = kept_plan(call, ("cuda-block lists",), _sort, *numbers).value
+    # Triton's kernels read none of these lists.
+    lists = KeyToRows(entries, begins, None, WIDTH, -(-call.k.shape[2] // WIDTH), reach, 1, *sizes[:2], piece=0, pieces=0)
+    return lists, begins, *segments
 
 
-def _lists(call: Call, section: int, pairs: int) -> KeyToRows:
-    lists: KeyToRows = kept_plan(call, ("cuda-block lists",), _sort, section, pairs, call.reach(WIDTH)).value
-    return lists
-
-
-def _sort(call: Call, section: int, pairs: int, reach: int) -> KeyToRows:
-    """Lists of units of so many rows and pairs."""
-    entries, begins = sorted_entries(call, WIDTH, section)
-    return KeyToRows(entries, begins, None, WIDTH, -(-call.k.shape[2] // WIDTH), reach, 1, section, pairs, 0, 0)
-
-
-def _cut(call: Call, section: int, pairs: int, segment: int) -> tuple[Tensor, Tensor]:
-    begins = _lists(call, section, pairs).ends
-    return begins, split(begins, segment)[0]
+def _sort(call: Call, section: int, forward: int, backward: int, reach: int) -> tuple[Tensor, ...]:
+    """Lists of sections of so many rows, and segments of so many entries. reach: what else they follow from."""
+    return sort(call, WIDTH, section, ((forward, False), (backward, False)))

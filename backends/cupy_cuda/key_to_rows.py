@@ -1,7 +1,7 @@
 """The inverse of the selection, for dk and dv: for every tile of keys the rows that selected any of them, in ascending order.
 
-A counting sort (kernels/sort.cuh) fixes the order of every list. Long lists are split into segments (split_lists.cu), one CTA's work each:
-every row may have selected block 0. All sizes are static bounds: nothing here reads the device.
+A counting sort (kernels/sort.cuh) fixes the order of every list. Long lists are split into segments, one CTA's work each: every row may
+have selected block 0. All sizes are static bounds: nothing here reads the device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from nsa_sel.errors import BackendError
 SHORTEST = 32  # entries of a segment: with fewer, loading the tile and writing its part is most of the work
 SEGMENTS_PER_SM = 4
 BYTES = 12  # that an entry needs: its tile, itself, and its share of the counts
-SORT_BLOCK = 4096  # entries that sort_scatter.cu sorts at once
+SORTED = 4096  # entries that sort_scatter.cu sorts at once
 SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
 SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
+Kinds = tuple[tuple[int, bool], tuple[int, bool]]  # of segments: entries at most, and whether those of lists with one do not count
 
 
 class KeyToRows(NamedTuple):
@@ -83,21 +84,25 @@ def lists_of(call: Call, width: int) -> KeyToRows:
 def _build(call: Call, width: int, reach: int, segment: int) -> KeyToRows:
     B, S, G = call.q.shape[:3]
     tiles = -(-call.k.shape[2] // width)
-    entries, begins = sorted_entries(call, width, S)
-    return KeyToRows(entries, begins, *split(begins, segment), B * G * tiles, tiles, reach, segment)
+    return KeyToRows(*sort(call, width, S, with_parts(segment)), B * G * tiles, tiles, reach, segment)
 
 
-def sorted_entries(call: Call, width: int, section: int) -> tuple[Tensor, Tensor]:
+def with_parts(segment: int) -> Kinds:
+    """The kinds of segments that `KeyToRows` counts."""
+    return (segment, False), (segment, True)
+
+
+def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The lists for tiles of `width` keys and sections of so many rows: by sections, in each by (batch entry, group), in each by tiles.
 
     Returns:
-        Entries [B * G * S * n * reach] int32, list after list, and [lists + 1] int64 where each list begins.
+        Entries [B * G * S * n * reach] int32, list after list, and what `sum_counts` returns.
     """
     q, n, on, reach = call.q, call.selection.n, call.q.get_device(), call.reach(width)
     B, S, G = q.shape[:3]
     tiles, parts = -(-call.k.shape[2] // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
     capacity, lists = B * G * S * n * reach, parts * tiles
-    chunk = SORT_BLOCK * -(-tiles // SORT_BLOCK)  # the counts are no longer than the lists
+    chunk = SORTED * -(-tiles // SORTED)  # the counts are no longer than the lists
     chunks = -(-min(section, S) * n * reach // chunk)
     bound = max(call.settings.workspace_bytes, 1 << 20)
     if BYTES * capacity > bound or max(capacity, lists * chunks) >= 2**31:
@@ -108,29 +113,31 @@ def sorted_entries(call: Call, width: int, section: int) -> tuple[Tensor, Tensor
         )
     tile_of, entries = (unwritten(q, capacity, dtype=torch.int32) for _ in range(2))
     counts = unwritten(q, lists * chunks + 1, dtype=torch.int32)
-    begins = unwritten(q, lists + 1, dtype=torch.int64)
-    finished = counts.data_ptr() + 4 * lists * chunks
-    problem = launch.problem(call, call.disjoint_ranges())
-    sort = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
-    macros = constants(**dict(SORT_MACROS), WIDTH=width)
+    numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
+    macros, problem = constants(**dict(SORT_MACROS), WIDTH=width), launch.problem(call, call.disjoint_ranges())
+    launch.start("sort_count.cu", macros, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts), problem=problem)
+    begins, *segments = sum_counts(counts, lists, tiles, kinds)
     launch.start(
-        "sort_count.cu", macros, on, parts * chunks, 256, 0, *sort, *launch.pointers(tile_of, counts), finished, problem=problem
+        "sort_scatter.cu", SORT_MACROS, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts, begins, entries), early=True
     )  # fmt: skip
-    launch.start(
-        "sum_counts.cu", SORT_MACROS, on, -(-lists // 32), 512, 0, *launch.pointers(counts, begins), finished, lists, tiles, chunks
-    )  # fmt: skip
-    launch.start("sort_scatter.cu", SORT_MACROS, on, parts * chunks, 256, 0, *sort, *launch.pointers(tile_of, counts, begins, entries))
-    return entries, begins
+    return entries, begins, *segments
 
 
-def split(begins: Tensor, segment: int) -> tuple[Tensor, Tensor]:
-    """segments and parts of `KeyToRows`, from its begins."""
-    lists = begins.shape[0] - 1
-    segments, parts = (unwritten(begins, lists + 1) for _ in range(2))
+def sum_counts(counts: Tensor, lists: int, tiles: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor]:
+    """Where lists begin among the entries, and how many segments of each kind the lists before have: [lists + 1] int64 each.
+
+    Args:
+        counts: [lists / tiles, chunks, tiles], and a zero at the end; int32. Counts become those of the chunks before.
+        lists, tiles: how many.
+        kinds: of segments.
+    """
+    begins, first, second = (unwritten(counts, lists + 1, dtype=torch.int64) for _ in range(3))
+    (longest, several), (other_longest, other_several) = kinds
     launch.start(
-        "split_lists.cu", SORT_MACROS, begins.get_device(), 1, 512, 0, *launch.pointers(begins, segments, parts), lists, segment
+        "sum_counts.cu", SORT_MACROS, counts.get_device(), -(-lists // 32), 512, 0, *launch.pointers(counts, begins), lists, tiles,
+        (counts.shape[0] - 1) // lists, first.data_ptr(), longest, several, second.data_ptr(), other_longest, other_several, early=True,
     )  # fmt: skip
-    return segments, parts
+    return begins, first, second
 
 
 def key_value_gradients(call: Call, width: int, start: Callable[[int, tuple[int, ...]], None]) -> tuple[Tensor, Tensor]:

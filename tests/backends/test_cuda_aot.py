@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow  # in all: a compiler at work
 
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
 HOPPERS = {"forward_blocks.cu", "forward_tokens.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
-OF_LISTS = {"sort_count.cu", "sum_counts.cu", "sort_scatter.cu", "split_lists.cu"}
+OF_LISTS = {"sort_count.cu", "sum_counts.cu", "sort_scatter.cu"}
 OF_CUDA_BLOCK = {"block_partials.cu", "block_gradients.cu", "sum_sections.cu"}
 ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")} - OF_CUDA_BLOCK
 

@@ -19,6 +19,7 @@ from tests.helpers.cases import make_blocks, make_qkv, make_spans
 from tests.helpers.emulate import BACKWARDS, GPU, emulated, needs_compiler
 
 LACKING = registry.missing("cupy-cuda")
+SEGMENTS = key_to_rows.with_parts(32)
 
 
 def call_of(B: int, S: int, G: int, S_kv: int, selection: Selection, q_pos: Tensor | None = None, device: str = "cpu") -> Call:
@@ -71,7 +72,7 @@ def test_lists_hold_every_entry_of_a_tile_in_order(
 ) -> None:
     emulated(monkeypatch, mode)
     call = call_of(B, S, G, S_kv, selection())  # type: ignore[operator]
-    entries, begins = (x.tolist() for x in key_to_rows.sorted_entries(call, width, section))
+    entries, begins = (x.tolist() for x in key_to_rows.sort(call, width, section, SEGMENTS)[:2])
     expected = lists_of(call, width, section)
     assert [entries[begin:end] for begin, end in pairwise(begins)] == expected
 
@@ -81,21 +82,26 @@ def test_lists_of_rows_in_any_position(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated(monkeypatch)
     q_pos = torch.randint(0, 200, (2, 50), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     call = call_of(2, 50, 1, 200, make_blocks(2, 50, 1, 200, 3, 64), q_pos)
-    entries, begins = (x.tolist() for x in key_to_rows.sorted_entries(call, 64, 50))
+    entries, begins = (x.tolist() for x in key_to_rows.sort(call, 64, 50, SEGMENTS)[:2])
     assert [entries[begin:end] for begin, end in pairwise(begins)] == lists_of(call, 64, 50)
 
 
 @needs_compiler
-@pytest.mark.parametrize("segment", [1, 7, 4096])
-def test_segments_of_lists(monkeypatch: pytest.MonkeyPatch, segment: int) -> None:
+@pytest.mark.parametrize(("chunks", "segment"), [(1, 1), (1, 4096), (3, 7), (200, 50)])
+def test_segments_of_lists(monkeypatch: pytest.MonkeyPatch, chunks: int, segment: int) -> None:
+    """Of more lists than a CTA takes at once, or more chunks."""
     emulated(monkeypatch)
-    lengths = torch.randint(0, 30, (5000,), generator=torch.Generator().manual_seed(2))
-    begins = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    segments, parts = key_to_rows.split(begins, segment)
+    tiles, pairs = (2500, 2) if chunks < 200 else (35, 1)
+    counts = torch.randint(0, 30, (pairs, chunks, tiles), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    summed = torch.cat((counts.flatten(), torch.zeros(1, dtype=torch.int32)))
+    begins, segments, parts = key_to_rows.sum_counts(summed, pairs * tiles, tiles, key_to_rows.with_parts(segment))
+    assert torch.equal(summed[:-1].view_as(counts), counts.cumsum(1).int() - counts)
+    lengths = counts.sum(1).flatten()
+    assert torch.equal(begins.diff(), lengths)
     expected = -(-lengths // segment)
     assert torch.equal(segments.diff(), expected)
     assert torch.equal(parts.diff(), torch.where(expected > 1, expected, 0))
-    assert segments[0] == parts[0] == 0
+    assert begins[0] == segments[0] == parts[0] == 0
 
 
 @pytest.mark.gpu
@@ -110,7 +116,7 @@ def test_lists_are_those_of_triton(S: int, S_kv: int, section: int, n: int, bloc
     call = call_of(1, S, 2, S_kv, Selection.from_scores(scores, n, block, first=1, local=2, S_kv=S_kv), device="cuda")
     theirs = key_to_rows_by_triton(call, 64, section, 2, 64)
     for _ in range(3):
-        entries, begins = key_to_rows.sorted_entries(call, 64, section)
+        entries, begins, _, _ = key_to_rows.sort(call, 64, section, SEGMENTS)
         ends = theirs.ends.view(-1, theirs.stretches)[:, -1]
         assert torch.equal(begins[1:], ends.long())
         assert torch.equal(entries[: int(begins[-1])], theirs.entries[: int(begins[-1])])

@@ -2,8 +2,8 @@
 // dk and dv share.
 //
 // With bg = b * G + g, entry e of bg is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys that the range reaches.
-// List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort makes the lists (sort.cuh). split_lists.cu
-// splits long lists into segments, one CTA's work each.
+// List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort makes the lists (sort.cuh). Long ones
+// are split into segments, one CTA's work each.
 #pragma once
 #include "softmax.cuh"
 

@@ -1,6 +1,6 @@
 // A counting sort of the entries of key_to_rows.cuh into lists, in ascending order (key_to_rows.py):
 //   sort_count.cu    the tile of every entry, and how many entries each list has of each chunk
-//   sum_counts.cu    where these begin
+//   sum_counts.cu    where these begin, and the segments of every list
 //   sort_scatter.cu  the entries in their places
 //
 // A chunk is consecutive entries of one section of the rows of one bg. Lists go by sections, in each by bg, in each by tiles; so do counts,

@@ -1,15 +1,27 @@
-// Counting sort, second step: how many entries each list has of the chunks before each, in place of its count; and where lists begin.
+// Counting sort, second step: how many entries each list has of the chunks before each, in place of its count; where lists begin; and how
+// many segments come before every list. In torch this is twenty small kernels, most of whose time is the host's.
 //
 // Grid: one CTA per 32 lists, a list a lane, whose warps take a share of the chunks each. The CTA that finishes last adds up all lists.
 #include "sort.cuh"
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8;  // numbers of a thread that are loaded together
 
+struct Segments {
+    i64 *before;           // [lists + 1]: how many the lists before have
+    i64 longest, several;  // entries; 1: those of lists that have one do not count
+
+    DEVICE int of(int entries) const {
+        const u32 most = longest;
+        const int segments = static_cast<int>((static_cast<u32>(entries) + most - 1) / most);
+        return segments > several ? segments : 0;
+    }
+};
+
 struct Arguments {
-    int *counts;    // [lists / tiles, chunks, tiles]
-    i64 *begins;    // [lists + 1]
-    int *finished;  // CTAs
+    int *counts;  // [lists / tiles, chunks, tiles], then how many CTAs have finished
+    i64 *begins;  // [lists + 1]: where a list begins among the entries
     i64 lists, tiles, chunks;
+    Segments segments[2];
 };
 
 // Counts of the chunks [first, end) become sums of those before, from `before` on, where `kept`; the sum with all of them.
@@ -27,26 +39,32 @@ DEVICE int sum_chunks(int *counts, i64 tiles, u32 first, u32 end, int before, bo
     return before;
 }
 
-// begins: of every list but the first one, the number of entries of the list before. By one CTA.
-DEVICE void sum_lists(volatile i64 *begins, i64 lists) {
-    i64 before = 0;
-    if (threadIdx.x == 0) begins[0] = 0;
-    for (i64 first = 0; first < lists; first += THREADS * EACH) {
+// Prefix sums over all lists: of their entries, whose numbers `begins` holds, and of their segments. By one CTA.
+DEVICE void sum_lists(const Arguments &x) {
+    volatile i64 *begins = x.begins;  // written by other CTAs
+    i64 before[3] = {0, 0, 0};        // entries, and segments of each kind
+    if (threadIdx.x == 0) begins[0] = x.segments[0].before[0] = x.segments[1].before[0] = 0;
+    for (i64 first = 0; first < x.lists; first += THREADS * EACH) {
         const i64 at = first + threadIdx.x * EACH + 1;
-        int own[EACH], sum[1] = {0}, all[1];
+        int own[3][EACH], sums[3] = {0, 0, 0}, all[3];
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) own[i] = at + i <= lists ? static_cast<int>(begins[at + i]) : 0;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) sum[0] += own[i];
-        int end = -sum[0];
-        block_prefix_sum<THREADS>(sum, all);
-        end += sum[0];
+        for (int i = 0; i < EACH; ++i) own[0][i] = at + i <= x.lists ? static_cast<int>(begins[at + i]) : 0;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            end += own[i];
-            if (at + i <= lists) begins[at + i] = before + end;
+            for (int kind = 0; kind < 2; ++kind) own[kind + 1][i] = x.segments[kind].of(own[0][i]);
+            for (int n = 0; n < 3; ++n) sums[n] += own[n][i];
         }
-        before += all[0];
+        for (int n = 0; n < 3; ++n) before[n] -= sums[n];
+        block_prefix_sum<THREADS>(sums, all);
+        for (int n = 0; n < 3; ++n) before[n] += sums[n];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            for (int n = 0; n < 3; ++n) before[n] += own[n][i];
+            if (at + i > x.lists) continue;
+            begins[at + i] = before[0];
+            for (int kind = 0; kind < 2; ++kind) x.segments[kind].before[at + i] = before[kind + 1];
+        }
+        for (int n = 0; n < 3; ++n) before[n] += all[n] - sums[n];
     }
 }
 
@@ -68,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_counts(const __grid_co
     }
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(x.finished, 1) == static_cast<int>(gridDim.x) - 1;
+    if (threadIdx.x == 0) last = atomicAdd(x.counts + x.lists * x.chunks, 1) == static_cast<int>(gridDim.x) - 1;
     __syncthreads();
     if (!last) return;
     __threadfence();
-    sum_lists(x.begins, x.lists);
+    sum_lists(x);
 }
