@@ -1,7 +1,7 @@
 """cuda-block: triton-block, which visits every KV block by TMA and wgmma on Hopper (kernels/block_partials.cu, kernels/block_gradients.cu).
 
-Units, lists, the join of o and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`).
-Blocks are visited as tiles of 64 keys. Lists are cut into segments, as in cupy_cuda/key_to_rows.py. NaN as in triton-block.
+Units, the join of o and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`).
+Blocks are visited as tiles of 64 keys. Lists and their segments come from cupy_cuda/key_to_rows.py. NaN as in triton-block.
 """
 
 from __future__ import annotations
