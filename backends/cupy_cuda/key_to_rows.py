@@ -23,7 +23,7 @@ from nsa_sel.errors import BackendError
 SHORTEST = 32  # entries of a segment: with fewer, loading the tile and writing its part is most of the work
 SEGMENTS_PER_SM = 4
 BYTES = 12  # that an entry needs: its tile, itself, and its share of the counts
-SORTED = 4096  # entries that sort_scatter.cu sorts at once
+SORTED = 4096  # entries that sort_scatter.cu sorts at once, half of which if they are few
 SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
 SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
 Kinds = tuple[tuple[int, bool], tuple[int, bool]]  # of segments: entries at most, and whether those of lists with one do not count
@@ -102,7 +102,8 @@ def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Te
     B, S, G = q.shape[:3]
     tiles, parts = -(-call.k.shape[2] // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
     capacity, lists = B * G * S * n * reach, parts * tiles
-    chunk = SORTED * -(-tiles // SORTED)  # the counts are no longer than the lists
+    block = SORTED if capacity > SORTED * call.device.sm_count else SORTED // 2
+    chunk = block * -(-tiles // block)  # the counts are no longer than the lists
     chunks = -(-min(section, S) * n * reach // chunk)
     bound = max(call.settings.workspace_bytes, 1 << 20)
     if BYTES * capacity > bound or max(capacity, lists * chunks) >= 2**31:
@@ -114,11 +115,14 @@ def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Te
     tile_of, entries = (unwritten(q, capacity, dtype=torch.int32) for _ in range(2))
     counts = unwritten(q, lists * chunks + 1, dtype=torch.int32)
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
-    macros, problem = constants(**dict(SORT_MACROS), WIDTH=width), launch.problem(call, call.disjoint_ranges())
-    launch.start("sort_count.cu", macros, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts), problem=problem)
+    ranges = call.disjoint_ranges()
+    problem = launch.problem(call, ranges)
+    count = constants(**dict(SORT_MACROS), WIDTH=width, RANGE_BYTES=ranges.element_size())
+    scatter = constants(**dict(SORT_MACROS), EACH=block // 256)
+    launch.start("sort_count.cu", count, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts), problem=problem)
     begins, *segments = sum_counts(counts, lists, tiles, kinds)
     launch.start(
-        "sort_scatter.cu", SORT_MACROS, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts, begins, entries), early=True
+        "sort_scatter.cu", scatter, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts, begins, entries), early=True
     )  # fmt: skip
     return entries, begins, *segments
 

@@ -2,7 +2,8 @@
 //
 // Grid: one CTA per chunk (sort.cuh). Counts are in shared memory, of so many tiles at once.
 //
-//   WIDTH  keys of a tile
+//   WIDTH        keys of a tile
+//   RANGE_BYTES  of a bound of a range
 #include "sort.cuh"
 
 constexpr int THREADS = 256, TABLE = 4096, EACH = 4;  // tiles at once; entries of a thread whose ranges are loaded together
@@ -29,29 +30,35 @@ struct EntryCursor {
     }
 };
 
-// Writes the tiles of a chunk, and counts those below TABLE.
+// Writes the tiles of a chunk, and counts those below TABLE. In 32 bits: this is bound by its instructions.
 DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *table) {
-    const Problem &p = x.p;
-    const u32 n = p.n, reach = x.sort.reach, G = p.G, b = chunk.bg / G, g = chunk.bg % G;
+    Problem p = x.p;
+    p.range_bytes = RANGE_BYTES;
+    const u32 n = p.n, reach = x.sort.reach, G = p.G, b = chunk.bg / G, row_ranges = G * n;
+    const int S_kv = p.S_kv, first_position = static_cast<int>(p.S_kv - p.S);
+    const int *ranges = range_at(p, (b * p.S * p.G + chunk.bg % G) * p.n);  // of row 0
     const EntryCursor stride(n, reach, THREADS);
     EntryCursor at(n, reach, chunk.first + threadIdx.x);
     for (u32 first = chunk.first + threadIdx.x; first < chunk.end; first += EACH * THREADS) {
-        Range ranges[EACH];
+        Range own[EACH];
         u32 rows[EACH], steps[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             rows[i] = at.s, steps[i] = at.step;
-            if (first + i * THREADS < chunk.end) ranges[i] = Range(p, range_at(p, ((b * p.S + at.s) * p.G + g) * p.n + at.range));
+            if (first + i * THREADS < chunk.end) own[i] = Range(p, ranges + static_cast<u64>(at.s * row_ranges + at.range) * (RANGE_BYTES / 2));
             at.add(stride, n, reach);
         }
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            if (first + i * THREADS >= chunk.end) break;
+            const u32 e = first + i * THREADS;
+            if (e >= chunk.end) break;
+            const int limit = p.q_pos ? row_limit(p, b, rows[i]) : max(0, min(first_position + static_cast<int>(rows[i]), S_kv - 1) + 1);
             int start, end;
-            ranges[i].clamp(p, row_limit(p, b, rows[i]), start, end);
+            if (RANGE_BYTES == 4) clamp_bounds(own[i].begin.low, own[i].stop.low, limit, start, end);
+            else own[i].clamp(p, limit, start, end);
             u32 tile = static_cast<u32>(start) / WIDTH + steps[i];
             if (end <= start || tile > static_cast<u32>(end - 1) / WIDTH) tile = ~0u;
-            tiles[first + i * THREADS] = static_cast<int>(tile);
+            tiles[e] = static_cast<int>(tile);
             if (tile < TABLE) atomicAdd(table + tile, 1);
         }
     }

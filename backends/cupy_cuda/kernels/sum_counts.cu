@@ -4,7 +4,7 @@
 // Grid: one CTA per 32 lists, a list a lane, whose warps take a share of the chunks each. The CTA that finishes last adds up all lists.
 #include "sort.cuh"
 
-constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8;  // numbers of a thread that are loaded together
+constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8, LISTS = 4;  // counts of a thread, lists of a thread, that are loaded together
 
 struct Segments {
     i64 *before;           // [lists + 1]: how many the lists before have
@@ -39,32 +39,40 @@ DEVICE int sum_chunks(int *counts, i64 tiles, u32 first, u32 end, int before, bo
     return before;
 }
 
-// Prefix sums over all lists: of their entries, whose numbers `begins` holds, and of their segments. By one CTA.
+// Prefix sums over all lists: of their entries, whose numbers `begins` holds, and of their segments. By one CTA, whose warps take 32 * LISTS
+// adjacent lists each.
 DEVICE void sum_lists(const Arguments &x) {
-    volatile i64 *begins = x.begins;  // written by other CTAs
-    i64 before[3] = {0, 0, 0};        // entries, and segments of each kind
-    if (threadIdx.x == 0) begins[0] = x.segments[0].before[0] = x.segments[1].before[0] = 0;
-    for (i64 first = 0; first < x.lists; first += THREADS * EACH) {
-        const i64 at = first + threadIdx.x * EACH + 1;
-        int own[3][EACH], sums[3] = {0, 0, 0}, all[3];
+    __shared__ int warps[3][WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    volatile i64 *begins = x.begins;                            // written by other CTAs
+    i64 *to[3] = {x.begins, x.segments[0].before, x.segments[1].before}, before[3] = {0, 0, 0};
+    if (threadIdx.x == 0) to[0][0] = to[1][0] = to[2][0] = 0;
+    for (i64 first = 0; first < x.lists; first += THREADS * LISTS) {
+        const i64 at = first + warp * (32 * LISTS) + lane + 1;
+        int own[LISTS], upto[3][LISTS], sum[3] = {0, 0, 0};
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) own[0][i] = at + i <= x.lists ? static_cast<int>(begins[at + i]) : 0;
+        for (int i = 0; i < LISTS; ++i) own[i] = at + 32 * i <= x.lists ? static_cast<int>(begins[at + 32 * i]) : 0;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            for (int kind = 0; kind < 2; ++kind) own[kind + 1][i] = x.segments[kind].of(own[0][i]);
-            for (int n = 0; n < 3; ++n) sums[n] += own[n][i];
+        for (int i = 0; i < LISTS; ++i)
+#pragma unroll
+            for (int n = 0; n < 3; ++n) {
+                upto[n][i] = sum[n] + warp_prefix_sum(n ? x.segments[n - 1].of(own[i]) : own[i]);
+                sum[n] = __shfl_sync(ALL_LANES, upto[n][i], 31);
+            }
+        for (int n = 0; n < 3; ++n) warps[n][warp] = sum[n];
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < 3; ++n) {
+            i64 start = before[n];
+            for (int i = 0; i < WARPS; ++i) {
+                if (i < warp) start += warps[n][i];
+                before[n] += warps[n][i];
+            }
+#pragma unroll
+            for (int i = 0; i < LISTS; ++i)
+                if (at + 32 * i <= x.lists) to[n][at + 32 * i] = start + upto[n][i];
         }
-        for (int n = 0; n < 3; ++n) before[n] -= sums[n];
-        block_prefix_sum<THREADS>(sums, all);
-        for (int n = 0; n < 3; ++n) before[n] += sums[n];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            for (int n = 0; n < 3; ++n) before[n] += own[n][i];
-            if (at + i > x.lists) continue;
-            begins[at + i] = before[0];
-            for (int kind = 0; kind < 2; ++kind) x.segments[kind].before[at + i] = before[kind + 1];
-        }
-        for (int n = 0; n < 3; ++n) before[n] += all[n] - sums[n];
+        __syncthreads();  // all have read the warps' sums
     }
 }
 

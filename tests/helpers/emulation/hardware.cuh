@@ -308,14 +308,10 @@ DEVICE u32 __match_any_sync(u32, int x) {
 }
 DEVICE int __popc(u32 x) { return __builtin_popcount(x); }
 DEVICE int __ffs(u32 x) { return __builtin_ffs(static_cast<int>(x)); }
-DEVICE int atomicAdd(int *at, int x) {
-    int old = *at;
+template <class T>
+DEVICE T atomicAdd(T *at, T x) {
+    T old = *at;
     *at += x;
-    return old;
-}
-DEVICE u32 atomicOr(u32 *at, u32 bits) {
-    u32 old = *at;
-    *at |= bits;
     return old;
 }
 DEVICE unsigned long long atomicOr(unsigned long long *at, unsigned long long bits) {
