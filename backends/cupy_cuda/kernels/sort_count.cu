@@ -6,6 +6,11 @@
 //   RANGE_BYTES  of a bound of a range
 #include "sort.cuh"
 
+#if RANGE_BYTES == 4
+typedef int Bound;
+#else
+typedef i64 Bound;
+#endif
 constexpr int THREADS = 256, TABLE = 4096, EACH = 4;  // tiles at once; entries of a thread whose ranges are loaded together
 
 struct Arguments {
@@ -32,20 +37,22 @@ struct EntryCursor {
 
 // Writes the tiles of a chunk, and counts those below TABLE. In 32 bits: this is bound by its instructions.
 DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *table) {
-    Problem p = x.p;
-    p.range_bytes = RANGE_BYTES;
+    const Problem &p = x.p;
     const u32 n = p.n, reach = x.sort.reach, G = p.G, b = chunk.bg / G, row_ranges = G * n;
     const int S_kv = p.S_kv, first_position = static_cast<int>(p.S_kv - p.S);
-    const int *ranges = range_at(p, (b * p.S * p.G + chunk.bg % G) * p.n);  // of row 0
+    const Bound *ranges = reinterpret_cast<const Bound *>(p.ranges) + 2 * (b * p.S * G + chunk.bg % G) * p.n;  // of row 0
     const EntryCursor stride(n, reach, THREADS);
     EntryCursor at(n, reach, chunk.first + threadIdx.x);
     for (u32 first = chunk.first + threadIdx.x; first < chunk.end; first += EACH * THREADS) {
-        Range own[EACH];
+        Bound begins[EACH], stops[EACH];
         u32 rows[EACH], steps[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             rows[i] = at.s, steps[i] = at.step;
-            if (first + i * THREADS < chunk.end) own[i] = Range(p, ranges + static_cast<u64>(at.s * row_ranges + at.range) * (RANGE_BYTES / 2));
+            const Bound *range = ranges + static_cast<u64>(at.s * row_ranges + at.range) * 2;
+            const bool exists = first + i * THREADS < chunk.end;
+            begins[i] = exists ? range[0] : 0;
+            stops[i] = exists ? range[1] : 0;
             at.add(stride, n, reach);
         }
 #pragma unroll
@@ -54,8 +61,7 @@ DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *
             if (e >= chunk.end) break;
             const int limit = p.q_pos ? row_limit(p, b, rows[i]) : max(0, min(first_position + static_cast<int>(rows[i]), S_kv - 1) + 1);
             int start, end;
-            if (RANGE_BYTES == 4) clamp_bounds(own[i].begin.low, own[i].stop.low, limit, start, end);
-            else own[i].clamp(p, limit, start, end);
+            clamp_bounds(begins[i], stops[i], limit, start, end);
             u32 tile = static_cast<u32>(start) / WIDTH + steps[i];
             if (end <= start || tile > static_cast<u32>(end - 1) / WIDTH) tile = ~0u;
             tiles[e] = static_cast<int>(tile);
