@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import arithmetic, sm90
 from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK, Arithmetic
-from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, sum_counts, with_parts, write_gradients
+from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, published, sum_counts, with_parts, write_gradients
 from nsa_sel.core.call import capturing
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
@@ -131,5 +131,5 @@ def _build(
     """The lists of all tiles, made on the device in its stream `stream`, without waiting."""
     tiles = len(lengths)
     first = torch.arange(tiles, device=device, dtype=torch.int32) * (BLOCK * rule.compress_stride) + (rule.compress_block - 1 - start)
-    counts = torch.cat(((S - first.clamp_(0, S)).repeat(pairs), first.new_zeros(1)))
-    return KeyToRows(None, *sum_counts(counts, pairs * tiles, tiles, with_parts(segment)), pairs * tiles, tiles, 0, segment)
+    counts = torch.cat(((S - first.clamp_(0, S)).repeat(pairs), first.new_zeros(published(pairs * tiles))))
+    return KeyToRows(None, *sum_counts(counts, pairs * tiles, tiles, 1, with_parts(segment)), pairs * tiles, tiles, 0, segment)

@@ -113,33 +113,41 @@ def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Te
             " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
         )
     tile_of, entries = (unwritten(q, capacity, dtype=torch.int32) for _ in range(2))
-    counts = unwritten(q, lists * chunks + 1, dtype=torch.int32)
+    counts = unwritten(q, lists * chunks + published(lists), dtype=torch.int32)
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
     ranges = call.disjoint_ranges()
     problem = launch.problem(call, ranges)
     count = constants(**dict(SORT_MACROS), WIDTH=width, RANGE_BYTES=ranges.element_size())
     scatter = constants(**dict(SORT_MACROS), EACH=block // 256)
-    launch.start("sort_count.cu", count, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts), problem=problem)
-    begins, *segments = sum_counts(counts, lists, tiles, kinds)
+    launch.start(
+        "sort_count.cu", count, on, parts * chunks, 256, 0,
+        *numbers, *launch.pointers(tile_of, counts), published(lists) // 4, problem=problem,
+    )  # fmt: skip
+    begins, *segments = sum_counts(counts, lists, tiles, chunks, kinds)
     launch.start(
         "sort_scatter.cu", scatter, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts, begins, entries), early=True
     )  # fmt: skip
     return entries, begins, *segments
 
 
-def sum_counts(counts: Tensor, lists: int, tiles: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor]:
+def published(lists: int) -> int:
+    """Numbers that CTAs of sum_counts.cu publish, beside their counts: four for each 32 lists."""
+    return 4 * -(-lists // 32)
+
+
+def sum_counts(counts: Tensor, lists: int, tiles: int, chunks: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor]:
     """Where lists begin among the entries, and how many segments of each kind the lists before have: [lists + 1] int64 each.
 
     Args:
-        counts: [lists / tiles, chunks, tiles], and a zero at the end; int32. Counts become those of the chunks before.
-        lists, tiles: how many.
+        counts: [lists / tiles, chunks, tiles], and `published(lists)` zeros; int32. Counts become those of the chunks before.
+        lists, tiles, chunks: how many.
         kinds: of segments.
     """
     begins, first, second = (unwritten(counts, lists + 1, dtype=torch.int64) for _ in range(3))
     (longest, several), (other_longest, other_several) = kinds
     launch.start(
-        "sum_counts.cu", SORT_MACROS, counts.get_device(), -(-lists // 32), 512, 0, *launch.pointers(counts, begins), lists, tiles,
-        (counts.shape[0] - 1) // lists, first.data_ptr(), longest, several, second.data_ptr(), other_longest, other_several, early=True,
+        "sum_counts.cu", SORT_MACROS, counts.get_device(), -(-lists // 32), 512, 0, *launch.pointers(counts, begins), lists, tiles, chunks,
+        first.data_ptr(), longest, several, second.data_ptr(), other_longest, other_several, early=True,
     )  # fmt: skip
     return begins, first, second
 

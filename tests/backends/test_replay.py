@@ -277,8 +277,8 @@ def test_a_pass_within_a_pass_is_a_part_of_it(driver: list[str], played: list[in
 
 def cut(call: Call, number: int) -> tuple[Tensor, ...]:
     """A plan that is a plain tuple and uses another one."""
-    counts = key_to_rows.lists_of(call, 16).begins[: number + 1]  # whose 32-bit words are taken as counts, and a high one as the zero
-    return key_to_rows.sum_counts(counts, number, number, key_to_rows.with_parts(1))
+    begins = key_to_rows.lists_of(call, 16).begins  # whose 32-bit words are taken as counts
+    return key_to_rows.sum_counts(begins, number, number, 1, key_to_rows.with_parts(1))
 
 
 def test_a_plan_of_a_plan(driver: list[str], played: list[int]) -> None:

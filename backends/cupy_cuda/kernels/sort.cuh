@@ -28,3 +28,8 @@ struct Chunk {
         list = static_cast<i64>(part) * sort.tiles;
     }
 };
+
+// What a CTA of sum_counts.cu tells those after it. Such records follow the counts.
+struct Published {
+    int sums[3], ready;
+};

@@ -17,7 +17,8 @@ struct Arguments {
     Problem p;
     Sort sort;
     int *tiles;   // [B*G, entries_per_bg]; -1 if the range does not reach that far, or the row may not see it
-    int *counts;  // [sections * B*G, chunks, tiles], then how many CTAs of sum_counts.cu have finished
+    int *counts;  // [sections * B*G, chunks, tiles], then what CTAs of sum_counts.cu publish
+    i64 published;  // CTAs
 };
 
 // Entry e = (s * n + range) * reach + step, and from there THREADS entries on, without dividing again.
@@ -75,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_count(const __grid_co
     wait_for_stream();
     const Chunk chunk(x.sort, blockIdx.x);
     int *tiles = x.tiles + chunk.bg * x.sort.entries_per_bg;
-    if (blockIdx.x == 0 && threadIdx.x == 0) x.counts[gridDim.x * x.sort.tiles] = 0;
+    Published *published = reinterpret_cast<Published *>(x.counts + gridDim.x * x.sort.tiles);
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < x.published; i += gridDim.x * THREADS) published[i].ready = 0;
     for (u32 tile0 = 0; tile0 < x.sort.tiles; tile0 += TABLE) {
         const u32 in_table = min(static_cast<u32>(TABLE), static_cast<u32>(x.sort.tiles) - tile0);
         for (u32 i = threadIdx.x; i < in_table; i += THREADS) table[i] = 0;

@@ -1,10 +1,11 @@
 // Counting sort, second step: how many entries each list has of the chunks before each, in place of its count; where lists begin; and how
 // many segments come before every list. In torch this is twenty small kernels, most of whose time is the host's.
 //
-// Grid: one CTA per 32 lists, a list a lane, whose warps take a share of the chunks each. The CTA that finishes last adds up all lists.
+// Grid: one CTA per 32 lists, a list a lane, whose warps take a share of the chunks each. CTAs publish the sums of their lists, and add up
+// those of all CTAs before them, which have started earlier and wait for none after them.
 #include "sort.cuh"
 
-constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8, LISTS = 4;  // counts of a thread, lists of a thread, that are loaded together
+constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8;  // counts of a thread that are loaded together
 
 struct Segments {
     i64 *before;           // [lists + 1]: how many the lists before have
@@ -18,7 +19,7 @@ struct Segments {
 };
 
 struct Arguments {
-    int *counts;  // [lists / tiles, chunks, tiles], then how many CTAs have finished
+    int *counts;  // [lists / tiles, chunks, tiles], then what CTAs publish
     i64 *begins;  // [lists + 1]: where a list begins among the entries
     i64 lists, tiles, chunks;
     Segments segments[2];
@@ -39,64 +40,45 @@ DEVICE int sum_chunks(int *counts, i64 tiles, u32 first, u32 end, int before, bo
     return before;
 }
 
-// Prefix sums over all lists: of their entries, whose numbers `begins` holds, and of their segments. By one CTA, whose warps take 32 * LISTS
-// adjacent lists each.
-DEVICE void sum_lists(const Arguments &x) {
-    __shared__ int warps[3][WARPS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    volatile i64 *begins = x.begins;                            // written by other CTAs
-    i64 *to[3] = {x.begins, x.segments[0].before, x.segments[1].before}, before[3] = {0, 0, 0};
-    if (threadIdx.x == 0) to[0][0] = to[1][0] = to[2][0] = 0;
-    for (i64 first = 0; first < x.lists; first += THREADS * LISTS) {
-        const i64 at = first + warp * (32 * LISTS) + lane + 1;
-        int own[LISTS], upto[3][LISTS], sum[3] = {0, 0, 0};
-#pragma unroll
-        for (int i = 0; i < LISTS; ++i) own[i] = at + 32 * i <= x.lists ? static_cast<int>(begins[at + 32 * i]) : 0;
-#pragma unroll
-        for (int i = 0; i < LISTS; ++i)
-#pragma unroll
-            for (int n = 0; n < 3; ++n) {
-                upto[n][i] = sum[n] + warp_prefix_sum(n ? x.segments[n - 1].of(own[i]) : own[i]);
-                sum[n] = __shfl_sync(ALL_LANES, upto[n][i], 31);
-            }
-        for (int n = 0; n < 3; ++n) warps[n][warp] = sum[n];
-        __syncthreads();
-#pragma unroll
-        for (int n = 0; n < 3; ++n) {
-            i64 start = before[n];
-            for (int i = 0; i < WARPS; ++i) {
-                if (i < warp) start += warps[n][i];
-                before[n] += warps[n][i];
-            }
-#pragma unroll
-            for (int i = 0; i < LISTS; ++i)
-                if (at + 32 * i <= x.lists) to[n][at + 32 * i] = start + upto[n][i];
-        }
-        __syncthreads();  // all have read the warps' sums
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) sum_counts(const __grid_constant__ Arguments x) {
-    __shared__ int sums[WARPS][32];
-    __shared__ bool last;
+    __shared__ int shares[WARPS][32];
+    __shared__ i64 others[3][WARPS];
     wait_for_stream();
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, list = blockIdx.x * 32 + lane, tiles = x.tiles, chunks = x.chunks;
     const u32 share = (chunks + WARPS - 1) / WARPS, first = min(warp * share, chunks), end = min(first + share, chunks);
     int *counts = x.counts + static_cast<i64>(list / tiles) * chunks * tiles + list % tiles;
     const bool exists = list < x.lists;
-    sums[warp][lane] = exists ? sum_chunks(counts, tiles, first, end, 0, false) : 0;
+    shares[warp][lane] = exists ? sum_chunks(counts, tiles, first, end, 0, false) : 0;
     __syncthreads();
-    int before = 0;
-    for (u32 i = 0; i < warp; ++i) before += sums[i][lane];
-    if (exists) {
-        before = sum_chunks(counts, tiles, first, end, before, true);
-        if (warp == WARPS - 1) x.begins[list + 1] = before;
+    int before = 0, upto[3];  // entries, and segments of each kind
+    for (u32 i = 0; i < warp; ++i) before += shares[i][lane];
+    volatile Published *published = reinterpret_cast<volatile Published *>(x.counts + x.lists * chunks);
+    if (warp == WARPS - 1) {
+        const int entries = before + shares[warp][lane];
+        for (int n = 0; n < 3; ++n) {
+            upto[n] = warp_prefix_sum(n ? x.segments[n - 1].of(entries) : entries);
+            if (lane == 31) published[blockIdx.x].sums[n] = upto[n];
+        }
+        __threadfence();
+        if (lane == 31) published[blockIdx.x].ready = 1;
     }
-    __threadfence();
+    if (exists) sum_chunks(counts, tiles, first, end, before, true);
+    i64 sums[3] = {0, 0, 0};
+    for (u32 cta = threadIdx.x; cta < blockIdx.x; cta += THREADS) {
+        while (!published[cta].ready) {}
+        __threadfence();
+        for (int n = 0; n < 3; ++n) sums[n] += published[cta].sums[n];
+    }
+    for (int n = 0; n < 3; ++n) {
+        for (int far = 16; far > 0; far /= 2) sums[n] += __shfl_xor_sync(ALL_LANES, sums[n], far);
+        others[n][warp] = sums[n];
+    }
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(x.counts + x.lists * x.chunks, 1) == static_cast<int>(gridDim.x) - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    sum_lists(x);
+    if (warp != WARPS - 1) return;
+    for (int n = 0; n < 3; ++n) {
+        i64 *to = n ? x.segments[n - 1].before : x.begins, sum = upto[n];
+        for (int i = 0; i < WARPS; ++i) sum += others[n][i];
+        if (exists) to[list + 1] = sum;
+        if (list == 0) to[0] = 0;
+    }
 }
