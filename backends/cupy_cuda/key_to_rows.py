@@ -123,11 +123,11 @@ def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Te
         "sort_count.cu", count, on, parts * chunks, 256, 0,
         *numbers, *launch.pointers(tile_of, counts), published(lists) // 4, problem=problem,
     )  # fmt: skip
-    begins, *segments = sum_counts(counts, lists, tiles, chunks, kinds)
+    begins, first, second = sum_counts(counts, lists, tiles, chunks, kinds)
     launch.start(
         "sort_scatter.cu", scatter, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts, begins, entries), early=True
     )  # fmt: skip
-    return entries, begins, *segments
+    return entries, begins, first, second
 
 
 def published(lists: int) -> int:

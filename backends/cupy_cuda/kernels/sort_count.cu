@@ -71,7 +71,7 @@ DEVICE void find_tiles(const Arguments &x, const Chunk &chunk, int *tiles, int *
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sort_count(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS, 5) sort_count(const __grid_constant__ Arguments x) {
     __shared__ int table[TABLE];
     wait_for_stream();
     const Chunk chunk(x.sort, blockIdx.x);
