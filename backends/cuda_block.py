@@ -49,7 +49,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if not takes(call):
         return triton_block.forward(call)
     sizes, (macros, segment, shared), device = _sizes(call, call.reach(WIDTH)), _partials(call), call.q.get_device()
-    lists, begins, of_segments, _ = _lists(call, sizes)
+    lists, *cuts = _cut_lists(call, sizes, segment)
     segments = most_segments(sizes.pairs * sizes.section * call.selection.n * lists.reach, segment, sizes.pairs * lists.tiles)
     q, k, v = map(sm90.loadable, (call.q, call.k, call.v))
     maps, problem = sm90.listed_maps(k, v, q), launch.problem(call, call.disjoint_ranges())
@@ -57,7 +57,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     def visit(unit: Unit, part_o: Tensor, part_lse: Tensor) -> None:
         launch.start(
             "block_partials.cu", macros, device, segments, 128 * WARPGROUPS, shared, lists.entries.data_ptr(), lists.reach,
-            *launch.pointers(begins, of_segments), segment, *unit.lists, *launch.pointers(part_o, part_lse), maps=maps, problem=problem,
+            *launch.pointers(*cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), maps=maps, problem=problem,
         )  # fmt: skip
 
     return triton_block.joined_partials(call, lists, visit)
@@ -167,18 +167,17 @@ def _sizes(call: Call, reach: int) -> Sizes:
 
 def _plan(call: Call) -> Plan:
     sizes = _sizes(call, call.reach(WIDTH))
-    lists, begins, _, segments = _lists(call, sizes)
-    return Plan(lists, begins, segments, sizes.segment, sizes.parts)
+    return Plan(*_cut_lists(call, sizes, sizes.segment), sizes.segment, sizes.parts)
 
 
-def _lists(call: Call, sizes: Sizes) -> tuple[KeyToRows, Tensor, Tensor, Tensor]:
-    """The lists of both passes, `begins` of `Plan`, and `segments` of the forward and of the backward pass."""
-    reach = call.reach(WIDTH)
-    numbers = (sizes.section, _partials(call)[1], sizes.segment, reach)
+def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
+    """The lists of both passes, and `begins` and `segments` of `Plan` for one's segments of at most so many entries."""
+    reach, forward = call.reach(WIDTH), _partials(call)[1]
+    numbers = (sizes.section, forward, sizes.segment, reach)
     entries, begins, *segments = kept_plan(call, ("cuda-block lists",), _sort, *numbers).value
     # Triton's kernels read none of these lists.
     lists = KeyToRows(entries, begins, None, WIDTH, -(-call.k.shape[2] // WIDTH), reach, 1, *sizes[:2], piece=0, pieces=0)
-    return lists, begins, *segments
+    return lists, begins, segments[segment != forward]
 
 
 def _sort(call: Call, section: int, forward: int, backward: int, reach: int) -> tuple[Tensor, ...]:
