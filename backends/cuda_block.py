@@ -1,7 +1,7 @@
 """cuda-block: triton-block, which visits every KV block by TMA and wgmma on Hopper (kernels/block_partials.cu, kernels/block_gradients.cu).
 
-Units, lists, the join of o and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`).
-Blocks are visited as tiles of 64 keys. Lists are cut into segments, as in cupy_cuda/key_to_rows.py. NaN as in triton-block.
+Units, the join of o and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`).
+Blocks are visited as tiles of 64 keys. Lists and their segments come from cupy_cuda/key_to_rows.py. NaN as in triton-block.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale, known
 from nsa_sel.backends._loads import lists_of
 from nsa_sel.backends._replay import kept_plan
-from nsa_sel.backends._triton.key_to_rows import KeyToRows, key_to_rows
+from nsa_sel.backends._triton.key_to_rows import KeyToRows
 from nsa_sel.backends._triton.units import Unit, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, split
+from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, sort
 from nsa_sel.backends.specs import HOPPER_LISTS
 from nsa_sel.core.call import Call
 
@@ -171,13 +171,15 @@ def _plan(call: Call) -> Plan:
 
 
 def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
-    """The lists, and `begins` and `segments` of `Plan` for segments of at most so many entries."""
-    lists = key_to_rows(call, WIDTH, *sizes[:3])
-    begins, segments, _ = kept_plan(call, ("cuda-block segments",), _cut, lists.reach, *sizes[:3], segment).value
-    return lists, begins, segments
+    """The lists of both passes, and `begins` and `segments` of `Plan` for one's segments of at most so many entries."""
+    reach, forward = call.reach(WIDTH), _partials(call)[1]
+    numbers = (sizes.section, forward, sizes.segment, reach)
+    entries, begins, *segments = kept_plan(call, ("cuda-block lists",), _sort, *numbers).value
+    # Triton's kernels read none of these lists.
+    lists = KeyToRows(entries, begins, None, WIDTH, -(-call.k.shape[2] // WIDTH), reach, 1, *sizes[:2], piece=0, pieces=0)
+    return lists, begins, segments[segment != forward]
 
 
-def _cut(call: Call, reach: int, section: int, pairs: int, piece: int, segment: int) -> tuple[Tensor, ...]:
-    """The lists' segments. reach: what else the lists follow from."""
-    lists = key_to_rows(call, WIDTH, section, pairs, piece)
-    return split(lists.ends.to(torch.int64), lists.stretches, segment)
+def _sort(call: Call, section: int, forward: int, backward: int, reach: int) -> tuple[Tensor, ...]:
+    """Lists of sections of so many rows, and segments of so many entries. reach: what else they follow from."""
+    return sort(call, WIDTH, section, ((forward, False), (backward, False)))

@@ -44,7 +44,7 @@ class KeyToRows(NamedTuple):
 
     entries: Tensor  # [capacity] int32, list after list
     ends: Tensor  # [lists * stretches]: entries up to the end of each list's share of a stretch
-    piece_list: Tensor  # [units * pieces]: the list in which a unit's piece begins
+    piece_list: Tensor | None  # [units * pieces]: the list in which a unit's piece begins; None: cuda-block's, which has no pieces
     width: int  # keys per tile
     tiles: int  # KV tiles of one batch entry and group
     reach: int  # the most tiles that one range may meet

@@ -54,7 +54,7 @@ class Unit(NamedTuple):
 
     rows: UnitRows
     lists: UnitLists
-    piece_list: Tensor  # the list in which each piece begins
+    piece_list: Tensor | None  # the list in which each piece begins
 
 
 def units(call: Call, plan: KeyToRows) -> Iterator[Unit]:
@@ -62,7 +62,9 @@ def units(call: Call, plan: KeyToRows) -> Iterator[Unit]:
     B, S, G = call.q.shape[:3]
     places = _places(S, B * G, plan.tiles, plan.stretches, plan.section, plan.pairs, plan.piece)
     for rows, lists, number in places:
-        pieces = plan.piece_list if len(places) == 1 else plan.piece_list[number * plan.pieces : (number + 1) * plan.pieces]
+        pieces = plan.piece_list
+        if pieces is not None and len(places) > 1:
+            pieces = pieces[number * plan.pieces : (number + 1) * plan.pieces]
         yield Unit(rows, lists, pieces)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa_sel.backends.cupy_cuda import arithmetic, sm90
 from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK, Arithmetic
-from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, split, write_gradients
+from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, published, sum_counts, with_parts, write_gradients
 from nsa_sel.core.call import capturing
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
@@ -130,6 +130,6 @@ def _build(
 ) -> KeyToRows:  # fmt: skip
     """The lists of all tiles, made on the device in its stream `stream`, without waiting."""
     tiles = len(lengths)
-    first = torch.arange(tiles, device=device) * (BLOCK * rule.compress_stride) + (rule.compress_block - 1 - start)
-    ends = (S - first.clamp_(0, S)).repeat(pairs).cumsum(0)
-    return KeyToRows(None, *split(ends, 1, segment), pairs * tiles, tiles, 0, 0, segment)
+    first = torch.arange(tiles, device=device, dtype=torch.int32) * (BLOCK * rule.compress_stride) + (rule.compress_block - 1 - start)
+    counts = torch.cat(((S - first.clamp_(0, S)).repeat(pairs), first.new_zeros(published(pairs * tiles))))
+    return KeyToRows(None, *sum_counts(counts, pairs * tiles, tiles, 1, with_parts(segment)), pairs * tiles, tiles, 0, segment)

@@ -1,7 +1,7 @@
 """The inverse of the selection, for dk and dv: for every tile of keys the rows that selected any of them, in ascending order.
 
-A counting sort (sort_rank.cu, sum_counts.cu, sort_scatter.cu) fixes the order of every list. Long lists are split into segments
-(split_lists.cu), one CTA's work each: every row may have selected block 0. All sizes are static bounds: nothing here reads the device.
+A counting sort (kernels/sort.cuh) fixes the order of every list. Long lists are split into segments, one CTA's work each: every row may
+have selected block 0. All sizes are static bounds: nothing here reads the device.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from nsa_sel.errors import BackendError
 
 SHORTEST = 32  # entries of a segment: with fewer, loading the tile and writing its part is most of the work
 SEGMENTS_PER_SM = 4
-BYTES = 24  # that an entry needs: its rank, itself, and its share of the counts and their sums
-SORT_THREADS = 256  # of a CTA of sort_rank.cu
-MOST_CHUNKS = 4096  # CTAs of sort_rank.cu: enough for any GPU, few enough for a small table
-MOST_SUMMED = 16384  # counts that one CTA adds up: a longer table is many CTAs' work, in torch
+BYTES = 12  # that an entry needs: its tile, itself, and its share of the counts
+SORTED = 4096  # entries that sort_scatter.cu sorts at once, half of which if they are few
 SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
 SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
+Kinds = tuple[tuple[int, bool], tuple[int, bool]]  # of segments: entries at most, and whether those of lists with one do not count
 
 
 class KeyToRows(NamedTuple):
     """The lists: `KeyToRows` and `Segment` of key_to_rows.cuh say what they hold."""
 
-    entries: Tensor | None  # [entries_per_bg * B * G] int64; unwritten past the last list's end; None: arithmetic (dkdv_groups.cu)
+    entries: Tensor | None  # [B * G * S * n * reach] int32; unwritten past the last list's end; None: arithmetic (dkdv_groups.cu)
     begins: Tensor  # [lists + 1] int64
     segments: Tensor  # [lists + 1] int64
     parts: Tensor  # [lists + 1] int64
     lists: int
     tiles: int  # of one batch entry and group
-    entries_per_bg: int
     reach: int
     segment: int  # entries, at most
 
@@ -84,48 +82,74 @@ def lists_of(call: Call, width: int) -> KeyToRows:
 
 
 def _build(call: Call, width: int, reach: int, segment: int) -> KeyToRows:
-    q, n, on = call.q, call.selection.n, call.q.get_device()
-    B, S, G = q.shape[:3]
+    B, S, G = call.q.shape[:3]
     tiles = -(-call.k.shape[2] // width)
-    entries_per_bg, lists = S * n * reach, B * G * tiles
-    capacity = B * G * entries_per_bg
+    return KeyToRows(*sort(call, width, S, with_parts(segment)), B * G * tiles, tiles, reach, segment)
+
+
+def with_parts(segment: int) -> Kinds:
+    """The kinds of segments that `KeyToRows` counts."""
+    return (segment, False), (segment, True)
+
+
+def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The lists for tiles of `width` keys and sections of so many rows: by sections, in each by (batch entry, group), in each by tiles.
+
+    Returns:
+        Entries [B * G * S * n * reach] int32, list after list, and what `sum_counts` returns.
+    """
+    q, n, on, reach = call.q, call.selection.n, call.q.get_device(), call.reach(width)
+    B, S, G = q.shape[:3]
+    tiles, parts = -(-call.k.shape[2] // width), B * G * -(-S // section)  # parts: sections of all (batch entry, group)
+    capacity, lists = B * G * S * n * reach, parts * tiles
+    block = SORTED if capacity > SORTED * call.device.sm_count else SORTED // 2
+    chunk = block * -(-tiles // block)  # the counts are no longer than the lists
+    chunks = -(-min(section, S) * n * reach // chunk)
     bound = max(call.settings.workspace_bytes, 1 << 20)
-    if BYTES * capacity > bound or max(entries_per_bg, lists) >= 2**31:
+    if BYTES * capacity > bound or max(capacity, lists * chunks) >= 2**31:
         raise BackendError(
             f"the list of rows of every KV tile needs {BYTES * capacity} bytes, because any of the {n} ranges of a row may span"
             f" {reach} tiles; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes). Remedy: build the Selection from"
             " blocks, pass max_length=, call selection.measure(), or raise runtime.workspace_bytes."
         )
-    # Rows of a chunk: enough for a table of counts that is no longer than the lists.
-    chunk = max(1, SORT_THREADS // (n * reach), -(-S * B * G // MOST_CHUNKS), -(-tiles // (n * reach)))
-    chunks = -(-S // chunk)
-    problem, sort = launch.problem(call, call.disjoint_ranges()), (entries_per_bg, reach, width, tiles, chunk, chunks)
-    ranks = unwritten(q, capacity, dtype=torch.int32)
-    counts = unwritten(q, lists * chunks, dtype=torch.int32)
-    entries = unwritten(q, capacity, dtype=torch.int64)
+    tile_of, entries = (unwritten(q, capacity, dtype=torch.int32) for _ in range(2))
+    counts = unwritten(q, lists * chunks + published(lists), dtype=torch.int32)
+    numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
+    ranges = call.disjoint_ranges()
+    problem = launch.problem(call, ranges)
+    count = constants(**dict(SORT_MACROS), WIDTH=width, RANGE_BYTES=ranges.element_size())
+    scatter = constants(**dict(SORT_MACROS), EACH=block // 256)
     launch.start(
-        "sort_rank.cu", SORT_MACROS, on, B * G * chunks, SORT_THREADS, 0, *sort, *launch.pointers(ranks, counts), problem=problem
+        "sort_count.cu", count, on, parts * chunks, 256, 0,
+        *numbers, *launch.pointers(tile_of, counts), published(lists) // 4, problem=problem,
     )  # fmt: skip
-    if lists * chunks <= MOST_SUMMED:
-        ends = unwritten(q, lists * chunks, dtype=torch.int64)
-        launch.start("sum_counts.cu", SORT_MACROS, on, 1, 512, 0, *launch.pointers(counts, ends), lists * chunks)
-    else:
-        ends = counts.cumsum(0)
+    begins, first, second = sum_counts(counts, lists, tiles, chunks, kinds)
     launch.start(
-        "sort_scatter.cu", SORT_MACROS, on, -(-capacity // 256), 256, 0,
-        *sort, *launch.pointers(ranks, ends, entries), capacity, problem=problem,
+        "sort_scatter.cu", scatter, on, parts * chunks, 256, 0, *numbers, *launch.pointers(tile_of, counts, begins, entries), early=True
     )  # fmt: skip
-    return KeyToRows(entries, *split(ends, chunks, segment), lists, tiles, entries_per_bg, reach, segment)
+    return entries, begins, first, second
 
 
-def split(ends: Tensor, chunks: int, segment: int) -> tuple[Tensor, Tensor, Tensor]:
-    """begins, segments and parts of `KeyToRows`, from where the `chunks` chunks of every list end, int64."""
-    lists = ends.shape[0] // chunks
-    begins, segments, parts = (unwritten(ends, lists + 1) for _ in range(3))
+def published(lists: int) -> int:
+    """Numbers that CTAs of sum_counts.cu publish, beside their counts: four for each 32 lists."""
+    return 4 * -(-lists // 32)
+
+
+def sum_counts(counts: Tensor, lists: int, tiles: int, chunks: int, kinds: Kinds) -> tuple[Tensor, Tensor, Tensor]:
+    """Where lists begin among the entries, and how many segments of each kind the lists before have: [lists + 1] int64 each.
+
+    Args:
+        counts: [lists / tiles, chunks, tiles], and `published(lists)` zeros; int32. Counts become those of the chunks before.
+        lists, tiles, chunks: how many.
+        kinds: of segments.
+    """
+    begins, first, second = (unwritten(counts, lists + 1, dtype=torch.int64) for _ in range(3))
+    (longest, several), (other_longest, other_several) = kinds
     launch.start(
-        "split_lists.cu", SORT_MACROS, ends.get_device(), 1, 512, 0, *launch.pointers(ends, begins, segments, parts), lists, chunks, segment
+        "sum_counts.cu", SORT_MACROS, counts.get_device(), -(-lists // 32), 512, 0, *launch.pointers(counts, begins), lists, tiles, chunks,
+        first.data_ptr(), longest, several, second.data_ptr(), other_longest, other_several, early=True,
     )  # fmt: skip
-    return begins, segments, parts
+    return begins, first, second
 
 
 def key_value_gradients(call: Call, width: int, start: Callable[[int, tuple[int, ...]], None]) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from tests.helpers.cuda_aot import compiled, needs_nvrtc
 from tests.helpers.emulate import emulated, needs_compiler
 from tests.helpers.policy_cases import H200
 
-KERNELS = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "split_lists.cu", "sum_parts.cu"}
+KERNELS = {"forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "sum_counts.cu", "sum_parts.cu"}
 FITTING: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {  # B, S, S_kv, G, h, Dk, Dv
     "h16": (1, 8192, 8192, 4, 16, 128, 128, Rule()),
     "h48-192": (1, 500, 1100, 1, 48, 192, 128, Rule()),
@@ -88,7 +88,7 @@ def test_segments_of_8k_rows_occupy_the_multiprocessors_evenly() -> None:
 
 @needs_compiler
 def test_lists_on_the_device_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By split_lists.cu, compiled for the CPU."""
+    """By sum_counts.cu, compiled for the CPU."""
     emulated(monkeypatch)
     call = make_choose_call((2, 1500, 1400, 2, 4, 8, 8, Rule()))
     lengths = compressed.rows_of_tiles(call)

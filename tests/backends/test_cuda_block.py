@@ -50,7 +50,7 @@ def results(
 
 @pytest.fixture(params=[0, BACKWARDS | EAGER])
 def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The CUDA kernels that ran, emulated with either thread first; without split_lists.cu, which runs once for segments of one length."""
+    """The CUDA kernels that ran, emulated with either thread first; without those that sort, which run once for a selection."""
     emulated(monkeypatch, request.param)
     kernels, start = [], launch.start
 

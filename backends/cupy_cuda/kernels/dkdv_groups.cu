@@ -72,7 +72,7 @@ struct ListSteps : Segment<KEYS> {
         const i64 at = begin + static_cast<i64>(step_at(step)) * TQ + i;
         if (i >= TQ || at >= end) return static_cast<int>(x.p.S);
         if (ADJACENT) return static_cast<int>(row0 + at - begin);
-        return static_cast<u32>(x.lists.entries[at] - bg * x.lists.entries_per_bg) / static_cast<u32>(x.p.n * x.lists.reach);
+        return static_cast<u32>(x.lists.entries[at]) / static_cast<u32>(x.p.n * x.lists.reach);
     }
     // The steps [x, y) of the list in which every row sees all keys of the tile.
     DEVICE int2 whole_steps() const {

@@ -60,13 +60,13 @@ struct QueryReader {
         : x(arguments), segment(of), h(x.p.h), queries(static_cast<u32>(of.end - of.begin) * h), steps((queries + QUERIES - 1) / QUERIES),
           describes(threadIdx.x < QUERIES) {}
 
-    // The query's entry among those of its bg; -1: none. Read a step before `describe`, whose addresses depend on it.
-    DEVICE i64 entry(u32 step) const {
+    // The query's entry; -1: none. Read a step before `describe`, whose addresses depend on it.
+    DEVICE int entry(u32 step) const {
         const u32 query = step * QUERIES + threadIdx.x;
-        return describes && query < queries ? x.lists.entries[segment.begin + query / h] - segment.bg * x.lists.entries_per_bg : -1;
+        return describes && query < queries ? x.lists.entries[segment.begin + query / h] : -1;
     }
 
-    DEVICE Query describe(u32 step, i64 entry) const {
+    DEVICE Query describe(u32 step, int entry) const {
         Query query;
         if (entry < 0) return query;
         const Problem &p = x.p;

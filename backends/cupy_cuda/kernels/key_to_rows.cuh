@@ -2,19 +2,17 @@
 // dk and dv share.
 //
 // With bg = b * G + g, entry e of bg is (s * n + range) * reach + step: row s, and the step-th tile of `width` keys that the range reaches.
-// List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort makes the lists: sort_rank.cu, a prefix sum,
-// sort_scatter.cu. split_lists.cu splits long lists into segments, one CTA's work each.
-//
-// Entries, lists and their products fit 32 bits, which is used throughout: 64-bit divisions are slow.
+// List bg * tiles + tile holds the entries of that tile in ascending order. A counting sort makes the lists (sort.cuh). Long ones
+// are split into segments, one CTA's work each.
 #pragma once
 #include "softmax.cuh"
 
 struct KeyToRows {
-    const i64 *entries;   // bg * entries_per_bg + e, list after list
+    const int *entries;   // e, list after list
     const i64 *begins;    // [lists + 1]: where a list begins among the entries
     const i64 *segments;  // [lists + 1]: segments of the lists before
     const i64 *parts;     // [lists + 1]: segments of the lists before that have several
-    i64 lists, tiles, entries_per_bg, reach, segment;  // tiles of one bg, entries of a segment at most
+    i64 lists, tiles, reach, segment;  // tiles of one bg, entries of a segment at most
 };
 
 // dk and dv. A list of one segment is written as it is; of others the segments' float32 sums go to the parts, which sum_parts.cu adds.
@@ -98,22 +96,4 @@ struct GradientRows {
                     *reinterpret_cast<u32 *>(result + key * D + column) = pack(low, high);
             }
     }
-};
-
-// How the counting sort shares the work: a CTA numbers the entries of a chunk of rows.
-struct Sort {
-    i64 entries_per_bg, reach, width, tiles;  // tiles that a range may reach, keys of a tile, tiles of one bg
-    i64 chunk_rows, chunks;                   // of one bg
-
-    // The tile of entry e of bg; -1 if the range does not reach that far, or the row may not see it.
-    DEVICE int tile_of(const Problem &p, u32 bg, u32 e) const {
-        const u32 G = p.G, n = p.n, w = width, b = bg / G, g = bg % G, at = e / static_cast<u32>(reach), s = at / n;
-        int start, end;
-        clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + at % n, row_limit(p, b, s), start, end);
-        const u32 tile = static_cast<u32>(start) / w + e % static_cast<u32>(reach);
-        return end > start && tile * width < end ? static_cast<int>(tile) : -1;
-    }
-
-    // Where the entries that a list has from a chunk are counted: [lists, chunks].
-    DEVICE i64 count_index(u32 bg, u32 tile, u32 chunk) const { return (bg * tiles + tile) * chunks + chunk; }
 };

@@ -131,16 +131,21 @@ DEVICE int in_page(int key) {
 #endif
 }
 
+// A range as [max(begin, 0), min(stop, limit)), end >= start; clamped before the cast: int64 may hold any bound.
+template <class Bound>
+DEVICE void clamp_bounds(Bound begin, Bound stop, int limit, int &start, int &end) {
+    start = static_cast<int>(min(max(begin, Bound{0}), static_cast<Bound>(limit)));
+    end = max(start, static_cast<int>(max(min(stop, static_cast<Bound>(limit)), Bound{0})));
+}
+
 // A range as it was loaded.
 struct Range {
     Integer begin, stop;
     DEVICE Range() {}
     DEVICE Range(const Problem &p, const int *at) : begin(at, p.range_bytes), stop(at + p.range_bytes / 4, p.range_bytes) {}
 
-    // As [max(begin, 0), min(stop, limit)), end >= start; clamped before the cast: int64 may hold any bound.
     DEVICE void clamp(const Problem &p, int limit, int &start, int &end) const {
-        start = static_cast<int>(min(max(begin.value(p.range_bytes), 0ll), static_cast<i64>(limit)));
-        end = max(start, static_cast<int>(max(min(stop.value(p.range_bytes), static_cast<i64>(limit)), 0ll)));
+        clamp_bounds(begin.value(p.range_bytes), stop.value(p.range_bytes), limit, start, end);
     }
 };
 // Where range number i of all ranges is.

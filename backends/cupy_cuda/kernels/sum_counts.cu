@@ -1,32 +1,84 @@
-// Counting sort, second step: where the entries of every list from every chunk of rows end, a prefix sum of the counts of sort_rank.cu.
+// Counting sort, second step: how many entries each list has of the chunks before each, in place of its count; where lists begin; and how
+// many segments come before every list. In torch this is twenty small kernels, most of whose time is the host's.
 //
-// Grid: one CTA, for tables that it goes over in a few rounds. In torch this is two kernels, and as much of the host's time as four launches.
-#include "key_to_rows.cuh"
+// Grid: one CTA per 32 lists, a list a lane, whose warps take a share of the chunks each. CTAs publish the sums of their lists, and add up
+// those of all CTAs before them, which have started earlier and wait for none after them.
+#include "sort.cuh"
 
-constexpr int THREADS = 512, EACH = 8;  // counts of a thread
+constexpr int WARPS = 16, THREADS = 32 * WARPS, EACH = 8;  // counts of a thread that are loaded together
 
-struct Arguments {
-    const int *counts;  // [total]
-    i64 *ends;          // [total]
-    i64 total;
+struct Segments {
+    i64 *before;           // [lists + 1]: how many the lists before have
+    i64 longest, several;  // entries; 1: those of lists that have one do not count
+
+    DEVICE int of(int entries) const {
+        const u32 most = longest;
+        const int segments = static_cast<int>((static_cast<u32>(entries) + most - 1) / most);
+        return segments > several ? segments : 0;
+    }
 };
 
+struct Arguments {
+    int *counts;  // [lists / tiles, chunks, tiles], then what CTAs publish
+    i64 *begins;  // [lists + 1]: where a list begins among the entries
+    i64 lists, tiles, chunks;
+    Segments segments[2];
+};
+
+// Counts of the chunks [first, end) become sums of those before, from `before` on, where `kept`; the sum with all of them.
+DEVICE int sum_chunks(int *counts, i64 tiles, u32 first, u32 end, int before, bool kept) {
+    for (; first < end; first += EACH) {
+        int own[EACH];
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) own[i] = first + i < end ? counts[(first + i) * tiles] : 0;
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            if (kept && first + i < end) counts[(first + i) * tiles] = before;
+            before += own[i];
+        }
+    }
+    return before;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) sum_counts(const __grid_constant__ Arguments x) {
-    i64 before = 0;
-    for (i64 first = 0; first < x.total; first += THREADS * EACH) {
-        const i64 at = first + threadIdx.x * EACH;
-        int own[EACH], sum = 0;
-        for (int i = 0; i < EACH; ++i) {
-            own[i] = at + i < x.total ? x.counts[at + i] : 0;
-            sum += own[i];
+    __shared__ int shares[WARPS][32];
+    __shared__ i64 others[3][WARPS];
+    wait_for_stream();
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, list = blockIdx.x * 32 + lane, tiles = x.tiles, chunks = x.chunks;
+    const u32 share = (chunks + WARPS - 1) / WARPS, first = min(warp * share, chunks), end = min(first + share, chunks);
+    int *counts = x.counts + static_cast<i64>(list / tiles) * chunks * tiles + list % tiles;
+    const bool exists = list < x.lists;
+    shares[warp][lane] = exists ? sum_chunks(counts, tiles, first, end, 0, false) : 0;
+    __syncthreads();
+    int before = 0, upto[3];  // entries, and segments of each kind
+    for (u32 i = 0; i < warp; ++i) before += shares[i][lane];
+    volatile Published *published = reinterpret_cast<volatile Published *>(x.counts + x.lists * chunks);
+    if (warp == WARPS - 1) {
+        const int entries = before + shares[warp][lane];
+        for (int n = 0; n < 3; ++n) {
+            upto[n] = warp_prefix_sum(n ? x.segments[n - 1].of(entries) : entries);
+            if (lane == 31) published[blockIdx.x].sums[n] = upto[n];
         }
-        int upto[1] = {sum}, all[1];
-        block_prefix_sum<THREADS>(upto, all);
-        i64 end = before + upto[0] - sum;
-        for (int i = 0; i < EACH; ++i) {
-            end += own[i];
-            if (at + i < x.total) x.ends[at + i] = end;
-        }
-        before += all[0];
+        __threadfence();
+        if (lane == 31) published[blockIdx.x].ready = 1;
+    }
+    if (exists) sum_chunks(counts, tiles, first, end, before, true);
+    i64 sums[3] = {0, 0, 0};
+    for (u32 cta = threadIdx.x; cta < blockIdx.x; cta += THREADS) {
+        while (!published[cta].ready) {}
+        __threadfence();
+        for (int n = 0; n < 3; ++n) sums[n] += published[cta].sums[n];
+    }
+    for (int n = 0; n < 3; ++n) {
+        for (int far = 16; far > 0; far /= 2) sums[n] += __shfl_xor_sync(ALL_LANES, sums[n], far);
+        others[n][warp] = sums[n];
+    }
+    __syncthreads();
+    if (warp != WARPS - 1) return;
+    for (int n = 0; n < 3; ++n) {
+        i64 *to = n ? x.segments[n - 1].before : x.begins, sum = upto[n];
+        for (int i = 0; i < WARPS; ++i) sum += others[n][i];
+        if (exists) to[list + 1] = sum;
+        if (list == 0) to[0] = 0;
     }
 }

@@ -255,6 +255,7 @@ static T from_lane(const Slot *table, unsigned lane) {
 
 DEVICE void __syncthreads() { wait(block_gates[current / threads], threads); }
 DEVICE void __syncwarp() { wait(warp_gates[current / 32], 32); }
+DEVICE void __threadfence() {}  // CTAs run one after another
 DEVICE void wait_for_stream() {}  // launches run one after another
 DEVICE void wait_for_kernel_ahead() {}
 DEVICE void start_next_kernel() {}
@@ -307,9 +308,10 @@ DEVICE u32 __match_any_sync(u32, int x) {
 }
 DEVICE int __popc(u32 x) { return __builtin_popcount(x); }
 DEVICE int __ffs(u32 x) { return __builtin_ffs(static_cast<int>(x)); }
-DEVICE int atomicMax(int *at, int x) {
-    int old = *at;
-    *at = old > x ? old : x;
+template <class T>
+DEVICE T atomicAdd(T *at, T x) {
+    T old = *at;
+    *at += x;
     return old;
 }
 DEVICE unsigned long long atomicOr(unsigned long long *at, unsigned long long bits) {
