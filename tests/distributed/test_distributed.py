@@ -34,8 +34,9 @@ from nsa_sel.distributed import (
 )  # fmt: skip
 from nsa_sel.distributed.agreement import _rank_0_decision, _Report
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
+from nsa_sel.distributed.cut import Cut
 from nsa_sel.distributed.exchange_blocks import chosen
-from nsa_sel.distributed.exchange_near import Reach
+from nsa_sel.distributed.exchange_near import Reach, _in_order
 from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpacked
 from nsa_sel.distributed.layer_slice import own_compressed_keys
 from nsa_sel.errors import BackendError, NsaSelError
@@ -188,18 +189,49 @@ def test_compiled_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_send_what_others_reach() -> None:
     """Slices of 4 keys on four ranks: rank 2 holds 8 to 11, and wants up to 5 before them and 1 after."""
-    reach = Reach(4, 4, before=5, after=1)
-    assert [reach.wanted(rank) for rank in range(4)] == [range(5), range(9), range(3, 13), range(7, 16)]
-    assert [reach.part(2, owner) for owner in range(4)] == [slice(3, 4), slice(0, 4), slice(0, 4), slice(0, 1)]
-    assert [reach.part(0, owner) for owner in range(4)] == [slice(0, 4), slice(0, 1), slice(0, 0), slice(0, 0)]
+    cut = Cut(4, 4)
+    reach = Reach.of(4, cut.held, lambda rank: cut.near(rank, before=5, after=1))
+    assert [*reach.wanted] == [(range(5),), (range(9),), (range(3, 13),), (range(7, 16),)]
+    assert [reach.parts(2, owner) for owner in range(4)] == [[(0, 3, 3, 1)], [(0, 4, 0, 4)], [(0, 8, 0, 4)], [(0, 12, 0, 1)]]
+    assert [[part.size for part in reach.parts(0, owner)] for owner in range(4)] == [[4], [1], [0], [0]]
+
+
+def test_ranks_send_of_both_ends_what_others_reach() -> None:
+    """Slices of 4 keys on two ranks: rank 0 holds 0 to 3 and 12 to 15, and wants 2 before each."""
+    cut = Cut(4, 2, both_ends=True)
+    reach = Reach.of(2, cut.held, lambda rank: cut.near(rank, before=2))
+    assert [*reach.held] == [(range(4), range(12, 16)), (range(4, 8), range(8, 12))]
+    assert reach.wanted[0] == (range(4), range(10, 16))
+    assert [part for part in reach.parts(0, 0) if part.size] == [(0, 0, 0, 4), (1, 12, 4, 4)]
+    assert [part for part in reach.parts(0, 1) if part.size] == [(1, 10, 6, 2)]
+    received = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15, 10, 11])
+    assert [x.tolist() for x in _in_order(received, reach, 0)] == [[0, 1, 2, 3], [10, 11, 12, 13, 14, 15]]
+
+
+def test_both_ends_share_the_work() -> None:
+    """Compressed keys that a rank's rows see, in all: half as many more on the last of two ranks than on average, equal from both ends."""
+    for ranks, most in ((2, 1.5), (4, 1.75)):
+        work = [
+            [int(Cut(size, ranks, both).positions(r, torch.device("cpu")).sum()) for r in range(ranks)]
+            for size, both in ((64, False), (32, True))
+        ]
+        assert max(work[0]) * ranks / sum(work[0]) == pytest.approx(most, rel=0.01)
+        assert max(work[1]) * ranks / sum(work[1]) == pytest.approx(1, rel=0.01)
 
 
 def test_compressed_keys_belong_to_the_slice_that_they_begin_in() -> None:
     """48 keys, of which 8 every 4 are compressed: 11, three for each slice of 12 keys, and two for the last."""
-    assert [own_compressed_keys(Rule(8, 4), 12, rank, 4) for rank in range(4)] == [3, 3, 3, 2]
-    assert [own_compressed_keys(Rule(40, 4, 40), 12, rank, 4) for rank in range(4)] == [3, 0, 0, 0]
-    assert [own_compressed_keys(Rule(32, 4, 32), 12, rank, 4) for rank in range(4)] == [3, 2, 0, 0]
-    assert own_compressed_keys(Rule(), 16, 0, 1) == 0
+
+    def sizes(rule: Rule, cut: Cut) -> list[list[int]]:
+        return [[*map(len, own_compressed_keys(rule, cut, rank))] for rank in range(cut.ranks)]
+
+    assert sizes(Rule(8, 4), Cut(12, 4)) == [[3], [3], [3], [2]]
+    assert sizes(Rule(8, 4), Cut(12, 2, both_ends=True)) == [[3, 2], [3, 3]]
+    assert sizes(Rule(40, 4, 40), Cut(12, 4)) == [[3], [0], [0], [0]]
+    assert sizes(Rule(32, 4, 32), Cut(12, 4)) == [[3], [2], [0], [0]]
+    assert sizes(Rule(32, 4, 32), Cut(12, 2, both_ends=True)) == [[3, 0], [2, 0]]
+    assert own_compressed_keys(Rule(8, 4), Cut(12, 2, both_ends=True), 1) == (range(3, 6), range(6, 9))
+    assert sizes(Rule(), Cut(16, 1)) == [[0]]
 
 
 def test_a_choice_that_another_rank_refuses_raises() -> None:

@@ -16,10 +16,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import NSAttention, nsa_attention
-from nsa_sel.distributed import check_ranks, context_parallel, context_parallel_nsa_attention, tensor_parallel
+from nsa_sel.distributed import check_ranks, context_parallel, context_parallel_nsa_attention, rank_rows, tensor_parallel
 from nsa_sel.errors import ArgumentError, NsaSelError
 from tests.helpers.cases import assert_within_twice_baseline
-from tests.helpers.ranks import DEVICE, mine, rank, ranks
+from tests.helpers.ranks import DEVICE, both_ends, mine, rank, ranks
 
 WIDTH, B = 12, 2
 SMALL: dict[str, Any] = {"window": 12, "compress_block": 8, "compress_stride": 4, "block_size": 16, "n": 3}
@@ -75,13 +75,16 @@ def sliced_layers_are_the_whole_layer() -> None:
         whole, x = layer_of(options), hidden(S * ranks())
         o = whole(x)
         weighted(o).sum().backward()
-        for exchange in ("gather", "blocks", "rows") if S == 32 else ("auto",):
-            part = context_parallel(layer_of(options), exchange=exchange)
-            own = mine(x, 1)
+        hows: list[dict[str, Any]] = [{"exchange": exchange} for exchange in (("gather", "blocks", "rows") if S == 32 else ("auto",))]
+        if S > SMALL["compress_stride"]:
+            hows += [{**how, "both_ends": True} for how in hows]
+        for how in hows:
+            part, cut = context_parallel(layer_of(options), **how), both_ends if "both_ends" in how else mine
+            own = cut(x, 1)
             got = part(own)
-            mine(weighted(got.new_ones(o.shape)), 1).mul(got).sum().backward()
-            torch.testing.assert_close(got, mine(o, 1), rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(own.grad, mine(x.grad, 1), rtol=1e-10, atol=1e-10)
+            cut(weighted(got.new_ones(o.shape)), 1).mul(got).sum().backward()
+            torch.testing.assert_close(got, cut(o, 1), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(own.grad, cut(x.grad, 1), rtol=1e-10, atol=1e-10)
             found = gradients(part)
             for dx in found.values():
                 dist.all_reduce(dx)
@@ -99,12 +102,17 @@ def call_of(S: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Te
     }
 
 
-def sliced(tensors: dict[str, Tensor], S: int, stride: int) -> dict[str, Tensor]:
-    """This rank's slices of S rows."""
-    sizes = {name: (1, S) if name in ROW_TENSORS else (2, S // stride if name.endswith("cmp") else S) for name in tensors}
-    cut = {name: x.narrow(dim, min(rank() * size, x.shape[dim]), max(0, min(size, x.shape[dim] - rank() * size)))
-           for (name, x), (dim, size) in zip(tensors.items(), sizes.values(), strict=True)}  # fmt: skip
-    return {name: x.detach().clone().requires_grad_() for name, x in cut.items()}
+def sliced(tensors: dict[str, Tensor], S: int, stride: int, both: bool = False) -> dict[str, Tensor]:
+    """This rank's slices, of S rows in all."""
+    cut = {}
+    for name, x in tensors.items():
+        dim = 1 if name in ROW_TENSORS else 2
+        rows = rank_rows(S * ranks(), both_ends=both, device=x.device)
+        if name.endswith("cmp") and name in KEY_TENSORS:  # that begin among these rows
+            rows = rows[::stride] // stride
+            rows = rows[rows < x.shape[dim]]
+        cut[name] = x.detach().index_select(dim, rows).requires_grad_()
+    return cut
 
 
 def with_gradients(attend: Callable[..., Tensor], tensors: dict[str, Tensor], weights: Tensor, **options: Any) -> dict[str, Tensor]:
@@ -116,17 +124,21 @@ def with_gradients(attend: Callable[..., Tensor], tensors: dict[str, Tensor], we
 
 def sliced_calls_lose_no_more_than_whole_ones() -> None:
     """`context_parallel_nsa_attention` in float32, against float64, as `nsa_attention` of all rows; reruns are bit-equal."""
-    for S in (32, 8):
+    for S, both in ((32, False), (32, True), (8, False), (8, True)):
         options = {name: size for name, size in SLICES[S].items() if name not in ("compression", "rotary")}
-        weights = weighted(torch.ones(B, S * ranks(), 2, 2, 6, dtype=torch.float64, device=DEVICE))
+        weights, stride, cut = (
+            weighted(torch.ones(B, S * ranks(), 2, 2, 6, dtype=torch.float64, device=DEVICE)),
+            4,
+            both_ends if both else mine,
+        )
         wanted = []
         for dtype in (torch.float64, torch.float32):
             of = with_gradients(nsa_attention, call_of(S * ranks(), dtype, options), weights, **options)
-            wanted.append({"o": mine(of.pop("o"), 1), **sliced(of, S, options["compress_stride"])})
-        given = sliced(call_of(S * ranks(), torch.float32, options), S, options["compress_stride"])
+            wanted.append({"o": cut(of.pop("o"), 1), **sliced(of, S, stride, both)})
+        given = sliced(call_of(S * ranks(), torch.float32, options), S, stride, both)
         for exchange in ("gather", "rows"):
-            how = {**options, "exchange": exchange}
-            first, again = (with_gradients(context_parallel_nsa_attention, given, mine(weights, 1), **how) for _ in range(2))
+            how = {**options, "exchange": exchange, "both_ends": both}
+            first, again = (with_gradients(context_parallel_nsa_attention, given, cut(weights, 1), **how) for _ in range(2))
             assert all(torch.equal(first[name], again[name]) for name in first), "reruns differ"
             for name, got in first.items():
                 assert_within_twice_baseline(got, wanted[0][name], wanted[1][name], name)

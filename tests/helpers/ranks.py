@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from nsa_sel import Selection
+from nsa_sel.distributed import rank_rows
 from tests.helpers.cases import make_blocks, make_qkv
 
 BLOCK = 16
@@ -35,6 +36,12 @@ def ranks() -> int:
 def mine(x: Tensor, dim: int) -> Tensor:
     """This rank's slice."""
     return x.detach().chunk(ranks(), dim)[rank()].contiguous().requires_grad_(x.requires_grad)
+
+
+def both_ends(x: Tensor, dim: int) -> Tensor:
+    """This rank's slices of both ends."""
+    rows = rank_rows(x.shape[dim], both_ends=True, device=x.device)
+    return x.detach().index_select(dim, rows).requires_grad_(x.requires_grad)
 
 
 def all_of(x: Tensor, dim: int) -> Tensor:
