@@ -1,4 +1,4 @@
-"""Context parallelism: two and three processes on a CPU (gloo), two GPUs (NCCL), and tests of one process.
+"""Context parallelism: two, three and four processes on a CPU (gloo), two or four GPUs (NCCL), and tests of one process.
 
 The checks of several ranks are in tests/helpers/distributed_checks.py: a start of that program imports torch once for all its processes.
 """
@@ -45,6 +45,8 @@ from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.paths import ROOT
 
 PROGRAM = "tests.helpers.distributed_checks"
+GPUS = 4 if torch.cuda.device_count() >= 4 else 2  # as many ranks
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={GPUS}", "-m", PROGRAM]
 SECONDS = 1800.0  # only against a hang, on a busy machine
 
 
@@ -55,11 +57,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
-def assert_passed(folder: Path, output: str, *words: str) -> None:
+def assert_passed(folder: Path, output: str, *words: str, number: int = 2) -> None:
     """Every rank of every job wrote that it passed all checks. A rank that dies in a check writes nothing."""
     from tests.helpers.distributed_checks import ENDS, jobs
 
-    for job, (ranks, checks) in jobs(list(words)).items():
+    for job, (ranks, checks) in jobs(list(words), number).items():
         written = {file.name: json.loads(file.read_text()) for file in (folder / job).glob("rank*.json")}
         failed = [f"{name}, {check}:\n{text}" for name, found in written.items() for check, text in found.items() if text != "passed"]
         assert not failed, "\n".join(failed)
@@ -84,8 +86,14 @@ def run(command: list[str], log: Path, **more: str) -> str:
 
 @pytest.mark.slow
 def test_two_cpu_ranks_pass_all_checks(tmp_path: Path) -> None:
-    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "two"], tmp_path / "log")
-    assert_passed(tmp_path, output, "two")
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "all"], tmp_path / "log")
+    assert_passed(tmp_path, output, "all")
+
+
+@pytest.mark.thorough
+def test_four_cpu_ranks_pass_all_checks(tmp_path: Path) -> None:
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "four"], tmp_path / "log")
+    assert_passed(tmp_path, output, "four")
 
 
 def test_three_cpu_ranks_share_a_layer_and_dead_ranks_are_noticed(tmp_path: Path) -> None:
@@ -95,10 +103,9 @@ def test_three_cpu_ranks_share_a_layer_and_dead_ranks_are_noticed(tmp_path: Path
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_two_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
+def test_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
     """What a rank writes at its end may be lost, for PyTorch's watchdog ends a process whose CUDA context is gone."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
-    run([*torchrun, "cuda", str(tmp_path), "end"], tmp_path / "log")
+    run([*TORCHRUN, "cuda", str(tmp_path), "end"], tmp_path / "log")
     output = (tmp_path / "log").read_text()
     assert "nsa-sel: ranks make different calls of context_parallel_attention" in output
     assert "no error" not in output
@@ -107,11 +114,10 @@ def test_two_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 @pytest.mark.parametrize("share", range(1, 8))
-def test_two_gpus_pass_a_share_of_all_checks(tmp_path: Path, share: int) -> None:
+def test_gpus_pass_a_share_of_all_checks(tmp_path: Path, share: int) -> None:
     """Shares run at once with pytest-xdist: most of the time kernels are compiled, and the oracle computes on a CPU."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
     word = f"share{share}"
-    assert_passed(tmp_path, run([*torchrun, "cuda", str(tmp_path), word], tmp_path / "log"), word)
+    assert_passed(tmp_path, run([*TORCHRUN, "cuda", str(tmp_path), word], tmp_path / "log"), word, number=GPUS)
 
 
 # One process
@@ -120,7 +126,7 @@ def test_two_gpus_pass_a_share_of_all_checks(tmp_path: Path, share: int) -> None
 def test_shares_are_all_checks() -> None:
     from tests.helpers.distributed_checks import CHECKS, SHARES, jobs
 
-    assert SHARES == 7, "as test_two_gpus_pass_a_share_of_all_checks counts them"
+    assert SHARES == 7, "as test_gpus_pass_a_share_of_all_checks counts them"
     shares = [checks for _, checks in jobs([f"share{share}" for share in range(1, SHARES + 1)]).values()]
     assert sorted(check.__name__ for share in shares for check in share) == sorted(check.__name__ for check in CHECKS)
 
@@ -386,5 +392,5 @@ def test_the_table_shows_efficiency() -> None:
             {"case": f"{kind}-R2-16k-h4", "ranks": 2, "part": "layer", "error": "out of memory"},
         ]
         last = scaling.table(rows).splitlines()[-1]  # †: percentiles are far apart
-        shown = [f"{kind}-R2-8k-h4", "layer", "fwd", "2.5†", "1", "-", "3", "1.5", efficiency, "gather", "2.0"]
+        shown = [f"{kind}-R2-8k-h4", "layer", "fwd", "in", "turn", "2.5†", "1", "-", "3", "1.5", efficiency, "gather", "2.0"]
         assert last.replace("|", " ").split() == shown

@@ -33,10 +33,10 @@ ROW_TENSORS = ("q", "q_cmp", "gates")
 KEY_TENSORS = ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
 
 
-def layer_of(options: dict[str, Any] = SMALL, dtype: torch.dtype = torch.float64) -> NSAttention:
+def layer_of(options: dict[str, Any] = SMALL, dtype: torch.dtype = torch.float64, groups: int = 2) -> NSAttention:
     """The same random parameters on all ranks."""
     torch.manual_seed(0)
-    layer = NSAttention(WIDTH, 2, 2, 4, 6, backend="sdpa-packed", dtype=dtype, **options).to(DEVICE)
+    layer = NSAttention(WIDTH, groups, 2, 4, 6, backend="sdpa-packed", dtype=dtype, **options).to(DEVICE)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer
@@ -174,6 +174,12 @@ def wrong_slices_are_refused() -> None:
     for S, words in ((6, "q is of S = 6 rows; allowed: a multiple of compress_stride = 4"), (0, "q is of S = 0 rows")):
         with pytest.raises(ArgumentError, match=words):
             layer(hidden(S))
+    with pytest.raises(ArgumentError, match=r"q is of S = 4 rows; allowed: a multiple of 2 \* compress_stride = 4 on each rank"):
+        context_parallel(layer_of(), both_ends=True)(hidden(4))
+    with pytest.raises(ArgumentError, match="both_ends is 'yes'; allowed: True or False"):
+        context_parallel(layer_of(), both_ends="yes")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=rf"S is {2 * ranks() + 1}; allowed: a multiple of {2 * ranks()}, the number of slices"):
+        rank_rows(2 * ranks() + 1, both_ends=True)
     options = {name: size for name, size in SMALL.items() if name != "n"}
     tensors = sliced(call_of(16 * ranks(), torch.float32, options), 16, 4)
     with pytest.raises(ArgumentError, match=r"k_cmp is of \d compressed keys; allowed: \d: those that begin in this rank's 16 keys"):
@@ -189,6 +195,9 @@ def wrong_slices_are_refused() -> None:
     check_ranks()
     other = context_parallel(layer_of({**SMALL, "window": 12 + rank()}))
     with pytest.raises(NsaSelError, match="window is 13 there, 12 on rank 0"):
+        other(hidden(16))
+    other = context_parallel(layer_of(), both_ends=bool(rank()))
+    with pytest.raises(NsaSelError, match="both_ends is True there, False on rank 0"):
         other(hidden(16))
     other = context_parallel(layer_of())
     with pytest.raises(NsaSelError, match=r"grads is '.*q_cmp.*' there, '' on rank 0"), torch.set_grad_enabled(rank() > 0):
@@ -218,7 +227,8 @@ def split_layers_are_the_whole_layer() -> None:
     """Tensor parallelism by groups, alone and below FSDP2; an optimizer's steps keep the layer whole."""
     both = init_device_mesh(DEVICE, (1, ranks()), mesh_dim_names=("dp", "tp"))
     for options, sharded in ((SMALL, False), (SLICES[16], False), (SMALL, True)):
-        whole, part, x = layer_of(options), tensor_parallel(layer_of(options), both["tp"]), hidden(19)
+        whole, part, x = layer_of(options, groups=ranks()), layer_of(options, groups=ranks()), hidden(19)
+        part = tensor_parallel(part, both["tp"])
         part = fully_shard(part, mesh=both["dp"]) if sharded else part
         optimizers = [torch.optim.AdamW(layer.parameters(), foreach=True, eps=1.0) for layer in (whole, part)]
         for _ in range(2):
@@ -245,7 +255,7 @@ def groups_that_ranks_do_not_divide_are_refused() -> None:
     torch.manual_seed(0)
     layer = NSAttention(WIDTH, 3, 1, 4)
     before = copy.deepcopy(layer.state_dict())
-    with pytest.raises(ArgumentError, match=r"mesh is of 2 ranks; allowed: a divisor of groups = 3"):
+    with pytest.raises(ArgumentError, match=rf"mesh is of {ranks()} ranks; allowed: a divisor of groups = 3"):
         tensor_parallel(layer, init_device_mesh(DEVICE, (ranks(),)))
     assert all(torch.equal(x, before[name]) for name, x in layer.state_dict().items())
 
@@ -256,7 +266,7 @@ SLICED = (
     sliced_layers_in_autocast_and_checkpoints,
 )
 THREE_RANKS = (*SLICED, layers_take_slices_of_part_of_the_ranks)
-TWO_RANKS = (
+ANY_RANKS = (
     *SLICED,
     wrong_slices_are_refused,
     sharded_layers_are_the_whole_layer,
