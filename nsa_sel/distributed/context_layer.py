@@ -6,7 +6,6 @@ keys of all slices before its own and the window's last keys; the selected branc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from nsa_sel.core.gating import gated_sum
 from nsa_sel.distributed import cost
 from nsa_sel.distributed.agreement import group_of
 from nsa_sel.distributed.context import check_exchange, context_parallel_attention
-from nsa_sel.distributed.cut import Cut, Ranges, rank_rows
+from nsa_sel.distributed.cut import Ranges, rank_rows
 from nsa_sel.distributed.exchange_near import Reach, with_neighbors
 from nsa_sel.distributed.layer_slice import Options, Slice, Tensors, begin, own_compressed_keys
 from nsa_sel.distributed.tensor import layers_of
@@ -132,7 +131,8 @@ class ContextOfLayer:
         given = Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
         of = begin(given, options, self.group, compressed=False)
         after = layer.rule.compress_block - layer.rule.compress_stride  # a block that begins in a slice may end in the next ones
-        near = with_neighbors(of.tensors.k_cmp, of.tensors.v_cmp, _reach(of.cut, lambda rank: of.cut.near(rank, after=after)), of.agreed)
+        reach = Reach.of(of.cut.ranks, of.cut.held, lambda rank: of.cut.near(rank, after=after))
+        near = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], [reach], of.agreed)
         k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
         v_cmp = _joined([layer.compress_v(v.transpose(1, 2)) for _, v in near], 2)
         return _attend(of._replace(tensors=of.tensors._replace(k_cmp=k_cmp, v_cmp=v_cmp)))
@@ -140,45 +140,48 @@ class ContextOfLayer:
 
 def _attend(of: Slice) -> Tensor:
     """The three branches of a checked call, and their gated sum."""
-    q, q_cmp, _, _, k_slc, v_slc, k_win, v_win, gates = of.tensors
+    q, q_cmp, _, _, k_slc, v_slc, _, _, gates = of.tensors
     rule, window, scale, backend, exchange, both_ends = of.options
     cut, sharing = of.cut, dict[str, Any](group=of.group, exchange=exchange)
-    ends = [each.stop for each in cut.held(of.rank)]
-    chosen = [
-        compressed_attention(rows, k, v, scale=scale, S_kv=end, **rule._asdict())
-        for rows, (k, v), end in zip(torch.split(q_cmp, cut.size, 1), _compressed_before(of, ends), ends, strict=True)
-    ]
-    near = with_neighbors(k_win, v_win, _reach(cut, lambda rank: cut.near(rank, before=window - 1)), of.agreed)
+    (k_cmp, v_cmp), *near = _received(of)
+    rows = torch.split(q, cut.size, 1)
+    chosen = []
+    for each, x in zip(cut.held(of.rank), rows if q_cmp is q else torch.split(q_cmp, cut.size, 1), strict=True):
+        seen = rule.compressed_keys(each.stop)
+        k, v = k_cmp[:, :, :seen], v_cmp[:, :, :seen]
+        chosen.append(compressed_attention(x, k, v, scale=scale, S_kv=each.stop, **rule._asdict()))
     selection = chosen[0][1]
-    if both_ends:  # the exchanges take keys in the order of ranks
-        whole = cut.in_turn()
-        ((k_slc, v_slc),) = with_neighbors(k_slc, v_slc, _reach(cut, whole.held), of.agreed)
+    if both_ends:
+        k_slc, v_slc = near.pop()
         selection = Selection.from_ranges(torch.cat([each.ranges for _, each in chosen], 1), rule.block_size, disjoint=True)
         sharing["q_pos"] = cut.positions(of.rank, q.device)
     selected = context_parallel_attention(q, k_slc, v_slc, selection, scale=scale, backend=backend, **sharing)
-    parts = zip(chosen, *(torch.split(x, cut.size, 1) for x in (selected, q, gates)), near, strict=True)
+    parts = zip(chosen, torch.split(selected, cut.size, 1), rows, near, torch.split(gates, cut.size, 1), strict=True)
     sums = [
-        gated_sum(compressed, own, sliding_window_attention(rows, k, v, window, scale=scale), gate)
-        for (compressed, _), own, rows, gate, (k, v) in parts
+        gated_sum(compressed, own, sliding_window_attention(x, k, v, window, scale=scale), gate)
+        for (compressed, _), own, x, (k, v), gate in parts
     ]
     return _joined(sums, 1)
 
 
-def _reach(cut: Cut, wanted: Callable[[int], Ranges]) -> Reach:
-    """Of keys that lie as rows do."""
-    return Reach.of(cut.ranks, cut.held, wanted)
+def _received(of: Slice) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values: the compressed ones up to the end of the rank's last slice; the window's, of each slice; from both ends those of
+    the selected branch, of one slice a rank, as its exchanges take them."""
+    _, _, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, _ = of.tensors
+    rule, cut, before = of.options.rule, of.cut, of.options.window - 1
 
+    def compressed_before(rank: int) -> Ranges:
+        return (range(rule.compressed_keys(cut.held(rank)[-1].stop)),)
 
-def _compressed_before(of: Slice, ends: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """The compressed keys and values that the rows of each slice see: those that end in the slice, whose end is given, or before it."""
-    rule, cut = of.options.rule, of.cut
-    reach = Reach.of(
-        cut.ranks,
-        lambda rank: own_compressed_keys(rule, cut, rank),
-        lambda rank: (range(rule.compressed_keys(cut.held(rank)[-1].stop)),),
-    )
-    ((k, v),) = with_neighbors(of.tensors.k_cmp, of.tensors.v_cmp, reach, of.agreed)
-    return [(k[:, :, :seen], v[:, :, :seen]) for seen in map(rule.compressed_keys, ends)]
+    reaches = [
+        Reach.of(cut.ranks, lambda rank: own_compressed_keys(rule, cut, rank), compressed_before),
+        Reach.of(cut.ranks, cut.held, lambda rank: cut.near(rank, before=before)),
+    ]
+    keys, values = [k_cmp, k_win], [v_cmp, v_win]
+    if cut.both_ends:
+        reaches.append(Reach.of(cut.ranks, cut.held, cut.in_turn().held))
+        keys, values = [*keys, k_slc], [*values, v_slc]
+    return with_neighbors(keys, values, reaches, of.agreed)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -36,7 +36,7 @@ from nsa_sel.distributed.agreement import _rank_0_decision, _Report
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
 from nsa_sel.distributed.cut import Cut
 from nsa_sel.distributed.exchange_blocks import chosen
-from nsa_sel.distributed.exchange_near import Reach, _in_order
+from nsa_sel.distributed.exchange_near import Reach, _in_order, _joined
 from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpacked
 from nsa_sel.distributed.layer_slice import own_compressed_keys
 from nsa_sel.errors import BackendError, NsaSelError
@@ -199,7 +199,7 @@ def test_ranks_send_what_others_reach() -> None:
     reach = Reach.of(4, cut.held, lambda rank: cut.near(rank, before=5, after=1))
     assert [*reach.wanted] == [(range(5),), (range(9),), (range(3, 13),), (range(7, 16),)]
     assert [reach.parts(2, owner) for owner in range(4)] == [[(0, 3, 3, 1)], [(0, 4, 0, 4)], [(0, 8, 0, 4)], [(0, 12, 0, 1)]]
-    assert [[part.size for part in reach.parts(0, owner)] for owner in range(4)] == [[4], [1], [0], [0]]
+    assert [[part.size for part in reach.parts(0, owner)] for owner in range(4)] == [[4], [1], [], []]
 
 
 def test_ranks_send_of_both_ends_what_others_reach() -> None:
@@ -208,10 +208,20 @@ def test_ranks_send_of_both_ends_what_others_reach() -> None:
     reach = Reach.of(2, cut.held, lambda rank: cut.near(rank, before=2))
     assert [*reach.held] == [(range(4), range(12, 16)), (range(4, 8), range(8, 12))]
     assert reach.wanted[0] == (range(4), range(10, 16))
-    assert [part for part in reach.parts(0, 0) if part.size] == [(0, 0, 0, 4), (1, 12, 4, 4)]
-    assert [part for part in reach.parts(0, 1) if part.size] == [(1, 10, 6, 2)]
+    assert reach.parts(0, 0) == [(0, 0, 0, 4), (1, 12, 4, 4)]
+    assert reach.parts(0, 1) == [(1, 10, 6, 2)]
     received = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15, 10, 11])
     assert [x.tolist() for x in _in_order(received, reach, 0)] == [[0, 1, 2, 3], [10, 11, 12, 13, 14, 15]]
+
+
+def test_what_ranks_send_of_several_tensors_lies_one_after_another() -> None:
+    of = Reach(((range(2),), (range(2, 4),)), ((range(2),), (range(1, 4),)))
+    assert _joined([of, of]) == (
+        ((range(2), range(4, 6)), (range(2, 4), range(6, 8))),
+        ((range(2), range(4, 6)), (range(1, 4), range(5, 8))),
+    )
+    shorter = Reach(((range(1),), (range(1, 1),)), ((range(0),), (range(1),)))
+    assert _joined([shorter, of]).held == ((range(1), range(1, 3)), (range(1, 1), range(3, 5)))
 
 
 def test_both_ends_share_the_work() -> None:
