@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/train_nsa_lm.py --out runs/sliced --parallel context
 
 data       FSDP2 alone: each rank has sequences of its own
-context    each rank has a slice of every sequence (`nsa_sel.distributed.context_parallel`), and FSDP2 over the same ranks
+context    each rank has two slices of every sequence, from both ends (`nsa_sel.distributed.context_parallel`), and FSDP2 over the ranks
 tensor     each rank has KV groups of its own and columns of the MLP, over as many ranks as there are groups; FSDP2 over what is left
 
 Every rank draws the batch of a step and takes its part, so that a run sees the same bytes on any number of ranks.
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from nsa_sel.distributed import check_ranks, context_parallel, tensor_parallel
+from nsa_sel.distributed import check_ranks, context_parallel, rank_rows, tensor_parallel
 from nsa_sel.errors import ArgumentError
 
 DATA, CONTEXT, TENSOR = WAYS = "data", "context", "tensor"
@@ -43,7 +43,7 @@ class Ranks(NamedTuple):
         groups for an optimizer: those of one mesh each, as one call of a kernel takes no others."""
         data, tensor = self.mesh["data"], self.mesh["tensor"]
         if self.way == CONTEXT:
-            context_parallel(model, data)
+            context_parallel(model, data, both_ends=True)
         elif tensor.size() > 1:
             tensor_parallel(model, tensor)
             for block in model.blocks:
@@ -55,9 +55,12 @@ class Ranks(NamedTuple):
 
     def part_of(self, data: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's bytes and the bytes after them, of a batch [batch, context + 1]."""
-        mesh, dim = self.mesh["data"], 1 if self.way == CONTEXT else 0
-        given, following = (x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous() for x in (data[:, :-1], data[:, 1:]))
-        return given, following
+        mesh = self.mesh["data"]
+        if self.way == CONTEXT:
+            rows = rank_rows(data.shape[1] - 1, mesh, both_ends=True, device=data.device)
+            return data[:, rows], data[:, rows + 1]
+        own = data.chunk(mesh.size())[mesh.get_local_rank()]
+        return own[:, :-1].contiguous(), own[:, 1:].contiguous()
 
 
 def join(way: str, sizes: Sizes, device: torch.device) -> tuple[Ranks, torch.device]:
@@ -75,7 +78,7 @@ def join(way: str, sizes: Sizes, device: torch.device) -> tuple[Ranks, torch.dev
     ranks = dist.get_world_size()
     by_groups = math.gcd(ranks, sizes.groups) if way == TENSOR else 1
     cut = {DATA: ("batch", sizes.batch, ranks), TENSOR: ("batch", sizes.batch, ranks // by_groups)}
-    cut[CONTEXT] = "context", sizes.context, ranks * sizes.compress_stride
+    cut[CONTEXT] = "context", sizes.context, 2 * ranks * sizes.compress_stride
     name, size, parts = cut[way]
     if size % parts:
         raise ArgumentError(

@@ -3,8 +3,9 @@
     python -m nsa_sel.bench.questions.scaling --out bench/results/h200/scaling.jsonl
 
 starts torchrun for 1, 2 and 4 ranks, one after another, on the GPUs of this machine, or with --device cpu through gloo. A row is one
-case, part (the selected branch, or the attention of a whole layer) and direction (forward; forward with backward). Its time is that of
-the slowest rank, over a few calls that all ranks start together. It also has the way that the selected branch took, the bytes that each
+case, part (the selected branch, or the attention of a whole layer), direction (forward; forward with backward) and order of the sequence's
+rows on ranks ("both ends": two slices a rank, so that ranks have equal work; "in turn": one). Its time is that of the slowest rank, over a
+few calls that all ranks start together. It also has the way that the selected branch took, the bytes that each
 way costs, and `ms_at_hand`: the same rows with all their keys on the rank, so that the rest is the exchange. Rows of one rank use
 nothing of torch.distributed. What does not fit into a GPU's memory has a row without a time.
 """
@@ -14,9 +15,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,9 +38,13 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
 from nsa_sel.window import sliding_window_attention
 
+if TYPE_CHECKING:
+    from nsa_sel.distributed.cut import Cut
+
 Attend = Callable[..., Any]
 
 DIRECTIONS = ("fwd", "fwd+bwd")
+BOTH_ENDS, IN_TURN = ORDERS = "both ends", "in turn"
 WEAK_ROWS, STRONG_ROWS, WINDOW = 32768, (32768, 65536, 131072, 262144), 512
 SAMPLES, IN_A_ROW = 20, 5  # as in training, the host runs ahead of the GPU; a sample is the mean of calls one after another
 LONG = 65536  # keys of a case whose calls are long enough for one to be a sample
@@ -71,43 +76,61 @@ def _prefill(name: str, rows: int, keys: int, h: int) -> Case:
     return Case(name, "random", 1, rows, keys, 4, h, 128, 128, 16, 64, "bfloat16")
 
 
-def selected(case: Case, ranks: int, rank: int, device: str, count: bool) -> tuple[Work, Tensor]:
+def selected(case: Case, ranks: int, rank: int, device: str, count: bool, order: str) -> tuple[Work, Tensor]:
     """`context_parallel_attention` of this rank's rows, and do. Every rank draws its own numbers, and its rows of the same selection."""
     keys = case.S_kv // ranks
     q, k, v, do = make_inputs(case._replace(S_kv=keys), device, seed=1 + rank)
     whole = make_selection(case._replace(S=case.S * ranks), device)
-    ranges = whole.ranges[:, rank * case.S : (rank + 1) * case.S].contiguous()
-    selection = Selection(ranges, whole.block_size, disjoint=True)
-    seen = ranks * (keys - case.S) + (rank + 1) * case.S  # this rank's rows are the last of as many keys
+    rows = _cut(case, ranks, order).positions(rank, torch.device(device))
+    selection = Selection(whole.ranges[:, rows], whole.block_size, disjoint=True)
+    before = ranks * (keys - case.S)
+    q_pos = before + rows if order == BOTH_ENDS else None
+    seen = ranks * keys if order == BOTH_ENDS else before + (rank + 1) * case.S  # this rank's rows are the last of as many keys
     all_k, all_v = (x.repeat(1, 1, ranks, 1)[:, :, :seen] for x in (k, v))
 
     def at_hand(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return selection_attention(q, k, v, selection)
+        return selection_attention(q, k, v, selection, q_pos=q_pos)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         from nsa_sel.distributed import context_parallel_attention
 
-        return context_parallel_attention(q, k, v, selection, count_blocks=count)
+        return context_parallel_attention(q, k, v, selection, q_pos=q_pos, count_blocks=count)
 
     return Work(at_hand if ranks == 1 else attend, at_hand, (q, k, v), (q, all_k, all_v)), do
 
 
-def layer(case: Case, ranks: int, rank: int, device: str, count: bool) -> tuple[Work, Tensor]:
+def _cut(case: Case, ranks: int, order: str) -> Cut:
+    from nsa_sel.distributed.cut import Cut
+
+    return Cut(case.S // (1 + (order == BOTH_ENDS)), ranks, order == BOTH_ENDS)
+
+
+def layer(case: Case, ranks: int, rank: int, device: str, count: bool, order: str) -> tuple[Work, Tensor]:
     """`context_parallel_nsa_attention` of this rank's rows, which chooses the blocks, and do."""
     q, k, v, do = make_inputs(case._replace(S_kv=case.S), device, seed=1 + rank)
     rule = Rule(compress_block=2 * (case.block // 4), compress_stride=case.block // 4, block_size=case.block, n=case.n)
-    seen = (rank + 1) * case.S
-    all_k, all_v = (x.repeat(1, 1, rank + 1, 1) for x in (k, v))
-    ends = rank == ranks - 1  # no block begins in the last keys
-    own = case.S // rule.compress_stride - ends
+    cut = _cut(case, ranks, order)
+    own = case.S // rule.compress_stride - (cut.number - 1 in cut.of(rank))  # no block begins in the last keys
     gates = torch.rand(*q.shape[:4], 3, dtype=q.dtype, device=device)
+    all_k, all_v = (x.repeat(1, 1, ranks, 1) for x in (k, v))
 
     def compressed(x: Tensor, count: int) -> Tensor:
         return x[:, :, :count].contiguous()
 
-    def at_hand(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k: Tensor, v: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
-        o, selection = compressed_attention(q, k_cmp, v_cmp, S_kv=seen, **rule._asdict())
+    def slices() -> Iterator[tuple[Tensor, ...]]:
+        """Of each slice of this rank its rows, and all keys that they see."""
+        for i, each in enumerate(cut.held(rank)):
+            rows, near = slice(i * cut.size, (i + 1) * cut.size), slice(max(0, each.start - WINDOW + 1), each.stop)
+            yield q[:, rows], *(compressed(x, rule.compressed_keys(each.stop)) for x in (all_k, all_v))
+            yield *(x[:, :, keys] for keys in (slice(each.stop), near) for x in (all_k, all_v)), gates[:, rows]
+
+    def of_slice(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k: Tensor, v: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
+        o, selection = compressed_attention(q, k_cmp, v_cmp, S_kv=k.shape[2], **rule._asdict())
         return gated_sum(o, selection_attention(q, k, v, selection), sliding_window_attention(q, k_win, v_win, WINDOW), gates)
+
+    def at_hand(*inputs: Tensor) -> Tensor:
+        parts = [of_slice(*inputs[i : i + 8]) for i in range(0, len(inputs), 8)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def attend(*inputs: Tensor) -> Tensor:
         sizes = {"window": WINDOW, **rule._asdict()}
@@ -115,12 +138,10 @@ def layer(case: Case, ranks: int, rank: int, device: str, count: bool) -> tuple[
             return nsa_attention(*inputs, **sizes)
         from nsa_sel.distributed import context_parallel_nsa_attention
 
-        return context_parallel_nsa_attention(*inputs, **sizes)
+        return context_parallel_nsa_attention(*inputs, **sizes, both_ends=order == BOTH_ENDS)
 
-    near = slice(max(0, rank * case.S - WINDOW + 1), None)
     here = (q, compressed(k, own), compressed(v, own), k, v, k, v, gates)
-    far = (*(compressed(x, rule.compressed_keys(seen)) for x in (all_k, all_v)), all_k, all_v, all_k[:, :, near], all_v[:, :, near])
-    return Work(attend, at_hand, here, (q, *far, gates)), do
+    return Work(attend, at_hand, here, tuple(x for part in slices() for x in part)), do
 
 
 PARTS = {"selected": selected, "layer": layer}
@@ -149,21 +170,28 @@ def slowest(work: Callable[[], Any], samples: int, in_a_row: int, ranks: int, de
     return np.max(np.asarray(every), axis=0).tolist()  # type: ignore[no-any-return]
 
 
-def measure_here(out: Path, device: str, *, quick: bool, samples: int = SAMPLES, count: bool = False) -> None:
+def measure_here(
+    out: Path, device: str, *, quick: bool, samples: int = SAMPLES, count: bool = False, orders: Sequence[str] = (BOTH_ENDS,),
+    only: str = "",
+) -> None:  # fmt: skip
     """Measure the cases of as many ranks as there are; rank 0 adds the rows to `out`. Every rank calls it, in an initialised job."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     facts = environment.stamp(device)
     for case in cases(ranks, quick):
+        if not any(part in case.case for part in only.split(",")):
+            continue
+        alone = case.S == 1 or ranks == 1  # one slice a rank
         for part in ("selected",) if case.S == 1 else PARTS:
-            for row in measured(case, part, ranks, rank, device, samples, count):
-                if rank == 0:
-                    store.append(out, [{**row, **environment.gpu_state(device), **facts, "quick": quick}])
+            for order in (IN_TURN,) if alone else orders:
+                for row in measured(case, part, ranks, rank, device, samples, count, order):
+                    if rank == 0:
+                        store.append(out, [{**row, **environment.gpu_state(device), **facts, "quick": quick}])
 
 
-def measured(case: Case, part: str, ranks: int, rank: int, device: str, samples: int, count: bool) -> Iterator[Row]:
+def measured(case: Case, part: str, ranks: int, rank: int, device: str, samples: int, count: bool, order: str) -> Iterator[Row]:
     """A row of each direction; without a time where the memory of a rank does not hold it."""
     try:
-        work, do = PARTS[part](case, ranks, rank, device, count)
+        work, do = PARTS[part](case, ranks, rank, device, count, order)
         over_ranks, at_hand = calls(work.attend, work.inputs, do), calls(work.at_hand, work.keys_at_hand, do)
         often = samples, 1 if case.S_kv >= LONG else IN_A_ROW, ranks, device
         for direction in DIRECTIONS:
@@ -172,9 +200,16 @@ def measured(case: Case, part: str, ranks: int, rank: int, device: str, samples:
             backend = next(str(each.forward) for each in reversed(decisions()) if each.request.kind == "attend")
             moved = exchanged(ranks)
             alone = timing.spread(slowest(at_hand[direction], *often)).median
-            yield timing.row(case, direction, backend, times, part=part, ms_at_hand=round(alone, 5), **moved)
+            yield timing.row(case, direction, backend, times, part=part, order=order, ms_at_hand=round(alone, 5), **moved)
     except torch.cuda.OutOfMemoryError as error:
-        yield {**case._asdict(), "part": part, "ranks": ranks, "error": store.OUT_OF_MEMORY, "error_in": str(error).partition(".")[0]}
+        yield {
+            **case._asdict(),
+            "part": part,
+            "order": order,
+            "ranks": ranks,
+            "error": store.OUT_OF_MEMORY,
+            "error_in": str(error).partition(".")[0],
+        }
         torch.cuda.empty_cache()
 
 
@@ -208,11 +243,11 @@ def table(rows: list[Row]) -> str:
         efficiency = f"{one / row['ms_median'] / shares:.2f}" if one else "-"
         lines.append(
             [
-                row["case"], row["part"], row["direction"], markdown.ms(row), spread, f"{row['ms_at_hand']:.3g}", efficiency,
-                row["way"] or "-", f"{moved:.1f}",
+                row["case"], row["part"], row["direction"], row.get("order", IN_TURN), markdown.ms(row), spread,
+                f"{row['ms_at_hand']:.3g}", efficiency, row["way"] or "-", f"{moved:.1f}",
             ]
         )  # fmt: skip
-    headers = ["case", "part", "direction", "ms", "p20 - p80", "keys at hand", "efficiency", "way", "MB moved"]
+    headers = ["case", "part", "direction", "rows", "ms", "p20 - p80", "keys at hand", "efficiency", "way", "MB moved"]
     return markdown.table(headers, lines)
 
 
@@ -244,11 +279,16 @@ def main(
     quick: Quick = False,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each case and direction, of several calls each.")] = SAMPLES,
     count: Annotated[bool, typer.Option("--count", help="count the blocks that are exchanged, instead of bounding them")] = False,
+    orders: Annotated[str, typer.Option(help=f"of rows on several ranks, comma-separated: {', '.join(ORDERS)}")] = BOTH_ENDS,
+    only: Annotated[str, typer.Option(help="only cases whose names contain one of these, comma-separated")] = "",
 ) -> None:
     """Measure how context parallelism scales; print a table and add the rows to a file."""
+    given = orders.split(",")
+    if not set(given) <= set(ORDERS):
+        raise ArgumentError("--orders", orders, ", ".join(ORDERS), "pass one of these, or both")
     if "RANK" in os.environ:
         join(device)
-        measure_here(out, device, quick=quick, samples=samples, count=count)
+        measure_here(out, device, quick=quick, samples=samples, count=count, orders=given, only=only)
         dist.destroy_process_group()
         return
     numbers = [int(number) for number in ranks.split(",") if number.isdecimal() and int(number)]

@@ -4,6 +4,7 @@ from nsa_sel.distributed.agreement import check_ranks
 from nsa_sel.distributed.context import context_parallel_attention
 from nsa_sel.distributed.context_layer import context_parallel, context_parallel_nsa_attention
 from nsa_sel.distributed.cost import Exchange, exchanged_bytes, exchanges, rows_bytes
+from nsa_sel.distributed.cut import rank_rows
 from nsa_sel.distributed.tensor import tensor_parallel
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "context_parallel_nsa_attention",
     "exchanged_bytes",
     "exchanges",
+    "rank_rows",
     "rows_bytes",
     "tensor_parallel",
 ]

@@ -1,7 +1,7 @@
-"""Context parallelism of NSA's whole layer: each rank holds one slice of the sequence, its rows and the keys of all branches.
+"""Context parallelism of NSA's whole layer: each rank holds slices of the sequence, their rows and the keys of all branches.
 
-To each branch a rank's rows are the last ones of a sequence that ends with their slice. The rank receives the compressed keys of all
-ranks before it and the window's last keys; the selected branch is `context_parallel_attention`.
+To the compressed branch and the window a slice's rows are the last ones of a sequence that ends with it. The rank receives the compressed
+keys of all slices before its own and the window's last keys; the selected branch is `context_parallel_attention`, for all rows of a rank.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from torch import distributed as dist
 
 from nsa_sel.attention_layer import NSAttention
 from nsa_sel.compressed import compressed_attention
+from nsa_sel.core.arguments import check_flag
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.gating import gated_sum
 from nsa_sel.distributed import cost
 from nsa_sel.distributed.agreement import group_of
 from nsa_sel.distributed.context import check_exchange, context_parallel_attention
+from nsa_sel.distributed.cut import Ranges, rank_rows
 from nsa_sel.distributed.exchange_near import Reach, with_neighbors
-from nsa_sel.distributed.layer_slice import Options, Slice, Tensors, begin
+from nsa_sel.distributed.layer_slice import Options, Slice, Tensors, begin, own_compressed_keys
 from nsa_sel.distributed.tensor import layers_of
 from nsa_sel.errors import ArgumentError
+from nsa_sel.selection import Selection
 from nsa_sel.window import sliding_window_attention
 
 
@@ -48,12 +51,13 @@ def context_parallel_nsa_attention(
     q_cmp: Tensor | None = None,
     backend: str | None = None,
     exchange: cost.Choice = "auto",
+    both_ends: bool = False,
 ) -> Tensor:
-    """`nsa_attention` of a sequence that is split into one slice per rank.
+    """`nsa_attention` of a sequence that is split into one slice per rank, or two.
 
     All ranks of `group` call it, and run its backward pass, in the same order. Rank r of R holds the rows and keys [r*S, (r+1)*S) of the
-    sequence, and the compressed keys that begin among them: S / compress_stride, but on the last ranks only those whose compress_block
-    keys are within the sequence. S is equal on all ranks. torch.compile is not supported.
+    sequence, and the compressed keys that begin among them: S / compress_stride, but at the end of the sequence only those whose
+    compress_block keys are within it. S is equal on all ranks. torch.compile is not supported.
 
     Args:
         q, gates, q_cmp: as of `nsa_attention`: this rank's rows.
@@ -61,9 +65,11 @@ def context_parallel_nsa_attention(
         k_slc, v_slc, k_win, v_win: [B,G,S,Dk] and [B,G,S,Dv], this rank's keys and values of the selected branch and of the window.
         group: process group or DeviceMesh of one dimension, by default all ranks.
         window: keys that a row sees in the window; they may be on several ranks.
-        compress_block, compress_stride, block_size, n, first, local, scale, backend: as of `nsa_attention`. S is a multiple of
+        compress_block, compress_stride, block_size, n, first, local, scale, backend: as of `nsa_attention`. A slice is a multiple of
             compress_stride.
         exchange: of the selected branch, as of `context_parallel_attention`.
+        both_ends: rank r holds slice r and slice 2R - 1 - r of 2R slices of S / 2 rows (`rank_rows`), and their keys in the same order,
+            so that all ranks have equal work. Without it the last rank works longest.
 
     Returns:
         o [B,S,G,h,Dv] of this rank's rows in q's dtype (under torch.autocast in its dtype).
@@ -73,22 +79,23 @@ def context_parallel_nsa_attention(
         BackendError: no backend may run the call; something traces it.
         NsaSelError: as `context_parallel_attention`.
     """
-    options = Options(Rule(compress_block, compress_stride, block_size, n, first, local), window, scale, backend, exchange)
+    options = Options(Rule(compress_block, compress_stride, block_size, n, first, local), window, scale, backend, exchange, both_ends)
     given = Tensors(q, q if q_cmp is None else q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
     return _attend(begin(given, options, group, compressed=True))
 
 
-def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice = "auto") -> nn.Module:
-    """Make every `NSAttention` of a model take one slice of the sequence per rank.
+def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice = "auto", both_ends: bool = False) -> nn.Module:
+    """Make every `NSAttention` of a model take one slice of the sequence per rank, or two.
 
-    Rank r of R then calls the model with the tokens [r*S, (r+1)*S) of each sequence; S is a multiple of compress_stride and equal on all
-    ranks. Default positions are those in the whole sequence. Parameters are replicas, or sharded by FSDP: a rank's gradients are those of
-    its own rows' loss, to be added over ranks.
+    Rank r of R then calls the model with the tokens [r*S, (r+1)*S) of each sequence, or with both_ends with those of `rank_rows`; targets
+    are of the same rows. A slice is a multiple of compress_stride, and S is equal on all ranks. Default positions are those in the whole
+    sequence. Parameters are replicas, or sharded by FSDP: a rank's gradients are those of its own rows' loss, to be added over ranks.
 
     Args:
         model: changed in place; its parameters and their names stay.
         group: process group or DeviceMesh of one dimension, by default all ranks.
         exchange: of the selected branch, as of `context_parallel_attention`.
+        both_ends: as of `context_parallel_nsa_attention`.
 
     Returns:
         model.
@@ -98,53 +105,84 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
         NsaSelError: there is no distributed job.
     """
     check_exchange(exchange)
+    check_flag("both_ends", both_ends)
     layers = layers_of(model)
     if any(layer.recompute for layer in layers):
         remedy = "leave recompute out and wrap the layer in torch.utils.checkpoint"
         raise ArgumentError("model", "with an NSAttention(recompute=True)", "layers that keep their branches' outputs", remedy)
     for layer in layers:
-        layer.context = ContextOfLayer(group_of(group, "context_parallel"), exchange)
+        layer.context = ContextOfLayer(group_of(group, "context_parallel"), exchange, both_ends)
     return model
 
 
 class ContextOfLayer:
     """What an `NSAttention` does otherwise where ranks hold slices of the sequence."""
 
-    def __init__(self, group: dist.ProcessGroup, exchange: cost.Choice) -> None:
-        self.group, self.exchange = group, exchange
+    def __init__(self, group: dist.ProcessGroup, exchange: cost.Choice, both_ends: bool) -> None:
+        self.group, self.exchange, self.both_ends = group, exchange, both_ends
 
     def positions(self, S: int, device: torch.device) -> Tensor:
         """[S] int64, of this rank's rows in the sequence."""
-        first = dist.get_rank(self.group) * S
-        return torch.arange(first, first + S, device=device)
+        return rank_rows(dist.get_world_size(self.group) * S, self.group, both_ends=self.both_ends, device=device)
 
     def attend(self, layer: NSAttention, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *others: Tensor, q_cmp: Tensor) -> Tensor:
         """The layer's `nsa_attention`; k_cmp [B,S,G,Dk] and v_cmp [B,S,G,Dv] are still to be compressed."""
-        options = Options(layer.rule, layer.window, None, layer.backend, self.exchange)
+        options = Options(layer.rule, layer.window, None, layer.backend, self.exchange, self.both_ends)
         given = Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
         of = begin(given, options, self.group, compressed=False)
-        after = layer.rule.compress_block - layer.rule.compress_stride  # a block that begins in this slice may end in the next ones
-        near = with_neighbors(of.tensors.k_cmp, of.tensors.v_cmp, Reach(of.S, of.ranks, after=after), of.agreed)
-        k_cmp, v_cmp = (compress(x.transpose(1, 2)) for compress, x in zip((layer.compress_k, layer.compress_v), near, strict=True))
+        after = layer.rule.compress_block - layer.rule.compress_stride  # a block that begins in a slice may end in the next ones
+        reach = Reach.of(of.cut.ranks, of.cut.held, lambda rank: of.cut.near(rank, after=after))
+        near = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], [reach], of.agreed)
+        k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
+        v_cmp = _joined([layer.compress_v(v.transpose(1, 2)) for _, v in near], 2)
         return _attend(of._replace(tensors=of.tensors._replace(k_cmp=k_cmp, v_cmp=v_cmp)))
 
 
 def _attend(of: Slice) -> Tensor:
     """The three branches of a checked call, and their gated sum."""
-    q, q_cmp, _, _, k_slc, v_slc, k_win, v_win, gates = of.tensors
-    rule, window, scale, backend, exchange = of.options
-    k_cmp, v_cmp = _compressed_before(of)
-    compressed, selection = compressed_attention(q_cmp, k_cmp, v_cmp, scale=scale, S_kv=(of.rank + 1) * of.S, **rule._asdict())
-    k_win, v_win = with_neighbors(k_win, v_win, Reach(of.S, of.ranks, before=window - 1), of.agreed)
-    sharing: Any = {"group": of.group, "exchange": exchange}
+    q, q_cmp, _, _, k_slc, v_slc, _, _, gates = of.tensors
+    rule, window, scale, backend, exchange, both_ends = of.options
+    cut, sharing = of.cut, dict[str, Any](group=of.group, exchange=exchange)
+    (k_cmp, v_cmp), *near = _received(of)
+    rows = torch.split(q, cut.size, 1)
+    chosen = []
+    for each, x in zip(cut.held(of.rank), rows if q_cmp is q else torch.split(q_cmp, cut.size, 1), strict=True):
+        seen = rule.compressed_keys(each.stop)
+        k, v = k_cmp[:, :, :seen], v_cmp[:, :, :seen]
+        chosen.append(compressed_attention(x, k, v, scale=scale, S_kv=each.stop, **rule._asdict()))
+    selection = chosen[0][1]
+    if both_ends:
+        k_slc, v_slc = near.pop()
+        selection = Selection.from_ranges(torch.cat([each.ranges for _, each in chosen], 1), rule.block_size, disjoint=True)
+        sharing["q_pos"] = cut.positions(of.rank, q.device)
     selected = context_parallel_attention(q, k_slc, v_slc, selection, scale=scale, backend=backend, **sharing)
-    return gated_sum(compressed, selected, sliding_window_attention(q, k_win, v_win, window, scale=scale), gates)
+    parts = zip(chosen, torch.split(selected, cut.size, 1), rows, near, torch.split(gates, cut.size, 1), strict=True)
+    sums = [
+        gated_sum(compressed, own, sliding_window_attention(x, k, v, window, scale=scale), gate)
+        for (compressed, _), own, x, (k, v), gate in parts
+    ]
+    return _joined(sums, 1)
 
 
-def _compressed_before(of: Slice) -> tuple[Tensor, Tensor]:
-    """The compressed keys and values that this rank's rows see: those that end in its slice or before it."""
-    rule, each = of.options.rule, of.S // of.options.rule.compress_stride
-    own_k, own_v = (nn.functional.pad(x, (0, 0, 0, each - x.shape[2])) for x in (of.tensors.k_cmp, of.tensors.v_cmp))
-    k, v = with_neighbors(own_k, own_v, Reach(each, of.ranks, before=of.ranks * each), of.agreed)
-    seen = rule.compressed_keys((of.rank + 1) * of.S)
-    return k[:, :, :seen], v[:, :, :seen]
+def _received(of: Slice) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values: the compressed ones up to the end of the rank's last slice; the window's, of each slice; from both ends those of
+    the selected branch, of one slice a rank, as its exchanges take them."""
+    _, _, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, _ = of.tensors
+    rule, cut, before = of.options.rule, of.cut, of.options.window - 1
+
+    def compressed_before(rank: int) -> Ranges:
+        return (range(rule.compressed_keys(cut.held(rank)[-1].stop)),)
+
+    reaches = [
+        Reach.of(cut.ranks, lambda rank: own_compressed_keys(rule, cut, rank), compressed_before),
+        Reach.of(cut.ranks, cut.held, lambda rank: cut.near(rank, before=before)),
+    ]
+    keys, values = [k_cmp, k_win], [v_cmp, v_win]
+    if cut.both_ends:
+        reaches.append(Reach.of(cut.ranks, cut.held, cut.in_turn().held))
+        keys, values = [*keys, k_slc], [*values, v_slc]
+    return with_neighbors(keys, values, reaches, of.agreed)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,4 +1,4 @@
-"""One rank's slice of a layer's call: its tensors and options, checked, and agreed on with the other ranks before anything is exchanged."""
+"""One rank's part of a layer's call: its tensors and options, checked, and agreed on with the other ranks before anything is exchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from nsa_sel.branches import check_branches
 from nsa_sel.core import transforms
-from nsa_sel.core.arguments import check_tensors
+from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.check_choose import check_choose
 from nsa_sel.core.choose import request_of
 from nsa_sel.core.choose_call import Rule
@@ -19,6 +19,7 @@ from nsa_sel.core.facts import device_info
 from nsa_sel.distributed import cost
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
 from nsa_sel.distributed.context import check_exchange
+from nsa_sel.distributed.cut import Cut, Ranges
 from nsa_sel.errors import ArgumentError
 
 NAME = "context_parallel_nsa_attention"
@@ -46,6 +47,7 @@ class Options(NamedTuple):
     scale: float | None
     backend: str | None
     exchange: cost.Choice
+    both_ends: bool
 
 
 class Slice(NamedTuple):
@@ -53,6 +55,7 @@ class Slice(NamedTuple):
 
     tensors: Tensors
     options: Options
+    cut: Cut
     agreed: Agreed
 
     @property
@@ -62,15 +65,6 @@ class Slice(NamedTuple):
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
-
-    @property
-    def ranks(self) -> int:
-        return dist.get_world_size(self.group)
-
-    @property
-    def S(self) -> int:
-        """Rows and keys of a slice."""
-        return self.tensors.q.shape[1]
 
 
 def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> Slice:
@@ -94,11 +88,13 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
     q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = given
     check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, options.window)
     S, ranks = q.shape[1], dist.get_world_size(group)
-    _check_sizes(S, k_slc.shape[2], options.rule)
-    own = own_compressed_keys(options.rule, S, dist.get_rank(group), ranks) if compressed else S
+    check_flag("both_ends", options.both_ends)
+    _check_sizes(S, k_slc.shape[2], options)
+    cut = Cut(S // (1 + options.both_ends), ranks, options.both_ends)
+    own = sum(map(len, own_compressed_keys(options.rule, cut, dist.get_rank(group)))) if compressed else S
     if k_cmp.dim() == 4 and k_cmp.shape[2] != own:
         allowed = f"{own}: those that begin in this rank's {S} keys, and end in the sequence"
-        raise ArgumentError("k_cmp", f"of {k_cmp.shape[2]} compressed keys", allowed, "compress them with the first keys of the next rank")
+        raise ArgumentError("k_cmp", f"of {k_cmp.shape[2]} compressed keys", allowed, "compress them with the first keys of the next slice")
     k_all, v_all = (_of_all_ranks(x, options.rule.compressed_keys(ranks * S)) for x in (k_cmp, v_cmp))
     _, S_kv, scale, _ = check_choose(q_cmp, k_all, v_all, options.rule, options.scale, None, ranks * S, fake=False)
     options = options._replace(scale=scale)
@@ -106,15 +102,15 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
     request = msgspec.structs.replace(request_of(q_cmp, k_all, v_all, options.rule, S_kv, bool(grads)), aligned=True)
     facts = dict[str, Any](
         window=options.window, scale=scale, exchange=options.exchange, compressed=compressed, grads=", ".join(grads),
-        first=options.rule.first, local=options.rule.local,
+        first=options.rule.first, local=options.rule.local, both_ends=options.both_ends,
     )  # fmt: skip
-    return Slice(given, options, agree(request, device_info(q.device), group, None, q.device, **facts))
+    return Slice(given, options, cut, agree(request, device_info(q.device), group, None, q.device, **facts))
 
 
-def own_compressed_keys(rule: Rule, S: int, rank: int, ranks: int) -> int:
-    """Compressed keys that begin in a rank's slice of S keys, a multiple of the stride."""
-    each = S // rule.compress_stride
-    return min(each, max(0, rule.compressed_keys(ranks * S) - rank * each))
+def own_compressed_keys(rule: Rule, cut: Cut, rank: int) -> Ranges:
+    """Compressed keys that begin in each slice of a rank, and end in the sequence; a slice is a multiple of the stride."""
+    each, end = cut.size // rule.compress_stride, rule.compressed_keys(cut.number * cut.size)
+    return tuple(range(i * each, max(i * each, min((i + 1) * each, end))) for i in cut.of(rank))
 
 
 def _in_autocast_dtype(given: Tensors) -> Tensors:
@@ -126,11 +122,12 @@ def _in_autocast_dtype(given: Tensors) -> Tensors:
     return Tensors(q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
 
 
-def _check_sizes(S: int, keys: int, rule: Rule) -> None:
+def _check_sizes(S: int, keys: int, options: Options) -> None:
     if keys != S:
-        raise ArgumentError("k_slc", f"of {keys} positions", f"q's {S} rows", "pass rows and keys of the same slice of the sequence")
-    if not S or S % rule.compress_stride:
-        allowed = f"a multiple of compress_stride = {rule.compress_stride} on each rank"
+        raise ArgumentError("k_slc", f"of {keys} positions", f"q's {S} rows", "pass rows and keys of the same slices of the sequence")
+    stride = options.rule.compress_stride
+    if not S or S % (stride * (1 + options.both_ends)):
+        allowed = f"a multiple of {'2 * ' * options.both_ends}compress_stride = {stride} on each rank"
         raise ArgumentError("q", f"of S = {S} rows", allowed, "pad the sequence, so that all ranks' slices are of one such length")
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: two and three processes on a CPU (gloo), two GPUs (NCCL), and tests of one process.
+"""Context parallelism: two, three and four processes on a CPU (gloo), two or four GPUs (NCCL), and tests of one process.
 
 The checks of several ranks are in tests/helpers/distributed_checks.py: a start of that program imports torch once for all its processes.
 """
@@ -34,8 +34,9 @@ from nsa_sel.distributed import (
 )  # fmt: skip
 from nsa_sel.distributed.agreement import _rank_0_decision, _Report
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
+from nsa_sel.distributed.cut import Cut
 from nsa_sel.distributed.exchange_blocks import chosen
-from nsa_sel.distributed.exchange_near import Reach
+from nsa_sel.distributed.exchange_near import Reach, _in_order, _joined
 from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpacked
 from nsa_sel.distributed.layer_slice import own_compressed_keys
 from nsa_sel.errors import BackendError, NsaSelError
@@ -44,6 +45,8 @@ from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.paths import ROOT
 
 PROGRAM = "tests.helpers.distributed_checks"
+GPUS = 4 if torch.cuda.device_count() >= 4 else 2  # as many ranks
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={GPUS}", "-m", PROGRAM]
 SECONDS = 1800.0  # only against a hang, on a busy machine
 
 
@@ -54,11 +57,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
-def assert_passed(folder: Path, output: str, *words: str) -> None:
+def assert_passed(folder: Path, output: str, *words: str, number: int = 2) -> None:
     """Every rank of every job wrote that it passed all checks. A rank that dies in a check writes nothing."""
     from tests.helpers.distributed_checks import ENDS, jobs
 
-    for job, (ranks, checks) in jobs(list(words)).items():
+    for job, (ranks, checks) in jobs(list(words), number).items():
         written = {file.name: json.loads(file.read_text()) for file in (folder / job).glob("rank*.json")}
         failed = [f"{name}, {check}:\n{text}" for name, found in written.items() for check, text in found.items() if text != "passed"]
         assert not failed, "\n".join(failed)
@@ -83,8 +86,14 @@ def run(command: list[str], log: Path, **more: str) -> str:
 
 @pytest.mark.slow
 def test_two_cpu_ranks_pass_all_checks(tmp_path: Path) -> None:
-    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "two"], tmp_path / "log")
-    assert_passed(tmp_path, output, "two")
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "all"], tmp_path / "log")
+    assert_passed(tmp_path, output, "all")
+
+
+@pytest.mark.thorough
+def test_four_cpu_ranks_pass_all_checks(tmp_path: Path) -> None:
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "four"], tmp_path / "log")
+    assert_passed(tmp_path, output, "four")
 
 
 def test_three_cpu_ranks_share_a_layer_and_dead_ranks_are_noticed(tmp_path: Path) -> None:
@@ -94,10 +103,9 @@ def test_three_cpu_ranks_share_a_layer_and_dead_ranks_are_noticed(tmp_path: Path
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_two_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
+def test_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
     """What a rank writes at its end may be lost, for PyTorch's watchdog ends a process whose CUDA context is gone."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
-    run([*torchrun, "cuda", str(tmp_path), "end"], tmp_path / "log")
+    run([*TORCHRUN, "cuda", str(tmp_path), "end"], tmp_path / "log")
     output = (tmp_path / "log").read_text()
     assert "nsa-sel: ranks make different calls of context_parallel_attention" in output
     assert "no error" not in output
@@ -106,11 +114,10 @@ def test_two_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 @pytest.mark.parametrize("share", range(1, 8))
-def test_two_gpus_pass_a_share_of_all_checks(tmp_path: Path, share: int) -> None:
+def test_gpus_pass_a_share_of_all_checks(tmp_path: Path, share: int) -> None:
     """Shares run at once with pytest-xdist: most of the time kernels are compiled, and the oracle computes on a CPU."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", PROGRAM]
     word = f"share{share}"
-    assert_passed(tmp_path, run([*torchrun, "cuda", str(tmp_path), word], tmp_path / "log"), word)
+    assert_passed(tmp_path, run([*TORCHRUN, "cuda", str(tmp_path), word], tmp_path / "log"), word, number=GPUS)
 
 
 # One process
@@ -119,7 +126,7 @@ def test_two_gpus_pass_a_share_of_all_checks(tmp_path: Path, share: int) -> None
 def test_shares_are_all_checks() -> None:
     from tests.helpers.distributed_checks import CHECKS, SHARES, jobs
 
-    assert SHARES == 7, "as test_two_gpus_pass_a_share_of_all_checks counts them"
+    assert SHARES == 7, "as test_gpus_pass_a_share_of_all_checks counts them"
     shares = [checks for _, checks in jobs([f"share{share}" for share in range(1, SHARES + 1)]).values()]
     assert sorted(check.__name__ for share in shares for check in share) == sorted(check.__name__ for check in CHECKS)
 
@@ -188,18 +195,59 @@ def test_compiled_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_send_what_others_reach() -> None:
     """Slices of 4 keys on four ranks: rank 2 holds 8 to 11, and wants up to 5 before them and 1 after."""
-    reach = Reach(4, 4, before=5, after=1)
-    assert [reach.wanted(rank) for rank in range(4)] == [range(5), range(9), range(3, 13), range(7, 16)]
-    assert [reach.part(2, owner) for owner in range(4)] == [slice(3, 4), slice(0, 4), slice(0, 4), slice(0, 1)]
-    assert [reach.part(0, owner) for owner in range(4)] == [slice(0, 4), slice(0, 1), slice(0, 0), slice(0, 0)]
+    cut = Cut(4, 4)
+    reach = Reach.of(4, cut.held, lambda rank: cut.near(rank, before=5, after=1))
+    assert [*reach.wanted] == [(range(5),), (range(9),), (range(3, 13),), (range(7, 16),)]
+    assert [reach.parts(2, owner) for owner in range(4)] == [[(0, 3, 3, 1)], [(0, 4, 0, 4)], [(0, 8, 0, 4)], [(0, 12, 0, 1)]]
+    assert [[part.size for part in reach.parts(0, owner)] for owner in range(4)] == [[4], [1], [], []]
+
+
+def test_ranks_send_of_both_ends_what_others_reach() -> None:
+    """Slices of 4 keys on two ranks: rank 0 holds 0 to 3 and 12 to 15, and wants 2 before each."""
+    cut = Cut(4, 2, both_ends=True)
+    reach = Reach.of(2, cut.held, lambda rank: cut.near(rank, before=2))
+    assert [*reach.held] == [(range(4), range(12, 16)), (range(4, 8), range(8, 12))]
+    assert reach.wanted[0] == (range(4), range(10, 16))
+    assert reach.parts(0, 0) == [(0, 0, 0, 4), (1, 12, 4, 4)]
+    assert reach.parts(0, 1) == [(1, 10, 6, 2)]
+    received = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15, 10, 11])
+    assert [x.tolist() for x in _in_order(received, reach, 0)] == [[0, 1, 2, 3], [10, 11, 12, 13, 14, 15]]
+
+
+def test_what_ranks_send_of_several_tensors_lies_one_after_another() -> None:
+    of = Reach(((range(2),), (range(2, 4),)), ((range(2),), (range(1, 4),)))
+    assert _joined([of, of]) == (
+        ((range(2), range(4, 6)), (range(2, 4), range(6, 8))),
+        ((range(2), range(4, 6)), (range(1, 4), range(5, 8))),
+    )
+    shorter = Reach(((range(1),), (range(1, 1),)), ((range(0),), (range(1),)))
+    assert _joined([shorter, of]).held == ((range(1), range(1, 3)), (range(1, 1), range(3, 5)))
+
+
+def test_both_ends_share_the_work() -> None:
+    """Compressed keys that a rank's rows see, in all: half as many more on the last of two ranks than on average, equal from both ends."""
+    for ranks, most in ((2, 1.5), (4, 1.75)):
+        work = [
+            [int(Cut(size, ranks, both).positions(r, torch.device("cpu")).sum()) for r in range(ranks)]
+            for size, both in ((64, False), (32, True))
+        ]
+        assert max(work[0]) * ranks / sum(work[0]) == pytest.approx(most, rel=0.01)
+        assert max(work[1]) * ranks / sum(work[1]) == pytest.approx(1, rel=0.01)
 
 
 def test_compressed_keys_belong_to_the_slice_that_they_begin_in() -> None:
     """48 keys, of which 8 every 4 are compressed: 11, three for each slice of 12 keys, and two for the last."""
-    assert [own_compressed_keys(Rule(8, 4), 12, rank, 4) for rank in range(4)] == [3, 3, 3, 2]
-    assert [own_compressed_keys(Rule(40, 4, 40), 12, rank, 4) for rank in range(4)] == [3, 0, 0, 0]
-    assert [own_compressed_keys(Rule(32, 4, 32), 12, rank, 4) for rank in range(4)] == [3, 2, 0, 0]
-    assert own_compressed_keys(Rule(), 16, 0, 1) == 0
+
+    def sizes(rule: Rule, cut: Cut) -> list[list[int]]:
+        return [[*map(len, own_compressed_keys(rule, cut, rank))] for rank in range(cut.ranks)]
+
+    assert sizes(Rule(8, 4), Cut(12, 4)) == [[3], [3], [3], [2]]
+    assert sizes(Rule(8, 4), Cut(12, 2, both_ends=True)) == [[3, 2], [3, 3]]
+    assert sizes(Rule(40, 4, 40), Cut(12, 4)) == [[3], [0], [0], [0]]
+    assert sizes(Rule(32, 4, 32), Cut(12, 4)) == [[3], [2], [0], [0]]
+    assert sizes(Rule(32, 4, 32), Cut(12, 2, both_ends=True)) == [[3, 0], [2, 0]]
+    assert own_compressed_keys(Rule(8, 4), Cut(12, 2, both_ends=True), 1) == (range(3, 6), range(6, 9))
+    assert sizes(Rule(), Cut(16, 1)) == [[0]]
 
 
 def test_a_choice_that_another_rank_refuses_raises() -> None:
@@ -354,5 +402,5 @@ def test_the_table_shows_efficiency() -> None:
             {"case": f"{kind}-R2-16k-h4", "ranks": 2, "part": "layer", "error": "out of memory"},
         ]
         last = scaling.table(rows).splitlines()[-1]  # †: percentiles are far apart
-        shown = [f"{kind}-R2-8k-h4", "layer", "fwd", "2.5†", "1", "-", "3", "1.5", efficiency, "gather", "2.0"]
+        shown = [f"{kind}-R2-8k-h4", "layer", "fwd", "in", "turn", "2.5†", "1", "-", "3", "1.5", efficiency, "gather", "2.0"]
         assert last.replace("|", " ").split() == shown

@@ -1,10 +1,10 @@
 """Checks of several ranks, as a program: DEVICE FOLDER WORD ...
 
-`torchrun --standalone --nproc-per-node 2 -m tests.helpers.distributed_checks cuda` runs those of two ranks through NCCL, `cpu` through
-gloo. Without torchrun it forks the ranks of job after job, which share the imports and meet in files of FOLDER. The first failure ends a
-rank, since others wait for it. FOLDER gets each job's and rank's results. WORDs: "two", "three" ranks; "share1" to "share7", the checks
-of two ranks in parts that may run at once; "end", checks that end their process group, with processes of their own; else a part of the
-names of checks of two ranks.
+`torchrun --standalone --nproc-per-node 2 -m tests.helpers.distributed_checks cuda` runs all checks through NCCL, `cpu` through gloo, on 2
+or 4 ranks. Without torchrun it forks the ranks of job after job, which share the imports and meet in files of FOLDER. The first failure
+ends a rank, since others wait for it. FOLDER gets each job's and rank's results. WORDs: "all" checks; "three" ranks; "four" ranks with
+all; "share1" to "share7", parts of all that may run at once; "end", checks that end their process group, with processes of their own;
+else a part of checks' names.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def the_document_runs() -> None:
 def scaling_is_measured() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
-        scaling.measure_here(out, DEVICE, quick=True, samples=3)
+        scaling.measure_here(out, DEVICE, quick=True, samples=3, orders=scaling.ORDERS, only="strong")
         rows = [json.loads(line) for line in out.read_text().splitlines()] if rank() == 0 else []
     for row in rows:
         assert row["ranks"] == ranks()
@@ -285,7 +285,8 @@ def scaling_is_measured() -> None:
         assert row["way"] in ("gather", "blocks", "rows")
         assert row["bytes_forward"] > 0
         assert (row["bytes_backward"] > 0) == (row["direction"] == "fwd+bwd")
-    wanted = len(scaling.cases(ranks(), quick=True)) * len(scaling.PARTS) * len(scaling.DIRECTIONS)
+    assert {row["order"] for row in rows} == (set(scaling.ORDERS) if rank() == 0 else set())
+    wanted = len(scaling.PARTS) * len(scaling.DIRECTIONS) * len(scaling.ORDERS)
     assert len(rows) == (wanted if rank() == 0 else 0)
 
 
@@ -318,7 +319,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     models.fsdp_over_slices_of_the_sequence_trains_as_one_rank,
     models.tensor_parallel_trains_as_one_rank,
     models.the_example_trains_as_one_rank,
-    *layers.TWO_RANKS,
+    *layers.ANY_RANKS,
     the_document_runs,
     scaling_is_measured,
 )
@@ -329,18 +330,20 @@ SHARES = 7
 LONGEST = datetime.timedelta(seconds=1200)  # ranks may wait long on a busy machine
 
 
-def jobs(words: list[str]) -> dict[str, tuple[int, Checks]]:
-    """The ranks and checks of each job, by name."""
+def jobs(words: list[str], number: int = 2) -> dict[str, tuple[int, Checks]]:
+    """The ranks, `number` where a word does not say it, and the checks of each job, by name."""
     found: dict[str, tuple[int, Checks]] = {}
     for word in words:
         if word == "end":
-            found |= {check.__name__: (2, (check,)) for check in ENDS[DEVICE]}
+            found |= {check.__name__: (number, (check,)) for check in ENDS[DEVICE]}
         elif word == "three":
             found[word] = 3, layers.THREE_RANKS
         elif word.startswith("share"):
-            found[word] = 2, CHECKS[int(word[5:]) - 1 :: SHARES]
+            found[word] = number, CHECKS[int(word[5:]) - 1 :: SHARES]
+        elif word == "four":
+            found[word] = 4, CHECKS
         else:
-            found[word] = 2, CHECKS if word == "two" else tuple(check for check in CHECKS if word in check.__name__)
+            found[word] = number, CHECKS if word == "all" else tuple(check for check in CHECKS if word in check.__name__)
     return found
 
 
@@ -392,7 +395,7 @@ def fork_ranks(name: str, number: int, checks: Checks, folder: Path) -> None:
 
 def main() -> None:
     """Join torchrun's job, or fork the ranks of each job."""
-    folder, words = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp()), sys.argv[3:] or ["two"]
+    folder, words = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp()), sys.argv[3:] or ["all"]
     agreement.SECONDS = LONGEST.total_seconds()
     if DEVICE == "cpu":
         torch.set_num_threads(1)

@@ -16,10 +16,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import NSAttention, nsa_attention
-from nsa_sel.distributed import check_ranks, context_parallel, context_parallel_nsa_attention, tensor_parallel
+from nsa_sel.distributed import check_ranks, context_parallel, context_parallel_nsa_attention, rank_rows, tensor_parallel
 from nsa_sel.errors import ArgumentError, NsaSelError
 from tests.helpers.cases import assert_within_twice_baseline
-from tests.helpers.ranks import DEVICE, mine, rank, ranks
+from tests.helpers.ranks import DEVICE, both_ends, mine, rank, ranks
 
 WIDTH, B = 12, 2
 SMALL: dict[str, Any] = {"window": 12, "compress_block": 8, "compress_stride": 4, "block_size": 16, "n": 3}
@@ -33,10 +33,10 @@ ROW_TENSORS = ("q", "q_cmp", "gates")
 KEY_TENSORS = ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
 
 
-def layer_of(options: dict[str, Any] = SMALL, dtype: torch.dtype = torch.float64) -> NSAttention:
+def layer_of(options: dict[str, Any] = SMALL, dtype: torch.dtype = torch.float64, groups: int = 2) -> NSAttention:
     """The same random parameters on all ranks."""
     torch.manual_seed(0)
-    layer = NSAttention(WIDTH, 2, 2, 4, 6, backend="sdpa-packed", dtype=dtype, **options).to(DEVICE)
+    layer = NSAttention(WIDTH, groups, 2, 4, 6, backend="sdpa-packed", dtype=dtype, **options).to(DEVICE)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer
@@ -75,13 +75,16 @@ def sliced_layers_are_the_whole_layer() -> None:
         whole, x = layer_of(options), hidden(S * ranks())
         o = whole(x)
         weighted(o).sum().backward()
-        for exchange in ("gather", "blocks", "rows") if S == 32 else ("auto",):
-            part = context_parallel(layer_of(options), exchange=exchange)
-            own = mine(x, 1)
+        hows: list[dict[str, Any]] = [{"exchange": exchange} for exchange in (("gather", "blocks", "rows") if S == 32 else ("auto",))]
+        if S > SMALL["compress_stride"]:
+            hows += [{**how, "both_ends": True} for how in hows]
+        for how in hows:
+            part, cut = context_parallel(layer_of(options), **how), both_ends if "both_ends" in how else mine
+            own = cut(x, 1)
             got = part(own)
-            mine(weighted(got.new_ones(o.shape)), 1).mul(got).sum().backward()
-            torch.testing.assert_close(got, mine(o, 1), rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(own.grad, mine(x.grad, 1), rtol=1e-10, atol=1e-10)
+            cut(weighted(got.new_ones(o.shape)), 1).mul(got).sum().backward()
+            torch.testing.assert_close(got, cut(o, 1), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(own.grad, cut(x.grad, 1), rtol=1e-10, atol=1e-10)
             found = gradients(part)
             for dx in found.values():
                 dist.all_reduce(dx)
@@ -99,12 +102,17 @@ def call_of(S: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Te
     }
 
 
-def sliced(tensors: dict[str, Tensor], S: int, stride: int) -> dict[str, Tensor]:
-    """This rank's slices of S rows."""
-    sizes = {name: (1, S) if name in ROW_TENSORS else (2, S // stride if name.endswith("cmp") else S) for name in tensors}
-    cut = {name: x.narrow(dim, min(rank() * size, x.shape[dim]), max(0, min(size, x.shape[dim] - rank() * size)))
-           for (name, x), (dim, size) in zip(tensors.items(), sizes.values(), strict=True)}  # fmt: skip
-    return {name: x.detach().clone().requires_grad_() for name, x in cut.items()}
+def sliced(tensors: dict[str, Tensor], S: int, stride: int, both: bool = False) -> dict[str, Tensor]:
+    """This rank's slices, of S rows in all."""
+    cut = {}
+    for name, x in tensors.items():
+        dim = 1 if name in ROW_TENSORS else 2
+        rows = rank_rows(S * ranks(), both_ends=both, device=x.device)
+        if name.endswith("cmp") and name in KEY_TENSORS:  # that begin among these rows
+            rows = rows[::stride] // stride
+            rows = rows[rows < x.shape[dim]]
+        cut[name] = x.detach().index_select(dim, rows).requires_grad_()
+    return cut
 
 
 def with_gradients(attend: Callable[..., Tensor], tensors: dict[str, Tensor], weights: Tensor, **options: Any) -> dict[str, Tensor]:
@@ -116,17 +124,21 @@ def with_gradients(attend: Callable[..., Tensor], tensors: dict[str, Tensor], we
 
 def sliced_calls_lose_no_more_than_whole_ones() -> None:
     """`context_parallel_nsa_attention` in float32, against float64, as `nsa_attention` of all rows; reruns are bit-equal."""
-    for S in (32, 8):
+    for S, both in ((32, False), (32, True), (8, False), (8, True)):
         options = {name: size for name, size in SLICES[S].items() if name not in ("compression", "rotary")}
-        weights = weighted(torch.ones(B, S * ranks(), 2, 2, 6, dtype=torch.float64, device=DEVICE))
+        weights, stride, cut = (
+            weighted(torch.ones(B, S * ranks(), 2, 2, 6, dtype=torch.float64, device=DEVICE)),
+            4,
+            both_ends if both else mine,
+        )
         wanted = []
         for dtype in (torch.float64, torch.float32):
             of = with_gradients(nsa_attention, call_of(S * ranks(), dtype, options), weights, **options)
-            wanted.append({"o": mine(of.pop("o"), 1), **sliced(of, S, options["compress_stride"])})
-        given = sliced(call_of(S * ranks(), torch.float32, options), S, options["compress_stride"])
+            wanted.append({"o": cut(of.pop("o"), 1), **sliced(of, S, stride, both)})
+        given = sliced(call_of(S * ranks(), torch.float32, options), S, stride, both)
         for exchange in ("gather", "rows"):
-            how = {**options, "exchange": exchange}
-            first, again = (with_gradients(context_parallel_nsa_attention, given, mine(weights, 1), **how) for _ in range(2))
+            how = {**options, "exchange": exchange, "both_ends": both}
+            first, again = (with_gradients(context_parallel_nsa_attention, given, cut(weights, 1), **how) for _ in range(2))
             assert all(torch.equal(first[name], again[name]) for name in first), "reruns differ"
             for name, got in first.items():
                 assert_within_twice_baseline(got, wanted[0][name], wanted[1][name], name)
@@ -162,6 +174,12 @@ def wrong_slices_are_refused() -> None:
     for S, words in ((6, "q is of S = 6 rows; allowed: a multiple of compress_stride = 4"), (0, "q is of S = 0 rows")):
         with pytest.raises(ArgumentError, match=words):
             layer(hidden(S))
+    with pytest.raises(ArgumentError, match=r"q is of S = 4 rows; allowed: a multiple of 2 \* compress_stride = 4 on each rank"):
+        context_parallel(layer_of(), both_ends=True)(hidden(4))
+    with pytest.raises(ArgumentError, match="both_ends is 'yes'; allowed: True or False"):
+        context_parallel(layer_of(), both_ends="yes")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=rf"S is {2 * ranks() + 1}; allowed: a multiple of {2 * ranks()}, the number of slices"):
+        rank_rows(2 * ranks() + 1, both_ends=True)
     options = {name: size for name, size in SMALL.items() if name != "n"}
     tensors = sliced(call_of(16 * ranks(), torch.float32, options), 16, 4)
     with pytest.raises(ArgumentError, match=r"k_cmp is of \d compressed keys; allowed: \d: those that begin in this rank's 16 keys"):
@@ -177,6 +195,9 @@ def wrong_slices_are_refused() -> None:
     check_ranks()
     other = context_parallel(layer_of({**SMALL, "window": 12 + rank()}))
     with pytest.raises(NsaSelError, match="window is 13 there, 12 on rank 0"):
+        other(hidden(16))
+    other = context_parallel(layer_of(), both_ends=bool(rank()))
+    with pytest.raises(NsaSelError, match="both_ends is True there, False on rank 0"):
         other(hidden(16))
     other = context_parallel(layer_of())
     with pytest.raises(NsaSelError, match=r"grads is '.*q_cmp.*' there, '' on rank 0"), torch.set_grad_enabled(rank() > 0):
@@ -206,7 +227,8 @@ def split_layers_are_the_whole_layer() -> None:
     """Tensor parallelism by groups, alone and below FSDP2; an optimizer's steps keep the layer whole."""
     both = init_device_mesh(DEVICE, (1, ranks()), mesh_dim_names=("dp", "tp"))
     for options, sharded in ((SMALL, False), (SLICES[16], False), (SMALL, True)):
-        whole, part, x = layer_of(options), tensor_parallel(layer_of(options), both["tp"]), hidden(19)
+        whole, part, x = layer_of(options, groups=ranks()), layer_of(options, groups=ranks()), hidden(19)
+        part = tensor_parallel(part, both["tp"])
         part = fully_shard(part, mesh=both["dp"]) if sharded else part
         optimizers = [torch.optim.AdamW(layer.parameters(), foreach=True, eps=1.0) for layer in (whole, part)]
         for _ in range(2):
@@ -233,7 +255,7 @@ def groups_that_ranks_do_not_divide_are_refused() -> None:
     torch.manual_seed(0)
     layer = NSAttention(WIDTH, 3, 1, 4)
     before = copy.deepcopy(layer.state_dict())
-    with pytest.raises(ArgumentError, match=r"mesh is of 2 ranks; allowed: a divisor of groups = 3"):
+    with pytest.raises(ArgumentError, match=rf"mesh is of {ranks()} ranks; allowed: a divisor of groups = 3"):
         tensor_parallel(layer, init_device_mesh(DEVICE, (ranks(),)))
     assert all(torch.equal(x, before[name]) for name, x in layer.state_dict().items())
 
@@ -244,7 +266,7 @@ SLICED = (
     sliced_layers_in_autocast_and_checkpoints,
 )
 THREE_RANKS = (*SLICED, layers_take_slices_of_part_of_the_ranks)
-TWO_RANKS = (
+ANY_RANKS = (
     *SLICED,
     wrong_slices_are_refused,
     sharded_layers_are_the_whole_layer,

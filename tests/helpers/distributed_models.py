@@ -30,7 +30,8 @@ from tests.helpers.ranks import BACKENDS, BLOCK, DEVICE, EQUAL, ROWS, mine, my_t
 # DTensors
 
 
-CUTS = {"batch": (0, 0, 0), "groups": (2, 1, 2), "rows": (1, None, 1), "heads": (3, None, None)}  # q; k and v; ranges
+# The size that is cut, into no fewer parts than there are ranks, and its dimension: of q; of k and v; of ranges.
+CUTS = {"B": (0, 0, 0), "G": (2, 1, 2), "S": (1, None, 1), "h": (3, None, None)}
 
 
 def mesh() -> DeviceMesh:
@@ -42,13 +43,13 @@ def placed(x: Tensor, dim: int | None, on: DeviceMesh) -> DTensor:
 
 
 def dtensors_need_no_communication() -> None:
-    q, k, v, selection = problem()
-    do = make_grads(q, v)[0]
     on = mesh()
-    for backend in BACKENDS:
-        o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=backend)
-        wanted = o, *torch.autograd.grad(o, (q, k, v), do)
-        for name, (rows, keys, index) in CUTS.items():
+    for name, (rows, keys, index) in CUTS.items():
+        q, k, v, selection = problem(**{} if name == "S" else {name: ranks()})
+        do = make_grads(q, v)[0]
+        for backend in BACKENDS:
+            o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=backend)
+            wanted = o, *torch.autograd.grad(o, (q, k, v), do)
             parts = placed(q, rows, on), placed(k, keys, on), placed(v, keys, on)
             cut = Selection.from_ranges(placed(selection.ranges, index, on), BLOCK)
             do_cut = placed(do, rows, on)
@@ -68,8 +69,8 @@ def dtensors_need_no_communication() -> None:
 
 
 def dtensors_of_uneven_parts_and_of_two_dimensions() -> None:
-    """Three groups on two ranks, an odd number of rows, a mesh of batch entries by groups, and autocast."""
-    q, k, v, selection = problem(ROWS - 1, ROWS, G=3)
+    """The last rank has a group and a row less than the others; a mesh of batch entries by groups, and autocast."""
+    q, k, v, selection = problem(ROWS - 1, ROWS, G=2 * ranks() - 1)
     flat, deep = mesh(), init_device_mesh(DEVICE, (1, ranks()))
     for on, rows, keys in (
         (flat, [Shard(2)], [Shard(1)]),
@@ -88,7 +89,7 @@ def dtensors_of_uneven_parts_and_of_two_dimensions() -> None:
 
 def dtensors_are_redistributed_where_needed() -> None:
     """DTensor gathers keys that are sharded along the sequence, and shards a replicated selection."""
-    q, k, v, selection = problem()
+    q, k, v, selection = problem(B=ranks())
     on = mesh()
     o = selection_attention(placed(q, 1, on), placed(k, 2, on), placed(v, 2, on), placed(selection.ranges, None, on))
     assert_forward((o.full_tensor(), selection_attention(q, k, v, selection, return_lse=True)[1]), q, k, v, selection.ranges)
@@ -107,7 +108,7 @@ def dtensors_are_redistributed_where_needed() -> None:
 class Layer(nn.Module):
     """Selection attention, run by `attend`, between linear maps."""
 
-    def __init__(self, G: int = 2, h: int = 2, D: int = 16, width: int = 32) -> None:
+    def __init__(self, G: int, h: int = 2, D: int = 16, width: int = 32) -> None:
         super().__init__()
         self.G, self.h, self.D = G, h, D
         self.q, self.k, self.v = nn.Linear(width, G * h * D), nn.Linear(width, G * D), nn.Linear(width, G * D)
@@ -135,15 +136,15 @@ def trained(model: nn.Module, x: Tensor, selection: Selection, steps: int = 3) -
 
 
 def model_and_input() -> tuple[Layer, Tensor, Selection, list[float]]:
-    """A layer, its input [2,64,32], and the losses that one rank alone trains to."""
+    """A layer with a group for each rank, its input [ranks,64,32], and the losses that one rank alone trains to."""
     torch.manual_seed(0)
-    x = torch.randn(2, 64, 32).to(DEVICE)
-    selection = make_blocks(2, 64, 2, 64, 3, BLOCK, device=DEVICE)
-    alone = Layer().to(DEVICE)
+    x = torch.randn(ranks(), 64, 32).to(DEVICE)
+    selection = make_blocks(ranks(), 64, ranks(), 64, 3, BLOCK, device=DEVICE)
+    alone = Layer(ranks()).to(DEVICE)
     state = {name: value.clone() for name, value in alone.state_dict().items()}
     wanted = trained(alone, x, selection)
     assert wanted[-1] < 0.9 * wanted[0]
-    model = Layer().to(DEVICE)
+    model = Layer(ranks()).to(DEVICE)
     model.load_state_dict(state)
     return model, x, selection, wanted
 
@@ -191,7 +192,7 @@ def the_example_trains_as_one_rank() -> None:
     with tempfile.TemporaryDirectory() as own:
         shared = [own]
         dist.broadcast_object_list(shared)
-        text, how, sizes = ROOT / "docs", {"minutes": 9, "every": 1, "graph": False}, replace(example.TINY, layers=1)
+        text, how, sizes = ROOT / "docs", {"minutes": 9, "every": 1, "graph": False}, replace(example.TINY, layers=1, batch=ranks())
 
         def losses(folder: str, steps: int, parallel: Any = None) -> list[float]:
             rows = example.train(Path(folder), sizes, None, torch.device(DEVICE), text, steps=steps, ranks=parallel, **how)
@@ -203,7 +204,7 @@ def the_example_trains_as_one_rank() -> None:
             found = losses(f"{shared[0]}/together", steps, parallel)
             dist.barrier()  # the first rank wrote the checkpoint
         assert found == pytest.approx(alone, rel=1e-4 if DEVICE == "cpu" else 1e-3)  # bfloat16 on a GPU
-        with pytest.raises(ArgumentError, match=r"--batch is 1; .* multiple of 2, on 2 ranks"):
+        with pytest.raises(ArgumentError, match=rf"--batch is 1; .* multiple of {ranks()}, on {ranks()} ranks"):
             several.join("data", replace(sizes, batch=1), torch.device(DEVICE))
         with pytest.raises(ArgumentError, match=r"--parallel is 'pipeline'; allowed: data, context, tensor"):
             several.join("pipeline", sizes, torch.device(DEVICE))

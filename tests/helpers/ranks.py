@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from nsa_sel import Selection
+from nsa_sel.distributed import rank_rows
 from tests.helpers.cases import make_blocks, make_qkv
 
 BLOCK = 16
@@ -20,7 +22,8 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 # How many of o, lse, dq are bit-equal to one device's when keys are gathered: packed SDPA's backward pass on a CPU multiplies all keys,
 # and on a GPU its rows share buckets.
 EQUAL = {"numba": 3, "sdpa-packed": 2 if DEVICE == "cpu" else 0, "triton-group": 3, "triton-tile": 2, "triton-block": 2}
-ROWS = 160 if DEVICE == "cuda" else 64  # with fewer rows a GPU's kernels would split them, or use configs for few rows
+# With fewer rows a rank a GPU's kernels would split them, or use configs for few rows. Slices are whole blocks, on a CPU on up to 4 ranks.
+ROWS = 80 * int(os.environ.get("WORLD_SIZE", 2)) if DEVICE == "cuda" else 64
 D = 64 if DEVICE == "cuda" else 16
 
 
@@ -35,6 +38,12 @@ def ranks() -> int:
 def mine(x: Tensor, dim: int) -> Tensor:
     """This rank's slice."""
     return x.detach().chunk(ranks(), dim)[rank()].contiguous().requires_grad_(x.requires_grad)
+
+
+def both_ends(x: Tensor, dim: int) -> Tensor:
+    """This rank's slices of both ends."""
+    rows = rank_rows(x.shape[dim], both_ends=True, device=x.device)
+    return x.detach().index_select(dim, rows).requires_grad_(x.requires_grad)
 
 
 def all_of(x: Tensor, dim: int) -> Tensor:
@@ -53,7 +62,7 @@ def my_turn() -> bool:
 
 
 def problem(
-    S: int = ROWS, S_kv: int | None = None, B: int = 2, G: int = 2, n: int = 3, dtype: torch.dtype = DTYPE
+    S: int = ROWS, S_kv: int | None = None, B: int = 2, G: int = 2, h: int = 2, n: int = 3, dtype: torch.dtype = DTYPE
 ) -> tuple[Tensor, Tensor, Tensor, Selection]:
-    q, k, v = make_qkv(B, S, G, 2, D, S_kv=S_kv, dtype=dtype, device=DEVICE, requires_grad=True)
+    q, k, v = make_qkv(B, S, G, h, D, S_kv=S_kv, dtype=dtype, device=DEVICE, requires_grad=True)
     return q, k, v, make_blocks(B, S, G, S_kv or S, n, BLOCK, device=DEVICE)
