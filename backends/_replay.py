@@ -324,7 +324,8 @@ class Recorder:
         if table.refused:
             return None
         return Recording(
-            outputs[0].get_device(), allocator(outputs[0]), tuple(facts), scratch, tuple(self.plans), tuple(table.offsets), tuple(table.maps), tuple(table.constants),
+            outputs[0].get_device(), allocator(outputs[0]), tuple(facts), scratch, tuple(self.plans),
+            tuple(table.offsets), tuple(table.maps), tuple(table.constants),
             tuple((table.entry(place), size) for place, size in cleared),
             tuple((*step, _getter([table.entry(place) for place in places])) for *step, places in steps), tuple(self.kernels),
             described if plan else None,

@@ -1,4 +1,4 @@
-"""The one memory of decisions, by classes of requests and of whole calls (core/seen.py), and of counts of sharing (core/count_sharing.py).
+"""The one memory of decisions, by classes of requests and of calls (core/repeat.py), and of counts of sharing (core/count_sharing.py).
 
 An entry holds for one state: the flags of the environment, the tuning that was read, and the backend that `use_backend` forces. Counts
 are facts of the data: they hold in any state.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa_sel.core import seen, transforms
+from nsa_sel.core import memory, seen, transforms
 from nsa_sel.core.arguments import check_tensors
 from nsa_sel.core.begin import Decided, begin
 from nsa_sel.core.call import REPEATED, Call
@@ -17,7 +17,7 @@ from nsa_sel.selection import Selection
 def repeated(q: Any, k: Any, v: Any, selection: Any, scale: Any, q_pos: Any, backend: Any) -> Decided | None:
     """What `begin_or_repeat` returns for a call that was seen before, of arguments that nothing has looked at; None for any other."""
     try:
-        if transforms.told_by_guards(q):
+        if transforms.told_by_guards() and not transforms.casts(q):
             return _recall(q, k, v, selection, scale, q_pos, transforms.needs_grad(q, k, v), backend)
     except AttributeError:  # no tensor
         pass
@@ -30,14 +30,15 @@ def begin_or_repeat(
 ) -> Decided:  # fmt: skip
     """Check the arguments of `selection_attention` and decide, unless all facts that both read are those of an earlier call. `counts`: see
     `begin`; what a call that may not count found is not remembered."""
-    found = _recall(q, k, v, selection, scale, q_pos, needs_grad, backend, counts)
-    if found is not None:
-        return found
+    repeats = _recall(q, k, v, selection, scale, q_pos, needs_grad, backend, counts)
+    if repeats is not None:
+        return repeats
     check_tensors(q=q, k=k, v=v)
     decided = begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend, counts=counts)
-    if counts and (key := _key(q, k, selection, scale, q_pos, needs_grad, backend)) is not None:
-        call = decided.call
-        seen.remember(key, (decided.request, decided.decision, call.scale, decided.sharing, call.known), q, k, v, call.selection.ranges)
+    key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend) if counts else None
+    if key is not None:
+        found = decided.request, decided.decision, decided.call.scale, decided.sharing, decided.call.known
+        memory.remember(key, seen.added(memory.recall(key) or (), found, *_distinct(q, k, v), decided.call.selection.ranges))
     return decided
 
 
@@ -45,30 +46,36 @@ def _recall(
     q: Tensor, k: Tensor, v: Tensor, selection: Any, scale: Any, q_pos: Any, needs_grad: bool, backend: Any, counts: bool = True
 ) -> Decided | None:
     """What an earlier call with the same facts led to, for these tensors; None if there was none, or its count of sharing is used up."""
-    key = _key(q, k, selection, scale, q_pos, needs_grad, backend)
-    found = None if key is None else seen.recall(key, q, k, v, selection.ranges)
+    key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend)
+    classes = memory.recall(key)
+    found = None if classes is None else seen.find(classes, *_distinct(q, k, v), selection.ranges)
     if found is None:
         return None
-    (request, decision, checked_scale, sharing, known), aligned = found
+    request, decision, checked_scale, sharing, known = found
     if counts and sharing is not None and not sharing.use():
         return None
     call = Call(q.unsqueeze(1) if q.dim() == 4 else q, k, v, selection, None, checked_scale, decision.settings, decision.device)
-    if aligned:
+    if not key[0]:  # type: ignore[index]
         call.known = known
         known[REPEATED] = True
     return Decided(call, decision, request)
 
 
-def _key(q: Tensor, k: Tensor, selection: Any, scale: Any, q_pos: Any, needs_grad: bool, backend: Any) -> tuple[Any, ...] | None:
-    """What `check_call`, `request_of` and `decide` read of a call beside its tensors, and what keeps classes of tensors apart; None for a
-    call that they must see each time.
+def _key(q: Tensor, k: Tensor, v: Tensor, selection: Any, scale: Any, q_pos: Any, needs_grad: bool, backend: Any) -> Any:
+    """What `check_call`, `request_of` and `decide` read of a call beside what guards tell of its tensors, and shapes, which keep classes
+    few; None for a call that they must see each time. First the lowest bits of the addresses of q, k and v: unless they are 0, they do
+    not tell whose they are.
 
-    With `seen.recall` it takes half the time of checking and deciding ("repeat" in docs/performance.md).
+    With the search it takes half the time of checking and deciding ("repeat" in docs/performance.md).
     """
     if type(selection) is not Selection or q_pos is not None or not (scale is None or type(scale) is float):
         return None
     try:
-        shapes = q.shape, k.shape
-    except (AttributeError, RuntimeError):  # no tensor, or a nested one
+        tensors = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.shape, k.shape, v is k
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
         return None
-    return *shapes, selection.block_size, selection.max_length, selection._cut_block, selection.exact(), scale, needs_grad, backend
+    return *tensors, selection.block_size, selection.max_length, selection._cut_block, selection.exact(), scale, needs_grad, backend
+
+
+def _distinct(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return (q, k) if v is k else (q, k, v)

@@ -17,8 +17,8 @@ from nsa_sel.telemetry import events
 
 
 def attend(decided: Decided, workspace: Tensor | None = None, with_lse: bool = True) -> tuple[Tensor, Any]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h], recorded by autograd if the request needs gradients. Then lse is None unless with_lse: PyTorch takes
-    microseconds for every output."""
+    """o [B,S,G,h,Dv] and lse [B,S,G,h], recorded by autograd if the request needs gradients. Then lse is None unless with_lse: every output
+    takes PyTorch microseconds."""
     if workspace is not None:
         decided.call.workspace = Workspace.of(workspace, decided.call.q.device)
     if not decided.request.needs_grad:

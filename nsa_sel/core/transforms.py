@@ -27,13 +27,16 @@ def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
 
 
-def told_by_guards(q: Any) -> bool:
-    """Whether the guards of `core/seen.py` notice all that happens to a call of q and tensors of its dtype. Not dual numbers and casts; and
-    torch.compile and torch.jit.trace would record the search for them."""
-    if is_compiling() or forward_ad._current_level >= 0 or _tracing() is not None:
-        return False
+def told_by_guards() -> bool:
+    """Whether the guards of `core/seen.py` tell all that transforms a call now, but for casts. They do not tell dual numbers; torch.compile
+    and torch.jit.trace would record the question."""
+    return not (is_compiling() or forward_ad._current_level >= 0 or _tracing() is not None)
+
+
+def casts(q: Any) -> bool:
+    """Whether torch.autocast casts q, and tensors of its dtype."""
     dtype = _autocast_dtype(q)
-    return dtype is None or q.dtype == dtype
+    return dtype is not None and q.dtype != dtype
 
 
 def is_sharded(q: Any) -> bool:

@@ -36,6 +36,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(Kernel, "launch", counted)
     monkeypatch.setattr(block_ranges, "on_gpu", lambda indices: True)
     monkeypatch.setattr(block_ranges, "_failed", [])
+    monkeypatch.setattr(block_ranges, "_classes", {})
     return started
 
 
@@ -46,14 +47,14 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
     for counts in (None, torch.arange(20).reshape(2, 5, 2) % (n + 1)):
         used = indices if counts is None else torch.where(torch.arange(n) < counts[..., None], indices, -1)
         expected = whole_blocks(used, size)
-        ranges, unique = kernels.block_ranges(indices, counts, size, expected.dtype, True)
+        ranges, unique = kernels.block_ranges(indices, counts, size, expected.dtype, True, {})
         assert unique is not None
         assert torch.equal(ranges, expected)
         assert torch.equal(unique, disjoint(expected))
         again = kernels.distinct_ranges(expected.transpose(1, 2), size)
         assert again is not None
         assert torch.equal(again, disjoint(expected.transpose(1, 2)))
-        alone, none = kernels.block_ranges(indices.transpose(1, 2), None, size, expected.dtype, False)
+        alone, none = kernels.block_ranges(indices.transpose(1, 2), None, size, expected.dtype, False, {})
         assert none is None
         assert torch.equal(alone, whole_blocks(indices.transpose(1, 2), size))
 
