@@ -91,11 +91,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for x in value if isinstance(x, Tensor)] if isinstance(value, tuple) else []
 
 
-def replayed(call: Call, work: Callable[..., Any], *given: Tensor | None) -> Any:
-    """`work(call, *given)`, one pass: its kernels read q, k, v, the disjoint ranges, and what is `given`."""
-    return _replayed(call, work, given)
-
-
 def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> KeptPlan:
     """`build(call, *numbers)`, kept in the selection for this key, number of keys, and positions or lengths: the causal clamp depends on
     them.
@@ -135,15 +130,17 @@ def _kind(call: Call, work: Callable[..., Any], ranges: Tensor, numbers: tuple[A
 def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> KeptPlan:
     outer, thread.recording = thread.recording, None
     try:
-        built = _replayed(call, build, (), numbers, plan=True)
+        built = replayed(call, build, (), numbers, plan=True)
     finally:
         thread.recording = outer
     return built if type(built) is KeptPlan else KeptPlan(built)
 
 
-def _replayed(
-    call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: tuple[Any, ...] = (), plan: bool = False
+def replayed(
+    call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...] = (), numbers: tuple[Any, ...] = (), plan: bool = False
 ) -> Any:
+    """`work(call, *given, *numbers)`, one pass, or the building of a plan: its kernels read q, k, v, the disjoint ranges, and what is
+    `given`."""
     known = call.known
     if REPEATED not in known or call.workspace is not None or call.settings.debug_triton or call.capturing():
         return work(call, *given, *numbers)
