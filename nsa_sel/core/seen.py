@@ -13,7 +13,7 @@ Classes = tuple[tuple[Any, Any], ...]  # guards of tensors, and what those led t
 
 
 def find(classes: Classes, *tensors: Any) -> Any:
-    """What is stored for tensors like these; None if nothing.
+    """What is stored for tensors like these, of the same number; None if nothing.
 
     Alike are the Python type, dtype, device, shape and strides of each, whether autograd records it, and the dispatch keys of tensors and
     thread: tracing, modes, torch.func, autocast, inference mode, lazy negation, sparse layouts. Not alike: a tensor that is given twice.

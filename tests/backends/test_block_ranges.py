@@ -14,6 +14,7 @@ from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.core import block_ranges
 from nsa_sel.core.indices import whole_blocks
 from nsa_sel.core.ranges import disjoint
+from nsa_sel.errors import ArgumentError
 
 
 def some_blocks(n: int, dtype: torch.dtype) -> Tensor:
@@ -75,6 +76,40 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     assert promised.disjoint_ranges() is promised.ranges
     with torch.inference_mode():  # no plan is kept, and none is computed ahead
         assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any], monkeypatch: pytest.MonkeyPatch, decode: bool) -> None:
+    taken: list[Any] = []
+    real = block_ranges._takes
+    monkeypatch.setattr(block_ranges, "_takes", lambda x: taken.append(x) or real(x))
+    counts = torch.arange(20).reshape(2, 5, 2) % 5
+    for seed in range(3):
+        indices = some_blocks(4, torch.int32) + seed
+        if decode:
+            indices, counts = indices[:, 0].clone(), counts[:, :1].squeeze(1).clone()
+        for block_counts in (None, counts):
+            found = Selection.from_blocks(indices, 64, block_counts)
+            used = indices if block_counts is None else torch.where(torch.arange(4) < counts[..., None], indices, -1)
+            assert torch.equal(found.ranges, whole_blocks(used.unsqueeze(1) if decode else used, 64))
+        counts = torch.arange(20).reshape(2, 5, 2) % 5
+    assert len(taken) == 2
+    assert len(launches) == 6
+    others = (indices.long(), 64, {}), (indices, 32, {}), (indices, 64, {"disjoint": True}), (indices.mT.contiguous().mT, 64, {})
+    for x, size, options in others:
+        assert torch.equal(Selection.from_blocks(x, size, **options).block_indices.reshape(x.shape), x.clamp(min=-1, max=2**31 // size - 2))
+    assert len(taken) == 6
+    with torch.autocast("cpu", torch.bfloat16):
+        Selection.from_blocks(indices, 64)
+        Selection.from_blocks(indices, 64)
+    assert len(taken) == 7
+    for bad in (True, 0, 64.0):
+        with pytest.raises(ArgumentError, match="block_size"):
+            Selection.from_blocks(indices, bad)  # type: ignore[arg-type]
+    launched = len(launches)
+    monkeypatch.setattr(block_ranges, "capturing", lambda x: True)
+    assert torch.equal(Selection.from_blocks(indices, 64).ranges, whole_blocks(indices.unsqueeze(1) if decode else indices, 64))
+    assert len(launches) == launched
 
 
 def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> None:
