@@ -46,5 +46,6 @@ def selection_attention(
         decided = repeat.begin_or_repeat(q, k, v, selection, scale, q_pos, transforms.needs_grad(q, k, v), backend)
     o, lse = run.attend(prepare.prepared(decided, backend), workspace, return_lse)
     if q.dim() == 4:
-        o, lse = o.squeeze(1), lse.squeeze(1) if return_lse else None
+        o = o.squeeze(1)
+        lse = lse.squeeze(1) if return_lse else None
     return (o, lse) if return_lse else o
