@@ -70,12 +70,12 @@ _MOST = 1024  # shapes
 
 
 def _key(block_indices: Any, block_size: Any, all_count: bool, disjoint: Any) -> tuple[Any, ...] | None:
-    """What tells classes apart beside guards, and the shape, which keeps them few; None where guards can't be asked."""
-    if type(block_size) is not int or type(disjoint) is not bool or not transforms.told_by_guards():
+    """What tells classes apart beside guards, and the shape, which keeps them few; None where no kernel runs, or guards can't be asked."""
+    if type(block_size) is not int or type(disjoint) is not bool or not transforms.plain(block_indices):
         return None
     try:
         return block_indices.shape, block_size, all_count, disjoint
-    except (AttributeError, RuntimeError):  # no tensor, or a nested one
+    except RuntimeError:  # a nested tensor
         return None
 
 

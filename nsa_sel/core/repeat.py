@@ -17,7 +17,7 @@ from nsa_sel.selection import Selection
 def repeated(q: Any, k: Any, v: Any, selection: Any, scale: Any, q_pos: Any, backend: Any) -> Decided | None:
     """What `begin_or_repeat` returns for a call that was seen before, of arguments that nothing has looked at; None for any other."""
     try:
-        if transforms.told_by_guards() and not transforms.casts(q):
+        if transforms.untransformed() and not transforms.casts(q):
             return _recall(q, k, v, selection, scale, q_pos, transforms.needs_grad(q, k, v), backend)
     except AttributeError:  # no tensor
         pass
@@ -36,7 +36,7 @@ def begin_or_repeat(
     check_tensors(q=q, k=k, v=v)
     decided = begin(*check_call(q, k, v, selection, scale, q_pos), needs_grad, backend, counts=counts)
     key = _key(q, k, v, selection, scale, q_pos, needs_grad, backend) if counts else None
-    if key is not None:
+    if key is not None and not decided.call.selects_nothing():
         found = decided.request, decided.decision, decided.call.scale, decided.sharing, decided.call.known
         memory.remember(key, seen.added(memory.recall(key) or (), found, *_distinct(q, k, v), decided.call.selection.ranges))
     return decided

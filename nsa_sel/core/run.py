@@ -70,7 +70,7 @@ def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
     """o, lse, and the decision of the backend that ran: the decided one, or the fallback."""
     call, decision, request, _ = decided
-    if _nothing_to_do(call):
+    if call.selects_nothing():
         shape = call.q.shape[:-1]
         lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         o = call.q.new_zeros(*shape, call.v.shape[-1])
@@ -93,7 +93,7 @@ def gradients_and_delta(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if it is asked for and the backend gives it."""
     transforms.check_gradients(do, dlse)
-    if _nothing_to_do(call):
+    if call.selects_nothing():
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
     do = torch.zeros_like(o) if do is None else do.resolve_neg() if do.is_neg() else do
     dlse = None if dlse is None else dlse.resolve_neg()
@@ -109,9 +109,3 @@ def gradients_and_delta(
     if call.settings.debug_compare and not call.capturing():
         compare.compare_backward(call, decision, (dq, dk, dv), o, lse, do, dlse)
     return dq, dk, dv, delta
-
-
-def _nothing_to_do(call: Call) -> bool:
-    if call.selection.n == 0 or call.q.numel() == 0 or call.k.numel() == 0:
-        return True
-    return call.block_table is not None and call.S_kv == 0

@@ -15,8 +15,9 @@ Classes = tuple[tuple[Any, Any], ...]  # guards of tensors, and what those led t
 def find(classes: Classes, *tensors: Any) -> Any:
     """What is stored for tensors like these, of the same number; None if nothing.
 
-    Alike are the Python type, dtype, device, shape and strides of each, whether autograd records it, and the dispatch keys of tensors and
-    thread: tracing, modes, torch.func, autocast, inference mode, lazy negation, sparse layouts. Not alike: a tensor that is given twice.
+    Alike are the Python type, dtype, device, shape and strides of each, whether autograd records it, and its dispatch keys: lazy negation,
+    inference mode, sparse layouts. Those of the thread do not tell every tracer (make_fx): ask `transforms.untransformed` first. A tensor
+    that is given twice is like none.
     """
     for guards, found in classes:
         if guards.check(*tensors):

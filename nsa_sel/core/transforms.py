@@ -27,12 +27,6 @@ def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
 
 
-def told_by_guards() -> bool:
-    """Whether the guards of `core/seen.py` tell all that transforms a call now, but for casts. They do not tell dual numbers; torch.compile
-    and torch.jit.trace would record the question."""
-    return not (is_compiling() or forward_ad._current_level >= 0 or _tracing() is not None)
-
-
 def casts(q: Any) -> bool:
     """Whether torch.autocast casts q, and tensors of its dtype."""
     dtype = _autocast_dtype(q)
@@ -51,9 +45,12 @@ def plain(*tensors: Any) -> bool:
     for x in tensors:
         if type(x) not in _PLAIN:
             return False
-    return not (
-        is_compiling() or _len_modes() or transformed() or forward_ad._current_level >= 0 or _tracing() is not None
-    )  # fmt: skip
+    return untransformed()
+
+
+def untransformed() -> bool:
+    """Whether nothing traces or transforms the operations of this thread."""
+    return not (is_compiling() or _len_modes() or transformed() or forward_ad._current_level >= 0 or _tracing() is not None)
 
 
 def traces(*tensors: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nsa_sel import Selection
 from nsa_sel.backends._triton import block_ranges as kernels
@@ -142,6 +143,12 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
     indices = some_blocks(4, torch.int32)
     assert torch.equal(compiled(indices), whole_blocks(indices, 64))
     assert not launches
+    for _ in range(2):
+        Selection.from_blocks(indices, 64)
+    assert len(launches) == 2
+    traced = make_fx(lambda x: Selection.from_blocks(x, 64).ranges, tracing_mode="real")(indices)
+    assert torch.equal(traced(indices + 1), whole_blocks(indices + 1, 64))
+    assert len(launches) == 2
 
 
 @pytest.mark.gpu

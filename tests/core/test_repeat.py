@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_sel
@@ -171,6 +172,8 @@ def test_what_transforms_a_repeated_call_is_noticed(checked: list[int]) -> None:
     with Watch() as watch:
         selection_attention(q, k, v, selection)
     assert "nsa_sel.selection_forward.default" in watch.ops
+    traced = make_fx(lambda x: selection_attention(x, k, v, selection), tracing_mode="real")(q)  # leaves no mark on tensors
+    assert "nsa_sel.selection_forward.default" in {str(node.target) for node in traced.graph.nodes}
     for work in (
         lambda: torch.func.vmap(lambda x: selection_attention(x, k, v, selection))(q.unsqueeze(0)),
         lambda: torch.func.grad(lambda x: selection_attention(x, k, v, selection).sum())(q),
