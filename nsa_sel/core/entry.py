@@ -47,5 +47,5 @@ def selection_attention(
     o, lse = run.attend(prepare.prepared(decided, backend), workspace, return_lse)
     if q.dim() == 4:
         o = o.squeeze(1)
-        lse = lse.squeeze(1) if return_lse else None
+        lse = lse.squeeze(1) if return_lse else lse
     return (o, lse) if return_lse else o
