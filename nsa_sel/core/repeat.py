@@ -1,4 +1,4 @@
-"""The checks and the decision of a call, or what they led to when the same facts were seen before."""
+"""The checks and the decision of a call, or what they led to for an earlier call whose tensors and options were alike."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from nsa_sel.selection import Selection
 def repeated(q: Any, k: Any, v: Any, selection: Any, scale: Any, q_pos: Any, backend: Any) -> Decided | None:
     """What `begin_or_repeat` returns for a call that was seen before, of arguments that nothing has looked at; None for any other."""
     try:
-        if transforms.untransformed() and not transforms.casts(q):
-            return _recall(q, k, v, selection, scale, q_pos, transforms.needs_grad(q, k, v), backend)
+        if not transforms.untransformed() or transforms.casts(q):
+            return None
+        needs_grad = transforms.needs_grad(q, k, v)
     except AttributeError:  # no tensor
-        pass
-    return None
+        return None
+    return _recall(q, k, v, selection, scale, q_pos, needs_grad, backend)
 
 
 def begin_or_repeat(
@@ -55,7 +56,7 @@ def _recall(
     if counts and sharing is not None and not sharing.use():
         return None
     call = Call(q.unsqueeze(1) if q.dim() == 4 else q, k, v, selection, None, checked_scale, decision.settings, decision.device)
-    if not key[0]:  # type: ignore[index]
+    if not key[0]:
         call.known = known
         known[REPEATED] = True
     return Decided(call, decision, request)
@@ -71,10 +72,12 @@ def _key(q: Tensor, k: Tensor, v: Tensor, selection: Any, scale: Any, q_pos: Any
     if type(selection) is not Selection or q_pos is not None or not (scale is None or type(scale) is float):
         return None
     try:
-        tensors = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.shape, k.shape, v is k
+        return (
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.shape, k.shape, v is k,
+            selection.block_size, selection.max_length, selection._cut_block, selection.exact(), scale, needs_grad, backend,
+        )  # fmt: skip
     except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
         return None
-    return *tensors, selection.block_size, selection.max_length, selection._cut_block, selection.exact(), scale, needs_grad, backend
 
 
 def _distinct(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
