@@ -71,7 +71,7 @@ class Call:
     scales: Scales | None = None
     known: dict[Any, Any] = field(default_factory=dict, init=False)
     _capturing: bool | None = field(default=None, init=False)
-    _disjoint: Tensor | None = field(default=None, init=False)
+    _disjoint: Tensor | None = field(default=None, init=False)  # the disjoint ranges of a capture, or of inference mode
     problem: tuple[Any, Any] | None = field(default=None, init=False)  # of ranges: what a backend's kernels all take (cupy_cuda/launch.py)
 
     def others(self) -> tuple[Any, ...]:
@@ -94,9 +94,11 @@ class Call:
         return self._capturing
 
     def disjoint_ranges(self) -> Tensor:
-        """`Selection.disjoint_ranges`, found once for a call."""
+        """`Selection.disjoint_ranges`, which need not ask again whether a graph captures the call; found once where none is cached."""
+        if not self.capturing() and not self.selection.ranges.is_inference():
+            return self.selection.disjoint_ranges(False)
         if self._disjoint is None:
-            self._disjoint = self.selection.disjoint_ranges(self.capturing())
+            self._disjoint = self.selection.disjoint_ranges(self._capturing)
         return self._disjoint
 
     def selects_nothing(self) -> bool:
