@@ -32,7 +32,7 @@ def backward_of_any_scale(backward: Found) -> Found:
     def run(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Any:
         dlse = None if dlse is None else dlse.contiguous()
         if call.scale >= 0:
-            return replayed(call, backward, o, lse, do, dlse)
+            return replayed(call, backward, (o, lse, do, dlse))
         dq, *others = backward(call.with_positive_scale(), o, lse, do, dlse)
         return (-dq, *others)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 MOST_BYTES = 4096  # of a kernel's arguments
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
-_CONFIG = struct.Struct("<7I4xQQI4x")  # CUlaunchConfig (cuda.h): grid, block, shared memory; stream, attributes and their number
+_GRID = struct.Struct("<7I4x")  # the first part of CUlaunchConfig (cuda.h): grid, block, shared memory
+_CONFIG = struct.Struct(f"<{_GRID.size}sQQI4x")  # the whole: that part, stream, attributes and their number
 _EARLY = struct.pack("<I4xI60x", 6, 1)  # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -76,6 +77,11 @@ def clear(address: int, size: int, stream: int) -> int:
     return status
 
 
+def grid(ctas: int, threads: int, shared: int) -> bytes:
+    """How `start_all` takes them."""
+    return _GRID.pack(ctas, 1, 1, threads, 1, 1, shared)
+
+
 def start(
     function: int, ctas: int, threads: int, shared: int, stream: int, pointers: Pointers, *, early: bool = False
 ) -> int:  # fmt: skip
@@ -84,7 +90,7 @@ def start(
     early: it may start before the kernel ahead of it in the stream has ended.
     """
     at = thread
-    _CONFIG.pack_into(at.config, 0, ctas, 1, 1, threads, 1, 1, shared, stream, at.early_address if early else 0, early)
+    _CONFIG.pack_into(at.config, 0, grid(ctas, threads, shared), stream, at.early_address if early else 0, early)
     status: int = _launch()(at.config_address, function, pointers.address, None)
     return status
 
@@ -93,16 +99,16 @@ def start_all(steps: Iterable[tuple[Any, ...]], table: list[Any], stream: int) -
     """Start kernels one after another; the status of the first launch that the driver refuses, 0 if it takes all.
 
     Args:
-        steps: of each kernel the arguments of `start` without the stream (function, CTAs, threads, shared memory, early, pointers), how
-            its arguments are packed, and a function that takes them from the table.
+        steps: of each kernel the function, its `grid`, early and pointers as of `start`, how its arguments are packed, and a function that
+            takes them from the table.
         table: values that kernels take.
         stream: where.
     """
     packed, config, address, early_address = thread.arguments, thread.config, thread.config_address, thread.early_address
     launch, pack = _launch(), _CONFIG.pack_into
-    for function, ctas, threads, shared, early, pointers, arguments, values in steps:
+    for function, grid_of, early, pointers, arguments, values in steps:
         arguments.pack_into(packed, 0, *values(table))
-        pack(config, 0, ctas, 1, 1, threads, 1, 1, shared, stream, early_address if early else 0, early)
+        pack(config, 0, grid_of, stream, early_address if early else 0, early)
         status: int = launch(address, function, pointers.address, None)
         if status:
             return status

@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import re
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -35,18 +37,21 @@ MOST_KEPT = 1 << 20  # bytes of temporaries that stay with a plan: allocating th
 MOST_RECORDINGS = 1024
 _recordings: deque[tuple[dict[Any, Any], Any]] = deque()  # where they are, oldest first
 _VIEWS = (torch.ops.aten.slice.Tensor, torch.ops.aten.view.default, torch.ops.aten.view.dtype)  # operations that launch nothing
+_CODES = re.compile(r"(\d*)(\D)")  # of a struct's format: number and code
 _INPUT, _OFFSET, _MAP, _CONSTANT = range(4)  # the parts of a table of `_play`
 
 
 class Recording(NamedTuple):
     """What a pass, or the building of a plan, does. Entries are those of the table of `_play`."""
 
+    device: int
+    make: Callable[..., Tensor]  # `allocator`
     outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # sizes, strides and dtype of what it returns
     scratch: int  # bytes of temporaries
     plans: tuple[tuple[Any, ...], ...]  # of each its key in the selection, that of its recording in `Call.known`, and how it is built
     offsets: tuple[tuple[int, int], ...]  # entry, bytes
     maps: tuple[tuple[int, Callable[[int], bytes | None]], ...]  # entry, encoder of tensor maps
-    constants: tuple[Any, ...]
+    constants: tuple[bytes, ...]
     cleared: tuple[tuple[int, int], ...]  # entry, bytes
     steps: tuple[Any, ...]  # of `_driver.start_all`
     kernels: tuple[Any, ...]  # held, so that they stay loaded
@@ -84,11 +89,6 @@ class KeptPlan:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [x for x in value if isinstance(x, Tensor)] if isinstance(value, tuple) else []
-
-
-def replayed(call: Call, work: Callable[..., Any], *given: Tensor | None) -> Any:
-    """`work(call, *given)`, one pass: its kernels read q, k, v, the disjoint ranges, and what is `given`."""
-    return _replayed(call, work, given, (), False)
 
 
 def kept_plan(call: Call, key: tuple[object, ...], build: Callable[..., Any], *numbers: Any) -> KeptPlan:
@@ -130,20 +130,25 @@ def _kind(call: Call, work: Callable[..., Any], ranges: Tensor, numbers: tuple[A
 def _built(call: Call, build: Callable[..., Any], numbers: tuple[Any, ...]) -> KeptPlan:
     outer, thread.recording = thread.recording, None
     try:
-        built = _replayed(call, build, (), numbers, True)
+        built = replayed(call, build, (), numbers, plan=True)
     finally:
         thread.recording = outer
     return built if type(built) is KeptPlan else KeptPlan(built)
 
 
-def _replayed(call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...], numbers: tuple[Any, ...], plan: bool) -> Any:
-    if REPEATED not in call.known or call.workspace is not None or call.settings.debug_triton or call.capturing():
+def replayed(
+    call: Call, work: Callable[..., Any], given: tuple[Tensor | None, ...] = (), numbers: tuple[Any, ...] = (), plan: bool = False
+) -> Any:
+    """`work(call, *given, *numbers)`, one pass, or the building of a plan: its kernels read q, k, v, the disjoint ranges, and what is
+    `given`."""
+    known = call.known
+    if REPEATED not in known or call.workspace is not None or call.settings.debug_triton or call.capturing():
         return work(call, *given, *numbers)
     ranges = call.disjoint_ranges()
-    layouts = [None if x is None else (x.dtype, x.stride()) for x in given] if given else ()
-    key = (*_kind(call, work, ranges, numbers), *layouts)
-    inputs = (call.q, call.k, call.v, ranges, *given)
-    return recorded(call.known, key, inputs, functools.partial(work, call, *given, *numbers), call, plan)
+    key = _kind(call, work, ranges, numbers)
+    if given:
+        key += tuple([None if x is None else (x.dtype, x.stride()) for x in given])
+    return recorded(known, key, (call.q, call.k, call.v, ranges, *given), lambda: work(call, *given, *numbers), call, plan)
 
 
 def recorded(
@@ -163,7 +168,7 @@ def recorded(
         return work()
     recording = known.get(key)
     addresses = [0 if x is None else x.data_ptr() for x in inputs]
-    if functools.reduce(operator.or_, addresses) % 16 or _fills() or _driver.hooked():
+    if functools.reduce(operator.or_, addresses) & 15 or _fills() or _driver.hooked():
         return work()
     if type(recording) is Recording:
         found = _play(recording, inputs[0], addresses, call)
@@ -190,41 +195,41 @@ def _play(recording: Recording, x: Any, inputs: list[int], call: Call | None) ->
     """What the recorded pass returns, where x is; None if the driver refuses a launch.
 
     The table of what kernels take: addresses of the inputs, outputs, temporaries, and tensors of plans; addresses within these; tensor
-    maps; numbers.
+    maps; what is the same in every pass, packed.
     """
-    device, make = x.get_device(), allocator(x)
+    device, make, outputs_of, scratch_bytes, plans_of, offsets, maps_of, constants, cleared, steps, _, plan_of = recording
     if device not in thread.bound:
         bind_context(x)
-    outputs = tuple([make(*facts) for facts in recording.outputs])
+    outputs = tuple([make(*facts) for facts in outputs_of])
     table: list[Any] = inputs + [y.data_ptr() for y in outputs]
-    scratch = make((recording.scratch,), (1,), torch.uint8) if recording.scratch else None
+    scratch = make((scratch_bytes,), (1,), torch.uint8) if scratch_bytes else None
     table.append(0 if scratch is None else scratch.data_ptr())
     plans = []  # held until all kernels are queued: in inference mode nobody else does
-    for key, kind, build, numbers in recording.plans:
+    for key, kind, build, numbers in plans_of:
         assert call is not None, "who uses plans has one"
         plan = call.selection.kept(key)
         if plan is None:
             plan = _plan_again(call, inputs, key, kind, build, numbers)
         plans.append(plan)
         table += plan.addresses
-    if recording.offsets:
-        table += [table[entry] + offset for entry, offset in recording.offsets]
-    if recording.maps:
-        maps = [encode(table[entry]) for entry, encode in recording.maps]
+    if offsets:
+        table += [table[entry] + offset for entry, offset in offsets]
+    if maps_of:
+        maps = [encode(table[entry]) for entry, encode in maps_of]
         if None in maps:
             return None
         table += maps
-    table += recording.constants
+    table += constants
     stream = stream_of(device)
-    for entry, size in recording.cleared:
+    for entry, size in cleared:
         if clear(table[entry], size, stream):
             return None
-    if start_all(recording.steps, table, stream):
+    if start_all(steps, table, stream):
         return None
-    if recording.plan is None:
+    if plan_of is None:
         return outputs
-    kind, fields, offsets = recording.plan
-    return KeptPlan(None, kind, fields, offsets, outputs[0])
+    kind, fields, places = plan_of
+    return KeptPlan(None, kind, fields, places, outputs[0])
 
 
 class _Span(NamedTuple):
@@ -247,7 +252,7 @@ class Recorder:
         self.encoders: dict[bytes, tuple[int, Callable[[int], bytes | None]]] = {}  # of tensor maps: address and encoder
         self.cleared: list[tuple[int, int]] = []
         self.kernels: list[Any] = []  # what a kernel's code goes with
-        self.launches: list[tuple[Any, ...]] = []  # steps of `_driver.start_all`, but with the values that are packed
+        self.launches: list[tuple[Any, ...]] = []  # arguments of `launch`
 
     def __enter__(self) -> None:
         python = torch._C.DispatchKey.Python
@@ -268,9 +273,12 @@ class Recorder:
             self.plans.append(arguments)
             self.plan_tensors += _tensors(plan.value)
 
-    def launch(self, *step: Any, values: tuple[Any, ...]) -> None:
-        """The pass starts a kernel: a step of `_driver.start_all`, with the values that are packed."""
-        self.launches.append((*step, values))
+    def launch(
+        self, function: int, ctas: int, threads: int, shared: int, early: bool, pointers: Any, arguments: struct.Struct,
+        values: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        """The pass starts a kernel: see `_driver.start`, and the values that are packed."""
+        self.launches.append((function, _driver.grid(ctas, threads, shared), early, pointers, arguments, values))
 
     def finished(self, result: Any, plan: bool) -> Recording | None:
         """The recording of a pass, or of a plan, that has returned `result`."""
@@ -281,6 +289,7 @@ class Recorder:
         large = sum(x.nbytes for x in (self.made if plan else own)) > MOST_BYTES
         if (
             self.refused
+            or not outputs
             or low
             or large
             or not simple
@@ -307,14 +316,15 @@ class Recorder:
         after = first + len(facts) + 1
         spans += [_Span(x.data_ptr(), x.nbytes, after + i, 0) for i, x in enumerate(self.plan_tensors)]
         table = _Table(spans, after + len(self.plan_tensors), self.encoders)
-        steps = [(*step, [table.place(value) for value in values]) for *step, values in self.launches]
+        steps = [(*step, *table.packed(arguments, values)) for *step, arguments, values in self.launches]
         cleared = [(table.place(address), size) for address, size in self.cleared]
         if table.refused:
             return None
         return Recording(
-            tuple(facts), scratch, tuple(self.plans), tuple(table.offsets), tuple(table.maps), tuple(table.constants),
+            outputs[0].get_device(), allocator(outputs[0]), tuple(facts), scratch, tuple(self.plans),
+            tuple(table.offsets), tuple(table.maps), tuple(table.constants),
             tuple((table.entry(place), size) for place, size in cleared),
-            tuple((*step, operator.itemgetter(*map(table.entry, places))) for *step, places in steps), tuple(self.kernels),
+            tuple((*step, _getter([table.entry(place) for place in places])) for *step, places in steps), tuple(self.kernels),
             described if plan else None,
         )  # fmt: skip
 
@@ -335,7 +345,28 @@ class _Table:
         self.spans, self.bases, self.encoders, self.refused = spans, bases, encoders, False
         self.offsets: list[tuple[int, int]] = []
         self.maps: list[tuple[int, Callable[[int], bytes | None]]] = []
-        self.constants: list[Any] = []
+        self.constants: list[bytes] = []
+
+    def packed(self, arguments: struct.Struct, values: tuple[Any, ...]) -> tuple[struct.Struct, list[tuple[int, int]]]:
+        """How a replay packs a kernel's arguments, and the places of what it packs: numbers side by side are packed already."""
+        codes, places, left = "<", list[tuple[int, int]](), iter(values)
+        same, numbers = "", list[Any]()  # codes and values of numbers side by side
+        for number, code in [*_CODES.findall(arguments.format[1:]), ("", "")]:
+            for one in [number + code] if code in ("s", "") else int(number or 1) * [code]:
+                value = next(left) if one and code != "x" else None
+                address = value in self.encoders if type(value) is bytes else type(value) is int and value >= LEAST_ADDRESS
+                if same and (address or not one):
+                    together = struct.pack("<" + same, *numbers)
+                    codes += f"{len(together)}s"
+                    places.append(self.place(together))
+                    same, numbers = "", []
+                if address:
+                    codes += one
+                    places.append(self.place(value))
+                else:
+                    same += one
+                    numbers += [] if code == "x" else [value]
+        return struct.Struct(codes), places
 
     def place(self, value: Any) -> tuple[int, int]:
         if type(value) is bytes and value in self.encoders:
@@ -343,9 +374,8 @@ class _Table:
             place = self.place(address)
             self.refused |= place[0] != _INPUT  # of a tensor's beginning
             return _MAP, _index(self.maps, (place[1], encode))
-        if type(value) is not int or value < LEAST_ADDRESS:
-            self.constants.append(value)
-            return _CONSTANT, len(self.constants) - 1
+        if type(value) is bytes:
+            return _CONSTANT, _index(self.constants, value)
         found = [x for x in self.spans if x.begin <= value < x.begin + x.size]
         self.refused |= len(found) != 1
         if self.refused:
@@ -357,6 +387,11 @@ class _Table:
     def entry(self, place: tuple[int, int]) -> int:
         part, number = place
         return sum((self.bases, len(self.offsets), len(self.maps))[:part]) + number
+
+
+def _getter(entries: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What takes these entries of a table."""
+    return operator.itemgetter(*entries) if len(entries) > 1 else lambda table: tuple([table[entry] for entry in entries])
 
 
 def _index(found: list[Any], x: Any) -> int:

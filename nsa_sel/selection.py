@@ -15,6 +15,7 @@ from nsa_sel.core.plans import UNKNOWN, Exact, Plan, capturing, state_of, valida
 from nsa_sel.core.ranges import check_ranges, merged, rounded, sharing_of_blocks
 from nsa_sel.core.scores import best_blocks
 from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.settings.flags import debugging
 
 _FACTS = frozenset(("ranges", "n", "block_size", "max_length", "disjoint"))  # can't be replaced
 _MOST_PLANS = 16
@@ -66,13 +67,13 @@ class Selection:
     _copy: Tensor | None = None  # of those ranges, where comparing is cheap (CPU) or asked for (debugging)
 
     def __init__(self, ranges: Tensor, block_size: int | None = None, max_length: int | None = None, *, disjoint: bool = False) -> None:
-        put, n = object.__setattr__, ranges.shape[-2]  # models make a selection for every call: `__setattr__` takes longer
-        put(self, "ranges", ranges)
-        put(self, "n", n)
-        put(self, "block_size", block_size)
-        put(self, "max_length", max_length)
-        put(self, "disjoint", disjoint or n < 2)
-        put(self, "_plans", {})
+        facts, n = self.__dict__, ranges.shape[-2]  # models make a selection for every call: `__setattr__` takes longer
+        facts["ranges"] = ranges
+        facts["n"] = n
+        facts["block_size"] = block_size
+        facts["max_length"] = max_length
+        facts["disjoint"] = disjoint or n < 2
+        facts["_plans"] = {}
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FACTS and name in self.__dict__:
@@ -143,8 +144,11 @@ class Selection:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
         ranges, unique = ranges_of_blocks(block_indices, block_size, block_counts, disjoint)
-        selection, checked = cls(ranges, block_size, disjoint=disjoint), validates(ranges)
-        if unique is not None:
+        selection = cls(ranges, block_size, disjoint=disjoint)
+        if unique is None:
+            checked = validates(ranges)
+        else:
+            checked = debugging()  # nothing compiles or captures the call
             selection._remember_version(checked)
             selection._plans[_DISJOINT] = Plan([], (), unique)
         if checked:
@@ -235,8 +239,8 @@ class Selection:
             return self.ranges.contiguous()
         if capturing(self.ranges) if captured is None else captured:
             return distinct_ranges(self.ranges, self.block_size)
-        found: Tensor = self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size))
-        return found
+        found: Tensor | None = self.kept(_DISJOINT)
+        return self.plan(_DISJOINT, lambda: distinct_ranges(self.ranges, self.block_size)) if found is None else found
 
     def plan(self, key: tuple[Any, ...], build: Callable[[], Any], *made_from: Any) -> Any:
         """The cached result of `build()`, rebuilt after the ranges were written.
@@ -289,8 +293,8 @@ class Selection:
 
     def _is_current(self) -> bool:
         """Whether the ranges are unchanged since `_remember_version`; ArgumentError where debugging finds an unannounced GPU write."""
-        ranges = self.ranges
-        if ranges.is_inference() or self._version != ranges._version:
+        ranges, version = self.ranges, self._version
+        if version is None or version != ranges._version:  # no version is remembered of tensors that have none
             return False
         if self._copy is None or torch.compiler.is_compiling() or torch.equal(self._copy, ranges):
             return True
@@ -306,8 +310,9 @@ class Selection:
         ranges = self.ranges
         if not ranges.is_inference():
             copied = not self._on_gpu or (validates(ranges) if checked is None else checked)
-            self._version = ranges._version
-            self._copy = ranges.detach().clone() if copied else None
+            facts = self.__dict__  # as in `__init__`
+            facts["_version"] = ranges._version
+            facts["_copy"] = ranges.detach().clone() if copied else None
 
     @property
     def _on_gpu(self) -> bool:

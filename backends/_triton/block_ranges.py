@@ -70,20 +70,14 @@ def store_distinct(unique, block, at, listed, last, BLOCK: tl.constexpr, NP: tl.
 
 
 def block_ranges(
-    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool
+    indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, find_unique: bool, known: dict[Any, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Ranges [B,S,G,n,2] of `dtype` from indices [B,S,G,n] and counts [B,S,G], and with find_unique those of distinct blocks, where n is
-    small enough to sort. On the current device."""
+    small enough to sort. On the current device. known: recordings of calls that are the same but for the values of the tensors."""
     sorts = find_unique and indices.shape[3] <= MOST_SORTED
     tensors = indices.contiguous(), None if counts is None else counts.contiguous()
-    key = (indices.get_device(), indices.shape, indices.dtype, None if counts is None else counts.dtype, block_size, dtype, sorts)
-    if len(_recordings) >= REMEMBERED:
-        _recordings.clear()
-    found = recorded(_recordings, key, tensors, functools.partial(_block_ranges, *tensors, block_size, dtype, sorts))
+    found = recorded(known, sorts, tensors, lambda: _block_ranges(*tensors, block_size, dtype, sorts))
     return found[0], found[1] if sorts else None
-
-
-_recordings: dict[Any, Any] = {}
 
 
 def _block_ranges(indices: Tensor, counts: Tensor | None, block_size: int, dtype: torch.dtype, sorts: bool) -> tuple[Tensor, ...]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_sel.core import transforms
+from nsa_sel.core import seen, transforms
 from nsa_sel.core.indices import checked_blocks, padded, range_dtype, whole_blocks
 from nsa_sel.core.plans import capturing
 from nsa_sel.core.ranges import disjoint
@@ -29,14 +29,54 @@ def ranges_of_blocks(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Ranges [B,S,G,n,2] from the arguments of `Selection.from_blocks`, and those of distinct blocks (`ranges.disjoint`) where a kernel
     has found them."""
-    indices, counts = checked_blocks(block_indices, block_size, block_counts)
+    given = (block_indices,) if block_counts is None else (block_indices, block_counts)
+    key = _key(block_indices, block_size, block_counts is None, disjoint)
+    alike: _Alike | None = None if key is None else seen.find(_classes.get(key, ()), *given)
+    if alike is not None and alike.as_given:
+        indices, counts = block_indices, block_counts
+    else:
+        indices, counts = checked_blocks(block_indices, block_size, block_counts)
+        if alike is None and _takes(indices):
+            alike = _Alike.of(indices, block_size, disjoint, indices is block_indices and counts is block_counts)
+            if key is not None:
+                if len(_classes) >= _MOST:
+                    _classes.clear()
+                _classes[key] = seen.added(_classes.get(key, ()), alike, *given)
     found: tuple[Tensor, Tensor | None] | None = None
-    several = not disjoint and indices.shape[-1] > 1
-    if _takes(indices) and not (several and capturing(indices)):
-        dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
-        find_unique = several and not torch.is_inference_mode_enabled()  # what a plan may keep: see `Selection.plan`
-        found = _run("block_ranges", indices, counts, block_size, dtype, find_unique)
+    if alike is not None and not _failed and not (alike.several and capturing(indices)):
+        found = _run("block_ranges", indices, counts, block_size, alike.dtype, alike.find_unique, alike.known)
     return (whole_blocks(padded(indices, counts), block_size), None) if found is None else found
+
+
+class _Alike(NamedTuple):
+    """What is the same for all block indices of a class that a kernel takes."""
+
+    as_given: bool  # checks only look
+    dtype: torch.dtype  # of the ranges
+    several: bool  # blocks of a row, maybe not distinct
+    find_unique: bool
+    known: dict[Any, Any]  # recordings
+
+    @classmethod
+    def of(cls, indices: Tensor, block_size: int, disjoint: bool, as_given: bool) -> _Alike:
+        several = not disjoint and indices.shape[-1] > 1
+        dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
+        # What a plan may keep: see `Selection.plan`.
+        return cls(as_given, dtype, several, several and not torch.is_inference_mode_enabled(), {})
+
+
+_classes: dict[Any, seen.Classes] = {}
+_MOST = 1024  # shapes
+
+
+def _key(block_indices: Any, block_size: Any, all_count: bool, disjoint: Any) -> tuple[Any, ...] | None:
+    """What tells classes apart beside guards, and the shape, which keeps them few; None where no kernel runs, or guards can't be asked."""
+    if type(block_size) is not int or type(disjoint) is not bool or not transforms.plain(block_indices):
+        return None
+    try:
+        return block_indices.shape, block_size, all_count, disjoint
+    except RuntimeError:  # a nested tensor
+        return None
 
 
 def distinct_ranges(ranges: Tensor, block_size: int | None) -> Tensor:

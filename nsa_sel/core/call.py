@@ -101,6 +101,14 @@ class Call:
             self._disjoint = self.selection.disjoint_ranges(self._capturing)
         return self._disjoint
 
+    def selects_nothing(self) -> bool:
+        """Whether there are no rows, keys or ranges."""
+        if REPEATED in self.known:  # calls without are not remembered
+            return False
+        if self.selection.n == 0 or self.q.numel() == 0 or self.k.numel() == 0:
+            return True
+        return self.block_table is not None and self.S_kv == 0
+
     def timed(self) -> bool:
         """Whether NSA_DEBUG_TIMING times this call."""
         return self.settings.debug_timing and not self.capturing()

@@ -29,7 +29,7 @@ def run(call: Call | ChooseCall, decision: Decision, direction: str, work: Calla
         direction: "forward" or "backward".
         work: runs one pass by the backend of this name.
     """
-    name, fallback = decision.forward if direction == "forward" else decision.backward, registry.fallback(decision.request.kind)
+    name = decision.forward if direction == "forward" else decision.backward
     assert name is not None, "decide() refuses before any kernel"
     if decision.override is None and registry.is_broken(name, decision.request):  # it broke after autograd recorded the call
         events.count("fallbacks", name, "failed-before")
@@ -41,6 +41,7 @@ def run(call: Call | ChooseCall, decision: Decision, direction: str, work: Calla
     except Exception as error:
         events.count("failed", name)
         events.emit("sel.backend.failed", logging.ERROR, backend=name, direction=direction, error=repr(error), request=decision.request)
+        fallback = registry.fallback(decision.request.kind)
         if decision.override is not None or name == fallback or registry.is_sticky(error):
             raise
         # A warning is visible without logging; once per request class, which is not tried again.

@@ -1,4 +1,4 @@
-"""The one memory of decisions, by classes of requests and by the facts of whole calls, and of counts of sharing (core/count_sharing.py).
+"""The one memory of decisions, by classes of requests and of calls (core/repeat.py), and of counts of sharing (core/count_sharing.py).
 
 An entry holds for one state: the flags of the environment, the tuning that was read, and the backend that `use_backend` forces. Counts
 are facts of the data: they hold in any state.
@@ -33,7 +33,6 @@ forced_name: ContextVar[str | None] = ContextVar("nsa_sel_backend", default=None
 _memory: dict[Any, Any] = {}
 _counts: dict[Any, Count] = {}
 _MOST = 8192  # entries
-_ALIGNMENT = 12  # the place of the lowest bits of the addresses in `facts_of_tensors`
 
 
 def recall(facts: Hashable) -> Any:
@@ -42,23 +41,6 @@ def recall(facts: Hashable) -> Any:
         return None if facts is None else _memory.get((facts, _state()))
     except TypeError:  # an argument that is not hashable, which the checks refuse
         return None
-
-
-def facts_of_tensors(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
-    """All that checks and requests read of q, k and v, as part of the facts of a call; None where they must see them each time."""
-    try:
-        return (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        )  # fmt: skip
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides or memory
-        return None
-
-
-def all_aligned(facts: Any) -> bool:
-    """Whether the facts of a call, which begin with `facts_of_tensors`, are of q, k and v that all begin at multiples of 16 bytes. Where
-    one does not, they do not tell which."""
-    return bool(facts[_ALIGNMENT] == 0)
 
 
 def remember(facts: Hashable, found: Any) -> None:

@@ -16,39 +16,46 @@ from nsa_sel.core.workspace import Workspace
 from nsa_sel.telemetry import events
 
 
-def attend(decided: Decided, workspace: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """o [B,S,G,h,Dv] and lse [B,S,G,h], recorded by autograd if the request needs gradients."""
+def attend(decided: Decided, workspace: Tensor | None = None, with_lse: bool = True) -> tuple[Tensor, Any]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h], recorded by autograd if the request needs gradients. Then lse is None unless with_lse: every output
+    takes PyTorch microseconds."""
     if workspace is not None:
         decided.call.workspace = Workspace.of(workspace, decided.call.q.device)
     if not decided.request.needs_grad:
         return run_forward(decided)[:2]
-    o, lse = _apply(decided.call.q, decided.call.k, decided.call.v, decided)
-    return o, lse
+    found = _apply(decided.call.q, decided.call.k, decided.call.v, decided, with_lse)
+    return found if with_lse else (found, None)
+
+
+_LAYOUT = "layout"  # a key of `Call.known`
 
 
 class _SelectionAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, decided: Decided, with_lse: bool) -> tuple[Tensor, Tensor] | Tensor:
         call = decided.call
         o, lse, ctx.decision = run_forward(decided)
         # Saved so that autograd notices in-place writes to the selection and positions, too.
         index = [x for x in (call.selection.ranges, call.q_pos) if x is not None and not x.is_inference()]
         ctx.save_for_backward(q, k, v, o, lse, *index)
-        ctx.others, ctx.known, ctx.layout = call.others(), call.known, _layout(q, k, v)
+        known = call.known
+        if _LAYOUT not in known:
+            known[_LAYOUT] = _layout(q, k, v)
+        ctx.others, ctx.known = call.others(), known
         ctx.set_materialize_grads(False)
-        return o, lse
+        return (o, lse) if with_lse else o
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             transforms.refuse_second_derivative()
         q, k, v, o, lse = ctx.saved_tensors[:5]
         if do is None and dlse is None:
-            return None, None, None, None
-        call = Call(q, k, v, *ctx.others)
-        if _layout(q, k, v) == ctx.layout:  # hooks on saved tensors may return others
-            call.known = ctx.known
-        return *gradients(call, ctx.decision, o, lse, do, dlse), None
+            return None, None, None, None, None
+        call, known = Call(q, k, v, *ctx.others), ctx.known
+        if _layout(q, k, v) == known[_LAYOUT]:  # hooks on saved tensors may return others
+            call.known = known
+        return *gradients(call, ctx.decision, o, lse, do, dlse), None, None
 
 
 # `Function.apply` without what it does for torch.func, which no call reaches under: some microseconds of Python.
@@ -63,7 +70,7 @@ def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 def run_forward(decided: Decided) -> tuple[Tensor, Tensor, Decision]:
     """o, lse, and the decision of the backend that ran: the decided one, or the fallback."""
     call, decision, request, _ = decided
-    if _nothing_to_do(call):
+    if call.selects_nothing():
         shape = call.q.shape[:-1]
         lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
         o = call.q.new_zeros(*shape, call.v.shape[-1])
@@ -86,12 +93,12 @@ def gradients_and_delta(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`gradients`, and delta = sum(do * o) - dlse [B,S,G,h] if it is asked for and the backend gives it."""
     transforms.check_gradients(do, dlse)
-    if _nothing_to_do(call):
+    if call.selects_nothing():
         return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), None
-    do = torch.zeros_like(o) if do is None else do.resolve_neg()
+    do = torch.zeros_like(o) if do is None else do.resolve_neg() if do.is_neg() else do
     dlse = None if dlse is None else dlse.resolve_neg()
     # Kernels read rows with a contiguous last dimension; an expanded gradient (from .sum()) has stride 0 there.
-    do = do if do.stride(-1) == 1 else do.contiguous()
+    do = do if do.stride()[-1] == 1 else do.contiguous()
     given = o, lse, do, dlse
     if with_delta:
         work = fallback.with_delta(registry.load, call, *given)
@@ -102,9 +109,3 @@ def gradients_and_delta(
     if call.settings.debug_compare and not call.capturing():
         compare.compare_backward(call, decision, (dq, dk, dv), o, lse, do, dlse)
     return dq, dk, dv, delta
-
-
-def _nothing_to_do(call: Call) -> bool:
-    if call.selection.n == 0 or call.q.numel() == 0 or call.k.numel() == 0:
-        return True
-    return call.block_table is not None and call.S_kv == 0

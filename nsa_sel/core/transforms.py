@@ -18,12 +18,19 @@ transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # i
 _len_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _NO_DISPATCH = Tensor.__torch_dispatch__
 _PLAIN = (Tensor, torch.nn.Parameter)
+_tracing: Callable[[], Any] = torch._C._get_tracing_state  # by torch.jit.trace
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for any device; faster than asking for one by name
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether autograd records a call with these inputs."""
     return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+
+
+def casts(q: Any) -> bool:
+    """Whether torch.autocast casts q, and tensors of its dtype."""
+    dtype = _autocast_dtype(q)
+    return dtype is not None and q.dtype != dtype
 
 
 def is_sharded(q: Any) -> bool:
@@ -38,9 +45,12 @@ def plain(*tensors: Any) -> bool:
     for x in tensors:
         if type(x) not in _PLAIN:
             return False
-    return not (
-        is_compiling() or _len_modes() or transformed() or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
-    )  # fmt: skip
+    return untransformed()
+
+
+def untransformed() -> bool:
+    """Whether nothing traces or transforms the operations of this thread."""
+    return not (is_compiling() or _len_modes() or transformed() or forward_ad._current_level >= 0 or _tracing() is not None)
 
 
 def traces(*tensors: Any) -> bool:
@@ -82,7 +92,7 @@ def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
         refuse_transforms("a transform of torch.func (vmap, grad, vjp, jvp, jacrev or the like)", name)
     if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
         refuse_transforms("torch.autograd.forward_ad, with dual numbers", name)
-    if torch._C._get_tracing_state() is not None:
+    if _tracing() is not None:
         raise BackendError(
             f"{name} is called inside torch.jit.trace, which would record one call's kernels as constants; allowed: eager,"
             " torch.compile and torch.export. Remedy: export the model by torch.export."
@@ -91,9 +101,9 @@ def check_transforms(*inputs: Any, name: str = "selection_attention") -> None:
 
 def check_gradients(*gradients: Tensor | None, name: str = "selection_attention") -> None:
     """BackendError for batched gradients."""
-    batched = [x for x in gradients if x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x))]
-    if batched or transformed():
-        refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)", name)
+    for x in gradients:
+        if x is not None and (is_batchedtensor(x) or is_legacy_batchedtensor(x) or transformed()):
+            refuse_transforms("a backward pass of batched gradients (is_grads_batched=True, vectorize=True or vmap)", name)
 
 
 def _has_tangent(x: object) -> bool:
@@ -131,10 +141,15 @@ def materialized(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     """Tensors, unchecked, cast by torch.autocast as scaled_dot_product_attention does; float64 is left alone."""
-    if not _any_autocast():
+    dtype = _autocast_dtype(tensors[0])
+    if dtype is None:
         return tensors
-    kind = "cuda" if getattr(tensors[0], "is_cuda", False) else "cpu"
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _autocast_dtype(x: Any) -> torch.dtype | None:
+    """The dtype to which torch.autocast casts on the device of x."""
+    if not _any_autocast():
+        return None
+    kind = "cuda" if getattr(x, "is_cuda", False) else "cpu"
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nsa_sel import Selection
 from nsa_sel.backends._triton import block_ranges as kernels
@@ -14,6 +15,7 @@ from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.core import block_ranges
 from nsa_sel.core.indices import whole_blocks
 from nsa_sel.core.ranges import disjoint
+from nsa_sel.errors import ArgumentError
 
 
 def some_blocks(n: int, dtype: torch.dtype) -> Tensor:
@@ -36,6 +38,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(Kernel, "launch", counted)
     monkeypatch.setattr(block_ranges, "on_gpu", lambda indices: True)
     monkeypatch.setattr(block_ranges, "_failed", [])
+    monkeypatch.setattr(block_ranges, "_classes", {})
     return started
 
 
@@ -46,14 +49,14 @@ def test_one_kernel_gives_the_ranges_and_the_distinct_ones(n: int, dtype: torch.
     for counts in (None, torch.arange(20).reshape(2, 5, 2) % (n + 1)):
         used = indices if counts is None else torch.where(torch.arange(n) < counts[..., None], indices, -1)
         expected = whole_blocks(used, size)
-        ranges, unique = kernels.block_ranges(indices, counts, size, expected.dtype, True)
+        ranges, unique = kernels.block_ranges(indices, counts, size, expected.dtype, True, {})
         assert unique is not None
         assert torch.equal(ranges, expected)
         assert torch.equal(unique, disjoint(expected))
         again = kernels.distinct_ranges(expected.transpose(1, 2), size)
         assert again is not None
         assert torch.equal(again, disjoint(expected.transpose(1, 2)))
-        alone, none = kernels.block_ranges(indices.transpose(1, 2), None, size, expected.dtype, False)
+        alone, none = kernels.block_ranges(indices.transpose(1, 2), None, size, expected.dtype, False, {})
         assert none is None
         assert torch.equal(alone, whole_blocks(indices.transpose(1, 2), size))
 
@@ -74,6 +77,40 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     assert promised.disjoint_ranges() is promised.ranges
     with torch.inference_mode():  # no plan is kept, and none is computed ahead
         assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_blocks_that_were_seen_before_are_not_checked_again(launches: list[Any], monkeypatch: pytest.MonkeyPatch, decode: bool) -> None:
+    taken: list[Any] = []
+    real = block_ranges._takes
+    monkeypatch.setattr(block_ranges, "_takes", lambda x: taken.append(x) or real(x))
+    counts = torch.arange(20).reshape(2, 5, 2) % 5
+    for seed in range(3):
+        indices = some_blocks(4, torch.int32) + seed
+        if decode:
+            indices, counts = indices[:, 0].clone(), counts[:, :1].squeeze(1).clone()
+        for block_counts in (None, counts):
+            found = Selection.from_blocks(indices, 64, block_counts)
+            used = indices if block_counts is None else torch.where(torch.arange(4) < counts[..., None], indices, -1)
+            assert torch.equal(found.ranges, whole_blocks(used.unsqueeze(1) if decode else used, 64))
+        counts = torch.arange(20).reshape(2, 5, 2) % 5
+    assert len(taken) == 2
+    assert len(launches) == 6
+    others = (indices.long(), 64, {}), (indices, 32, {}), (indices, 64, {"disjoint": True}), (indices.mT.contiguous().mT, 64, {})
+    for x, size, options in others:
+        assert torch.equal(Selection.from_blocks(x, size, **options).block_indices.reshape(x.shape), x.clamp(min=-1, max=2**31 // size - 2))
+    assert len(taken) == 6
+    with torch.autocast("cpu", torch.bfloat16):
+        Selection.from_blocks(indices, 64)
+        Selection.from_blocks(indices, 64)
+    assert len(taken) == 7
+    for bad in (True, 0, 64.0):
+        with pytest.raises(ArgumentError, match="block_size"):
+            Selection.from_blocks(indices, bad)  # type: ignore[arg-type]
+    launched = len(launches)
+    monkeypatch.setattr(block_ranges, "capturing", lambda x: True)
+    assert torch.equal(Selection.from_blocks(indices, 64).ranges, whole_blocks(indices.unsqueeze(1) if decode else indices, 64))
+    assert len(launches) == launched
 
 
 def test_ranges_that_are_no_blocks_are_found_by_pytorch(launches: list[Any]) -> None:
@@ -106,6 +143,12 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
     indices = some_blocks(4, torch.int32)
     assert torch.equal(compiled(indices), whole_blocks(indices, 64))
     assert not launches
+    for _ in range(2):
+        Selection.from_blocks(indices, 64)
+    assert len(launches) == 2
+    traced = make_fx(lambda x: Selection.from_blocks(x, 64).ranges, tracing_mode="real")(indices)
+    assert torch.equal(traced(indices + 1), whole_blocks(indices + 1, 64))
+    assert len(launches) == 2
 
 
 @pytest.mark.gpu

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.backends import _replay
-from nsa_sel.backends._triton import block_ranges
-from nsa_sel.core import registry
+from nsa_sel.core import block_ranges, registry
 from nsa_sel.core.reset import reset
 from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, make_grads, make_qkv
 
@@ -68,7 +67,7 @@ def as_written(work: Callable[[], Any]) -> Any:
     reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_replay, "TRIES", 0)
-        patch.setattr(block_ranges, "_recordings", {})
+        patch.setattr(block_ranges, "_classes", {})
         found = work()
     reset()
     return found

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_sel
 from nsa_sel import Selection, compressed_attention, selection_attention
-from nsa_sel.core import choose_repeat, repeat
-from nsa_sel.errors import NsaSelError
+from nsa_sel.core import choose_repeat, repeat, seen
+from nsa_sel.errors import BackendError, NsaSelError
 from tests.helpers.cases import assert_forward, make_qkv
 from tests.helpers.choose_cases import SMALL
 
@@ -117,6 +120,89 @@ def test_other_options_are_checked(checked: list[int], monkeypatch: pytest.Monke
     nsa_sel.reset()
     selection_attention(q, k, v, selection, scale=1.0)
     assert len(checked) == before + 3
+
+
+def test_keys_that_are_their_values_repeat(checked: list[int]) -> None:
+    q, k, _ = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    for x in (k, k.clone(), k + 1):
+        assert_forward(selection_attention(q, x, x, selection_of(), return_lse=True), q, x, x, selection_of().ranges)
+    assert checked == [0]
+    selection_attention(q, k, k.clone(), selection_of())
+    assert checked == [0, 1]
+
+
+def test_more_classes_than_guards_tell_apart_are_checked_again(checked: list[int]) -> None:
+    """Only the strides of k differ, which are no part of the key."""
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    spaced = [torch.empty(1, 1, 16 * step, 16)[:, :, ::step].copy_(k) for step in range(1, seen.MOST + 2)]
+    for x in (*spaced, *spaced[-3:]):
+        selection_attention(q, x, v, selection_of())
+    assert len(checked) == len(spaced)
+    selection_attention(q, spaced[0], v, selection_of())
+    assert len(checked) == len(spaced) + 1
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_transforms_a_repeated_call_is_noticed(checked: list[int]) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    selection = selection_of()
+    plain = selection_attention(q, k, v, selection)
+    for dtype in (torch.bfloat16, torch.float16):  # the second time with tensors that were not cast the first time
+        for x in (q, q.bfloat16()):
+            with torch.autocast("cpu", dtype):
+                assert selection_attention(x, k, v, selection).dtype == dtype
+    assert torch.equal(selection_attention(torch._neg_view(-q), k, v, selection), plain)
+    assert torch.equal(selection_attention(torch.nn.Parameter(q), k, v, selection), plain)
+    with torch.inference_mode():
+        assert selection_attention(q, k, v, selection).is_inference()
+    leaf = q.clone().requires_grad_()
+    for _ in range(2):
+        assert selection_attention(leaf, k, v, selection).requires_grad
+        with torch.no_grad():
+            assert not selection_attention(leaf, k, v, selection).requires_grad
+    with Watch() as watch:
+        selection_attention(q, k, v, selection)
+    assert "nsa_sel.selection_forward.default" in watch.ops
+    traced = make_fx(lambda x: selection_attention(x, k, v, selection), tracing_mode="real")(q)  # leaves no mark on tensors
+    assert "nsa_sel.selection_forward.default" in {str(node.target) for node in traced.graph.nodes}
+    for work in (
+        lambda: torch.func.vmap(lambda x: selection_attention(x, k, v, selection))(q.unsqueeze(0)),
+        lambda: torch.func.grad(lambda x: selection_attention(x, k, v, selection).sum())(q),
+        lambda: torch.func.jvp(lambda x: selection_attention(x, k, v, selection), (q,), (q,)),
+        lambda: torch.jit.trace(lambda x: selection_attention(x, k, v, selection), q),
+    ):
+        with pytest.raises(BackendError, match="is called inside"):
+            work()
+    with forward_ad.dual_level(), pytest.raises(BackendError, match="dual numbers"):
+        selection_attention(forward_ad.make_dual(q, q), k, v, selection)
+    checked.clear()
+    assert torch.equal(selection_attention(q, k, v, selection), plain)
+    assert not checked
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_lse_is_an_output_of_autograd_where_it_is_asked_for(with_lse: bool) -> None:
+    q, k, v = make_qkv(1, 8, 1, 2, 16, 16, S_kv=16)
+    leaf = q.clone().requires_grad_()
+    found: Any = selection_attention(leaf, k, v, selection_of(), return_lse=with_lse)
+    o = found[0] if with_lse else found
+    assert o.grad_fn is not None
+    assert len(o.grad_fn.next_functions) == 3
+    assert len(o.grad_fn._input_metadata) == 1 + with_lse
+    do = torch.randn_like(o)
+    (dq,) = torch.autograd.grad(o, leaf, do)
+    other = q.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(selection_attention(other, k, v, selection_of(), return_lse=True)[0], other, do)
+    assert torch.equal(dq, wanted)
 
 
 @pytest.mark.parametrize("make", [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor(list(x)), lambda x: [x]])
