@@ -97,3 +97,24 @@ struct GradientRows {
             }
     }
 };
+
+// The parts of a list's segments, each `stride` floats after the one before, added to `total` in their order. Most lists have few: a chain
+// of loads that wait for each other would take longer than their bytes.
+DEVICE float4 add_parts(float4 total, const float *parts, int segments, i64 stride) {
+    constexpr int AHEAD = 8;
+    for (int first = 0; first < segments; first += AHEAD) {
+        float4 part[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j)  // without a branch, so that several are under way
+            part[j] = *reinterpret_cast<const float4 *>(parts + min(first + j, segments - 1) * stride);
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j) {
+            if (first + j >= segments) continue;
+            total.x += part[j].x;
+            total.y += part[j].y;
+            total.z += part[j].z;
+            total.w += part[j].w;
+        }
+    }
+    return total;
+}

@@ -13,17 +13,11 @@ constexpr int THREADS = 128;
 
 template <int D>
 DEVICE void sum(const float *parts, int segments, u16 *result, i64 keys_left) {
-    for (int i = threadIdx.x; i < KEYS * (D / 2); i += THREADS) {
-        int key = i / (D / 2), column = i % (D / 2) * 2;
-        if (key >= keys_left) return;
-        float low = 0.0f, high = 0.0f;
-#pragma unroll 16
-        for (int segment = 0; segment < segments; ++segment) {
-            float2 part = *reinterpret_cast<const float2 *>(parts + (static_cast<i64>(segment) * WIDTH + key) * D + column);
-            low += part.x;
-            high += part.y;
-        }
-        *reinterpret_cast<u32 *>(result + key * D + column) = pack(low, high);
+    for (int i = threadIdx.x; i < KEYS * (D / 4); i += THREADS) {
+        const int at = i * 4;
+        if (at / D >= keys_left) return;
+        const float4 total = add_parts(make_float4(0.0f, 0.0f, 0.0f, 0.0f), parts + at, segments, WIDTH * D);
+        *reinterpret_cast<uint2 *>(result + at) = make_uint2(pack(total.x, total.y), pack(total.z, total.w));
     }
 }
 

@@ -16,14 +16,7 @@ DEVICE void sum(const Arguments &x, const float *parts, float *sums, u16 *result
     for (int i = threadIdx.x; i < KEYS * (D / 4); i += THREADS) {
         const int at = i * 4;
         float4 total = x.to.adds ? *reinterpret_cast<const float4 *>(sums + at) : float4{0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 8
-        for (int segment = 0; segment < segments; ++segment) {
-            const float4 part = *reinterpret_cast<const float4 *>(parts + static_cast<i64>(segment) * 64 * D + at);
-            total.x += part.x;
-            total.y += part.y;
-            total.z += part.z;
-            total.w += part.w;
-        }
+        total = add_parts(total, parts + at, segments, 64 * D);
         if (!x.to.final) *reinterpret_cast<float4 *>(sums + at) = total;
         else if (at / D < keys_left)
             *reinterpret_cast<uint2 *>(result + at) = make_uint2(pack(total.x * scale, total.y * scale), pack(total.z * scale, total.w * scale));
