@@ -20,6 +20,7 @@ from nsa_sel.backends._triton.key_to_rows import KeyToRows
 from nsa_sel.backends._triton.units import Unit, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
+from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows as SegmentedLists
 from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, sort
 from nsa_sel.backends.specs import HOPPER_LISTS
 from nsa_sel.core.call import Call
@@ -30,6 +31,7 @@ WIDTH = sm90.KEYS
 KEYS_SUMMED = 8  # by a CTA of sum_sections.cu
 L2_BYTES = 36 * 2**20  # of q and do of a section, of the L2 cache's 50 MiB: each row is read once for every block that it selects
 LONGEST = 2048  # entries of a segment of the backward pass
+SEGMENTS_PER_SM = 2  # of the backward pass: in the order of order_segments.cu few balance, and have few parts
 PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # of block_partials.cu: CTAs per multiprocessor; warpgroups; steps of a segment, which has no part
 
 
@@ -72,10 +74,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     do = sm90.loadable(do)  # autograd expands a constant
     plan, (visiting, summing, shared) = _plan(call), _constants(call)
     lists, device = plan.lists, q.get_device()
+    (order,) = kept_plan(call, ("cuda-block order",), _order, lists.reach, *_sizes(call, call.reach(WIDTH))).value
     parts = [temporary(call, lse, plan.parts, WIDTH, x.shape[3]) for x in (k, v)]
     sums = [temporary(call, lse, lists.pairs, lists.tiles, WIDTH, x.shape[3]) if lists.section < S else None for x in (k, v)]
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
-    maps, ranges = sm90.listed_maps(*map(sm90.loadable, (k, v, q, do))), call.disjoint_ranges()
+    maps, ranges = sm90.step_maps(*map(sm90.loadable, (k, v, q, do))), call.disjoint_ranges()
 
     def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
         rows, count = unit.rows, unit.lists.end_list - unit.lists.first_list
@@ -85,7 +88,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         )  # fmt: skip
         launch.start(
             "block_gradients.cu", visiting, device, plan.parts, 256, shared,
-            *launch.strided(do), *launch.pointers(lse, delta, lists.entries), lists.reach, *to, part_dq.data_ptr(),
+            *launch.strided(do), *launch.pointers(lse, delta, lists.entries), lists.reach, *to, *launch.pointers(part_dq, order),
             maps=maps, problem=launch.problem(call, ranges),
         )  # fmt: skip
         launch.start(
@@ -152,7 +155,7 @@ def _sizes(call: Call, reach: int) -> Sizes:
     section = S if fitting >= S else triton_block.even_section(S, fitting)
 
     def of(pairs: int) -> Sizes:
-        segment = segment_length(call, WIDTH, pairs * section * entries, LONGEST)
+        segment = segment_length(call, WIDTH, pairs * section * entries, LONGEST, SEGMENTS_PER_SM)
         return Sizes(section, pairs, segment, most_segments(pairs * section * entries, segment, pairs * tiles))
 
     def used(sizes: Sizes) -> int:
@@ -168,6 +171,18 @@ def _sizes(call: Call, reach: int) -> Sizes:
 def _plan(call: Call) -> Plan:
     sizes = _sizes(call, call.reach(WIDTH))
     return Plan(*_cut_lists(call, sizes, sizes.segment), sizes.segment, sizes.parts)
+
+
+def _order(call: Call, reach: int, section: int, pairs: int, segment: int, parts: int) -> tuple[Tensor]:
+    """The order in which block_gradients.cu takes the segments: in each unit long ones first, of as many pairs together as have q and do
+    in the L2 cache. reach: what else the lists follow from."""
+    (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
+    lists, begins, segments = _cut_lists(call, Sizes(section, pairs, segment, parts), segment)
+    cut = SegmentedLists(None, begins, segments, segments, begins.shape[0] - 1, lists.tiles, reach, segment)
+    units = -(-S // section) * -(-B * G // pairs)
+    stretch = sm90.STRETCH_BYTES // (section * h * (Dk + Dv) * call.q.element_size())
+    stretch = max(1, min(stretch, pairs), -(-pairs // sm90.MOST_STRETCHES))
+    return (sm90.order_segments(call, cut, parts * units, units, B * G, pairs, 0, 0, stretch, UNITS=1),)
 
 
 def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:

@@ -65,7 +65,7 @@ def start_dkdv(
     launch.start(
         "dkdv_groups.cu", launch.macros(call, H=h, STAGES=stages, **keys.macros), q.get_device(), ctas, 256, shared,
         *launch.strided(do), *launch.pointers(lse, delta), *values,
-        maps=(row_map(q, sm90.ROWS // h), row_map(do, sm90.ROWS // h), *sm90.key_maps(call)), problem=problem(call, keys),
+        maps=sm90.adjacent_maps(call.k, call.v, q, do), problem=problem(call, keys),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.errors import BackendError
 
 SHORTEST = 32  # entries of a segment: with fewer, loading the tile and writing its part is most of the work
-SEGMENTS_PER_SM = 4
+LONGEST, SEGMENTS_PER_SM = 1024, 4  # entries of a segment at most, of one head; segments
 BYTES = 12  # that an entry needs: its tile, itself, and its share of the counts
 SORTED = 4096  # entries that sort_scatter.cu sorts at once, half of which if they are few
 SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
@@ -56,14 +56,14 @@ def most_parts(entries: int, segment: int) -> int:
     return max(1, min(entries, 2 * entries // segment))
 
 
-def segment_length(call: Call, width: int, entries: int, most: int = 1024) -> int:
-    """Entries of a segment: few enough to give every multiprocessor some and for balance, and enough for the segments' float32 parts to fit
-    the workspace beside the lists. most: of one head."""
+def segment_length(call: Call, width: int, entries: int, most: int, per_sm: int) -> int:
+    """Entries of a segment: few enough to give every multiprocessor `per_sm` and for balance, and enough for the segments' float32 parts to
+    fit the workspace beside the lists. most: of one head."""
     h, Dk = call.q.shape[3:]
     part_bytes = 4 * width * (Dk + call.v.shape[-1])
     longest = max(256, min(most, 4096 // h))  # longer if a row brings fewer heads: each segment writes its part
     segment = SHORTEST
-    while segment < longest and entries > segment * SEGMENTS_PER_SM * call.device.sm_count:
+    while segment < longest and entries > segment * per_sm * call.device.sm_count:
         segment *= 2
     bound = call.settings.workspace_bytes
     budget = max(bound - BYTES * entries, bound // 8)
@@ -76,7 +76,7 @@ def lists_of(call: Call, width: int) -> KeyToRows:
     """The lists for tiles of `width` keys."""
     B, S, G = call.q.shape[:3]
     reach = call.reach(width)
-    segment = segment_length(call, width, B * G * S * call.selection.n * reach)
+    segment = segment_length(call, width, B * G * S * call.selection.n * reach, LONGEST, SEGMENTS_PER_SM)
     lists: KeyToRows = kept_plan(call, ("cupy-cuda lists",), _build, width, reach, segment).value
     return lists
 

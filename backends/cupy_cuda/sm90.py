@@ -1,7 +1,7 @@
 """Hopper's kernels (TMA, wgmma), and which calls they take.
 
 forward_tiles.cu, dq_tiles.cu  tiles of adjacent tokens, with the union of their blocks (tile_union.cu)
-dkdv_groups.cu                 over the lists of key_to_rows.py
+dkdv_groups.cu                 over the lists of key_to_rows.py, whose segments order_segments.cu puts in order
 forward_blocks.cu              rows of whole blocks that share no keys with their neighbors, as when a batch decodes
 """
 
@@ -19,7 +19,7 @@ from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, key_value_gradients
+from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, KeyToRows, key_value_gradients, lists_of, most_segments
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.specs import HOPPER_STEPS, HOPPER_TILES
 from nsa_sel.core.call import Call
@@ -33,6 +33,8 @@ STATIC = 2048  # bytes of `__shared__` variables and of the system, to the next 
 MOST_STAGES = 6  # of forward_blocks.cu and dkdv_groups.cu; twice as many of e4m3, whose steps have half the bytes
 MOST_DK = 128  # columns of dk that registers hold beside dv in dkdv_groups.cu
 L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
+STRETCH_BYTES = 16 * 2**20  # of q and do of a stretch of order_segments.cu
+MOST_STRETCHES = 256  # of order_segments.cu
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
 CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
 # CTAs of a cluster of forward_blocks.cu, and the percentage of a GPU's CTAs that such clusters take (cuOccupancyMaxActiveClusters, H200).
@@ -228,29 +230,61 @@ def _build(call: Call, tokens: int) -> TilePlan:
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
-    q = call.q
-    macros, shared = _groups(call)
+    q, (macros, shared, rows), lists = call.q, _groups(call), lists_of(call, KEYS)
+    (order,) = kept_plan(call, ("cupy-cuda order",), _order, rows, lists.reach, lists.segment).value
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
             "dkdv_groups.cu", macros, q.get_device(), ctas, 256, shared,
-            *launch.strided(do), *launch.pointers(lse, delta), *lists,
-            maps=listed_maps(call.k, call.v, q, do), problem=launch.problem(call, ranges),
+            *launch.strided(do), *launch.pointers(lse, delta), *lists, order.data_ptr(),
+            maps=step_maps(call.k, call.v, q, do), problem=launch.problem(call, ranges),
         )  # fmt: skip
 
     return key_value_gradients(call, KEYS, start)
 
 
 @known
-def _groups(call: Call) -> tuple[Constants, int]:
-    """Constants of dkdv_groups.cu, and its bytes of dynamic shared memory."""
-    stages, shared = group_stages(call.q.shape[4], call.v.shape[3], call.device)
-    return launch.macros(call, H=call.q.shape[3], STAGES=stages), shared
+def _groups(call: Call) -> tuple[Constants, int, int]:
+    """Constants of dkdv_groups.cu, its bytes of dynamic shared memory, and the rows of a stretch of order_segments.cu."""
+    (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
+    stages, shared = group_stages(Dk, Dv, call.device)
+    rows = max(STRETCH_BYTES // (h * (Dk + Dv) * call.q.element_size()), -(-B * G * S // MOST_STRETCHES))
+    return launch.macros(call, H=h, STAGES=stages), shared, rows
+
+
+def _order(call: Call, rows: int, reach: int, segment: int) -> tuple[Tensor]:
+    """The order in which dkdv_groups.cu takes the lists' segments: those that begin within the same `rows` rows run together. reach,
+    segment: of the lists."""
+    lists = lists_of(call, KEYS)
+    assert lists.entries is not None, "lists_of"
+    segments = most_segments(lists.entries.shape[0], segment, lists.lists)
+    return (order_segments(call, lists, segments, 1, 0, 0, call.q.shape[1], call.selection.n * reach, rows),)
+
+
+def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *values: int, **macros: int) -> Tensor:
+    """List and number of every segment, of which there are at most so many, in an order of order_segments.cu: [segments, 2] int32.
+    values, macros: its own."""
+    order = unwritten(call.q, segments, 2, dtype=torch.int32)
+    launch.start(
+        "order_segments.cu", constants(**dict(SORT_MACROS), **macros), call.q.get_device(), ctas, 1024, 0,
+        *lists.arguments(), *values, order.data_ptr(),
+    )  # fmt: skip
+    return order
 
 
 def listed_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
     """The maps of a kernel whose steps are listed tokens of q, or of q and do (row_steps.cuh): theirs, and those of k and v."""
     return *(row_map(x, 1) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+
+
+def adjacent_maps(k: Tensor, v: Tensor, q: Tensor, do: Tensor) -> tuple[bytes, ...]:
+    """Those of q and do in boxes of a step's tokens, where these follow each other, and those of k and v."""
+    return *(row_map(x, ROWS // q.shape[3]) for x in (q, do)), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+
+
+def step_maps(k: Tensor, v: Tensor, q: Tensor, do: Tensor) -> tuple[bytes, ...]:
+    """`adjacent_maps`, and those of q and do for tokens that do not follow each other."""
+    return *adjacent_maps(k, v, q, do), row_map(q, 1), row_map(do, 1)
 
 
 def group_stages(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> tuple[int, int]:

@@ -37,7 +37,15 @@ pytestmark = pytest.mark.slow  # in all: a compiler at work
 
 
 SPILLS = {(80, "dkdv_tiles.cu"): 8}  # bytes: both accumulators of 128 columns take nearly all registers
-HOPPERS = {"forward_blocks.cu", "forward_tokens.cu", "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu"}
+HOPPERS = {
+    "forward_blocks.cu",
+    "forward_tokens.cu",
+    "forward_tiles.cu",
+    "dq_tiles.cu",
+    "dkdv_groups.cu",
+    "tile_union.cu",
+    "order_segments.cu",
+}
 OF_LISTS = {"sort_count.cu", "sum_counts.cu", "sort_scatter.cu"}
 OF_CUDA_BLOCK = {"block_partials.cu", "block_gradients.cu", "sum_sections.cu"}
 ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")} - OF_CUDA_BLOCK
@@ -82,7 +90,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
             "forward_blocks.cu",
             "forward_tokens.cu",
             "dq_rows.cu",
-            "dkdv_groups.cu" if shape == "h64-192-128" else "dkdv_tiles.cu",
+            *({"dkdv_groups.cu", "order_segments.cu"} if shape == "h64-192-128" else {"dkdv_tiles.cu"}),
         }
     else:
         assert names == ALL_KERNELS - {"combine.cu", *HOPPERS}
@@ -129,7 +137,7 @@ def test_kernels_of_cuda_block_fit(monkeypatch: pytest.MonkeyPatch, h: int, Dk: 
     call = Call(*check_call(q, k, v, make_blocks(1, 300, 1, 300, 3, block), None, None)[:4], None, 0.1, settings_for(H200), H200)
     do = q.new_empty(*q.shape[:4], Dv)
     kernels = compiled(monkeypatch, 90, lambda: cuda_block.backward(call, *cuda_block.forward(call), do, None))
-    assert {kernel["kernel"] for kernel in kernels} == OF_LISTS | OF_CUDA_BLOCK
+    assert {kernel["kernel"] for kernel in kernels} == {"order_segments.cu"} | OF_LISTS | OF_CUDA_BLOCK
     for kernel in kernels:
         per_sm = {"block_partials.cu": cuda_block.PER_SM, "block_gradients.cu": 2, "sort_scatter.cu": 4}.get(kernel["kernel"], 1)  # CTAs
         assert per_sm * (kernel["shared"] + sm90.SYSTEM) <= TARGETS[90][0] * 1024 + sm90.SYSTEM, kernel

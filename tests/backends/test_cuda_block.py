@@ -82,7 +82,7 @@ def test_wide_heads_and_blocks_of_two_tiles(started: list[str]) -> None:
 def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     """Sums over sections of rows, in registers where a list has one segment; segments of a few entries; tiles that nobody selects."""
     monkeypatch.setattr(key_to_rows, "SHORTEST", 4)
-    monkeypatch.setattr(key_to_rows, "SEGMENTS_PER_SM", 16)
+    monkeypatch.setattr(cuda_block, "SEGMENTS_PER_SM", 16)
     plans, build = [], cuda_block._plan
     monkeypatch.setattr(cuda_block, "_plan", lambda call: plans.append(build(call)) or plans[-1])
     q, k, v = rows(S=40, G=2, h=4, S_kv=500)

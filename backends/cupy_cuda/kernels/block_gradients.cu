@@ -4,7 +4,7 @@
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
 //   dv = sum p^T do,  dk = scale * sum ds^T q,  and for each (row, range)  dq = scale * ds k
 //
-// Grid: one CTA for each segment of each list of the unit, in the order of the lists; two CTAs per multiprocessor, as in dkdv_groups.cu: one
+// Grid: one CTA for each segment of each list of the unit, in the order of order_segments.cu; two CTAs per multiprocessor, as in dkdv_groups.cu: one
 //   computes p and ds, begins, ends or stores while the other multiplies.
 // Sections: a list with one segment adds its rows to the sums of the sections before, in registers; sum_sections.cu does so for others.
 // Tiles: 64 keys by 64 rows (row_steps.cuh). Keys are the rows of all products but the last one, whose operand ds^T goes through shared memory.
@@ -16,14 +16,16 @@
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
 
 struct Arguments {
-    TensorMap q, d_o, k, v;
+    TensorMap q, d_o, k, v;  // of q and do the tokens of a step
+    TensorMap q_token, d_o_token;
     Problem p;
     HeadsTensor d_out;         // do [B,S,G,h,DV]
     const float *lse, *delta;  // [rows, H], lse natural
     const int *entries;        // (s * n + range) * reach + step, list after list
     i64 reach;
     UnitGradients to;
-    u16 *part_dq;  // [pairs, section, n * reach, H, DK]
+    u16 *part_dq;        // [pairs, section, n * reach, H, DK]
+    const uint2 *order;  // [segments]: list and number (order_segments.cu)
 };
 
 // A CTA's segment, and where its sums go.
@@ -35,11 +37,11 @@ struct Found : UnitSegment {
 
     DEVICE void find(const Arguments &x, u32 index) {
         const UnitLists &lists = x.to.lists;
-        if (!UnitSegment::find(lists, x.p, x.entries, x.reach, index)) return;
+        if (!UnitSegment::find(lists, x.p, x.entries, x.reach, index, x.order)) return;
         const UnitList unit(lists, list);
         scale = static_cast<float>(x.p.scale);
         alone = unit.segments == 1;
-        row = alone ? unit.sum_row(lists) : index * static_cast<i64>(KEYS);
+        row = alone ? unit.sum_row(lists) : part * static_cast<i64>(KEYS);
         dq = x.part_dq + first_entry * H * DK;
     }
 };

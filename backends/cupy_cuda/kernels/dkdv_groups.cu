@@ -2,11 +2,13 @@
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta),  dv = sum p^T do,  dk = scale * sum ds^T q
 //
-// Grid: one CTA per segment (segment_of), two CTAs per multiprocessor: one computes p and ds, begins or ends while the other multiplies.
+// Grid: one CTA per segment (segment_of), those of lists in the order of order_segments.cu; two CTAs per multiprocessor: one computes p and
+//   ds, begins or ends while the other multiplies.
 // Tiles: 64 keys by 64 rows, TQ = 64 / H listed tokens times H heads. The products are transposed: with keys as rows, p^T and ds^T come out
 //   in the registers from which dv += p^T do and dk += ds^T q read them.
-// Warpgroups: one consumer. In the producer warpgroup a warp loads lse and delta; q and do come by TMA, a token each, or, if those would be
-//   small (H < 8), by three warps with cp.async. The tile's K and V come by TMA.
+// Warpgroups: one consumer. In the producer warpgroup a warp loads lse and delta; q and do come by TMA: all tokens of a step at once
+//   where they follow each other, else a token each, or, if those would be small (H < 8), by three warps with cp.async. The tile's K and V
+//   come by TMA.
 // Compressed keys: the rows of a list are the last ones of the sequence, from the first that sees a key of the tile. Its entries are
 //   arithmetic, and q and do of a step one box, past which TMA writes zeros: a segment is whole steps.
 // A window: the rows of a list are those from the tile's first key to the window's end after its last one, arithmetic as above. One segment
@@ -23,12 +25,18 @@ constexpr int NO_END = 0x7fffffff;
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
 
 struct Arguments {
-    TensorMap q, d_o, k, v;
+    TensorMap q, d_o, k, v;  // of q and do the tokens of a step
+#ifndef BY_ARITHMETIC
+    TensorMap q_token, d_o_token;
+#endif
     Problem p;
     HeadsTensor d_out;         // do [B,S,G,h,DV]
     const float *lse, *delta;  // [rows, H], lse natural
     KeyToRows lists;
     KeyGradients to;
+#ifndef BY_ARITHMETIC
+    const uint2 *order;  // [segments]: list and number (order_segments.cu)
+#endif
 };
 
 // A CTA's segment; a number that the list does not have, if there is nothing to do.
@@ -43,7 +51,8 @@ DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
 #elif defined(WINDOW)
     return {index, 0};
 #else
-    return segment_at(x.lists, index);
+    const uint2 at = x.order[index];
+    return {at.x, at.y};
 #endif
 }
 
@@ -95,20 +104,6 @@ DEVICE void zero_tokens(unsigned char *stage, int first) {
         if (i % (PANEL / 16) >= first * H * 8) *reinterpret_cast<uint4 *>(stage + i * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();
     named_barrier<128>(1);
-}
-
-// One lane: q and do of every step by TMA, all its tokens at once.
-DEVICE void produce_boxes(const Arguments &x, const ListSteps &list, unsigned char *stages, Shared &shared) {
-    const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
-        unsigned char *q_tile = stages + at.stage * STAGE_BYTES;
-        u64 *full = &shared.steps.full[at.stage];
-        shared.steps.wait_empty(at);
-        mbarrier_arrive_expect(full, TQ * H * 2 * (DK + DV));
-        tma_load_row_tile<DK>(q_tile, &x.q, full, g, list.row(step, 0), b);
-        tma_load_row_tile<DV>(q_tile + K_BYTES, &x.d_o, full, g, list.row(step, 0), b);
-    }
 }
 
 DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
@@ -177,6 +172,5 @@ extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_co
     reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(false);
     if (threadIdx.x == 128) produce_tile(list, memory, &shared.tile);
     __syncwarp();
-    if (!ADJACENT || producer == 1) produce_rows(list, stages, shared, producer);
-    else if (threadIdx.x == 128) produce_boxes(x, list, stages, shared);
+    produce_rows(list, stages, shared, producer);
 }

@@ -53,43 +53,86 @@ DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
     tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, bar, list.first_key, g, b);
 }
 
-// One warp: q and do of every step by TMA, one token per lane.
+// The tokens of a step that a lane of a warp knows: numbers lane, lane + 32.
+template <class List>
+struct StepTokens {
+    static constexpr int HALVES = TQ > 32 ? 2 : 1;
+    int rows[HALVES];
+    DEVICE StepTokens(const List &list, int step) {
+#pragma unroll
+        for (int i = 0; i < HALVES; ++i) rows[i] = list.row(step, threadIdx.x % 32 + 32 * i);
+    }
+    DEVICE int first() const { return __shfl_sync(ALL_LANES, rows[0], 0); }
+    // Whether they follow each other; a last one that does not exist is S, past the rows.
+    DEVICE bool adjacent() const {
+        const int lane = threadIdx.x % 32, from = first();
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < HALVES; ++i) all &= lane + 32 * i >= TQ || rows[i] == from + lane + 32 * i;
+        return __ballot_sync(ALL_LANES, !all) == 0;
+    }
+};
+
+// One lane: q and do of a step whose tokens follow each other, from this one on.
+template <class List>
+DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int first) {
+    const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+    mbarrier_arrive_expect(full, TQ * H * 2 * (DK + DV));
+    tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, first, b);
+    tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, first, b);
+}
+
+// One warp: q and do of every step by TMA, one token per lane where they do not follow each other.
 template <class List>
 DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
+    typedef StepTokens<List> Tokens;
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    int coming = list.row(0, lane);
+    Tokens coming(list, 0);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
-        const int s = coming;
-        coming = list.row(step + 1, lane);  // read a step ahead: the rows' addresses depend on it
+        const Tokens tokens = coming;
+        coming = Tokens(list, step + 1);  // read a step ahead: the rows' addresses depend on it
+        const bool adjacent = tokens.adjacent();
         shared.steps.wait_empty(at);
-        unsigned char *q_tile = stages + at.stage * STAGE_BYTES + lane * H * 128;
+        unsigned char *q_tile = stages + at.stage * STAGE_BYTES;
         u64 *full = &shared.steps.full[at.stage];
+        __syncwarp();  // all lanes have seen it: the next phase may pass
+        if (adjacent) {
+            if (lane == 0) load_step(list, q_tile, full, tokens.rows[0]);
+            continue;
+        }
         if (lane == 0) mbarrier_arrive_expect(full, TQ * H * 2 * (DK + DV));
         __syncwarp();
         if (lane >= TQ) continue;
-        tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, s, b);
-        tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, s, b);
+        tma_load_row_tile<DK>(q_tile + lane * H * 128, &list.x.q_token, full, g, tokens.rows[0], b);
+        tma_load_row_tile<DV>(q_tile + K_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
     }
 }
 
-// One of the copy warps: four rows of the tile at once, eight lanes a row, of every COPY_WARPS-th four; zeros for rows that do not exist.
-// What is copied arrives by itself, and takes the consumer's fence (wait_for_rows).
+// One of the copy warps, where a token is few bytes. A step whose tokens follow each other comes by TMA. Else four rows of the tile at once,
+// eight lanes a row, of every COPY_WARPS-th four; zeros for rows that do not exist. What is copied arrives by itself, and takes the
+// consumer's fence (wait_for_rows).
 template <class List>
 DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
-    constexpr int HALVES = TQ > 32 ? 2 : 1;  // of the tokens: a lane has the rows of one of each
+    typedef StepTokens<List> Tokens;
     const int lane = threadIdx.x % 32, column = lane % 8;
     const u16 *q = list.x.p.q.group(list.b, list.g) + column * 8, *d_out = list.x.d_out.group(list.b, list.g) + column * 8;
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
-        int rows[HALVES];
-        for (int i = 0; i < HALVES; ++i) rows[i] = list.row(step, lane + 32 * i);  // read while the stage is not empty yet
+        const Tokens tokens(list, step);  // read while the stage is not empty yet
+        const bool adjacent = tokens.adjacent();
         shared.steps.wait_empty(at);
         __syncwarp();
+        if (adjacent) {
+            u64 *full = &shared.steps.full[at.stage];
+            if (copier || lane) mbarrier_arrive(full);
+            else load_step(list, stages + at.stage * STAGE_BYTES, full, tokens.rows[0]);
+            continue;
+        }
 #pragma unroll 1
         for (int four = copier; four < ROWS / 4; four += COPY_WARPS) {
             const int tile_row = 4 * four + lane / 8, head = tile_row % H;
-            const int row = __shfl_sync(ALL_LANES, 4 * four / H < 32 ? rows[0] : rows[HALVES - 1], tile_row / H % 32);
+            const int row = __shfl_sync(ALL_LANES, 4 * four / H < 32 ? tokens.rows[0] : tokens.rows[Tokens::HALVES - 1], tile_row / H % 32);
             const bool exists = row < list.x.p.S;
             const i64 s = exists ? row : 0;
             const u16 *q_row = q + s * list.x.p.q.stride_s + head * list.x.p.q.stride_h;
@@ -130,11 +173,23 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
     }
 }
 
+// One lane: q and do of every step of adjacent tokens.
+template <class List>
+DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &shared) {
+    for (int step = 0; step < list.steps; ++step) {
+        const auto at = state_of(step);
+        shared.steps.wait_empty(at);
+        load_step(list, stages + at.stage * STAGE_BYTES, &shared.steps.full[at.stage], list.row(step, 0));
+    }
+}
+
 // What warp `producer` of the producer warpgroup brings of the listed rows.
 template <class List>
 DEVICE void produce_rows(const List &list, unsigned char *stages, Shared &shared, int producer) {
     if (producer == 1) copy_statistics(list, shared);
-    else if (!BY_TMA) copy_tokens(list, stages, shared, producer ? producer - 1 : 0);
+    else if constexpr (ADJACENT) {
+        if (producer == 0 && threadIdx.x % 32 == 0) produce_boxes(list, stages, shared);
+    } else if constexpr (!BY_TMA) copy_tokens(list, stages, shared, producer ? producer - 1 : 0);
     else if (producer == 0) produce_tokens(list, stages, shared);
 }
 

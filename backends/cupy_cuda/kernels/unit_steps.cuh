@@ -11,15 +11,18 @@ struct UnitSegment {
     int entries, masked_entries;  // all, and those at the beginning whose rows may lie within the tile
     int each;                     // entries of a row
     int first_key, b, g;
+    int part;  // its number among the segments of the unit
 
-    // Whether the unit has a segment number `index`.
-    DEVICE bool find(const UnitLists &lists, const Problem &p, const int *all_entries, i64 reach, u32 index) {
+    // Whether the unit has a segment number `index`, in the order of the lists or that of order_segments.cu.
+    DEVICE bool find(const UnitLists &lists, const Problem &p, const int *all_entries, i64 reach, u32 index, const uint2 *order = nullptr) {
         const i64 segment = lists.segments[lists.first_list] + index;
         entries = 0;
         if (segment >= lists.segments[lists.end_list]) return false;
-        list = lists.list_of(segment);
+        list = order ? order[segment].x : lists.list_of(segment);
+        const i64 number = order ? order[segment].y : segment - lists.segments[list];
+        part = static_cast<int>(lists.segments[list] - lists.segments[lists.first_list] + number);
         const UnitList unit(lists, list);
-        const i64 begin = lists.begins[list] + (segment - lists.segments[list]) * lists.segment;
+        const i64 begin = lists.begins[list] + number * lists.segment;
         listed = all_entries + begin;
         entries = static_cast<int>(min(lists.begins[list + 1] - begin, lists.segment));
         masked_entries = p.q_pos ? entries : static_cast<int>(lists.begins[list] + KEYS - begin);

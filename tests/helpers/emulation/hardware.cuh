@@ -105,7 +105,7 @@ struct Copy {
     const u16 *from;  // null: zeros
 };
 
-constexpr unsigned MOST_THREADS = 512 * CLUSTER, MOST_GROUPS = 8, MOST_COPIES = 256;
+constexpr unsigned MOST_THREADS = CLUSTER == 1 ? 1024 : 512 * CLUSTER, MOST_GROUPS = 8, MOST_COPIES = 256;
 
 struct Fiber {
     ucontext_t start;

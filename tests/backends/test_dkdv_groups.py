@@ -1,0 +1,96 @@
+"""dkdv_groups.cu and the order of its segments without a GPU: emulated on the CPU, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends.cupy_cuda import key_to_rows, sm90
+from nsa_sel.core.call import Call
+from nsa_sel.core.check import check_call
+from nsa_sel.oracle import oracle_backward, oracle_forward
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.helpers.cases import assert_gradients, make_blocks, make_grads, make_qkv
+from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.poison import new_memory_is_nan
+
+pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, and thousands of emulated products
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Call:
+    return Call(*check_call(q, k, v, selection, None, None)[:4], None, q.shape[-1] ** -0.5, settings_for(GPU), GPU)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of a few entries."""
+    monkeypatch.setattr(key_to_rows, "SHORTEST", 8)
+    monkeypatch.setattr(key_to_rows, "SEGMENTS_PER_SM", 64)
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+@pytest.mark.parametrize(("h", "S", "G", "Dk", "Dv"), [(2, 150, 1, 64, 64), (3, 70, 2, 64, 128), (4, 90, 2, 64, 64), (16, 20, 1, 128, 64)])
+def test_gradients(monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: int, S: int, G: int, Dk: int, Dv: int) -> None:
+    """Lists of one segment and of several; steps whose tokens follow each other, and others; tiles that no row selects."""
+    emulated(monkeypatch, mode)
+    q, k, v = make_qkv(S=S, G=G, h=h, Dk=Dk, Dv=Dv, S_kv=S + 210, dtype=torch.float16)
+    chosen = make_blocks(1, S, G, S + 210, 3, 64)
+    ranges = torch.where(torch.arange(S)[:, None, None, None] % 23 == 5, 0, chosen.ranges)  # rows without keys part the runs
+    ranges[..., 1:, :] = torch.where(ranges[..., 1:, :1] // 64 == 2, 0, ranges[..., 1:, :])
+    call = call_of(q, k, v, Selection(ranges, 64))
+    own, lse = oracle_forward(q, k, v, ranges)
+    do, dlse = make_grads(q, v)
+    dlse = torch.where(lse == float("-inf"), 0.0, dlse).float()
+    delta = (do.double() * own).sum(-1) - dlse
+    with new_memory_is_nan():
+        found = sm90.dkdv_groups(call, call.disjoint_ranges(), lse.float(), do, delta.float())
+    dq = oracle_backward(q, k, v, ranges, do, dlse)[0].to(q.dtype)  # another kernel's
+    assert_gradients((dq, *found), q, k, v, ranges, do, dlse)
+    assert key_to_rows.lists_of(call, 64).segments[-1] > key_to_rows.lists_of(call, 64).lists > 1
+
+
+@pytest.mark.parametrize("rows", [16, 64, 1 << 20])
+def test_order_of_segments(monkeypatch: pytest.MonkeyPatch, short: None, rows: int) -> None:
+    """Every segment once; by stretches of rows, where a segment begins, and in each the long ones first."""
+    emulated(monkeypatch)
+    q, k, v = make_qkv(B=2, S=60, G=2, h=2, Dk=64, S_kv=400, dtype=torch.float16)
+    call = call_of(q, k, v, make_blocks(2, 60, 2, 400, 4, 64))
+    lists = key_to_rows.lists_of(call, 64)
+    (order,) = sm90._order(call, rows, lists.reach, lists.segment)
+    count = int(lists.segments[-1])
+    assert len(order) >= count > lists.lists
+    keys, seen = [], set()
+    for index, number in order[:count].tolist():
+        begin = int(lists.begins[index]) + number * lists.segment
+        length = min(int(lists.begins[index + 1]) - begin, lists.segment)
+        assert length > 0
+        keys.append(((index // lists.tiles * 60 + int(lists.entries[begin]) // 4) // rows, -length))
+        seen.add((index, number))
+    assert len(seen) == count
+    assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize(("pairs", "stretch"), [(5, 5), (5, 2), (2, 1), (3, 3)])
+def test_order_of_units(monkeypatch: pytest.MonkeyPatch, pairs: int, stretch: int) -> None:
+    """Each unit of several sections by itself; more segments than threads look up at once; lists without entries."""
+    emulated(monkeypatch)
+    sections, pairs_all, tiles, segment = 3, 5, 40, 16
+    count = sections * pairs_all * tiles
+    lengths = torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(1)) * (torch.arange(count) % 7 > 0)
+    lengths[3] = 5000 * segment
+    begins = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    per_list = -(-lengths // segment)
+    segments = torch.cat((torch.zeros(1, dtype=torch.int64), per_list.cumsum(0)))
+    lists = key_to_rows.KeyToRows(None, begins, segments, segments, count, tiles, 1, segment)
+    call = call_of(*make_qkv(S=4, h=2, Dk=64, S_kv=70, dtype=torch.float16), make_blocks(1, 4, 1, 70, 1, 64))
+    units = sections * -(-pairs_all // pairs)
+    order = sm90.order_segments(call, lists, int(segments[-1]), units, pairs_all, pairs, 0, 0, stretch, UNITS=1)
+    keys = []
+    for index, number in order.tolist():
+        pair, left = index // tiles, int(lengths[index]) - number * segment
+        unit = pair // pairs_all * -(-pairs_all // pairs) + pair % pairs_all // pairs
+        keys.append((unit, pair % pairs_all % pairs // stretch, -min(left, segment)))
+    assert len({tuple(x) for x in order.tolist()}) == int(segments[-1])
+    assert keys == sorted(keys)
