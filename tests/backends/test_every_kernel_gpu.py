@@ -37,7 +37,7 @@ SIZES = (  # B, S, S_kv: prefill of few rows and of many, decoding with few rows
 BLOCK, N = 64, 4
 HOPPERS = {
     "forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu", "forward_blocks.cu", "forward_tokens.cu", "block_gradients.cu",
-    "sum_sections.cu",
+    "sum_sections.cu", "order_segments.cu",
 }  # fmt: skip
 
 
