@@ -1,11 +1,14 @@
 """cuda-block: triton-block, which visits every KV block by TMA and wgmma on Hopper (kernels/block_partials.cu, kernels/block_gradients.cu).
 
-Units, the join of o and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`).
+Units and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`), and the join of some heads (`_joins`).
 Blocks are visited as tiles of 64 keys. Lists and their segments come from cupy_cuda/key_to_rows.py. NaN as in triton-block.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,12 +19,13 @@ from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale, known
 from nsa_sel.backends._loads import lists_of
 from nsa_sel.backends._replay import kept_plan
+from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.key_to_rows import KeyToRows
-from nsa_sel.backends._triton.units import Unit, workspace_beside_plan
+from nsa_sel.backends._triton.units import Unit, units, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
-from nsa_sel.backends.cupy_cuda.compiler import Constants
+from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
+from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, most_segments, segment_length, sort
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows as SegmentedLists
-from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, sort
 from nsa_sel.backends.specs import HOPPER_LISTS
 from nsa_sel.core.call import Call
 
@@ -32,6 +36,7 @@ KEYS_SUMMED = 8  # by a CTA of sum_sections.cu
 L2_BYTES = 36 * 2**20  # of q and do of a section, of the L2 cache's 50 MiB: each row is read once for every block that it selects
 LONGEST = 2048  # entries of a segment of the backward pass
 SEGMENTS_PER_SM = 2  # of the backward pass: in the order of order_segments.cu few balance, and have few parts
+MASK_BITS, JOIN_PER_SM, STREAMS = 64, 4, 2  # of the forward pass: entries of a row, at most; CTAs of join_partials.cu; streams
 PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # of block_partials.cu: CTAs per multiprocessor; warpgroups; steps of a segment, which has no part
 
 
@@ -45,24 +50,103 @@ class Plan(NamedTuple):
     parts: int  # segments of a unit, at most
 
 
+class Shared(NamedTuple):
+    """Masks of the rows' entries [B,S,G] int64: those that the join attends to itself, and all others (shared_tiles.cu)."""
+
+    shared: Tensor
+    listed: Tensor
+
+
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     if not takes(call):
         return triton_block.forward(call)
-    sizes, (macros, segment, shared), device = _sizes(call, call.reach(WIDTH)), _partials(call), call.q.get_device()
-    lists, *cuts = _cut_lists(call, sizes, segment)
-    segments = most_segments(sizes.pairs * sizes.section * call.selection.n * lists.reach, segment, sizes.pairs * lists.tiles)
-    q, k, v = map(sm90.loadable, (call.q, call.k, call.v))
-    maps, problem = sm90.listed_maps(k, v, q), launch.problem(call, call.disjoint_ranges())
+    lists, *cuts = _cut_lists(call, _sizes(call, call.reach(WIDTH)), _partials(call)[1])
+    q, k, v = map(sm90.loadable, (call.q, call.k, call.v))  # copies stay until the end
+    maps = sm90.listed_maps(k, v, q)
+    if not _joins(call, lists.section):
+        return triton_block.joined_partials(call, lists, _visits(call, lists, cuts, maps, None))
+    masks: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, lists.reach).value
+    return _joined(call, lists, cuts, maps, sm90.listed_maps(k, v, q, tokens=sm90.ROWS // q.shape[3]), masks)
 
-    def visit(unit: Unit, part_o: Tensor, part_lse: Tensor) -> None:
+
+def _visits(
+    call: Call, lists: KeyToRows, cuts: list[Tensor], maps: tuple[bytes, ...], listed: Tensor | None
+) -> Callable[..., None]:  # fmt: skip
+    """visit(unit, part_o, part_lse): of `triton_block.joined_partials`, for the entries that are `listed`. early: the kernel ahead in the
+    stream is a join of this pass."""
+    (macros, segment, shared), device = _partials(call), call.q.get_device()
+    segments = most_segments(lists.pairs * lists.section * call.selection.n * lists.reach, segment, lists.pairs * lists.tiles)
+    problem = launch.problem(call, call.disjoint_ranges())
+
+    def visit(unit: Unit, part_o: Tensor, part_lse: Tensor, early: bool = False) -> None:
         launch.start(
             "block_partials.cu", macros, device, segments, 128 * WARPGROUPS, shared, lists.entries.data_ptr(), lists.reach,
-            *launch.pointers(*cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), maps=maps, problem=problem,
+            *launch.pointers(listed, *cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), maps=maps, problem=problem,
+            early=early,
         )  # fmt: skip
 
-    return triton_block.joined_partials(call, lists, visit)
+    return visit
+
+
+def _joined(
+    call: Call, lists: KeyToRows, cuts: list[Tensor], maps: tuple[bytes, ...], join_maps: tuple[bytes, ...], masks: Shared
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and lse by block_partials.cu and join_partials.cu. Where there are several units, halves of them take turns on two streams: one
+    reads partials at memory speed while the other multiplies, and neither waits for the other's last CTAs. On one stream kernels start
+    early: the join multiplies before it needs partials."""
+    q, h = call.q, call.q.shape[3]
+    turns = _turns(call, lists)
+    lists = lists._replace(pairs=lists.pairs // turns)
+    o, lse = arguments.outputs(call)
+    sizes = (lists.pairs, lists.section, call.selection.n * lists.reach, h)
+    parts = [(temporary(call, o, *sizes, o.shape[4]), temporary(call, lse, *sizes)) for _ in range(turns)]
+    streams, early = _streams(q, turns), turns == 1
+    visit, (macros, shared), tokens = _visits(call, lists, cuts, maps, masks.listed), _join(call), sm90.ROWS // h
+    problem = launch.problem(call, call.disjoint_ranges())
+    for i, unit in enumerate(units(call, lists)):
+        turn, ctas = i % turns, unit.rows.pairs * -(-unit.rows.rows // tokens)
+        with torch.cuda.stream(streams[turn]):
+            visit(unit, *parts[turn], early=early and i > 0)
+            launch.start(
+                "join_partials.cu", macros, q.get_device(), ctas, 128, shared, lists.reach, *launch.pointers(*masks), *unit.rows,
+                *launch.pointers(*parts[turn], o, lse), maps=join_maps, problem=problem, early=early,
+            )  # fmt: skip
+    for stream in filter(None, streams):
+        torch.cuda.current_stream(q.device).wait_stream(stream)
+    return o, lse
+
+
+def _turns(call: Call, lists: KeyToRows) -> int:
+    """Streams whose units take turns, each with its share of the partials' memory."""
+    B, S, G = call.q.shape[:3]
+    return min(STREAMS, lists.pairs) if lists.pairs * lists.section < B * S * G else 1
+
+
+def _streams(like: Tensor, count: int) -> list[torch.cuda.Stream | None]:
+    """None, the current stream, and others that wait for it."""
+    others = [_stream(like.device, threading.get_ident(), i) for i in range(1, count)]
+    for stream in others:
+        stream.wait_stream(torch.cuda.current_stream(like.device))
+    return [None, *others]
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(device: torch.device, thread: int, number: int) -> torch.cuda.Stream:
+    """A thread's own: another may be capturing a CUDA graph."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _find_shared(call: Call, reach: int) -> Shared:
+    q, each = call.q, call.selection.n * reach
+    B, S, G, h, _ = q.shape
+    shared, listed = (unwritten(q, B, S, G, dtype=torch.int64) for _ in range(2))
+    launch.start(
+        "shared_tiles.cu", constants(**dict(SORT_MACROS), H=h, EACH=each), q.get_device(), B * G * -(-S // 64), 128, 0,
+        reach, *launch.pointers(shared, listed), problem=launch.problem(call, call.disjoint_ranges()),
+    )  # fmt: skip
+    return Shared(shared, listed)
 
 
 @backward_of_any_scale
@@ -99,13 +183,26 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
-    """Keys that the forward loads: a tile once for each segment of its list of rows; not counted, at most what the rows select."""
+    """Keys that the forward loads: a tile once for each segment of its list of rows, and once for adjacent tokens that share it; not
+    counted, at most what the rows select."""
     if not takes(call):
         return triton_block.loaded_keys(call, selected, count)
     if not count:
         return selected
-    lists, segment = lists_of(call, _sizes(call, call.reach(WIDTH)).section, WIDTH), _partials(call)[1]
-    return int(torch.minimum(-(-lists.rows // segment) * lists.keys, lists.selected).sum())
+    section, segment = _sizes(call, call.reach(WIDTH)).section, _partials(call)[1]
+    lists = lists_of(call, section, WIDTH)
+    rows, reads, loaded = lists.rows, lists.selected, 0
+    if _joins(call, section):
+        (B, S, G), tokens, tiles = call.q.shape[:3], sm90.ROWS // call.q.shape[3], -(-call.S_kv // WIDTH)
+        pairs = B * G * tiles
+        groups = lists_of(call, tokens, WIDTH)
+        shared = groups.rows == (S - groups.number // pairs * tokens).clamp(max=tokens)
+        of_list = groups.number // pairs * tokens // section * pairs + groups.number % pairs
+        at = torch.searchsorted(lists.number, of_list[shared])
+        rows = rows.index_add(0, at, -groups.rows[shared])
+        reads = reads.index_add(0, at, -groups.selected[shared])
+        loaded = int(groups.keys[shared].sum())
+    return loaded + int(torch.minimum(-(-rows // segment) * lists.keys, reads).sum())
 
 
 @known
@@ -131,6 +228,23 @@ def _partials(call: Call) -> tuple[Constants, int, int]:
     of_cta = (call.device.shared_memory + sm90.SYSTEM) // PER_SM - sm90.SYSTEM - sm90.STATIC - 4 * segment
     stages = (of_cta - tile_bytes) // (WARPGROUPS * q_bytes)
     return launch.macros(call, H=h, STAGES=stages, STEPS=STEPS), segment, tile_bytes + WARPGROUPS * stages * q_bytes
+
+
+def _joins(call: Call, section: int) -> bool:
+    """Whether join_partials.cu joins: 64 rows are whole tokens within a section, and a mask holds the entries of a row."""
+    S, h = call.q.shape[1], call.q.shape[3]
+    aligned = section >= S or section % (sm90.ROWS // h) == 0
+    return sm90.ROWS % h == 0 and aligned and call.selection.n * call.reach(WIDTH) <= MASK_BITS
+
+
+@known
+def _join(call: Call) -> tuple[Constants, int]:
+    """Constants of join_partials.cu, and bytes of dynamic shared memory: q and a tile, or the stages of all warps."""
+    (h, Dk), Dv = call.q.shape[3:], call.v.shape[3]
+    ring_bytes = sm90.PANEL * Dv // 64  # 64 rows of o
+    ring = ((call.device.shared_memory + sm90.SYSTEM) // JOIN_PER_SM - sm90.SYSTEM - sm90.STATIC) // ring_bytes
+    macros = launch.macros(call, H=h, EACH=call.selection.n * call.reach(WIDTH), PER_SM=JOIN_PER_SM, RING=ring)
+    return macros, max(ring * ring_bytes, sm90.PANEL * (2 * Dk + Dv) // 64)
 
 
 class Sizes(NamedTuple):

@@ -272,9 +272,10 @@ def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *valu
     return order
 
 
-def listed_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
-    """The maps of a kernel whose steps are listed tokens of q, or of q and do (row_steps.cuh): theirs, and those of k and v."""
-    return *(row_map(x, 1) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+def listed_maps(k: Tensor, v: Tensor, *rows: Tensor, tokens: int = 1) -> tuple[bytes, ...]:
+    """The maps of a kernel whose steps are listed tokens of q, or of q and do (row_steps.cuh): theirs, so many at once, and those of k and
+    v."""
+    return *(row_map(x, tokens) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
 
 
 def adjacent_maps(k: Tensor, v: Tensor, q: Tensor, do: Tensor) -> tuple[bytes, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -20,7 +21,9 @@ from tests.helpers.cases import assert_forward, assert_gradients, make_blocks, m
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
 
-KERNELS = ["block_partials.cu", "block_gradients.cu", "sum_sections.cu"]
+FORWARD, BACKWARD = ["shared_tiles.cu", "block_partials.cu", "join_partials.cu"], ["block_gradients.cu", "sum_sections.cu"]
+KERNELS = FORWARD + BACKWARD
+OF_JOIN = {"shared_tiles.cu", "join_partials.cu"}
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, the interpreter, and thousands of emulated products
 
 
@@ -59,6 +62,7 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         start(source, *rest, **own)
 
     monkeypatch.setattr(launch, "start", recorded)
+    monkeypatch.setattr(cuda_block, "_streams", lambda _, count: [None] * count)
     return kernels
 
 
@@ -67,7 +71,40 @@ def test_heads(started: list[str], h: int, S: int, G: int) -> None:
     """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
     q, k, v = rows(S=S, G=G, h=h)
     results(q, k, v, make_blocks(1, S, G, 200, 3, 64))
+    assert started == [kernel for kernel in KERNELS if h != 3 or kernel not in OF_JOIN]
+
+
+@pytest.mark.parametrize("h", [1, 4, 16])
+def test_shared_tiles_and_partials(started: list[str], h: int) -> None:
+    """Rows with both, and groups of tokens at a boundary of blocks or at the end, which share fewer."""
+    S = 64 // h + 3
+    q, k, v = rows(S=S, G=1, h=h, S_kv=600)
+    results(q, k, v, make_blocks(1, S, 1, 600, 6, 64))
     assert started == KERNELS
+
+
+@pytest.mark.parametrize(("h", "block"), [(1, 64), (16, 64), (8, 128)])
+def test_a_tile_is_shared_if_all_tokens_of_64_rows_selected_it(monkeypatch: pytest.MonkeyPatch, h: int, block: int) -> None:
+    emulated(monkeypatch)
+    B, S, G, n, tokens, reach = 2, 70, 2, 5, 64 // h, block // 64
+    q, k, v = rows(B=B, S=S, G=G, h=h, S_kv=900)
+    left_out = torch.rand(B, S, G, n, 1, generator=torch.Generator().manual_seed(1)) < 0.1
+    ranges = torch.where(left_out, 0, make_blocks(B, S, G, 900, n, block).ranges)
+    *checked, scale, _ = check_call(q, k, v, Selection(ranges, block), None, None)
+    call = Call(*checked, None, scale, settings_for(GPU), GPU)
+    masks, starts, ends = cuda_block._find_shared(call, reach), *call.clamped_ranges()
+    some = [0, 0]
+    for b, g, first in itertools.product(range(B), range(G), range(0, S, tokens)):
+        reached = []
+        for s in range(first, min(first + tokens, S)):
+            keys = {i * reach + step: int(starts[b, s, g, i]) + 64 * step for i in range(n) for step in range(reach)}
+            reached.append({key // 64: entry for entry, key in keys.items() if key < ends[b, s, g, entry // reach]})
+        common = set.intersection(*map(set, reached))
+        for s, tiles in enumerate(reached, first):
+            shared = sum(1 << entry for tile, entry in tiles.items() if tile in common)
+            assert (masks.shared[b, s, g], masks.listed[b, s, g]) == (shared, sum(1 << entry for entry in tiles.values()) - shared)
+            some = [some[0] + (shared > 0), some[1] + (len(tiles) > len(common))]
+    assert min(some) > 10
 
 
 def test_wide_heads_and_blocks_of_two_tiles(started: list[str]) -> None:
@@ -95,7 +132,9 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
     few = torch.where(torch.arange(40)[:, None, None, None] < 22, 0, selection.ranges)
     results(q, k, v, Selection(few, 64), workspace_bytes=300_000)
     assert [(plan.lists.section, plan.lists.pairs) for plan in plans] == [(40, 2), (40, 2), (16, 2), (16, 1)]
-    for kernel in ("block_partials.cu", "block_gradients.cu", "sum_sections.cu"):
+    for kernel in ("block_partials.cu", "join_partials.cu"):
+        assert started.count(kernel) == 1 + 1 + 6 + 6  # a pair at a time, where there are several units
+    for kernel in ("block_gradients.cu", "sum_sections.cu"):
         assert started.count(kernel) == 1 + 1 + 3 + 6
     assert [plan.segment for plan in plans] == [8, 8, 4, 16]
 
@@ -136,18 +175,25 @@ def test_gradients_that_begin_between_multiples_of_16_bytes(started: list[str]) 
 
 
 def test_loaded_keys_count_a_tile_once_for_each_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once for four tokens, those of 64 rows, that all select it."""
     monkeypatch.setattr(cuda_block, "STEPS", 2)  # segments of 8 entries
     monkeypatch.setattr(cuda_block, "L2_BYTES", 80_000)  # sections of 16 rows
-    q, k, v = rows(S=40, G=1, h=16, Dk=64, S_kv=200)
-    selection = make_blocks(1, 40, 1, 200, 3, 64)
+    q, k, v = rows(S=42, G=1, h=16, Dk=64, S_kv=200)
+    selection = make_blocks(1, 42, 1, 200, 3, 64)
     *checked, scale, _ = check_call(q, k, v, selection, None, None)
     call = Call(*checked, None, scale, settings_for(GPU), GPU)
     assert cuda_block._sizes(call, 1).section == 16
-    expected, chosen = 0, selection.ranges[0, :, 0]
-    for first in range(0, 40, 16):
+    expected, shared, chosen = 0, 0, selection.ranges[0, :, 0]
+    for first in range(0, 42, 16):
         for tile in range(0, 200, 64):
-            listed = [s for s in range(first, min(first + 16, 40)) if any(start == tile < end for start, end in chosen[s].tolist())]
-            seen = [min(64, 161 + s - tile) for s in listed]
-            expected += min(-(-len(seen) // 8) * max(seen, default=0), sum(seen))
+            listed = [s for s in range(first, min(first + 16, 42)) if any(start == tile < end for start, end in chosen[s].tolist())]
+            seen = {s: min(64, 159 + s - tile) for s in listed}
+            most, left = max(seen.values(), default=0), dict(seen)
+            for group in (range(s, min(s + 4, 42)) for s in range(first, min(first + 16, 42), 4)):
+                if all(s in seen for s in group):
+                    expected += max(left.pop(s) for s in group)
+                    shared += 1
+            expected += min(-(-len(left) // 8) * most, sum(left.values()))
+    assert shared
     assert cuda_block.loaded_keys(call, 5000, True) == expected
     assert cuda_block.loaded_keys(call, 5000, False) == 5000

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 import torch
 
+from nsa_sel import selection_attention
+from nsa_sel.backends import cuda_block
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.core import registry
 from nsa_sel.settings.config import settings_for
@@ -68,3 +70,21 @@ def test_units_of_rows(monkeypatch: pytest.MonkeyPatch, visits: list[str]) -> No
     check_both(BACKEND, q, k, v, make_blocks(1, 1500, 2, 1500, 8, 64, device="cuda"))
     check_deterministic(BACKEND, q, k, v, make_blocks(1, 1500, 2, 1500, 8, 64, device="cuda"), 3)
     assert visits.count("block_partials.cu") == visits.count("block_gradients.cu") > 2
+
+
+def test_units_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give the bits that they give one after another, in a CUDA graph, too."""
+    counts, streams = [], cuda_block._streams
+    monkeypatch.setattr(cuda_block, "_streams", lambda like, count: (counts.append(count), streams(like, count))[1])
+    q, k, v = make_qkv(S=9000, G=4, h=16, Dk=128, S_kv=9000, dtype=torch.bfloat16, device="cuda")
+    selection = make_blocks(1, 9000, 4, 9000, 4, 64, device="cuda")
+    check_deterministic(BACKEND, q, k, v, selection, 5)
+    both = selection_attention(q, k, v, selection, backend=BACKEND, return_lse=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = selection_attention(q, k, v, selection, backend=BACKEND, return_lse=True)
+    graph.replay()
+    assert all(map(torch.equal, both, captured))
+    assert set(counts) == {2}
+    monkeypatch.setattr(cuda_block, "_streams", lambda _, count: [None] * count)
+    assert all(map(torch.equal, both, selection_attention(q, k, v, selection, backend=BACKEND, return_lse=True)))

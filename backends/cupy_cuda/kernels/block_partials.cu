@@ -26,11 +26,37 @@ struct Arguments {
     Problem p;
     const int *entries;  // (s * n + range) * reach + step, list after list
     i64 reach;
+    const u64 *listed;  // [B,S,G]: the entries of a row that have partials (shared_tiles.cu); null: all
     UnitLists lists;
     u16 *part_o;      // [pairs, section, n * reach, H, DV]
     float *part_lse;  // [pairs, section, n * reach, H], in base 2
 };
 typedef UnitSteps<Arguments> Steps;
+
+// The entries of the segment that have partials, in their order; returns how many. For all threads.
+DEVICE int keep_listed(const Arguments &x, const UnitSegment &segment, int *kept) {
+    __shared__ int counts[THREADS / 32];
+    const u32 before = (1u << threadIdx.x % 32) - 1, warp = threadIdx.x / 32;
+    const int entries = segment.entries;
+    int all = 0;
+    for (int first = 0; first < entries; first += THREADS) {
+        const int i = first + threadIdx.x, entry = i < entries ? segment.listed[i] : 0;
+        const u32 each = segment.each, row = static_cast<u32>(entry) / each;
+        const u64 mask = x.listed && i < entries ? x.listed[(segment.b * x.p.S + row) * x.p.G + segment.g] : ~0ull;
+        const bool keeps = i < entries && mask >> entry % each & 1;
+        const u32 votes = __ballot_sync(ALL_LANES, keeps);
+        if (threadIdx.x % 32 == 0) counts[warp] = __popc(votes);
+        __syncthreads();
+        int at = all + __popc(votes & before);
+        for (u32 other = 0; other < THREADS / 32; ++other) {
+            if (other < warp) at += counts[other];
+            all += counts[other];
+        }
+        if (keeps) kept[at] = entry;
+        __syncthreads();
+    }
+    return all;
+}
 
 // Of every 32 columns of the values, numbers 8 c + 2 j and the next one go to 8 j + 2 c. Values that no row of the segment sees become zeros.
 DEVICE void prepare_values(const Steps &list, unsigned char *v_tile) {
@@ -93,6 +119,7 @@ DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stag
     for (int i = 0; i < STAGES; ++i) load_rows(list, warpgroup + i * WARPGROUPS, stages + i * Q_BYTES, full + i);
     mbarrier_wait(tile, 0);
     prepare_values(list, k_tile + K_BYTES);
+    wait_for_kernel_ahead();  // which reads the partials of the unit before
     PipelineState<STAGES> at;
     for (int step = warpgroup; step < list.steps; step += WARPGROUPS, at.next()) {
         const int entries[2] = {list.entry(step, row0), list.entry(step, row0 + 8)};
@@ -135,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
     __shared__ u64 tile, full[WARPGROUPS][STAGES];
     __shared__ UnitSegment segment;
     __shared__ int listed[STEPS * TQ];
+    start_next_kernel();
     const int warpgroup = threadIdx.x / 128;
     if (threadIdx.x < 32) segment.find(x.lists, x.p, x.entries, x.reach, blockIdx.x);
     if (threadIdx.x == 32) {
@@ -143,12 +171,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
         mbarrier_fence_init();
     }
     __syncthreads();
-    if (segment.entries <= 0) return;
+    const int kept = keep_listed(x, segment, listed);
+    if (kept == 0) {
+        wait_for_kernel_ahead();
+        return;
+    }
+    if (threadIdx.x == 0) {
+        segment.listed = listed;
+        segment.entries = kept;
+    }
+    __syncthreads();
     const Steps list(x, segment);
     if (threadIdx.x == 0) produce_tile(list, memory, &tile);
-    for (int i = threadIdx.x; i < segment.entries; i += THREADS) listed[i] = segment.listed[i];
-    __syncthreads();
-    if (threadIdx.x == 0) segment.listed = listed;
-    __syncthreads();
     attend(list, memory, memory + K_BYTES + V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, full[warpgroup], warpgroup);
 }

@@ -114,6 +114,16 @@ DEVICE void tma_load_rows(void *to, const TensorMap *map, u64 *bar, int column, 
         : "memory");
 }
 
+// Bulk load of adjacent bytes, a multiple of 16, that are read once: they leave the L2 cache first.
+DEVICE void bulk_load_once(void *to, const void *from, int bytes, u64 *bar) {
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(bar))
+        : "memory");
+}
+
 // cp.async of 4 bytes; zeros if not `exists`.
 DEVICE void cp_async_4(void *to, const void *from, bool exists) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(exists ? 4 : 0) : "memory");

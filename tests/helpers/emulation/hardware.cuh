@@ -300,6 +300,9 @@ static T joined(T x, Join join) {
 DEVICE int __reduce_min_sync(u32, int x) {
     return joined(x, [](int a, int b) { return a < b ? a : b; });
 }
+DEVICE int __reduce_max_sync(u32, int x) {
+    return joined(x, [](int a, int b) { return a > b ? a : b; });
+}
 DEVICE u32 __match_any_sync(u32, int x) {
     const Slot *table = exchange(x);
     u32 equal = 0;
@@ -307,6 +310,8 @@ DEVICE u32 __match_any_sync(u32, int x) {
     return equal;
 }
 DEVICE int __popc(u32 x) { return __builtin_popcount(x); }
+DEVICE int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+DEVICE int __ffsll(unsigned long long x) { return __builtin_ffsll(static_cast<long long>(x)); }
 DEVICE int __ffs(u32 x) { return __builtin_ffs(static_cast<int>(x)); }
 template <class T>
 DEVICE T atomicAdd(T *at, T x) {

@@ -114,6 +114,13 @@ DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, 
 DEVICE void tma_load_keys_once(void *to, const TensorMap *map, u64 *bar, int column, int key, i64 g, i64 b) {
     tma_load_keys(to, map, bar, column, key, g, b);
 }
+DEVICE void bulk_load_once(void *to, const void *from, int bytes, u64 *bar) {
+    require((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16 == 0, "a bulk load is not aligned");
+    later([=] {
+        memcpy(to, from, bytes);
+        complete(bar, 0, -bytes);
+    });
+}
 DEVICE void cp_async_4(void *to, const void *from, bool exists) {
     if (exists) memcpy(to, from, 4);
     else memset(to, 0, 4);
