@@ -319,6 +319,11 @@ DEVICE T atomicAdd(T *at, T x) {
     *at += x;
     return old;
 }
+DEVICE u32 atomicAdd(u32 *at, u32 x) {
+    u32 old = *at;
+    *at += x;
+    return old;
+}
 DEVICE unsigned long long atomicOr(unsigned long long *at, unsigned long long bits) {
     unsigned long long old = *at;
     *at |= bits;

@@ -4,8 +4,11 @@
 
 DEVICE void wgmma_fence() {}
 DEVICE void wgmma_commit() {}
+// All lanes have read their operands.
 template <int PENDING>
-DEVICE void wgmma_wait() {}
+DEVICE void wgmma_wait() {
+    __syncwarp();
+}
 DEVICE void compute_before_wait(float, void *) {}
 
 // Number (row, column) of an operand in shared memory; columns are adjacent numbers of a panel's rows, of 128 swizzled bytes. LEADING bytes
