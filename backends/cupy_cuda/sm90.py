@@ -78,16 +78,16 @@ def mappable(*tensors: Tensor) -> bool:
 
 
 def supports_tiles(call: Call, *others: Tensor) -> bool:
-    """Whether the kernels of tiles compute this call; `others` are read row by row as q, k and v are."""
-    return _fits_tiles(call) and (not others or mappable(*others))
+    """Whether the kernels of tiles compute this call; `others`, of a backward pass, are read row by row as q, k and v are."""
+    return _fits_tiles(call, bool(others)) and mappable(*others)
 
 
 @known
-def _fits_tiles(call: Call) -> bool:
+def _fits_tiles(call: Call, backward: bool) -> bool:
     _, S, _, h, Dk = call.q.shape
     return (
         call.device.sm == SM
-        and HOPPER_TILES.fits(S, call.S_kv, h, Dk, call.v.shape[-1], call.selection.block_size)
+        and HOPPER_TILES.fits(S, call.S_kv, h, Dk, call.v.shape[-1], call.selection.block_size, backward)
         and steps_in_pages(call)
         and mappable(call.q, call.k, call.v)
     )
@@ -112,12 +112,13 @@ def tile_shape(consumers: int, h: int, Dk: int, Dv: int, q_stages: int, columns:
     values."""
     row_bytes, step_bytes = consumers * PANEL * (q_stages * Dk + columns) // 64, PANEL * (Dk + Dv) // 64
     stages = (shared_memory - STATIC - row_bytes) // step_bytes
-    return TileShape(consumers, consumers * (ROWS // h), stages, q_stages, row_bytes + stages * step_bytes)
+    return TileShape(consumers, min(64, consumers * (ROWS // h)), stages, q_stages, row_bytes + stages * step_bytes)
 
 
 def forward_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
-    h, Dk = q.shape[3:]
-    return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, v.shape[-1], 1, 0, device.shared_memory)
+    (h, Dk), Dv = q.shape[3:], v.shape[-1]
+    exchanged = Dv if h == 1 else 0  # half of a float32 accumulator
+    return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, Dv, 1, exchanged, device.shared_memory)
 
 
 def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> TileShape:

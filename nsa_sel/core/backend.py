@@ -70,6 +70,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]
     backward_key_dim_max: int
+    one_head: bool = False  # the forward pass of many tokens takes one head per group, too
     warpgroup_rows: int = 64  # rows (tokens x heads) of one consumer warpgroup
 
     def warpgroups(self, h: int, Dk: int, backward: bool = False) -> int:
@@ -77,12 +78,13 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         return 3 if not backward and Dk <= 128 and 3 * (self.warpgroup_rows // h) <= 64 else 2
 
     def tokens(self, h: int, Dk: int, backward: bool = False) -> int:
-        """Tokens per tile."""
-        return self.warpgroups(h, Dk, backward) * (self.warpgroup_rows // h)
+        """Tokens per tile; with one head both warpgroups have the same ones."""
+        return min(64, self.warpgroups(h, Dk, backward) * (self.warpgroup_rows // h))
 
-    def fits(self, S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
-        """Whether the forward pass of these sizes runs on tiles."""
-        if not self.fits_few(h, Dk, Dv, block_size) or block_size is None:
+    def fits(self, S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None, backward: bool = False) -> bool:
+        """Whether a pass of these sizes runs on tiles."""
+        heads = self.heads[0] if h == 1 and self.one_head and not backward else h
+        if not self.fits_few(heads, Dk, Dv, block_size) or block_size is None:
             return False
         return self.tokens(h, Dk) <= S and S_kv <= self.blocks_max * block_size
 
@@ -99,9 +101,9 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
             f"SM {self.sm / 10}, {fewest} <= h <= {most}, Dk in {self.key_dims}, Dv in {self.value_dims}, a tile of rows, 16-byte alignment"
         )
 
-    def take(self, request: Request) -> bool:
+    def take(self, request: Request, backward: bool = False) -> bool:
         """`fits`, for an aligned request."""
-        return request.aligned and self.fits(request.S, request.S_kv, request.h, request.Dk, request.Dv, request.block_size)
+        return request.aligned and self.fits(request.S, request.S_kv, request.h, request.Dk, request.Dv, request.block_size, backward)
 
 
 class StepKernels(msgspec.Struct, frozen=True, kw_only=True):

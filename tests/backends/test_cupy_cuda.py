@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -18,7 +20,16 @@ from nsa_sel.oracle import oracle_mask
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from nsa_sel.varlen import selection_attention_varlen
-from tests.helpers.cases import assert_forward, assert_gradients, edge_selections, make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.cases import (
+    assert_forward,
+    assert_gradients,
+    edge_selections,
+    make_blocks,
+    make_grads,
+    make_qkv,
+    make_spans,
+    unused_keys,
+)
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import EMPTY_PLACES, check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
 from tests.helpers.varlen_cases import check_sequences, pack
@@ -90,6 +101,34 @@ def test_every_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     for h in (1, 16, 70):
         q, k, v = rows(B=1, S=6, G=1, h=h)
         check(q, k, v, make_blocks(1, 6, 1, 70, 3, 16))
+
+
+@pytest.mark.slow  # a compiler, and thousands of emulated products
+@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+@pytest.mark.parametrize(("h", "Dk", "Dv", "block"), [(1, 64, 128, 64), (4, 64, 64, 64), (2, 192, 64, 128)])
+def test_tiles_of_tokens(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk: int, Dv: int, block: int) -> None:
+    """More tiles than CTAs, the last one with tokens that do not exist; keys that no row sees hold NaN."""
+    emulated(monkeypatch, mode)
+    started, start = [], launch.start
+
+    def recorded(source: str, *rest: Any, **own: Any) -> None:
+        started.append(source)
+        start(source, *rest, **own)
+
+    monkeypatch.setattr(launch, "start", recorded)
+    S, S_kv = (150 if h == 1 else 100), 260
+    q, k, v = make_qkv(S=S, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=torch.float16)
+    ranges = make_blocks(1, S, 2, S_kv, 3, block).ranges
+    ranges[:, -20:][ranges[:, -20:, ..., 0] >= 192] = 0  # nobody sees the end of what others before them see
+    ranges[ranges[..., 0] == 128] = 0
+    selection = Selection(ranges, block)
+    unused = unused_keys(q, k, ranges, None).unsqueeze(-1)
+    assert unused[:, :, 130].all()
+    assert unused[:, :, -1].all()
+    with new_memory_is_nan():
+        got = cupy_cuda.forward(call_of(q, *(torch.where(unused, float("nan"), x) for x in (k, v)), selection))
+    assert started == ["tile_union.cu", "forward_tiles.cu"]
+    assert_forward(got, q, k, v, selection.ranges)
 
 
 def test_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:

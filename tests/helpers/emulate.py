@@ -52,7 +52,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
         arguments = ctypes.create_string_buffer(packed(*values, **others))
         _library(source, macros).run(ctas, threads, shared, mode, arguments)
 
+    def clear(pointer: int, size: int, device: int) -> None:
+        ctypes.memset(pointer, 0, size)
+
     monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "clear", clear)
     monkeypatch.setattr(sm90, "tensor_map", tensor_map)
     monkeypatch.setattr(sm90, "row_map", row_map)
 

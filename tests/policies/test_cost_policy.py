@@ -320,14 +320,17 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     assert asked(h=4) is not None
     assert asked(S=1) is not None, "decoding, by rows"
     assert asked(S=1, page_size=64) == asked(S=1) < asked(S=1, page_size=16)
-    for facts in ({"h": 1}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 32}, {"S": 9}):
+    for facts in ({"h": 65}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 32}, {"S": 9}):
         assert asked(**facts) is None, facts
+    assert asked(h=1) is not None
+    assert asked(h=1, S=63) is None, "less than a tile"
     assert asked(S=8) is not None, "few tokens of each sequence"
     assert asked(S=8, page_size=64) is not None
     for facts in ({"h": 1}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 16}):
         assert asked(S=8, **facts) is None, facts
     assert asked("backward", h=4) is not None
     assert asked("backward", Dk=192) is None
+    assert asked("backward", h=1) is None
     assert asked(Dk=192) is not None
 
 

@@ -31,6 +31,7 @@ struct Attention {
     OnlineSoftmax softmax;
     float acc[DV / 2], s[KEYS / 2], alpha[2] = {1.0f, 1.0f};
     u32 p[KEYS / 16][4];  // an operand
+    u32 q[DK / 16][4];    // an operand, IN_TURNS
     bool rises = false;
 
     DEVICE Attention(StepReader &reader, u32 q, const RowPair &pair, float c, float slack)
@@ -38,8 +39,13 @@ struct Attention {
 #pragma unroll
         for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
     }
+    DEVICE void load_q(const unsigned char *memory) {
+#pragma unroll
+        for (int k = 0; k < DK / 16; ++k) load_operand(q[k], memory, k);
+    }
     DEVICE void begin_products(const Step &step) {
-        wgmma_a_bt<DK>(s, q_tile, steps.keys(step));
+        if (IN_TURNS) wgmma_a_bt<DK>(s, q, steps.keys(step));
+        else wgmma_a_bt<DK>(s, uniform(q_tile), steps.keys(step));  // once more: offsets are then added in uniform registers, too
         wgmma_commit();
     }
     DEVICE void begin_sums(const Step &step) {
@@ -89,7 +95,52 @@ struct Attention {
     }
 };
 
-DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_memory, Shared &shared, int consumer) {
+// IN_TURNS: the sums of a row are those of both consumers. Each of them finishes half of the columns.
+__shared__ float2 statistics[IN_TURNS ? 2 : 1][64];  // m and l of a consumer's rows
+
+// exchange: for each consumer, what its threads add up for those of the other one that have the same elements.
+DEVICE void join_and_write(Attention &mine, const Arguments &x, const TokenTile &tile, const RowPair &rows, float4 *exchange, int consumer) {
+    constexpr int HALF = DV / 4, BARRIER = 1;  // elements of a thread
+    const int thread = threadIdx.x % 128, other = 1 - consumer;
+    OnlineSoftmax &softmax = mine.softmax;
+    auto sum_at = [&](int half, int i) { return half ? mine.acc[HALF + i] : mine.acc[i]; };  // of registers, which have no addresses
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        softmax.l[r] = quad_sum(softmax.l[r]);
+        if (thread % 4 == 0) statistics[consumer][RowPair::row(r)] = make_float2(softmax.m[r], softmax.l[r]);
+    }
+    float4 *to = exchange + consumer * (HALF / 4 * 128) + thread;
+#pragma unroll
+    for (int i = 0; i < HALF; i += 4)
+        to[i / 4 * 128] = make_float4(sum_at(other, i), sum_at(other, i + 1), sum_at(other, i + 2), sum_at(other, i + 3));
+    named_barrier<256>(BARRIER);
+
+    float weight[2], others_weight[2], scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float2 others = statistics[other][RowPair::row(r)];  // m, l
+        const float m = fmaxf(softmax.m[r], others.x);
+        weight[r] = exp2_fast((softmax.m[r] - m) * softmax.c);
+        others_weight[r] = exp2_fast((others.x - m) * softmax.c);
+        const RowTotals totals(softmax.c, m, weight[r] * softmax.l[r] + others_weight[r] * others.y);
+        scale[r] = totals.scale;
+        if (consumer == 0 && rows.bit[r] && thread % 4 == 0) x.lse[RowPair::index(x.p, tile, 0, r)] = totals.lse * LN_2;
+    }
+    const float4 *from = exchange + other * (HALF / 4 * 128) + thread;
+    float sums[HALF];
+#pragma unroll
+    for (int i = 0; i < HALF; i += 4) {
+        const float4 theirs = from[i / 4 * 128];
+        sums[i] = sum_at(consumer, i) * weight[0] + theirs.x * others_weight[0];
+        sums[i + 1] = sum_at(consumer, i + 1) * weight[0] + theirs.y * others_weight[0];
+        sums[i + 2] = sum_at(consumer, i + 2) * weight[1] + theirs.z * others_weight[1];
+        sums[i + 3] = sum_at(consumer, i + 3) * weight[1] + theirs.w * others_weight[1];
+    }
+    named_barrier<256>(BARRIER);  // both have read
+    write_rows<DV>(sums, scale, x.o, x.p, tile, consumer, consumer * (DV / 2));
+}
+
+DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_memory, Shared &shared, int consumer, float4 *exchange) {
     const Problem &p = x.p;
     const u32 q_tile = uniform(operand(shared_address(q_memory)));
     const float c = p.scale_log2, slack = SLACK / c;
@@ -101,8 +152,17 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
         Attention attention(steps, q_tile, rows, c, slack);
         steps.begin_tile(scheduler.counts.y * STEPS);
         shared.q[consumer].wait_full(scheduler.at<1>());
-        consume_steps(steps, scheduler.counts, shared.q[consumer], 0, attention);
+        if (IN_TURNS) {
+            attention.load_q(q_memory);
+            __syncwarp();  // all lanes have read it
+            shared.q[consumer].release(0);
+        }
+        consume_steps<!IN_TURNS>(steps, scheduler.counts, shared.q[consumer], 0, attention);
 
+        if (IN_TURNS) {
+            join_and_write(attention, x, tile, rows, exchange, consumer);
+            continue;
+        }
         const OnlineSoftmax &softmax = attention.softmax;
         float scale[2];
 #pragma unroll
@@ -116,9 +176,9 @@ DEVICE void attend(const Arguments &x, unsigned char *stages, unsigned char *q_m
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // q of the consumers, the stages
+    extern __shared__ __align__(1024) unsigned char memory[];  // q of the consumers, what they exchange, the stages
     __shared__ Shared shared;
-    unsigned char *stages = memory + CONSUMERS * Q_BYTES;
+    unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = exchange + (IN_TURNS ? 64 * DV * 4 : 0);
     const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
     if (threadIdx.x == 0) shared.init();
 #ifdef FEW_TOKENS
@@ -128,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(cons
     __syncthreads();
     if (warpgroup < CONSUMERS) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(true);
-        attend(x, stages, memory + warpgroup * Q_BYTES, shared, warpgroup);
+        attend(x, stages, memory + warpgroup * Q_BYTES, shared, warpgroup, reinterpret_cast<float4 *>(exchange));
         return;
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PER_SM>(false);

@@ -12,8 +12,14 @@
 #endif
 #include "softmax.cuh"
 
-constexpr int TQ = 64 / H, TOKENS = CONSUMERS * TQ;
-constexpr u32 TOKEN_MASK = static_cast<u32>((1ull << TQ) - 1);  // of a consumer
+constexpr bool IN_TURNS = H == 1;  // the consumers have the same 64 tokens, and take the steps in turn
+constexpr int TQ = 64 / H, TOKENS = IN_TURNS ? TQ : CONSUMERS * TQ;
+#if H == 1
+typedef u64 TokenBits;  // a bit for each token of a consumer
+#else
+typedef u32 TokenBits;
+#endif
+constexpr TokenBits TOKEN_MASK = static_cast<TokenBits>(TQ == 64 ? ~0ull : (1ull << TQ % 64) - 1);  // of a consumer
 
 // The lists of all tiles, and the order in which CTAs take tiles. (With its fields in another order the compiler spills registers.)
 struct TilePlan {
@@ -54,7 +60,7 @@ struct TokenTile {
         g = bg % G;
     }
     DEVICE u32 index(const TilePlan &plan, u32 G) const { return (b * G + g) * static_cast<u32>(plan.tiles) + i; }  // among all lists
-    DEVICE i64 token(int consumer) const { return static_cast<i64>(i) * TOKENS + consumer * TQ; }  // the first of a consumer
+    DEVICE i64 token(int consumer) const { return static_cast<i64>(i) * TOKENS + (IN_TURNS ? 0 : consumer * TQ); }  // the first of a consumer
 };
 
 // The blocks of a tile: how many are whole, and how many there are; then the first key of block number `at` of its list, and which tokens

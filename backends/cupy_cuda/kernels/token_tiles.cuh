@@ -13,7 +13,9 @@
 //   take a mask per element. What no row that selected a block sees of it is zeroed in shared memory, since p = 0 would not cancel NaN.
 //   Whole blocks follow, which every row of the tile sees to their last key: no mask.
 //
-//   H          heads of a group (2 to 64)
+// One head: two consumers have the same 64 tokens, because the union of more is longer. They take the steps of a tile in turn (IN_TURNS).
+//
+//   H          heads of a group (1 to 64)
 //   CONSUMERS  consumer warpgroups
 //   STAGES     stages of the pipeline of steps
 //   BLOCK      keys of a block, a multiple of 64
@@ -84,10 +86,10 @@ struct TileScheduler {
 
 // K and V of the steps, and which tokens selected them.
 struct StepPipeline : Pipeline<STAGES> {
-    u64 raw;                      // K and V that are still to be zeroed in part
-    u32 rows[STAGES][CONSUMERS];  // bit r: token r of the consumer selected the step's block
-    int keys[STAGES];             // the first key
-    int visible[STAGES];          // keys from there on that some row sees, or more
+    u64 raw;                            // K and V that are still to be zeroed in part
+    TokenBits rows[STAGES][CONSUMERS];  // bit r: token r of the consumer selected the step's block
+    int keys[STAGES];                   // the first key
+    int visible[STAGES];                // keys from there on that some row sees, or more
 };
 
 struct Shared {
@@ -139,7 +141,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
         const int partial = counts.y - counts.x;
         int first_key = 0, first_page = 0;
         u64 rows = 0;
-        for (int e = 0; e < counts.y; ++e) {
+        for (int e = 0, step = 0; e < counts.y; ++e) {
             if (e % 32 == 0 && e + lane < counts.y) {
                 const int at = list_offset(counts, e + lane);
                 first_key = block_key(p, plan, tile, at);
@@ -150,13 +152,16 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
             const u64 selected_by = __shfl_sync(ALL_LANES, rows, e % 32);
             int page = __shfl_sync(ALL_LANES, first_page, e % 32);
             const int visible = e < partial ? last_visible(p, tile, selected_by) : first + BLOCK;
-            for (int key = first; key < first + BLOCK; key += KEYS, at.next()) {
+            for (int key = first; key < first + BLOCK; key += KEYS, ++step, at.next()) {
                 unsigned char *stage = stages + at.stage * STAGE_BYTES;
                 const bool zeroes = key + KEYS > visible;
                 if (PAGE && key > first && in_page(key) == 0) page = key < visible ? page_of(p, tile.b, key) : -1;
                 u64 *landed = zeroes ? &steps.raw : &steps.full[at.stage];
                 steps.wait_empty(at);
-                if (lane < CONSUMERS) steps.rows[at.stage][lane] = static_cast<u32>(selected_by >> lane * TQ) & TOKEN_MASK;
+                if (lane < CONSUMERS) {
+                    const u64 own = IN_TURNS ? (step % CONSUMERS == lane ? selected_by : 0) : selected_by >> lane * TQ;
+                    steps.rows[at.stage][lane] = static_cast<TokenBits>(own) & TOKEN_MASK;
+                }
                 if (lane == 0) {
                     steps.keys[at.stage] = key;
                     steps.visible[at.stage] = visible - key;
@@ -198,7 +203,7 @@ DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned
 // A step of a tile, and which of the consumer's tokens selected it.
 struct Step {
     int number, stage;
-    u32 rows;
+    TokenBits rows;
 };
 
 constexpr int NO_LIMIT = -1;
@@ -239,8 +244,8 @@ struct StepReader {
 
 // A thread's two rows, (token, head) of the consumer's accumulator, 8 apart.
 struct RowPair {
-    u32 bit[2];    // of the token in Step::rows; 0: the row does not exist
-    int limit[2];  // one past the last key that it may see
+    TokenBits bit[2];  // of the token in Step::rows; 0: the row does not exist
+    int limit[2];      // one past the last key that it may see
     const Problem &problem;
     DEVICE RowPair(const Problem &p, const TokenTile &tile, int consumer) : problem(p) {
 #pragma unroll
@@ -248,7 +253,7 @@ struct RowPair {
             const int token = row(r) / H;
             const i64 s = tile.token(consumer) + token;
             const bool exists = token < TQ && s < p.S;
-            bit[r] = exists ? 1u << token : 0u;
+            bit[r] = exists ? TokenBits{1} << token : TokenBits{0};
             limit[r] = exists ? row_limit(p, tile.b, s) : 0;
         }
     }
@@ -280,13 +285,14 @@ struct RowPair {
 //   brief_step<BRIEF>(step, key)        all of it for the first BRIEF keys of a step
 constexpr int NO_MASK = -1;
 
-template <class Math>
+// READS_Q: they read q in shared memory.
+template <bool READS_Q = true, class Math>
 DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q, int q_stage, Math &math) {
     const int partial_steps = (counts.y - counts.x) * STEPS;
     Step coming;
     auto find = [&](int limit) {
         const Found found = steps.find(coming, limit);
-        if (found == END) q.release(q_stage);  // is not read any more
+        if (READS_Q && found == END) q.release(q_stage);  // is not read any more
         return found;
     };
     Found found = find(NO_LIMIT);
@@ -322,17 +328,17 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
     }
 }
 
-// Rows of an accumulator, scaled and rounded, to [B,S,G,H,COLUMNS], straight from registers. Rows with scale 0 get zeros: a row that
+// Columns of an accumulator from `first` on, scaled and rounded, to [B,S,G,H,COLUMNS], straight from registers. Rows with scale 0 get zeros: a row that
 // selected nothing has met every step with p = 0, and NaN or infinity in its own q or do makes that NaN.
-template <int COLUMNS>
-DEVICE void write_rows(const float (&acc)[COLUMNS / 2], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile,
-                       int consumer) {
+template <int COLUMNS, int N>
+DEVICE void write_rows(const float (&acc)[N], const float (&scale)[2], u16 *to, const Problem &p, const TokenTile &tile, int consumer,
+                       int first = 0) {
     const RowPair rows(p, tile, consumer);  // computed again: registers are scarce
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        u16 *row = to + RowPair::index(p, tile, consumer, r) * COLUMNS + threadIdx.x % 4 * 8;
+        u16 *row = to + RowPair::index(p, tile, consumer, r) * COLUMNS + first + threadIdx.x % 4 * 8;
 #pragma unroll
-        for (int j = 0; j < COLUMNS / 8; j += 4) {
+        for (int j = 0; j < N / 4; j += 4) {
             u32 x[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
