@@ -30,11 +30,11 @@ struct TilePlan {
     i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
     u32 *tile_counter;               // tiles taken beyond each CTA's first, zero at first; null if there are none
 
-    // One warp: the number of a tile that no other CTA has.
-    DEVICE u32 fetch_tile() const {
-        const u32 before = threadIdx.x % 32 == 0 && tile_counter ? atomicAdd(tile_counter, 1u) : static_cast<u32>(all_tiles);
-        return gridDim.x + __shfl_sync(ALL_LANES, before, 0);
+    // One warp asks for a tile that no other CTA has; `tile_of` waits for the answer.
+    DEVICE u32 ask_for_tile() const {
+        return threadIdx.x % 32 == 0 && tile_counter ? atomicAdd(tile_counter, 1u) : static_cast<u32>(all_tiles);
     }
+    DEVICE u32 tile_of(u32 answer) const { return gridDim.x + __shfl_sync(ALL_LANES, answer, 0); }
 };
 
 // The tile that a (b, g) takes as number `at`: late tokens, which see the most blocks, first; the last tiles are short then.

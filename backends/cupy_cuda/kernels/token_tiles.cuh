@@ -135,13 +135,17 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
     PipelineState<STAGES> at;
     TileScheduler scheduler(shared.tiles, plan);
     for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
-        coming = plan.fetch_tile();  // before the steps, which take longer than the counter's answer
         const TokenTile tile(scheduler.number, plan, p.G);
         const int2 counts = scheduler.counts;
         const int partial = counts.y - counts.x;
         int first_key = 0, first_page = 0;
         u64 rows = 0;
-        for (int e = 0, step = 0; e < counts.y; ++e) {
+        // Tiles differ in length: one that is asked for early waits for a long one to end. Two blocks take longer than the counter's answer.
+        const int ask = max(counts.y - 2, 0);
+        u32 answer = 0;
+        for (int e = 0, step = 0;; ++e) {
+            if (e == ask) answer = plan.ask_for_tile();
+            if (e == counts.y) break;
             if (e % 32 == 0 && e + lane < counts.y) {
                 const int at = list_offset(counts, e + lane);
                 first_key = block_key(p, plan, tile, at);
@@ -182,6 +186,7 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
                 }
             }
         }
+        coming = plan.tile_of(answer);
     }
 }
 
