@@ -136,7 +136,10 @@ SPECS = (
         decodes=False,
         shares="blocks",
         tiles=HOPPER_LISTS,
-        cost_terms={"forward": _BLOCKS, "backward": ("launch", "pairs", "exact", "partials", "rows")},
+        cost_terms={
+            "forward": ("launch", "pairs", "exact", "listed", "rows"),
+            "backward": ("launch", "pairs", "exact", "partials", "rows"),
+        },
     ),
     Backend(
         name="cupy-cuda",

@@ -68,6 +68,19 @@ def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> fl
     return min(pairs * sharing_at(sharing, tokens), visible) / tokens
 
 
+def listed_pairs(request: Request, sharing: tuple[float, ...], tokens: int) -> float:
+    """(row, block) pairs whose block not all `tokens` adjacent tokens of its tile select, as if such a block had one row of the tile.
+
+    With a share x of such pairs, t tokens have t x + (1 - x) times the distinct blocks of one token.
+    """
+    pairs = blocks_of(request).chosen
+    tokens = min(tokens, max(1, request.S))
+    if tokens == 1 or not pairs:
+        return 0.0
+    distinct = tile_blocks(request, sharing, tokens) * tokens / pairs
+    return pairs * max(0.0, distinct - 1) / (tokens - 1)
+
+
 def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count: int) -> dict[str, float]:
     """The amount of each kind of work in `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole blocks.
 
@@ -115,6 +128,7 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
         "tile" + suffix: tile_blocks(request, sharing, tokens) * block * tile_rows * 2 * tile_widths / 1e12,
         "exact" + suffix: keys / tokens * tile_rows * 2 * exact_widths / 1e12,
         "partials": pairs * h * partial_widths * size / 1e9,
+        "listed": listed_pairs(request, sharing, tokens) * h * partial_widths * size / 1e9,
         "scores": keys * h / 1e9,
     }
 

@@ -25,7 +25,7 @@ from nsa_sel.bench.report import decode_times, decoding, e4m3_trials, headline, 
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.report.sharing import origin, sharing_table
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H200_ROWS, read_rows
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, H100_ROWS, H200_ROWS, read_rows
 from nsa_sel.core import registry
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import load_policy, make_decision
@@ -305,6 +305,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     "docs/kernel-results.md": {
         "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),
         "cuda": of_h200(cuda),
+        "cuda_h100": lambda: cuda(read_rows(H100_ROWS)),
         "kernel_times": kernel_times,
         "profiles": profiles,
         "e4m3": e4m3_trials.variants_table,

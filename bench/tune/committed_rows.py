@@ -14,6 +14,7 @@ H200 = "NVIDIA H200"
 H200_RESULTS = "bench/results/h200"
 H100_RESULTS = "bench/results/h100"
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
+H100_ROWS = f"{H100_RESULTS}/selection.jsonl"
 CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"
 DIRECTIONS: dict[Way, str] = {"forward": "fwd", "backward": "bwd", "decode": "decode"}  # as rows name them
 WAYS: dict[str, Way] = {direction: way for way, direction in DIRECTIONS.items()}

@@ -18,13 +18,16 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200, H200_RESULTS, cost_rows, digest, read_rows
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H100_RESULTS, H200, H200_RESULTS, cost_rows, digest, read_rows
+from nsa_sel.bench.tune.data_sheets import factors, least_tensor_ms
 from nsa_sel.settings import tuned
 from nsa_sel.settings.devices import GPUS
-from nsa_sel.settings.schema import Evidence, KernelConfig, Side, Source, Threshold
+from nsa_sel.settings.prices import carried_over
+from nsa_sel.settings.schema import Costs, Evidence, KernelConfig, Side, Source, Threshold
 
 H200_TUNED = f"{H200_RESULTS}/tuned.json"  # as `nsa-sel tune` wrote it
 LENGTH_ROWS = (f"{H200_RESULTS}/*.jsonl", "bench/results/sel_triton/*/rows.jsonl")  # of two rows of one case the later counts
+NEWER_ON_H100 = ("cuda-block/forward",)  # models whose kernels changed since the H200's rows, and have rows of an H100
 CONFIG_MARGIN = 1.05  # a kernel config must be this much faster to be committed: it was tuned on one problem of many
 
 
@@ -82,9 +85,22 @@ def h200_profile() -> dict[str, Any]:
         "provenance": provenance(files, finding),
         "runtime": {"use_triton_sel": True, **({"sel_triton_min_L": decided} if decided else {})},
         "evidence": msgspec.to_builtins(found),
-        "costs": cost_fit.profile_costs(cost_rows(cost_fit.is_cost_row), GPUS["h200"].sm_count),
+        "costs": h200_costs(),
         "kernels": kernel_configs(H200_TUNED),
     }
+
+
+def h200_costs() -> dict[str, Any]:
+    """The cost models of the H200: fitted to its rows, but those of NEWER_ON_H100 to an H100's, each price carried over by data sheets."""
+    found = cost_fit.profile_costs(cost_rows(cost_fit.is_cost_row), GPUS["h200"].sm_count)
+    files = cost_rows(lambda row: cost_fit.is_cost_row(row) and cost_fit.model_of(row) in NEWER_ON_H100, H100_RESULTS)
+    if NEWER_ON_H100:
+        newer = msgspec.convert(cost_fit.profile_costs(files, GPUS["h100"].sm_count), Costs)
+        told = f"{', '.join(NEWER_ON_H100)}: an H100's rows, prices carried over by data sheets"
+        newer = carried_over(newer, factors("h200", of="h100"), least_tensor_ms("h200"), told)
+        found["models"].update(msgspec.to_builtins(newer.models))
+        found["provenance"] += f"; {newer.provenance}"
+    return found
 
 
 def kernel_configs(name: str) -> dict[str, Any]:

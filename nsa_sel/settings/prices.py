@@ -22,7 +22,7 @@ RESOURCES = {
 OF_TERM = {
     "walk": "clock", "split-walk": "clock", "union": "clock",
     "pairs": "issue", "scores": "issue", "ranked": "issue",
-    "rows": "dram", "distinct": "dram", "partials": "dram",
+    "rows": "dram", "distinct": "dram", "partials": "dram", "listed": "dram",
     "few-read": "dram", "busy-read": "dram", "rows-read": "dram",
     "read": "l2", "reread": "l2", "gathered": "l2",
     "tile": "tensor", "exact": "tensor", "compressed": "tensor",

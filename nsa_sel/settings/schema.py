@@ -38,6 +38,7 @@ COST_TERMS = {  # the work that a cost model may weigh; policies/cost.py counts 
     "exact": "TFLOP of blocks over the rows that select them",
     "exact-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "partials": "GB of gathered queries, and of partial outputs or dQ written and read, for each pair",
+    "listed": "the same for pairs whose block not all adjacent tokens of a tile select",
     "scores": "billions of (row, head, key) triples; of choosing, of compressed keys that the row sees",
     "compressed": "TFLOP of choosing: rows and heads over the compressed keys that they see",
     "compressed-wide": "the same where a key and its value have more than 256 16-bit numbers",

@@ -47,7 +47,8 @@ def test_random_rows_get_the_backend_of_blocks_without_measure(needs_grad: bool,
     (q, k, v), selection = fresh("random", 32768)
     o = selection_attention(q.requires_grad_(needs_grad), k, v, selection)
     decision = nsa_sel.decisions()[-1]
-    assert (decision.forward, decision.sharing_source) == ("triton-block", "counted at the first call")
+    assert decision.forward in ("triton-block", "cuda-block")
+    assert decision.sharing_source == "counted at the first call"
     assert len(logged("sel.sharing")) == 1
     torch.testing.assert_close(o.detach(), selection_attention(q.detach(), k, v, selection, backend="triton-group"), rtol=2e-2, atol=2e-2)
     nsa_sel.reset()

@@ -262,6 +262,8 @@ def test_work_of_the_example_equals_a_count_by_hand() -> None:
     assert forward["exact"] == pytest.approx(pairs * 64 * 16 * 2 * 256 / 1e12)
     assert forward["tile"] == pytest.approx(pairs * SIMILAR[2] / 4 * 64 * 64 * 2 * 256 / 1e12)
     assert forward["partials"] == pytest.approx(pairs * 16 * (128 + 2 * 128) * 2 / 1e9)
+    assert forward["listed"] == pytest.approx(forward["partials"] * (SIMILAR[2] - 1) / 3)  # 4 tokens a tile
+    assert work(replace(SHORT, h=64), False, SIMILAR, 132)["listed"] == 0  # each a tile
     assert work(SHORT, True, SIMILAR, 132)["exact"] == pytest.approx(2 * forward["exact"])
     odd = work(replace(SHORT, h=3), False, SIMILAR, 132)  # 21 tokens x 3 heads are 63 of 64 rows
     assert odd["exact"] == pytest.approx(forward["exact"] * 3 / 16 * 64 / 63)
