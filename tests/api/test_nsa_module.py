@@ -238,6 +238,7 @@ def test_parameters_begin_as_those_of_linear_layers() -> None:
         assert float(weight.std()) == pytest.approx(bound / math.sqrt(3), rel=0.1)
 
 
+@pytest.mark.thorough  # a packed one is in tests/api/test_layer_varlen.py
 def test_a_compiled_layer_is_one_graph() -> None:
     layer = make("mlp", torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

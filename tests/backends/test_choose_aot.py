@@ -18,8 +18,8 @@ def spills_allowed(kernel: dict[str, object]) -> int:
 
 
 # Attention and its choice; choices without attention; few rows over pages. The others have the same kernels of other sizes and bounds.
-SOME = ("h16", "msa", "most-blocks", "pages", "80", "moba")
-OTHERS = ("h8-64", "packed", "pages-drafts")
+SOME = ("h16", "msa", "pages", "80", "moba")
+OTHERS = ("h8-64", "most-blocks", "packed", "pages-drafts")
 
 
 @pytest.mark.parametrize("asked", [SOME, pytest.param(OTHERS, marks=pytest.mark.thorough)])

@@ -29,17 +29,16 @@ CASES = [
     ("86,120", (), ("h3-256",)),
     ("90", ("h16", "decode-h16", "paged-16"), ()),
 ]
-# Then the others: on Hopper most are whole, on 10.0 a shape that has every kernel, on 12.0 one that has every forward kernel; shared memory
+# Then the others: on Hopper most are whole, on 10.0 a shape that has every kernel; shared memory
 # is asked of each class of configs on each kind of GPU.
 THOROUGH = [
     ("100", ("h4-fp16",), ()),
-    ("120", ("decode-h16",), ()),
     ("80", ("positions-h4",), ()),
     ("86,89", ("paged-16", "h3-256"), some_but("h3-256", "paged-16")),
     ("90", some_but("h16", "decode-h16", "paged-16"), ()),
     ("90", tuple(shape for shape in REST if shape not in ("h4-fp16", "positions-h4")), ("h4-fp16", "positions-h4")),
     ("100", ("decode-h16",), ("h16", "h64-192-128")),  # as much shared memory as Hopper, where all classes are whole
-    ("120", ("h64-192-128",), ("h16", "h12-256-small")),  # decoding and pages need least, and fit 8.6's as much
+    ("120", ("decode-h16", "h64-192-128"), ("h16", "h12-256-small")),  # decoding and pages need least, and fit 8.6's as much
 ]
 # Bytes that a thread may spill with Triton 3.9's assembler. Most configs were chosen so that nothing spills; dK and dV hold two
 # accumulators and two operands in registers, and measure faster with a pipeline and spills than without either (docs/kernels.md).

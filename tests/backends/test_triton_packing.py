@@ -183,7 +183,7 @@ def replay_every_kernel(h: int, S: int) -> None:
         assert len({one for one, _ in pairs}) == len({other for _, other in pairs}) == len(pairs) > 10
 
 
-@pytest.mark.parametrize("h", [1, 4])
+@pytest.mark.parametrize("h", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_arguments_are_where_the_compiled_kernel_reads_them(h: int) -> None:
     """Of one head, a 1 that is compiled in, and of several."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
