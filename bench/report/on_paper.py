@@ -1,6 +1,6 @@
 """GPUs on paper: what data sheets say, what the policy picks by prices calculated from them, and how that compares with rows.
 
-Three tables of docs/decisions.md. The last one compares the calculated H100 with rows of a real one, where there are some.
+Tables of docs/decisions.md. The last one calculates the H100, too, as if nobody had measured it, and compares that with its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from nsa_sel.bench.report.roofline import points
 from nsa_sel.bench.tune import regret
 from nsa_sel.bench.tune.committed_rows import H100_RESULTS, H200_ROWS, cost_rows, read_rows
 from nsa_sel.bench.tune.cost_fit import BACKENDS, backend_of, case_of, is_time, phase_of, request_of, row_request, sharing_of
-from nsa_sel.bench.tune.data_sheets import MEASURED, factors, sheets
+from nsa_sel.bench.tune.data_sheets import MEASURED, factors, least_tensor_ms, sheets
+from nsa_sel.bench.tune.derive import NEWER_ON_H100
 from nsa_sel.core.backend import Offer
 from nsa_sel.core.decision import Case as Asked
 from nsa_sel.core.decision import Decision, load_policy, make_decision
@@ -26,7 +27,7 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import predict
 from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.devices import GPUS
-from nsa_sel.settings.prices import RESOURCES
+from nsa_sel.settings.prices import RESOURCES, carried_over
 from nsa_sel.settings.schema import Settings
 
 H100 = "h100"
@@ -58,11 +59,11 @@ def decided(case: Case, direction: str, device: DeviceInfo) -> Decision:
 
 
 def picks_table() -> str:
-    """What is picked, and its predicted ms, forward and backward, on the H200 and on GPUs with a calculated profile."""
+    """What is picked, and its predicted ms, forward and backward, on GPUs with a measured or a calculated profile."""
     by_name = {case.case: case for case in cases.performance_cases()}
     lines = []
-    for name, device in GPUS.items():
-        if not (name == MEASURED or settings_for(device).calculated):
+    for device in GPUS.values():
+        if settings_for(device).costs is None:
             continue
         cells = []
         for case, direction in ((case, direction) for direction in ("fwd", "bwd") for case in SHOWN):
@@ -100,9 +101,16 @@ def h100_rows() -> list[Row]:
     return [row for row in rows if row["S"] * row["S_kv"] // row["block"] <= MOST_DRAWN]
 
 
-def copied() -> Settings:
-    """The H100's settings with the H200's costs as they are: what the calculation replaces."""
-    return msgspec.structs.replace(settings_for(GPUS[H100]), costs=settings_for(GPUS[MEASURED]).costs)
+def ways_to_predict() -> dict[str, Settings]:
+    """The H100's settings: with its own costs; with those that data sheets make of the H200's; and with the H200's as they are."""
+    fitted, costs = settings_for(GPUS[H100]), settings_for(GPUS[MEASURED]).costs
+    assert costs is not None
+    own = {name: model for name, model in costs.models.items() if name not in NEWER_ON_H100}
+    costs = msgspec.structs.replace(costs, models=own)
+    calculated = carried_over(costs, factors(H100), least_tensor_ms(H100), "calculated")
+    return {"fitted": fitted} | {
+        name: msgspec.structs.replace(fitted, costs=each) for name, each in (("calculated", calculated), ("copied", costs))
+    }
 
 
 def errors(rows: Sequence[Row], settings: Settings) -> dict[tuple[str, str], list[float]]:
@@ -119,16 +127,14 @@ def errors(rows: Sequence[Row], settings: Settings) -> dict[tuple[str, str], lis
 
 
 def h100_table(rows: Sequence[Row] | None = None) -> str:
-    """Predicted over measured time on an H100, by phase and backend, and the regret of what is picked; calculated, and copied."""
+    """Predicted over measured time on an H100, by phase and backend, and the regret of what is picked, by `ways_to_predict`."""
     rows = h100_rows() if rows is None else rows
-    if not rows:
-        return f"No rows of an H100 yet (they go below {H100_RESULTS})."
-    ways = {"calculated": settings_for(GPUS[H100]), "copied": copied()}
+    ways = ways_to_predict()
     by_way = {name: errors(rows, settings) for name, settings in ways.items()}
     lines = []
-    for kind, of_kind in by_way["calculated"].items():
-        spreads = [by_way[name][kind] for name in ways]
-        cells = [f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in spreads]
+    for kind, of_kind in by_way["fitted"].items():
+        found = [by_way[name].get(kind) for name in ways]
+        cells = [f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" if each else "-" for each in found]
         lines.append((*kind, str(len(of_kind)), *cells))
     made = table(["phase", "backend", "rows", *(f"predicted / measured, {name}" for name in ways)], lines, left=2)
     choices = {name: regret.choices(rows, settings, "counted", device=GPUS[H100]) for name, settings in ways.items()}

@@ -13,6 +13,7 @@ from nsa_sel.settings.schema import Way
 H200 = "NVIDIA H200"
 H200_RESULTS = "bench/results/h200"
 H100_RESULTS = "bench/results/h100"
+RESULTS = {"h100": H100_RESULTS, "h200": H200_RESULTS}
 H200_ROWS = f"{H200_RESULTS}/selection.jsonl"
 H100_ROWS = f"{H100_RESULTS}/selection.jsonl"
 CPU_ROWS = "bench/results/cpu/numba_vs_sdpa.jsonl"

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -177,10 +176,9 @@ def source(name: str, rows: Sequence[Row]) -> str:
     return f"{name} (sha256 {digest(name)}, {len(rows)} rows)"
 
 
-def profile_costs(files: Mapping[str, Sequence[Row]], sm_count: int) -> dict[str, Any]:
-    """The `costs:` part of a profile as plain data, from rows by committed file, all of which pass `is_cost_row`."""
-    found = costs([row for rows in files.values() for row in rows], [source(name, read_rows(name)) for name in files], sm_count)
-    return {**msgspec.to_builtins(found), "dtypes": list(found.dtypes)}
+def costs_of(files: Mapping[str, Sequence[Row]], sm_count: int) -> Costs:
+    """`costs` of rows by committed file, all of which pass `is_cost_row`."""
+    return costs([row for rows in files.values() for row in rows], [source(name, read_rows(name)) for name in files], sm_count)
 
 
 def fit(name: str, rows: Sequence[Row], sm_count: int) -> CostModel:

@@ -1,6 +1,6 @@
 """Device profiles from committed rows: `python -m nsa_sel.bench.tune.derive` writes configs/devices/; a test derives them again.
 
-A default changes only on evidence: one side's 80th percentile must lie below the other's 20th, for the H200 by the margin too.
+A default changes only on evidence: one side's 80th percentile must lie below the other's 20th, for GPUs by the margin too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsa_sel.bench.core.environment import ROOT
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.threshold_optimizer import faster_by
 from nsa_sel.bench.tune import cost_fit, unmeasured
-from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H100_RESULTS, H200, H200_RESULTS, cost_rows, digest, read_rows
+from nsa_sel.bench.tune.committed_rows import CPU_ROWS, DIRECTIONS, H200_RESULTS, RESULTS, cost_rows, digest, read_rows
 from nsa_sel.bench.tune.data_sheets import factors, least_tensor_ms
 from nsa_sel.settings import tuned
 from nsa_sel.settings.devices import GPUS
@@ -26,8 +26,13 @@ from nsa_sel.settings.prices import carried_over
 from nsa_sel.settings.schema import Costs, Evidence, KernelConfig, Side, Source, Threshold
 
 H200_TUNED = f"{H200_RESULTS}/tuned.json"  # as `nsa-sel tune` wrote it
-LENGTH_ROWS = (f"{H200_RESULTS}/*.jsonl", "bench/results/sel_triton/*/rows.jsonl")  # of two rows of one case the later counts
+# Of two rows of one case the later counts.
+LENGTH_ROWS = (
+    *(f"{folder}/*.jsonl" for folder in RESULTS.values()),
+    "bench/results/sel_triton/*/rows.jsonl",
+)
 NEWER_ON_H100 = ("cuda-block/forward",)  # models whose kernels changed since the H200's rows, and have rows of an H100
+ENOUGH_ROWS = 20  # for a model of a GPU's own where the H200 has one: fewer do not vary every term
 CONFIG_MARGIN = 1.05  # a kernel config must be this much faster to be committed: it was tuned on one problem of many
 
 
@@ -40,7 +45,7 @@ def threshold(found: optimizer.Threshold) -> Threshold:
     )  # fmt: skip
 
 
-def length_rows(device: str = H200) -> dict[str, list[Row]]:
+def length_rows(device: str = GPUS["h200"].name) -> dict[str, list[Row]]:
     """By file, the committed rows of a device that decide the threshold: those of the threshold suite and of the matrix."""
     files = [file.relative_to(ROOT).as_posix() for pattern in LENGTH_ROWS for file in sorted(ROOT.glob(pattern))]
     found = {name: [row for row in read_rows(name) if row["device"] == device and optimizer.is_about_length(row)] for name in files}
@@ -74,33 +79,55 @@ def provenance(files: dict[str, list[Row]], finding: str) -> str:
     return "; ".join(parts)
 
 
-def h200_profile() -> dict[str, Any]:
-    """The profile of the NVIDIA H200: thresholds by direction, cost models and kernel configs."""
-    files = length_rows()
+def measured_profile(gpu: str) -> dict[str, Any]:
+    """The profile of a GPU with rows: thresholds by direction, cost models, and the H200's kernel configs, which fit all of its kind.
+
+    Args:
+        gpu: "h100" or "h200".
+    """
+    device = GPUS[gpu]
+    files = length_rows(device.name)
     found = evidence(files)
     decided = {way: each.value for way, each in found.sel_triton_min_L.items() if each.value is not None}
     finding = "; ".join(f"{way}: {words(each)}" for way, each in found.sel_triton_min_L.items())
     return {
-        "match": {"kind": "cuda", "sm": 90, "name": H200},
+        "match": {"kind": "cuda", "sm": device.sm, "name": device.name},
         "provenance": provenance(files, finding),
         "runtime": {"use_triton_sel": True, **({"sel_triton_min_L": decided} if decided else {})},
         "evidence": msgspec.to_builtins(found),
-        "costs": h200_costs(),
+        "costs": merged_costs(gpu),
         "kernels": kernel_configs(H200_TUNED),
     }
 
 
-def h200_costs() -> dict[str, Any]:
-    """The cost models of the H200: fitted to its rows, but those of NEWER_ON_H100 to an H100's, each price carried over by data sheets."""
-    found = cost_fit.profile_costs(cost_rows(cost_fit.is_cost_row), GPUS["h200"].sm_count)
-    files = cost_rows(lambda row: cost_fit.is_cost_row(row) and cost_fit.model_of(row) in NEWER_ON_H100, H100_RESULTS)
-    if NEWER_ON_H100:
-        newer = msgspec.convert(cost_fit.profile_costs(files, GPUS["h100"].sm_count), Costs)
-        told = f"{', '.join(NEWER_ON_H100)}: an H100's rows, prices carried over by data sheets"
-        newer = carried_over(newer, factors("h200", of="h100"), least_tensor_ms("h200"), told)
-        found["models"].update(msgspec.to_builtins(newer.models))
-        found["provenance"] += f"; {newer.provenance}"
-    return found
+def merged_costs(gpu: str) -> dict[str, Any]:
+    """The cost models of a measured GPU: its own, and the other's at prices that data sheets carry over where that has better rows.
+
+    Args:
+        gpu: "h100", whose own models are those with enough rows, or "h200", whose own are all but NEWER_ON_H100.
+    """
+    own, of_h100 = own_costs(gpu), gpu == "h100"
+    other = "h200" if of_h100 else "h100"
+    theirs = own_costs(other)
+    few = {name for name, model in own.models.items() if model.rows < ENOUGH_ROWS}
+    taken = {name for name in theirs.models if name in few or name not in own.models} if of_h100 else set(NEWER_ON_H100)
+    if not taken:
+        return plain(own)
+    told = f"{', '.join(sorted(taken))}: rows of an {GPUS[other].name}, prices carried over by data sheets"
+    theirs = msgspec.structs.replace(theirs, models={name: model for name, model in theirs.models.items() if name in taken})
+    carried = carried_over(theirs, factors(gpu, of=other), least_tensor_ms(gpu), told)
+    models = {name: (carried if name in taken else own).models[name] for name in cost_fit.TERMS if name in {*own.models, *taken}}
+    return plain(msgspec.structs.replace(own, models=models, provenance=f"{own.provenance}; {carried.provenance}"))
+
+
+def own_costs(gpu: str) -> Costs:
+    """Cost models fitted to the committed rows of a GPU."""
+    return cost_fit.costs_of(cost_rows(cost_fit.is_cost_row, RESULTS[gpu]), GPUS[gpu].sm_count)
+
+
+def plain(costs: Costs) -> dict[str, Any]:
+    """As a profile keeps it."""
+    return {**msgspec.to_builtins(costs), "dtypes": list(costs.dtypes)}
 
 
 def kernel_configs(name: str) -> dict[str, Any]:
@@ -144,8 +171,8 @@ PROFILES: dict[str, Callable[[], dict[str, Any]]] = {
     "configs/devices/sm80_a100.yaml": partial(unmeasured.calculated_profile, "a100"),
     "configs/devices/sm86_rtx3090.yaml": partial(unmeasured.calculated_profile, "rtx3090"),
     "configs/devices/sm89_rtx4090.yaml": unmeasured.rtx4090_profile,
-    "configs/devices/sm90_h100.yaml": partial(unmeasured.calculated_profile, "h100", "NVIDIA H100"),
-    "configs/devices/sm90_h200.yaml": h200_profile,
+    "configs/devices/sm90_h100.yaml": partial(measured_profile, "h100"),
+    "configs/devices/sm90_h200.yaml": partial(measured_profile, "h200"),
     "configs/devices/sm100_b200.yaml": partial(unmeasured.calculated_profile, "b200"),
     "configs/devices/sm120_rtx5090.yaml": partial(unmeasured.calculated_profile, "rtx5090"),
 }

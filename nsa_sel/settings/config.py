@@ -161,9 +161,15 @@ def profile_for(device: DeviceInfo) -> Profile | None:
 
 
 def nearest_measured(sm: int) -> str:
-    """The measured GPU profile whose compute capability is closest to `sm`; the newer one of two that are as close."""
-    measured = {name: config.match.sm or 0 for name, config in shipped_configs().items() if config.match and config.evidence}
-    return min(measured, key=lambda name: (abs(measured[name] - sm), -measured[name], name))
+    """The measured GPU profile whose compute capability is closest to `sm`; of equally close ones the newest, or that with the most rows."""
+    measured = {name: config for name, config in shipped_configs().items() if config.match and config.evidence}
+
+    def order(name: str) -> tuple[int, int, int]:
+        found, costs = measured[name].match, measured[name].costs
+        there = found.sm or 0 if found else 0
+        return abs(there - sm), -there, -sum(model.rows for model in costs.models.values()) if costs else 0
+
+    return min(measured, key=order)
 
 
 def _for(device: DeviceInfo, config: ConfigFile) -> ConfigFile:

@@ -12,7 +12,6 @@ from nsa_sel.bench.report.roofline import counted
 from nsa_sel.bench.tune import data_sheets
 from nsa_sel.bench.tune.committed_rows import H200_ROWS, read_rows
 from nsa_sel.bench.tune.cost_fit import is_time
-from nsa_sel.settings.config import settings_for
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.prices import RESOURCES
 
@@ -43,13 +42,13 @@ def test_no_call_is_predicted_to_beat_the_tensor_cores_of_a_calculated_gpu() -> 
     assert min(each.ms for each in predictions) >= 0.999 * operations / sheet.tensor.value / 1e9
 
 
-def test_rows_of_an_h100_are_held_against_both_ways_to_predict() -> None:
-    assert on_paper.h100_table([]).startswith("No rows of an H100 yet")
+def test_rows_of_an_h100_are_held_against_all_ways_to_predict() -> None:
     wanted = ("decode-B256-16k-h16", "decode-B64-32k-h16")
     rows = [row for row in read_rows(H200_ROWS) if row["case"] in wanted and is_time(row)]
-    calculated, copied = (on_paper.errors(rows, settings) for settings in (settings_for(GPUS["h100"]), on_paper.copied()))
+    ways = on_paper.ways_to_predict()
+    calculated, copied = (on_paper.errors(rows, ways[name]) for name in ("calculated", "copied"))
     assert calculated.keys() == copied.keys() >= {("decode", "triton-group"), ("decode", "cupy-cuda")}
     for kind in (("decode", "triton-group"), ("decode", "cupy-cuda")):  # rows of the H200: the calculated H100 is slower, the copy is not
         assert min(calculated[kind]) > max(copied[kind]), kind
     made = on_paper.h100_table(rows)
-    assert len(re.findall(r"Choices by \w+ prices: 100.0% of 2 within 10%", made)) == 2, made
+    assert len(re.findall(r"Choices by \w+ prices: 100.0% of 2 within 10%", made)) == 3, made

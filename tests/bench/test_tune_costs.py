@@ -31,7 +31,7 @@ from nsa_sel.settings.config import settings_for, shipped_configs
 from nsa_sel.settings.schema import WAYS, Costs
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers import policy_cases
-from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, replace
+from tests.helpers.policy_cases import A100, CPU, H200, RTX4090, SHORT, replace
 from tests.helpers.tune_cases import json_lines, key, priced, result, sides, write
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
@@ -144,7 +144,7 @@ def test_a_gpu_that_nobody_has_measured_picks_by_predicted_time() -> None:
     assert after.settings.fingerprint != before.settings.fingerprint
 
 
-@pytest.mark.parametrize(("device", "shipped"), [(H200, "sm90_h200.yaml"), (H100, CALCULATED)])
+@pytest.mark.parametrize(("device", "shipped"), [(H200, "sm90_h200.yaml"), (A100, CALCULATED)])
 def test_they_go_before_a_profiles_and_leave_the_ways_that_were_not_measured(device: DeviceInfo, shipped: str) -> None:
     before = settings(device=device)
     assert before.sources["costs"] == shipped

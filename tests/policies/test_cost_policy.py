@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.report import on_paper
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.bench.tune.committed_rows import cost_rows
 from nsa_sel.bench.tune.cost_fit import TERMS
@@ -386,6 +387,12 @@ def test_choices_are_close_to_the_best_measured() -> None:
         prefills = [choice for choice in found if choice.asked.case.distribution == distribution and choice.asked.case.S > FEW_TOKENS]
         assert {choice.asked.case.h for choice in prefills} == {1, 4, 16}
         assert_close(prefills, least)
+
+
+def test_choices_are_close_on_the_h100() -> None:
+    """By prices that are partly the H200's: its own rows are of fewer cases."""
+    found = regret.choices(on_paper.h100_rows(), settings_for(H100), "counted", device=H100)
+    assert_close(found, 150)
 
 
 @pytest.mark.slow
