@@ -67,7 +67,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     maps = sm90.listed_maps(k, v, q)
     if not _joins(call, lists.section):
         return triton_block.joined_partials(call, lists, _visits(call, lists, cuts, maps, None))
-    masks: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, lists.reach).value
+    masks: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, lists.reach, q.shape[3]).value
     return _joined(call, lists, cuts, maps, sm90.listed_maps(k, v, q, tokens=sm90.ROWS // q.shape[3]), masks)
 
 
@@ -105,16 +105,18 @@ def _joined(
     streams, early = _streams(q, turns), turns == 1
     visit, (macros, shared), tokens = _visits(call, lists, cuts, maps, masks.listed), _join(call), sm90.ROWS // h
     problem = launch.problem(call, call.disjoint_ranges())
-    for i, unit in enumerate(units(call, lists)):
-        turn, ctas = i % turns, unit.rows.pairs * -(-unit.rows.rows // tokens)
-        with torch.cuda.stream(streams[turn]):
-            visit(unit, *parts[turn], early=early and i > 0)
-            launch.start(
-                "join_partials.cu", macros, q.get_device(), ctas, 128, shared, lists.reach, *launch.pointers(*masks), *unit.rows,
-                *launch.pointers(*parts[turn], o, lse), maps=join_maps, problem=problem, early=early,
-            )  # fmt: skip
-    for stream in filter(None, streams):
-        torch.cuda.current_stream(q.device).wait_stream(stream)
+    try:
+        for i, unit in enumerate(units(call, lists)):
+            turn, ctas = i % turns, unit.rows.pairs * -(-unit.rows.rows // tokens)
+            with torch.cuda.stream(streams[turn]):
+                visit(unit, *parts[turn], early=early and i > 0)
+                launch.start(
+                    "join_partials.cu", macros, q.get_device(), ctas, 128, shared, lists.reach, *launch.pointers(*masks), *unit.rows,
+                    *launch.pointers(*parts[turn], o, lse), maps=join_maps, problem=problem, early=early,
+                )  # fmt: skip
+    finally:  # a launch that fails frees the partials, too
+        for stream in filter(None, streams):
+            torch.cuda.current_stream(q.device).wait_stream(stream)
     return o, lse
 
 
@@ -138,9 +140,9 @@ def _stream(device: torch.device, thread: int, number: int) -> torch.cuda.Stream
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _find_shared(call: Call, reach: int) -> Shared:
+def _find_shared(call: Call, reach: int, h: int) -> Shared:
     q, each = call.q, call.selection.n * reach
-    B, S, G, h, _ = q.shape
+    B, S, G = q.shape[:3]
     shared, listed = (unwritten(q, B, S, G, dtype=torch.int64) for _ in range(2))
     launch.start(
         "shared_tiles.cu", constants(**dict(SORT_MACROS), H=h, EACH=each), q.get_device(), B * G * -(-S // 64), 128, 0,
@@ -155,14 +157,15 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     if not takes(call):
         return triton_block.backward(call, o, lse, do, dlse)
     q, k, v, S = call.q, call.k, call.v, call.q.shape[1]
-    do = sm90.loadable(do)  # autograd expands a constant
+    loaded = [sm90.loadable(x) for x in (k, v, q, do)]  # autograd expands a constant; copies stay until the end
+    do = loaded[3]
     plan, (visiting, summing, shared) = _plan(call), _constants(call)
     lists, device = plan.lists, q.get_device()
     (order,) = kept_plan(call, ("cuda-block order",), _order, lists.reach, *_sizes(call, call.reach(WIDTH))).value
     parts = [temporary(call, lse, plan.parts, WIDTH, x.shape[3]) for x in (k, v)]
     sums = [temporary(call, lse, lists.pairs, lists.tiles, WIDTH, x.shape[3]) if lists.section < S else None for x in (k, v)]
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
-    maps, ranges = sm90.step_maps(*map(sm90.loadable, (k, v, q, do))), call.disjoint_ranges()
+    maps, ranges = sm90.step_maps(*loaded), call.disjoint_ranges()
 
     def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
         rows, count = unit.rows, unit.lists.end_list - unit.lists.first_list

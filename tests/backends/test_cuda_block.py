@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from tests.helpers.poison import new_memory_is_nan
 
 FORWARD, BACKWARD = ["shared_tiles.cu", "block_partials.cu", "join_partials.cu"], ["block_gradients.cu", "sum_sections.cu"]
 KERNELS = FORWARD + BACKWARD
+HOPPERS = {"block_partials.cu", "join_partials.cu", "block_gradients.cu"}  # kernels that load by TMA
 OF_JOIN = {"shared_tiles.cu", "join_partials.cu"}
 pytestmark = [needs_compiler, pytest.mark.slow]  # a compiler, the interpreter, and thousands of emulated products
 
@@ -83,6 +85,28 @@ def test_shared_tiles_and_partials(started: list[str], h: int) -> None:
     assert started == KERNELS
 
 
+def test_a_selection_serves_calls_of_other_heads(started: list[str]) -> None:
+    """Fewer heads, more tokens in 64 rows: other tiles are shared."""
+    selection = make_blocks(1, 20, 1, 600, 6, 64)
+    for h in (16, 4):
+        results(*rows(S=20, G=1, h=h, S_kv=600), selection)
+    assert started == KERNELS * 2
+
+
+@pytest.mark.parametrize("started", [BACKWARDS | EAGER], indirect=True)
+@pytest.mark.parametrize("scale", [0.0, 1e9])
+def test_rows_that_select_nothing_give_zeros_at_any_scale(started: list[str], scale: float) -> None:
+    """Beside rows that do."""
+    q, k, v = rows(S=12, G=1, h=16, S_kv=600)
+    ranges = make_blocks(1, 12, 1, 600, 4, 64).ranges.clone()
+    ranges[0, 5:9] = 0
+    *checked, scale, _ = check_call(q, k, v, Selection(ranges, 64), scale, None)
+    o, lse = cuda_block.forward(Call(*checked, None, scale, settings_for(GPU), GPU))
+    expected, its_lse = oracle_forward(q, k, v, ranges, scale)  # in float16 PyTorch's overflows
+    torch.testing.assert_close(o.double(), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(lse.double(), its_lse, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("h", "block"), [(1, 64), (16, 64), (8, 128)])
 def test_a_tile_is_shared_if_all_tokens_of_64_rows_selected_it(monkeypatch: pytest.MonkeyPatch, h: int, block: int) -> None:
     emulated(monkeypatch)
@@ -92,7 +116,7 @@ def test_a_tile_is_shared_if_all_tokens_of_64_rows_selected_it(monkeypatch: pyte
     ranges = torch.where(left_out, 0, make_blocks(B, S, G, 900, n, block).ranges)
     *checked, scale, _ = check_call(q, k, v, Selection(ranges, block), None, None)
     call = Call(*checked, None, scale, settings_for(GPU), GPU)
-    masks, starts, ends = cuda_block._find_shared(call, reach), *call.clamped_ranges()
+    masks, starts, ends = cuda_block._find_shared(call, reach, h), *call.clamped_ranges()
     some = [0, 0]
     for b, g, first in itertools.product(range(B), range(G), range(0, S, tokens)):
         reached = []
@@ -172,6 +196,50 @@ def test_gradients_that_begin_between_multiples_of_16_bytes(started: list[str]) 
     assert sm90.loadable(do).data_ptr() % 16 == 0
     results(q, k, v, make_blocks(1, 5, 1, 200, 2, 64), do=do)
     assert started == KERNELS
+
+
+def test_rows_and_keys_that_are_expanded(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
+    """Their copies stay until the last kernel that reads them."""
+    copies, loadable, start = [], sm90.loadable, launch.start
+
+    def noted(x: Tensor) -> Tensor:
+        found = loadable(x)
+        copies.append(weakref.ref(found))
+        return found
+
+    def asserted(source: str, *rest: Any, **own: Any) -> None:
+        assert source not in HOPPERS or all(copy() is not None for copy in copies[-4:])
+        start(source, *rest, **own)
+
+    monkeypatch.setattr(sm90, "loadable", noted)
+    monkeypatch.setattr(launch, "start", asserted)
+    q, k, v = rows(B=2, S=10, G=2, S_kv=300)
+    results(q[:1].expand(2, -1, -1, -1, -1), k[:, :1].expand(-1, 2, -1, -1), v[:1].expand(2, -1, -1, -1), make_blocks(2, 10, 2, 300, 3, 64))
+    assert started == KERNELS
+    assert len(copies) == 3 + 4
+
+
+def test_a_launch_that_fails_waits_for_the_other_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels may still write the partials, whose memory is free when the call ends."""
+    monkeypatch.setattr(cuda_block, "L2_BYTES", 20_000)  # sections of 16 rows
+    emulated(monkeypatch)
+    start, stream, waited = launch.start, object(), []
+
+    def fails(source: str, *rest: Any, **own: Any) -> None:
+        if source == "join_partials.cu":
+            raise RuntimeError("no such kernel")
+        start(source, *rest, **own)
+
+    class Current:
+        wait_stream = waited.append
+
+    monkeypatch.setattr(launch, "start", fails)
+    monkeypatch.setattr(cuda_block, "_streams", lambda _, count: [None, stream])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Current)
+    *checked, scale, _ = check_call(*rows(S=40, S_kv=200), make_blocks(1, 40, 2, 200, 3, 64), None, None)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        cuda_block.forward(Call(*checked, None, scale, settings_for(GPU), GPU))
+    assert waited == [stream]
 
 
 def test_loaded_keys_count_a_tile_once_for_each_segment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) join_partials(cons
     PartialTotals totals[2] = {{x, tokens, row_of_tile(0)}, {x, tokens, row_of_tile(1)}};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float own = softmax.m[r] * softmax.c;
+        const float own = fmaxf(softmax.m[r] * softmax.c, LOWEST);  // not -inf, however large the scale is
         m[r] = totals[r].largest(own);
         alpha[r] = exp2_fast(own - m[r]);
         l[r] = quad_sum(softmax.l[r]) * alpha[r];
