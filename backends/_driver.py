@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 MOST_BYTES = 4096  # of a kernel's arguments
 MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
@@ -29,7 +28,7 @@ class _Thread(threading.local):
         self.config, self.early = ctypes.create_string_buffer(_CONFIG.size), ctypes.create_string_buffer(_EARLY, len(_EARLY))
         self.config_address, self.early_address = ctypes.addressof(self.config), ctypes.addressof(self.early)
         self.arguments = ctypes.create_string_buffer(MOST_BYTES)
-        self.bound: set[int] = set()
+        self.bound = {-1}  # a CPU has no context
         self.recording: Any = None  # of the pass that runs (_replay.py)
 
 
@@ -115,14 +114,23 @@ def start_all(steps: Iterable[tuple[Any, ...]], table: list[Any], stream: int) -
     return 0
 
 
-def bind_context(x: Tensor) -> None:
-    """Bind the context of x's device to this thread, once: launches and tensor maps need it and do not bind it.
+def bind_context(device: int) -> None:
+    """Bind the context of a device to this thread, once, if it has none: launches and tensor maps need it and do not bind it.
 
     Autograd runs backward passes, and what they recompute, on threads of its own; where the first kernel of such a thread was compiled
-    elsewhere, nothing else has bound the context yet. A fill binds it, and is allowed in a CUDA graph.
+    elsewhere, nothing else has bound the context yet. It is the device's primary one, which PyTorch uses.
     """
-    x.new_zeros(1)
-    thread.bound.add(x.get_device())
+    driver, number, context = _library(), ctypes.c_int(), ctypes.c_void_p()
+    status = driver.cuCtxGetCurrent(ctypes.byref(context))
+    if not status and not context:
+        status = (
+            driver.cuDeviceGet(ctypes.byref(number), device)
+            or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+            or driver.cuCtxSetCurrent(context)
+        )
+    if status:
+        raise RuntimeError(f"the CUDA driver binds no context of device {device}: error {status}")
+    thread.bound.add(device)
 
 
 def parameters(function: int) -> list[tuple[int, int]] | None:

@@ -115,7 +115,7 @@ def _plan_again(
 ) -> KeptPlan:
     """Builds a plan for a pass that is replayed with these inputs."""
     recording = call.known.get(kind)
-    plan: KeptPlan | None = _play(recording, call.q, inputs[:4], call) if type(recording) is Recording else None
+    plan: KeptPlan | None = _play(recording, inputs[:4], call) if type(recording) is Recording else None
     if plan is None:
         return call.selection.plan(key, lambda: _built(call, build, numbers))  # type: ignore[no-any-return]
     call.selection.keep(key, plan)
@@ -171,7 +171,7 @@ def recorded(
     if functools.reduce(operator.or_, addresses) & 15 or _fills() or _driver.hooked():
         return work()
     if type(recording) is Recording:
-        found = _play(recording, inputs[0], addresses, call)
+        found = _play(recording, addresses, call)
         if found is not None:
             return found
         recording = 0  # the driver refuses a launch: the pass fails in words of its own
@@ -191,15 +191,15 @@ def recorded(
     return result
 
 
-def _play(recording: Recording, x: Any, inputs: list[int], call: Call | None) -> Any:
-    """What the recorded pass returns, where x is; None if the driver refuses a launch.
+def _play(recording: Recording, inputs: list[int], call: Call | None) -> Any:
+    """What the recorded pass returns; None if the driver refuses a launch.
 
     The table of what kernels take: addresses of the inputs, outputs, temporaries, and tensors of plans; addresses within these; tensor
     maps; what is the same in every pass, packed.
     """
     device, make, outputs_of, scratch_bytes, plans_of, offsets, maps_of, constants, cleared, steps, _, plan_of = recording
     if device not in thread.bound:
-        bind_context(x)
+        bind_context(device)
     outputs = tuple([make(*facts) for facts in outputs_of])
     table: list[Any] = inputs + [y.data_ptr() for y in outputs]
     scratch = make((scratch_bytes,), (1,), torch.uint8) if scratch_bytes else None

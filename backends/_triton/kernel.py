@@ -63,7 +63,7 @@ class Kernel:
             if len(self._packed) >= REMEMBERED:
                 self._packed.clear()
             packed = self._packed[key] = layout, layout.packed_numbers(numbers)
-        if not _started(*packed, grid, device, tensors[0], values):
+        if not _started(*packed, grid, device, values):
             kind = (device, *kinds, self._number_kinds(numbers))
             self._compiled[kind] = (*self._compiled[kind][:2], None)  # Triton launches it, or fails with an error of its own
             self._packed.clear()
@@ -81,10 +81,10 @@ class Kernel:
             self._compiled[kind] = compiled, tuple(self.constants[name] for name in names), layout
 
 
-def _started(layout: Layout, numbers: bytes, grid: int, device: int, first: Any, values: list[Any]) -> bool:
+def _started(layout: Layout, numbers: bytes, grid: int, device: int, values: list[Any]) -> bool:
     """Whether the driver took the launch; grids without programs are none."""
     if device not in thread.bound:
-        bind_context(first)
+        bind_context(device)
     values = [x for x in values if x is not None]
     for i, encoded in layout.maps:
         x = values[i]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -154,16 +155,26 @@ def test_traced_operations_stay_pytorch(launches: list[Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [3, 16, 300])
 def test_a_gpu_gives_the_ranges_in_one_launch(n: int) -> None:
-    indices = some_blocks(n, torch.int64).cuda()
-    Selection.from_blocks(indices, 64)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    """On a thread that has launched nothing yet, too."""
+    indices, found = some_blocks(n, torch.int64).cuda(), list[tuple[Tensor, Tensor]]()
+
+    def select() -> None:
         selection = Selection.from_blocks(indices, 64)
-        found = selection.disjoint_ranges()
+        found.append((selection.ranges, selection.disjoint_ranges()))
+
+    select()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        select()
+        thread = threading.Thread(target=select)
+        thread.start()
+        thread.join()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() or []]
-    assert sum("block_ranges_kernel" in name for name in names) == 1
+    assert sum("block_ranges_kernel" in name for name in names) == 2
     assert [name for name in names if "elementwise" in name or "sort" in name.lower()] == []
     expected = whole_blocks(indices.cpu(), 64)
-    assert torch.equal(selection.ranges.cpu(), expected)
-    assert torch.equal(found.cpu(), disjoint(expected))
-    assert torch.equal(Selection.from_ranges(expected.cuda(), 64).disjoint_ranges().cpu(), found.cpu())
+    assert len(found) == 3
+    for ranges, distinct in found:
+        assert torch.equal(ranges.cpu(), expected)
+        assert torch.equal(distinct.cpu(), disjoint(expected))
+    assert torch.equal(Selection.from_ranges(expected.cuda(), 64).disjoint_ranges().cpu(), disjoint(expected))

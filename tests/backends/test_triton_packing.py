@@ -163,7 +163,6 @@ def replay_every_kernel(h: int, S: int) -> None:
         kernel.start, kernel.stream_of, _replay.stream_of = start, lambda device: 0, lambda device: 0
         _driver._launch = lambda: lambda config, function, *_: start(function, ctas_of(_driver.thread.config), 0, 0, 0, None)
         kernel.layout_of, kernel.CPU = layout_of, -2
-        _driver.thread.bound.add(-1)
         _driver.encoded_map = lambda encode, kind, address, *how: (0, struct.pack("<q120x", address))  # type: ignore[assignment]
         _buffers._empty_strided_cpu = lambda *facts: kept.append(make(*facts)) or kept[-1]
         Selection._on_gpu = True  # type: ignore[assignment, method-assign]

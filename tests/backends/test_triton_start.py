@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import types
@@ -15,6 +16,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa_sel.backends import _driver
 from nsa_sel.backends._triton import combine, tma
 from nsa_sel.backends._triton import kernel as kernel_module
 from nsa_sel.backends._triton.arguments import Strides
@@ -197,3 +199,29 @@ def test_later_calls_run_what_the_first_had_compiled(function: Function, monkeyp
                 assert (mine.base is wanted.base, mine.block_shape) == (True, wanted.block_shape)
             else:
                 assert mine == wanted
+
+
+@pytest.mark.parametrize("current", [None, 7])
+def test_a_thread_without_a_context_takes_the_one_of_the_device(monkeypatch: pytest.MonkeyPatch, current: int | None) -> None:
+    """Without an operation on the device, and once. A thread keeps the context that it has."""
+    asked: list[Any] = []
+
+    def ask(name: str, *values: Any) -> int:
+        asked.append(name)
+        if name in answers:
+            values[0]._obj.value = answers[name]
+        else:
+            asked.append(values[0].value)
+        return 0
+
+    answers = {"cuCtxGetCurrent": current, "cuDeviceGet": 1, "cuDevicePrimaryCtxRetain": 5}
+    names = (*answers, "cuCtxSetCurrent")
+    driver = types.SimpleNamespace(**{name: functools.partial(ask, name) for name in names})
+    monkeypatch.setattr(_driver, "_library", lambda: driver)
+    monkeypatch.setattr(_driver.thread, "bound", set())
+    _driver.bind_context(3)
+    assert asked == ([*names, 5] if current is None else ["cuCtxGetCurrent"])
+    assert _driver.thread.bound == {3}
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda _: 201)
+    with pytest.raises(RuntimeError, match="device 4: error 201"):
+        _driver.bind_context(4)
