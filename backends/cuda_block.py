@@ -17,6 +17,7 @@ from torch import Tensor
 from nsa_sel.backends import triton_block
 from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale, known
+from nsa_sel.backends._driver import thread
 from nsa_sel.backends._loads import lists_of
 from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton import arguments
@@ -127,7 +128,9 @@ def _turns(call: Call, lists: KeyToRows) -> int:
 
 
 def _streams(like: Tensor, count: int) -> list[torch.cuda.Stream | None]:
-    """None, the current stream, and others that wait for it."""
+    """None, the current stream, and others that wait for it. A replay has one: a pass with others always runs as it is written."""
+    if count > 1 and thread.recording is not None:
+        thread.recording.refused = True
     others = [_stream(like.device, threading.get_ident(), i) for i in range(1, count)]
     for stream in others:
         stream.wait_stream(torch.cuda.current_stream(like.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from nsa_sel.core import registry
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import make_blocks, make_qkv
 from tests.helpers.parity import check_both, check_deterministic, check_poison
+from tests.helpers.poison import check_empty_rows, check_one_row, rows_with_holes, selected, through
 
 LACKING = registry.missing("cuda-block")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))]
@@ -63,19 +65,29 @@ def test_unread_keys_may_hold_nan(h: int) -> None:
 
 def test_units_of_rows(monkeypatch: pytest.MonkeyPatch, visits: list[str]) -> None:
     """Sections of rows whose sums of dk and dv take turns."""
-    monkeypatch.setattr(
-        "nsa_sel.core.decide.settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=20_000_000)
-    )
+    with_workspace(monkeypatch, 20_000_000)
     q, k, v = make_qkv(S=1500, G=2, h=4, Dk=128, S_kv=1500, dtype=torch.bfloat16, device="cuda")
     check_both(BACKEND, q, k, v, make_blocks(1, 1500, 2, 1500, 8, 64, device="cuda"))
     check_deterministic(BACKEND, q, k, v, make_blocks(1, 1500, 2, 1500, 8, 64, device="cuda"), 3)
     assert visits.count("block_partials.cu") == visits.count("block_gradients.cu") > 2
 
 
-def test_units_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many streams each forward pass took."""
+    counts, real = [], cuda_block._streams
+    monkeypatch.setattr(cuda_block, "_streams", lambda like, count: (counts.append(count), real(like, count))[1])
+    return counts
+
+
+def with_workspace(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Units of rows that need no more bytes."""
+    few = lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=size)  # noqa: E731
+    monkeypatch.setattr("nsa_sel.core.decide.settings_for", few)
+
+
+def test_units_on_two_streams(monkeypatch: pytest.MonkeyPatch, streams: list[int]) -> None:
     """They give the bits that they give one after another, in a CUDA graph, too."""
-    counts, streams = [], cuda_block._streams
-    monkeypatch.setattr(cuda_block, "_streams", lambda like, count: (counts.append(count), streams(like, count))[1])
     q, k, v = make_qkv(S=9000, G=4, h=16, Dk=128, S_kv=9000, dtype=torch.bfloat16, device="cuda")
     selection = make_blocks(1, 9000, 4, 9000, 4, 64, device="cuda")
     check_deterministic(BACKEND, q, k, v, selection, 5)
@@ -85,6 +97,72 @@ def test_units_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         captured = selection_attention(q, k, v, selection, backend=BACKEND, return_lse=True)
     graph.replay()
     assert all(map(torch.equal, both, captured))
-    assert set(counts) == {2}
+    assert set(streams) == {2}
     monkeypatch.setattr(cuda_block, "_streams", lambda _, count: [None] * count)
     assert all(map(torch.equal, both, selection_attention(q, k, v, selection, backend=BACKEND, return_lse=True)))
+
+
+def test_units_on_two_streams_are_not_replayed(monkeypatch: pytest.MonkeyPatch, streams: list[int]) -> None:
+    """A replay would start all kernels on one stream."""
+    with_workspace(monkeypatch, 150_000_000)
+    q, k, v = make_qkv(S=3000, G=4, h=16, Dk=128, S_kv=3000, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    for _ in range(6):
+        o = selection_attention(q, k, v, make_blocks(1, 3000, 4, 3000, 4, 64, device="cuda"), backend=BACKEND)
+        o.sum().backward()
+    assert streams == [2] * 6
+
+
+def test_a_launch_that_fails_waits_for_the_other_stream(monkeypatch: pytest.MonkeyPatch, visits: list[str]) -> None:
+    """Its kernels may still write the partials, whose memory is free when the call ends."""
+    with_workspace(monkeypatch, 150_000_000)
+    q, k, v = make_qkv(S=3000, G=4, h=16, Dk=128, S_kv=3000, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    selection = make_blocks(1, 3000, 4, 3000, 4, 64, device="cuda")
+    o = selection_attention(q, k, v, selection, backend=BACKEND)
+    o.sum().backward()
+    other, start = cuda_block._stream(q.device, threading.get_ident(), 1), launch.start
+    torch.cuda.synchronize()
+
+    def fails(source: str, *rest: Any, **own: Any) -> None:
+        if torch.cuda.current_stream() == other and source == "join_partials.cu":
+            torch.cuda._sleep(50_000_000)
+            raise RuntimeError("no such kernel")
+        start(source, *rest, **own)
+
+    monkeypatch.setattr(launch, "start", fails)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        selection_attention(q, k, v, selection, backend=BACKEND)
+    assert not other.query()
+    torch.cuda.current_stream().synchronize()
+    assert other.query()
+    monkeypatch.setattr(launch, "start", start)
+    assert torch.equal(selection_attention(q, k, v, selection, backend=BACKEND), o)
+
+
+@pytest.mark.parametrize("first", [4, 16])
+def test_a_selection_serves_calls_of_other_heads(first: int) -> None:
+    selection = make_blocks(1, 300, 2, 1500, 6, 64, device="cuda")
+    for h in (first, 20 - first):
+        q, k, v = make_qkv(S=300, G=2, h=h, Dk=128, S_kv=1500, dtype=torch.bfloat16, device="cuda")
+        check_both(BACKEND, q, k, v, selection)
+
+
+def test_rows_and_keys_that_are_expanded() -> None:
+    """TMA reads copies, which stay until the last kernel has read them."""
+    q, k, v = make_qkv(B=2, S=600, G=2, h=16, Dk=128, S_kv=900, dtype=torch.bfloat16, device="cuda")
+    selection = make_blocks(2, 600, 2, 900, 4, 64, device="cuda")
+    check_both(BACKEND, q, k[:, :1].expand(-1, 2, -1, -1), v[:1].expand(2, -1, -1, -1), selection)
+    check_both(BACKEND, q[:1].expand(2, -1, -1, -1, -1), k, v, selection)
+
+
+@pytest.mark.parametrize("h", [1, 2, 16, 64])
+def test_rows_that_select_nothing(h: int) -> None:
+    """Whatever they hold, and at a scale beyond any."""
+    q, k, v = make_qkv(B=2, S=301, G=2, h=h, Dk=128, S_kv=1500, dtype=torch.bfloat16, device="cuda")
+    selection, row = rows_with_holes(2, 301, 2, 1500, 64, 3, device="cuda")
+    run, mask = through(BACKEND, selection), selected(selection, q, k)
+    check_empty_rows(run, q, k, v, mask)
+    check_one_row(run, q, k, v, mask, row)
+    o, lse = selection_attention(q, k, v, selection, scale=1e9, backend=BACKEND, return_lse=True)
+    empty = ~mask.any(-1).to(o.device)
+    assert not o[empty].any()
+    assert bool((lse[empty] == float("-inf")).all())
