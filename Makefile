@@ -10,7 +10,7 @@
 # make hub-kernel            nsa-sel as a kernel of Hugging Face `kernels`, in build/hub-kernel/
 # make gpu-test              every kernel once on a GPU, and its routing: under 3 minutes; with PYTHON as it is: nothing is installed
 # make gpu-test-full         all GPU tests, likewise
-# make sanitize              compute-sanitizer on cupy-cuda's kernels, a few minutes a tool
+# make sanitize              compute-sanitizer on the kernels of cupy-cuda and cuda-block, a few minutes a tool
 # make gpu-lane              of these, how calls are routed on this machine's GPU
 # make trace                 captures bench/data again, in a virtual environment of its own
 PYTHON ?= python3

@@ -2,25 +2,31 @@
 
 compute-sanitizer --tool memcheck --error-exitcode 86 python tests/helpers/sanitize.py cupy-cuda 32 64
 
-The numbers are block sizes. Blocks of 64 run Hopper's kernels, whose TMA loads only memcheck supports. Without numbers the calls are over
-caches: one new token and more, few rows and many, pages and none, e4m3. "layer" decodes with a layer over `NSACache`, "choosing" chooses
-among compressed keys in pages.
+The numbers are block sizes. Blocks of 64 run Hopper's kernels, whose TMA loads only memcheck supports. Calls that the backend's limits
+refuse are left out. Without numbers the calls are over caches: one new token and more, few rows and many, pages and none, e4m3. "layer"
+decodes with a layer over `NSACache`, "choosing" chooses among compressed keys in pages. "units" are calls of cuda-block in several units;
+"lists" are the kernels of its plans and of cupy-cuda's, which have no TMA.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
+from unittest import mock
 
+import msgspec
 import torch
 
 import nsa_sel
-from nsa_sel.backends import choose_triton
+from nsa_sel.backends import choose_triton, cuda_block
 from nsa_sel.backends._triton import choose_pages
+from nsa_sel.backends.cupy_cuda import key_to_rows, launch, sm90
 from nsa_sel.core import registry
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
 from tests.helpers.cache_cases import LENGTHS, check, make_cache
-from tests.helpers.cases import make_blocks, make_grads, make_qkv, make_spans
+from tests.helpers.cases import make_blocks, make_call, make_grads, make_qkv, make_spans
 from tests.helpers.choose_cases import check_forward, in_pages, make_choose_call
 from tests.helpers.quantized_cases import check_quantized, make_quantized
 
@@ -44,11 +50,60 @@ def run(backend: str, blocks: list[int]) -> int:
             cached = k.transpose(1, 2).contiguous().transpose(1, 2)
             whole = [(k, make_blocks(B, S, G, S_kv, min(3, S_kv // block), block, device="cuda")) for block in blocks]
             for keys, selection in (*whole, (cached, Selection.from_ranges(spans))):
-                o, lse = nsa_sel.selection_attention(q, keys, v, selection, return_lse=True, backend=backend)
-                torch.autograd.grad((o, lse), (q, k, v), make_grads(q, v))
-                calls += 1
+                if not refused(backend, q, keys, v, selection):
+                    o, lse = nsa_sel.selection_attention(q, keys, v, selection, return_lse=True, backend=backend)
+                    torch.autograd.grad((o, lse), (q, k, v), make_grads(q, v))
+                    calls += 1
     torch.cuda.synchronize()
     return calls
+
+
+def refused(backend: str, *call: Any) -> bool:
+    """Whether the backend's limits refuse a call."""
+    verdicts = nsa_sel.explain(*call, backend=backend).verdicts
+    against = [reason for verdict in verdicts if verdict.backend == backend for reason in (*verdict.forward, *verdict.backward)]
+    return any(reason.kind == "unsupported" for reason in against)
+
+
+def run_units() -> int:
+    """How many calls of cuda-block ran in several units, forward and backward: of two streams, and on one, where kernels start early.
+    Adjacent rows share tiles."""
+    masks, shapes, find = [], ((130, 4), (500, 1)), cuda_block._find_shared
+    few = mock.patch(
+        "nsa_sel.core.decide.settings_for", lambda device: msgspec.structs.replace(settings_for(device), workspace_bytes=8 << 20)
+    )
+    noted = mock.patch.object(cuda_block, "_find_shared", lambda *call: (masks.append(find(*call)), masks[-1])[1])
+    with (
+        few,
+        noted,
+        mock.patch.object(launch, "start", wraps=launch.start) as start,
+        mock.patch.object(cuda_block, "_streams", wraps=cuda_block._streams) as streams,
+    ):
+        for S, G in shapes:
+            q, k, v = make_qkv(1, S, G, 16, 128, 128, S_kv=S + 600, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            selection = make_blocks(1, S, G, S + 600, 4, 64, device="cuda")
+            o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend="cuda-block")
+            torch.autograd.grad((o, lse), (q, k, v), make_grads(q, v))
+    kernels = [call.args[0] for call in start.call_args_list]
+    assert [call.args[1] for call in streams.call_args_list] == [2, 1]
+    assert kernels.count("join_partials.cu") == kernels.count("block_partials.cu") > len(shapes) + 2
+    assert kernels.count("order_segments.cu") == len(shapes)
+    assert all(bool(mask.any()) for found in masks for mask in found)
+    return len(shapes)
+
+
+def run_lists() -> int:
+    """How many selections were listed, and which rows share tiles, for the kernels of Hopper, on any GPU."""
+    sizes = ((1, 300, 2, 16, 700, 64), (2, 150, 1, 4, 2000, 128), (1, 70, 1, 1, 270_000, 64))  # B, S, G, h, S_kv, block
+    for B, S, G, h, S_kv, block in sizes:
+        q, k, v = make_qkv(B, S, G, h, 64, 64, S_kv=S_kv, dtype=torch.bfloat16, device="cuda")
+        call = make_call(q, k, v, make_blocks(B, S, G, S_kv, 5, block, device="cuda"))
+        lists, reach = key_to_rows.lists_of(call, sm90.KEYS), call.reach(sm90.KEYS)
+        sm90._order(call, sm90._groups(call)[2], reach, lists.segment)
+        cuda_block._find_shared(call, reach, h)
+        cuda_block._order(call, reach, *cuda_block._sizes(call, reach))
+    torch.cuda.synchronize()
+    return len(sizes)
 
 
 def run_caches(backend: str) -> int:
@@ -97,5 +152,5 @@ def run_choosing() -> int:
 
 if __name__ == "__main__":
     name, *numbers = sys.argv[1:]
-    of_name = {"layer": run_layer, "choosing": run_choosing}.get(name)
+    of_name = {"layer": run_layer, "choosing": run_choosing, "units": run_units, "lists": run_lists}.get(name)
     print(of_name() if of_name else run(name, list(map(int, numbers))) if numbers else run_caches(name), "calls")
