@@ -24,9 +24,9 @@ from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.key_to_rows import KeyToRows
 from nsa_sel.backends._triton.units import Unit, units, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
-from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, most_segments, segment_length, sort
+from nsa_sel.backends.cupy_cuda.compiler import Constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows as SegmentedLists
+from nsa_sel.backends.cupy_cuda.key_to_rows import most_segments, segment_length, sort
 from nsa_sel.backends.specs import HOPPER_LISTS
 from nsa_sel.core.call import Call
 
@@ -39,16 +39,6 @@ LONGEST = 2048  # entries of a segment of the backward pass
 SEGMENTS_PER_SM = 2  # of the backward pass: in the order of order_segments.cu few balance, and have few parts
 MASK_BITS, JOIN_PER_SM, STREAMS = 64, 4, 2  # of the forward pass: entries of a row, at most; CTAs of join_partials.cu; streams
 PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # of block_partials.cu: CTAs per multiprocessor; warpgroups; steps of a segment, which has no part
-
-
-class Plan(NamedTuple):
-    """The lists, and how they are cut: `UnitLists` of unit_lists.cuh."""
-
-    lists: KeyToRows
-    begins: Tensor  # [lists + 1] int64
-    segments: Tensor  # [lists + 1] int64
-    segment: int
-    parts: int  # segments of a unit, at most
 
 
 class Shared(NamedTuple):
@@ -69,7 +59,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if not _joins(call, lists.section):
         return triton_block.joined_partials(call, lists, _visits(call, lists, cuts, maps, None))
     masks: Shared = kept_plan(call, ("cuda-block shared",), _find_shared, lists.reach, q.shape[3]).value
-    return _joined(call, lists, cuts, maps, sm90.listed_maps(k, v, q, tokens=sm90.ROWS // q.shape[3]), masks)
+    return _joined(call, lists, cuts, maps, sm90.adjacent_maps(k, v, q), masks)
 
 
 def _visits(
@@ -148,7 +138,7 @@ def _find_shared(call: Call, reach: int, h: int) -> Shared:
     B, S, G = q.shape[:3]
     shared, listed = (unwritten(q, B, S, G, dtype=torch.int64) for _ in range(2))
     launch.start(
-        "shared_tiles.cu", constants(**dict(SORT_MACROS), H=h, EACH=each), q.get_device(), B * G * -(-S // 64), 128, 0,
+        "shared_tiles.cu", launch.integer_macros(H=h, EACH=each), q.get_device(), B * G * -(-S // 64), 128, 0,
         reach, *launch.pointers(shared, listed), problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
     return Shared(shared, listed)
@@ -162,10 +152,10 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     q, k, v, S = call.q, call.k, call.v, call.q.shape[1]
     loaded = [sm90.loadable(x) for x in (k, v, q, do)]  # autograd expands a constant; copies stay until the end
     do = loaded[3]
-    plan, (visiting, summing, shared) = _plan(call), _constants(call)
-    lists, device = plan.lists, q.get_device()
-    (order,) = kept_plan(call, ("cuda-block order",), _order, lists.reach, *_sizes(call, call.reach(WIDTH))).value
-    parts = [temporary(call, lse, plan.parts, WIDTH, x.shape[3]) for x in (k, v)]
+    sizes, (visiting, summing, shared), device = _sizes(call, call.reach(WIDTH)), _constants(call), q.get_device()
+    lists, *cuts = _cut_lists(call, sizes, sizes.segment)
+    (order,) = kept_plan(call, ("cuda-block order",), _order, lists.reach, *sizes).value
+    parts = [temporary(call, lse, sizes.parts, WIDTH, x.shape[3]) for x in (k, v)]
     sums = [temporary(call, lse, lists.pairs, lists.tiles, WIDTH, x.shape[3]) if lists.section < S else None for x in (k, v)]
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
     maps, ranges = sm90.step_maps(*loaded), call.disjoint_ranges()
@@ -173,11 +163,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
         rows, count = unit.rows, unit.lists.end_list - unit.lists.first_list
         to = (
-            *launch.pointers(plan.begins, plan.segments), plan.segment, *unit.lists,
+            *launch.pointers(*cuts), sizes.segment, *unit.lists,
             rows.first_row > 0, rows.first_row + rows.rows == S, *launch.pointers(*parts, *sums, dk, dv),
         )  # fmt: skip
         launch.start(
-            "block_gradients.cu", visiting, device, plan.parts, 256, shared,
+            "block_gradients.cu", visiting, device, sizes.parts, 256, shared,
             *launch.strided(do), *launch.pointers(lse, delta, lists.entries), lists.reach, *to, *launch.pointers(part_dq, order),
             maps=maps, problem=launch.problem(call, ranges),
         )  # fmt: skip
@@ -288,11 +278,6 @@ def _sizes(call: Call, reach: int) -> Sizes:
     return of(pairs)
 
 
-def _plan(call: Call) -> Plan:
-    sizes = _sizes(call, call.reach(WIDTH))
-    return Plan(*_cut_lists(call, sizes, sizes.segment), sizes.segment, sizes.parts)
-
-
 def _order(call: Call, reach: int, section: int, pairs: int, segment: int, parts: int) -> tuple[Tensor]:
     """The order in which block_gradients.cu takes the segments: in each unit long ones first, of as many pairs together as have q and do
     in the L2 cache. reach: what else the lists follow from."""
@@ -306,7 +291,7 @@ def _order(call: Call, reach: int, section: int, pairs: int, segment: int, parts
 
 
 def _cut_lists(call: Call, sizes: Sizes, segment: int) -> tuple[KeyToRows, Tensor, Tensor]:
-    """The lists of both passes, and `begins` and `segments` of `Plan` for one's segments of at most so many entries."""
+    """The lists of both passes, and for one's segments of at most so many entries `begins` and `segments` of unit_lists.cuh."""
     reach, forward = call.reach(WIDTH), _partials(call)[1]
     numbers = (sizes.section, forward, sizes.segment, reach)
     entries, begins, *segments = kept_plan(call, ("cuda-block lists",), _sort, *numbers).value

@@ -15,7 +15,6 @@ from torch import Tensor
 from nsa_sel.backends._buffers import temporary, unwritten
 from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends.cupy_cuda import launch
-from nsa_sel.backends.cupy_cuda.compiler import constants
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.errors import BackendError
@@ -25,7 +24,6 @@ LONGEST, SEGMENTS_PER_SM = 1024, 4  # entries of a segment at most, of one head;
 BYTES = 12  # that an entry needs: its tile, itself, and its share of the counts
 SORTED = 4096  # entries that sort_scatter.cu sorts at once, half of which if they are few
 SUM_CTAS = 4096  # of sum_parts.cu: enough for any GPU
-SORT_MACROS = constants(BF16=0, DK=8, DV=8, ALIGNED=1)
 Kinds = tuple[tuple[int, bool], tuple[int, bool]]  # of segments: entries at most, and whether those of lists with one do not count
 
 
@@ -117,8 +115,7 @@ def sort(call: Call, width: int, section: int, kinds: Kinds) -> tuple[Tensor, Te
     numbers = (S * n * reach, reach, tiles, B * G, section * n * reach, chunk, chunks)
     ranges = call.disjoint_ranges()
     problem = launch.problem(call, ranges)
-    count = constants(**dict(SORT_MACROS), WIDTH=width, RANGE_BYTES=ranges.element_size())
-    scatter = constants(**dict(SORT_MACROS), EACH=block // 256)
+    count, scatter = launch.integer_macros(WIDTH=width, RANGE_BYTES=ranges.element_size()), launch.integer_macros(EACH=block // 256)
     launch.start(
         "sort_count.cu", count, on, parts * chunks, 256, 0,
         *numbers, *launch.pointers(tile_of, counts), published(lists) // 4, problem=problem,
@@ -146,8 +143,8 @@ def sum_counts(counts: Tensor, lists: int, tiles: int, chunks: int, kinds: Kinds
     begins, first, second = (unwritten(counts, lists + 1, dtype=torch.int64) for _ in range(3))
     (longest, several), (other_longest, other_several) = kinds
     launch.start(
-        "sum_counts.cu", SORT_MACROS, counts.get_device(), -(-lists // 32), 512, 0, *launch.pointers(counts, begins), lists, tiles, chunks,
-        first.data_ptr(), longest, several, second.data_ptr(), other_longest, other_several, early=True,
+        "sum_counts.cu", launch.integer_macros(), counts.get_device(), -(-lists // 32), 512, 0, *launch.pointers(counts, begins),
+        lists, tiles, chunks, first.data_ptr(), longest, several, second.data_ptr(), other_longest, other_several, early=True,
     )  # fmt: skip
     return begins, first, second
 

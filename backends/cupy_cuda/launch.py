@@ -107,6 +107,11 @@ def macros(call: Call | ChooseCall | WindowCall, *, aligned: int = True, **other
     return constants(BF16=int(q.dtype == torch.bfloat16), DK=q.shape[-1], DV=call.v.shape[-1], ALIGNED=int(aligned), **others)
 
 
+def integer_macros(**others: int) -> Constants:
+    """The constants of a kernel that takes numbers of neither dtype: those that all take, whatever they are, and others."""
+    return constants(BF16=0, DK=8, DV=8, ALIGNED=1, **others)
+
+
 def pointers(*tensors: Tensor | None) -> list[int]:
     """Addresses; 0 for None."""
     return [0 if x is None else x.data_ptr() for x in tensors]

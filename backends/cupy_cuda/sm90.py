@@ -19,7 +19,7 @@ from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import SORT_MACROS, KeyToRows, key_value_gradients, lists_of, most_segments
+from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, key_value_gradients, lists_of, most_segments
 from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
 from nsa_sel.backends.specs import HOPPER_STEPS, HOPPER_TILES
 from nsa_sel.core.call import Call
@@ -223,7 +223,7 @@ def _build(call: Call, tokens: int) -> TilePlan:
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages
     shared = 8 << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
     launch.start(
-        "tile_union.cu", constants(**dict(SORT_MACROS), TOKENS=tokens, BLOCK=block, **lengths), call.q.get_device(), all_tiles, 128, shared,
+        "tile_union.cu", launch.integer_macros(TOKENS=tokens, BLOCK=block, **lengths), call.q.get_device(), all_tiles, 128, shared,
         *launch.pointers(blocks, rows, counts), tiles, capacity, problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
     return TilePlan(blocks, rows, counts, tiles, capacity)
@@ -267,26 +267,25 @@ def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *valu
     values, macros: its own."""
     order = unwritten(call.q, segments, 2, dtype=torch.int32)
     launch.start(
-        "order_segments.cu", constants(**dict(SORT_MACROS), **macros), call.q.get_device(), ctas, 1024, 0,
+        "order_segments.cu", launch.integer_macros(**macros), call.q.get_device(), ctas, 1024, 0,
         *lists.arguments(), *values, order.data_ptr(),
     )  # fmt: skip
     return order
 
 
-def listed_maps(k: Tensor, v: Tensor, *rows: Tensor, tokens: int = 1) -> tuple[bytes, ...]:
-    """The maps of a kernel whose steps are listed tokens of q, or of q and do (row_steps.cuh): theirs, so many at once, and those of k and
-    v."""
-    return *(row_map(x, tokens) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+def listed_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
+    """The maps of a kernel whose steps are listed tokens of q, or of q and do (row_steps.cuh): theirs, a token, and those of k and v."""
+    return *(row_map(x, 1) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
 
 
-def adjacent_maps(k: Tensor, v: Tensor, q: Tensor, do: Tensor) -> tuple[bytes, ...]:
-    """Those of q and do in boxes of a step's tokens, where these follow each other, and those of k and v."""
-    return *(row_map(x, ROWS // q.shape[3]) for x in (q, do)), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+def adjacent_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
+    """The same in boxes of a step's tokens, where these follow each other."""
+    return *(row_map(x, ROWS // x.shape[3]) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
 
 
-def step_maps(k: Tensor, v: Tensor, q: Tensor, do: Tensor) -> tuple[bytes, ...]:
+def step_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
     """`adjacent_maps`, and those of q and do for tokens that do not follow each other."""
-    return *adjacent_maps(k, v, q, do), row_map(q, 1), row_map(do, 1)
+    return *adjacent_maps(k, v, *rows), *(row_map(x, 1) for x in rows)
 
 
 def group_stages(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> tuple[int, int]:

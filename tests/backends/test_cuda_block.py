@@ -144,8 +144,8 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
     """Sums over sections of rows, in registers where a list has one segment; segments of a few entries; tiles that nobody selects."""
     monkeypatch.setattr(key_to_rows, "SHORTEST", 4)
     monkeypatch.setattr(cuda_block, "SEGMENTS_PER_SM", 16)
-    plans, build = [], cuda_block._plan
-    monkeypatch.setattr(cuda_block, "_plan", lambda call: plans.append(build(call)) or plans[-1])
+    plans, order = [], cuda_block._order
+    monkeypatch.setattr(cuda_block, "_order", lambda call, reach, *sizes: plans.append(sizes) or order(call, reach, *sizes))
     q, k, v = rows(S=40, G=2, h=4, S_kv=500)
     selection = make_blocks(1, 40, 2, 500, 3, 64)
     expected = results(q, k, v, selection)
@@ -155,12 +155,11 @@ def test_sections_segments_and_lists_without_rows(monkeypatch: pytest.MonkeyPatc
     results(q, k, v, Selection(selection.ranges, 64))
     few = torch.where(torch.arange(40)[:, None, None, None] < 22, 0, selection.ranges)
     results(q, k, v, Selection(few, 64), workspace_bytes=300_000)
-    assert [(plan.lists.section, plan.lists.pairs) for plan in plans] == [(40, 2), (40, 2), (16, 2), (16, 1)]
+    assert [(section, pairs, segment) for section, pairs, segment, _ in plans] == [(40, 2, 8), (40, 2, 8), (16, 2, 4), (16, 1, 16)]
     for kernel in ("block_partials.cu", "join_partials.cu"):
         assert started.count(kernel) == 1 + 1 + 6 + 6  # a pair at a time, where there are several units
     for kernel in ("block_gradients.cu", "sum_sections.cu"):
         assert started.count(kernel) == 1 + 1 + 3 + 6
-    assert [plan.segment for plan in plans] == [8, 8, 4, 16]
 
 
 def test_positions_and_a_negative_scale(started: list[str]) -> None:

@@ -1,5 +1,5 @@
-// The partial o and log-sum-exp of every (row, range) on Hopper: one visit of a KV tile with the rows that selected it, in the units and lists
-// of triton-block, whose kernel joins them.
+// The partial o and log-sum-exp of (row, range) on Hopper: one visit of a KV tile with the rows that selected it, in the units and lists of
+// triton-block. join_partials.cu joins them, or triton-block's kernel.
 //
 //   s = c q k^T,  p = 2^(s - m),  l = sum p,  o = p v / l,  lse = m + log2 l
 //

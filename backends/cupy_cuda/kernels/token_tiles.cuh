@@ -1,7 +1,7 @@
 // Persistent, warp-specialized kernels over tiles of adjacent tokens on Hopper: what forward_tiles.cu and dq_tiles.cu share.
 //
-// Grid: at most one CTA per multiprocessor; of FEW_TOKENS, one CTA per tile, two per multiprocessor. A tile has TOKENS = CONSUMERS * TQ adjacent tokens of one (b, g) with their H heads. CTAs pull
-//   tiles from an atomic counter, because tiles differ in length.
+// Grid: at most one CTA per multiprocessor; of FEW_TOKENS, one CTA per tile, two per multiprocessor. A tile has TOKENS = CONSUMERS * TQ
+//   adjacent tokens of one (b, g) with their H heads. CTAs pull tiles from an atomic counter, because tiles differ in length.
 // Warpgroups: each of CONSUMERS consumer warpgroups owns a 64-row accumulator, TQ = 64 / H tokens times H heads. In the producer warpgroup
 //   warp 0 loads K and V of the union of the tile's blocks (tile_union.cu), once for all consumers, in steps of KEYS keys, through a
 //   pipeline of STAGES stages; warp 1 + i loads q (and do) of consumer i, a tile ahead. All by TMA.
