@@ -45,8 +45,8 @@ def row_descriptor(x: Tensor, tokens: int, width: int) -> CheckedDescriptor:
 
 
 def _descriptor(x: Tensor, tile: list[int]) -> CheckedDescriptor:
-    if x.is_cuda and x.get_device() not in thread.bound:
-        bind_context(x)  # Triton's launcher encodes before it binds
+    if x.get_device() not in thread.bound:
+        bind_context(x.get_device())  # Triton's launcher encodes before it binds
     return CheckedDescriptor(x, x.shape, x.stride(), tile)
 
 
