@@ -86,15 +86,20 @@ def test_graphs_and_new_threads_take_packed_launches(backend: str) -> None:
     q, k, v = make_qkv(1, 64, 2, 4, 64, 64, S_kv=256, dtype=torch.bfloat16, device="cuda")
     indices = torch.arange(4, device="cuda").expand(1, 64, 2, 4)
 
-    def forward() -> torch.Tensor:
-        return nsa_sel.selection_attention(q, k, v, Selection.from_blocks(indices, 64), backend=backend)  # type: ignore[no-any-return]
+    def forward(kept: Selection | None = None) -> torch.Tensor:
+        selection = Selection.from_blocks(indices, 64) if kept is None else kept
+        return nsa_sel.selection_attention(q, k, v, selection, backend=backend)  # type: ignore[no-any-return]
 
-    wanted = forward()
+    kept = Selection.from_blocks(indices, 64)
+    wanted = forward(kept)
     found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(forward()))
-    thread.start()
-    thread.join()
+    for given in (None, kept):  # the first kernel of the thread is that of ranges, or one of attention
+        thread = threading.Thread(target=lambda given=given: found.append(forward(given)))  # type: ignore[misc]
+        thread.start()
+        thread.join()
+    assert len(found) == 2
     assert torch.equal(found[0], wanted)
+    assert torch.equal(found[1], wanted)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = forward()
