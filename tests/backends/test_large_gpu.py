@@ -24,19 +24,26 @@ def choose(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return o, lse, selection.block_indices
 
 
-def select(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def select(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> tuple[Tensor, ...]:
     """Of the first and the last blocks."""
     rows = torch.arange(S - q.shape[1], S, device=q.device, dtype=torch.int32)
     blocks = torch.stack((torch.zeros_like(rows), rows // 64 - 1, rows // 64), -1).clamp(min=0)
     selection = Selection.from_blocks(blocks[None, :, None].expand(1, -1, G, 3), 64)
-    return selection_attention(q, k, v, selection, return_lse=True)
+    return selection_attention(q, k, v, selection, return_lse=True, backend=backend)
+
+
+def select_by_blocks(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """By many units, on two streams."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels of SM 9.0 alone")
+    return select(q, k, v, "cuda-block")
 
 
 def window(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return sliding_window_attention(q, k, v, 512, return_lse=True)
 
 
-@pytest.mark.parametrize(("attend", "keys"), [(choose, COMPRESSED), (select, S), (window, S)])
+@pytest.mark.parametrize(("attend", "keys"), [(choose, COMPRESSED), (select, S), (select_by_blocks, S), (window, S)])
 def test_the_last_rows(attend: Attend, keys: int) -> None:
     torch.manual_seed(0)
     q = torch.randn(1, S, G, h, D, device="cuda", dtype=torch.bfloat16)
