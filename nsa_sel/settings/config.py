@@ -161,7 +161,7 @@ def profile_for(device: DeviceInfo) -> Profile | None:
 
 
 def nearest_measured(sm: int) -> str:
-    """The measured GPU profile whose compute capability is closest to `sm`; of equally close ones the newest, or that with the most rows."""
+    """The measured profile whose compute capability is closest to `sm`; of equally close ones the newest, then that with the most rows."""
     measured = {name: config for name, config in shipped_configs().items() if config.match and config.evidence}
 
     def order(name: str) -> tuple[int, int, int]:
