@@ -23,7 +23,7 @@ from nsa_sel.core.decision import Decision, changes
 from nsa_sel.core.explain import refusal
 from nsa_sel.core.facts import device_info
 from nsa_sel.core.request import DeviceInfo, Request
-from nsa_sel.distributed.ended import has_ended, name_process
+from nsa_sel.distributed.ended import connect, has_ended, name_process
 from nsa_sel.distributed.exchange_all import all_gather
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError
 from nsa_sel.settings import tuned
@@ -320,6 +320,8 @@ def _exchanged(group: dist.ProcessGroup, mine: _Report, state: _Group) -> list[_
     if store.add(done, 1) == ranks:  # a store may outlive its process group, and serve the next one
         for name in (*names, done):
             store.delete_key(name)
+    if state.rounds == 0:  # all have named their processes
+        connect(group)
     return reports
 
 

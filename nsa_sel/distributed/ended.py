@@ -1,33 +1,54 @@
 """Whether the process of another rank has ended, asked by ranks that wait for it. A rank that compiles or loads data for minutes has not.
 
-Nothing runs in between: gloo's connections close with a process, and without gloo the operating system knows the processes of this host.
+A connection tells: the operating system closes it with the process, and keeps it open whatever the process does. Groups with gloo have
+connections; in others each rank listens at a port, and the rest connect to it when they first agree or wait. Nothing is ever sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import ipaddress
 import os
+import socket
 from pathlib import Path
 
 import torch
 from torch import distributed as dist
 
 _TAG = 0x6E7361  # of messages that nobody receives
+_MOST = 256  # processes that this one connects to, each by a file descriptor
+_BACKLOG = 4096  # connections that the operating system accepts for a process, which never does itself
+_links: dict[str, socket.socket] = {}  # this process's connections, by what other processes told of themselves
 
 
 def name_process(group: dist.ProcessGroup) -> None:
-    """Tell the other ranks of a group without gloo, through its store, which process this rank is."""
+    """Tell the other ranks of a group without gloo, through its store, where this rank's process listens."""
+    if _has_gloo(group):
+        return
+    store = group.get_group_store()
+    with contextlib.suppress(RuntimeError, OSError):  # a lost store is reported where ranks compare
+        ip, port, *_ = _listener(_ip_towards(store)).getsockname()
+        store.set(_key(dist.get_rank(group)), f"{_host()} {ip} {port}")
+    connect(group)
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Begin to connect to the ranks of a group without gloo that have named their processes. It does not wait for the network."""
     if not _has_gloo(group):
-        with contextlib.suppress(RuntimeError):  # a lost store is reported where ranks compare
-            group.get_group_store().set(_key(dist.get_rank(group)), f"{_host()} {os.getpid()}")
+        with contextlib.suppress(RuntimeError):
+            for rank in range(dist.get_world_size(group)):
+                if rank != dist.get_rank(group):
+                    has_ended(group, rank)
 
 
 def has_ended(group: dist.ProcessGroup, rank: int) -> bool:
-    """Whether the process of the rank `rank` of `group`, not this one, has ended for certain. Does not wait for that process.
+    """Whether the process of the rank `rank` of `group` has ended for certain. Does not wait for that process.
 
-    Without gloo it may be unable to tell: of a rank on another host, and of one that has not called `name_process`.
+    Without gloo it cannot tell of one that has not called `name_process`, nor of one on another host that had ended before this process
+    connected to it: a firewall refuses connections, too.
     """
-    return _connection_closed(group, rank) if _has_gloo(group) else _process_gone(group, rank)
+    return _connection_closed(group, rank) if _has_gloo(group) else _link_closed(group, rank)
 
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:
@@ -43,21 +64,54 @@ def _connection_closed(group: dist.ProcessGroup, rank: int) -> bool:
     return False
 
 
-def _process_gone(group: dist.ProcessGroup, rank: int) -> bool:
+def _link_closed(group: dist.ProcessGroup, rank: int) -> bool:
     store, key = group.get_group_store(), _key(rank)
     if not store.check([key]):
         return False
-    host, _, number = store.get(key).decode().rpartition(" ")
-    if host != _host():
+    told = store.get(key).decode()
+    host, ip, port = told.rsplit(" ", 2)
+    if host != _host() and ipaddress.ip_address(ip).is_loopback:  # here it is another process's
+        return False
+    if told not in _links and len(_links) >= _MOST:
         return False
     try:
-        os.kill(int(number), 0)  # no signal
-        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return True
-    except OSError:  # another user's, or no /proc
+        if told not in _links:
+            _links[told] = socket.socket(_family(ip))
+            _links[told].setblocking(False)
+            _links[told].connect_ex((ip, int(port)))
+        _links[told].recv(1)  # nobody sends: it is closed
+    except BlockingIOError:
         return False
-    return state in "ZX"  # ended, and its parent has not asked for its status
+    except ConnectionResetError:
+        return True
+    except OSError as error:  # a next question tries again
+        if told in _links:
+            _links.pop(told).close()
+        return isinstance(error, ConnectionRefusedError) and host == _host()
+    return True
+
+
+@functools.cache
+def _listener(ip: str) -> socket.socket:
+    """The port of this process, at which the operating system accepts connections. Children of the process do not keep it open."""
+    listener = socket.create_server((ip, 0), family=_family(ip), backlog=_BACKLOG)
+    os.register_at_fork(after_in_child=listener.close)
+    return listener
+
+
+def _ip_towards(store: dist.Store) -> str:
+    """This host's IP address on the way to the store, which all ranks reach."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    for family, *_, address in socket.getaddrinfo(getattr(store, "host", "localhost"), 1, type=socket.SOCK_DGRAM):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect(address)  # sends nothing
+            return str(route.getsockname()[0])
+    raise OSError("no route to the store")
+
+
+def _family(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
 
 
 def _key(rank: int) -> str:
@@ -65,8 +119,8 @@ def _key(rank: int) -> str:
 
 
 def _host() -> str:
-    """Equal in processes whose numbers may be compared: of one container, on one host, since it started."""
+    """Equal in processes that share a loopback interface: of one network namespace, on one host, since it started."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return f"unknown, process {os.getpid()}"

@@ -9,10 +9,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +67,7 @@ def assert_passed(folder: Path, output: str, *words: str, number: int = 2) -> No
         written = {file.name: json.loads(file.read_text()) for file in (folder / job).glob("rank*.json")}
         failed = [f"{name}, {check}:\n{text}" for name, found in written.items() for check, text in found.items() if text != "passed"]
         assert not failed, "\n".join(failed)
-        ends = {f"rank{rank}.json" for rank in range(1 if checks[0] in ENDS["cpu"] else ranks)}
+        ends = {f"rank{rank}.json" for rank in range(ranks) if rank != 1 or checks[0] not in ENDS["cpu"]}
         assert set(written) == ends, f"of {job}, only {sorted(written)} came to an end:\n{output}"
         assert all(list(found) == [check.__name__ for check in checks] for found in written.values())
 
@@ -105,10 +107,18 @@ def test_three_cpu_ranks_share_a_layer_and_dead_ranks_are_noticed(tmp_path: Path
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_gpus_whose_calls_differ_return_nothing(tmp_path: Path) -> None:
     """What a rank writes at its end may be lost, for PyTorch's watchdog ends a process whose CUDA context is gone."""
-    run([*TORCHRUN, "cuda", str(tmp_path), "end"], tmp_path / "log")
+    run([*TORCHRUN, "cuda", str(tmp_path), "gpus_stop"], tmp_path / "log")
     output = (tmp_path / "log").read_text()
     assert "nsa-sel: ranks make different calls of context_parallel_attention" in output
     assert "no error" not in output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@pytest.mark.parametrize("at", ["first", "report"])
+def test_dead_ranks_are_noticed_on_gpus(tmp_path: Path, at: str) -> None:
+    word = f"dies_{at}_without_gloo"
+    assert_passed(tmp_path, run([*TORCHRUN, "cuda", str(tmp_path), word], tmp_path / "log"), word, number=GPUS)
 
 
 @pytest.mark.gpu
@@ -170,6 +180,24 @@ def test_a_store_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     del held
     with pytest.raises(NsaSelError, match=r"rank 1 lost the store through which ranks compare .*Remedy: look for its first error"):
         agreement._compare_reports(Group(), _Report({}, {}, None, 1))  # type: ignore[arg-type]
+
+
+def test_only_a_closed_connection_says_that_a_process_of_another_host_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall, too, refuses to connect, and a loopback address is this host's own."""
+    monkeypatch.setattr(ended, "dist", SimpleNamespace(get_backend_config=lambda group: "cuda:nccl"))
+    store, listeners = dist.HashStore(), [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    group: Any = SimpleNamespace(get_group_store=lambda: store)
+    ports = [listener.getsockname()[1] for listener in listeners]
+    listeners[1].close()
+    for rank, (host, port) in enumerate([("elsewhere", ports[0]), ("elsewhere", ports[1]), (ended._host(), ports[1])]):
+        store.set(ended._key(rank), f"{host} 127.0.0.1 {port}")
+    assert [ended.has_ended(group, rank) for rank in range(4)] == [False, False, True, False], "rank 3 told nothing"
+    assert not any(told.startswith("elsewhere") for told in ended._links), "not asked"
+    monkeypatch.setattr(ended.ipaddress, "ip_address", lambda ip: SimpleNamespace(is_loopback=False))
+    for _ in range(2):
+        assert [ended.has_ended(group, rank) for rank in range(2)] == [False, False]
+    listeners[0].close()
+    assert [ended.has_ended(group, rank) for rank in range(2)] == [True, False]
 
 
 def test_a_group_forgets_classes_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:

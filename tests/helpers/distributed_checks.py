@@ -290,7 +290,7 @@ def scaling_is_measured() -> None:
     assert len(rows) == (wanted if rank() == 0 else 0)
 
 
-ENDS = {"cpu": calls.DEATHS, "cuda": (calls.gpus_stop_where_calls_differ,)}
+ENDS = {"cpu": calls.DEATHS, "cuda": (calls.gpus_stop_where_calls_differ, *calls.WITHOUT_GLOO)}
 
 CHECKS: tuple[Callable[[], None], ...] = (
     gathering_is_bit_equal,
@@ -343,7 +343,8 @@ def jobs(words: list[str], number: int = 2) -> dict[str, tuple[int, Checks]]:
         elif word == "four":
             found[word] = 4, CHECKS
         else:
-            found[word] = number, CHECKS if word == "all" else tuple(check for check in CHECKS if word in check.__name__)
+            named = tuple(check for check in (*CHECKS, *ENDS[DEVICE]) if word in check.__name__)
+            found[word] = number, CHECKS if word == "all" else named
     return found
 
 
@@ -409,8 +410,9 @@ def main() -> None:
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", timeout=LONGEST)
     for name, (_, checks) in jobs(words).items():
         run_checks(checks, folder / name)
-    if words != ["end"]:
-        dist.destroy_process_group()
+    if any(check in ENDS[DEVICE] for _, checks in jobs(words).values() for check in checks):
+        os._exit(0)  # without the ranks that have ended
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
