@@ -252,9 +252,9 @@ def table(rows: list[Row]) -> str:
 
 
 def _key(row: Row) -> tuple[str, ...]:
-    """What is equal of rows whose ranks alone differ."""
+    """What is equal of rows whose ranks alone differ: never of two kinds of GPU."""
     kind, _, size = row["case"].split("-", 2)
-    return kind, size, row["part"], row["direction"]
+    return kind, size, row["part"], row["direction"], row.get("device", "")
 
 
 def launch(ranks: int, arguments: list[str]) -> list[str]:
