@@ -12,6 +12,7 @@ import ipaddress
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -99,9 +100,9 @@ def _listener(ip: str) -> socket.socket:
     return listener
 
 
-def _ip_towards(store: dist.Store) -> str:
+def _ip_towards(store: Any) -> str:
     """This host's IP address on the way to the store, which all ranks reach."""
-    while isinstance(store, dist.PrefixStore):
+    while hasattr(store, "underlying_store"):
         store = store.underlying_store
     for family, *_, address in socket.getaddrinfo(getattr(store, "host", "localhost"), 1, type=socket.SOCK_DGRAM):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as route:

@@ -41,6 +41,7 @@ def call_of(S: int, **how: Any) -> Tensor:
 
 
 def ranks_agree() -> None:
+    check_ranks()
     meetings = agreement._groups[dist.group.WORLD].rounds
     call_of(224)  # of no other check
     call_of(224)
