@@ -36,7 +36,6 @@ from nsa_sel.telemetry.describe import describe
 
 H200 = "bench/results/h200"
 H200_PEERS, H100_PEERS = f"{H200}/peers.jsonl", "bench/results/h100/peers.jsonl"
-H200_SCALING = f"{H200}/scaling.jsonl"
 CLOSE = "real-8k-h1", "fwd+bwd"  # the case of the table in README's claim that is closest to dense attention
 TRAINED = '"trained": what a model that was trained with NSA at this context selects ([decisions.md](decisions.md)).'
 OF_TEXT = (
@@ -300,7 +299,12 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/tuning.md": {"headline": lambda: headline.of_folder(ROOT / "bench/results/h100/headline")},
     "docs/varlen.md": {"varlen": varlen},
-    "docs/distributed.md": {"rank_scaling": lambda: scaling.table(store.read(ROOT / H200_SCALING)), "ranks": training.ranks_table},
+    "docs/distributed.md": {
+        "rank_scaling": lambda: scaling.table(store.read(ROOT / f"{H200}/scaling.jsonl")),
+        "rank_scaling_h100": lambda: scaling.table(store.read(ROOT / "bench/results/h100/scaling.jsonl")),
+        "ranks": training.ranks_table,
+        "ranks_h100": lambda: training.ranks_table(ROOT / "bench/results/h100/training"),
+    },
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},
     "docs/kernel-results.md": {
         "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),
