@@ -303,7 +303,6 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
         "rank_scaling": lambda: scaling.table(store.read(ROOT / f"{H200}/scaling.jsonl")),
         "rank_scaling_h100": lambda: scaling.table(store.read(ROOT / "bench/results/h100/scaling.jsonl")),
         "ranks": training.ranks_table,
-        "ranks_h100": lambda: training.ranks_table(ROOT / "bench/results/h100/training"),
     },
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},
     "docs/kernel-results.md": {
