@@ -1,4 +1,4 @@
-"""Tables of docs/training.md, from runs of examples/train_nsa_lm.py below bench/results/h200/training/ (ranks-*: h100, too), a row a step.
+"""Tables of docs/training.md, from runs of examples/train_nsa_lm.py below bench/results/h200/training/, a row a step.
 
 speed-CONTEXT-ATTENTION.jsonl   some steps, for tokens per second; ATTENTION is dense or nsa
 long-CONTEXT-ATTENTION.jsonl    training until text is learned, for held-out losses
@@ -45,10 +45,10 @@ def speed_table() -> str:
     return table(["context", "dense, thousand tokens/s", "NSAttention", "times", "selected branch"], lines, left=1)
 
 
-def ranks_table(folder: Path = FOLDER) -> str:
+def ranks_table() -> str:
     """Tokens per second of one rank and of several, and the loss after the last step."""
     lines, alone = [], dict[str, float]()
-    for file in sorted(folder.glob("ranks-*.jsonl"), key=lambda file: (int(file.stem.split("-")[1]), file.stem)):
+    for file in sorted(FOLDER.glob("ranks-*.jsonl"), key=lambda file: (int(file.stem.split("-")[1]), file.stem)):
         (_, context, way, ranks), rows = file.stem.split("-"), store.read(file)
         rate = losses.speed(rows)
         alone.setdefault(context, rate)  # the first of its context
