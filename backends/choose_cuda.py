@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton.arguments import NARROW
-from nsa_sel.backends.cupy_cuda import compressed, sm90
+from nsa_sel.backends.cupy_cuda import compressed
+from nsa_sel.backends.specs import ARITHMETIC_TILES
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.facts import device_info
 
@@ -45,7 +46,7 @@ def backward_and_delta(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dls
         dq, dk, dv, delta = backward_and_delta(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv, delta
     device = device_info(call.q.device)
-    if call.q.shape[4] > sm90.MOST_DK or not compressed.supports(call, device, do):
+    if call.q.shape[4] > ARITHMETIC_TILES.backward_key_dim_max or not compressed.supports(call, device, do):
         return choose_triton.backward_and_delta(call, o, lse, do, dlse)
     o, lse = o.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()

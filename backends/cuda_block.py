@@ -212,8 +212,8 @@ def takes(call: Call) -> bool:
 @known
 def _constants(call: Call) -> tuple[Constants, Constants, int]:
     """Constants of both kernels, and block_gradients.cu's bytes of dynamic shared memory: those of dkdv_groups.cu, and a tile of ds."""
-    stages, shared = sm90.group_stages(call.q.shape[4], call.v.shape[3], call.device, sm90.PANEL)
-    return launch.macros(call, H=call.q.shape[3], STAGES=stages), launch.macros(call, KEYS=KEYS_SUMMED), shared
+    shape = sm90.group_shape(call.q.shape[4], call.v.shape[3], call.device, sm90.PANEL)
+    return launch.macros(call, H=call.q.shape[3], STAGES=shape.stages), launch.macros(call, KEYS=KEYS_SUMMED), shape.shared
 
 
 @known

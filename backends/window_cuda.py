@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._triton.arguments import NARROW
-from nsa_sel.backends.cupy_cuda import sm90
 from nsa_sel.backends.cupy_cuda import window as cuda
+from nsa_sel.backends.specs import ARITHMETIC_TILES
 from nsa_sel.core.facts import device_info
 from nsa_sel.core.window_call import WindowCall
 
@@ -30,7 +30,7 @@ def backward(
     """dq, dk, dv, contiguous, in the dtypes of q, k, v, and delta [B,S,G,h]; o, lse and dlse are contiguous, do has a contiguous last
     dimension."""
     call, device = WindowCall.of(q, k, v, window, scale, bounds), device_info(q.device)
-    if q.shape[4] > sm90.MOST_DK or not cuda.supports(call, device, do):
+    if q.shape[4] > ARITHMETIC_TILES.backward_key_dim_max or not cuda.supports(call, device, do):
         return window_triton.backward(q, k, v, o, lse, do, dlse, window, scale, bounds)
     if q.shape[4] + v.shape[3] <= NARROW:
         dq, _, delta = window_triton.dq(call, o, lse, do, dlse)

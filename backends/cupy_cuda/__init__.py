@@ -53,8 +53,7 @@ def _backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | Non
     o, lse, ranges = o.contiguous(), lse.contiguous(), call.disjoint_ranges()
     on_tiles = sm90.supports_tiles(call, do)
     dq, delta = (sm90.dq_tiles if on_tiles else sm80.dq_rows)(call, ranges, o, lse, do, dlse)
-    on_groups = on_tiles and call.q.shape[-1] <= sm90.MOST_DK
-    return dq, *(sm90.dkdv_groups if on_groups else sm80.dkdv_tiles)(call, ranges, lse, do, delta), delta
+    return dq, *(sm90.dkdv_groups if on_tiles else sm80.dkdv_tiles)(call, ranges, lse, do, delta), delta
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:

@@ -61,9 +61,9 @@ def start_dkdv(
 ) -> None:
     """Start dkdv_groups.cu; values: its `KeyToRows` and `KeyGradients`."""
     q, h = call.q, call.q.shape[3]
-    stages, shared = sm90.group_stages(q.shape[4], call.v.shape[3], device)
+    shape = sm90.group_shape(q.shape[4], call.v.shape[3], device)
     launch.start(
-        "dkdv_groups.cu", launch.macros(call, H=h, STAGES=stages, **keys.macros), q.get_device(), ctas, 256, shared,
+        "dkdv_groups.cu", launch.macros(call, H=h, STAGES=shape.stages, **keys.macros), q.get_device(), ctas, shape.threads, shape.shared,
         *launch.strided(do), *launch.pointers(lse, delta), *values,
         maps=sm90.adjacent_maps(call.k, call.v, q, do), problem=problem(call, keys),
     )  # fmt: skip

@@ -31,7 +31,7 @@ SM = 90  # wgmma is this chip's alone
 ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a consumer warpgroup, keys of a step, bytes of 64 rows of 64 columns
 STATIC = 2048  # bytes of `__shared__` variables and of the system, to the next multiple of 1024
 MOST_STAGES = 6  # of forward_blocks.cu and dkdv_groups.cu; twice as many of e4m3, whose steps have half the bytes
-MOST_DK = 128  # columns of dk that registers hold beside dv in dkdv_groups.cu
+MOST_COLUMNS = 128  # of dk and of dv that one consumer of dkdv_groups.cu has registers for
 L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
 STRETCH_BYTES = 16 * 2**20  # of q and do of a stretch of order_segments.cu
 MOST_STRETCHES = 256  # of order_segments.cu
@@ -51,6 +51,14 @@ class TileShape(NamedTuple):
     tokens: int
     stages: int
     q_stages: int
+    shared: int
+
+
+class GroupShape(NamedTuple):
+    """Threads of a CTA of dkdv_groups.cu, stages of q and do, and bytes of dynamic shared memory."""
+
+    threads: int
+    stages: int
     shared: int
 
 
@@ -124,7 +132,7 @@ def forward_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
 def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> TileShape:
     """with_o: o is in shared memory, too."""
     (h, Dk), Dv = q.shape[3:], v.shape[-1]
-    q_stages = 2 if Dk <= MOST_DK else 1  # wider tiles would leave two stages of keys
+    q_stages = 2 if Dk <= 128 else 1  # wider tiles would leave two stages of keys
     return tile_shape(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, q_stages, Dv * (1 + with_o), device.shared_memory)
 
 
@@ -231,12 +239,12 @@ def _build(call: Call, tokens: int) -> TilePlan:
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
-    q, (macros, shared, rows), lists = call.q, _groups(call), lists_of(call, KEYS)
+    q, (macros, shape, rows), lists = call.q, _groups(call), lists_of(call, KEYS)
     (order,) = kept_plan(call, ("cupy-cuda order",), _order, rows, lists.reach, lists.segment).value
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
-            "dkdv_groups.cu", macros, q.get_device(), ctas, 256, shared,
+            "dkdv_groups.cu", macros, q.get_device(), ctas, shape.threads, shape.shared,
             *launch.strided(do), *launch.pointers(lse, delta), *lists, order.data_ptr(),
             maps=step_maps(call.k, call.v, q, do), problem=launch.problem(call, ranges),
         )  # fmt: skip
@@ -245,12 +253,12 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
 
 
 @known
-def _groups(call: Call) -> tuple[Constants, int, int]:
-    """Constants of dkdv_groups.cu, its bytes of dynamic shared memory, and the rows of a stretch of order_segments.cu."""
+def _groups(call: Call) -> tuple[Constants, GroupShape, int]:
+    """Constants of dkdv_groups.cu, its CTAs, and the rows of a stretch of order_segments.cu."""
     (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
-    stages, shared = group_stages(Dk, Dv, call.device)
+    shape = group_shape(Dk, Dv, call.device)
     rows = max(STRETCH_BYTES // (h * (Dk + Dv) * call.q.element_size()), -(-B * G * S // MOST_STRETCHES))
-    return launch.macros(call, H=h, STAGES=stages), shared, rows
+    return launch.macros(call, H=h, STAGES=shape.stages), shape, rows
 
 
 def _order(call: Call, rows: int, reach: int, segment: int) -> tuple[Tensor]:
@@ -288,13 +296,13 @@ def step_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
     return *adjacent_maps(k, v, *rows), *(row_map(x, 1) for x in rows)
 
 
-def group_stages(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> tuple[int, int]:
-    """Stages of dkdv_groups.cu and its bytes of dynamic shared memory, of two CTAs per multiprocessor; `others` of these are for something
-    else."""
-    step_bytes = PANEL * (Dk + Dv) // 64
-    of_cta = (device.shared_memory + 1024) // 2 - STATIC - MOST_STAGES * STATISTICS - others
+def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> GroupShape:
+    """CTAs of dkdv_groups.cu, of which `others` bytes of shared memory are for something else: two per multiprocessor, or one with two
+    consumers."""
+    step_bytes, consumers = PANEL * (Dk + Dv) // 64, 1 if max(Dk, Dv) <= MOST_COLUMNS else 2
+    of_cta = (device.shared_memory + SYSTEM) * consumers // 2 - STATIC - MOST_STAGES * STATISTICS - others
     stages = min(MOST_STAGES, of_cta // step_bytes - 1)
-    return stages, (stages + 1) * step_bytes + others
+    return GroupShape(128 * (consumers + 1), stages, (stages + 1) * step_bytes + others)
 
 
 def head_tiles(h: int) -> int:

@@ -92,7 +92,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
             "forward_blocks.cu",
             "forward_tokens.cu",
             "dq_tiles.cu" if shape == "h1" else "dq_rows.cu",
-            *({"dkdv_groups.cu", "order_segments.cu"} if shape in ("h1", "h64-192-128") else {"dkdv_tiles.cu"}),
+            *({"dkdv_groups.cu", "order_segments.cu"} if shape == "h1" else {"dkdv_tiles.cu"}),
         }
     else:
         assert names == ALL_KERNELS - {"combine.cu", *HOPPERS}

@@ -147,7 +147,7 @@ def test_poison_matrix_of_hopper(started: list[str], h: int, Dk: int, Dv: int, b
     run, mask = through("cupy-cuda", selection), selected(selection, q, k)
     check_empty_rows(run, q, k, v, mask)
     check_one_row(run, q, k, v, mask, row)
-    ran = ("forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu" if Dk <= 128 else "dkdv_tiles.cu")
+    ran = ("forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu")
     for kernel in ran if block != 32 and h > 1 else ran[:1] if h == 1 else ():
         assert_ran(started, kernel)
 

@@ -22,7 +22,8 @@
 #include "window_rows.cuh"
 
 constexpr int NO_END = 0x7fffffff;
-constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 32;  // a thread
+constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;  // of a multiprocessor
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : 232, PRODUCER_REGISTERS = CONSUMERS == 1 ? 32 : 40;  // a thread
 
 struct Arguments {
     TensorMap q, d_o, k, v;  // of q and do the tokens of a step
@@ -103,9 +104,10 @@ DEVICE void zero_tokens(unsigned char *stage, int first) {
     for (int i = threadIdx.x % 128; i < STAGE_BYTES / 16; i += 128)
         if (i % (PANEL / 16) >= first * H * 8) *reinterpret_cast<uint4 *>(stage + i * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();
-    named_barrier<128>(1);
+    named_barrier<128>(1 + threadIdx.x / 128);
 }
 
+// One consumer: all products.
 DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
     const Problem &p = x.p;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + K_BYTES / 16;
@@ -150,27 +152,35 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
     rows.write<DV>(dv, 1.0f, 0, x.to.part_dv, x.to.dv);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) dkdv_groups(const __grid_constant__ Arguments x) {
+#include "split_products.cuh"
+
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_groups(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, the stages
     __shared__ Shared shared;
+    __shared__ Pipeline<HANDOVERS> handover;
     if (!ADJACENT && blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const SegmentId id = segment_of(x, blockIdx.x);
 #ifdef COMPRESS_STRIDE
     if (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list]) return;
 #endif
     unsigned char *stages = memory + K_BYTES + V_BYTES;
-    const int producer = threadIdx.x / 32 - 4;
+    const int producer = threadIdx.x / 32 - 4 * CONSUMERS;
     const ListSteps list(x, id);
-    if (threadIdx.x == 0) shared.init();
+    if (threadIdx.x == 0) {
+        handover.init(4, 4);
+        shared.init();
+    }
     zero_stages(stages);
     __syncthreads();
     if (producer < 0) {
-        reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(true);
-        accumulate(x, list, memory, stages, shared);
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(true);
+        if constexpr (CONSUMERS == 1) accumulate(x, list, memory, stages, shared);
+        else if (threadIdx.x < 128) accumulate_split<ValueSums>(x, list, memory, stages, shared, handover);
+        else accumulate_split<KeySums>(x, list, memory, stages, shared, handover);
         return;
     }
-    reallocate_registers<1, CONSUMER_REGISTERS, PRODUCER_REGISTERS, 2>(false);
-    if (threadIdx.x == 128) produce_tile(list, memory, &shared.tile);
+    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(false);
+    if (producer == 0 && threadIdx.x % 32 == 0) produce_tile(list, memory, &shared.tile);
     __syncwarp();
     produce_rows(list, stages, shared, producer);
 }

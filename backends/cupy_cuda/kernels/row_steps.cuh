@@ -21,6 +21,7 @@ constexpr bool ADJACENT = false;
 #endif
 constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
+constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // warpgroups: one has no registers for wider sums
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 
 struct Shared {
@@ -30,7 +31,7 @@ struct Shared {
     int limit[STAGES][ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
 
     DEVICE void init() {
-        steps.init((BY_TMA ? 1 : 32 * COPY_WARPS) + 32 + 32, 4);  // rows; statistics copied, and written; a lane of every consumer warp
+        steps.init((BY_TMA ? 1 : 32 * COPY_WARPS) + 32 + 32, 4 * CONSUMERS);  // rows; statistics copied, and written; a lane of every consumer warp
         mbarrier_init(&tile, 1);
         mbarrier_fence_init();
     }
@@ -196,7 +197,7 @@ DEVICE void produce_rows(const List &list, unsigned char *stages, Shared &shared
 // Rows that no token fills stay zero: p = 1 there, which 0 * NaN would not cancel.
 DEVICE void zero_stages(unsigned char *stages) {
     if (TQ * H < ROWS)
-        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += 256)
+        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += 128 * (CONSUMERS + 1))
             *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();
 }
