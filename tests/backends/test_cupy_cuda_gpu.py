@@ -46,7 +46,7 @@ def test_on_another_stream() -> None:
     ("h", "Dk", "Dv", "block"),
     [
         *((16, 128, 128, 64), (4, 128, 128, 64), (1, 128, 128, 64), (1, 192, 64, 64)),
-        *((2, 64, 64, 64), (3, 128, 64, 128), (16, 192, 128, 64), (64, 64, 128, 64)),
+        *((2, 64, 64, 64), (3, 128, 64, 128), (16, 192, 128, 64), (4, 192, 128, 128), (40, 192, 64, 64), (64, 64, 128, 64)),
     ],
 )
 def test_more_tiles_than_multiprocessors(h: int, Dk: int, Dv: int, block: int) -> None:
@@ -134,6 +134,8 @@ def test_what_follows_a_row_in_its_own_block(started: list[str], h: int, every: 
         (2, 64, 64, 64, torch.bfloat16),
         (12, 128, 64, 128, torch.float16),
         (16, 192, 128, 64, torch.bfloat16),
+        (3, 192, 64, 128, torch.float16),
+        (40, 192, 128, 64, torch.float16),
         (64, 64, 128, 64, torch.float16),
         (16, 128, 128, 64, torch.bfloat16),
         (4, 64, 64, 32, torch.float16),  # by rows, on every GPU

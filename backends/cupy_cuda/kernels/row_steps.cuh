@@ -5,7 +5,7 @@
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
 //
 // A list is a struct with x, the kernel's arguments, of which these functions read the tensor maps, p, d_out, lse and delta; b, g,
-// first_key, steps; and row(step, i): the row of listed token number i of a step, S, which is past the rows, if there is none.
+// first_key, steps; begun, the steps of a CTA's lists before; and row(step, i): the row of listed token number i of a step, S, which is past the rows, if there is none.
 //
 //   H       heads of a group
 //   STAGES  stages of the pipeline of steps
@@ -90,7 +90,7 @@ DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shar
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     Tokens coming(list, 0);
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
+        const auto at = state_of(list.begun + step);
         const Tokens tokens = coming;
         coming = Tokens(list, step + 1);  // read a step ahead: the rows' addresses depend on it
         const bool adjacent = tokens.adjacent();
@@ -119,7 +119,7 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
     const int lane = threadIdx.x % 32, column = lane % 8;
     const u16 *q = list.x.p.q.group(list.b, list.g) + column * 8, *d_out = list.x.d_out.group(list.b, list.g) + column * 8;
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
+        const auto at = state_of(list.begun + step);
         const Tokens tokens(list, step);  // read while the stage is not empty yet
         const bool adjacent = tokens.adjacent();
         shared.steps.wait_empty(at);
@@ -157,7 +157,7 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
     int coming[2];
     for (int i = 0; i < 2; ++i) coming[i] = list.row(0, (lane + 32 * i) / H);
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
+        const auto at = state_of(list.begun + step);
         const int rows[2] = {coming[0], coming[1]};
         for (int i = 0; i < 2; ++i) coming[i] = list.row(step + 1, (lane + 32 * i) / H);
         shared.steps.wait_empty(at);
@@ -178,7 +178,7 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
 template <class List>
 DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &shared) {
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
+        const auto at = state_of(list.begun + step);
         shared.steps.wait_empty(at);
         load_step(list, stages + at.stage * STAGE_BYTES, &shared.steps.full[at.stage], list.row(step, 0));
     }

@@ -2,9 +2,14 @@
 // Two consumers: one computes p and dv, the other ds and dk. Each has the registers for its sums, and for the tile's keys or values as the
 // operand of every step. p goes from one to the other in float32 through shared memory.
 constexpr bool IN_REGISTERS = DK <= 192 && DV <= 128;
-constexpr int HANDOVERS = 2;
+constexpr int SPLIT_CONSUMER = ADJACENT ? 232 : 224, SPLIT_PRODUCER = ADJACENT ? 40 : 56;  // registers a thread
+constexpr int HANDOVERS = 1;
 constexpr int HANDOVER_BYTES = 128 * ROWS / 2 * 4;
-static_assert(CONSUMERS == 1 || !IN_REGISTERS || HANDOVERS * HANDOVER_BYTES <= K_BYTES + V_BYTES, "p takes the tile's place");
+
+struct SplitBarriers {
+    Pipeline<1> tile;  // the tile's keys and values
+    Pipeline<HANDOVERS> handover;  // p^T of a step
+};
 
 // The tile's keys or values, of which every step is multiplied. In registers, wgmma reads half as much shared memory.
 template <int COLUMNS>
@@ -14,7 +19,6 @@ struct TileOperand {
         if (!IN_REGISTERS) return;
 #pragma unroll
         for (int k = 0; k < COLUMNS / 16; ++k) load_operand(a[k], memory, k);
-        named_barrier<256>(3);  // the tile has been read
     }
     // d = tile b^T, asynchronous
     DEVICE void multiply(float (&d)[ROWS / 2], u32 b) const {
@@ -25,8 +29,7 @@ struct TileOperand {
 
 // Where thread t of a consumer and thread t of the other have p^T of a step.
 DEVICE float4 *handover_place(unsigned char *memory, int stage) {
-    unsigned char *first = memory + (IN_REGISTERS ? 0 : K_BYTES + V_BYTES + STAGES * STAGE_BYTES);
-    return reinterpret_cast<float4 *>(first + stage * HANDOVER_BYTES) + threadIdx.x % 128;
+    return reinterpret_cast<float4 *>(memory + K_BYTES + V_BYTES + STAGES * STAGE_BYTES + stage * HANDOVER_BYTES) + threadIdx.x % 128;
 }
 
 DEVICE PipelineState<HANDOVERS> handover_of(int step) { return {step % HANDOVERS, step / HANDOVERS % 2}; }
@@ -39,21 +42,22 @@ struct SplitSteps {
     const int2 whole;
     DEVICE SplitSteps(const ListSteps &list, unsigned char *stages, Shared &shared)
         : list(list), stages(stages), stage0(uniform(operand(shared_address(stages)))), shared(shared), whole(list.whole_steps()) {}
-    DEVICE u32 q_tile(int step) const { return uniform(stage0 + state_of(step).stage * (STAGE_BYTES / 16)); }
+    DEVICE PipelineState<STAGES> state(int step) const { return state_of(list.begun + step); }
+    DEVICE u32 q_tile(int step) const { return uniform(stage0 + state(step).stage * (STAGE_BYTES / 16)); }
     DEVICE u32 do_tile(int step) const { return q_tile(step) + K_BYTES / 16; }
     DEVICE bool masked(int step) const {
         const int in_list = list.step_at(step);
         return in_list < whole.x || in_list >= whole.y;
     }
     DEVICE void wait(int step) {
-        const auto at = state_of(step);
+        const auto at = state(step);
         wait_for_rows(shared, at);
 #ifdef WINDOW
         if (list.step_at(step) + 1 == list.steps && list.end % TQ)
             zero_tokens(stages + at.stage * STAGE_BYTES, static_cast<int>(list.end % TQ));
 #endif
     }
-    DEVICE void release(int step) { shared.steps.release(state_of(step).stage); }
+    DEVICE void release(int step) { shared.steps.release(state(step).stage); }
 };
 
 // p and dv.
@@ -73,8 +77,8 @@ struct ValueSums {
     }
     DEVICE void begin_product(int step) { keys.multiply(s, steps.q_tile(step)); }
     DEVICE void finish_product(int step) {
-        const int stage = state_of(step).stage;
-        const auto to = handover_of(step);
+        const int stage = steps.state(step).stage;
+        const auto to = handover_of(steps.list.begun + step);
         exponentiate(s, steps.shared.lse[stage], x.p.scale_log2);
         if (steps.masked(step)) mask_keys(x.p, s, steps.shared.limit[stage]);
         handover.wait_empty(to);
@@ -106,8 +110,8 @@ struct KeySums {
     }
     DEVICE void begin_product(int step) { values.multiply(dp, steps.do_tile(step)); }
     DEVICE void finish_product(int step) {
-        const int stage = state_of(step).stage;
-        const auto from = handover_of(step);
+        const int stage = steps.state(step).stage;
+        const auto from = handover_of(steps.list.begun + step);
         if (steps.masked(step)) mask_keys(x.p, dp, steps.shared.limit[stage]);
         handover.wait_full(from);
         const float4 *place = handover_place(memory, from.stage);
@@ -129,11 +133,16 @@ struct KeySums {
 };
 
 template <class Sums>
-DEVICE void accumulate_split(const Arguments &x, const ListSteps &list, unsigned char *memory, unsigned char *stages, Shared &shared,
-                             Pipeline<HANDOVERS> &handover) {
+DEVICE void accumulate_split(const Arguments &x, const ListSteps &list, int visit, unsigned char *memory, unsigned char *stages, Shared &shared,
+                             SplitBarriers &barriers) {
     SplitSteps steps(list, stages, shared);
-    mbarrier_wait(&shared.tile, 0);
-    Sums sums(x, steps, memory, handover);
+    const PipelineState<1> tile = {0, visit % 2};
+    barriers.tile.wait_full(tile);
+    Sums sums(x, steps, memory, barriers.handover);
+    if (IN_REGISTERS) {
+        __syncwarp();
+        barriers.tile.release(0);
+    }
     if (list.steps > 0) {
         steps.wait(0);
         wgmma_fence();
@@ -159,6 +168,54 @@ DEVICE void accumulate_split(const Arguments &x, const ListSteps &list, unsigned
         sums.begin_sums(list.steps - 1);
         wgmma_commit();
         wgmma_wait<0>();
+        steps.release(list.steps - 1);
     }
+    if (!IN_REGISTERS) barriers.tile.release(0);
     sums.write(GradientRows(list, x.lists, x.p.S_kv, static_cast<int>(threadIdx.x) % 128 / 32 * 16));
+}
+
+// A CTA's segments, each with how many there were before it, and their steps.
+template <class Visit>
+DEVICE void for_segments(const Arguments &x, Visit visit) {
+    const u32 segments = segments_of(x);
+    int number = 0, begun = 0;
+    for (u32 index = blockIdx.x; index < segments; index += gridDim.x) {
+        const SegmentId id = segment_of(x, index);
+        if (!exists(x, id)) continue;
+        const ListSteps list(x, id, begun);
+        visit(list, number++);
+        begun += list.steps;
+    }
+}
+
+// Two consumers: a CTA for each multiprocessor, whose producers are a segment ahead.
+DEVICE void visit_segments(const Arguments &x, unsigned char *memory, unsigned char *stages, Shared &shared) {
+    __shared__ SplitBarriers barriers;
+    const int producer = threadIdx.x / 32 - 8;
+    if (threadIdx.x == 0) {
+        barriers.tile.init(1, 8);
+        barriers.handover.init(4, 4);
+        shared.init();
+    }
+    zero_stages(stages);
+    __syncthreads();
+    if (producer < 0) {
+        reallocate_registers<2, SPLIT_CONSUMER, SPLIT_PRODUCER>(true);
+        if (threadIdx.x < 128)
+            for_segments(x, [&](const ListSteps &list, int number) { accumulate_split<ValueSums>(x, list, number, memory, stages, shared, barriers); });
+        else
+            for_segments(x, [&](const ListSteps &list, int number) { accumulate_split<KeySums>(x, list, number, memory, stages, shared, barriers); });
+        return;
+    }
+    reallocate_registers<2, SPLIT_CONSUMER, SPLIT_PRODUCER>(false);
+    for_segments(x, [&](const ListSteps &list, int number) {
+        if (producer == 0 && threadIdx.x % 32 == 0) {
+            const PipelineState<1> tile = {0, number % 2};
+            barriers.tile.wait_empty(tile);
+            produce_tile(list, memory, &barriers.tile.full[0]);
+        }
+        __syncwarp();
+        produce_rows(list, stages, shared, producer);
+        __syncwarp();
+    });
 }
