@@ -63,7 +63,7 @@ def start_dkdv(
     q, h = call.q, call.q.shape[3]
     shape = sm90.group_shape(q.shape[4], call.v.shape[3], device)
     launch.start(
-        "dkdv_groups.cu", launch.macros(call, H=h, STAGES=shape.stages, **keys.macros), q.get_device(), shape.ctas(ctas, device), shape.threads,
+        "dkdv_groups.cu", launch.macros(call, H=h, STAGES=shape.stages, **keys.macros), q.get_device(), ctas, shape.threads,
         shape.shared,
         *launch.strided(do), *launch.pointers(lse, delta), *values,
         maps=sm90.adjacent_maps(call.k, call.v, q, do), problem=problem(call, keys),

@@ -36,7 +36,6 @@ L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
 STRETCH_BYTES = 16 * 2**20  # of q and do of a stretch of order_segments.cu
 MOST_STRETCHES = 256  # of order_segments.cu
 STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
-HANDOVER = 4 * ROWS * KEYS  # bytes of p of a step, which one consumer of dkdv_groups.cu gives to the other
 CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
 # CTAs of a cluster of forward_blocks.cu, and the percentage of a GPU's CTAs that such clusters take (cuOccupancyMaxActiveClusters, H200).
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
@@ -56,17 +55,11 @@ class TileShape(NamedTuple):
 
 
 class GroupShape(NamedTuple):
-    """CTAs per multiprocessor of dkdv_groups.cu; threads, stages of q and do, and bytes of dynamic shared memory of each."""
+    """Threads of a CTA of dkdv_groups.cu, stages of q and do, and bytes of dynamic shared memory."""
 
-    per_sm: int
     threads: int
     stages: int
     shared: int
-
-    def ctas(self, segments: int, device: DeviceInfo) -> int:
-        """One for each segment, or at most one per multiprocessor, which takes several."""
-        return segments if self.per_sm > 1 else min(segments, device.sm_count)
-
 
 class TilePlan(NamedTuple):
     """The lists of blocks of all tiles: `TilePlan` of tile_plan.cuh, without the order of tiles."""
@@ -250,7 +243,7 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
-            "dkdv_groups.cu", macros, q.get_device(), shape.ctas(ctas, call.device), shape.threads, shape.shared,
+            "dkdv_groups.cu", macros, q.get_device(), ctas, shape.threads, shape.shared,
             *launch.strided(do), *launch.pointers(lse, delta), *lists, order.data_ptr(),
             maps=step_maps(call.k, call.v, q, do), problem=launch.problem(call, ranges),
         )  # fmt: skip
@@ -303,13 +296,13 @@ def step_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
 
 
 def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> GroupShape:
-    """CTAs of dkdv_groups.cu, of which `others` bytes of shared memory are for something else: two of one consumer, or one of two."""
+    """CTAs of dkdv_groups.cu, of which `others` bytes of shared memory are for something else: two per multiprocessor, of one consumer and
+    with a tile beside the stages; or one of two consumers, which exchange p."""
     step_bytes, consumers = PANEL * (Dk + Dv) // 64, 1 if max(Dk, Dv) <= MOST_COLUMNS else 2
-    if consumers == 2:
-        others += HANDOVER
+    others += step_bytes if consumers == 1 else 4 * ROWS * KEYS
     of_cta = (device.shared_memory + SYSTEM) * consumers // 2 - STATIC - MOST_STAGES * STATISTICS - others
-    stages = min(MOST_STAGES, of_cta // step_bytes - 1)
-    return GroupShape(2 // consumers, 128 * (consumers + 1), stages, (stages + 1) * step_bytes + others)
+    stages = min(MOST_STAGES, of_cta // step_bytes)
+    return GroupShape(128 * (consumers + 1), stages, stages * step_bytes + others)
 
 
 def head_tiles(h: int) -> int:

@@ -22,8 +22,8 @@
 #include "window_rows.cuh"
 
 constexpr int NO_END = 0x7fffffff;
-constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;           // of a multiprocessor
-constexpr int CONSUMER_REGISTERS = 224;                // a thread
+constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;  // of a multiprocessor
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : 232, PRODUCER_REGISTERS = CONSUMERS == 1 ? 32 : 40;  // a thread
 
 struct Arguments {
     TensorMap q, d_o, k, v;  // of q and do the tokens of a step
@@ -57,40 +57,22 @@ DEVICE SegmentId segment_of(const Arguments &x, u32 index) {
 #endif
 }
 
-// Segments that `segment_of` numbers, of which some may not exist.
-DEVICE u32 segments_of(const Arguments &x) {
-#ifdef COMPRESS_STRIDE
-    return x.lists.lists * ((x.p.S + x.lists.segment - 1) / x.lists.segment);
-#elif defined(WINDOW)
-    return x.lists.lists;
-#else
-    return x.lists.segments[x.lists.lists];
-#endif
-}
-DEVICE bool exists(const Arguments &x, SegmentId id) {
-#ifdef COMPRESS_STRIDE
-    return id.number >= 0 && id.number < x.lists.segments[id.list + 1] - x.lists.segments[id.list];
-#else
-    return true;
-#endif
-}
-
 // The steps of a segment.
 struct ListSteps : Segment<KEYS> {
     const Arguments &x;
-    const int steps, begun;
+    const int steps;
     i64 row0 = 0;  // ADJACENT: the row of `begin`
 #ifdef WINDOW
     const WindowRows<KEYS, TQ> rows;
-    DEVICE ListSteps(const Arguments &arguments, SegmentId id, int begun = 0)
-        : ListSteps(arguments, id, begun, WindowRows<KEYS, TQ>(arguments.p, id.list % arguments.lists.tiles * KEYS)) {}
-    DEVICE ListSteps(const Arguments &arguments, SegmentId id, int begun, const WindowRows<KEYS, TQ> &window)
-        : Segment<KEYS>(arguments.lists, arguments.p.G, id.list, window.count), x(arguments), steps(window.steps), begun(begun),
-          row0(window.first), rows(window) {}
+    DEVICE ListSteps(const Arguments &arguments, SegmentId id)
+        : ListSteps(arguments, id, WindowRows<KEYS, TQ>(arguments.p, id.list % arguments.lists.tiles * KEYS)) {}
+    DEVICE ListSteps(const Arguments &arguments, SegmentId id, const WindowRows<KEYS, TQ> &window)
+        : Segment<KEYS>(arguments.lists, arguments.p.G, id.list, window.count), x(arguments), steps(window.steps), row0(window.first),
+          rows(window) {}
     DEVICE int step_at(int i) const { return rows.step_at(i); }  // which step of the list comes as number `i`
 #else
-    DEVICE ListSteps(const Arguments &arguments, SegmentId id, int begun = 0)
-        : Segment<KEYS>(arguments.lists, arguments.p.G, id), x(arguments), steps(static_cast<int>((end - begin + TQ - 1) / TQ)), begun(begun) {
+    DEVICE ListSteps(const Arguments &arguments, SegmentId id)
+        : Segment<KEYS>(arguments.lists, arguments.p.G, id), x(arguments), steps(static_cast<int>((end - begin + TQ - 1) / TQ)) {
         if (ADJACENT) row0 = x.p.S - (x.lists.begins[list + 1] - begin);
     }
     DEVICE int step_at(int i) const { return i; }
@@ -172,31 +154,34 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
 
 #include "split_products.cuh"
 
-// One consumer: a CTA for each segment.
-DEVICE void visit_segment(const Arguments &x, unsigned char *memory, unsigned char *stages, Shared &shared) {
-    if (blockIdx.x >= segments_of(x)) return;
+extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_groups(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, unless they come in a stage; the stages
+    __shared__ Shared shared;
+    __shared__ Pipeline<1> handover;  // of two consumers
+    if (!ADJACENT && blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const SegmentId id = segment_of(x, blockIdx.x);
-    if (!exists(x, id)) return;
-    const int producer = threadIdx.x / 32 - 4;
+#ifdef COMPRESS_STRIDE
+    if (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list]) return;
+#endif
+    unsigned char *stages = memory + (CONSUMERS == 1 ? STAGE_BYTES : 0);
+    unsigned char *tile = memory + (CONSUMERS == 1 ? 0 : (STAGES - 1) * STAGE_BYTES);
+    const int producer = threadIdx.x / 32 - 4 * CONSUMERS;
     const ListSteps list(x, id);
-    if (threadIdx.x == 0) shared.init();
+    if (threadIdx.x == 0) {
+        handover.init(4, 4);
+        shared.init();
+    }
     zero_stages(stages);
     __syncthreads();
     if (producer < 0) {
-        reallocate_registers<1, CONSUMER_REGISTERS, 32, 2>(true);
-        accumulate(x, list, memory, stages, shared);
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(true);
+        if constexpr (CONSUMERS == 1) accumulate(x, list, tile, stages, shared);
+        else if (threadIdx.x < 128) accumulate_split<ValueSums>(x, list, tile, stages, shared, handover);
+        else accumulate_split<KeySums>(x, list, tile, stages, shared, handover);
         return;
     }
-    reallocate_registers<1, CONSUMER_REGISTERS, 32, 2>(false);
-    if (threadIdx.x == 128) produce_tile(list, memory, &shared.tile);
+    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(false);
+    if (producer == 0 && threadIdx.x % 32 == 0) produce_tile(list, tile, &shared.tile);
     __syncwarp();
     produce_rows(list, stages, shared, producer);
-}
-
-extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_groups(const __grid_constant__ Arguments x) {
-    extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, the stages
-    __shared__ Shared shared;
-    unsigned char *stages = memory + K_BYTES + V_BYTES;
-    if constexpr (CONSUMERS == 1) visit_segment(x, memory, stages, shared);
-    else visit_segments(x, memory, stages, shared);
 }

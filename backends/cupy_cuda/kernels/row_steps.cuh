@@ -5,7 +5,7 @@
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta)
 //
 // A list is a struct with x, the kernel's arguments, of which these functions read the tensor maps, p, d_out, lse and delta; b, g,
-// first_key, steps; begun, the steps of a CTA's lists before; and row(step, i): the row of listed token number i of a step, S, which is past the rows, if there is none.
+// first_key, steps; and row(step, i): the row of listed token number i of a step, S, which is past the rows, if there is none.
 //
 //   H       heads of a group
 //   STAGES  stages of the pipeline of steps
@@ -21,7 +21,7 @@ constexpr bool ADJACENT = false;
 #endif
 constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
-constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // warpgroups: one has no registers for wider sums
+constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // warpgroups: one has no registers for the sums of wider keys
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 
 struct Shared {
@@ -34,6 +34,10 @@ struct Shared {
         steps.init((BY_TMA ? 1 : 32 * COPY_WARPS) + 32 + 32, 4 * CONSUMERS);  // rows; statistics copied, and written; a lane of every consumer warp
         mbarrier_init(&tile, 1);
         mbarrier_fence_init();
+    }
+    // The producers' wait for a stage. With two consumers the tile comes in the last one, which they then release.
+    DEVICE void wait_empty(const PipelineState<STAGES> &at) {
+        mbarrier_wait(&steps.empty[at.stage], at.parity ^ (CONSUMERS == 2 && at.stage == STAGES - 1 ? 0 : 1));
     }
 };
 
@@ -90,11 +94,11 @@ DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shar
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     Tokens coming(list, 0);
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(list.begun + step);
+        const auto at = state_of(step);
         const Tokens tokens = coming;
         coming = Tokens(list, step + 1);  // read a step ahead: the rows' addresses depend on it
         const bool adjacent = tokens.adjacent();
-        shared.steps.wait_empty(at);
+        shared.wait_empty(at);
         unsigned char *q_tile = stages + at.stage * STAGE_BYTES;
         u64 *full = &shared.steps.full[at.stage];
         __syncwarp();  // all lanes have seen it: the next phase may pass
@@ -119,10 +123,10 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
     const int lane = threadIdx.x % 32, column = lane % 8;
     const u16 *q = list.x.p.q.group(list.b, list.g) + column * 8, *d_out = list.x.d_out.group(list.b, list.g) + column * 8;
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(list.begun + step);
+        const auto at = state_of(step);
         const Tokens tokens(list, step);  // read while the stage is not empty yet
         const bool adjacent = tokens.adjacent();
-        shared.steps.wait_empty(at);
+        shared.wait_empty(at);
         __syncwarp();
         if (adjacent) {
             u64 *full = &shared.steps.full[at.stage];
@@ -157,10 +161,10 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
     int coming[2];
     for (int i = 0; i < 2; ++i) coming[i] = list.row(0, (lane + 32 * i) / H);
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(list.begun + step);
+        const auto at = state_of(step);
         const int rows[2] = {coming[0], coming[1]};
         for (int i = 0; i < 2; ++i) coming[i] = list.row(step + 1, (lane + 32 * i) / H);
-        shared.steps.wait_empty(at);
+        shared.wait_empty(at);
         for (int i = 0; i < 2; ++i) {
             const int row = lane + 32 * i;
             const bool exists = rows[i] < list.x.p.S;
@@ -178,8 +182,8 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
 template <class List>
 DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &shared) {
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(list.begun + step);
-        shared.steps.wait_empty(at);
+        const auto at = state_of(step);
+        shared.wait_empty(at);
         load_step(list, stages + at.stage * STAGE_BYTES, &shared.steps.full[at.stage], list.row(step, 0));
     }
 }

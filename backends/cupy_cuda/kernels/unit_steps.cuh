@@ -38,7 +38,6 @@ struct UnitSegment {
 // The steps of a segment. Its numbers stay in shared memory: the producers have few registers.
 template <class Arguments, class Segment = UnitSegment>
 struct UnitSteps {
-    static constexpr int begun = 0;
     const Arguments &x;
     const Segment &segment;
     const int first_key, steps;
