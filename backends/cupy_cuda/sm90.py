@@ -61,6 +61,7 @@ class GroupShape(NamedTuple):
     stages: int
     shared: int
 
+
 class TilePlan(NamedTuple):
     """The lists of blocks of all tiles: `TilePlan` of tile_plan.cuh, without the order of tiles."""
 
