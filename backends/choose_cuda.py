@@ -1,8 +1,7 @@
 """Choosing blocks with CUDA on Hopper: attention to compressed keys and its gradients by TMA and wgmma (cupy_cuda/compressed.py).
 
 Importance and top n are the Triton kernels of choose_triton.py. Calls with positions (q_pos), without any compressed key, or with tensors
-that TMA cannot read take all of its kernels. So do gradients with Dk > 128, as registers do not hold dk. Triton's dq is faster
-with Dk = Dv = 64 (docs/kernels.md, "Tried without rows").
+that TMA cannot read take all of its kernels. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md, "Tried without rows").
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from torch import Tensor
 from nsa_sel.backends import choose_triton
 from nsa_sel.backends._triton.arguments import NARROW
 from nsa_sel.backends.cupy_cuda import compressed
-from nsa_sel.backends.specs import ARITHMETIC_TILES
 from nsa_sel.core.choose_call import ChooseCall
 from nsa_sel.core.facts import device_info
 
@@ -46,7 +44,7 @@ def backward_and_delta(call: ChooseCall, o: Tensor, lse: Tensor, do: Tensor, dls
         dq, dk, dv, delta = backward_and_delta(call.with_positive_scale(), o, lse, do, dlse)
         return -dq, dk, dv, delta
     device = device_info(call.q.device)
-    if call.q.shape[4] > ARITHMETIC_TILES.backward_key_dim_max or not compressed.supports(call, device, do):
+    if not compressed.supports(call, device, do):
         return choose_triton.backward_and_delta(call, o, lse, do, dlse)
     o, lse = o.contiguous(), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()

@@ -36,12 +36,10 @@ _CHOICE = {
 }
 
 HOPPER_TILES = TileKernels(
-    sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=192,
+    sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_dims_max=(192, 128),
     one_head=True,
 )  # fmt: skip
-ARITHMETIC_TILES = msgspec.structs.replace(  # of keys; no plan in memory
-    HOPPER_TILES, block_multiple=1, blocks_max=1 << 24, one_head=False, backward_key_dim_max=128
-)
+ARITHMETIC_TILES = msgspec.structs.replace(HOPPER_TILES, block_multiple=1, blocks_max=1 << 24, one_head=False)  # of keys; no plan in memory
 E4M3_TILE_ROWS = 16  # tokens times heads of a tile of forward_tokens.cu, at most
 # Of block_gradients.cu, which has no plan of tiles.
 HOPPER_LISTS = msgspec.structs.replace(HOPPER_TILES, blocks_max=1 << 24, heads=(1, 64), key_dims=(64, 128))

@@ -1,8 +1,7 @@
 """Sliding-window attention with CUDA on Hopper, by TMA and wgmma (cupy_cuda/window.py).
 
-The Triton kernels of window_triton.py compute what those do not: packed batches, few rows, odd head dimensions, float32, tensors that TMA
-cannot read, and gradients with Dk > 128, as registers do not hold dk. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md, "Tried
-without rows").
+The Triton kernels of window_triton.py compute what those do not: packed batches, few rows, odd head dimensions, float32, and tensors that
+TMA cannot read. Triton's dq is faster with Dk = Dv = 64 (docs/kernels.md, "Tried without rows").
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from torch import Tensor
 from nsa_sel.backends import window_triton
 from nsa_sel.backends._triton.arguments import NARROW
 from nsa_sel.backends.cupy_cuda import window as cuda
-from nsa_sel.backends.specs import ARITHMETIC_TILES
 from nsa_sel.core.facts import device_info
 from nsa_sel.core.window_call import WindowCall
 
@@ -30,7 +28,7 @@ def backward(
     """dq, dk, dv, contiguous, in the dtypes of q, k, v, and delta [B,S,G,h]; o, lse and dlse are contiguous, do has a contiguous last
     dimension."""
     call, device = WindowCall.of(q, k, v, window, scale, bounds), device_info(q.device)
-    if q.shape[4] > ARITHMETIC_TILES.backward_key_dim_max or not cuda.supports(call, device, do):
+    if not cuda.supports(call, device, do):
         return window_triton.backward(q, k, v, o, lse, do, dlse, window, scale, bounds)
     if q.shape[4] + v.shape[3] <= NARROW:
         dq, _, delta = window_triton.dq(call, o, lse, do, dlse)

@@ -195,7 +195,7 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
         return True
     if request.kind == "attend" and request.S <= FEW_TOKENS and not backward:
         return request.aligned and backend.tiles.fits_few(request.h, request.Dk, request.Dv, request.block_size)
-    return backend.tiles.take(request, backward) and not (backward and request.Dk > backend.tiles.backward_key_dim_max)
+    return backend.tiles.take(request, backward)
 
 
 def predict(case: Case, backend: Backend) -> float | None:

@@ -27,11 +27,12 @@ class Arithmetic(NamedTuple):
 
 
 def supports(call: ChooseCall | WindowCall, device: DeviceInfo, *others: Tensor) -> bool:
-    """Whether the kernels compute calls of these sizes on `device`; `others` are read row by row as q, k and v are."""
+    """Whether the kernels compute calls of these sizes on `device`; `others`, of a backward pass, are read row by row as q, k and v
+    are."""
     _, S, _, h, Dk = call.q.shape
     return (
         device.sm == ARITHMETIC_TILES.sm
-        and ARITHMETIC_TILES.fits(S, call.k.shape[2], h, Dk, call.v.shape[3], BLOCK)
+        and ARITHMETIC_TILES.fits(S, call.k.shape[2], h, Dk, call.v.shape[3], BLOCK, bool(others))
         and sm90.mappable(call.q, call.k, call.v, *others)
     )
 

@@ -17,7 +17,7 @@ from nsa_sel.core.call import capturing
 from nsa_sel.core.choose_call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
 
-CTAS_PER_SM = 2  # of dkdv_groups.cu, each of which takes a segment
+CTAS_PER_SM = 2  # of dkdv_groups.cu, each of which takes a segment; one of wide keys, which makes no difference
 SHORTEST = 16  # steps of a segment: with fewer, loading the keys and writing a part is most of the work
 MOST_MULTIPLE = 16  # of the rows between tiles, and from there on doubles: the choice takes time on the host
 STEPS_OF_A_PART = 6  # steps in the time that a CTA needs to begin, and to write a part that is read again
@@ -25,7 +25,7 @@ PARTS = 4  # times `call.scratch`: bytes of float32 parts
 
 
 def supports(call: ChooseCall, device: DeviceInfo, *others: Tensor) -> bool:
-    """Whether the kernels compute this call on `device`; `others` are read row by row as q, k and v are."""
+    """Whether the kernels compute this call on `device`; `others`, of a backward pass, are read row by row as q, k and v are."""
     first_keys = call.q_pos is None and call.sequences is None  # rows of a packed batch do not see the first keys
     return first_keys and call.k.shape[2] > 0 and arithmetic.supports(call, device, *others)
 

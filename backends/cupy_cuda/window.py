@@ -15,7 +15,7 @@ from nsa_sel.core.window_call import WindowCall
 
 
 def supports(call: WindowCall, device: DeviceInfo, *others: Tensor) -> bool:
-    """Whether the kernels compute this call on `device`; `others` are read row by row as q, k and v are."""
+    """Whether the kernels compute this call on `device`; `others`, of a backward pass, are read row by row as q, k and v are."""
     sixteen_bit = call.q.element_size() == 2  # bfloat16, float16
     return sixteen_bit and call.bounds is None and arithmetic.supports(call, device, *others)
 

@@ -66,7 +66,7 @@ PROFILED = (
     Profiled("real-8k-h1", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks"),
     Profiled("real-8k-h1", "bwd", "cupy-cuda", "dq_rows", "CUDA row dQ"),
     Profiled("real-8k-h1", "bwd", "cupy-cuda", "dkdv_tiles", "CUDA row dK and dV"),
-    Profiled("random-32k-h16-192", "bwd", "cupy-cuda", "dkdv_tiles", "CUDA row dK and dV, keys of 192"),
+    Profiled("random-32k-h16-192", "bwd", "cupy-cuda", "dkdv_groups", "CUDA dK and dV, keys of 192"),
     Profiled("decode-B1-64k-h16", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks, a cluster a row"),
     Profiled("parallel-B64-32k-G1-h16-b128", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks, a cluster a row"),
     Profiled("decode-B64-32k-h16", "fwd", "cupy-cuda", "forward_blocks", "CUDA forward by blocks"),

@@ -23,7 +23,7 @@ FITTING: dict[str, tuple[int, int, int, int, int, int, int, Rule]] = {  # B, S, 
     "h48-192": (1, 500, 1100, 1, 48, 192, 128, Rule()),
     "h3-64": (2, 2048, 4000, 2, 3, 64, 64, Rule(compress_block=24, compress_stride=12, block_size=48)),
 }
-OF_TRITON = {"h3-64": {"dq_tiles.cu"}, "h48-192": KERNELS - {"forward_tiles.cu"}}
+OF_TRITON = {"h3-64": {"dq_tiles.cu"}}
 
 
 def run(call: ChooseCall) -> None:

@@ -29,7 +29,7 @@ FITTING = {  # B, S, S_kv, G, h, Dk, Dv
     "h3": (1, 2000, 4000, 2, 3, 64, 128),
     "h48-192": (1, 500, 1100, 1, 48, 192, 128),
 }
-OF_TRITON = {"h8-64": {"dq_tiles.cu"}, "h48-192": {"dq_tiles.cu", "dkdv_groups.cu"}}
+OF_TRITON = {"h8-64": {"dq_tiles.cu"}}
 
 
 @needs_nvrtc

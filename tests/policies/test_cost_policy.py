@@ -332,7 +332,7 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     for facts in ({"h": 1}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 16}):
         assert asked(S=8, **facts) is None, facts
     assert asked("backward", h=4) is not None
-    assert asked("backward", Dk=192) is None
+    assert asked("backward", Dk=256) is None
     assert asked("backward", h=1) is None
     assert asked(Dk=192) is not None
 
