@@ -166,6 +166,7 @@ SPECS = (
             "tokens-e4m3": ("launch", "read"),
             "backward": ("launch", "pairs", "tile", "exact"),
         },
+        wide_alike=("backward",),
     ),
 )
 
@@ -188,6 +189,7 @@ CHOOSERS = (
         summary="choose-triton, but for attention to compressed keys and its gradients: by TMA and wgmma, as cupy-cuda's tiles",
         tiles=ARITHMETIC_TILES,
         cost_terms={**_CHOICE, "choose-backward": ("launch", "compressed", "rows")},
+        wide_alike=("choose-backward",),
     ),
     Backend(
         name="choose-triton",

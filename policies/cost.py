@@ -133,6 +133,14 @@ def work(request: Request, backward: bool, sharing: tuple[float, ...], sm_count:
     }
 
 
+def work_of(backend: Backend, request: Request, backward: bool, sharing: tuple[float, ...], sm_count: int) -> dict[str, float]:
+    """`work` in the terms of a backend's models."""
+    amounts = work(request, backward, sharing, sm_count)
+    if request.phase(backward) in backend.wide_alike:
+        return {term.removesuffix("-wide"): amount for term, amount in amounts.items()}
+    return amounts
+
+
 def stored_size(request: Request) -> int:
     """Bytes of a number of K and V."""
     return BYTES[request.quantized.partition("/")[0] if request.quantized else request.dtype]
@@ -206,7 +214,7 @@ def predict(case: Case, backend: Backend) -> float | None:
         return None
     if not modelled(backend, request, backward):
         return None
-    amounts = work(request, backward, request.sharing or case.settings.sharing_prior, case.device.sm_count)
+    amounts = work_of(backend, request, backward, request.sharing or case.settings.sharing_prior, case.device.sm_count)
     wide = any(term.endswith("-wide") for term in amounts)
     if wide and not any(term.endswith("-wide") for term in model.terms):
         return None

@@ -25,7 +25,7 @@ from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune.committed_rows import WAYS, cost_rows, digest, read_rows
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.request import SHARING_TOKENS, Request, phase_of_format
-from nsa_sel.policies.cost import gathers, modelled, work
+from nsa_sel.policies.cost import gathers, modelled, work_of
 from nsa_sel.selection import Selection
 from nsa_sel.settings.devices import GPUS
 from nsa_sel.settings.schema import CostModel, Costs
@@ -246,7 +246,7 @@ def prior() -> tuple[float, ...]:
 
 def _amounts(row: Row, name: str, sm_count: int) -> list[float]:
     sharing = sharing_of(case_of(row))
-    counted = work(row_request(row, sharing), name.endswith("backward"), sharing, sm_count)
+    counted = work_of(BACKENDS[backend_of(row)], row_request(row, sharing), name.endswith("backward"), sharing, sm_count)
     return [counted.get(term, 0.0) for term in TERMS[name]]
 
 

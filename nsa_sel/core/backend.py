@@ -173,6 +173,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tiles: TileKernels | None = None
     quantized_by: StepKernels | None = None  # the kernels that alone read quantized caches; None: all do
     cost_terms: Mapping[str, tuple[str, ...]] = {}  # `Request.phase` -> the terms of its cost model
+    wide_alike: tuple[str, ...] = ()  # phases whose products take as long for wide keys as for others: one price for both
 
     def prefers_blocks(self, request: Request, device: DeviceInfo) -> bool:
         """Whether it accepts only whole blocks, or has faster kernels for them on this device."""
