@@ -36,7 +36,7 @@ _CHOICE = {
 }
 
 HOPPER_TILES = TileKernels(
-    sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_dims_max=(192, 128),
+    sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=192,
     one_head=True,
 )  # fmt: skip
 ARITHMETIC_TILES = msgspec.structs.replace(HOPPER_TILES, block_multiple=1, blocks_max=1 << 24, one_head=False)  # of keys; no plan in memory

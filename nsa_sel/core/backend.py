@@ -69,7 +69,8 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
     heads: tuple[int, int]  # fewest and most heads per group
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]
-    backward_dims_max: tuple[int, int]  # columns of keys and of values whose gradients it computes
+    backward_key_dim_max: int  # columns of keys and of values whose gradients it computes
+    backward_value_dim_max: int = 128
     one_head: bool = False  # the forward pass of many tokens takes one head per group, too
     warpgroup_rows: int = 64  # rows (tokens x heads) of one consumer warpgroup
 
@@ -83,7 +84,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
 
     def fits(self, S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None, backward: bool = False) -> bool:
         """Whether a pass of these sizes runs on tiles."""
-        if backward and (Dk > self.backward_dims_max[0] or Dv > self.backward_dims_max[1]):
+        if backward and (Dk > self.backward_key_dim_max or Dv > self.backward_value_dim_max):
             return False
         heads = self.heads[0] if h == 1 and self.one_head and not backward else h
         if not self.fits_few(heads, Dk, Dv, block_size) or block_size is None:
