@@ -334,7 +334,8 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     assert asked("backward", h=4) is not None
     assert asked("backward", Dk=256) is None
     wide, narrow = asked("backward", Dk=192), asked("backward")
-    assert wide is not None and narrow is not None
+    assert wide is not None
+    assert narrow is not None
     assert 1.25 <= wide / narrow <= 4 / 3, "five products: 640 columns in place of 512, and 512 in place of 384"
     assert asked("backward", h=1) is None
     assert asked(Dk=192) is not None
