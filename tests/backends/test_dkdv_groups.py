@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.backends.cupy_cuda import key_to_rows, sm90
+from nsa_sel.backends.cupy_cuda import compressed, key_to_rows, sm90, window
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
+from nsa_sel.core.choose_call import Rule
+from nsa_sel.core.window_call import WindowCall
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from tests.helpers.cases import assert_gradients, make_blocks, make_grads, make_qkv
+from tests.helpers.choose_cases import make_choose_call
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
 
@@ -52,6 +57,37 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: i
     dq = oracle_backward(q, k, v, ranges, do, dlse)[0].to(q.dtype)  # another kernel's
     assert_gradients((dq, *found), q, k, v, ranges, do, dlse)
     assert key_to_rows.lists_of(call, 64).segments[-1] > key_to_rows.lists_of(call, 64).lists > 1
+
+
+@pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 60, 130), (3, 70, 150)])
+def test_gradients_of_a_window_of_wide_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S_kv: int) -> None:
+    """Boxes that reach past the window, and tiles that no row sees."""
+    emulated(monkeypatch)
+    q, k, v = make_qkv(S=S, G=2, h=h, Dk=192, Dv=128, S_kv=S_kv, dtype=torch.float16)
+    last = torch.arange(S_kv - S, S_kv) + 1
+    ranges = torch.stack((last - 30, last), -1)[None, :, None, None].expand(1, S, 2, 1, 2)
+    call = WindowCall(q, k, v, 30, 192**-0.5)
+    check(q, k, v, ranges, None, lambda lse, do, delta: window.dkdv(call, GPU, lse, do, delta))
+
+
+@pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 80, 700), (4, 300, 900)])
+def test_gradients_of_wide_compressed_keys(monkeypatch: pytest.MonkeyPatch, h: int, S: int, S_kv: int) -> None:
+    emulated(monkeypatch)
+    call = make_choose_call((1, S, S_kv, 2, h, 192, 128, Rule(compress_block=8, compress_stride=4)), torch.float16)
+    seen = call.seen()  # [B,S]
+    ranges = torch.stack((torch.zeros_like(seen), seen), -1)[:, :, None, None].expand(1, S, 2, 1, 2)
+    check(call.q, call.k, call.v, ranges, seen - 1, lambda lse, do, delta: compressed.dkdv(call, GPU, lse, do, delta))
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None, dkdv: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """dk and dv from lse, do and delta, against the oracle."""
+    own, lse = oracle_forward(q, k, v, ranges, q_pos=q_pos)
+    do, dlse = make_grads(q, v)
+    delta = (do.double() * own).sum(-1) - dlse
+    with new_memory_is_nan():
+        found = dkdv(lse.float(), do, delta.float())
+    dq = oracle_backward(q, k, v, ranges, do, dlse, q_pos=q_pos)[0].to(q.dtype)  # another kernel's
+    assert_gradients((dq, *found), q, k, v, ranges, do, dlse, q_pos=q_pos)
 
 
 @pytest.mark.parametrize("rows", [16, 64, 1 << 20])

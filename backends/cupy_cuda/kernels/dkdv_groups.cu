@@ -2,13 +2,13 @@
 //
 //   p^T = 2^(c k q^T - lse),  ds^T = p^T * (v do^T - delta),  dv = sum p^T do,  dk = scale * sum ds^T q
 //
-// Grid: one CTA per segment (segment_of), those of lists in the order of order_segments.cu; two CTAs per multiprocessor: one computes p and
-//   ds, begins or ends while the other multiplies.
+// Grid: one CTA per segment (segment_of), those of lists in the order of order_segments.cu. Two CTAs per multiprocessor: one computes p and
+//   ds, begins or ends while the other multiplies; or one with two consumers.
 // Tiles: 64 keys by 64 rows, TQ = 64 / H listed tokens times H heads. The products are transposed: with keys as rows, p^T and ds^T come out
 //   in the registers from which dv += p^T do and dk += ds^T q read them.
-// Warpgroups: one consumer. In the producer warpgroup a warp loads lse and delta; q and do come by TMA: all tokens of a step at once
-//   where they follow each other, else a token each, or, if those would be small (H < 8), by three warps with cp.async. The tile's K and V
-//   come by TMA.
+// Warpgroups: one consumer, or of wide keys two (split_products.cuh). In the producer warpgroup a warp loads lse and delta; q and do come by
+//   TMA: all tokens of a step at once where they follow each other, else a token each, or, if those would be small (H < 8), by three warps
+//   with cp.async. The tile's K and V come by TMA.
 // Compressed keys: the rows of a list are the last ones of the sequence, from the first that sees a key of the tile. Its entries are
 //   arithmetic, and q and do of a step one box, past which TMA writes zeros: a segment is whole steps.
 // A window: the rows of a list are those from the tile's first key to the window's end after its last one, arithmetic as above. One segment
@@ -18,7 +18,7 @@
 //
 //   H       heads of a group
 //   STAGES  stages of the pipeline of steps
-#include "row_steps.cuh"
+#include "split_products.cuh"
 #include "window_rows.cuh"
 
 constexpr int NO_END = 0x7fffffff;
@@ -84,6 +84,17 @@ struct ListSteps : Segment<KEYS> {
         if (ADJACENT) return static_cast<int>(row0 + at - begin);
         return static_cast<u32>(x.lists.entries[at]) / static_cast<u32>(x.p.n * x.lists.reach);
     }
+    // A window ends within the box of its last step: a consumer zeroes the other tokens' q and do, since p = 0 would not cancel NaN.
+    DEVICE void zero_other_tokens(int step, unsigned char *stage) const {
+#ifdef WINDOW
+        if (step_at(step) + 1 != steps || end % TQ == 0) return;
+#pragma unroll 1
+        for (int i = threadIdx.x % 128; i < STAGE_BYTES / 16; i += 128)
+            if (i % (PANEL / 16) >= end % TQ * H * 8) *reinterpret_cast<uint4 *>(stage + i * 16) = make_uint4(0, 0, 0, 0);
+        fence_async_proxy();
+        named_barrier<128>(1 + threadIdx.x / 128);
+#endif
+    }
     // The steps [x, y) of the list in which every row sees all keys of the tile.
     DEVICE int2 whole_steps() const {
 #ifdef WINDOW
@@ -97,15 +108,6 @@ struct ListSteps : Segment<KEYS> {
 #endif
     }
 };
-
-// A window ends within the box of its last step: the consumer zeroes the other tokens' q and do, since p = 0 would not cancel NaN.
-DEVICE void zero_tokens(unsigned char *stage, int first) {
-#pragma unroll 1
-    for (int i = threadIdx.x % 128; i < STAGE_BYTES / 16; i += 128)
-        if (i % (PANEL / 16) >= first * H * 8) *reinterpret_cast<uint4 *>(stage + i * 16) = make_uint4(0, 0, 0, 0);
-    fence_async_proxy();
-    named_barrier<128>(1 + threadIdx.x / 128);
-}
 
 // One consumer: all products.
 DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char *k_tile, unsigned char *stages, Shared &shared) {
@@ -124,9 +126,7 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         const u32 q_tile = uniform(stage0 + at.stage * (STAGE_BYTES / 16)), do_tile = q_tile + K_BYTES / 16;
         const int in_list = list.step_at(step);
         wait_for_rows(shared, at);
-#ifdef WINDOW
-        if (in_list + 1 == list.steps && list.end % TQ) zero_tokens(stages + at.stage * STAGE_BYTES, static_cast<int>(list.end % TQ));
-#endif
+        list.zero_other_tokens(step, stages + at.stage * STAGE_BYTES);
         wgmma_fence();
         wgmma_a_bt<DK>(s, keys, q_tile);
         wgmma_commit();
@@ -152,12 +152,10 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
     rows.write<DV>(dv, 1.0f, 0, x.to.part_dv, x.to.dv);
 }
 
-#include "split_products.cuh"
-
 extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_groups(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // the tile's keys and values, unless they come in a stage; the stages
     __shared__ Shared shared;
-    __shared__ Pipeline<1> handover;  // of two consumers
+    __shared__ Pipeline<1> exchange;  // of two consumers
     if (!ADJACENT && blockIdx.x >= x.lists.segments[x.lists.lists]) return;
     const SegmentId id = segment_of(x, blockIdx.x);
 #ifdef COMPRESS_STRIDE
@@ -168,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     const int producer = threadIdx.x / 32 - 4 * CONSUMERS;
     const ListSteps list(x, id);
     if (threadIdx.x == 0) {
-        handover.init(4, 4);
+        exchange.init(4, 4);
         shared.init();
     }
     zero_stages(stages);
@@ -176,8 +174,8 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     if (producer < 0) {
         reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(true);
         if constexpr (CONSUMERS == 1) accumulate(x, list, tile, stages, shared);
-        else if (threadIdx.x < 128) accumulate_split<ValueSums>(x, list, tile, stages, shared, handover);
-        else accumulate_split<KeySums>(x, list, tile, stages, shared, handover);
+        else if (threadIdx.x < 128) add_products<ValueSums<ListSteps>>(list, tile, stages, shared, exchange);
+        else add_products<KeySums<ListSteps>>(list, tile, stages, shared, exchange);
         return;
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(false);

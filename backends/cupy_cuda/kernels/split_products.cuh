@@ -1,21 +1,57 @@
-// Two consumers of dkdv_groups.cu, for the sums of wide keys: one computes p and dv, the other ds and dk. Each keeps the tile's keys or values
-// in registers, as operand a of every step's first product: wgmma then reads half as much shared memory, and the tile's memory becomes
-// the last stage. p goes from one to the other in float32 through shared memory.
+// The products of dkdv_groups.cu by two consumer warpgroups, for keys whose sums one has no registers for. Each has two of the four:
+//
+//   ValueSums  p^T = 2^(c k q^T - lse),  dv = sum p^T do
+//   KeySums    ds^T = p^T * (v do^T - delta),  dk = sum ds^T q
+//
+// p goes from one to the other in float32 through shared memory, where thread t of one writes what thread t of the other reads.
+// Each keeps its operand of the first product, the tile's keys or values, in registers: wgmma then reads half as much shared memory for it,
+// and the memory that the tile came to becomes the last stage of q and do.
+// The first product of a step and the sum of the step before are in flight together.
 #pragma once
+#include "row_steps.cuh"
 
-constexpr int HANDOVER_BYTES = 4 * KEYS * ROWS;
-
-// The tile's keys (0) or values (1), COLUMNS of them.
-template <int COLUMNS>
-struct TileOperand {
-    u32 a[COLUMNS / 16][4];
-    DEVICE void load(unsigned char *memory, Shared &shared) {
+// What both consumers know of a segment's steps; list: as of row_steps.cuh, and what dkdv_groups.cu adds to it.
+template <class List>
+struct SplitSteps {
+    const List &list;
+    unsigned char *stages;
+    const u32 stage0;  // an operand
+    Shared &shared;
+    Pipeline<1> &exchange;
+    const int2 whole;
+    DEVICE SplitSteps(const List &list, unsigned char *stages, Shared &shared, Pipeline<1> &exchange)
+        : list(list), stages(stages), stage0(uniform(operand(shared_address(stages)))), shared(shared), exchange(exchange),
+          whole(list.whole_steps()) {}
+    DEVICE u32 q_tile(int step) const { return uniform(stage0 + state_of(step).stage * (STAGE_BYTES / 16)); }
+    DEVICE u32 do_tile(int step) const { return q_tile(step) + K_BYTES / 16; }
+    DEVICE void wait(int step) const {
+        const auto at = state_of(step);
+        wait_for_rows(shared, at);
+        list.zero_other_tokens(step, stages + at.stage * STAGE_BYTES);
+    }
+    DEVICE void release(int step) const { shared.steps.release(state_of(step).stage); }
+    DEVICE void mask(float (&x)[ROWS / 2], int step) const {
+        const int in_list = list.step_at(step);
+        if (in_list < whole.x || in_list >= whole.y) mask_keys(list.x.p, x, shared.limit[state_of(step).stage]);
+    }
+    // A thread's part of p^T of a step, 16 bytes at a time.
+    DEVICE float4 *place() const { return reinterpret_cast<float4 *>(stages + STAGES * STAGE_BYTES) + threadIdx.x % 128; }
+    DEVICE void send(const float (&p)[ROWS / 2], int step) const {
+        exchange.wait_empty({0, step % 2});
+#pragma unroll
+        for (int j = 0; j < ROWS / 8; ++j) place()[j * 128] = make_float4(p[4 * j], p[4 * j + 1], p[4 * j + 2], p[4 * j + 3]);
+        __syncwarp();
+        exchange.announce(0);
+    }
+    // COLUMNS of the tile's keys or values, as operand a; the last stage is released.
+    template <int COLUMNS>
+    DEVICE void load_tile(u32 (&a)[COLUMNS / 16][4], unsigned char *tile) const {
         mbarrier_wait(&shared.tile, 0);
 #pragma unroll
-        for (int k = 0; k < COLUMNS / 16; ++k) load_operand(a[k], memory, k);
-        if (TQ * H < ROWS) {  // rows that no token fills: see zero_stages
+        for (int k = 0; k < COLUMNS / 16; ++k) load_operand(a[k], tile, k);
+        if (TQ * H < ROWS) {  // as zero_stages
             named_barrier<128>(1 + threadIdx.x / 128);
-            for (int i = threadIdx.x % 128; i < COLUMNS * KEYS / 8; i += 128) reinterpret_cast<uint4 *>(memory)[i] = make_uint4(0, 0, 0, 0);
+            for (int i = threadIdx.x % 128; i < COLUMNS * KEYS / 8; i += 128) reinterpret_cast<uint4 *>(tile)[i] = make_uint4(0, 0, 0, 0);
             fence_async_proxy();
         }
         __syncwarp();
@@ -23,112 +59,67 @@ struct TileOperand {
     }
 };
 
-DEVICE PipelineState<1> handover_state(int step) { return {0, step % 2}; }
-
-struct SplitSteps {
-    const ListSteps &list;
-    unsigned char *stages;
-    const u32 stage0;
-    Shared &shared;
-    const int2 whole;
-    DEVICE SplitSteps(const ListSteps &list, unsigned char *stages, Shared &shared)
-        : list(list), stages(stages), stage0(uniform(operand(shared_address(stages)))), shared(shared), whole(list.whole_steps()) {}
-    DEVICE u32 q_tile(int step) const { return uniform(stage0 + state_of(step).stage * (STAGE_BYTES / 16)); }
-    DEVICE u32 do_tile(int step) const { return q_tile(step) + K_BYTES / 16; }
-    DEVICE bool masked(int step) const {
-        const int in_list = list.step_at(step);
-        return in_list < whole.x || in_list >= whole.y;
-    }
-    DEVICE void wait(int step) {
-        const auto at = state_of(step);
-        wait_for_rows(shared, at);
-#ifdef WINDOW
-        if (list.step_at(step) + 1 == list.steps && list.end % TQ)
-            zero_tokens(stages + at.stage * STAGE_BYTES, static_cast<int>(list.end % TQ));
-#endif
-    }
-    // Where p^T of thread t of one consumer is for thread t of the other.
-    DEVICE float4 *handover_place() const { return reinterpret_cast<float4 *>(stages + STAGES * STAGE_BYTES) + threadIdx.x % 128; }
-    DEVICE void release(int step) { shared.steps.release(state_of(step).stage); }
-};
-
-// p and dv.
+template <class List>
 struct ValueSums {
-    const Arguments &x;
-    SplitSteps &steps;
-    Pipeline<1> &handover;
-    TileOperand<DK> keys;
+    const SplitSteps<List> &steps;
+    u32 keys[DK / 16][4], p[ROWS / 16][4];  // operands
     float dv[DV / 2], s[ROWS / 2];
-    u32 p[ROWS / 16][4];
 
-    DEVICE ValueSums(const Arguments &x, SplitSteps &steps, unsigned char *tile, Pipeline<1> &handover)
-        : x(x), steps(steps), handover(handover) {
-        keys.load(tile, steps.shared);
+    DEVICE ValueSums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps) {
+        steps.template load_tile<DK>(keys, tile);
 #pragma unroll
         for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
     }
-    DEVICE void begin_product(int step) { wgmma_a_bt<DK>(s, keys.a, steps.q_tile(step)); }
+    DEVICE void begin_product(int step) { wgmma_a_bt<DK>(s, keys, steps.q_tile(step)); }
     DEVICE void finish_product(int step) {
-        const int stage = state_of(step).stage;
-        const auto to = handover_state(step);
-        exponentiate(s, steps.shared.lse[stage], x.p.scale_log2);
-        if (steps.masked(step)) mask_keys(x.p, s, steps.shared.limit[stage]);
-        handover.wait_empty(to);
-        float4 *place = steps.handover_place();
-#pragma unroll
-        for (int j = 0; j < ROWS / 8; ++j) place[j * 128] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
-        __syncwarp();
-        handover.announce(to.stage);
+        exponentiate(s, steps.shared.lse[state_of(step).stage], steps.list.x.p.scale_log2);
+        steps.mask(s, step);
+        steps.send(s, step);
     }
     DEVICE void update_operand() { as_operand(p, s); }
-    DEVICE void begin_sums(int step) { wgmma_add_a_b<DV>(dv, p, steps.do_tile(step) + TRANSPOSED); }
-    DEVICE void write(const GradientRows &rows) { rows.write<DV>(dv, 1.0f, 0, x.to.part_dv, x.to.dv); }
+    DEVICE void begin_sum(int step) { wgmma_add_a_b<DV>(dv, p, steps.do_tile(step) + TRANSPOSED); }
+    DEVICE void write(const GradientRows &rows, const KeyGradients &to) { rows.write<DV>(dv, 1.0f, 0, to.part_dv, to.dv); }
 };
 
-// ds and dk.
+template <class List>
 struct KeySums {
-    const Arguments &x;
-    SplitSteps &steps;
-    Pipeline<1> &handover;
-    TileOperand<DV> values;
+    const SplitSteps<List> &steps;
+    u32 values[DV / 16][4], ds[ROWS / 16][4];  // operands
     float dk[DK / 2], dp[ROWS / 2];
-    u32 ds[ROWS / 16][4];
 
-    DEVICE KeySums(const Arguments &x, SplitSteps &steps, unsigned char *tile, Pipeline<1> &handover)
-        : x(x), steps(steps), handover(handover) {
-        values.load(tile + K_BYTES, steps.shared);
+    DEVICE KeySums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps) {
+        steps.template load_tile<DV>(values, tile + K_BYTES);
 #pragma unroll
         for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
     }
-    DEVICE void begin_product(int step) { wgmma_a_bt<DV>(dp, values.a, steps.do_tile(step)); }
+    DEVICE void begin_product(int step) { wgmma_a_bt<DV>(dp, values, steps.do_tile(step)); }
     DEVICE void finish_product(int step) {
-        const int stage = state_of(step).stage;
-        const auto from = handover_state(step);
-        if (steps.masked(step)) mask_keys(x.p, dp, steps.shared.limit[stage]);
-        handover.wait_full(from);
-        const float4 *place = steps.handover_place();
+        steps.mask(dp, step);
+        steps.exchange.wait_full({0, step % 2});
 #pragma unroll
         for (int j = 0; j < ROWS / 8; ++j) {
-            const float2 delta = *reinterpret_cast<const float2 *>(steps.shared.delta[stage] + 8 * j + threadIdx.x % 4 * 2);
-            const float4 p = place[j * 128];
+            const float2 delta = *reinterpret_cast<const float2 *>(steps.shared.delta[state_of(step).stage] + 8 * j + threadIdx.x % 4 * 2);
+            const float4 p = steps.place()[j * 128];
             dp[4 * j] = p.x * (dp[4 * j] - delta.x);
             dp[4 * j + 1] = p.y * (dp[4 * j + 1] - delta.y);
             dp[4 * j + 2] = p.z * (dp[4 * j + 2] - delta.x);
             dp[4 * j + 3] = p.w * (dp[4 * j + 3] - delta.y);
         }
         __syncwarp();
-        handover.release(from.stage);
+        steps.exchange.release(0);
     }
     DEVICE void update_operand() { as_operand(ds, dp); }
-    DEVICE void begin_sums(int step) { wgmma_add_a_b<DK>(dk, ds, steps.q_tile(step) + TRANSPOSED); }
-    DEVICE void write(const GradientRows &rows) { rows.write<DK>(dk, static_cast<float>(x.p.scale), 0, x.to.part_dk, x.to.dk); }
+    DEVICE void begin_sum(int step) { wgmma_add_a_b<DK>(dk, ds, steps.q_tile(step) + TRANSPOSED); }
+    DEVICE void write(const GradientRows &rows, const KeyGradients &to) {
+        rows.write<DK>(dk, static_cast<float>(steps.list.x.p.scale), 0, to.part_dk, to.dk);
+    }
 };
 
-template <class Sums>
-DEVICE void accumulate_split(const Arguments &x, const ListSteps &list, unsigned char *tile, unsigned char *stages, Shared &shared,
-                             Pipeline<1> &handover) {
-    SplitSteps steps(list, stages, shared);
-    Sums sums(x, steps, tile, handover);
+// One of both consumers.
+template <class Sums, class List>
+DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *stages, Shared &shared, Pipeline<1> &exchange) {
+    const SplitSteps<List> steps(list, stages, shared, exchange);
+    Sums sums(steps, tile);
     if (list.steps > 0) {
         steps.wait(0);
         wgmma_fence();
@@ -142,7 +133,7 @@ DEVICE void accumulate_split(const Arguments &x, const ListSteps &list, unsigned
             wgmma_fence();
             sums.begin_product(step);
             wgmma_commit();
-            sums.begin_sums(step - 1);
+            sums.begin_sum(step - 1);
             wgmma_commit();
             wgmma_wait<1>();
             sums.finish_product(step);
@@ -151,9 +142,9 @@ DEVICE void accumulate_split(const Arguments &x, const ListSteps &list, unsigned
             sums.update_operand();
         }
         wgmma_fence();
-        sums.begin_sums(list.steps - 1);
+        sums.begin_sum(list.steps - 1);
         wgmma_commit();
         wgmma_wait<0>();
     }
-    sums.write(GradientRows(list, x.lists, x.p.S_kv, static_cast<int>(threadIdx.x) % 128 / 32 * 16));
+    sums.write(GradientRows(list, list.x.lists, list.x.p.S_kv, static_cast<int>(threadIdx.x) % 128 / 32 * 16), list.x.to);
 }
