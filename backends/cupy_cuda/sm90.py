@@ -1,6 +1,7 @@
 """Hopper's kernels (TMA, wgmma), and which calls they take.
 
 forward_tiles.cu, dq_tiles.cu  tiles of adjacent tokens, with the union of their blocks (tile_union.cu)
+forward_gather.cu              such a forward pass of 256 columns, or over blocks smaller than a step
 dkdv_groups.cu                 over the lists of key_to_rows.py, whose segments order_segments.cu puts in order
 forward_blocks.cu              rows of whole blocks that share no keys with their neighbors, as when a batch decodes
 """
@@ -124,9 +125,24 @@ def tile_shape(consumers: int, h: int, Dk: int, Dv: int, q_stages: int, columns:
 
 
 def forward_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
+    """Of forward_tiles.cu."""
     (h, Dk), Dv = q.shape[3:], v.shape[-1]
     exchanged = Dv if h == 1 else 0  # half of a float32 accumulator
     return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, Dv, 1, exchanged, device.shared_memory)
+
+
+def gather_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
+    """Of forward_gather.cu: `stages` are those of keys; values have one less."""
+    (h, Dk), Dv = q.shape[3:], v.shape[-1]
+    consumers, k_bytes, v_bytes = HOPPER_TILES.warpgroups(h, Dk), PANEL * Dk // 64, PANEL * Dv // 64
+    row_bytes = consumers * k_bytes
+    values = min(MOST_STAGES - 1, (device.shared_memory - STATIC - row_bytes - k_bytes) // (k_bytes + v_bytes))
+    return TileShape(consumers, HOPPER_TILES.tokens(h, Dk), values + 1, 1, row_bytes + (values + 1) * k_bytes + values * v_bytes)
+
+
+def gathers(call: Call) -> bool:
+    """Whether forward_gather.cu computes a call of tiles."""
+    return HOPPER_TILES.gathers(*call.q.shape[3:], call.v.shape[-1], call.selection.block_size)
 
 
 def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> TileShape:
@@ -136,24 +152,25 @@ def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> 
     return tile_shape(HOPPER_TILES.warpgroups(h, Dk, backward=True), h, Dk, Dv, q_stages, Dv * (1 + with_o), device.shared_memory)
 
 
-def key_maps(call: Call | ChooseCall | WindowCall) -> tuple[bytes, bytes]:
-    """The maps of k and v, or of pages of them, in tiles of a step."""
-    return tensor_map(call.k, KEYS, 64), tensor_map(call.v, KEYS, 64)
+def key_maps(call: Call | ChooseCall | WindowCall, keys: int = KEYS) -> tuple[bytes, bytes]:
+    """The maps of k and v, or of pages of them, in tiles of so many keys."""
+    return tensor_map(call.k, keys, 64), tensor_map(call.v, keys, 64)
 
 
 def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
-    q, shape = call.q, forward_shape(call.q, call.v, call.device)
+    q, gathered, block = call.q, gathers(call), call.selection.block_size or KEYS
+    source, shape_of = ("forward_gather.cu", gather_shape) if gathered else ("forward_tiles.cu", forward_shape)
     B, S, G, h, _ = q.shape
     o, lse = unwritten(q, B, S, G, h, call.v.shape[-1]), unwritten(q, B, S, G, h, dtype=torch.float32)
-    maps = (row_map(q, ROWS // h), *key_maps(call))
-    _start_tiles("forward_tiles.cu", call, call.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
+    maps, shape = (row_map(q, ROWS // h), *key_maps(call, min(block, KEYS))), shape_of(q, call.v, call.device)
+    _start_tiles(source, call, call.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
     return o, lse
 
 
 def loaded_keys(call: Call) -> int:
     """Keys that the forward loads: the union of each tile's rows. Counted, which waits for the device."""
-    return union_keys(call, forward_shape(call.q, call.v, call.device).tokens)
+    return union_keys(call, HOPPER_TILES.tokens(*call.q.shape[3:]))
 
 
 def dq_tiles(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:

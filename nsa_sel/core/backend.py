@@ -72,6 +72,9 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
     backward_key_dim_max: int  # columns of keys and of values whose gradients it computes
     backward_value_dim_max: int = 128
     one_head: bool = False  # the forward pass of many tokens takes one head per group, too
+    # What the forward pass of many tokens takes beside these, with keys and values in pipelines of their own:
+    gathered_blocks: tuple[int, ...] = ()  # blocks smaller than a step, which gathers them
+    wide_dims: tuple[int, ...] = ()  # columns of keys and of values, which are equal
     warpgroup_rows: int = 64  # rows (tokens x heads) of one consumer warpgroup
 
     def warpgroups(self, h: int, Dk: int, backward: bool = False) -> int:
@@ -87,9 +90,19 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         if backward and (Dk > self.backward_key_dim_max or Dv > self.backward_value_dim_max):
             return False
         heads = self.heads[0] if h == 1 and self.one_head and not backward else h
-        if not self.fits_few(heads, Dk, Dv, block_size) or block_size is None:
+        takes = self.fits_few(heads, Dk, Dv, block_size) or (not backward and self.gathers(h, Dk, Dv, block_size))
+        if not takes or block_size is None:
             return False
         return self.tokens(h, Dk) <= S and S_kv <= self.blocks_max * block_size
+
+    def gathers(self, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
+        """Whether a forward pass of these sizes, and of many tokens, has pipelines of their own for keys and values."""
+        if block_size is None or not self.heads[0] <= h <= self.heads[1]:
+            return False
+        wide = Dk == Dv and Dk in self.wide_dims
+        if block_size in self.gathered_blocks:
+            return wide or (Dk in self.key_dims and Dv in self.value_dims)
+        return wide and block_size % self.block_multiple == 0
 
     def fits_few(self, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
         """Whether a few new tokens of these sizes run on tiles, one for each sequence and group."""

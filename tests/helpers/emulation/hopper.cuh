@@ -94,18 +94,19 @@ DEVICE void named_barrier(int number) {
 
 DEVICE void tma_prefetch(const TensorMap *) {}
 
-// A box of keys, swizzled by its 64 or 128 bytes of columns; zeros past the last key.
+// A box of keys, swizzled by its 64 or 128 bytes of columns; zeros past the last key, and of a batch entry or page before the first.
 DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, int key, i64 g, i64 b) {
-    require(reinterpret_cast<uintptr_t>(to) % 1024 == 0, "a box is not aligned");
-    require(b >= 0 && b < map->sizes[0] && g < map->sizes[1] && key < map->sizes[2] && column + map->columns <= map->sizes[3], "no such box");
     const i64 bytes = map->columns * map->size, chunks = bytes / 16;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(to);
+    require(address % (map->rows * bytes < 1024 ? map->rows * bytes : 1024) == 0, "a box is not aligned");
+    require(b < map->sizes[0] && g < map->sizes[1] && key < map->sizes[2] && column + map->columns <= map->sizes[3], "no such box");
     require(bytes == 64 || bytes == 128, "no such swizzle");
     later([=] {
         for (i64 row = 0; row < map->rows; ++row)
             for (i64 i = 0; i < chunks; ++i) {
                 const i64 from = b * map->strides[0] + g * map->strides[1] + (key + row) * map->strides[2] + column;
-                char *chunk = static_cast<char *>(to) + row * bytes + (i ^ row * bytes / 128 % chunks) * 16;
-                if (key + row < map->sizes[2]) memcpy(chunk, map->data + from * map->size + i * 16, 16);
+                char *chunk = static_cast<char *>(to) + row * bytes + (i ^ (address + row * bytes) / 128 % chunks) * 16;
+                if (b >= 0 && key + row < map->sizes[2]) memcpy(chunk, map->data + from * map->size + i * 16, 16);
                 else memset(chunk, 0, 16);
             }
         complete(bar, 0, -static_cast<int>(map->rows * bytes));

@@ -1,0 +1,186 @@
+// o and lse of tiles of adjacent tokens on Hopper, as forward_tiles.cu, but for up to 256 columns and for blocks smaller than a step, which
+// steps gather (gather_steps.cuh: units, pipelines, bits; token_tiles.cuh: grid, tiles, masks).
+//
+//   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
+//
+// A step's keys are released as soon as s is there: with 256 columns, few stages fit. Running maxima are lazy, as in forward_tiles.cu.
+#include "gather_steps.cuh"
+
+constexpr int Q_BYTES = DK / 64 * PANEL;  // of a consumer
+constexpr float SLACK = 8.0f;
+
+struct Arguments {
+    TensorMap q, k, v;
+    Problem p;
+    TilePlan plan;
+    u16 *o;      // [B,S,G,h,DV]
+    float *lse;  // [B,S,G,h]
+};
+
+// What a consumer computes of a tile.
+struct Attention {
+    GatherReader &steps;
+    const u32 q_tile;  // an operand
+    const RowPair &rows;
+    const float slack;
+    OnlineSoftmax softmax;
+    float acc[DV / 2], s[KEYS / 2], alpha[2] = {1.0f, 1.0f};
+    u32 p[KEYS / 16][4];  // an operand
+    bool rises = false;
+
+    DEVICE Attention(GatherReader &reader, u32 q, const RowPair &pair, float c, float slack)
+        : steps(reader), q_tile(q), rows(pair), slack(slack), softmax(c) {
+#pragma unroll
+        for (int i = 0; i < DV / 2; ++i) acc[i] = 0.0f;
+    }
+    DEVICE void begin_products(const GatheredStep &step) {
+        wgmma_fence();
+        wgmma_a_bt<DK>(s, uniform(q_tile), steps.keys_of(step));
+        wgmma_commit();
+    }
+    DEVICE void begin_sums(const GatheredStep &step) {
+        steps.shared.values.wait_full(step.values);
+        wgmma_fence();
+        wgmma_add_a_b<DV>(acc, p, steps.values_of(step) + TRANSPOSED);
+        wgmma_commit();
+    }
+    // The units of a step that row r selected.
+    DEVICE u32 selected(const GatheredStep &step, int r) const {
+        if (UNITS == 1 || !rows.bit[r]) return (step.rows & rows.bit[r]) != 0;
+        return steps.shared.selected[step.keys.stage][steps.consumer * TQ + RowPair::row(r) / H];
+    }
+    // -inf in place of logits for units that a row did not select.
+    DEVICE void mask_units(const u32 (&units)[2]) {
+        const int shift = UNIT == 4 ? threadIdx.x % 4 / 2 : 0;  // a lane's two of eight columns
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int i = 0; i < elements<decltype(s)>; ++i)
+                if (!(units[r] >> shift >> i / 2 * 8 / UNIT & 1)) element(s, r, i) = -infinity();
+    }
+    // The same for keys that a row does not see.
+    DEVICE void mask_keys(const GatheredStep &step) {
+        const int *first = steps.shared.first_key[step.keys.stage];
+#pragma unroll
+        for (int i = 0; i < elements<decltype(s)>; ++i) {
+            const int column = column_of(i), key = first[column / UNIT] + column % UNIT;
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                if (hidden(rows.problem, key, rows.limit[r])) element(s, r, i) = -infinity();
+        }
+    }
+    // p in place of the logits of a step, whose keys are released, and alpha if a maximum rises. PENDING groups of wgmma are in flight that
+    // began later.
+    template <int PENDING, bool PARTIAL>
+    DEVICE void probabilities(const GatheredStep &step) {
+        const u32 units[2] = {selected(step, 0), selected(step, 1)};
+        wgmma_wait<PENDING>();
+        if (PARTIAL) mask_keys(step);
+        __syncwarp();  // all lanes have read what comes with the keys
+        steps.release_keys(step);
+        if (UNITS > 1) mask_units(units);
+        float top[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) top[r] = units[r] ? row_max(s, r) : LOWEST;
+        rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
+        if (rises) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, units[r] != 0);
+    }
+    DEVICE void finish_probabilities() {
+        compute_before_wait(softmax.l[0], &steps.shared.raw);
+        compute_before_wait(softmax.l[1], &steps.shared.raw);
+    }
+    DEVICE void update_operand() {
+        if (rises) scale_rows(acc, alpha);
+        as_operand(p, s);
+    }
+};
+
+// A consumer's steps of a tile: the products of one step and the sums of the step before are in flight together. A maximum rises while sums
+// are in flight: acc is scaled once they are there.
+DEVICE void attend_tile(GatherReader &steps, int partial_steps, Pipeline<1> &q, Attention &math) {
+    GatheredStep coming;
+    auto find = [&](int limit) {
+        const Found found = steps.find(coming, limit);
+        if (found == END) q.release(0);  // is not read any more
+        return found;
+    };
+    Found found = find(NO_LIMIT);
+    while (found == STEP) {
+        GatheredStep held = coming;  // its sums are still to be added
+        math.begin_products(held);
+        if (held.number < partial_steps) math.probabilities<0, true>(held);
+        else math.probabilities<0, false>(held);
+        math.update_operand();
+        while ((found = find(held.number + VALUE_STAGES)) == STEP && coming.number >= partial_steps) {
+            math.begin_products(coming);
+            math.begin_sums(held);
+            math.probabilities<1, false>(coming);
+            math.finish_probabilities();
+            wgmma_wait<0>();
+            steps.release_values(held);
+            math.update_operand();
+            held = coming;
+        }
+        math.begin_sums(held);
+        wgmma_wait<0>();
+        steps.release_values(held);
+        if (found == LIMIT) found = find(NO_LIMIT);
+    }
+}
+
+DEVICE void attend(const Arguments &x, unsigned char *keys, unsigned char *values, unsigned char *q_memory, GatherShared &shared, int consumer) {
+    const Problem &p = x.p;
+    const u32 q_tile = uniform(operand(shared_address(q_memory)));
+    const float c = p.scale_log2, slack = SLACK / c;
+    GatherReader steps(shared, consumer, keys, values);
+    TileScheduler scheduler(shared.tiles, x.plan);
+    while (scheduler.next_tile()) {
+        const TokenTile tile(scheduler.number, x.plan, p.G);
+        const RowPair rows(p, tile, consumer);
+        Attention attention(steps, q_tile, rows, c, slack);
+        steps.begin_tile(steps_of(scheduler.counts.y));
+        shared.q[consumer].wait_full(scheduler.at<1>());
+        attend_tile(steps, steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], attention);
+
+        const OnlineSoftmax &softmax = attention.softmax;
+        float scale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
+            scale[r] = totals.scale;
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.lse[RowPair::index(p, tile, consumer, r)] = totals.lse * LN_2;
+        }
+        write_rows<DV>(attention.acc, scale, x.o, p, tile, consumer);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_gather(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // q of the consumers, the stages of K, those of V
+    __shared__ GatherShared shared;
+    unsigned char *keys = memory + CONSUMERS * Q_BYTES, *values = keys + STAGES * K_BYTES;
+    const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
+    if (threadIdx.x == 0) shared.init();
+    __syncthreads();
+    if (warpgroup < CONSUMERS) {
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(true);
+        attend(x, keys, values, memory + warpgroup * Q_BYTES, shared, warpgroup);
+        return;
+    }
+    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
+    if (producer == 0) produce_keys(x.k, x.p, x.plan, keys, shared);
+    else if (producer == 2) produce_values(x.v, x.p, x.plan, values, shared);
+    else if (producer == 1) {
+        TileScheduler scheduler(shared.tiles, x.plan);
+        while (scheduler.next_tile()) {
+            const TokenTile tile(scheduler.number, x.plan, x.p.G);
+#pragma unroll 1
+            for (int i = 0; i < CONSUMERS; ++i)
+                produce_rows<DK>(shared.q[i], scheduler.at<1>(), memory + i * Q_BYTES, tile, i, x.q);
+        }
+    }
+}

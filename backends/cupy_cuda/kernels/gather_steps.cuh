@@ -1,0 +1,225 @@
+// Steps of KEYS keys that are gathered from blocks of any size, with a pipeline for keys and one for values: of forward_gather.cu.
+//
+// A unit is what is loaded at once, a block or KEYS keys of one. Units of smaller blocks fill a step in the order of the tile's list, partial
+// ones first (token_tiles.cuh); of the last step some may be missing, and hold zeros. Which tokens selected a unit is a bit for each (token,
+// unit); of whole blocks a bit a token.
+// Keys have one stage more than values, because the products of a step begin together with the sums of the step before. Warp 0 of the
+// producer warpgroup loads K, warp 2 V, warp 1 q of all consumers.
+//
+//   BLOCK   keys of a block, a divisor of KEYS from 4 on or a multiple of it
+//   STAGES  stages of K; V has one less
+#pragma once
+#include "token_tiles.cuh"
+
+constexpr int UNIT = BLOCK < KEYS ? BLOCK : KEYS, UNITS = KEYS / UNIT, PARTS = BLOCK / UNIT;  // keys; units of a step, of a block
+constexpr int VALUE_STAGES = STAGES - 1;
+
+struct GatherShared {
+    Pipeline<STAGES> keys;
+    Pipeline<VALUE_STAGES> values;
+    TileQueue tiles;
+    Pipeline<1> q[CONSUMERS];
+    u64 raw[2];                     // of K and of V, of which rows are still to be zeroed
+    u64 tokens[STAGES];             // bit r: token r of the tile selected some unit of the step
+    u16 selected[STAGES][TOKENS];   // of each token; bit u: it selected unit u
+    int first_key[STAGES][UNITS];   // of each unit
+
+    DEVICE void init() {
+        keys.init(1, 4 * CONSUMERS);
+        values.init(1, 4 * CONSUMERS);
+        tiles.pipeline.init(1, 4 * CONSUMERS + 2);
+        for (int i = 0; i < CONSUMERS; ++i) q[i].init(1, 4);
+        mbarrier_init(&raw[0], 1);
+        mbarrier_init(&raw[1], 1);
+        mbarrier_fence_init();
+    }
+};
+
+// 32 units of a tile, one a lane.
+struct Units {
+    int key, page, visible;  // the first key; where it lies (page_of), -1: no row sees any; one past the last key that some row sees, or more
+    u64 rows;                // bit r: token r of the tile selected the block
+
+    DEVICE Units(const Problem &p, const TilePlan &plan, const TokenTile &tile, int2 counts, int first) : key(0), rows(0) {
+        const int lane = threadIdx.x % 32, e = first + lane, partial = (counts.y - counts.x) * PARTS;
+        const bool exists = e < counts.y * PARTS;
+        if (exists) {
+            const int at = list_offset(counts, e / PARTS);
+            key = block_key(p, plan, tile, at) + e % PARTS * UNIT;
+            rows = selected_by(p, plan, tile, at);
+        }
+        visible = exists ? key + UNIT : key;
+        for (int i = first; i < min(partial, first + 32); ++i) {
+            const int last = last_visible(p, tile, __shfl_sync(ALL_LANES, rows, i - first));
+            if (i == e) visible = last;
+        }
+        page = key < visible ? page_of(p, tile.b, key) : -1;
+    }
+    // Whether rows of a unit that is loaded are to be zeroed.
+    DEVICE bool cut() const { return page >= 0 && visible < key + UNIT; }
+    // Zero what no row sees of the units from lane `first` on, which are a step's. Whole rows: the swizzle within them does not matter.
+    template <int COLUMNS>
+    DEVICE void zero_unseen(unsigned char *stage, int first) const {
+        for (int row = threadIdx.x % 32; row < KEYS; row += 32) {
+            const int unit = first + row / UNIT;
+            if (__shfl_sync(ALL_LANES, key, unit) + row % UNIT < __shfl_sync(ALL_LANES, visible, unit)) continue;
+#pragma unroll 1
+            for (int i = 0; i < COLUMNS / 8; ++i)
+                *reinterpret_cast<uint4 *>(stage + i / 8 * PANEL + row * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+        }
+        fence_async_proxy();
+        __syncwarp();
+    }
+};
+
+// Which tokens selected which units, transposed: of tokens `lane` and `lane` + 32 a bit for each of the warp's 32 units.
+struct Selected {
+    u32 of[TOKENS > 32 ? 2 : 1];
+
+    DEVICE explicit Selected(u64 rows) {
+#pragma unroll
+        for (int r = 0; r < TOKENS; ++r) {
+            const u32 units = __ballot_sync(ALL_LANES, rows >> r & 1);
+            if (r % 32 == threadIdx.x % 32) of[r / 32] = units;
+        }
+    }
+    // Those of a step's units, from number `first` on.
+    DEVICE void publish(GatherShared &shared, int stage, int first) const {
+        const int lane = threadIdx.x % 32;
+        u64 tokens = 0;
+#pragma unroll
+        for (int r = 0; r < TOKENS; r += 32) {
+            const u32 units = r + lane < TOKENS ? of[r / 32] >> first & ((1u << UNITS) - 1) : 0;
+            if (UNITS > 1 && r + lane < TOKENS) shared.selected[stage][r + lane] = static_cast<u16>(units);
+            tokens |= static_cast<u64>(__ballot_sync(ALL_LANES, units != 0)) << r;
+        }
+        if (lane == 0) shared.tokens[stage] = tokens;
+    }
+};
+
+// A producer warp's loads of K, or of V.
+template <int COLUMNS, bool OF_KEYS>
+struct StepProducer {
+    static constexpr int N = OF_KEYS ? STAGES : VALUE_STAGES, BYTES = COLUMNS / 64 * PANEL;
+    GatherShared &shared;
+    Pipeline<N> &pipeline;
+    const TensorMap &map;
+    unsigned char *stages;
+    PipelineState<N> at;
+    int raw_parity = 0;
+
+    DEVICE StepProducer(GatherShared &all, Pipeline<N> &own, const TensorMap &tensor, unsigned char *memory)
+        : shared(all), pipeline(own), map(tensor), stages(memory) {}
+
+    // A step of the units from lane `first` on.
+    DEVICE void load(const Units &units, int first, int g) {
+        const int lane = threadIdx.x % 32, unit = lane - first;
+        const bool own = unit >= 0 && unit < UNITS;
+        unsigned char *stage = stages + at.stage * BYTES;
+        const bool zeroes = __any_sync(ALL_LANES, own && units.cut());
+        u64 *raw = &shared.raw[OF_KEYS ? 0 : 1], *landed = zeroes ? raw : &pipeline.full[at.stage];
+        if (OF_KEYS && own) shared.first_key[at.stage][unit] = units.key;
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive_expect(landed, BYTES);
+        __syncwarp();
+        if (own) {
+#pragma unroll
+            for (int c = 0; c < COLUMNS / 64; ++c)
+                tma_load_keys(stage + c * PANEL + unit * UNIT * 128, &map, landed, c * 64, in_page(units.key), g, units.page);
+        }
+        if (zeroes) {
+            mbarrier_wait(raw, raw_parity);
+            raw_parity ^= 1;
+            units.template zero_unseen<COLUMNS>(stage, first);
+            pipeline.announce(at.stage);
+        }
+        at.next();
+    }
+    // All steps of a tile; `before(number)` is called before each.
+    template <class Before>
+    DEVICE void load_tile(const Problem &p, const TilePlan &plan, const TokenTile &tile, int2 counts, Before before) {
+        const int all = counts.y * PARTS;
+        for (int e = 0; e < all; e += 32) {
+            const Units units(p, plan, tile, counts, e);
+            const Selected selected(OF_KEYS ? units.rows : 0);
+            for (int i = 0; i < 32 && e + i < all; i += UNITS) {
+                before((e + i) / UNITS);
+                pipeline.wait_empty(at);
+                if (OF_KEYS) selected.publish(shared, at.stage, i);
+                load(units, i, tile.g);
+            }
+        }
+    }
+};
+
+DEVICE int steps_of(int blocks) { return (blocks * PARTS + UNITS - 1) / UNITS; }
+
+// Producer warp: the tiles of the CTA, and K of their steps.
+DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages, GatherShared &shared) {
+    StepProducer<DK, true> producer(shared, shared.keys, map, stages);
+    TileScheduler scheduler(shared.tiles, plan);
+    for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
+        // Tiles differ in length: one that is asked for early waits for a long one to end. Two steps take longer than the counter's answer.
+        const int ask = max(steps_of(scheduler.counts.y) - 2, 0);
+        u32 answer = 0;
+        if (scheduler.counts.y == 0) answer = plan.ask_for_tile();
+        producer.load_tile(p, plan, TokenTile(scheduler.number, plan, p.G), scheduler.counts, [&](int step) {
+            if (step == ask) answer = plan.ask_for_tile();
+        });
+        coming = plan.tile_of(answer);
+    }
+}
+// The same of V, of tiles that the other warp publishes.
+DEVICE void produce_values(const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages, GatherShared &shared) {
+    StepProducer<DV, false> producer(shared, shared.values, map, stages);
+    TileScheduler scheduler(shared.tiles, plan);
+    while (scheduler.next_tile()) producer.load_tile(p, plan, TokenTile(scheduler.number, plan, p.G), scheduler.counts, [](int) {});
+}
+
+// A step of a tile: where its keys and values are, and which of the consumer's tokens selected some of it.
+struct GatheredStep {
+    int number;
+    PipelineState<STAGES> keys;
+    PipelineState<VALUE_STAGES> values;
+    TokenBits rows;
+};
+
+// The steps of a tile, as a consumer goes through them.
+struct GatherReader {
+    GatherShared &shared;
+    const int consumer;
+    const u32 keys, values;  // the first stages, operands
+    PipelineState<STAGES> keys_at;
+    PipelineState<VALUE_STAGES> values_at;
+    int next, total;
+
+    DEVICE GatherReader(GatherShared &all, int number, const unsigned char *key_stages, const unsigned char *value_stages)
+        : shared(all), consumer(number), keys(uniform(operand(shared_address(key_stages)))),
+          values(uniform(operand(shared_address(value_stages)))) {}
+
+    DEVICE void begin_tile(int steps) {
+        next = 0;
+        total = steps;
+    }
+    // The next step that a row of this consumer selected. A step that none selected is released, which waits for its values: a consumer
+    // that holds values must not wait for step `limit`, whose values are to be loaded there.
+    DEVICE Found find(GatheredStep &step, int limit) {
+        while (next < total) {
+            if (next == limit) return LIMIT;
+            shared.keys.wait_full(keys_at);
+            step = {next++, keys_at, values_at, static_cast<TokenBits>(shared.tokens[keys_at.stage] >> consumer * TQ) & TOKEN_MASK};
+            keys_at.next();
+            values_at.next();
+            if (step.rows) return STEP;
+            shared.values.wait_full(step.values);
+            __syncwarp();  // all lanes have read it
+            release_keys(step);
+            release_values(step);
+        }
+        return END;
+    }
+    DEVICE u32 keys_of(const GatheredStep &step) const { return uniform(keys + step.keys.stage * (K_BYTES / 16)); }  // an operand
+    DEVICE u32 values_of(const GatheredStep &step) const { return uniform(values + step.values.stage * (V_BYTES / 16)); }
+    DEVICE void release_keys(const GatheredStep &step) { shared.keys.release(step.keys.stage); }
+    DEVICE void release_values(const GatheredStep &step) { shared.values.release(step.values.stage); }
+};
