@@ -15,6 +15,7 @@ import torch
 
 import nsa_sel
 from nsa_sel.backends.cupy_cuda import compiler, launch
+from nsa_sel.backends.specs import HOPPER_TILES
 from nsa_sel.core import registry
 from nsa_sel.selection import Selection
 from nsa_sel.settings.flags import CACHE_FLAG
@@ -47,6 +48,7 @@ def test_on_another_stream() -> None:
     [
         *((16, 128, 128, 64), (4, 128, 128, 64), (1, 128, 128, 64), (1, 192, 64, 64)),
         *((2, 64, 64, 64), (3, 128, 64, 128), (16, 192, 128, 64), (4, 192, 128, 128), (40, 192, 64, 64), (64, 64, 128, 64)),
+        *((12, 256, 256, 64), (12, 256, 256, 4), (2, 64, 64, 8), (4, 128, 128, 16), (16, 128, 64, 32)),  # forward_gather.cu
     ],
 )
 def test_more_tiles_than_multiprocessors(h: int, Dk: int, Dv: int, block: int) -> None:
@@ -138,7 +140,10 @@ def test_what_follows_a_row_in_its_own_block(started: list[str], h: int, every: 
         (40, 192, 128, 64, torch.float16),
         (64, 64, 128, 64, torch.float16),
         (16, 128, 128, 64, torch.bfloat16),
-        (4, 64, 64, 32, torch.float16),  # by rows, on every GPU
+        (4, 64, 64, 32, torch.float16),
+        (4, 256, 256, 64, torch.float16),
+        (12, 256, 256, 4, torch.bfloat16),
+        (16, 128, 128, 8, torch.bfloat16),
     ],
 )
 def test_poison_matrix_of_hopper(started: list[str], h: int, Dk: int, Dv: int, block: int, dtype: torch.dtype) -> None:
@@ -150,8 +155,37 @@ def test_poison_matrix_of_hopper(started: list[str], h: int, Dk: int, Dv: int, b
     check_empty_rows(run, q, k, v, mask)
     check_one_row(run, q, k, v, mask, row)
     ran = ("forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu")
-    for kernel in ran if block != 32 and h > 1 else ran[:1] if h == 1 else ():
+    gathered = HOPPER_TILES.gathers(h, Dk, Dv, block)
+    for kernel in ("forward_gather.cu",) if gathered else ran[:1] if h == 1 else ran:
         assert_ran(started, kernel)
+
+
+@pytest.mark.parametrize("S", [70, 130, 700])
+@pytest.mark.parametrize(
+    ("h", "Dk", "Dv", "block", "n", "dtype"),
+    [
+        (12, 256, 256, 4, 70, torch.bfloat16),
+        (12, 256, 256, 64, 7, torch.bfloat16),
+        (4, 256, 256, 8, 40, torch.float16),
+        (16, 256, 256, 128, 3, torch.float16),
+        (16, 128, 128, 4, 90, torch.bfloat16),
+        (2, 128, 64, 16, 30, torch.float16),
+        (3, 192, 128, 32, 11, torch.bfloat16),
+        (64, 64, 64, 4, 33, torch.float16),
+    ],
+)
+def test_gathered_steps(started: list[str], S: int, h: int, Dk: int, Dv: int, block: int, n: int, dtype: torch.dtype) -> None:
+    """Unions that fill no step, keys that end within a block, positions of any order; keys [B,S_kv,G,D]; the same bits again."""
+    G, S_kv = 3, 1411
+    q, k, v = make_qkv(B=2, S=S, G=G, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=dtype, device="cuda")
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    selection = make_blocks(2, S, G, S_kv, n, block, device="cuda")
+    positions = torch.randint(0, S_kv, (2, S), generator=torch.Generator().manual_seed(3)).cuda()
+    for q_pos in (None, positions):
+        check_forward("cupy-cuda", q, k, v, selection, q_pos=q_pos)
+        runs = [attend("cupy-cuda", q, k, v, selection, q_pos=q_pos) for _ in range(4)]
+        assert all(torch.equal(x, y) for run in runs for x, y in zip(runs[0], run, strict=True))
+    assert_ran(started, "forward_gather.cu")
 
 
 def test_poison_matrix_of_a_batch_that_decodes(started: list[str]) -> None:

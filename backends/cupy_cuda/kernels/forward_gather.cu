@@ -40,6 +40,7 @@ struct Attention {
     }
     DEVICE void begin_sums(const GatheredStep &step) {
         steps.shared.values.wait_full(step.values);
+        if (COPIES) fence_async_proxy();
         wgmma_fence();
         wgmma_add_a_b<DV>(acc, p, steps.values_of(step) + TRANSPOSED);
         wgmma_commit();

@@ -13,6 +13,9 @@
 
 constexpr int UNIT = BLOCK < KEYS ? BLOCK : KEYS, UNITS = KEYS / UNIT, PARTS = BLOCK / UNIT;  // keys; units of a step, of a block
 constexpr int VALUE_STAGES = STAGES - 1;
+#ifndef COPIES
+#define COPIES 0
+#endif
 
 struct GatherShared {
     Pipeline<STAGES> keys;
@@ -25,8 +28,8 @@ struct GatherShared {
     int first_key[STAGES][UNITS];   // of each unit
 
     DEVICE void init() {
-        keys.init(1, 4 * CONSUMERS);
-        values.init(1, 4 * CONSUMERS);
+        keys.init(COPIES ? 33 : 1, 4 * CONSUMERS);
+        values.init(COPIES ? 33 : 1, 4 * CONSUMERS);
         tiles.pipeline.init(1, 4 * CONSUMERS + 2);
         for (int i = 0; i < CONSUMERS; ++i) q[i].init(1, 4);
         mbarrier_init(&raw[0], 1);
@@ -112,10 +115,29 @@ struct StepProducer {
         : shared(all), pipeline(own), map(tensor), stages(memory) {}
 
     // A step of the units from lane `first` on.
-    DEVICE void load(const Units &units, int first, int g) {
+    DEVICE void load(const Problem &p, const Units &units, int first, int g) {
         const int lane = threadIdx.x % 32, unit = lane - first;
         const bool own = unit >= 0 && unit < UNITS;
         unsigned char *stage = stages + at.stage * BYTES;
+        if (COPIES) {
+            const KeysTensor &x = OF_KEYS ? p.k : p.v;
+            constexpr int CHUNKS = COLUMNS / 8;
+            if (OF_KEYS && own) shared.first_key[at.stage][unit] = units.key;
+            const i64 offset = units.page * x.stride_b + in_page(units.key) * x.stride_n;
+            const u16 *data = x.data + g * x.stride_g;
+#pragma unroll 4
+            for (int i = lane; i < KEYS * CHUNKS; i += 32) {
+                const int row = i / CHUNKS, chunk = i % CHUNKS, from = first + row / UNIT;
+                const bool seen = __shfl_sync(ALL_LANES, units.key, from) + row % UNIT < __shfl_sync(ALL_LANES, units.visible, from);
+                const i64 begin = __shfl_sync(ALL_LANES, offset, from) + row % UNIT * x.stride_n + chunk * 8;
+                cp_async_16(reinterpret_cast<u16 *>(stage + chunk / 8 * PANEL + swizzled(row, chunk % 8)), data + (seen ? begin : 0), seen);
+            }
+            cp_async_mbarrier_arrive(&pipeline.full[at.stage]);
+            __syncwarp();
+            pipeline.announce(at.stage);
+            at.next();
+            return;
+        }
         const bool zeroes = __any_sync(ALL_LANES, own && units.cut());
         u64 *raw = &shared.raw[OF_KEYS ? 0 : 1], *landed = zeroes ? raw : &pipeline.full[at.stage];
         if (OF_KEYS && own) shared.first_key[at.stage][unit] = units.key;
@@ -146,7 +168,7 @@ struct StepProducer {
                 before((e + i) / UNITS);
                 pipeline.wait_empty(at);
                 if (OF_KEYS) selected.publish(shared, at.stage, i);
-                load(units, i, tile.g);
+                load(p, units, i, tile.g);
             }
         }
     }
@@ -207,6 +229,7 @@ struct GatherReader {
         while (next < total) {
             if (next == limit) return LIMIT;
             shared.keys.wait_full(keys_at);
+            if (COPIES) fence_async_proxy();
             step = {next++, keys_at, values_at, static_cast<TokenBits>(shared.tokens[keys_at.stage] >> consumer * TQ) & TOKEN_MASK};
             keys_at.next();
             values_at.next();
