@@ -35,15 +35,15 @@ _CHOICE = {
     "choose-backward": ("launch", "compressed", "rows", "compressed-wide"),
 }
 
-_TILES = TileKernels(
+_WHOLE_STEPS = TileKernels(
     sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=192,
     one_head=True,
 )  # fmt: skip
-HOPPER_TILES = msgspec.structs.replace(_TILES, gathered_blocks=(4, 8, 16, 32), wide_dims=(256,))
-ARITHMETIC_TILES = msgspec.structs.replace(_TILES, block_multiple=1, blocks_max=1 << 24, one_head=False)  # of keys; no plan in memory
+HOPPER_TILES = msgspec.structs.replace(_WHOLE_STEPS, gathered_blocks=(4, 8, 16, 32), wide_dims=(256,))
+ARITHMETIC_TILES = msgspec.structs.replace(_WHOLE_STEPS, block_multiple=1, blocks_max=1 << 24, one_head=False)  # of keys; no plan in memory
 E4M3_TILE_ROWS = 16  # tokens times heads of a tile of forward_tokens.cu, at most
 # Of block_gradients.cu, which has no plan of tiles.
-HOPPER_LISTS = msgspec.structs.replace(_TILES, blocks_max=1 << 24, heads=(1, 64), key_dims=(64, 128))
+HOPPER_LISTS = msgspec.structs.replace(_WHOLE_STEPS, blocks_max=1 << 24, heads=(1, 64), key_dims=(64, 128))
 HOPPER_STEPS = StepKernels(sm=90, keys=64, dims=(64, 128))
 
 SPECS = (

@@ -5,6 +5,7 @@ If the device's profile has no costs, or none for the request, the profile's ord
 
 from __future__ import annotations
 
+from nsa_sel.backends.specs import SPECS
 from nsa_sel.core.decision import Case, Policy
 from nsa_sel.core.request import FEW_TOKENS
 from nsa_sel.policies import cost, guards, rules
@@ -13,14 +14,16 @@ from nsa_sel.policies import cost, guards, rules
 def preference(case: Case) -> tuple[str, ...]:
     """The order of backends for this direction: measured where a profile exists, else conservative. Of choosers, that of the registry.
 
-    On a GPU prefills over blocks too small for the cost models have an order of their own, unless the user's file sets one.
+    On a GPU prefills over blocks too small for the cost models have an order of their own, unless the user's file sets one; a backend with
+    tile kernels is part of it where these take the call.
     """
     settings, request = case.settings, case.request
     if request.kind == "choose":
         return ()
     own = settings.config_file is not None and settings.sources.get(f"prefer_{case.direction}") == settings.config_file
     if not own and case.device.kind == "cuda" and cost.of_small_blocks(request) and request.S > FEW_TOKENS:
-        return settings.prefer_small_blocks
+        slow = {x.name for x in SPECS if x.tiles and not (case.device.sm == x.tiles.sm and x.tiles.take(request, case.direction == "backward"))}
+        return tuple(name for name in settings.prefer_small_blocks if name not in slow)
     return settings.prefer_forward if case.direction == "forward" else settings.prefer_backward
 
 

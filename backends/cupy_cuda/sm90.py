@@ -246,7 +246,7 @@ def _build(call: Call, tokens: int) -> TilePlan:
     rows = unwritten(q, all_tiles * capacity, dtype=torch.int64)
     counts = unwritten(q, all_tiles, 2, dtype=torch.int32)
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages
-    shared = 8 << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
+    shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
     launch.start(
         "tile_union.cu", launch.integer_macros(TOKENS=tokens, BLOCK=block, **lengths), call.q.get_device(), all_tiles, 128, shared,
         *launch.pointers(blocks, rows, counts), tiles, capacity, problem=launch.problem(call, call.disjoint_ranges()),

@@ -65,7 +65,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
 
     sm: int  # the compute capability they are compiled for
     block_multiple: int
-    blocks_max: int  # KV blocks of a sequence: a tile's plan keeps them in shared memory
+    blocks_max: int  # KV blocks of a sequence, twice as many for tiles of at most 32 tokens: a tile's plan keeps a bit a token in shared memory
     heads: tuple[int, int]  # fewest and most heads per group
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]
@@ -93,7 +93,8 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         takes = self.fits_few(heads, Dk, Dv, block_size) or (not backward and self.gathers(h, Dk, Dv, block_size))
         if not takes or block_size is None:
             return False
-        return self.tokens(h, Dk) <= S and S_kv <= self.blocks_max * block_size
+        tokens = self.tokens(h, Dk)
+        return tokens <= S and S_kv <= self.blocks_max * (2 if tokens <= 32 else 1) * block_size
 
     def gathers(self, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
         """Whether a forward pass of these sizes, and of many tokens, has pipelines of their own for keys and values."""

@@ -199,7 +199,7 @@ def test_cupy_cuda_prefers_blocks_only_for_its_tile_kernels() -> None:
     request = packed_request()
     assert packed_batches._pays(request, H200, "cupy-cuda")
     assert not packed_batches._pays(request, A100, "cupy-cuda")
-    for changes in ({"block_size": 32}, {"Dk": 80}, {"aligned": False}, {"S": 4}, {"S_kv": 64 * 16384 + 1}):
+    for changes in ({"block_size": 24}, {"Dk": 80}, {"aligned": False}, {"S": 4}, {"S_kv": 64 * 32768 + 1}):
         assert not packed_batches._pays(packed_request(**changes), H200, "cupy-cuda")
 
 

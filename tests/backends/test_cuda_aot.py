@@ -41,6 +41,7 @@ HOPPERS = {
     "forward_blocks.cu",
     "forward_tokens.cu",
     "forward_tiles.cu",
+    "forward_gather.cu",
     "dq_tiles.cu",
     "dkdv_groups.cu",
     "tile_union.cu",
@@ -67,6 +68,7 @@ def run(shape: str, sm: int) -> None:
         *((sm, "h16") for sm in TARGETS if sm != 89),
         (86, "h3-256"),
         (90, "h64-192-128"),
+        (90, "h12-256-small"),
         (86, "decode-h16"),
         *((90, shape) for shape in OF_CUDA if shape != "h12"),
         *(pytest.param(sm, "decode-h16", marks=pytest.mark.thorough) for sm in (89, 90, 100)),  # else 8.9 has the constants of 8.6
@@ -85,11 +87,14 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
     if shape.startswith("decode"):
         joined = shape == "decode-h16" and sm not in sm80.WITH_CLUSTERS
         assert names == ({"forward_blocks.cu"} if sm == sm90.SM else {"forward_rows.cu", "combine.cu"} if joined else {"forward_rows.cu"})
-    elif sm == sm90.SM and shape != "h3-256":
+    elif sm == sm90.SM and sm90.gathers(target_call(shape, sm)):
+        assert names == ALL_KERNELS - {"combine.cu", "forward_rows.cu", *HOPPERS} | {"tile_union.cu", "forward_gather.cu"}
+    elif sm == sm90.SM:
         assert names == ALL_KERNELS - {
             "combine.cu",
             "forward_rows.cu",
             "forward_blocks.cu",
+            "forward_gather.cu",
             "forward_tokens.cu",
             "dq_tiles.cu" if shape == "h1" else "dq_rows.cu",
             *({"dkdv_groups.cu", "order_segments.cu"} if shape == "h1" else {"dkdv_tiles.cu"}),

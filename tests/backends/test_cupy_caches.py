@@ -63,6 +63,16 @@ def test_caches_match_the_oracle(monkeypatch: pytest.MonkeyPatch, page_size: int
     assert bool((lse[nothing] == -math.inf).all())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_gathered_steps_read_lengths_and_tables(monkeypatch: pytest.MonkeyPatch, page_size: int | None) -> None:
+    """A chunk of a prefill: blocks smaller than a step, which a sequence ends within."""
+    emulated(monkeypatch)
+    cache = small_cache(page_size, S_q=15, h=16, Dk=64, Dv=64, n=9, block=8)
+    assert sm90.supports_tiles(call_of(cache))
+    check(cache)
+
+
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_ranges_may_cross_pages(monkeypatch: pytest.MonkeyPatch, page_size: int | None) -> None:
     emulated(monkeypatch, BACKWARDS)

@@ -58,6 +58,7 @@ def garbled(cache: Cache) -> Cache:
         (LENGTHS * 17, 3, 64, "forward_tiles.cu"),
         (MANY, 8, 128, "forward_tiles.cu"),
         ((0, 1, 9, 150, 600), 40, 128, "forward_tiles.cu"),
+        ((0, 1, 9, 150, 600), 40, 8, "forward_gather.cu"),
     ],
 )
 def test_each_kernel_reads_lengths_and_tables(

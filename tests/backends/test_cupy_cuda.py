@@ -105,8 +105,14 @@ def test_every_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow  # a compiler, and thousands of emulated products
 @pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
-@pytest.mark.parametrize(("h", "Dk", "Dv", "block"), [(1, 64, 128, 64), (4, 64, 64, 64), (2, 192, 64, 128)])
-def test_tiles_of_tokens(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk: int, Dv: int, block: int) -> None:
+@pytest.mark.parametrize(
+    ("h", "Dk", "Dv", "block", "n"),
+    [
+        *((1, 64, 128, 64, 3), (4, 64, 64, 64, 3), (2, 192, 64, 128, 3)),
+        *((12, 256, 256, 4, 20), (3, 64, 128, 8, 9), (4, 64, 64, 16, 5), (5, 64, 64, 32, 3), (16, 256, 256, 64, 3)),  # gathered
+    ],
+)
+def test_tiles_of_tokens(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk: int, Dv: int, block: int, n: int) -> None:
     """More tiles than CTAs, the last one with tokens that do not exist; keys that no row sees hold NaN."""
     emulated(monkeypatch, mode)
     started, start = [], launch.start
@@ -116,9 +122,10 @@ def test_tiles_of_tokens(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk:
         start(source, *rest, **own)
 
     monkeypatch.setattr(launch, "start", recorded)
-    S, S_kv = (150 if h == 1 else 100), 260
+    S, S_kv = {1: 150, 12: 45, 16: 45}.get(h, 100), 260
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=torch.float16)
-    ranges = make_blocks(1, S, 2, S_kv, 3, block).ranges
+    ranges = make_blocks(1, S, 2, S_kv, n, block).ranges
+    ranges[:, 20:25] = 0
     ranges[:, -20:][ranges[:, -20:, ..., 0] >= 192] = 0  # nobody sees the end of what others before them see
     ranges[ranges[..., 0] == 128] = 0
     selection = Selection(ranges, block)
@@ -127,7 +134,7 @@ def test_tiles_of_tokens(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk:
     assert unused[:, :, -1].all()
     with new_memory_is_nan():
         got = cupy_cuda.forward(call_of(q, *(torch.where(unused, float("nan"), x) for x in (k, v)), selection))
-    assert started == ["tile_union.cu", "forward_tiles.cu"]
+    assert started == ["tile_union.cu", "forward_gather.cu" if block < 64 or Dk == 256 else "forward_tiles.cu"]
     assert_forward(got, q, k, v, selection.ranges)
 
 

@@ -54,6 +54,9 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
 OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of their own
     "h12": (1, 2048, 2048, 2, 12, 128, 128, 16, 64, torch.bfloat16),
     "h1": (1, 2048, 2048, 4, 1, 128, 128, 16, 64, torch.bfloat16),
+    "h12-256": (1, 2048, 2048, 2, 12, 256, 256, 32, 64, torch.bfloat16),
+    "h16-8": (1, 2048, 2048, 2, 16, 128, 128, 128, 8, torch.bfloat16),
+    "h2-192-16": (1, 2048, 2048, 2, 2, 192, 128, 64, 16, torch.float16),
     "decode-B64-h16": (64, 1, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "decode-B16-h64": (16, 1, 4096, 4, 64, 128, 128, 16, 64, torch.bfloat16),
     "decode-B64-h64-64-128": (64, 1, 4096, 4, 64, 64, 128, 16, 64, torch.bfloat16),

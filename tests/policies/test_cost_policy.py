@@ -27,7 +27,7 @@ from nsa_sel.settings.config import parse_config, settings_for
 from nsa_sel.settings.flags import CONFIG_FLAG
 from nsa_sel.settings.schema import COST_TERMS, CostModel, Costs
 from nsa_sel.telemetry.describe import describe
-from tests.helpers.policy_cases import CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings
+from tests.helpers.policy_cases import A100, CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings
 
 GROUP, TILE, BLOCK, TOKEN = "triton-group", "triton-tile", "triton-block", "triton-token"
 LIMITS = Limits(dtypes={"cuda": ("float16", "bfloat16", "float32")})
@@ -121,8 +121,12 @@ def test_small_blocks_have_a_preference_of_their_own_in_a_prefill(monkeypatch: p
     policy, offers = load_policy("default"), tuple(Offer(backend) for backend in backends().values())
     for device in (H200, H100):
         decision = make_decision(small, device, policy, settings_for(device), offers)
-        assert (decision.forward, decision.backward, decision.predictions) == (TILE, TILE, ())
+        assert (decision.forward, decision.backward, decision.predictions) == ("cupy-cuda", TILE, ())
         assert decision.rule.startswith("first of the preference (")
+        for changes in ({"h": 1}, {"Dk": 80}, {"S_kv": 4 * 32768 + 1}):  # beyond its tile kernels
+            assert make_decision(replace(small, **changes), device, policy, settings_for(device), offers).forward == TILE
+    assert make_decision(small, A100, policy, settings_for(A100), offers).forward == TILE
+    for device in (H200, H100):
         assert make_decision(replace(small, S=1, needs_grad=False), device, policy, settings_for(device), offers).forward == GROUP
     assert make_decision(small, CPU, policy, settings_for(CPU), offers).forward == "numba"
     file = tmp_path / "mine.yaml"
@@ -323,8 +327,11 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     assert asked(h=4) is not None
     assert asked(S=1) is not None, "decoding, by rows"
     assert asked(S=1, page_size=64) == asked(S=1) < asked(S=1, page_size=16)
-    for facts in ({"h": 65}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 32}, {"S": 9}):
+    for facts in ({"h": 65}, {"block_size": 24}, {"Dk": 96}, {"aligned": False}, {"page_size": 32}, {"S": 9}):
         assert asked(**facts) is None, facts
+    for facts in ({"block_size": 16}, {"Dk": 256, "Dv": 256}):
+        assert asked(**facts) is not None, facts
+        assert asked("backward", **facts) is None, facts
     assert asked(h=1) is not None
     assert asked(h=1, S=63) is None, "less than a tile"
     assert asked(S=8) is not None, "few tokens of each sequence"

@@ -9,6 +9,11 @@
 #include "problem.cuh"
 
 constexpr int THREADS = 128;
+#if TOKENS <= 32
+typedef u32 TokenBits;  // a bit for each row
+#else
+typedef u64 TokenBits;
+#endif
 
 struct Arguments {
     Problem p;
@@ -26,7 +31,7 @@ DEVICE int lowest_limit(const Problem &p, i64 b, i64 first_row) {
 }
 
 // A bit for every row that selected a block.
-DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, u64 *rows) {
+DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *rows) {
     const u32 n = p.n;
     for (u32 e = threadIdx.x; e < TOKENS * n; e += THREADS) {
         const u32 r = e / n;
@@ -34,13 +39,13 @@ DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, u64 *rows) 
         if (s >= p.S) break;
         int start, end;
         clamped_range(p, ((b * p.S + s) * p.G + g) * p.n + e % n, row_limit(p, b, s), start, end);
-        if (end > start) atomicOr(&rows[start / BLOCK], 1ull << r);
+        if (end > start) atomicOr(&rows[start / BLOCK], TokenBits{1} << r);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];
-    u64 *rows = reinterpret_cast<u64 *>(memory);  // [blocks of keys]
+    TokenBits *rows = reinterpret_cast<TokenBits *>(memory);  // [blocks of keys]
     __shared__ int lowest;
     const Problem &p = x.p;
     const int thread = threadIdx.x, all_blocks = (static_cast<int>(p.S_kv) + BLOCK - 1) / BLOCK;

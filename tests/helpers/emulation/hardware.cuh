@@ -324,8 +324,9 @@ DEVICE u32 atomicAdd(u32 *at, u32 x) {
     *at += x;
     return old;
 }
-DEVICE unsigned long long atomicOr(unsigned long long *at, unsigned long long bits) {
-    unsigned long long old = *at;
+template <class T>
+DEVICE T atomicOr(T *at, T bits) {
+    T old = *at;
     *at |= bits;
     return old;
 }
