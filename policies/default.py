@@ -22,8 +22,9 @@ def preference(case: Case) -> tuple[str, ...]:
         return ()
     own = settings.config_file is not None and settings.sources.get(f"prefer_{case.direction}") == settings.config_file
     if not own and case.device.kind == "cuda" and cost.of_small_blocks(request) and request.S > FEW_TOKENS:
-        slow = {x.name for x in SPECS if x.tiles and not (case.device.sm == x.tiles.sm and x.tiles.take(request, case.direction == "backward"))}
-        return tuple(name for name in settings.prefer_small_blocks if name not in slow)
+        backward = case.direction == "backward"
+        by_rows = {x.name for x in SPECS if x.tiles and not (case.device.sm == x.tiles.sm and x.tiles.take(request, backward))}
+        return tuple(name for name in settings.prefer_small_blocks if name not in by_rows)
     return settings.prefer_forward if case.direction == "forward" else settings.prefer_backward
 
 

@@ -247,8 +247,10 @@ def _build(call: Call, tokens: int) -> TilePlan:
     counts = unwritten(q, all_tiles, 2, dtype=torch.int32)
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages
     shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each
+    threads = 512 if shared > 1 << 14 else 128  # few such CTAs fit a multiprocessor
+    macros = launch.integer_macros(TOKENS=tokens, BLOCK=block, UNION_THREADS=threads, **lengths)
     launch.start(
-        "tile_union.cu", launch.integer_macros(TOKENS=tokens, BLOCK=block, **lengths), call.q.get_device(), all_tiles, 128, shared,
+        "tile_union.cu", macros, call.q.get_device(), all_tiles, threads, shared,
         *launch.pointers(blocks, rows, counts), tiles, capacity, problem=launch.problem(call, call.disjoint_ranges()),
     )  # fmt: skip
     return TilePlan(blocks, rows, counts, tiles, capacity)

@@ -65,7 +65,7 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
 
     sm: int  # the compute capability they are compiled for
     block_multiple: int
-    blocks_max: int  # KV blocks of a sequence, twice as many for tiles of at most 32 tokens: a tile's plan keeps a bit a token in shared memory
+    blocks_max: int  # KV blocks of a sequence, twice as many if a tile has at most 32 tokens: its plan keeps their bits in shared memory
     heads: tuple[int, int]  # fewest and most heads per group
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]

@@ -114,24 +114,32 @@ struct StepProducer {
     DEVICE StepProducer(GatherShared &all, Pipeline<N> &own, const TensorMap &tensor, unsigned char *memory)
         : shared(all), pipeline(own), map(tensor), stages(memory) {}
 
+    // Lanes copy the rows of a step's units, 16 bytes each at a time; zeros in place of what no row sees.
+    DEVICE void copy(const KeysTensor &x, const Units &units, int first, int g, unsigned char *stage) {
+        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS;  // of a row; rows
+        const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, lane_row = lane / CHUNKS;
+        const i64 begin = units.page < 0 ? 0 : units.page * x.stride_b + in_page(units.key) * x.stride_n;
+        const u16 *from = x.data + g * x.stride_g + lane_row * x.stride_n + chunk * 8;
+        unsigned char *to = stage + chunk / 8 * PANEL;
+        constexpr int AHEAD = UNIT < 8 ? 8 / UNIT : 1;
+#pragma unroll AHEAD
+        for (int u = 0; u < UNITS; ++u) {
+            const u16 *row_from = from + __shfl_sync(ALL_LANES, begin, first + u);
+            const int seen = __shfl_sync(ALL_LANES, units.visible - units.key, first + u) - lane_row;
+#pragma unroll(UNIT < 8 ? UNIT : 8)
+            for (int r = 0; r < UNIT; r += AT_ONCE, row_from += AT_ONCE * x.stride_n)
+                if (lane_row < AT_ONCE)
+                    cp_async_16(reinterpret_cast<u16 *>(to + swizzled(u * UNIT + r + lane_row, chunk % 8)), row_from, r < seen);
+        }
+    }
     // A step of the units from lane `first` on.
     DEVICE void load(const Problem &p, const Units &units, int first, int g) {
         const int lane = threadIdx.x % 32, unit = lane - first;
         const bool own = unit >= 0 && unit < UNITS;
         unsigned char *stage = stages + at.stage * BYTES;
         if (COPIES) {
-            const KeysTensor &x = OF_KEYS ? p.k : p.v;
-            constexpr int CHUNKS = COLUMNS / 8;
             if (OF_KEYS && own) shared.first_key[at.stage][unit] = units.key;
-            const i64 offset = units.page * x.stride_b + in_page(units.key) * x.stride_n;
-            const u16 *data = x.data + g * x.stride_g;
-#pragma unroll 4
-            for (int i = lane; i < KEYS * CHUNKS; i += 32) {
-                const int row = i / CHUNKS, chunk = i % CHUNKS, from = first + row / UNIT;
-                const bool seen = __shfl_sync(ALL_LANES, units.key, from) + row % UNIT < __shfl_sync(ALL_LANES, units.visible, from);
-                const i64 begin = __shfl_sync(ALL_LANES, offset, from) + row % UNIT * x.stride_n + chunk * 8;
-                cp_async_16(reinterpret_cast<u16 *>(stage + chunk / 8 * PANEL + swizzled(row, chunk % 8)), data + (seen ? begin : 0), seen);
-            }
+            copy(OF_KEYS ? p.k : p.v, units, first, g, stage);
             cp_async_mbarrier_arrive(&pipeline.full[at.stage]);
             __syncwarp();
             pipeline.announce(at.stage);

@@ -4,11 +4,12 @@
 // Grid: one CTA per (b, g, tile of rows). Shared memory holds TOKENS bits per block of keys; blocks with any bit go into the list.
 // Whole blocks, which every row of the tile sees to their last key, come first: all up to the lowest row's limit.
 //
-//   TOKENS  rows of a tile, at most 64
-//   BLOCK   keys of a block
+//   TOKENS         rows of a tile, at most 64
+//   BLOCK          keys of a block
+//   UNION_THREADS  of a CTA
 #include "problem.cuh"
 
-constexpr int THREADS = 128;
+constexpr int THREADS = UNION_THREADS;
 #if TOKENS <= 32
 typedef u32 TokenBits;  // a bit for each row
 #else
@@ -61,10 +62,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
     mark_rows(p, b, g, first_row, rows);
     __syncthreads();
 
-    // Each thread has some adjacent blocks. It counts those that have rows; the prefix sum is where its own begin in the list.
-    const int share = (all_blocks + THREADS - 1) / THREADS, first = thread * share, end = min(first + share, all_blocks);
+    // Each warp has some adjacent blocks. It counts those that have rows; the prefix sum is where its own begin in the list.
+    constexpr int WARPS = THREADS / 32;
+    const int lane = thread % 32, share = (all_blocks + 32 * WARPS - 1) / (32 * WARPS) * 32;
+    const int first = thread / 32 * share, end = min(first + share, all_blocks);
     int upto[2] = {0, 0}, total[2];  // all blocks, whole blocks
-    for (int block = first; block < end; ++block) {
+    for (int block = first + lane; block < end; block += 32) {
         if (!rows[block]) continue;
         ++upto[0];
         upto[1] += (block + 1) * static_cast<i64>(BLOCK) <= lowest;
@@ -72,10 +75,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
     const int own = upto[0];
     block_prefix_sum<THREADS>(upto, total);
     if (thread == 0) x.counts[blockIdx.x] = make_int2(total[1], total[0]);
-    i64 at = blockIdx.x * x.capacity + upto[0] - own;
-    for (int block = first; block < end; ++block) {
-        if (!rows[block]) continue;
+    i64 begin = blockIdx.x * x.capacity + __shfl_sync(ALL_LANES, upto[0] - own, 0);
+    for (int block = first + lane; block - lane < end; block += 32) {
+        const bool listed = block < end && rows[block];
+        const u32 all = __ballot_sync(ALL_LANES, listed);
+        const i64 at = begin + __popc(all & ((1u << lane) - 1));
+        begin += __popc(all);
+        if (!listed) continue;
         x.blocks[at] = block;
-        x.rows[at++] = rows[block];
+        x.rows[at] = rows[block];
     }
 }
