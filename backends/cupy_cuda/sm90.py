@@ -21,7 +21,7 @@ from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, key_value_gradients, lists_of, most_segments
-from nsa_sel.backends.cupy_cuda.tensor_map import row_map, tensor_map
+from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.specs import HOPPER_STEPS, HOPPER_TILES
 from nsa_sel.core.call import Call
 from nsa_sel.core.choose_call import ChooseCall
@@ -163,7 +163,8 @@ def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
     source, shape_of = ("forward_gather.cu", gather_shape) if gathered else ("forward_tiles.cu", forward_shape)
     B, S, G, h, _ = q.shape
     o, lse = unwritten(q, B, S, G, h, call.v.shape[-1]), unwritten(q, B, S, G, h, dtype=torch.float32)
-    maps, shape = (row_map(q, ROWS // h), *key_maps(call, min(block, KEYS))), shape_of(q, call.v, call.device)
+    keys = (key_group_map(call.k), key_group_map(call.v)) if 8 <= block < KEYS else key_maps(call, min(block, KEYS))
+    maps, shape = (row_map(q, ROWS // h), *keys), shape_of(q, call.v, call.device)
     _start_tiles(source, call, call.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
     return o, lse
 

@@ -30,17 +30,24 @@ def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -
     zeros.
     promoted: the L2 cache fetches 256 bytes for 128, which are a row of two adjacent tiles. Raises BackendError if the driver refuses.
     """
-    return _map(x, (1, 1, box_rows, box_cols), promoted)
+    return _map(x, tuple(x.shape), tuple(x.stride()), (1, 1, box_rows, box_cols), promoted)
+
+
+def key_group_map(x: Tensor) -> bytes:
+    """The map of k or v in tiles of eight keys with all columns, a multiple of 64, in the order (64 columns, key, which 64 columns); else
+    as `tensor_map`. Coordinates are (0, key, 0, g, b)."""
+    (B, G, S_kv, D), (b, g, n, _) = x.shape, x.stride()
+    return _map(x, (B, G, D // 64, S_kv, 64), (b, g, 64, n, 1), (1, 1, D // 64, 8, 64), True)
 
 
 def row_map(x: Tensor, tokens: int) -> bytes:
     """The map of q or do [B,S,G,h,D], in tiles of `tokens` tokens of one group, with all heads, by 64 columns; else as `tensor_map`.
     Coordinates are (column, head, g, s, b); rows of a tile are (token, head)."""
-    return _map(x, (1, tokens, 1, x.shape[3], 64), True)
+    return _map(x, tuple(x.shape), tuple(x.stride()), (1, tokens, 1, x.shape[3], 64), True)
 
 
-def _map(x: Tensor, box: tuple[int, ...], promoted: bool) -> bytes:
-    address, encode = x.data_ptr(), _encoder(x.get_device(), x.dtype, tuple(x.shape), tuple(x.stride()), box, promoted)
+def _map(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], promoted: bool) -> bytes:
+    address, encode = x.data_ptr(), _encoder(x.get_device(), x.dtype, shape, strides, box, promoted)
     found: bytes = encode(address)
     if _driver.thread.recording is not None:
         _driver.thread.recording.encoders[found] = address, encode

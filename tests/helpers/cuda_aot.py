@@ -55,7 +55,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "clear", lambda *_: None)
     for module in (sm90, few_tokens, arithmetic):  # the driver makes tensor maps
-        for name in ("tensor_map", "row_map"):
+        for name in ("tensor_map", "row_map", "key_group_map"):
             monkeypatch.setattr(module, name, lambda *_, **__: bytes(_driver.MAP_BYTES), raising=False)
     work()
     return list(found.values())

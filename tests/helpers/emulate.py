@@ -59,6 +59,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
     monkeypatch.setattr(launch, "clear", clear)
     monkeypatch.setattr(sm90, "tensor_map", tensor_map)
     monkeypatch.setattr(sm90, "row_map", row_map)
+    monkeypatch.setattr(sm90, "key_group_map", lambda x: tensor_map(x, 8, 64))
 
 
 def tensor_map(x: Tensor, box_rows: int, box_cols: int, promoted: bool = True) -> bytes:

@@ -35,14 +35,14 @@ struct Attention {
     }
     DEVICE void begin_products(const GatheredStep &step) {
         wgmma_fence();
-        wgmma_a_bt<DK>(s, uniform(q_tile), steps.keys_of(step));
+        wgmma_a_bt<DK, Layout<DK>::NEXT, Layout<DK>::GROUP>(s, uniform(q_tile), steps.keys_of(step));
         wgmma_commit();
     }
     DEVICE void begin_sums(const GatheredStep &step) {
         steps.shared.values.wait_full(step.values);
-        if (COPIES) fence_async_proxy();
+        if (COPIES & 2) fence_async_proxy();
         wgmma_fence();
-        wgmma_add_a_b<DV>(acc, p, steps.values_of(step) + TRANSPOSED);
+        wgmma_add_a_b<DV, Layout<DV>::GROUP>(acc, p, steps.values_of(step) + (Layout<DV>::NEXT / 16 << 16));
         wgmma_commit();
     }
     // The units of a step that row r selected.

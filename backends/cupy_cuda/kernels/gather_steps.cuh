@@ -16,6 +16,14 @@ constexpr int VALUE_STAGES = STAGES - 1;
 #ifndef COPIES
 #define COPIES 0
 #endif
+#ifndef GROUPED
+#define GROUPED (!COPIES && UNIT >= 8 && UNIT < KEYS)
+#endif
+// Bytes from 64 columns of a tile of keys or values to the next 64, and from eight rows to the next eight.
+template <int COLUMNS>
+struct Layout {
+    static constexpr int NEXT = GROUPED ? 1024 : PANEL, GROUP = GROUPED ? COLUMNS * 16 : 1024;
+};
 
 struct GatherShared {
     Pipeline<STAGES> keys;
@@ -28,8 +36,8 @@ struct GatherShared {
     int first_key[STAGES][UNITS];   // of each unit
 
     DEVICE void init() {
-        keys.init(COPIES ? 33 : 1, 4 * CONSUMERS);
-        values.init(COPIES ? 33 : 1, 4 * CONSUMERS);
+        keys.init(COPIES & 1 ? 33 : 1, 4 * CONSUMERS);
+        values.init(COPIES & 2 ? 33 : 1, 4 * CONSUMERS);
         tiles.pipeline.init(1, 4 * CONSUMERS + 2);
         for (int i = 0; i < CONSUMERS; ++i) q[i].init(1, 4);
         mbarrier_init(&raw[0], 1);
@@ -68,7 +76,8 @@ struct Units {
             if (__shfl_sync(ALL_LANES, key, unit) + row % UNIT < __shfl_sync(ALL_LANES, visible, unit)) continue;
 #pragma unroll 1
             for (int i = 0; i < COLUMNS / 8; ++i)
-                *reinterpret_cast<uint4 *>(stage + i / 8 * PANEL + row * 128 + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+                *reinterpret_cast<uint4 *>(stage + i / 8 * Layout<COLUMNS>::NEXT + row / 8 * Layout<COLUMNS>::GROUP + row % 8 * 128 + i % 8 * 16) =
+                    make_uint4(0, 0, 0, 0);
         }
         fence_async_proxy();
         __syncwarp();
@@ -137,7 +146,7 @@ struct StepProducer {
         const int lane = threadIdx.x % 32, unit = lane - first;
         const bool own = unit >= 0 && unit < UNITS;
         unsigned char *stage = stages + at.stage * BYTES;
-        if (COPIES) {
+        if (COPIES & (OF_KEYS ? 1 : 2)) {
             if (OF_KEYS && own) shared.first_key[at.stage][unit] = units.key;
             copy(OF_KEYS ? p.k : p.v, units, first, g, stage);
             cp_async_mbarrier_arrive(&pipeline.full[at.stage]);
@@ -152,7 +161,11 @@ struct StepProducer {
         __syncwarp();
         if (lane == 0) mbarrier_arrive_expect(landed, BYTES);
         __syncwarp();
-        if (own) {
+        if (own && GROUPED) {
+#pragma unroll
+            for (int i = 0; i < UNIT; i += 8)
+                tma_load_key_group(stage + (unit * UNIT + i) / 8 * Layout<COLUMNS>::GROUP, &map, landed, in_page(units.key) + i, g, units.page);
+        } else if (own) {
 #pragma unroll
             for (int c = 0; c < COLUMNS / 64; ++c)
                 tma_load_keys(stage + c * PANEL + unit * UNIT * 128, &map, landed, c * 64, in_page(units.key), g, units.page);
@@ -237,7 +250,7 @@ struct GatherReader {
         while (next < total) {
             if (next == limit) return LIMIT;
             shared.keys.wait_full(keys_at);
-            if (COPIES) fence_async_proxy();
+            if (COPIES & 1) fence_async_proxy();
             step = {next++, keys_at, values_at, static_cast<TokenBits>(shared.tokens[keys_at.stage] >> consumer * TQ) & TOKEN_MASK};
             keys_at.next();
             values_at.next();

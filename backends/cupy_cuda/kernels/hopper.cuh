@@ -96,7 +96,15 @@ DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, 
         "l"(map), "r"(shared_address(bar)), "r"(column), "r"(key), "r"(g), "r"(b)
         : "memory");
 }
-// The same for keys that are read once: they leave the L2 cache first.
+// Eight adjacent keys, in a map by panels (key_group_map): all their columns, 64 after 64, each as 1024 bytes.
+DEVICE void tma_load_key_group(void *to, const TensorMap *map, u64 *bar, int key, int g, int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5, %6}], [%2];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(shared_address(bar)), "r"(0), "r"(key), "r"(g), "r"(b)
+        : "memory");
+}
+// The same as `tma_load_keys` for keys that are read once: they leave the L2 cache first.
 DEVICE void tma_load_keys_once(void *to, const TensorMap *map, u64 *bar, int column, int key, int g, int b) {
     asm volatile(
         "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"

@@ -6,17 +6,20 @@
 DEVICE u32 uniform(u32 x) { return __shfl_sync(ALL_LANES, x, 0); }
 
 // Operands in shared memory are tiles in swizzled panels, given by the lower half of a matrix descriptor, which counts in 16 bytes: offsets
-// within a tile are added to it. All descriptors have the same upper half. In panels, the next eight rows follow after 1024 bytes.
+// within a tile are added to it. In panels, the next eight rows follow after 1024 bytes, in tiles of groups (tma.cuh) after GROUP.
 DEVICE u32 operand(u32 address) { return (address & 0x3ffff) >> 4; }
 constexpr u32 TRANSPOSED = PANEL / 16 << 16;  // is added if the tile's columns are the operand's rows; 64 columns further is the next panel
-DEVICE u64 descriptor(u32 lower) { return lower | static_cast<u64>(1024 >> 4 | 1 << 30) << 32; }
+template <int GROUP = 1024>
+DEVICE u64 descriptor(u32 lower) {
+    return lower | static_cast<u64>(GROUP >> 4 | 1 << 30) << 32;
+}
 
-// d = a b^T, 64 x 2 N, for operands a of 64 and b of 2 N rows, both of COLUMNS columns.
-template <int COLUMNS, int N>
+// d = a b^T, 64 x 2 N, for operands a of 64 and b of 2 N rows, both of COLUMNS columns; of b, the next 64 columns follow after NEXT bytes.
+template <int COLUMNS, int NEXT = PANEL, int GROUP = 1024, int N>
 DEVICE void wgmma_a_bt(float (&d)[N], u32 a, u32 b) {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k)
-        wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor(b + (k / 4 * PANEL + k % 4 * 32) / 16), k > 0);
+        wgmma_shared(d, descriptor(a + (k / 4 * PANEL + k % 4 * 32) / 16), descriptor<GROUP>(b + (k / 4 * NEXT + k % 4 * 32) / 16), k > 0);
 }
 // The same for a in registers.
 template <int COLUMNS>
@@ -30,10 +33,10 @@ DEVICE void load_operand(u32 (&a)[4], const unsigned char *tile, int k) {
     ldmatrix(a, reinterpret_cast<const u16 *>(tile + k / 4 * PANEL + swizzled(row, chunk)));
 }
 // acc += a b, 64 x COLUMNS, for a (64 x 16 K) in registers and operand b of 16 K rows, TRANSPOSED.
-template <int COLUMNS, int K>
+template <int COLUMNS, int GROUP = 1024, int K>
 DEVICE void wgmma_add_a_b(float (&acc)[COLUMNS / 2], const u32 (&a)[K][4], u32 b) {
 #pragma unroll
-    for (int k = 0; k < K; ++k) wgmma_registers(acc, a[k], descriptor(b + k * 2048 / 16));
+    for (int k = 0; k < K; ++k) wgmma_registers(acc, a[k], descriptor<GROUP>(b + k * 2 * GROUP / 16));
 }
 // d = a^T b, 64 x 64, for operands of 16 K rows and 64 columns, both TRANSPOSED.
 template <int K>

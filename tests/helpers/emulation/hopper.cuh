@@ -99,7 +99,7 @@ DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, 
     const i64 bytes = map->columns * map->size, chunks = bytes / 16;
     const uintptr_t address = reinterpret_cast<uintptr_t>(to);
     require(address % (map->rows * bytes < 1024 ? map->rows * bytes : 1024) == 0, "a box is not aligned");
-    require(b < map->sizes[0] && g < map->sizes[1] && key < map->sizes[2] && column + map->columns <= map->sizes[3], "no such box");
+    require(b < map->sizes[0] && g < map->sizes[1] && column + map->columns <= map->sizes[3], "no such box");
     require(bytes == 64 || bytes == 128, "no such swizzle");
     later([=] {
         for (i64 row = 0; row < map->rows; ++row)
@@ -111,6 +111,9 @@ DEVICE void tma_load_keys(void *to, const TensorMap *map, u64 *bar, int column, 
             }
         complete(bar, 0, -static_cast<int>(map->rows * bytes));
     });
+}
+DEVICE void tma_load_key_group(void *to, const TensorMap *map, u64 *bar, int key, i64 g, i64 b) {
+    for (i64 i = 0; 64 * i < map->sizes[3]; ++i) tma_load_keys(static_cast<char *>(to) + 1024 * i, map, bar, 64 * i, key, g, b);
 }
 DEVICE void tma_load_keys_once(void *to, const TensorMap *map, u64 *bar, int column, int key, i64 g, i64 b) {
     tma_load_keys(to, map, bar, column, key, g, b);

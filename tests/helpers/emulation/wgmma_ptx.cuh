@@ -11,11 +11,11 @@ DEVICE void wgmma_wait() {
 }
 DEVICE void compute_before_wait(float, void *) {}
 
-// Number (row, column) of an operand in shared memory; columns are adjacent numbers of a panel's rows, of 128 swizzled bytes. LEADING bytes
-// further are the next 64 columns, if the descriptor says so.
+// Number (row, column) of an operand in shared memory; columns are adjacent numbers of a panel's rows, of 128 swizzled bytes. The descriptor
+// says how many bytes further the next 64 columns and the next eight rows are.
 static float number_at(u64 descriptor, int row, int column) {
-    const u32 start = (descriptor & 0x3fff) * 16, leading = (descriptor >> 16 & 0x3fff) * 16;
-    u32 address = start + column / 64 * leading + row / 8 * 1024 + row % 8 * 128 + column % 64 * 2;
+    const u32 start = (descriptor & 0x3fff) * 16, leading = (descriptor >> 16 & 0x3fff) * 16, group = (descriptor >> 32 & 0x3fff) * 16;
+    u32 address = start + column / 64 * leading + row / 8 * group + row % 8 * 128 + column % 64 * 2;
     address ^= (address >> 7 & 7) << 4;
     return operand(*reinterpret_cast<const u16 *>(reinterpret_cast<const char *>(dynamic_memory) + address));
 }
