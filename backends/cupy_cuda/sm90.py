@@ -142,7 +142,8 @@ def gather_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
 
 def gathers(call: Call) -> bool:
     """Whether forward_gather.cu computes a call of tiles."""
-    return HOPPER_TILES.gathers(*call.q.shape[3:], call.v.shape[-1], call.selection.block_size)
+    h, Dk = call.q.shape[3:]
+    return HOPPER_TILES.gathers(h, Dk, call.v.shape[-1], call.selection.block_size)
 
 
 def dq_shape(q: Tensor, v: Tensor, device: DeviceInfo, with_o: bool = False) -> TileShape:

@@ -40,7 +40,7 @@ struct Attention {
     }
     DEVICE void begin_sums(const GatheredStep &step) {
         steps.shared.values.wait_full(step.values);
-        if (COPIES & 2) fence_async_proxy();
+        if (COPIES) fence_async_proxy();
         wgmma_fence();
         wgmma_add_a_b<DV, Layout<DV>::GROUP>(acc, p, steps.values_of(step) + (Layout<DV>::NEXT / 16 << 16));
         wgmma_commit();
@@ -174,14 +174,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_gather(const __
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
     if (producer == 0) produce_keys(x.k, x.p, x.plan, keys, shared);
-    else if (producer == 2) produce_values(x.v, x.p, x.plan, values, shared);
-    else if (producer == 1) {
-        TileScheduler scheduler(shared.tiles, x.plan);
-        while (scheduler.next_tile()) {
-            const TokenTile tile(scheduler.number, x.plan, x.p.G);
+    else if (producer <= LOADERS)  // q's place is free as soon as that of the tile's first values is
+        produce_part<DV, false>(shared.values, producer - 1, x.v, x.p, x.plan, values, shared, [&](TileScheduler &scheduler, const TokenTile &tile) {
+            if (producer > 1) return;
 #pragma unroll 1
-            for (int i = 0; i < CONSUMERS; ++i)
-                produce_rows<DK>(shared.q[i], scheduler.at<1>(), memory + i * Q_BYTES, tile, i, x.q);
-        }
-    }
+            for (int i = 0; i < CONSUMERS; ++i) produce_rows<DK>(shared.q[i], scheduler.at<1>(), memory + i * Q_BYTES, tile, i, x.q);
+        });
+    else if (COPIES && producer == 3)
+        produce_part<DK, true>(shared.keys, 1, x.k, x.p, x.plan, keys, shared, [](TileScheduler &, const TokenTile &) {});
 }

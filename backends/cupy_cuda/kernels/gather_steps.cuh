@@ -3,8 +3,10 @@
 // A unit is what is loaded at once, a block or KEYS keys of one. Units of smaller blocks fill a step in the order of the tile's list, partial
 // ones first (token_tiles.cuh); of the last step some may be missing, and hold zeros. Which tokens selected a unit is a bit for each (token,
 // unit); of whole blocks a bit a token.
-// Keys have one stage more than values, because the products of a step begin together with the sums of the step before. Warp 0 of the
-// producer warpgroup loads K, warp 2 V, warp 1 q of all consumers.
+// Keys have one stage more than values, because the products of a step begin together with the sums of the step before.
+//
+// Producer warps: warp 0 loads K, warp 1 q and V. Units of 8 keys or more come by TMA: eight keys with all their columns are a box, KEYS keys
+// by 64 columns. Boxes of four keys would take longer than the products: lanes copy such units, half of them by warps 2 (V) and 3 (K).
 //
 //   BLOCK   keys of a block, a divisor of KEYS from 4 on or a multiple of it
 //   STAGES  stages of K; V has one less
@@ -13,12 +15,8 @@
 
 constexpr int UNIT = BLOCK < KEYS ? BLOCK : KEYS, UNITS = KEYS / UNIT, PARTS = BLOCK / UNIT;  // keys; units of a step, of a block
 constexpr int VALUE_STAGES = STAGES - 1;
-#ifndef COPIES
-#define COPIES 0
-#endif
-#ifndef GROUPED
-#define GROUPED (!COPIES && UNIT >= 8 && UNIT < KEYS)
-#endif
+constexpr bool COPIES = UNIT < 8, GROUPED = UNIT >= 8 && UNIT < KEYS;
+constexpr int LOADERS = COPIES ? 2 : 1;  // warps that load K, and as many V
 // Bytes from 64 columns of a tile of keys or values to the next 64, and from eight rows to the next eight.
 template <int COLUMNS>
 struct Layout {
@@ -36,9 +34,9 @@ struct GatherShared {
     int first_key[STAGES][UNITS];   // of each unit
 
     DEVICE void init() {
-        keys.init(COPIES & 1 ? 33 : 1, 4 * CONSUMERS);
-        values.init(COPIES & 2 ? 33 : 1, 4 * CONSUMERS);
-        tiles.pipeline.init(1, 4 * CONSUMERS + 2);
+        keys.init(COPIES ? 32 * LOADERS + 1 : 1, 4 * CONSUMERS);  // all lanes' copies, and what comes with them
+        values.init(COPIES ? 32 * LOADERS : 1, 4 * CONSUMERS);
+        tiles.pipeline.init(1, 4 * CONSUMERS + 2 * LOADERS - 1);
         for (int i = 0; i < CONSUMERS; ++i) q[i].init(1, 4);
         mbarrier_init(&raw[0], 1);
         mbarrier_init(&raw[1], 1);
@@ -66,6 +64,23 @@ struct Units {
         }
         page = key < visible ? page_of(p, tile.b, key) : -1;
     }
+    // Which tokens selected which of the step's units, from lane `first` on: bits of tokens become bits of units.
+    DEVICE void publish(GatherShared &shared, int stage, int first) const {
+        const int lane = threadIdx.x % 32;
+        u64 tokens = UNITS == 1 ? __shfl_sync(ALL_LANES, rows, first) : 0;
+#pragma unroll
+        for (int half = 0; UNITS > 1 && half < TOKENS; half += 32) {
+            u32 units = 0;  // of token half + lane
+#pragma unroll 4
+            for (int r = 0; r < min(32, TOKENS - half); ++r) {
+                const u32 all = __ballot_sync(ALL_LANES, static_cast<u32>(rows >> half) >> r & 1);
+                if (r == lane) units = all >> first & ((1u << UNITS) - 1);
+            }
+            if (half + lane < TOKENS) shared.selected[stage][half + lane] = static_cast<u16>(units);
+            tokens |= static_cast<u64>(__ballot_sync(ALL_LANES, units != 0)) << half;
+        }
+        if (lane == 0) shared.tokens[stage] = tokens;
+    }
     // Whether rows of a unit that is loaded are to be zeroed.
     DEVICE bool cut() const { return page >= 0 && visible < key + UNIT; }
     // Zero what no row sees of the units from lane `first` on, which are a step's. Whole rows: the swizzle within them does not matter.
@@ -84,32 +99,7 @@ struct Units {
     }
 };
 
-// Which tokens selected which units, transposed: of tokens `lane` and `lane` + 32 a bit for each of the warp's 32 units.
-struct Selected {
-    u32 of[TOKENS > 32 ? 2 : 1];
-
-    DEVICE explicit Selected(u64 rows) {
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r) {
-            const u32 units = __ballot_sync(ALL_LANES, rows >> r & 1);
-            if (r % 32 == threadIdx.x % 32) of[r / 32] = units;
-        }
-    }
-    // Those of a step's units, from number `first` on.
-    DEVICE void publish(GatherShared &shared, int stage, int first) const {
-        const int lane = threadIdx.x % 32;
-        u64 tokens = 0;
-#pragma unroll
-        for (int r = 0; r < TOKENS; r += 32) {
-            const u32 units = r + lane < TOKENS ? of[r / 32] >> first & ((1u << UNITS) - 1) : 0;
-            if (UNITS > 1 && r + lane < TOKENS) shared.selected[stage][r + lane] = static_cast<u16>(units);
-            tokens |= static_cast<u64>(__ballot_sync(ALL_LANES, units != 0)) << r;
-        }
-        if (lane == 0) shared.tokens[stage] = tokens;
-    }
-};
-
-// A producer warp's loads of K, or of V.
+// A producer warp's loads of K, or of V; with two of them, of `part` 0 or 1 of each step's units.
 template <int COLUMNS, bool OF_KEYS>
 struct StepProducer {
     static constexpr int N = OF_KEYS ? STAGES : VALUE_STAGES, BYTES = COLUMNS / 64 * PANEL;
@@ -117,25 +107,25 @@ struct StepProducer {
     Pipeline<N> &pipeline;
     const TensorMap &map;
     unsigned char *stages;
+    const int part;
     PipelineState<N> at;
     int raw_parity = 0;
 
-    DEVICE StepProducer(GatherShared &all, Pipeline<N> &own, const TensorMap &tensor, unsigned char *memory)
-        : shared(all), pipeline(own), map(tensor), stages(memory) {}
+    DEVICE StepProducer(GatherShared &all, Pipeline<N> &own, const TensorMap &tensor, unsigned char *memory, int number)
+        : shared(all), pipeline(own), map(tensor), stages(memory), part(number) {}
 
     // Lanes copy the rows of a step's units, 16 bytes each at a time; zeros in place of what no row sees.
     DEVICE void copy(const KeysTensor &x, const Units &units, int first, int g, unsigned char *stage) {
-        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS;  // of a row; rows
+        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS, SHARE = UNITS / LOADERS;  // of a row; rows; units
         const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, lane_row = lane / CHUNKS;
         const i64 begin = units.page < 0 ? 0 : units.page * x.stride_b + in_page(units.key) * x.stride_n;
         const u16 *from = x.data + g * x.stride_g + lane_row * x.stride_n + chunk * 8;
-        unsigned char *to = stage + chunk / 8 * PANEL;
-        constexpr int AHEAD = UNIT < 8 ? 8 / UNIT : 1;
-#pragma unroll AHEAD
-        for (int u = 0; u < UNITS; ++u) {
-            const u16 *row_from = from + __shfl_sync(ALL_LANES, begin, first + u);
-            const int seen = __shfl_sync(ALL_LANES, units.visible - units.key, first + u) - lane_row;
-#pragma unroll(UNIT < 8 ? UNIT : 8)
+        unsigned char *to = stage + chunk / 8 * PANEL + part * SHARE * UNIT * 128;
+#pragma unroll(TOKENS > 32 ? 1 : 2)
+        for (int u = 0; u < SHARE; ++u) {
+            const u16 *row_from = from + __shfl_sync(ALL_LANES, begin, first + part * SHARE + u);
+            const int seen = __shfl_sync(ALL_LANES, units.visible - units.key, first + part * SHARE + u) - lane_row;
+#pragma unroll
             for (int r = 0; r < UNIT; r += AT_ONCE, row_from += AT_ONCE * x.stride_n)
                 if (lane_row < AT_ONCE)
                     cp_async_16(reinterpret_cast<u16 *>(to + swizzled(u * UNIT + r + lane_row, chunk % 8)), row_from, r < seen);
@@ -146,12 +136,12 @@ struct StepProducer {
         const int lane = threadIdx.x % 32, unit = lane - first;
         const bool own = unit >= 0 && unit < UNITS;
         unsigned char *stage = stages + at.stage * BYTES;
-        if (COPIES & (OF_KEYS ? 1 : 2)) {
-            if (OF_KEYS && own) shared.first_key[at.stage][unit] = units.key;
+        if (COPIES) {
+            if (OF_KEYS && part == 0 && own) shared.first_key[at.stage][unit] = units.key;
             copy(OF_KEYS ? p.k : p.v, units, first, g, stage);
             cp_async_mbarrier_arrive(&pipeline.full[at.stage]);
             __syncwarp();
-            pipeline.announce(at.stage);
+            if (OF_KEYS && part == 0) pipeline.announce(at.stage);
             at.next();
             return;
         }
@@ -184,11 +174,10 @@ struct StepProducer {
         const int all = counts.y * PARTS;
         for (int e = 0; e < all; e += 32) {
             const Units units(p, plan, tile, counts, e);
-            const Selected selected(OF_KEYS ? units.rows : 0);
             for (int i = 0; i < 32 && e + i < all; i += UNITS) {
                 before((e + i) / UNITS);
                 pipeline.wait_empty(at);
-                if (OF_KEYS) selected.publish(shared, at.stage, i);
+                if (OF_KEYS && part == 0) units.publish(shared, at.stage, i);
                 load(p, units, i, tile.g);
             }
         }
@@ -199,7 +188,7 @@ DEVICE int steps_of(int blocks) { return (blocks * PARTS + UNITS - 1) / UNITS; }
 
 // Producer warp: the tiles of the CTA, and K of their steps.
 DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages, GatherShared &shared) {
-    StepProducer<DK, true> producer(shared, shared.keys, map, stages);
+    StepProducer<DK, true> producer(shared, shared.keys, map, stages, 0);
     TileScheduler scheduler(shared.tiles, plan);
     for (u32 coming = blockIdx.x; scheduler.publish(coming, p);) {
         // Tiles differ in length: one that is asked for early waits for a long one to end. Two steps take longer than the counter's answer.
@@ -212,11 +201,17 @@ DEVICE void produce_keys(const TensorMap &map, const Problem &p, const TilePlan 
         coming = plan.tile_of(answer);
     }
 }
-// The same of V, of tiles that the other warp publishes.
-DEVICE void produce_values(const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages, GatherShared &shared) {
-    StepProducer<DV, false> producer(shared, shared.values, map, stages);
+// Other producer warps, of tiles that the first one publishes: `before(tile)` of each, then its steps.
+template <int COLUMNS, bool OF_KEYS, int N, class Before>
+DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, const Problem &p, const TilePlan &plan, unsigned char *stages,
+                         GatherShared &shared, Before before) {
+    StepProducer<COLUMNS, OF_KEYS> producer(shared, pipeline, map, stages, part);
     TileScheduler scheduler(shared.tiles, plan);
-    while (scheduler.next_tile()) producer.load_tile(p, plan, TokenTile(scheduler.number, plan, p.G), scheduler.counts, [](int) {});
+    while (scheduler.next_tile()) {
+        const TokenTile tile(scheduler.number, plan, p.G);
+        before(scheduler, tile);
+        producer.load_tile(p, plan, tile, scheduler.counts, [](int) {});
+    }
 }
 
 // A step of a tile: where its keys and values are, and which of the consumer's tokens selected some of it.
@@ -250,7 +245,7 @@ struct GatherReader {
         while (next < total) {
             if (next == limit) return LIMIT;
             shared.keys.wait_full(keys_at);
-            if (COPIES & 1) fence_async_proxy();
+            if (COPIES) fence_async_proxy();
             step = {next++, keys_at, values_at, static_cast<TokenBits>(shared.tokens[keys_at.stage] >> consumer * TQ) & TOKEN_MASK};
             keys_at.next();
             values_at.next();
