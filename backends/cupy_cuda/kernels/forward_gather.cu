@@ -174,13 +174,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_gather(const __
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
     if (producer == 0) produce_keys(x.k, x.p, x.plan, keys, shared);
-    else if (producer == 2) produce_values(x.v, x.p, x.plan, values, shared);
-    else if (producer == 1) {
-        TileScheduler scheduler(shared.tiles, x.plan);
-        while (scheduler.next_tile()) {
-            const TokenTile tile(scheduler.number, x.plan, x.p.G);
+    else if (producer <= LOADERS)  // q's place is free as soon as that of the tile's first values is
+        produce_part<DV, false>(shared.values, producer - 1, x.v, x.p, x.plan, values, shared, [&](TileScheduler &scheduler, const TokenTile &tile) {
+            if (producer > 1) return;
 #pragma unroll 1
             for (int i = 0; i < CONSUMERS; ++i) produce_rows<DK>(shared.q[i], scheduler.at<1>(), memory + i * Q_BYTES, tile, i, x.q);
-        }
-    }
+        });
+    else if (COPIES && producer == 3)
+        produce_part<DK, true>(shared.keys, 1, x.k, x.p, x.plan, keys, shared, [](TileScheduler &, const TokenTile &) {});
 }
