@@ -137,6 +137,8 @@ def h100_table(rows: Sequence[Row] | None = None) -> str:
         cells = [f"{statistics.median(each):.2f} ({min(each):.2f} to {max(each):.2f})" if each else "-" for each in found]
         lines.append((*kind, str(len(of_kind)), *cells))
     made = table(["phase", "backend", "rows", *(f"predicted / measured, {name}" for name in ways)], lines, left=2)
+    everywhere = set.intersection(*map(set, by_way.values()))  # choices are among backends that all ways predict
+    rows = [row for row in rows if (phase_of(row), backend_of(row)) in everywhere]
     choices = {name: regret.choices(rows, settings, "counted", device=GPUS[H100]) for name, settings in ways.items()}
     said = [f"Choices by {name} prices: {regret.summary(found)}." for name, found in choices.items() if found]
     return "\n\n".join((made, *said))
