@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from nsa_sel.core import forks
+
 _TAG = 0x6E7361  # of messages that nobody receives
 _MOST = 256  # processes that this one connects to, each by a file descriptor
 _BACKLOG = 4096  # connections that the operating system accepts for a process, which never does itself
@@ -96,7 +98,7 @@ def _link_closed(group: dist.ProcessGroup, rank: int) -> bool:
 def _listener(ip: str) -> socket.socket:
     """The port of this process, at which the operating system accepts connections. Children of the process do not keep it open."""
     listener = socket.create_server((ip, 0), family=_family(ip), backlog=_BACKLOG)
-    os.register_at_fork(after_in_child=listener.close)
+    forks.in_child(listener.close)
     return listener
 
 

@@ -13,11 +13,11 @@ import torch
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.tune import command, costs, runner, thresholds, tuned_file
-from nsa_sel.bench.tune.cost_fit import TERMS, case_of, model_of, phase_of, request_of, sharing_of
+from nsa_sel.bench.tune.cost_fit import BACKENDS, TERMS, case_of, model_of, phase_of, request_of, sharing_of
 from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.search_space import Case, Job, jobs
 from nsa_sel.core.request import DeviceInfo
-from nsa_sel.policies.cost import work
+from nsa_sel.policies.cost import work_of
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for, shipped_configs
 from nsa_sel.settings.schema import KernelConfig, Way
@@ -115,7 +115,7 @@ def priced(row: Row, factor: float = 1.0) -> Row:
     triton-group's and triton-block's. Of choosing what `PRICES` say."""
     if row["distribution"] == cases.CHOICE:
         backward = row["direction"] == "bwd"
-        counted = work(request_of(case_of(row), None, backward), backward, (), H200.sm_count)
+        counted = work_of(BACKENDS[row["backend"]], request_of(case_of(row), None, backward), backward, (), H200.sm_count)
         total = sum(PRICES[term] * counted.get(term, 0.0) for term in TERMS[model_of(row)])
         return dict(zip(("ms_median", "ms_p20", "ms_p80"), ms(factor * CHOOSERS[row["backend"]] * total), strict=True))
     backend, way = row["backend"], phase_of(row)
@@ -123,7 +123,7 @@ def priced(row: Row, factor: float = 1.0) -> Row:
     profile, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
     assert profile is not None
     model, sharing = profile.models[f"{stands_in}/{way}"], sharing_of(case)
-    amounts = work(request_of(case, sharing, way == "backward"), way == "backward", sharing, H200.sm_count)
+    amounts = work_of(BACKENDS[stands_in], request_of(case, sharing, way == "backward"), way == "backward", sharing, H200.sm_count)
     predicted = max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items()))
     found = ms(predicted * factor * (1.0 if stands_in == backend else 2.0))
     return dict(zip(("ms_median", "ms_p20", "ms_p80"), found, strict=True))
