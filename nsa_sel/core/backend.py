@@ -119,8 +119,9 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def take(self, request: Request, backward: bool = False) -> bool:
-        """`fits`, for an aligned request."""
-        return request.aligned and self.fits(request.S, request.S_kv, request.h, request.Dk, request.Dv, request.block_size, backward)
+        """`fits`, for an aligned request, whose pages, if any, hold whole steps: TMA loads them."""
+        loadable = request.aligned and (request.page_size or 0) % self.block_multiple == 0
+        return loadable and self.fits(request.S, request.S_kv, request.h, request.Dk, request.Dv, request.block_size, backward)
 
 
 class StepKernels(msgspec.Struct, frozen=True, kw_only=True):

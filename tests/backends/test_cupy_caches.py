@@ -20,7 +20,7 @@ from nsa_sel.settings.config import settings_for
 from tests.helpers import emulate
 from tests.helpers.cache_cases import Cache, gathered, make_cache, positions
 from tests.helpers.cases import assert_forward
-from tests.helpers.emulate import BACKWARDS, GPU, emulated, needs_compiler
+from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
 from tests.helpers.poison import new_memory_is_nan
 
 pytestmark = needs_compiler
@@ -61,6 +61,14 @@ def test_caches_match_the_oracle(monkeypatch: pytest.MonkeyPatch, page_size: int
     nothing = positions(cache) < 0
     assert bool((o[nothing] == 0).all())
     assert bool((lse[nothing] == -math.inf).all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+def test_tiles_without_steps_release_their_rows_once_all_lanes_have_them(monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    """Sequences without keys, more tiles than CTAs."""
+    emulated(monkeypatch, mode)
+    check(small_cache(64, S_q=19, h=16, Dk=64, Dv=64, n=9, block=4))
 
 
 @pytest.mark.slow

@@ -125,6 +125,9 @@ def test_small_blocks_have_a_preference_of_their_own_in_a_prefill(monkeypatch: p
         assert decision.rule.startswith("first of the preference (")
         for changes in ({"h": 1}, {"Dk": 80}, {"S_kv": 4 * 32768 + 1}):  # beyond its tile kernels
             assert make_decision(replace(small, **changes), device, policy, settings_for(device), offers).forward == TILE
+        chunk = replace(small, needs_grad=False, page_size=16)  # TMA reads a step's keys from pages of whole steps
+        assert make_decision(chunk, device, policy, settings_for(device), offers).forward == GROUP
+        assert make_decision(replace(chunk, page_size=128), device, policy, settings_for(device), offers).forward == "cupy-cuda"
     assert make_decision(small, A100, policy, settings_for(A100), offers).forward == TILE
     for device in (H200, H100):
         assert make_decision(replace(small, S=1, needs_grad=False), device, policy, settings_for(device), offers).forward == GROUP
@@ -332,6 +335,8 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     for facts in ({"block_size": 16}, {"Dk": 256, "Dv": 256}):
         assert asked(**facts) is not None, facts
         assert asked("backward", **facts) is None, facts
+        assert asked(**facts, page_size=64) is not None, facts
+        assert asked(**facts, page_size=16) is None, facts
     assert asked(h=1) is not None
     assert asked(h=1, S=63) is None, "less than a tile"
     assert asked(S=8) is not None, "few tokens of each sequence"

@@ -107,7 +107,10 @@ DEVICE void attend_tile(GatherReader &steps, int partial_steps, Pipeline<1> &q, 
     GatheredStep coming;
     auto find = [&](int limit) {
         const Found found = steps.find(coming, limit);
-        if (found == END) q.release(0);  // is not read any more
+        if (found == END) {
+            __syncwarp();  // all lanes have seen q, of a tile without steps, too: the next phase may pass
+            q.release(0);  // is not read any more
+        }
         return found;
     };
     Found found = find(NO_LIMIT);
