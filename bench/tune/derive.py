@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -120,6 +120,7 @@ def merged_costs(gpu: str) -> dict[str, Any]:
     return plain(msgspec.structs.replace(own, models=models, provenance=f"{own.provenance}; {carried.provenance}"))
 
 
+@cache
 def own_costs(gpu: str) -> Costs:
     """Cost models fitted to the committed rows of a GPU."""
     return cost_fit.costs_of(cost_rows(cost_fit.is_cost_row, RESULTS[gpu]), GPUS[gpu].sm_count)

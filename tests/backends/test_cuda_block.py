@@ -53,7 +53,7 @@ def results(
     return *outputs, *gradients
 
 
-@pytest.fixture(params=[0, BACKWARDS | EAGER])
+@pytest.fixture(params=[pytest.param(0, marks=pytest.mark.thorough), BACKWARDS | EAGER])
 def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The CUDA kernels that ran, emulated with either thread first; without those that sort, which run once for a selection."""
     emulated(monkeypatch, request.param)

@@ -104,7 +104,7 @@ def test_every_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow  # a compiler, and thousands of emulated products
-@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+@pytest.mark.parametrize("mode", [pytest.param(0, marks=pytest.mark.thorough), BACKWARDS | EAGER])
 @pytest.mark.parametrize(
     ("h", "Dk", "Dv", "block", "n"),
     [

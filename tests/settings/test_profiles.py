@@ -48,8 +48,12 @@ from tests.helpers.policy_cases import (
     replace,
 )
 
+LONG_TO_DERIVE = "configs/devices/sm90_h100.yaml"  # draws the selections of its rows again
 
-@pytest.mark.parametrize("target", sorted(PROFILES))
+
+@pytest.mark.parametrize(
+    "target", [pytest.param(file, marks=[pytest.mark.thorough] * (file == LONG_TO_DERIVE)) for file in sorted(PROFILES)]
+)
 def test_a_profile_is_derived_from_its_rows(target: str) -> None:
     assert (ROOT / target).read_text() == render(PROFILES[target]())
     assert Path(target).name in shipped_configs()

@@ -297,7 +297,10 @@ DEVICE void consume_steps(StepReader &steps, int2 counts, Pipeline<Q_STAGES> &q,
     Step coming;
     auto find = [&](int limit) {
         const Found found = steps.find(coming, limit);
-        if (READS_Q && found == END) q.release(q_stage);  // is not read any more
+        if (READS_Q && found == END) {
+            __syncwarp();  // all lanes have seen q, of a tile without steps, too: the next phase may pass
+            q.release(q_stage);  // is not read any more
+        }
         return found;
     };
     Found found = find(NO_LIMIT);
