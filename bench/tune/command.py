@@ -204,15 +204,15 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Tell) -> Done:
         ArgumentError, ConfigError, ContextLost: as `kernel_configs.tune`.
     """
     device, stamp = torch.device("cuda", torch.cuda.current_device()), tuned.stamp_of(chosen.device)
-    time = runner.timer(QUICK_REP if quick else REP)
+    rep = QUICK_REP if quick else REP
     run = Run(stamp, tell, monotonic() + 60 * minutes)
     try:
         found: dict[Way, Threshold] = {}
         if chosen.ways:
-            found = thresholds.measure_thresholds(run, thresholds.Runner(device, chosen.settings, time), chosen.ways)
+            found = thresholds.measure_thresholds(run, costs.Runner(rep=rep), chosen.ways)
         kept = min((run.deadline - monotonic()) * COSTS_SHARE, 60 * COSTS_MINUTES) if chosen.costs else 0.0
         until_costs = run._replace(deadline=run.deadline - kept)
-        report = kernel_configs.tune(until_costs, chosen.jobs, runner.Runner(device, chosen.settings, time))
+        report = kernel_configs.tune(until_costs, chosen.jobs, runner.Runner(device, chosen.settings, runner.timer(rep)))
         models, costs_left = None, 0
         if chosen.costs:
             models = costs.measure_costs(run, chosen.device, costs.Runner(), chosen.ways)

@@ -128,17 +128,11 @@ def prepare(job: Job, name: str, device: torch.device, settings: Settings) -> Pr
     n = min(max(1, sizes.L // BLOCK), problem.S_kv // BLOCK)
     kind = "real" if problem.real else "random"
     case = cases.Case("tune", kind, problem.B, problem.S, problem.S_kv, problem.G, sizes.h, sizes.Dk, sizes.Dv, n, BLOCK, sizes.dtype)
-    call, do = make_call(case, device, settings)
+    q, k, v, do = cases.make_inputs(case, device)
+    call = Call(q, k, v, cases.make_selection(case, device), None, case.Dk**-0.5, settings, device_info(device))
     if not problem.blocks:
         call = replace(call, selection=Selection(call.selection.ranges, None, n * BLOCK, disjoint=True))
     return Prepared(paged(call, problem.page) if problem.page else call, do)
-
-
-def make_call(case: cases.Case, device: torch.device, settings: Settings) -> Prepared:
-    """The selection of a case, with random q, k, v and gradient of o."""
-    q, k, v, do = cases.make_inputs(case, device)
-    call = Call(q, k, v, cases.make_selection(case, device), None, case.Dk**-0.5, settings, device_info(device))
-    return Prepared(call, do)
 
 
 def paged(call: Call, page: int) -> Call:

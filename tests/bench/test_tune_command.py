@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_sel import explain_request
-from nsa_sel.bench.core import cases
+from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import report
-from nsa_sel.bench.tune import command, costs, runner, thresholds
+from nsa_sel.bench.tune import command, costs, runner
 from nsa_sel.bench.tune.costs import ROWS, wanted
-from nsa_sel.bench.tune.kernel_configs import Report, Times
+from nsa_sel.bench.tune.kernel_configs import Report
 from nsa_sel.bench.tune.resume import Run
 from nsa_sel.bench.tune.search_space import CASES, SPACES, committed_settings
 from nsa_sel.bench.tune.tuned_file import beside
@@ -28,7 +28,7 @@ from nsa_sel.settings.schema import WAYS, Way
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers import policy_cases
 from tests.helpers.policy_cases import H200, RTX4090, SHORT, replace
-from tests.helpers.tune_cases import fake_gpu, json_lines, ms, some_jobs
+from tests.helpers.tune_cases import fake_gpu, json_lines, ms, some_jobs, timed
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 UNKNOWN = replace(policy_cases.UNKNOWN, sm_count=H200.sm_count)  # as many as the times of `priced` are for
@@ -191,14 +191,14 @@ def test_a_quick_look_and_sizes_of_ones_own_measure_no_costs() -> None:
     assert {row["direction"] for row in plan(way="backward").costs} == {"bwd"}
 
 
-def from_256(case: cases.Case, way: Way, side: str) -> Times:
+def from_256(row: Row) -> Row:
     """Triton is twice as fast from 256 keys on."""
-    return ms(1.0 if side == "triton-group" and case.n * case.block >= 256 else 2.0)
+    return timed(1.0 if row["backend"] == "triton-group" and row["n"] * row["block"] >= 256 else 2.0)
 
 
 @pytest.mark.usefixtures("here")
 def test_the_command_measures_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "Runner", lambda device, settings, time: from_256)
+    monkeypatch.setattr(costs, "Runner", lambda rep: from_256)
     monkeypatch.setattr(runner, "Runner", lambda device, settings, time: lambda job, problem, config: ms(1.0))
     monkeypatch.setattr(command, "_page", lambda stamp, tell: None)
     chosen = plan(way="forward", quick=True)

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from nsa_sel.bench.core import cases
-from nsa_sel.bench.tune import thresholds, tuned_file
-from nsa_sel.bench.tune.kernel_configs import Times
+from nsa_sel.bench.core.store import Row
+from nsa_sel.bench.tune import tuned_file
 from nsa_sel.bench.tune.resume import Run
 from nsa_sel.bench.tune.thresholds import ROWS, measure_thresholds
-from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
-from nsa_sel.core.request import DeviceInfo
 from nsa_sel.settings import tuned
-from nsa_sel.settings.config import settings_for
-from nsa_sel.settings.schema import WAYS, Way
+from nsa_sel.settings.schema import WAYS
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers.policy_cases import LONG, RTX4090, UNKNOWN, replace
-from tests.helpers.tune_cases import json_lines, ms, write
+from tests.helpers.tune_cases import json_lines, timed, write
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 STAMP = stamp_of(UNKNOWN)
 RUN = Run(STAMP)
 
 
-def sides(case: cases.Case, way: Way, side: str) -> Times:
+def sides(row: Row) -> Row:
     """Triton is twice as fast from 256 keys on; backward it never is."""
-    fast = case.n * case.block >= 256 and way != "backward"
-    return ms(1.0 if side == "triton-group" and fast else 2.0)
+    fast = row["n"] * row["block"] >= 256 and row["direction"] != "bwd"
+    return timed(1.0 if row["backend"] == "triton-group" and fast else 2.0)
 
 
 def test_the_rule_is_that_of_the_profiles_and_decisions_follow_it() -> None:
@@ -79,32 +73,11 @@ def test_the_device_rule_stays() -> None:
 
 
 def test_a_case_that_fails_leaves_its_way_as_it_was() -> None:
-    def broken(case: cases.Case, way: Way, side: str) -> Times:
-        if (case.case, way, side) == ("threshold-decode-D64-L4096", "decode", "triton-group"):
+    def broken(row: Row) -> Row:
+        if (row["case"], row["backend"]) == ("threshold-decode-D64-L4096", "triton-group"):
             raise RuntimeError("out of memory")
-        return sides(case, way, side)
+        return sides(row)
 
     found = measure_thresholds(RUN, broken, WAYS)
     assert set(found) == {"forward", "backward"}
     assert [row["error"] for row in json_lines(tuned_file.beside(STAMP, ROWS)) if "error" in row] == ["RuntimeError: out of memory"]
-
-
-CASE = cases.Case("threshold-small", "random", 1, 4, 128, 1, 2, 16, 16, 2, 64, "float32")
-
-
-def test_both_sides_run_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = settings_for(DeviceInfo(kind="cpu", triton_interpret=True))
-
-    def time(work: Any, way: Way) -> Times:
-        assert len(work()) == (3 if way == "backward" else 2)
-        return 1.0, 0.9, 1.1
-
-    measure = thresholds.Runner(torch.device("cpu"), here, time)
-    for side in ("triton-group", "sdpa-packed"):
-        assert measure(CASE, "forward", side) == (1.0, 0.9, 1.1)
-    assert measure(CASE, "backward", "sdpa-packed") == (1.0, 0.9, 1.1)
-    module = registry.load("sdpa-packed")
-    real = module.forward
-    monkeypatch.setattr(module, "forward", lambda call: tuple(x + 1 for x in real(call)))
-    with pytest.raises(ValueError, match="sdpa-packed and triton-group differ by 1 in the mean"):
-        measure(CASE, "forward", "sdpa-packed")

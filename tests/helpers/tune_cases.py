@@ -12,7 +12,7 @@ import torch
 
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.tune import command, costs, runner, thresholds, tuned_file
+from nsa_sel.bench.tune import command, costs, runner, tuned_file
 from nsa_sel.bench.tune.cost_fit import BACKENDS, TERMS, case_of, model_of, phase_of, request_of, sharing_of
 from nsa_sel.bench.tune.kernel_configs import Times
 from nsa_sel.bench.tune.search_space import Case, Job, jobs
@@ -20,7 +20,7 @@ from nsa_sel.core.request import DeviceInfo
 from nsa_sel.policies.cost import work_of
 from nsa_sel.settings import tuned
 from nsa_sel.settings.config import settings_for, shipped_configs
-from nsa_sel.settings.schema import KernelConfig, Way
+from nsa_sel.settings.schema import KernelConfig
 from nsa_sel.settings.tuned import Key, Result, Stamp, Timed, TunedFile
 from tests.helpers.policy_cases import H200
 
@@ -58,9 +58,14 @@ def fastest(job: Job) -> KernelConfig:
     return min(job.candidates, key=lambda config: times(job, "real-blocks", config)[0])
 
 
-def sides(case: cases.Case, way: Way, side: str) -> Times:
+def timed(median: float) -> Row:
+    """The same as fields of a row."""
+    return dict(zip(("ms_median", "ms_p20", "ms_p80"), ms(median), strict=True))
+
+
+def sides(row: Row) -> Row:
     """Triton is always twice as fast as packed SDPA."""
-    return ms(1.0 if side == "triton-group" else 2.0)
+    return timed(1.0 if row["backend"] == "triton-group" else 2.0)
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
@@ -68,9 +73,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(command, "device_info", lambda where: device)
-    monkeypatch.setattr(thresholds, "Runner", lambda where, settings, time: sides)
     monkeypatch.setattr(runner, "Runner", lambda where, settings, time: times)
-    monkeypatch.setattr(costs, "Runner", lambda: priced)
+    monkeypatch.setattr(costs, "Runner", lambda rep=0.0: lambda row: (sides if row["case"].startswith("threshold") else priced)(row))
 
 
 def json_lines(path: Path) -> list[Row]:
@@ -117,7 +121,7 @@ def priced(row: Row, factor: float = 1.0) -> Row:
         backward = row["direction"] == "bwd"
         counted = work_of(BACKENDS[row["backend"]], request_of(case_of(row), None, backward), backward, (), H200.sm_count)
         total = sum(PRICES[term] * counted.get(term, 0.0) for term in TERMS[model_of(row)])
-        return dict(zip(("ms_median", "ms_p20", "ms_p80"), ms(factor * CHOOSERS[row["backend"]] * total), strict=True))
+        return timed(factor * CHOOSERS[row["backend"]] * total)
     backend, way = row["backend"], phase_of(row)
     stands_in = {"triton-token": "triton-group", "dense-cudnn": "triton-group", "cuda-block": "triton-block"}.get(backend, backend)
     profile, case = shipped_configs()["sm90_h200.yaml"].costs, case_of(row)
@@ -125,5 +129,4 @@ def priced(row: Row, factor: float = 1.0) -> Row:
     model, sharing = profile.models[f"{stands_in}/{way}"], sharing_of(case)
     amounts = work_of(BACKENDS[stands_in], request_of(case, sharing, way == "backward"), way == "backward", sharing, H200.sm_count)
     predicted = max(model.host, sum(price * amounts.get(term, 0.0) for term, price in model.terms.items()))
-    found = ms(predicted * factor * (1.0 if stands_in == backend else 2.0))
-    return dict(zip(("ms_median", "ms_p20", "ms_p80"), found, strict=True))
+    return timed(predicted * factor * (1.0 if stands_in == backend else 2.0))
