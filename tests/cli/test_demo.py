@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from nsa_sel.attention import selection_attention
 from nsa_sel.backends import numba_cpu
+from nsa_sel.bench.core.baselines import selected
 from nsa_sel.bench.questions import capture_trace
 from nsa_sel.cli import bench_door, demo, demo_picture, demo_text
 from nsa_sel.cli.app import app
@@ -219,7 +220,7 @@ def test_the_shipped_trace_is_small_and_selects_what_its_own_numbers_say() -> No
         **dict.fromkeys(("q", "k", "v"), torch.float8_e4m3fn), "block_indices": torch.int8,
     }  # fmt: skip
     again = capture_trace.select(tensors["q"].float(), tensors["k"].float(), 8, 64)
-    blocks = [capture_trace.membership(indices[0], 128) for indices in (again, tensors["block_indices"])]
+    blocks = [selected(Selection.from_blocks(indices, 1), torch.arange(128)) for indices in (again, tensors["block_indices"])]
     assert float((blocks[0] == blocks[1]).double().mean()) > 0.9999  # ties may fall otherwise on another CPU
 
 
