@@ -38,6 +38,10 @@ class Spread(NamedTuple):
         median, p20, p80, low, high = (number / count for number in self[:5])
         return Spread(median, p20, p80, low, high, self.calls)
 
+    def fields(self) -> dict[str, Any]:
+        """As rows have it where the confidence interval is not asked for."""
+        return {"ms_median": self.median, "ms_p20": self.p20, "ms_p80": self.p80, "calls": self.calls}
+
 
 class Timing(NamedTuple):
     """How long something is timed: calls that fill `rep` ms, after half as many to warm up, or a number of calls."""

@@ -80,9 +80,8 @@ def measured(flashinfer: Any, B: int, length: int, bandwidth: float, rep: float)
     except WrongResult as error:
         return {**sizes, "backend": PEER, "version": flashinfer.__version__, "error": str(error)}
     times = replayed_milliseconds(lambda: wrapper.run(q, (k, v)), Timing(rep))
-    spread = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
     floor = {"floor_ms": 2 * k.nbytes / bandwidth / 1e9, "copy_tbs": bandwidth}
-    return {**sizes, "backend": PEER, "version": flashinfer.__version__, **spread, **floor, "mae": mae}
+    return {**sizes, "backend": PEER, "version": flashinfer.__version__, **times.fields(), **floor, "mae": mae}
 
 
 def table(rows: Iterable[store.Row], steps: Iterable[store.Row] = ()) -> str:

@@ -144,8 +144,7 @@ def measured(layer: NSAttention, B: int, lengths: list[int], kv: str, bandwidth:
             decided = events.decisions()[-1].forward if name in ("choose", "select", "window") else None
             times = replayed_milliseconds(part.work, Timing(rep))
             row = {"part": name, "B": B, "S": 1, "S_kv": length, "G": G, "h": h, "D": D, "page_size": PAGE, "kv": kv, "direction": "decode"}
-            spread = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
-            yield {**row, "backend": decided, **spread, "floor_ms": part.least_bytes / bandwidth / 1e9, "copy_tbs": bandwidth}
+            yield {**row, "backend": decided, **times.fields(), "floor_ms": part.least_bytes / bandwidth / 1e9, "copy_tbs": bandwidth}
 
 
 def main(

@@ -97,7 +97,7 @@ def main(
                 part = ids[:, :S]
                 loss = loss_of(model, part)
                 times = milliseconds(functools.partial(model, part, use_cache=False, logits_to_keep=1), Timing(rep), device)
-                row = {"S": S, "n": n, "loss": loss, "ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, **facts}
+                row = {"S": S, "n": n, "loss": loss, **times.fields(), **facts}
                 store.append(out, [row])
                 rows.append(row)
     echo(table(rows))

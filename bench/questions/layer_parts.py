@@ -136,9 +136,7 @@ def _measured(work: Callable[[], tuple[Tensor, ...]], rep: float) -> dict[str, A
     torch.cuda.reset_peak_memory_stats()
     outputs = sum(x.nbytes for x in work())
     peak = torch.cuda.max_memory_allocated() - before
-    times = milliseconds(work, Timing(rep))
-    found = {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
-    return {**found, "peak_mib": peak >> 20, "outputs_mib": outputs >> 20}
+    return {**milliseconds(work, Timing(rep)).fields(), "peak_mib": peak >> 20, "outputs_mib": outputs >> 20}
 
 
 def table(rows: list[Row]) -> str:

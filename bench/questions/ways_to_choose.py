@@ -67,8 +67,7 @@ def same(ours: Tensor, other: Tensor) -> float:
 
 def measured(call: Callable[[], Any], rep: float) -> dict[str, Any]:
     call()
-    times = milliseconds(call, Timing(rep))
-    return {"ms_median": times.median, "ms_p20": times.p20, "ms_p80": times.p80, "calls": times.calls}
+    return milliseconds(call, Timing(rep)).fields()
 
 
 def rows_of(name: str, S: int, rep: float) -> list[Row]:

@@ -6,14 +6,15 @@ bf16, random inputs, windows of 512 keys. Contenders:
     ours     sliding_window_attention: CUDA on Hopper, Triton elsewhere
     flex     FlexAttention under a block mask, compiled for the case; the mask is made and the compiler runs before anything is timed
     dense    causal attention by cuDNN
-Backward is torch.autograd.grad. Results of `flex` are compared with ours, whose own errors tests bound.
+Directions and fields are those of layer_parts. Results of `flex` are compared with ours, whose own errors tests bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -24,7 +25,7 @@ from nsa_sel.bench.core.baselines import dense_causal_sdpa
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
 from nsa_sel.bench.core.flex_window import flex_window, window_mask
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import Timing, milliseconds
+from nsa_sel.bench.questions import layer_parts
 from nsa_sel.window import sliding_window_attention
 
 WINDOW = 512
@@ -67,20 +68,6 @@ def inputs_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def measure(attend: Callable[..., Tensor], inputs: tuple[Tensor, ...], rep: float) -> list[dict[str, Any]]:
-    """Milliseconds of forward without, and of backward with gradients."""
-    timing = Timing(rep)
-    with torch.no_grad():
-        forward = milliseconds(lambda: attend(*inputs), timing)
-    o = attend(*inputs)
-    do = torch.randn_like(o)
-    backward = milliseconds(lambda: torch.autograd.grad(o, inputs, do, retain_graph=True), timing)
-    return [
-        {"direction": direction, "ms_median": x.median, "ms_p20": x.p20, "ms_p80": x.p80, "calls": x.calls}
-        for direction, x in (("fwd", forward), ("bwd", backward))
-    ]
-
-
 def ahead(rows: list[Row], case: str, over: str = "flex") -> dict[str, float]:
     """How many times as fast as `over` ours is in a case: forward, backward, and both together."""
     times = {(row["contender"], row["direction"]): row["ms_median"] for row in rows if row["case"] == case}
@@ -119,7 +106,7 @@ def main(
             attend = contender(who, case)
             error = float((attend(*inputs) - ours).abs().max()) if who == "flex" else None
             same = {"case": name, **case._asdict(), "window": WINDOW, "contender": who, "difference": error, **facts}
-            new = [{**row, **same} for row in measure(attend, inputs, rep)]
+            new = [{**row, **same} for row in layer_parts.measure((partial(attend, *inputs), inputs), rep)]
             store.append(out, new)
             rows += new
             torch.cuda.empty_cache()
