@@ -6,13 +6,12 @@ that derive the documents' tables and the profiles: summary.py, regret.py, deriv
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nsa_sel.bench.core import store
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import DENSE, PACKED
 from nsa_sel.bench.core.environment import ROOT
@@ -33,24 +32,15 @@ from nsa_sel.errors import ArgumentError
 REPORT = "docs/report"  # of the committed rows
 DOCUMENT = "selection_report.md"
 FIRST = ("speedup", "break-even", "decision-map")  # panels whose pictures come first
-NEEDED = (*Case._fields, "direction", "backend", "ms_p20", "ms_p80")
+NEEDED = (*Case._fields, "direction", "backend", "ms_median", "ms_p20", "ms_p80")
 ENVIRONMENT = ("device", "driver", "torch", "triton", "commit", "command")
-
-
-class LeftOut(NamedTuple):
-    """A line that holds no measurement."""
-
-    file: str
-    line: int
-    reason: str
-    words: str  # the row's own about it
 
 
 class Rows(NamedTuple):
     """What the files hold."""
 
     rows: list[Row]  # in the order of the files, each with its `file`
-    left_out: list[LeftOut]
+    left_out: int  # rows without a time, or of another bench
 
 
 class Report(NamedTuple):
@@ -75,58 +65,17 @@ class Report(NamedTuple):
 
 
 def read(files: Sequence[Path]) -> Rows:
-    """The measured rows of JSON-lines files; a line that is none is counted with its reason. Raises ArgumentError without any row."""
-    rows: list[Row] = []
-    left_out = []
-    for file in files:
-        try:
-            lines = file.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError("ROWS", f"{file} ({error})", "readable files of JSON lines", "mend the path") from error
-        name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name  # committed files may share a name
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                row, reason, words = _row(line)
-                if row is None:
-                    left_out.append(LeftOut(file.name, number, reason, words))
-                else:
-                    rows.append({**row, "file": name})
+    """The measured rows of JSON-lines files. Raises ArgumentError for a line that is not JSON, and without any row."""
+    names = [
+        file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else file.name for file in files
+    ]  # committed files may share one
+    every = [{**row, "file": name} for file, name in zip(files, names, strict=True) for row in store.read(file)]
+    rows = [row for row in every if all(row.get(field) is not None for field in NEEDED)]
     if not rows:
-        why = f", {_lines(left_out)} left out: {_counted(left.reason for left in left_out)}" if left_out else ""
+        held = f"{', '.join(map(str, files))} (no measured row, {len(every)} left out)"
         remedy = "measure some: python -m nsa_sel.bench.questions.speed --out rows.jsonl"
-        raise ArgumentError("ROWS", f"{', '.join(map(str, files))} (no measured row{why})", "files with measured rows", remedy)
-    return Rows(rows, left_out)
-
-
-def _row(line: str) -> tuple[Row | None, str, str]:
-    """The row, or None with the reason and what the line says about it."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        return None, "not JSON", str(error)
-    if not isinstance(row, dict):
-        return None, "not an object", line[:60]
-    name = " ".join(str(row[field]) for field in ("case", "direction", "backend") if field in row)
-    if row.get("error"):
-        return None, "an error", f"{name}: {row['error']}"
-    missing = [field for field in ("ms_median", *NEEDED) if row.get(field) is None]
-    if "ms_median" in missing:
-        return None, "no ms_median", name
-    if missing:
-        return None, "not of this schema", f"{name}, without {', '.join(missing)}".lstrip(", ")
-    times = [row[field] for field in ("ms_median", "ms_p20", "ms_p80")]
-    if not all(isinstance(ms, int | float) and math.isfinite(ms) and ms > 0 for ms in times):
-        return None, "no ms_median", f"{name}: {times}"
-    return row, "", ""
-
-
-def _counted(reasons: Iterable[str]) -> str:
-    counts = Counter(reasons).items()
-    return ", ".join(f"{count} with {reason}" if reason == "an error" else f"{count} {reason}" for reason, count in counts)
-
-
-def _lines(left_out: Sequence[Any]) -> str:
-    return f"{len(left_out)} line{'s' * (len(left_out) != 1)}"
+        raise ArgumentError("ROWS", held, "files with measured rows", remedy)
+    return Rows(rows, len(every) - len(rows))
 
 
 def report(found: Rows, peaks: Peaks | None = None) -> Report:
@@ -139,13 +88,12 @@ def report(found: Rows, peaks: Peaks | None = None) -> Report:
         sentences = faster_in(rows, DENSE), pays_from(rows), faster_in(rows, PACKED)
         sections.append(Section(device, sentences, FIRST, panels(device, rows, peaks or PEAKS.get(device))))
     files = ", ".join(dict.fromkeys(row["file"] for row in found.rows))
-    reasons = f": {_counted(left.reason for left in found.left_out)}" if found.left_out else ""
     notes = [
         f"Times are medians of whole calls, plans included. “Ours” is the fastest of {', '.join(ours_in(found.rows) or OURS)} in each case"
         f" and direction. Dense is full causal attention ({DENSE}), what a user has without selection; packed ({PACKED}) computes the same"
         " as ours with PyTorch alone. A factor below 1x means that the other one is faster.",
         MARK_NOTE,
-        f"{len(found.rows)} rows from {files}; {_lines(found.left_out)} left out{reasons}.",
+        f"{len(found.rows)} rows from {files}; {found.left_out} without a time are left out.",
     ]
     return Report(f"Selection attention measured on {' and '.join(devices)}", notes, sections, _facts(found))
 
@@ -159,19 +107,16 @@ def panels(name: str, rows: list[Row], peaks: Peaks | None) -> tuple[Panel, ...]
 
 
 def _facts(found: Rows) -> list[Table]:
-    """Where rows come from, whose they are, and what was left out."""
+    """Where rows come from, and whose they are."""
     environments = Counter(tuple(str(row.get(field) or "-") for field in (*ENVIRONMENT, "file")) for row in found.rows)
     backends = Counter(row["backend"] for row in found.rows)
     shown = (*OURS, DENSE, PACKED)
     uses = [(name, count, "all panels" if name in shown else "regret alone, where it has a cost model") for name, count in backends.items()]
     lines = [(count, *values) for values, count in environments.items()]
-    facts = [
+    return [
         Table("Environments", table_of_texts(["rows", *ENVIRONMENT, "file"], lines, 8)),
         Table("Rows by backend", table_of_texts(["backend", "rows", "shown in"], uses, 1)),
     ]
-    if found.left_out:
-        facts.append(Table("Lines left out", table_of_texts(["file", "line", "reason", "what it says"], found.left_out, 4)))
-    return facts
 
 
 def write(files: Sequence[Path], out: Path, copy_tbs: float | None = None, matmul_tflops: float | None = None) -> dict[str, Any]:
@@ -194,8 +139,7 @@ def write(files: Sequence[Path], out: Path, copy_tbs: float | None = None, matmu
     except OSError as error:
         raise ArgumentError("--out", f"{out} ({error.strerror})", "a folder that can be written", "choose another") from error
     missing = {panel.name: panel.missing for section in made.sections for panel in section.panels if panel.missing}
-    left_out = [left._asdict() for left in found.left_out]
-    return {"out": str(out), "files": names, "rows": len(found.rows), "left_out": left_out, "missing": missing}
+    return {"out": str(out), "files": names, "rows": len(found.rows), "left_out": found.left_out, "missing": missing}
 
 
 def committed_rows() -> list[Path]:
@@ -205,8 +149,7 @@ def committed_rows() -> list[Path]:
 
 def text(written: dict[str, Any]) -> str:
     """What `write` did, in words."""
-    lines = [f"{written['rows']} rows read, {_lines(written['left_out'])} left out"]
-    lines += [f"  {left['file']} line {left['line']}, {left['reason']}: {left['words']}" for left in written["left_out"]]
+    lines = [f"{written['rows']} rows read, {written['left_out']} without a time left out"]
     lines += [f"{name}: {reason}" for name, reason in written["missing"].items()]
     if not any(name.endswith(".png") for name in written["files"]):
         lines.append("no figure, and so no PNG: figures are of the cases of the suites, which need a GPU")

@@ -7,6 +7,7 @@ shows what exists: cases and backends without rows are left out. "Ours" is the f
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import correlation, linear_regression, median
@@ -35,6 +36,20 @@ TARGETS = {  # what a whole call on an H200, plans included, was to take, in ms
         "random-32k-h16": 9.0, "random-32k-h4": 2.8, "random-32k-h1": 0.8,
     },
 }  # fmt: skip
+
+
+GAINS = (  # what it is, and the names of its cases
+    ("8k tokens of text, h = 16 or 4", r"real-8k-h(16|4)"),
+    ("8k tokens of text, h = 1", "real-8k-h1"),
+    ("the same, each of 30 layers, 3 groups", r"real-8k-layer\d\d-h1"),
+    ("8k tokens, random blocks", r"random-8k-h\d+"),
+    ("text, of a model trained with NSA", r"trained-\d+k-h\d+"),
+    ("32k to 128k tokens, random blocks", r"random-(32|64|128)k-h\d+"),
+    ("1,024 queries over 8k keys", "threshold-prefill.*"),
+    ("decode, 1,024 of 16k to 64k keys", r"decode-.*"),
+    ("decode, 64 to 1,024 of 8k keys", r"threshold-decode-D\d+-L(?!4096)\d+"),
+    ("decode, 4,096 of 8k keys", r"threshold-decode-D\d+-L4096"),
+)
 
 
 class Fit(NamedTuple):
@@ -114,6 +129,24 @@ def performance_table(rows: Iterable[Row]) -> str:
             times = [ms(found.get(backend)) for backend in (*mine, DENSE, PACKED)]
             lines.append((*key, *times, factor(speed_up(found)), factor(speed_up(found, PACKED), digits=0)))
     return table(["case", "direction", *mine, "dense cuDNN", "packed SDPA", "against dense", "against packed"], lines, left=2)
+
+
+def gains(rows: Iterable[Row], undecided: tuple[str, str] | None = None) -> str:
+    """How many times faster the fastest backend is than dense causal attention, over groups of cases; `undecided`: one case, direction."""
+    index = indexed(rows)
+
+    def cell(names: str, directions: tuple[str, ...]) -> str:
+        of_cell = {key: found for key, found in index.items() if key[1] in directions and re.fullmatch(names, key[0])}
+        found = sorted(gain for gain in map(speed_up, of_cell.values()) if gain is not None)
+        if not found:
+            return "-"
+        ends = " to ".join(dict.fromkeys(factor(gain) for gain in (found[0], found[-1])))
+        slower = sum(gain < 1 for gain in found)
+        return ends + ", undecided" * (set(of_cell) == {undecided}) + (f" ({slower} of {len(found)} slower)" if slower else "")
+
+    lines = [(what, *(cell(names, directions) for directions in (("fwd", "decode"), ("bwd",), ("fwd+bwd",)))) for what, names in GAINS]
+    measured = [line for line in lines if set(line[1:]) != {"-"}]
+    return table(["queries and keys", "forward", "backward", "both in one call"], measured)
 
 
 def best_peer(of_case: dict[str, Row]) -> Row | None:

@@ -46,20 +46,6 @@ OF_TEXT = (
 )
 
 
-GAINS = (  # what it is, and the names of its cases
-    ("8k tokens of text, h = 16 or 4", r"real-8k-h(16|4)"),
-    ("8k tokens of text, h = 1", "real-8k-h1"),
-    ("the same, each of 30 layers, 3 groups", r"real-8k-layer\d\d-h1"),
-    ("8k tokens, random blocks", r"random-8k-h\d+"),
-    ("text, of a model trained with NSA", r"trained-\d+k-h\d+"),
-    ("32k to 128k tokens, random blocks", r"random-(32|64|128)k-h\d+"),
-    ("1,024 queries over 8k keys", "threshold-prefill.*"),
-    ("decode, 1,024 of 16k to 64k keys", r"decode-.*"),
-    ("decode, 64 to 1,024 of 8k keys", r"threshold-decode-D\d+-L(?!4096)\d+"),
-    ("decode, 4,096 of 8k keys", r"threshold-decode-D\d+-L4096"),
-)
-
-
 def rows_of(name: str) -> list[Row]:
     """The rows of a file of the H200, those without a time too."""
     return store.read(ROOT / H200 / name)
@@ -82,28 +68,6 @@ def performance(rows: list[Row]) -> str:
     """Every backend on single cases."""
     made = summary.performance_table(rows)
     return f"{made}\n\n{TRAINED}" if any(row["distribution"] == "trained" for row in rows) else made
-
-
-def gains(rows: list[Row]) -> str:
-    """How many times faster the fastest backend is than dense causal attention, over groups of cases."""
-    index = summary.indexed(rows)
-
-    def cell(names: str, directions: tuple[str, ...]) -> str:
-        of_cell = {key: found for key, found in index.items() if key[1] in directions and re.fullmatch(names, key[0])}
-        found = sorted(gain for gain in map(summary.speed_up, of_cell.values()) if gain is not None)
-        if not found:
-            return "-"
-        ends = dict.fromkeys(factor(gain) for gain in (found[0], found[-1]))
-        slower = sum(gain < 1 for gain in found)
-        return (
-            " to ".join(ends)
-            + (", undecided" if set(of_cell) == {CLOSE} else "")
-            + (f" ({slower} of {len(found)} slower)" if slower else "")
-        )
-
-    lines = [(what, *(cell(names, directions) for directions in (("fwd", "decode"), ("bwd",), ("fwd+bwd",)))) for what, names in GAINS]
-    measured = [line for line in lines if set(line[1:]) != {"-"}]
-    return table(["queries and keys", "forward", "backward", "both in one call"], measured)
 
 
 def explained(name: str) -> str:
@@ -256,7 +220,11 @@ def other_ways() -> str:
 
 
 BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"claim": layer_picture.claim, "gains": of_h200(gains), "explained": lambda: explained("h200")},
+    "README.md": {
+        "claim": layer_picture.claim,
+        "gains": of_h200(lambda rows: summary.gains(rows, undecided=CLOSE)),
+        "explained": lambda: explained("h200"),
+    },
     "docs/decisions.md": {
         "refused": lambda: explained("rtx4090"),
         "sharing": sharing,

@@ -149,7 +149,7 @@ def test_without_files_there_are_no_cases() -> None:
     assert "trained" not in sharing.sharing_table()
     assert text_parts(32768, 16, tuple, tuple) == {}
     assert set(text_parts(8192, 16, tuple, tuple)) == {"select of text", "layer of text"}
-    assert "trained" not in tables.gains([])
+    assert "trained" not in summary.gains([])
 
 
 @pytest.mark.usefixtures("file")
@@ -177,7 +177,7 @@ def test_measured_cases_join_the_tables_and_lengthen_the_text() -> None:
         for case in cases.trained_cases()
         for backend, ms in (("triton-tile", 1.0), ("dense-cudnn", 3.0))
     ]
-    assert "| text, of a model trained with NSA | 3.00x     | -          | -                  |" in tables.gains(rows)
+    assert "| text, of a model trained with NSA | 3.00x     | -          | -                  |" in summary.gains(rows)
     longer = [{**row, "case": row["case"].replace("trained-1k", "real-2k")} for row in rows]
     assert [curve.lengths for curve in summary.curves([*rows, *longer])] == [(S, 2 * S)] * 3
     assert tables.performance(rows).count("trained-1k") == 3

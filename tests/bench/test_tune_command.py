@@ -146,7 +146,7 @@ def test_one_command_ends_with_a_profile_that_is_used_and_a_report_that_can_be_r
     text = page.read_text()
     assert UNKNOWN.name in text
     assert "In force: L = 64" in text
-    assert "0 lines left out" in text
+    assert "; 0 without a time are left out" in text
     words = done.text()
     assert words.endswith(f"report: {page}")
     assert "triton-tile/backward" in words
