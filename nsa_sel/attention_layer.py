@@ -80,10 +80,11 @@ class NSAttention(nn.Module):
     ) -> None:
         super().__init__()
         value_dim = head_dim if value_dim is None else value_dim
-        _check_sizes(width=width, groups=groups, heads=heads, head_dim=head_dim, value_dim=value_dim)
+        sizes = {"width": width, "groups": groups, "heads": heads, "head_dim": head_dim, "value_dim": value_dim, "window": window}
+        for name, size in sizes.items():
+            check_positive(name, size)
         self.rule = Rule(compress_block, compress_stride, block_size, n, first, local)
         check_rule(self.rule)
-        check_positive("window", window)
         check_flag("recompute", recompute)
         if rotary is True and head_dim % 2:
             raise ArgumentError("head_dim", head_dim, "an even number with rotary positions", "pass an even one, or rotary=False")
@@ -221,9 +222,3 @@ class NSAttention(nn.Module):
         options = {**{name: getattr(self, name) for name in names}, **self.rule._asdict()}
         options["rotary"] = True if self.rotary is rotate else self.rotary or False
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ArgumentError(name, shown(size), "a whole number >= 1", "pass the layer's sizes as ints")

@@ -90,9 +90,8 @@ def nsa_attention(
     if cu_seqlens is not None:
         _check_packed(q, q_cmp, (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win), recompute)
     own = q_cmp is q
-    q, k_slc, v_slc = transforms.in_autocast_dtype(q, k_slc, v_slc)
-    q_cmp, k_cmp, v_cmp = transforms.in_autocast_dtype(q if own else q_cmp, k_cmp, v_cmp)
-    _, k_win, v_win = transforms.in_autocast_dtype(q, k_win, v_win)
+    q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = transforms.in_autocast_dtype(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    q_cmp = q if own else transforms.in_autocast_dtype(q_cmp)[0]
     rule = Rule(compress_block, compress_stride, block_size, n, first, local)
     if cu_seqlens is None:
         check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, window)

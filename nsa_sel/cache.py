@@ -86,7 +86,7 @@ class NSACache:
         window_pages = pages if window_pages is None else window_pages
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "groups": groups, "head_dim": head_dim, "value_dim": value_dim}
         for name, size in {**sizes, "window_pages": window_pages}.items():
-            _check_size(name, size)
+            check_positive(name, size)
         check_positive("window", window)
         check_compression(compress_block, compress_stride)
         if page_size % compress_stride:
@@ -251,7 +251,7 @@ class NSACache:
             unit = max(1, (1 << (pages.bit_length() - 1)) // _ROOM_STEPS)
             pages = -(-pages // unit) * unit
         else:
-            _check_size("room", room)
+            check_positive("room", room)
             if room < longest:
                 raise ArgumentError("room", room, f"at least {longest}, the keys of the longest sequence", "pass more, or leave it out")
             pages = -(-room // self.sizes.page_size)
@@ -298,8 +298,3 @@ def _counts(tokens: int | Sequence[int], B: int) -> list[int]:
         allowed = f"a whole number >= 0, or one for each of {B} sequences"
         raise ArgumentError("tokens", shown(tokens), allowed, "say how many new tokens each sequence has")
     return counts
-
-
-def _check_size(name: str, size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 1 << 31:
-        raise ArgumentError(name, shown(size), "a whole number >= 1 and < 2^31", "pass the sizes of the cache as ints")

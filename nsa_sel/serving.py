@@ -14,7 +14,7 @@ from nsa_sel.core.begin import begin
 from nsa_sel.core.check import as_selection, check_call
 from nsa_sel.core.prepare import prepared
 from nsa_sel.core.quantized import STORED, Scales, scales_of
-from nsa_sel.errors import ArgumentError
+from nsa_sel.errors import ArgumentError, renamed
 from nsa_sel.selection import Selection
 
 
@@ -94,7 +94,7 @@ def selection_attention_with_kvcache(
         checked = (q, selection) if r == 1 else shared_keys.one_of(q, selection, r)
         *_, scale, _ = check_call(checked[0], k_checked, v_checked, checked[1], scale, None, stored=None if scales is None else STORED)
     except ArgumentError as error:
-        raise _of_cache(error) from None
+        raise renamed(error, k="k_cache", v="v_cache") from None
     if transforms.needs_grad(q, k, v):
         if block_table is not None or scales is not None:
             name = next(name for name, x in (("q", q), ("k_cache", k), ("v_cache", v)) if x.requires_grad)
@@ -190,9 +190,3 @@ def _check_numbers(cache_seqlens: Tensor, block_table: Tensor | None, S_kv: int,
             b, i = wrong.nonzero()[0].tolist()
             allowed = f"pages in [0, {pages}) for all keys of cache_seqlens[{b}] = {int(cache_seqlens[b])}"
             raise ArgumentError(f"block_table[{b}, {i}]", int(block_table[b, i]), allowed, "give the sequence this page, or shorten it")
-
-
-def _of_cache(error: ArgumentError) -> ArgumentError:
-    """The same error with the names of this function's arguments."""
-    name = {"k": "k_cache", "v": "v_cache"}.get(error.argument, error.argument)
-    return ArgumentError(name, error.value, error.allowed, error.remedy.replace(f"{error.argument}.", f"{name}."))

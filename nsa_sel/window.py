@@ -21,26 +21,14 @@ from nsa_sel.errors import ArgumentError
 
 @overload
 def sliding_window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    *,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens | None = None,
+    q: Tensor, k: Tensor, v: Tensor, window: int, *, scale: float | None = None, cu_seqlens: CuSeqlens | None = None,
     return_lse: Literal[False] = False,
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 @overload
 def sliding_window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    *,
-    scale: float | None = None,
-    cu_seqlens: CuSeqlens | None = None,
+    q: Tensor, k: Tensor, v: Tensor, window: int, *, scale: float | None = None, cu_seqlens: CuSeqlens | None = None,
     return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def sliding_window_attention(
     q: Tensor,
     k: Tensor,

@@ -46,8 +46,9 @@ def check_flag(name: str, value: object) -> None:
         raise ArgumentError(name, shown(value), "True or False", "pass a bool")
 
 
-def check_positive(argument: str, value: int | None, optional: bool = False) -> None:
+def check_positive(argument: str, value: object, optional: bool = False) -> None:
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
-        raise ArgumentError(argument, shown(value), "a whole number >= 1 and < 2^31, as an int", f"pass {_MEANING[argument]}")
+        meaning = _MEANING.get(argument, "such a size")
+        raise ArgumentError(argument, shown(value), "a whole number >= 1 and < 2^31, as an int", f"pass {meaning}")

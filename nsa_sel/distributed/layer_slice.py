@@ -84,7 +84,8 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
     group = group_of(group, NAME)
     begin_call(group)
     check_exchange(options.exchange)
-    given = _in_autocast_dtype(given)
+    cast = Tensors(*transforms.in_autocast_dtype(*given[:8]), given.gates)
+    given = cast._replace(q_cmp=cast.q) if given.q_cmp is given.q else cast
     q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = given
     check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, options.window)
     S, ranks = q.shape[1], dist.get_world_size(group)
@@ -111,15 +112,6 @@ def own_compressed_keys(rule: Rule, cut: Cut, rank: int) -> Ranges:
     """Compressed keys that begin in each slice of a rank, and end in the sequence; a slice is a multiple of the stride."""
     each, end = cut.size // rule.compress_stride, rule.compressed_keys(cut.number * cut.size)
     return tuple(range(i * each, max(i * each, min((i + 1) * each, end))) for i in cut.of(rank))
-
-
-def _in_autocast_dtype(given: Tensors) -> Tensors:
-    q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = given
-    own = q_cmp is q
-    q, k_slc, v_slc = transforms.in_autocast_dtype(q, k_slc, v_slc)
-    q_cmp, k_cmp, v_cmp = transforms.in_autocast_dtype(q if own else q_cmp, k_cmp, v_cmp)
-    _, k_win, v_win = transforms.in_autocast_dtype(q, k_win, v_win)
-    return Tensors(q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
 
 
 def _check_sizes(S: int, keys: int, options: Options) -> None:
