@@ -39,7 +39,7 @@ def report(parts: Mapping[str, Sequence[Row]], margin: float = MARGIN, triton: s
     for name, rows in parts.items():
         alone = thresholds(rows, margin, triton)
         lines.append(f"## {name}")
-        lines += [_by_length(threshold) for threshold in alone] if alone else [f"No case with both {triton} and {PACKED}."]
+        lines += [by_length(threshold) for threshold in alone] if alone else [f"No case with both {triton} and {PACKED}."]
     return markdown.with_note("\n\n".join(lines)) + "\n"
 
 
@@ -72,7 +72,7 @@ def _verdicts(found: Sequence[Threshold]) -> str:
     return markdown.table(headers, lines)
 
 
-def _by_length(threshold: Threshold) -> str:
+def by_length(threshold: Threshold) -> str:
     """Gains of one direction by L: the least and the median of the medians' gains, and the least that the spreads allow."""
     lines = []
     for length in threshold.lengths:

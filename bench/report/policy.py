@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 import torch
 
+from nsa_sel.bench import threshold_optimizer
 from nsa_sel.bench.core import cases
 from nsa_sel.bench.core.contenders import PACKED
-from nsa_sel.bench.core.markdown import factor, spread, table
+from nsa_sel.bench.core.markdown import factor, table
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import figures
-from nsa_sel.bench.report.document import Panel, Table, table_of_texts
+from nsa_sel.bench.report.document import Panel, Table
 from nsa_sel.bench.report.figures import Facet, Figure, Line, Share, role_of, short
 from nsa_sel.bench.report.speed import TITLES, plain, thousands
+from nsa_sel.bench.sel_threshold_from_csv import by_length
 from nsa_sel.bench.threshold_optimizer import MARGIN, TRITON, Pair, length_pairs, sure_length
 from nsa_sel.bench.tune import cost_fit, regret
 from nsa_sel.core import registry
@@ -158,71 +160,39 @@ def _in_force(device: DeviceInfo) -> Settings:
     return tuned.apply(settings_for(device), example_request(), device)
 
 
-class Evidence(NamedTuple):
-    """Of the cases of one direction, head dim and L, the closest: both rows, and the speed-up that their spreads leave for sure."""
-
-    direction: str
-    D: int
-    L: int
-    cases: int
-    closest: Pair
-
-
-def evidence(rows: Sequence[Row]) -> list[Evidence]:
-    """The pairs of rows by L: those of the threshold suite and of bench_sel_triton's matrix."""
-    groups: dict[tuple[int, int, int], list[Pair]] = {}
-    for pair in length_pairs(rows, TRITON):
-        groups.setdefault((list(TITLES).index(pair.triton["direction"]), pair.triton["Dk"], pair.length), []).append(pair)
-    return [
-        Evidence(list(TITLES)[number], D, L, len(pairs), min(pairs, key=lambda pair: pair.sure_gain))
-        for (number, D, L), pairs in sorted(groups.items())
-    ]
-
-
 def thresholds(device: DeviceInfo | None, rows: Sequence[Row]) -> Panel:
     """From which L on Triton is worth it, and how sure that is."""
     panel = Panel("thresholds", "Thresholds, with their evidence")
-    pairs = evidence(rows)
-    if not pairs:
+    every = threshold_optimizer.thresholds(rows)
+    if not every:
         return panel._replace(missing=f"No case by L has rows of {TRITON} and {PACKED}: the suite threshold has.")
     facets, said = [], []
-    for direction in dict.fromkeys(pair.direction for pair in pairs):
-        some = [pair for pair in pairs if pair.direction == direction]
-        found = _said([row for row in rows if row["direction"] == direction])
-        said.append(f"{direction} {found}")
-        lines = []
-        for D in dict.fromkeys(pair.D for pair in some):
-            of_D = [pair for pair in some if pair.D == D]
-            gains = [pair.closest.sure_gain for pair in of_D]
-            lines.append(Line([pair.L for pair in of_D], gains, [TRITON] * len(of_D), f"D {D}", TRITON, dashed=D == 64))
-        title = f"{TITLES[direction]}: {found}"
+    for found in every:
+        said.append(f"{found.direction} {_said(found.pairs)}")
+        least: dict[int, dict[int, float]] = {}  # D -> L -> the speed-up that spreads leave for sure in the closest case
+        for pair in sorted(found.pairs, key=lambda pair: (pair.triton["Dk"], pair.length, -pair.sure_gain)):
+            least.setdefault(pair.triton["Dk"], {})[pair.length] = pair.sure_gain
+        lines = [Line([*of_D], [*of_D.values()], [TRITON] * len(of_D), f"D {D}", TRITON, dashed=D == 64) for D, of_D in least.items()]
+        title = f"{TITLES[found.direction]}: {_said(found.pairs)}"
         draw = figures.gains(title, "selected keys a row, L", "surely times faster", lines, MARGIN, "below the margin", plain)
-        alt = "; ".join(f"D {pair.D}, L {pair.L}: {factor(pair.closest.sure_gain)}" for pair in some)
+        alt = "; ".join(f"D {D}, L {L}: {factor(gain)}" for D, of_D in least.items() for L, gain in of_D.items())
         facets.append(Facet(f"{title}. Surely times faster than packed SDPA: {alt}.", draw))
     text = (
         f"The smallest L from which {TRITON} is surely {MARGIN:g}x faster than packed SDPA in every case: packed SDPA's 20th percentile"
-        f" over {TRITON}'s 80th. By direction: {', '.join(said)}; of all: {_said(rows)}."
+        f" over {TRITON}'s 80th. By direction: {', '.join(said)}; of all: {_said(length_pairs(rows, TRITON))}."
     )
     if device:
         settings = _in_force(device)
-        least = settings.sel_triton_min_L
-        values = str(least) if isinstance(least, int) else ", ".join(f"{length} {direction}" for direction, length in least.items())
+        least_L = settings.sel_triton_min_L
+        values = str(least_L) if isinstance(least_L, int) else ", ".join(f"{length} {direction}" for direction, length in least_L.items())
         text += f" In force: L = {values} ({settings.sources.get('sel_triton_min_L', 'built-in')})."
-    cells = [
-        (p.direction, p.D, p.L, p.cases, p.closest.triton["case"], *map(_times, p.closest), factor(p.closest.sure_gain)) for p in pairs
-    ]
-    headers = ["direction", "D", "L", "cases", "closest case", f"{TRITON}, ms", f"{PACKED}, ms", "surely faster by"]
     return panel._replace(
         text=text,
         figure=Figure(tuple(facets), dashes=("D 128", "D 64")),
-        tables=(Table("The closest case by L: medians, 20th to 80th percentile", table_of_texts(headers, cells, 5), folded=True),),
+        tables=tuple(Table(f"{TITLES[found.direction]}, by L", by_length(found), folded=True) for found in every),
     )
 
 
-def _said(rows: Sequence[Row]) -> str:
-    length = sure_length(length_pairs(rows, TRITON), MARGIN)
+def _said(pairs: Sequence[Pair]) -> str:
+    length = sure_length(pairs, MARGIN)
     return "undecided" if length is None else f"L = {length}"
-
-
-def _times(row: Row) -> str:
-    return f"{row['ms_median']:.3g} ({spread(row)})"

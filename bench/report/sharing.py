@@ -1,6 +1,6 @@
 """How many blocks neighboring rows choose together, and how far back: text of two models beside random selections.
 
-`python -m nsa_sel.bench.report.sharing` prints the table of docs/decisions.md, and each layer of the trained models.
+`python -m nsa_sel.bench.report.sharing` prints the table of docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -102,15 +102,5 @@ def sharing_table() -> str:
     return table(HEADERS, [*lines, *(line("random", S, [of_random(S)]) for S in RANDOM_LENGTHS)], left=1)
 
 
-def layers_table() -> str:
-    """The same for each layer of the trained models, over its whole context."""
-    lines = [
-        line(f"layer {layer}", S, shared(trained.trained_selection(S, "cpu", [layer])))
-        for S in trained.contexts()
-        for layer in trained.provenance(S)["layers"]
-    ]
-    return table(HEADERS, lines, left=1)
-
-
 if __name__ == "__main__":
-    print(sharing_table(), *map(origin, trained.contexts()), layers_table(), sep="\n\n")
+    print(sharing_table(), *map(origin, trained.contexts()), sep="\n\n")
