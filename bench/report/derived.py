@@ -14,18 +14,15 @@ from nsa_sel.bench import bench_sel_triton, sel_threshold_from_csv
 from nsa_sel.bench.bench_sel_triton import from_csv
 from nsa_sel.bench.core import store
 from nsa_sel.bench.core.environment import ROOT
-from nsa_sel.bench.questions import autotune_sweep
 
 AFTER = ("tune.derive", "report.tables", "report.report", "report.layer")
 
 
 def matrix(folder: Path, out: Path) -> None:
-    """Tables of one measured matrix: CSV files, report.md and selection_report.md, and of a sweep beside it autotune.md, into `out`."""
+    """Tables of one measured matrix: CSV files, report.md and selection_report.md, into `out`."""
     bench_sel_triton.write(folder, out)
     parts = {part.title: from_csv(out / part.file) for part in bench_sel_triton.PARTS if (out / part.file).exists()}
     store.write_whole(out / "selection_report.md", sel_threshold_from_csv.report(parts))
-    if (folder / autotune_sweep.ROWS).exists():
-        store.write_whole(out / autotune_sweep.TABLE, autotune_sweep.report(store.read(folder / autotune_sweep.ROWS)))
 
 
 def folders() -> list[Path]:
