@@ -6,7 +6,8 @@ Both align their causal mask with the last key, as nsa-sel does. Keys and values
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from importlib import util
 
 from torch import Tensor
@@ -24,7 +25,7 @@ INFER_DIMS = (64, 128, 256)
 
 def dense_peers() -> tuple[Contender, ...]:
     """Both, whether they run here or not."""
-    flash, infer = _lacks(FLASH, FLASH_FUNCTION, INSTALL_FLASH), _lacks(INFER, INFER_FUNCTION, INSTALL_INFER)
+    flash, infer = lacks(FLASH, FLASH, FLASH_FUNCTION, INSTALL_FLASH), lacks(INFER, INFER, INFER_FUNCTION, INSTALL_INFER)
     return (
         Contender("flash-attention", _flash, flash, _flash_refuses, every_key=True, peer=True, selection=None),
         Contender("flashinfer", _infer, infer, _infer_refuses, every_key=True, peer=True, selection=None, forward_only=("cuda",)),
@@ -36,19 +37,25 @@ def by_tokens(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _lacks(package: str, function: str, install: str) -> Callable[[str], str | None]:
-    def lacks(device: str) -> str | None:
-        if util.find_spec(package) is None:
+def lacks(package: str, module: str, function: str, install: str, arguments: Iterable[str] = ()) -> Callable[[str], str | None]:
+    """Why a function of another package can't be called with these arguments on a device ("cpu", "cuda")."""
+
+    def why(device: str) -> str | None:
+        if util.find_spec(module.partition(".")[0]) is None:
             return f"{package} is not installed: {install}"
         if device != "cuda":
             return "needs a GPU"
         try:
-            found = hasattr(importlib.import_module(package), function)
+            found = getattr(importlib.import_module(module), function, None)
         except Exception as error:  # a package's import may raise anything
-            return f"{package} can't be imported ({first_line(error)}): {install}"
-        return None if found else f"{package} has no {function}: {install} -U"
+            return f"{module} can't be imported ({first_line(error)}): {install} -U"
+        if found is None:
+            return f"{module} has no {function}: {install} -U"
+        known = inspect.signature(found).parameters if arguments else ()
+        lacking = [name for name in arguments if name not in known]
+        return f"{module}.{function} has no argument {', '.join(lacking)}: {install} -U" if lacking else None
 
-    return lacks
+    return why
 
 
 def _flash_refuses(case: Case) -> str | None:

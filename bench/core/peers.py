@@ -8,7 +8,6 @@ Each takes the library's layout and returns o [B,S,G,h,Dv]. Masks and layouts ar
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from importlib import util
 from typing import Any
@@ -19,13 +18,12 @@ from torch import Tensor
 from nsa_sel.bench.core.baselines import masked_sdpa, selected, token_mask
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is, dense
-from nsa_sel.bench.core.dense_peers import by_tokens, dense_peers
+from nsa_sel.bench.core.dense_peers import by_tokens, dense_peers, lacks
 from nsa_sel.bench.core.parity import Problem
-from nsa_sel.bench.core.store import first_line
 
 FLA = "fla.ops.nsa"
 FLA_ARGUMENTS = ("q", "k", "v", "g_slc", "block_indices", "block_counts", "block_size")
-INSTALL_FLA = "pip install flash-linear-attention"
+fla_lacks = lacks("flash-linear-attention", FLA, "parallel_nsa", "pip install flash-linear-attention", FLA_ARGUMENTS)
 
 
 def peers() -> tuple[Contender, ...]:
@@ -92,20 +90,6 @@ def fla_layer(
     """
     o: Tensor = importlib.import_module(FLA).parallel_nsa(q, k, v, g_cmp, g_slc, block_counts=n, block_size=block_size)
     return o
-
-
-def fla_lacks(device: str) -> str | None:
-    """Why `parallel_nsa` can't be called as it is here."""
-    if util.find_spec("fla") is None:
-        return f"flash-linear-attention is not installed: {INSTALL_FLA}"
-    if device != "cuda":
-        return "needs a GPU"
-    try:
-        arguments = inspect.signature(importlib.import_module(FLA).parallel_nsa).parameters
-    except Exception as error:  # a package's import may raise anything
-        return f"{FLA}.parallel_nsa can't be imported ({first_line(error)}): {INSTALL_FLA} -U"
-    lacking = [name for name in FLA_ARGUMENTS if name not in arguments]
-    return f"{FLA}.parallel_nsa has no argument {', '.join(lacking)}: {INSTALL_FLA} -U" if lacking else None
 
 
 def _fla_refuses(case: Case) -> str | None:
