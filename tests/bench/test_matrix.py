@@ -188,17 +188,10 @@ def test_nsa_sel_bench_measures_both_matrices(tmp_path: Path) -> None:
         assert words in refused.output
 
 
-def test_nsa_sel_bench_takes_the_flags_of_the_script(instant: list[Timing], tmp_path: Path) -> None:
-    sizes = ("--N", 8, "--H", 2, "--D", 16, "--Dv", 8, "--iters", 7, "--warmup", 2, "--streams", 1)
-    out, own = tmp_path / "out", tmp_path / "own.csv"
-    for more, directions in ((("--L_list", 16, "--dist", "few"), {"fwd", "bwd"}), (("--L_list", 64, "--decode", 1), {"decode"})):
-        result = bench(out, *sizes, *more, "--csv", own)
-        assert result.exit_code == 0, result.output
-        assert {row["direction"] for row in from_csv(own)} == directions
-    assert set(instant) == {Timing(calls=7, warmup=2)}
+def test_nsa_sel_bench_takes_the_flags_of_the_script(tmp_path: Path) -> None:
     flags = [set(inspect.signature(function).parameters) for function in (bench_sel_triton.main, command.bench)]
     assert flags[0] <= flags[1]
-    refused = bench(out, "--suite", "performance", "--quick", "--dist", "few", "--decode", 1)
+    refused = bench(tmp_path, "--suite", "performance", "--quick", "--dist", "few", "--decode", 1)
     assert refused.exit_code == 2
     assert "--dist, --decode" in refused.output
 

@@ -85,16 +85,6 @@ def test_any_rows_are_kept_exactly(folder: Path, S: int) -> None:
     assert torch.equal(found, torch.cat((rows, blocks(0, S)), 1))
 
 
-def test_equal_selections_are_equal_bytes() -> None:
-    made = [trained.contents({0: blocks(0)}, BLOCK, FACTS) for _ in range(2)]
-    assert made[0] == made[1]
-
-
-def test_neighbors_that_are_alike_take_little() -> None:
-    """Half a byte a row here, where indices take 4 bytes."""
-    assert len(trained.contents({0: blocks(0)}, BLOCK, {})) < 2 * S * G
-
-
 def test_layers_are_left_out_until_the_file_is_small_enough(folder: Path) -> None:
     by_layer = {layer: blocks(layer) for layer in range(6)}
     whole = len(trained.contents(by_layer, BLOCK, FACTS))

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_sel import explain_request
-from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.report import report
-from nsa_sel.bench.tune import command, costs, runner
+from nsa_sel.bench.tune import command, costs
 from nsa_sel.bench.tune.costs import ROWS, wanted
 from nsa_sel.bench.tune.kernel_configs import Report
 from nsa_sel.bench.tune.resume import Run
@@ -28,7 +27,7 @@ from nsa_sel.settings.schema import WAYS, Way
 from nsa_sel.settings.tuned import stamp_of
 from tests.helpers import policy_cases
 from tests.helpers.policy_cases import H200, RTX4090, SHORT, replace
-from tests.helpers.tune_cases import fake_gpu, json_lines, ms, some_jobs, timed
+from tests.helpers.tune_cases import fake_gpu, json_lines, some_jobs
 
 pytestmark = pytest.mark.usefixtures("tuned_folder")
 UNKNOWN = replace(policy_cases.UNKNOWN, sm_count=H200.sm_count)  # as many as the times of `priced` are for
@@ -189,24 +188,3 @@ def test_without_any_time_there_is_no_report_and_it_says_so() -> None:
 def test_a_quick_look_and_sizes_of_ones_own_measure_no_costs() -> None:
     assert plan(quick=True).costs == plan(h=3).costs == plan("triton-tile").costs == ()
     assert {row["direction"] for row in plan(way="backward").costs} == {"bwd"}
-
-
-def from_256(row: Row) -> Row:
-    """Triton is twice as fast from 256 keys on."""
-    return timed(1.0 if row["backend"] == "triton-group" and row["n"] * row["block"] >= 256 else 2.0)
-
-
-@pytest.mark.usefixtures("here")
-def test_the_command_measures_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "Runner", lambda rep: from_256)
-    monkeypatch.setattr(runner, "Runner", lambda device, settings, time: lambda job, problem, config: ms(1.0))
-    monkeypatch.setattr(command, "_page", lambda stamp, tell: None)
-    chosen = plan(way="forward", quick=True)
-    assert chosen.ways == ("forward",)
-    assert "first the threshold of Triton, for forward" in chosen.text()
-    done = command.measure(chosen, 1, True, lambda what, share: None)
-    assert done.thresholds["forward"].value == 256
-    words = "forward: Triton from L = 256 on; closest, threshold-prefill-D64-L256: triton-group 1 ms (0.99 to 1.01) against"
-    assert done.text().startswith(words)
-    assert json.loads(json.dumps(done.document(), default=str))["file"] == str(tuned.file_of(STAMP))
-    assert plan("triton-group").ways == plan(h=3).ways == ()

@@ -20,7 +20,7 @@ from nsa_sel.bench.tune import cost_fit, costs, regret, resume, thresholds, tune
 from nsa_sel.bench.tune.committed_rows import cost_rows
 from nsa_sel.bench.tune.cost_fit import TERMS
 from nsa_sel.bench.tune.costs import ORDER, ROWS, measure_costs, wanted
-from nsa_sel.bench.tune.resume import DEATHS, ContextLost, Run
+from nsa_sel.bench.tune.resume import ContextLost, Run
 from nsa_sel.bench.tune.tuned_file import beside
 from nsa_sel.core import registry
 from nsa_sel.core.decide import explain_request
@@ -212,28 +212,6 @@ def test_time_that_is_up_leaves_the_models_of_complete_directions(monkeypatch: p
     assert forward < len(json_lines(beside(STAMP, ROWS))) < len(wanted(UNKNOWN, WAYS))
 
 
-def test_a_second_run_measures_the_rest() -> None:
-    taken: list[Row] = []
-
-    def until(row: Row) -> Row:
-        if len(taken) == 130:
-            raise KeyboardInterrupt
-        taken.append(row)
-        return priced(row)
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_costs(RUN, UNKNOWN, until, WAYS)
-    path = beside(STAMP, ROWS)
-    whole = path.read_text()
-    assert whole.count("\n") == 130
-    path.write_text(whole + "no json\n" + '{"case": "real')
-    found = measure_costs(RUN, UNKNOWN, priced, WAYS)
-    assert path.read_text().startswith(whole + "no json\n{")
-    assert len(json_lines(path)) == len(wanted(UNKNOWN, WAYS))
-    assert measure_costs(RUN, UNKNOWN, again, WAYS) == found
-    assert {row["device"] for row in json_lines(path)} == {UNKNOWN.name}
-
-
 def test_a_config_that_changes_has_its_rows_measured_again_and_no_others() -> None:
     old = measure_costs(RUN, UNKNOWN, priced, WAYS)
     config = replace(settings_for(UNKNOWN).kernels["triton-tile/forward"], num_stages=1)
@@ -280,22 +258,6 @@ def test_a_machine_where_one_backend_alone_runs_has_nothing_to_compare() -> None
 
     assert measure_costs(RUN, UNKNOWN, lonely, WAYS) is None
     assert tuned_file.written(STAMP).costs is None
-
-
-def test_what_the_process_dies_of_is_passed_over() -> None:
-    fatal = identity(wanted(UNKNOWN, WAYS)[3])
-
-    def crash(row: Row) -> Row:
-        if identity(row) == fatal:
-            raise ContextLost("an illegal memory access was encountered")
-        return priced(row)
-
-    for _ in range(DEATHS):
-        with pytest.raises(ContextLost):
-            measure_costs(RUN, UNKNOWN, crash, ("forward",))
-    assert measure_costs(RUN, UNKNOWN, crash, ("forward",)) is not None
-    (failed,) = [row for row in json_lines(beside(STAMP, ROWS)) if "error" in row]
-    assert failed["error"] == f"the process died {DEATHS} times while it was measured"
 
 
 # How it is measured

@@ -155,12 +155,6 @@ def test_the_launch_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch, logged: 
 COMMITTED_SMALL = settings_for(H200).kernels["triton-group/forward-widest"].config_id("triton-group/forward-widest")
 
 
-def test_it_costs_a_call_nothing_but_a_look_at_a_number() -> None:
-    assert tuned.token() == tuned.token()
-    explain_request(SHORT, H200)
-    assert not tuned.token()[1]
-
-
 # What does not hold
 
 
