@@ -39,15 +39,13 @@ class Sizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to measure on a device. `known`, `costs_known`: of it, measured by earlier runs."""
+    """What to measure on a device, known from earlier runs or not."""
 
     device: DeviceInfo
     settings: Settings
     jobs: list[Job]
-    known: int
     ways: tuple[Way, ...] = ()  # directions whose thresholds are measured; none where a backend or sizes are asked for
     costs: tuple[Row, ...] = ()  # rows to measure for the cost models, with the configs in force now; none with --quick
-    costs_known: int = 0
 
     @property
     def configs(self) -> int:
@@ -76,10 +74,8 @@ class Plan(NamedTuple):
             ],
             "launches": self.configs,
             "most": self.most,
-            "known": self.known,
             "thresholds": self.ways,
             "costs": [{name: row[name] for name in ("case", "direction", "backend")} for row in self.costs],
-            "costs_known": self.costs_known,
         }
 
     def text(self) -> str:
@@ -88,14 +84,14 @@ class Plan(NamedTuple):
         first = f"first the threshold of Triton, for {', '.join(self.ways)}; then " if self.ways else ""
         configs = (
             f"{self.configs} kernel configs to measure on {self.device.name}, on a real and a random problem where a kernel takes many"
-            f" rows: at most {self.most} measurements, {self.known} of them known from earlier runs"
+            f" rows: at most {self.most} measurements, less those of earlier runs"
         )
         lines = [_table(rows, [*KEY_HEADERS, "committed config", "configs"]), "", first + configs]
         if self.costs:
             backends, cases = dict.fromkeys(row["backend"] for row in self.costs), {row["case"] for row in self.costs}
             lines.append(
                 f"then, with the configs that won, {len(self.costs)} times of {', '.join(backends)} on {len(cases)} cases, for the cost"
-                f" models by which backends are chosen, {self.costs_known} of them known; then the report"
+                " models by which backends are chosen; then the report"
             )
         return "\n".join(lines)
 
@@ -164,10 +160,7 @@ def plan(backend: str | None, way: Way | None, sizes: Sizes, *, quick: bool, dry
         raise ArgumentError("--direction", repr(way), "one that the backend has kernel configs for", "see `nsa-sel tune --dry-run`")
     ways = () if backend or any(sizes) else WAYS if way is None else (way,)
     rows = () if quick else tuple(costs.wanted(device, ways))
-    if not here:
-        return Plan(device, settings, found, 0, ways, rows)
-    stamp = tuned.stamp_of(device)
-    return Plan(device, settings, found, kernel_configs.count_known(stamp, found), ways, rows, costs.count_known(stamp, rows))
+    return Plan(device, settings, found, ways, rows)
 
 
 def _check_machine(has_gpu: bool, backend: str) -> None:
@@ -216,8 +209,7 @@ def measure(chosen: Plan, minutes: float, quick: bool, tell: Tell) -> Done:
         models, costs_left = None, 0
         if chosen.costs:
             models = costs.measure_costs(run, chosen.device, costs.Runner(), chosen.ways)
-            rows = costs.wanted(chosen.device, chosen.ways)  # with the configs that won
-            costs_left = len(rows) - costs.count_known(stamp, rows)
+            costs_left = costs.unmeasured(stamp, costs.wanted(chosen.device, chosen.ways))  # with the configs that won
         return Done(report, found, models, costs_left, _page(stamp, tell) if chosen.ways else None)
     finally:
         tuned.forget()

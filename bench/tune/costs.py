@@ -94,9 +94,9 @@ def _configs(backend: str, case: Case, way: Way, settings: Settings, device: Dev
     return ", ".join(kernels[name].config_id(name) for name in names)
 
 
-def count_known(stamp: Stamp, rows: Sequence[Row]) -> int:
-    """How many of the rows earlier runs have measured."""
-    return Measurements(beside(stamp, ROWS)).count(rows)
+def unmeasured(stamp: Stamp, rows: Sequence[Row]) -> int:
+    """How many of the rows no run has measured."""
+    return len(rows) - len(Measurements(beside(stamp, ROWS)).of(rows))
 
 
 @without_flags()

@@ -24,7 +24,7 @@ from nsa_sel.bench.tune.tuned_file import beside, locked, rewrite, written
 from nsa_sel.settings import tuned
 from nsa_sel.settings.flags import COMMIT_FLAG
 from nsa_sel.settings.schema import KernelConfig
-from nsa_sel.settings.tuned import Key, Result, Stamp, Timed
+from nsa_sel.settings.tuned import Key, Result, Timed
 
 TOP = 5  # configs that a result lists
 JOURNAL = ".jsonl"  # suffix of the file of all measurements
@@ -47,16 +47,6 @@ class Report(NamedTuple):
     left: int  # jobs
     taken: int  # measurements of this run, failures included
     skipped: tuple[str, ...]  # jobs whose committed config can't be measured, and why
-
-
-def count_known(stamp: Stamp, jobs: Sequence[Job]) -> int:
-    """How many measurements of the jobs' first rounds earlier runs have taken."""
-    rows = Measurements(beside(stamp, JOURNAL), IDENTITY)
-    return sum(
-        rows.count([_row(job, problem, config, None) for config in (job.committed, *job.candidates)])
-        for job in jobs
-        for problem in job.problems
-    )
 
 
 def _row(job: Job, problem: str, config: KernelConfig, rival: KernelConfig | None) -> Row:

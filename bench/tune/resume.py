@@ -73,10 +73,6 @@ class Measurements(RowFile):
             super().__init__(path, lambda row: json.dumps([row.get(field) for field in fields]), strict=False, owner_only=True)
         self.begun = path.with_suffix(".begun")  # outlives a process that dies, and counts how often
 
-    def count(self, wanted: Sequence[Row]) -> int:
-        """How many of the wanted rows are in the file."""
-        return sum(row in self for row in wanted)
-
     def measure(self, row: Row, measure_one: Callable[[Row], Row]) -> Row:
         """The row with what `measure_one` returns, or with its `error`: from the file, or measured now and kept.
 
