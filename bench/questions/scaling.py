@@ -202,14 +202,8 @@ def measured(case: Case, part: str, ranks: int, rank: int, device: str, samples:
             alone = timing.spread(slowest(at_hand[direction], *often)).median
             yield timing.row(case, direction, backend, times, part=part, order=order, ms_at_hand=round(alone, 5), **moved)
     except torch.cuda.OutOfMemoryError as error:
-        yield {
-            **case._asdict(),
-            "part": part,
-            "order": order,
-            "ranks": ranks,
-            "error": store.OUT_OF_MEMORY,
-            "error_in": str(error).partition(".")[0],
-        }
+        failed = {"error": store.OUT_OF_MEMORY, "error_in": str(error).partition(".")[0]}
+        yield {**case._asdict(), "part": part, "order": order, "ranks": ranks, **failed}
         torch.cuda.empty_cache()
 
 

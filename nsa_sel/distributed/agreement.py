@@ -7,7 +7,6 @@ Before every exchange, forward and backward, ranks also compare 8 bytes each: a 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import time
 import weakref
 from collections.abc import Callable
@@ -262,20 +261,13 @@ def _shared(settings: Settings) -> dict[str, Any]:
 
 
 def _facts(device: DeviceInfo, settings: Settings) -> dict[str, Any]:
-    versions = {**msgspec.to_builtins(tuned.stamp_of(device)), **{name: _version(name) for name in _PACKAGES}}
+    versions = {**msgspec.to_builtins(tuned.stamp_of(device)), **{name: tuned.version_of(name) for name in _PACKAGES}}
     return {"versions": versions, "device": msgspec.to_builtins(device), "settings": _shared(settings)}
 
 
 def _call_facts(call: int, direction: str, device: DeviceInfo, mine: Decision, arguments: dict[str, Any]) -> dict[str, Any]:
     request, override = msgspec.to_builtins(mine.request), msgspec.to_builtins(mine.override)
     return {"call": call, "direction": direction, **_facts(device, mine.settings), "request": request, "override": override, **arguments}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _compare_reports(group: dist.ProcessGroup, mine: _Report) -> list[_Report]:

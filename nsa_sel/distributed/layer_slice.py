@@ -84,7 +84,7 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
     group = group_of(group, NAME)
     begin_call(group)
     check_exchange(options.exchange)
-    cast = Tensors(*transforms.in_autocast_dtype(*given[:8]), given.gates)
+    cast = Tensors._make((*transforms.in_autocast_dtype(*given[:8]), given.gates))
     given = cast._replace(q_cmp=cast.q) if given.q_cmp is given.q else cast
     q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = given
     check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, options.window)

@@ -178,8 +178,8 @@ def _stem(name: str, sm: int | None) -> str:
 def stamp_of(device: DeviceInfo) -> Stamp:
     """The environment of this process on `device`."""
     return Stamp(
-        device=device.name, sm=device.sm, driver=_driver() if device.kind == "cuda" else None, torch=_version("torch"),
-        triton=_version("triton"), nsa_sel=__version__, kernels=_kernels(),
+        device=device.name, sm=device.sm, driver=_driver() if device.kind == "cuda" else None, torch=version_of("torch"),
+        triton=version_of("triton"), nsa_sel=__version__, kernels=_kernels(),
     )  # fmt: skip
 
 
@@ -199,7 +199,8 @@ def _driver() -> str | None:
 
 
 @functools.cache
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

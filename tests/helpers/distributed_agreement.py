@@ -62,10 +62,10 @@ def ranks_agree() -> None:
         call_of(128, exchange="gather" if rank() else "auto")
     with pytest.raises(NsaSelError, match=r"request\.S is \d+ there, \d+ on rank 0; keys is 96 there, 80 on rank 0"):
         call_of((80 + 16 * rank()) * ranks())
-    real, agreement._version = agreement._version, lambda package: f"{package}-{rank()}"
+    real, tuned.version_of = tuned.version_of, lambda package: f"{package}-{rank()}"
     with pytest.raises(NsaSelError, match=r"versions\.numba is 'numba-1' there, 'numba-0' on rank 0"):
         check_ranks()
-    agreement._version = real
+    tuned.version_of = real
     with pytest.raises(BackendError, match="nothing-such"):
         call_of(128, backend="nothing-such")
     call_of(128)

@@ -283,7 +283,7 @@ def test_the_stamp_has_every_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned, "_driver", lambda: "580.1")
     stamp = stamp_of(H200)
     assert msgspec.to_builtins(stamp) | {"kernels": "", "triton": ""} == {
-        "device": "NVIDIA H200", "sm": 90, "driver": "580.1", "torch": tuned._version("torch"), "nsa_sel": nsa_sel.__version__,
+        "device": "NVIDIA H200", "sm": 90, "driver": "580.1", "torch": tuned.version_of("torch"), "nsa_sel": nsa_sel.__version__,
         "triton": "", "kernels": "",
     }  # fmt: skip
     assert stamp_of(H100).digest() != stamp.digest()
