@@ -30,7 +30,7 @@ from tests.helpers.cases import (
     make_spans,
     unused_keys,
 )
-from tests.helpers.emulate import BACKWARDS, EAGER, GPU, emulated, needs_compiler
+from tests.helpers.emulate import BACKWARDS, EAGER, GPU, LATE_WARP, emulated, needs_compiler
 from tests.helpers.poison import EMPTY_PLACES, check_empty_rows, check_one_row, new_memory_is_nan, rows_with_holes, selected
 from tests.helpers.varlen_cases import check_sequences, pack
 
@@ -113,6 +113,17 @@ def test_every_number_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_tiles_of_tokens(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk: int, Dv: int, block: int, n: int) -> None:
+    check_tiles(monkeypatch, mode, h, Dk, Dv, block, n)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warp", [pytest.param(0, marks=pytest.mark.thorough), 12, pytest.param(13, marks=pytest.mark.thorough)])
+def test_tiles_of_warps_whose_first_lane_is_ahead(monkeypatch: pytest.MonkeyPatch, warp: int) -> None:
+    """A consumer's, the one that loads keys and values, and one that loads queries: a barrier's next phase may not pass unseen."""
+    check_tiles(monkeypatch, LATE_WARP * (warp + 1), 4, 64, 64, 64, 3)
+
+
+def check_tiles(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk: int, Dv: int, block: int, n: int) -> None:
     """More tiles than CTAs, the last one with tokens that do not exist; keys that no row sees hold NaN."""
     emulated(monkeypatch, mode)
     started, start = [], launch.start

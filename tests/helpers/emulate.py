@@ -28,6 +28,7 @@ from tests.helpers.paths import ROOT
 EMULATION = Path(__file__).parent / "emulation"
 GPU = DeviceInfo(kind="cuda", name="emulated", sm=90, sm_count=2, shared_memory=227 << 10)
 BACKWARDS, EAGER = 1, 2  # the last threads first; copies at once
+LATE_WARP = 4  # times 1 + number of a warp, whose lanes, but the first, run when nothing else goes on
 EXTERN = re.compile(r"extern __shared__ __align__\(\d+\) ([\w ]+) memory\[\];")
 MAIN = """
 static const Arguments *arguments;
@@ -44,7 +45,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++,
 
 
 def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
-    """Until the end of the test, launches run on the CPU. mode: BACKWARDS runs the last threads first, EAGER copies at once."""
+    """Until the end of the test, launches run on the CPU. mode: BACKWARDS runs the last threads first, EAGER copies at once; LATE_WARP
+    times 1 + number of a warp runs that warp's first lane ahead of its others."""
 
     def start(source: str, macros: compiler.Constants, *grid_and_values: int, **others: Any) -> None:
         _, ctas, threads, shared, *values = grid_and_values

@@ -63,6 +63,7 @@ struct TileScheduler {
         number = tile;
         counts = number < plan.all_tiles ? block_counts(p, plan, TokenTile(number, plan, p.G)) : make_int2(0, 0);
         queue.pipeline.wait_empty(at);
+        __syncwarp();  // all lanes have seen it: the next phase may pass
         if (threadIdx.x % 32 == 0) {
             queue.number[at.stage] = number;
             queue.counts[at.stage] = counts;

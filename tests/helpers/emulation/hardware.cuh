@@ -1,8 +1,8 @@
 // The kernels' hardware.cuh on a CPU. The threads of a CTA, or of a cluster, are fibers of one thread, which run until they wait for each
 // other. The CTAs of a cluster have dynamic shared memory of their own, but share `__shared__` variables.
 //
-// Which fiber runs first, and whether a copy happens at once or only when it is waited for, are chosen per run: a missing barrier or wait
-// changes the result. Copies and ldmatrix check alignment; shared memory is full of NaN when a CTA begins.
+// Which fiber runs first, whether a copy happens at once or only when it is waited for, and whether a warp's first lane runs ahead of its
+// others, are chosen per run: a missing barrier or wait changes the result, or the threads wait for ever. Copies and ldmatrix check alignment; shared memory is full of NaN when a CTA begins.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -136,6 +136,7 @@ static unsigned current;  // the fiber that runs: threads of a cluster's blocks,
 static unsigned cluster_threads;
 static u16 *memories[CLUSTER];
 static bool backwards, eager;
+static int late_warp;  // whose lanes, but the first, run when nothing else goes on; -1: none
 struct Arrival {  // a copy that no thread performs
     Arrival *next = nullptr;
     virtual ~Arrival() {}
@@ -197,6 +198,8 @@ static void enter() {
     _longjmp(scheduler, 1);
 }
 
+static bool is_late(unsigned thread) { return static_cast<int>(thread / 32) == late_warp && thread % 32; }
+
 static void run_cluster(unsigned first_block) {
     const unsigned all = threads * CLUSTER;
     for (unsigned i = 0; i < all; ++i) {
@@ -209,15 +212,16 @@ static void run_cluster(unsigned first_block) {
     }
     for (;;) {
         _setjmp(scheduler);
-        int next = -1;
+        int next = -1, late = -1;
         for (unsigned i = 0; i < all && next < 0; ++i) {
             unsigned thread = backwards ? all - 1 - i : i;
-            if (fibers[thread].ready()) next = static_cast<int>(thread);
+            if (fibers[thread].ready()) (is_late(thread) ? late : next) = static_cast<int>(thread);
         }
         if (next < 0 && arrivals) {
             first_arrives();
             continue;
         }
+        if (next < 0) next = late;
         if (next < 0) break;
         current = static_cast<unsigned>(next);
         threadIdx.x = current % threads;
@@ -481,6 +485,7 @@ DEVICE void ldmatrix_trans(u32 (&x)[4], const u16 *row) {
 // Run every cluster of a launch, one after another.
 static void launch(unsigned blocks, unsigned block_threads, unsigned shared, int mode, void (*kernel)()) {
     gridDim.x = blocks, threads = block_threads, cluster_threads = threads * CLUSTER, backwards = mode & 1, eager = mode & 2, body = kernel;
+    late_warp = (mode >> 2) - 1;
     require(threads * CLUSTER <= MOST_THREADS && blocks % CLUSTER == 0, "more threads than the emulation holds, or part of a cluster");
     for (u16 *&memory : memories) memory = static_cast<u16 *>(aligned_alloc(1024, (shared + 1023) / 1024 * 1024 + 1024));
     for (unsigned first = 0; first < blocks; first += CLUSTER) {
