@@ -37,6 +37,11 @@ def unwritten(like: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> Te
     return made
 
 
+def bits_dtype(rows: int) -> torch.dtype:
+    """The shortest integers with a bit for each of so many rows, at most 64."""
+    return next(x for x in (torch.int8, torch.int16, torch.int32, torch.int64) if torch.iinfo(x).bits >= rows)
+
+
 def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """Makes tensors of these sizes, strides and dtype where `like` is: on the CPU or the current GPU."""
     return _empty_strided_cuda if like.is_cuda else _empty_strided_cpu  # type: ignore[no-any-return]

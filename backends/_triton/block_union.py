@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._buffers import bits_dtype, unwritten
 from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton.arguments import position_strides, sizes
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
@@ -27,7 +27,6 @@ from nsa_sel.errors import BackendError
 
 MOST_ROWS = 64  # of a tile: one bit each, and six bits of the sorted keys
 MOST_BLOCKS = 2**31 // MOST_ROWS - 1  # the other bits
-BITS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class BlockUnion(NamedTuple):
@@ -96,7 +95,7 @@ def _build(call: Call, TQ: int) -> BlockUnion:
         raise BackendError(f"k has {-(-S_kv // block)} blocks of {block} keys; allowed: {MOST_BLOCKS}. Remedy: use a larger block.")
     tiles = -(-S // TQ)
     blocks = unwritten(call.q, B * G * tiles * TQ * n, dtype=torch.int32)
-    rows = unwritten(call.q, B * G * tiles * TQ * n, dtype=next(x for x in BITS if torch.iinfo(x).bits >= TQ))
+    rows = unwritten(call.q, B * G * tiles * TQ * n, dtype=bits_dtype(TQ))
     counts = unwritten(call.q, B * G * tiles, 2, dtype=torch.int32)
     tensors = (call.disjoint_ranges(), call.q_pos, blocks, rows, counts)
     _union(n, block, TQ).launch(B * G * tiles, tensors, (position_strides(call), sizes(call), tiles))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._buffers import bits_dtype, temporary, unwritten
 from nsa_sel.backends._common import known
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._replay import kept_plan
@@ -66,8 +66,8 @@ class GroupShape(NamedTuple):
 class TilePlan(NamedTuple):
     """The lists of blocks of all tiles: `TilePlan` of tile_plan.cuh, without the order of tiles."""
 
-    blocks: Tensor | None  # [all tiles * capacity] int32; if arithmetic, there are no lists
-    rows: Tensor | None  # [all tiles * capacity] int64
+    blocks: Tensor | None  # [all tiles * capacity] 16 bits, unsigned; if arithmetic, there are no lists
+    rows: Tensor | None  # [all tiles * capacity], bit r: row r of the tile selected the block; as short as a tile's rows allow
     counts: Tensor | None  # [all tiles, 2] int32
     tiles: int  # of a batch entry and group
     capacity: int
@@ -242,10 +242,11 @@ def _build(call: Call, tokens: int) -> TilePlan:
     B, S, G = q.shape[:3]
     assert block is not None, "supports_tiles"
     blocks_of_keys = -(-call.S_kv // block)
+    assert blocks_of_keys <= 1 << 16, "TileKernels.blocks_max"
     tiles, capacity = -(-S // tokens), min(tokens * n, blocks_of_keys)
     all_tiles = B * G * tiles
-    blocks = unwritten(q, all_tiles * capacity, dtype=torch.int32)
-    rows = unwritten(q, all_tiles * capacity, dtype=torch.int64)
+    blocks = unwritten(q, all_tiles * capacity, dtype=torch.int16)
+    rows = unwritten(q, all_tiles * capacity, dtype=bits_dtype(tokens))
     counts = unwritten(q, all_tiles, 2, dtype=torch.int32)
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages
     shared = (4 if tokens <= 32 else 8) << (blocks_of_keys - 1).bit_length()  # of a few sizes: a kernel is loaded anew for each

@@ -262,6 +262,7 @@ def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: in
     start, end = (x.tolist() for x in call.clamped_ranges())
     limits = (call.positions() + 1).clamp(max=S_kv).tolist()
     assert plan.tiles == -(-S // tokens)
+    assert plan.rows.itemsize == max(1, 1 << (tokens - 1).bit_length() - 3)
     for number in range(B * G * plan.tiles):
         b, g, first = number // plan.tiles // G, number // plan.tiles % G, number % plan.tiles * tokens
         members: dict[int, int] = {}
@@ -273,7 +274,7 @@ def test_the_union_of_a_tile(monkeypatch: pytest.MonkeyPatch, tokens: int, n: in
         whole, count = plan.counts[number].tolist()
         found = slice(number * plan.capacity, number * plan.capacity + count)
         assert plan.blocks[found].tolist() == sorted(members)
-        assert [bits % 2**64 for bits in plan.rows[found].tolist()] == [members[key] for key in sorted(members)]
+        assert [bits % 2 ** (8 * plan.rows.itemsize) for bits in plan.rows[found].tolist()] == [members[key] for key in sorted(members)]
         assert whole == sum((key + 1) * block <= lowest for key in members)
 
 

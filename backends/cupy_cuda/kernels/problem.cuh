@@ -28,6 +28,26 @@ constexpr float LN_2 = 0.6931471805599453f;
 
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
+// The shortest integers with a bit for each of N rows of a tile; sm90.py allocates such.
+template <int BYTES>
+struct UnsignedOf {
+    typedef u64 Type;
+};
+template <>
+struct UnsignedOf<1> {
+    typedef unsigned char Type;
+};
+template <>
+struct UnsignedOf<2> {
+    typedef u16 Type;
+};
+template <>
+struct UnsignedOf<4> {
+    typedef u32 Type;
+};
+template <int N>
+using RowBits = typename UnsignedOf<(N <= 8 ? 1 : N <= 16 ? 2 : N <= 32 ? 4 : 8)>::Type;
+
 // q or do [B,S,G,h,D], of any strides.
 struct HeadsTensor {
     const u16 *data;

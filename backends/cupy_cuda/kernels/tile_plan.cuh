@@ -23,9 +23,9 @@ constexpr TokenBits TOKEN_MASK = static_cast<TokenBits>(TQ == 64 ? ~0ull : (1ull
 
 // The lists of all tiles, and the order in which CTAs take tiles. (With its fields in another order the compiler spills registers.)
 struct TilePlan {
-    const int *blocks;   // [all_tiles * capacity]: the union of a tile's blocks, whole ones first; lists are null if BY_ARITHMETIC
-    const u64 *rows;     // bit r: token r of the tile selected the block
-    const int2 *counts;  // [all_tiles]: whole blocks, all blocks
+    const u16 *blocks;            // [all_tiles * capacity]: the union of a tile's blocks, whole ones first; lists are null if BY_ARITHMETIC
+    const RowBits<TOKENS> *rows;  // bit r: token r of the tile selected the block
+    const int2 *counts;           // [all_tiles]: whole blocks, all blocks
     i64 tiles, capacity, all_tiles;  // tiles of one (b, g), blocks of a list at most
     i64 interleaved_heads;           // (b, g) whose tiles are interleaved: as many as have K and V in the L2 cache together
     u32 *tile_counter;               // tiles taken beyond each CTA's first, zero at first; null if there are none

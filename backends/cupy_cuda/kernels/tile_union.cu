@@ -18,9 +18,9 @@ typedef u64 TokenBits;
 
 struct Arguments {
     Problem p;
-    int *blocks;  // [tiles of all * capacity]
-    u64 *rows;    // likewise; bit r: row r of the tile selected the block
-    int2 *counts;  // whole blocks, all blocks
+    u16 *blocks;            // [tiles of all * capacity]
+    RowBits<TOKENS> *rows;  // likewise; bit r: row r of the tile selected the block
+    int2 *counts;           // whole blocks, all blocks
     i64 tiles, capacity;  // of one bg; of a list
 };
 
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
         const i64 at = begin + __popc(all & ((1u << lane) - 1));
         begin += __popc(all);
         if (!listed) continue;
-        x.blocks[at] = block;
-        x.rows[at] = rows[block];
+        x.blocks[at] = static_cast<u16>(block);
+        x.rows[at] = static_cast<RowBits<TOKENS>>(rows[block]);
     }
 }
