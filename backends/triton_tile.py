@@ -24,8 +24,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._loads import union_keys
+from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.block_union import MOST_ROWS, BlockUnion, block_union
+from nsa_sel.backends._triton.block_union import MOST_ROWS, BlockUnion, block_union, tile_bytes
 from nsa_sel.backends._triton.dkdv import key_value_gradients
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.rows import row_limit, tile_rows
@@ -222,13 +223,17 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/forward")
     kernel = _forward(heads, call.selection.n, _block(call), config)
+
+    def start(call: Call, o: Tensor, lse: Tensor) -> None:
+        plan = block_union(call, kernel.constants["TQ"])
+        kernel.launch(
+            plan.programs * -(-heads.h // config.rows),
+            (*_inputs(call, kernel, config, plan), o, lse),
+            (arguments.strides(call), arguments.sizes(call), plan.tiles, plan.capacity, call.scale_log2()),
+        )
+
     o, lse = arguments.outputs(call)
-    plan = block_union(call, kernel.constants["TQ"])
-    kernel.launch(
-        plan.programs * -(-heads.h // config.rows),
-        (*_inputs(call, kernel, config, plan), o, lse),
-        (arguments.strides(call), arguments.sizes(call), plan.tiles, plan.capacity, call.scale_log2()),
-    )
+    by_parts(call, kernel.constants["TQ"], tile_bytes(call, kernel.constants["TQ"]), start, o, lse)
     return o, lse
 
 
@@ -238,13 +243,17 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
     heads = arguments.heads(call)
     config = arguments.kernel_config(call, heads, "triton-tile/dq")
     kernel = _dq(heads, call.selection.n, _block(call), config)
+
+    def start(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, dq: Tensor, delta: Tensor) -> None:
+        plan = block_union(call, kernel.constants["TQ"])
+        kernel.launch(
+            plan.programs * -(-heads.h // config.rows),
+            (*_inputs(call, kernel, config, plan), o, lse, do, dlse, dq, delta),
+            (arguments.strides(call), do.stride()[:4], arguments.sizes(call), plan.tiles, plan.capacity, call.scale, call.scale_log2()),
+        )
+
     dq, delta = arguments.row_gradients(call, lse)
-    plan = block_union(call, kernel.constants["TQ"])
-    kernel.launch(
-        plan.programs * -(-heads.h // config.rows),
-        (*_inputs(call, kernel, config, plan), o, lse, do, dlse, dq, delta),
-        (arguments.strides(call), do.stride()[:4], arguments.sizes(call), plan.tiles, plan.capacity, call.scale, call.scale_log2()),
-    )
+    by_parts(call, kernel.constants["TQ"], tile_bytes(call, kernel.constants["TQ"]), start, o, lse, do, dlse, dq, delta)
     dk, dv = key_value_gradients(call, heads, lse, do, delta, arguments.kernel_config(call, heads, "triton-tile/dkdv"))
     return dq, dk, dv
 

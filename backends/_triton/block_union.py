@@ -81,6 +81,11 @@ def union_kernel(
     tl.store(counts + pid * 2 + 1, tl.sum(first.to(tl.int32), 0))
 
 
+def tile_bytes(call: Call, TQ: int) -> int:
+    """Bytes of the plan for a tile of all groups."""
+    return call.q.shape[2] * TQ * call.selection.n * (torch.int32.itemsize + bits_dtype(TQ).itemsize)
+
+
 def block_union(call: Call, TQ: int) -> BlockUnion:
     """The plan for tiles of TQ <= 64 rows, remembered in the selection."""
     plan: BlockUnion = kept_plan(call, ("block_union",), _build, TQ).value

@@ -15,12 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_sel.backends._buffers import temporary, unwritten
+from nsa_sel.backends._slices import slices
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
 from nsa_sel.backends._triton.merged_blocks import merged
 from nsa_sel.backends._triton.rows import load_range, row_limit
-from nsa_sel.backends._triton.slices import Slices, slices, slices_of
+from nsa_sel.backends._triton.slices import Slices, slices_of
 from nsa_sel.backends._triton.softmax import LOG2_E, add_product, dot, p_and_ds, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, store_split
 from nsa_sel.backends._triton.units import (
@@ -303,7 +304,7 @@ def _by_slices(
     for b, g in itertools.product(range(B), range(G)):
         for x in sums:
             x.zero_()
-        for part, at in slices(call, b, g, cut.rows):
+        for part, at in slices(call, slice(b, b + 1), slice(g, g + 1), cut.rows):
             _add_rows(part, heads, lse[at].contiguous(), do[at], delta[at].contiguous(), config, width, sums, cut.parts)
         dk[b, g], dv[b, g] = sums[0][0], sums[1][0]
     return dk, dv

@@ -5,14 +5,11 @@ The gradients of K and V then add up over the slices (dkdv.py): lists and parts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from nsa_sel.backends._triton.key_to_rows import plan_bytes, room
 from nsa_sel.backends._triton.merged_blocks import merges, most_tiles
 from nsa_sel.core.call import Call
-from nsa_sel.selection import Selection
 
 LEAST_ROWS = 1024  # of a slice, and what its rows are a multiple of; with fewer there are so many slices that the call is refused
 _MERGED = 12  # bytes of a range of `merged`, with its bits
@@ -48,18 +45,3 @@ def slices_of(call: Call, width: int) -> Slices | None:
     multiples = -(-S // LEAST_ROWS)
     rows = -(-multiples // -(-multiples // most)) * LEAST_ROWS  # of about one size
     return Slices(rows, max(allowed - sums - rows * row_bytes, allowed // 8))
-
-
-def slices(call: Call, b: int, g: int, rows: int) -> Iterator[tuple[Call, tuple[slice, slice, slice]]]:
-    """The calls of `rows` rows of a pair, and where their rows are in [B,S,G]."""
-    S, S_kv, whole = call.q.shape[1], call.k.shape[2], call.selection
-    ranges = call.disjoint_ranges()
-    for first in range(0, S, rows):
-        end = min(S, first + rows)
-        at = slice(b, b + 1), slice(first, end), slice(g, g + 1)
-        seen = S_kv if call.q_pos is not None else S_kv - S + end  # so many keys give the rows their default positions
-        selection = Selection(ranges[at].contiguous(), whole.block_size, whole.length_bound(S_kv), disjoint=True)
-        selection._cut_block = whole._cut_block
-        k, v = (x[b : b + 1, g : g + 1, :seen] for x in (call.k, call.v))
-        q_pos = None if call.q_pos is None else call.q_pos[at[:2]]
-        yield replace(call, q=call.q[at], k=k, v=v, selection=selection, q_pos=q_pos, workspace=None), at

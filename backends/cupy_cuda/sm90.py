@@ -18,6 +18,7 @@ from nsa_sel.backends._buffers import bits_dtype, temporary, unwritten
 from nsa_sel.backends._common import known
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._replay import kept_plan
+from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, key_value_gradients, lists_of, most_segments
@@ -30,6 +31,7 @@ from nsa_sel.core.window_call import WindowCall
 
 SM = 90  # wgmma is this chip's alone
 ROWS, KEYS, PANEL = 64, 64, 64 * 128  # rows of a consumer warpgroup, keys of a step, bytes of 64 rows of 64 columns
+BLOCK_NUMBER = torch.int16  # of a plan; unsigned
 STATIC = 2048  # bytes of `__shared__` variables and of the system, to the next multiple of 1024
 MOST_STAGES = 6  # of forward_blocks.cu and dkdv_groups.cu; twice as many of e4m3, whose steps have half the bytes
 MOST_COLUMNS = 128  # of dk and of dv that one consumer of dkdv_groups.cu has registers for
@@ -160,14 +162,18 @@ def key_maps(call: Call | ChooseCall | WindowCall, keys: int = KEYS) -> tuple[by
 
 def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    B, S, G, h, _ = call.q.shape
+    o, lse = unwritten(call.q, B, S, G, h, call.v.shape[-1]), unwritten(call.q, B, S, G, h, dtype=torch.float32)
+    by_parts(call, *_plan_sizes(call), _forward, o, lse)
+    return o, lse
+
+
+def _forward(call: Call, o: Tensor, lse: Tensor) -> None:
     q, gathered, block = call.q, gathers(call), call.selection.block_size or KEYS
     source, shape_of = ("forward_gather.cu", gather_shape) if gathered else ("forward_tiles.cu", forward_shape)
-    B, S, G, h, _ = q.shape
-    o, lse = unwritten(q, B, S, G, h, call.v.shape[-1]), unwritten(q, B, S, G, h, dtype=torch.float32)
     keys = (key_group_map(call.k), key_group_map(call.v)) if 8 <= block < KEYS else key_maps(call, min(block, KEYS))
-    maps, shape = (row_map(q, ROWS // h), *keys), shape_of(q, call.v, call.device)
+    maps, shape = (row_map(q, ROWS // q.shape[3]), *keys), shape_of(q, call.v, call.device)
     _start_tiles(source, call, call.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
-    return o, lse
 
 
 def loaded_keys(call: Call) -> int:
@@ -175,14 +181,18 @@ def loaded_keys(call: Call) -> int:
     return union_keys(call, HOPPER_TILES.tokens(*call.q.shape[3:]))
 
 
-def dq_tiles(call: Call, ranges: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+def dq_tiles(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
     """dq [B,S,G,h,Dk], and delta [B,S,G,h] for dk and dv; o, lse and dlse contiguous."""
+    dq, delta = unwritten(call.q, *call.q.shape), temporary(call, lse, *lse.shape)
+    by_parts(call, *_plan_sizes(call, backward=True), _dq, o, lse, do, dlse, dq, delta)
+    return dq, delta
+
+
+def _dq(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, dq: Tensor, delta: Tensor) -> None:
     q, h = call.q, call.q.shape[3]
-    dq, delta = unwritten(q, *q.shape), temporary(call, lse, *lse.shape)
     shape = dq_shape(q, call.v, call.device)
     maps = (row_map(q, ROWS // h), row_map(do, ROWS // h), *key_maps(call))
-    _start_tiles("dq_tiles.cu", call, ranges, shape, maps, *launch.pointers(o, lse, dlse, dq, delta))
-    return dq, delta
+    _start_tiles("dq_tiles.cu", call, call.disjoint_ranges(), shape, maps, *launch.pointers(o, lse, dlse, dq, delta))
 
 
 def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps: tuple[bytes, ...], *values: int) -> None:
@@ -231,6 +241,18 @@ def start_persistent(
     )  # fmt: skip
 
 
+def _capacity(call: Call, tokens: int) -> int:
+    """Blocks of the union of so many rows, at most."""
+    assert call.selection.block_size is not None, "supports_tiles"
+    return min(tokens * call.selection.n, -(-call.S_kv // call.selection.block_size))
+
+
+def _plan_sizes(call: Call, backward: bool = False) -> tuple[int, int]:
+    """Rows of a tile, and bytes of the plan for a tile of all groups."""
+    tokens = HOPPER_TILES.tokens(call.q.shape[3], call.q.shape[4], backward)
+    return tokens, call.q.shape[2] * _capacity(call, tokens) * (BLOCK_NUMBER.itemsize + bits_dtype(tokens).itemsize)
+
+
 def plan_of(call: Call, tokens: int) -> TilePlan:
     """The plan for tiles of `tokens` rows."""
     plan: TilePlan = kept_plan(call, ("cupy-cuda union", call.S_kv), _build, tokens).value
@@ -238,14 +260,14 @@ def plan_of(call: Call, tokens: int) -> TilePlan:
 
 
 def _build(call: Call, tokens: int) -> TilePlan:
-    q, n, block = call.q, call.selection.n, call.selection.block_size
+    q, block = call.q, call.selection.block_size
     B, S, G = q.shape[:3]
     assert block is not None, "supports_tiles"
     blocks_of_keys = -(-call.S_kv // block)
     assert blocks_of_keys <= 1 << 16, "TileKernels.blocks_max"
-    tiles, capacity = -(-S // tokens), min(tokens * n, blocks_of_keys)
+    tiles, capacity = -(-S // tokens), _capacity(call, tokens)
     all_tiles = B * G * tiles
-    blocks = unwritten(q, all_tiles * capacity, dtype=torch.int16)
+    blocks = unwritten(q, all_tiles * capacity, dtype=BLOCK_NUMBER)
     rows = unwritten(q, all_tiles * capacity, dtype=bits_dtype(tokens))
     counts = unwritten(q, all_tiles, 2, dtype=torch.int32)
     lengths = {} if call.lengths is None else launch.cache_macros(0)  # lists know no pages

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa_sel.backends import _slices
 from nsa_sel.backends._triton import arguments, dkdv, key_to_rows, slices
 from nsa_sel.backends._triton.kernel import Kernel
 from nsa_sel.backends._triton.slices import Slices
@@ -30,7 +31,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def recorded(*of: Any) -> Any:
-        for part, at in slices.slices(*of):
+        for part, at in _slices.slices(*of):
             found.append(part.q.shape[1])
             yield part, at
 

@@ -1,0 +1,52 @@
+"""Some rows of a call as a call of their own, where a plan of all rows would not fit the workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from nsa_sel.core.call import Call
+from nsa_sel.selection import Selection
+
+LEAST_ROWS = 1024  # of a part, whatever the workspace: with fewer a GPU would be idle
+
+
+def slices(call: Call, b: slice, g: slice, rows: int) -> Iterator[tuple[Call, tuple[slice, slice, slice]]]:
+    """The calls of `rows` rows of these batch entries and groups, and where their rows are in [B,S,G]."""
+    S, S_kv, whole = call.q.shape[1], call.k.shape[2], call.selection
+    ranges = call.disjoint_ranges()
+    for first in range(0, S, rows):
+        end = min(S, first + rows)
+        at = b, slice(first, end), g
+        seen = S_kv if call.q_pos is not None else S_kv - S + end  # so many keys give the rows their default positions
+        selection = Selection(ranges[at].contiguous(), whole.block_size, whole.length_bound(S_kv), disjoint=True)
+        selection._cut_block = whole._cut_block
+        k, v = (x[b, g, :seen] for x in (call.k, call.v))
+        q_pos = None if call.q_pos is None else call.q_pos[at[:2]]
+        yield replace(call, q=call.q[at], k=k, v=v, selection=selection, q_pos=q_pos, workspace=None), at
+
+
+def by_parts(call: Call, tile_rows: int, tile_bytes: int, start: Callable[..., None], *tensors: Tensor | None) -> None:
+    """`start(call, *tensors)`, in as many parts as keep its plan within runtime.workspace_bytes: whole tiles, so that bits stay the same.
+
+    The rows of a cache are few, and are never parted.
+
+    Args:
+        call: the call.
+        tile_rows: rows of a tile of the plan.
+        tile_bytes: of the plan, for a tile of all groups.
+        start: one pass over the rows of a call.
+        tensors: what it reads and writes, [B,S,...] each.
+    """
+    B, S, G = call.q.shape[:3]
+    tiles = -(-S // tile_rows)
+    most = max(call.settings.workspace_bytes // tile_bytes, -(-LEAST_ROWS // tile_rows))
+    if B * tiles <= most or call.lengths is not None:
+        return start(call, *tensors)
+    entries, rows = max(1, most // tiles), -(-tiles // -(-tiles // most)) * tile_rows  # parts of about one size
+    for b in range(0, B, entries):
+        for part, at in slices(call, slice(b, b + entries), slice(G), rows):
+            start(part, *(None if x is None else x[at] for x in tensors))
+    return None

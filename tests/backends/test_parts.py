@@ -1,0 +1,110 @@
+"""Passes over tiles in parts of their rows, where a plan of all rows does not fit the workspace: results, and bytes at 128k rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_sel.backends import _slices, cupy_cuda, triton_tile
+from nsa_sel.backends._triton.kernel import Kernel
+from nsa_sel.backends.cupy_cuda import launch, sm90
+from nsa_sel.core.call import Call
+from nsa_sel.core.request import DeviceInfo
+from nsa_sel.selection import Selection
+from nsa_sel.settings.config import settings_for
+from tests.backends.test_slices import Peak
+from tests.helpers.cases import assert_gradients, make_blocks, make_call, make_grads, make_qkv
+from tests.helpers.emulate import GPU, emulated, needs_compiler
+from tests.helpers.poison import new_memory_is_nan
+
+pytestmark = pytest.mark.slow  # in all: the interpreter knows no threads, and a compiler
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Parts may be of one tile. Batch entries and rows of every part."""
+    found: list[tuple[int, ...]] = []
+    cut = _slices.slices
+
+    def recorded(*of: Any) -> Any:
+        for part, at in cut(*of):
+            found.append(tuple(part.q.shape[:2]))
+            yield part, at
+
+    monkeypatch.setattr(_slices, "LEAST_ROWS", 1)
+    monkeypatch.setattr(_slices, "slices", recorded)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("B", "tiles", "cut", "positions"),
+    [(1, 2, [(1, 8), (1, 2)], True), (1, 1, [(1, 4), (1, 4), (1, 2)], False), (3, 6, [(2, 10), (1, 10)], False)],
+)
+def test_triton_tile(parts: list[tuple[int, ...]], B: int, tiles: int, cut: list[tuple[int, int]], positions: bool) -> None:
+    """Three tiles of four rows for each batch entry, the last one not whole; 120 bytes of a plan each."""
+    q, k, v = make_qkv(B=B, S=10, G=2, h=16, Dk=16, Dv=8, S_kv=50)
+    ranges = make_blocks(B, 10, 2, 50, 3, 16).ranges
+    q_pos = torch.randint(0, 50, (B, 10), generator=torch.Generator().manual_seed(0)) if positions else None
+    do, dlse = make_grads(q, v)
+
+    def results(**changed: int) -> list[Tensor]:
+        call = make_call(q, k, v, Selection(ranges, 16), q_pos=q_pos, **changed)
+        with new_memory_is_nan():
+            o, lse = triton_tile.forward(call)
+            own = torch.where(lse == float("-inf"), 0.0, dlse)
+            found = triton_tile.backward(call, o, lse, do, own)
+        assert_gradients(found, q, k, v, ranges, do, own, q_pos=q_pos)
+        return [o, lse, found[0]]
+
+    whole = results()
+    assert not parts
+    assert all(map(torch.equal, results(workspace_bytes=120 * tiles), whole))
+    assert parts == cut * 2
+
+
+@needs_compiler
+def test_cupy_cuda(monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, ...]]) -> None:
+    """Three tiles of 48 rows, of 100 bytes of a plan each; the last part has fewer rows than a tile."""
+    emulated(monkeypatch)
+    started, start = [], launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *rest, **own: (started.append(source), start(source, *rest, **own)))
+    q, k, v = make_qkv(S=100, G=2, h=4, Dk=64, Dv=64, S_kv=260, dtype=torch.float16)
+    ranges = make_blocks(1, 100, 2, 260, 3, 64).ranges
+
+    def results(**changed: int) -> tuple[Tensor, ...]:
+        settings = msgspec.structs.replace(settings_for(GPU), **changed)
+        with new_memory_is_nan():
+            return cupy_cuda.forward(Call(q, k, v, Selection(ranges, 64, disjoint=True), None, 0.125, settings, GPU))
+
+    whole = results()
+    assert all(map(torch.equal, results(workspace_bytes=200), whole))
+    assert parts == [(1, 96), (1, 4)]
+    assert started == ["tile_union.cu", "forward_tiles.cu"] * 3
+
+
+@pytest.mark.parametrize("backend", ["triton-tile", "cupy-cuda"])
+def test_plans_of_qsa_fit_the_workspace(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Three sequences of 128k rows: two groups of 12 heads, D 256, 513 blocks of 4 keys. Tensors without memory, and no kernel."""
+    B, S, G, h, D, n = 3, 131072, 2, 12, 256, 513
+    gpu = DeviceInfo(kind="cuda", sm=90, name="NVIDIA H100", sm_count=132, shared_memory=227 << 10)
+    monkeypatch.setattr(Kernel, "launch", lambda *_: None)
+    monkeypatch.setattr(launch, "start", lambda *_, **own: None)
+    monkeypatch.setattr(launch, "clear", lambda *_: None)
+    for maps in ("tensor_map", "row_map", "key_group_map"):
+        monkeypatch.setattr(sm90, maps, lambda *_: b"")
+    monkeypatch.setattr(Selection, "_on_gpu", True)  # no copy of ranges to compare with
+    with torch.device("meta"):
+        q, k, v = (torch.empty(B, *shape, dtype=torch.bfloat16) for shape in ((S, G, h, D), (G, S, D), (G, S, D)))
+        selection = Selection(torch.empty(B, S, G, n, 2, dtype=torch.int32), 4, disjoint=True)
+    call = Call(q, k, v, selection, None, 1.0, settings_for(gpu), gpu)
+    cuts, cut = [], _slices.slices
+    monkeypatch.setattr(_slices, "slices", lambda *of: cuts.append(of) or cut(*of))
+    with Peak(q, k, v, selection.ranges) as peak:
+        o, lse = (triton_tile if backend == "triton-tile" else cupy_cuda).forward(call)
+    results = o.numel() * o.itemsize + lse.numel() * lse.itemsize
+    assert cuts
+    assert results < peak.most <= results + call.settings.workspace_bytes
