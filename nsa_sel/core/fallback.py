@@ -36,7 +36,13 @@ def run(call: Call | ChooseCall, decision: Decision, direction: str, work: Calla
         return run(call, after_failure(decision, name), direction, work)
     try:
         return launch.on_device(call, name, direction, work), decision
-    except (torch.OutOfMemoryError, ArgumentError):  # ArgumentError: the workspace is too small
+    except ArgumentError:  # the workspace is too small
+        raise
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            f"{name}, {direction} pass: beside its results it may take up to {call.settings.workspace_bytes} bytes"
+            " (runtime.workspace_bytes). Remedy: lower that bound, or pass fewer rows at once."
+        )
         raise
     except Exception as error:
         events.count("failed", name)

@@ -121,6 +121,14 @@ def test_errors_that_must_not_be_hidden(fake: Fake, error: Exception) -> None:
     assert fake.calls["forward"] == 2
 
 
+def test_too_little_memory_comes_with_a_remedy(fake: Fake) -> None:
+    fake.errors["forward"] = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        nsa_sel.selection_attention(*problem())
+    (note,) = caught.value.__notes__
+    assert note.startswith("fake, forward pass: beside its results it may take up to 1073741824 bytes (runtime.workspace_bytes). Remedy: ")
+
+
 def test_a_fallback_that_is_forbidden(monkeypatch: pytest.MonkeyPatch, fake: Fake) -> None:
     monkeypatch.setenv("NSA_USE_SEL_PACK", "0")
     fake.errors["forward"] = RuntimeError("boom")
