@@ -212,7 +212,7 @@ MODELS = {  # docs/models.md: G, h, Dk, Dv, n, block
 
 def model_cases() -> list[Case]:
     """The shapes of shipped models: 16k rows whose neighbors are alike (QSA's also random, and up to 128k; MoBA's random for each head),
-    and decoding for 64 sequences of 32k keys."""
+    and decoding for 64 sequences of 32k keys (QSA's for 8 to 256)."""
     found = []
     for name, (G, h, Dk, Dv, n, block) in MODELS.items():
         kind, decoded = (PER_HEAD, PER_HEAD) if name == "moba" else (ALIKE, "random")
@@ -220,7 +220,9 @@ def model_cases() -> list[Case]:
         found.append(Case(f"models-{name}-decode-B64-32k", decoded, 64, 1, 32768, G, h, Dk, Dv, n, block, "bfloat16"))
     qsa = next(case for case in found if case.case == "models-qsa-16k")
     longer = [qsa._replace(case=f"models-qsa-{rows >> 10}k", S=rows, S_kv=rows) for rows in (32768, 65536, 131072)]
-    return [*found, qsa._replace(case="models-qsa-random-16k", distribution="random"), *longer]
+    decoding = next(case for case in found if case.case == "models-qsa-decode-B64-32k")
+    batches = [decoding._replace(case=f"models-qsa-decode-B{B}-32k", B=B) for B in (8, 32, 256)]
+    return [*found, qsa._replace(case="models-qsa-random-16k", distribution="random"), *longer, *batches]
 
 
 def quick_cases() -> list[Case]:
