@@ -54,7 +54,7 @@ def most_parts(entries: int, segment: int) -> int:
     return max(1, min(entries, 2 * entries // segment))
 
 
-def segment_length(call: Call, width: int, entries: int, most: int, per_sm: int) -> int:
+def segment_length(call: Call, width: int, entries: int, most: int, per_sm: int, entry_bytes: int = BYTES) -> int:
     """Entries of a segment: few enough to give every multiprocessor `per_sm` and for balance, and enough for the segments' float32 parts to
     fit the workspace beside the lists. most: of one head."""
     h, Dk = call.q.shape[3:]
@@ -64,7 +64,7 @@ def segment_length(call: Call, width: int, entries: int, most: int, per_sm: int)
     while segment < longest and entries > segment * per_sm * call.device.sm_count:
         segment *= 2
     bound = call.settings.workspace_bytes
-    budget = max(bound - BYTES * entries, bound // 8)
+    budget = max(bound - entry_bytes * entries, bound // 8)
     while most_parts(entries, segment) * part_bytes > budget and 2 * segment * h < 2**31:
         segment *= 2
     return segment
@@ -152,27 +152,35 @@ def sum_counts(counts: Tensor, lists: int, tiles: int, chunks: int, kinds: Kinds
 def key_value_gradients(call: Call, width: int, start: Callable[[int, tuple[int, ...]], None]) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(ctas, values): the kernel over the lists of tiles of `width` keys, given the values of
     its `KeyToRows` and `KeyGradients`."""
-    lists = lists_of(call, width)
-    assert lists.entries is not None, "lists_of"
+    return list_gradients(call, lists_of(call, width), width, start)
+
+
+def list_gradients(
+    call: Call, lists: KeyToRows, width: int, start: Callable[[int, tuple[int, ...]], None], blocks: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same over lists in memory. blocks: the tensors of `BlockTiles` (key_to_rows.cuh), if tiles are of small blocks."""
+    assert lists.entries is not None, "of a window or compressed keys"
     entries = lists.entries.shape[0]
     parts = most_parts(entries, lists.segment)
     ctas = most_segments(entries, lists.segment, lists.lists)
-    return write_gradients(call, lists, width, parts, lambda values: start(ctas, values))
+    return write_gradients(call, lists, width, parts, lambda values: start(ctas, values), blocks)
 
 
 def write_gradients(
-    call: Call | ChooseCall, lists: KeyToRows, width: int, parts: int, start: Callable[[tuple[int, ...]], None]
+    call: Call | ChooseCall, lists: KeyToRows, width: int, parts: int, start: Callable[[tuple[int, ...]], None],
+    blocks: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv]. start(values): the kernel over the lists, whose segments have `parts` parts or fewer, given
-    the values of its `KeyToRows` and `KeyGradients`."""
+    the values of its `KeyToRows` and `KeyGradients`. blocks: as of `list_gradients`."""
     k, v = call.k, call.v
     part_dk, part_dv = (temporary(call, x, parts, width, x.shape[3], dtype=torch.float32) for x in (k, v))
     dk, dv = unwritten(k, *k.shape), unwritten(v, *v.shape)
     gradients = launch.pointers(part_dk, part_dv, dk, dv)
     start((*lists.arguments(), *gradients))
     keys = 8 if lists.lists * (width // 8) >= SUM_CTAS else 2
+    small = {"SMALL_BLOCK": width // blocks[1].shape[1]} if blocks else {}
     launch.start(
-        "sum_parts.cu", launch.macros(call, KEY_WARPS=width // 16, KEYS=keys), k.get_device(), lists.lists * (width // keys), 128, 0,
-        *launch.pointers(lists.segments, lists.parts), *gradients, k.shape[2], lists.tiles,
+        "sum_parts.cu", launch.macros(call, KEY_WARPS=width // 16, KEYS=keys, **small), k.get_device(), lists.lists * (width // keys),
+        128, 0, *launch.pointers(lists.segments, lists.parts), *gradients, k.shape[2], lists.tiles, *launch.pointers(*blocks),
     )  # fmt: skip
     return dk, dv

@@ -21,7 +21,8 @@ from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
-from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, key_value_gradients, lists_of, most_segments
+from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of
+from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, list_gradients, lists_of, most_segments
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.specs import HOPPER_STEPS, HOPPER_TILES
 from nsa_sel.core.call import Call
@@ -35,10 +36,11 @@ BLOCK_NUMBER = torch.int16  # of a plan; unsigned
 STATIC = 2048  # bytes of `__shared__` variables and of the system, to the next multiple of 1024
 MOST_STAGES = 6  # of forward_blocks.cu and dkdv_groups.cu; twice as many of e4m3, whose steps have half the bytes
 MOST_COLUMNS = 128  # of dk and of dv that one consumer of dkdv_groups.cu has registers for
+MOST_TILE_COLUMNS = 320  # of keys and values of a tile that two consumers have registers for (TILE_STAYS)
 L2_BYTES = 24 * 2**20  # for keys and values, of the L2 cache's 50 MiB
 STRETCH_BYTES = 16 * 2**20  # of q and do of a stretch of order_segments.cu
 MOST_STRETCHES = 256  # of order_segments.cu
-STATISTICS = 12 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
+STATISTICS = 16 * ROWS  # bytes of `__shared__` variables of a stage of dkdv_groups.cu
 CONSUMER_WARPS = 4  # of forward_blocks.cu; one more produces
 # CTAs of a cluster of forward_blocks.cu, and the percentage of a GPU's CTAs that such clusters take (cuOccupancyMaxActiveClusters, H200).
 FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
@@ -283,17 +285,32 @@ def _build(call: Call, tokens: int) -> TilePlan:
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
-    q, (macros, shape, rows), lists = call.q, _groups(call), lists_of(call, KEYS)
+    q, (macros, shape, rows), (lists, blocks) = call.q, _groups(call), _lists(call)
     (order,) = kept_plan(call, ("cupy-cuda order",), _order, rows, lists.reach, lists.segment).value
 
     def start(ctas: int, lists: tuple[int, ...]) -> None:
         launch.start(
             "dkdv_groups.cu", macros, q.get_device(), ctas, shape.threads, shape.shared,
-            *launch.strided(do), *launch.pointers(lse, delta), *lists, order.data_ptr(),
-            maps=step_maps(call.k, call.v, q, do), problem=launch.problem(call, ranges),
+            *launch.strided(do), *launch.pointers(lse, delta), *lists, order.data_ptr(), *launch.pointers(*blocks),
+            maps=step_maps(call.k, call.v, q, do, keys=call.selection.block_size if blocks else KEYS),
+            problem=launch.problem(call, ranges),
         )  # fmt: skip
 
-    return key_value_gradients(call, KEYS, start)
+    return list_gradients(call, lists, KEYS, start, blocks)
+
+
+def _lists(call: Call) -> tuple[KeyToRows, tuple[Tensor, ...]]:
+    """The lists of dkdv_groups.cu, and the tensors of `BlockTiles` (key_to_rows.cuh) for small blocks."""
+    if small_block(call) is None:
+        return lists_of(call, KEYS), ()
+    lists = block_lists_of(call)
+    return lists.key_to_rows(), lists.block_tiles()
+
+
+def small_block(call: Call) -> int | None:
+    """The keys of blocks of which several share a tile; None: whole tiles."""
+    size = call.selection.block_size
+    return size if size is not None and size < KEYS else None
 
 
 @known
@@ -302,16 +319,17 @@ def _groups(call: Call) -> tuple[Constants, GroupShape, int]:
     (B, S, G, h, Dk), Dv = call.q.shape, call.v.shape[3]
     shape = group_shape(Dk, Dv, call.device)
     rows = max(STRETCH_BYTES // (h * (Dk + Dv) * call.q.element_size()), -(-B * G * S // MOST_STRETCHES))
-    return launch.macros(call, H=h, STAGES=shape.stages), shape, rows
+    small = small_block(call)
+    return launch.macros(call, H=h, STAGES=shape.stages, **({} if small is None else {"SMALL_BLOCK": small})), shape, rows
 
 
 def _order(call: Call, rows: int, reach: int, segment: int) -> tuple[Tensor]:
     """The order in which dkdv_groups.cu takes the lists' segments: those that begin within the same `rows` rows run together. reach,
     segment: of the lists."""
-    lists = lists_of(call, KEYS)
-    assert lists.entries is not None, "lists_of"
-    segments = most_segments(lists.entries.shape[0], segment, lists.lists)
-    return (order_segments(call, lists, segments, 1, 0, 0, call.q.shape[1], call.selection.n * reach, rows),)
+    lists, blocks = _lists(call)
+    assert lists.entries is not None, "in memory"
+    segments, each = most_segments(lists.entries.shape[0], segment, lists.lists), 1 if blocks else call.selection.n * reach
+    return (order_segments(call, lists, segments, 1, 0, 0, call.q.shape[1], each, rows),)
 
 
 def order_segments(call: Call, lists: KeyToRows, segments: int, ctas: int, *values: int, **macros: int) -> Tensor:
@@ -330,21 +348,22 @@ def listed_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
     return *(row_map(x, 1) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
 
 
-def adjacent_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
-    """The same in boxes of a step's tokens, where these follow each other."""
-    return *(row_map(x, ROWS // x.shape[3]) for x in rows), tensor_map(k, KEYS, 64), tensor_map(v, KEYS, 64)
+def adjacent_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
+    """The same in boxes of a step's tokens, where these follow each other, and of so many keys."""
+    return *(row_map(x, ROWS // x.shape[3]) for x in rows), tensor_map(k, keys, 64), tensor_map(v, keys, 64)
 
 
-def step_maps(k: Tensor, v: Tensor, *rows: Tensor) -> tuple[bytes, ...]:
+def step_maps(k: Tensor, v: Tensor, *rows: Tensor, keys: int = KEYS) -> tuple[bytes, ...]:
     """`adjacent_maps`, and those of q and do for tokens that do not follow each other."""
-    return *adjacent_maps(k, v, *rows), *(row_map(x, 1) for x in rows)
+    return *adjacent_maps(k, v, *rows, keys=keys), *(row_map(x, 1) for x in rows)
 
 
 def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> GroupShape:
     """CTAs of dkdv_groups.cu, of which `others` bytes of shared memory are for something else: two per multiprocessor, of one consumer and
-    with a tile beside the stages; or one of two consumers, which exchange p."""
+    with a tile beside the stages; or one of two consumers, which exchange p, and keep the tile if they have no registers for it."""
     step_bytes, consumers = PANEL * (Dk + Dv) // 64, 1 if max(Dk, Dv) <= MOST_COLUMNS else 2
-    others += step_bytes if consumers == 1 else 4 * ROWS * KEYS
+    others += step_bytes if consumers == 1 or Dk + Dv > MOST_TILE_COLUMNS else 0
+    others += 4 * ROWS * KEYS if consumers == 2 else 0
     of_cta = (device.shared_memory + SYSTEM) * consumers // 2 - STATIC - MOST_STAGES * STATISTICS - others
     stages = min(MOST_STAGES, of_cta // step_bytes)
     return GroupShape(128 * (consumers + 1), stages, stages * step_bytes + others)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.backends.cupy_cuda import compressed, key_to_rows, sm90, window
+from nsa_sel.backends.cupy_cuda import block_tiles, compressed, key_to_rows, sm90, window
 from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
 from nsa_sel.core.choose_call import Rule
@@ -32,13 +32,14 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> Call:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of a few entries."""
     monkeypatch.setattr(key_to_rows, "SHORTEST", 8)
-    monkeypatch.setattr(key_to_rows, "SEGMENTS_PER_SM", 64)
+    for module in (key_to_rows, block_tiles):
+        monkeypatch.setattr(module, "SEGMENTS_PER_SM", 64)
 
 
 @pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
 @pytest.mark.parametrize(
     ("h", "S", "G", "Dk", "Dv"),
-    [(2, 150, 1, 64, 64), (3, 70, 2, 64, 128), (4, 90, 2, 64, 64), (16, 20, 1, 128, 64), (16, 30, 1, 192, 128), (3, 60, 1, 192, 64)],
+    [(2, 150, 1, 64, 64), (3, 70, 2, 64, 128), (4, 90, 2, 64, 64), (16, 20, 1, 128, 64), (16, 30, 1, 192, 128), (3, 60, 1, 192, 64), (12, 26, 1, 256, 256)],
 )
 def test_gradients(monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: int, S: int, G: int, Dk: int, Dv: int) -> None:
     """Lists of one segment and of several; steps whose tokens follow each other, and others; tiles that no row selects."""
@@ -57,6 +58,32 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: i
     dq = oracle_backward(q, k, v, ranges, do, dlse)[0].to(q.dtype)  # another kernel's
     assert_gradients((dq, *found), q, k, v, ranges, do, dlse)
     assert key_to_rows.lists_of(call, 64).segments[-1] > key_to_rows.lists_of(call, 64).lists > 1
+
+
+@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+@pytest.mark.parametrize(
+    ("h", "S", "G", "D", "block"), [(12, 40, 2, 256, 4), (2, 90, 1, 64, 4), (16, 30, 1, 64, 8), (3, 60, 1, 64, 16), (8, 40, 1, 64, 32)]
+)
+def test_gradients_of_small_blocks(
+    monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: int, S: int, G: int, D: int, block: int
+) -> None:  # fmt: skip
+    """Several blocks of a tile, cut by causality or by the end of the keys; tiles that no row selects; NaN in keys that no row sees."""
+    emulated(monkeypatch, mode)
+    S_kv = S + 133
+    q, k, v = make_qkv(S=S, G=G, h=h, Dk=D, Dv=D, S_kv=S_kv, dtype=torch.float16)
+    ranges = make_blocks(1, S, G, S_kv, 6, block).ranges.clone()
+    ranges[:, torch.arange(S) % 23 == 5] = 0
+    ranges[..., 0, 0] = torch.arange(S_kv - S, S_kv)[None, :, None] // block * block  # the row's own
+    ranges[..., 0, 1] = ranges[..., 0, 0] + block
+    ranges[..., 1:, :] = torch.where(ranges[..., 1:, :1] >= 100, 0, ranges[..., 1:, :])
+    seen = torch.zeros(S_kv, dtype=torch.bool)
+    for start, end in ranges.flatten(0, -2).tolist():
+        seen[start:end] = True
+    poisoned = [torch.where(seen[:, None], x, float("nan")) for x in (k, v)]
+    call = call_of(q, *poisoned, Selection(ranges, block))
+    check(q, k, v, ranges, None, lambda lse, do, delta: sm90.dkdv_groups(call, call.disjoint_ranges(), lse, do, delta))
+    lists = block_tiles.block_lists_of(call)
+    assert lists.parts[-1] > 0  # a list of several segments
 
 
 @pytest.mark.parametrize(("h", "S", "S_kv"), [(16, 60, 130), (3, 70, 150)])

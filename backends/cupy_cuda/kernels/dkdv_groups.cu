@@ -13,6 +13,7 @@
 //   arithmetic, and q and do of a step one box, past which TMA writes zeros: a segment is whole steps.
 // A window: the rows of a list are those from the tile's first key to the window's end after its last one, arithmetic as above. One segment
 //   has them all, and nothing about the lists is in memory.
+// Small blocks (SMALL_BLOCK): a tile is blocks of any positions, and p and ds of those that a row did not select are replaced by 0, too.
 // Masks: rows are in order, so that only the first entries of a list can lie within the tile, and only the last ones see a window that the
 //   tile reaches beyond. There, k and v of keys that no row sees may be NaN: p and ds are replaced, not multiplied, by 0.
 //
@@ -37,6 +38,9 @@ struct Arguments {
     KeyGradients to;
 #ifndef BY_ARITHMETIC
     const uint2 *order;  // [segments]: list and number (order_segments.cu)
+#endif
+#if SMALL_BLOCK
+    BlockTiles blocks;
 #endif
 };
 
@@ -82,8 +86,15 @@ struct ListSteps : Segment<KEYS> {
         const i64 at = begin + static_cast<i64>(step_at(step)) * TQ + i;
         if (i >= TQ || at >= end) return static_cast<int>(x.p.S);
         if (ADJACENT) return static_cast<int>(row0 + at - begin);
+#if SMALL_BLOCK
+        return x.lists.entries[at];
+#endif
         return static_cast<u32>(x.lists.entries[at]) / static_cast<u32>(x.p.n * x.lists.reach);
     }
+#if SMALL_BLOCK
+    // The blocks of the tile that listed token number i of a step, which exists, selected.
+    DEVICE u32 chosen(int step, int i) const { return x.blocks.chosen[begin + static_cast<i64>(step) * TQ + i]; }
+#endif
     // A window ends within the box of its last step: a consumer zeroes the other tokens' q and do, since p = 0 would not cancel NaN.
     DEVICE void zero_other_tokens(int step, unsigned char *stage) const {
 #ifdef WINDOW
@@ -134,10 +145,16 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         wgmma_commit();
         wgmma_wait<1>();  // p^T while dp^T is computed
         exponentiate(s, shared.lse[at.stage], p.scale_log2);
+#if SMALL_BLOCK
+        mask_keys(s, shared.seen[at.stage]);
+        wgmma_wait<0>();
+        mask_keys(dp, shared.seen[at.stage]);
+#else
         const bool masked = in_list < whole.x || in_list >= whole.y;
         if (masked) mask_keys(p, s, shared.limit[at.stage]);
         wgmma_wait<0>();
         if (masked) mask_keys(p, dp, shared.limit[at.stage]);
+#endif
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
         as_operands(weights, ds, s, dp, shared.delta[at.stage]);
         wgmma_fence();
@@ -147,7 +164,7 @@ DEVICE void accumulate(const Arguments &x, const ListSteps &list, unsigned char 
         wgmma_wait<0>();
         shared.steps.release(at.stage);
     }
-    const GradientRows rows(list, x.lists, p.S_kv, static_cast<int>(threadIdx.x) / 32 * 16);
+    const GradientRows rows = gradient_rows(list);
     rows.write<DK>(dk, static_cast<float>(p.scale), 0, x.to.part_dk, x.to.dk);
     rows.write<DV>(dv, 1.0f, 0, x.to.part_dv, x.to.dv);
 }
@@ -161,8 +178,9 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
 #ifdef COMPRESS_STRIDE
     if (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list]) return;
 #endif
-    unsigned char *stages = memory + (CONSUMERS == 1 ? STAGE_BYTES : 0);
-    unsigned char *tile = memory + (CONSUMERS == 1 ? 0 : (STAGES - 1) * STAGE_BYTES);
+    constexpr bool OWN_MEMORY = CONSUMERS == 1 || TILE_STAYS;  // of the tile
+    unsigned char *stages = memory + (OWN_MEMORY ? STAGE_BYTES : 0);
+    unsigned char *tile = memory + (OWN_MEMORY ? 0 : (STAGES - 1) * STAGE_BYTES);
     const int producer = threadIdx.x / 32 - 4 * CONSUMERS;
     const ListSteps list(x, id);
     if (threadIdx.x == 0) {
@@ -179,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
         return;
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(false);
-    if (producer == 0 && threadIdx.x % 32 == 0) produce_tile(list, tile, &shared.tile);
+    if (producer == 0 && (SMALL_BLOCK || threadIdx.x % 32 == 0)) produce_tile(list, tile, &shared.tile);
     __syncwarp();
     produce_rows(list, stages, shared, producer);
 }

@@ -21,6 +21,25 @@ struct KeyGradients {
     u16 *dk, *dv;              // [B*G, S_kv, DK], [B*G, S_kv, DV]
 };
 
+// Blocks smaller than a tile (SMALL_BLOCK keys, key_to_rows.py): a tile is TILE_BLOCKS blocks of any positions, its slots (order_blocks.cu), and a
+// list has each row once, with a bit for each slot whose block the row selected.
+#ifndef SMALL_BLOCK
+#define SMALL_BLOCK 0
+#endif
+#if SMALL_BLOCK
+constexpr int TILE_BLOCKS = 64 / SMALL_BLOCK;
+
+struct BlockTiles {
+    const u16 *chosen;  // the bits of every entry
+    const int *slots;   // [lists, TILE_BLOCKS]: a block; one past the last block in slots that have none
+
+    // The position of key `key` of the tile of a list; S_kv or more if there is no such key.
+    DEVICE i64 position(i64 list, int key) const {
+        return static_cast<i64>(slots[list * TILE_BLOCKS + key / SMALL_BLOCK]) * SMALL_BLOCK + key % SMALL_BLOCK;
+    }
+};
+#endif
+
 // Segment `number` of a list.
 struct SegmentId {
     i64 list, number;
@@ -69,14 +88,23 @@ DEVICE i64 first_part(const KeyToRows &lists, i64 list) {
 
 // Where a warp's 16 keys from `key0` on go.
 struct GradientRows {
-    i64 part_row, row, keys_left;  // among the parts' rows, among dk's rows; keys that exist
+    i64 part_row, row;  // among the parts' rows, among dk's rows
+    int keys[2];        // how many rows after `row` the thread's two keys go; negative: there is no such key
     bool final;
 
     template <int WIDTH>
     DEVICE GradientRows(const Segment<WIDTH> &segment, const KeyToRows &lists, i64 S_kv, int key0)
         : part_row((first_part(lists, segment.list) + segment.number) * WIDTH + key0),
-          row(segment.bg * S_kv + segment.first_key + key0), keys_left(S_kv - segment.first_key - key0), final(segment.final) {}
-    DEVICE GradientRows(i64 part_row, i64 row, i64 keys_left, bool final) : part_row(part_row), row(row), keys_left(keys_left), final(final) {}
+          row(segment.bg * S_kv + segment.first_key + key0), final(segment.final) {
+        place(S_kv - segment.first_key - key0);
+    }
+    DEVICE GradientRows(i64 part_row, i64 row, i64 keys_left, bool final) : part_row(part_row), row(row), final(final) { place(keys_left); }
+    DEVICE void place(i64 keys_left) {
+        for (int r = 0; r < 2; ++r) {
+            const int key = threadIdx.x % 32 / 4 + 8 * r;
+            keys[r] = key < keys_left ? key : -1;
+        }
+    }
 
     // acc * factor, columns from `column0` on; D: columns of a row of dk or dv.
     template <int D, class Tile>
@@ -92,8 +120,8 @@ struct GradientRows {
                 const float low = element(acc, r, i) * factor, high = element(acc, r, i + 1) * factor;
                 if (!final)
                     *reinterpret_cast<float2 *>(parts + key * D + column) = make_float2(low, high);
-                else if (key < keys_left)
-                    *reinterpret_cast<u32 *>(result + key * D + column) = pack(low, high);
+                else if (keys[r] >= 0)
+                    *reinterpret_cast<u32 *>(result + static_cast<i64>(keys[r]) * D + column) = pack(low, high);
             }
     }
 };

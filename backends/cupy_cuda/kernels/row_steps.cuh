@@ -22,22 +22,27 @@ constexpr bool ADJACENT = false;
 constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
 constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // warpgroups: one has no registers for the sums of wider keys
+constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: two consumers have no registers for it beside their sums
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 
 struct Shared {
     Pipeline<STAGES> steps;
     u64 tile;
     float lse[STAGES][ROWS], delta[STAGES][ROWS];
+#if SMALL_BLOCK
+    u16 seen[STAGES][KEYS / 16][ROWS];  // for each warp's 16 keys a bit, whether the row selected and sees it
+#else
     int limit[STAGES][ROWS];  // one past the last key of the tile that the row sees; 0 if the list has no such row
+#endif
 
     DEVICE void init() {
         steps.init((BY_TMA ? 1 : 32 * COPY_WARPS) + 32 + 32, 4 * CONSUMERS);  // rows; statistics copied, and written; a lane of every consumer warp
         mbarrier_init(&tile, 1);
         mbarrier_fence_init();
     }
-    // The producers' wait for a stage. With two consumers the tile comes in the last one, which they then release.
+    // The producers' wait for a stage. If two consumers load the tile to registers, it comes in the last one, which they then release.
     DEVICE void wait_empty(const PipelineState<STAGES> &at) {
-        mbarrier_wait(&steps.empty[at.stage], at.parity ^ (CONSUMERS == 2 && at.stage == STAGES - 1 ? 0 : 1));
+        mbarrier_wait(&steps.empty[at.stage], at.parity ^ (CONSUMERS == 2 && !TILE_STAYS && at.stage == STAGES - 1 ? 0 : 1));
     }
 };
 
@@ -49,6 +54,20 @@ DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
 
 DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
+#if SMALL_BLOCK
+// One warp: the tile's keys and values, a block per lane.
+template <class List>
+DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
+    const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+    if (lane == 0) mbarrier_arrive_expect(bar, K_BYTES + V_BYTES);
+    __syncwarp();
+    if (lane >= TILE_BLOCKS) return;
+    const int key = static_cast<int>(list.x.blocks.position(list.list, lane * SMALL_BLOCK));
+    unsigned char *to = k_tile + lane * SMALL_BLOCK * 128;
+    tma_load_key_tile<DK>(to, &list.x.k, bar, key, g, b);
+    tma_load_key_tile<DV>(to + K_BYTES, &list.x.v, bar, key, g, b);
+}
+#else
 // One lane: the tile's keys and values.
 template <class List>
 DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
@@ -57,6 +76,7 @@ DEVICE void produce_tile(const List &list, unsigned char *k_tile, u64 *bar) {
     tma_load_key_tile<DK>(k_tile, &list.x.k, bar, list.first_key, g, b);
     tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, bar, list.first_key, g, b);
 }
+#endif
 
 // The tokens of a step that a lane of a warp knows: numbers lane, lane + 32.
 template <class List>
@@ -154,10 +174,26 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
     cp_async_wait<0>();
 }
 
-// One warp: lse, delta and limit of two rows per lane.
+#if SMALL_BLOCK
+// Of a tile row, that sees the keys before `limit`: a bit for each key of the tile. starts: of the tile's blocks, one a lane; all lanes call this.
+DEVICE u64 seen_keys(u32 chosen, int limit, int starts) {
+    u64 seen = 0;
+#pragma unroll
+    for (int slot = 0; slot < TILE_BLOCKS; ++slot) {
+        const int keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), SMALL_BLOCK);  // causality cuts at most one chosen block
+        if (chosen >> slot & 1) seen |= ((u64{1} << keys) - 1) << slot * SMALL_BLOCK;
+    }
+    return seen;
+}
+#endif
+
+// One warp: lse, delta, and which keys they see, of two rows per lane.
 template <class List>
 DEVICE void copy_statistics(const List &list, Shared &shared) {
     const int lane = threadIdx.x % 32;
+#if SMALL_BLOCK
+    const int starts = static_cast<int>(list.x.blocks.position(list.list, lane % TILE_BLOCKS * SMALL_BLOCK));
+#endif
     int coming[2];
     for (int i = 0; i < 2; ++i) coming[i] = list.row(0, (lane + 32 * i) / H);
     for (int step = 0; step < list.steps; ++step) {
@@ -171,7 +207,13 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
             const i64 index = exists ? ((list.b * list.x.p.S + rows[i]) * list.x.p.G + list.g) * H + row % H : 0;
             cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);
             cp_async_4(&shared.delta[at.stage][row], list.x.delta + index, exists);
+#if SMALL_BLOCK
+            const u64 seen = seen_keys(exists ? list.chosen(step, row / H) : 0, row_limit(list.x.p, list.b, exists ? rows[i] : 0), starts);
+#pragma unroll
+            for (int warp = 0; warp < KEYS / 16; ++warp) shared.seen[at.stage][warp][row] = static_cast<u16>(seen >> 16 * warp);
+#else
             shared.limit[at.stage][row] = exists ? row_limit(list.x.p, list.b, rows[i]) - list.first_key : 0;
+#endif
         }
         cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
         mbarrier_arrive(&shared.steps.full[at.stage]);
@@ -217,6 +259,19 @@ DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
 }
 
 // 0 in place of what belongs to keys that a row does not see.
+#if SMALL_BLOCK
+DEVICE void mask_keys(float (&x)[ROWS / 2], const u16 (&seen)[KEYS / 16][ROWS]) {
+    const int lane = threadIdx.x % 32;
+    const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; ++j) {
+        const u32 two_rows = *reinterpret_cast<const u32 *>(bits + 8 * j) >> lane / 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (!(two_rows >> (i % 2 * 16 + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
+    }
+}
+#endif
 DEVICE void mask_keys(const Problem &p, float (&x)[ROWS / 2], const int *limits) {
     const int lane = threadIdx.x % 32, key0 = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
@@ -239,4 +294,20 @@ DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const f
             ds[j / 2][j % 2 * 2 + i / 2] = pack(low * (dp[4 * j + i] - delta.x), high * (dp[4 * j + i + 1] - delta.y));
         }
     }
+}
+
+// Where a consumer warp's 16 keys go.
+template <class List>
+DEVICE GradientRows gradient_rows(const List &list) {
+    const int key0 = threadIdx.x % 128 / 32 * 16;
+    const i64 S_kv = list.x.p.S_kv;
+    GradientRows rows(list, list.x.lists, S_kv, key0);
+#if SMALL_BLOCK
+    rows.row = list.bg * S_kv;
+    for (int r = 0; r < 2; ++r) {
+        const i64 position = list.x.blocks.position(list.list, key0 + threadIdx.x % 32 / 4 + 8 * r);
+        rows.keys[r] = position < S_kv ? static_cast<int>(position) : -1;
+    }
+#endif
+    return rows;
 }

@@ -5,8 +5,10 @@
 //
 // p goes from one to the other in float32 through shared memory, where thread t of one writes what thread t of the other reads.
 // Each keeps its operand of the first product, the tile's keys or values, in registers: wgmma then reads half as much shared memory for it,
-// and the memory that the tile came to becomes the last stage of q and do.
-// The first product of a step and the sum of the step before are in flight together.
+// and the memory that the tile came to becomes the last stage of q and do. Beside sums of 256 columns there are no registers for it: it
+// stays in shared memory (TILE_STAYS), beside two stages.
+// The first product of a step and the sum of the step before are in flight together. With TILE_STAYS the sum of a step follows its first
+// product at once, so that a stage is released for the next but one: one consumer multiplies while the other computes p or ds.
 #pragma once
 #include "row_steps.cuh"
 
@@ -31,8 +33,12 @@ struct SplitSteps {
     }
     DEVICE void release(int step) const { shared.steps.release(state_of(step).stage); }
     DEVICE void mask(float (&x)[ROWS / 2], int step) const {
+#if SMALL_BLOCK
+        mask_keys(x, shared.seen[state_of(step).stage]);
+#else
         const int in_list = list.step_at(step);
         if (in_list < whole.x || in_list >= whole.y) mask_keys(list.x.p, x, shared.limit[state_of(step).stage]);
+#endif
     }
     // A thread's part of p^T of a step, 16 bytes at a time.
     DEVICE float4 *place() const { return reinterpret_cast<float4 *>(stages + STAGES * STAGE_BYTES) + threadIdx.x % 128; }
@@ -43,7 +49,13 @@ struct SplitSteps {
         __syncwarp();
         exchange.announce(0);
     }
-    // COLUMNS of the tile's keys or values, as operand a; the last stage is released.
+    // COLUMNS of the tile's keys or values, as operand a, in shared memory.
+    template <int COLUMNS>
+    DEVICE void load_tile(u32 &a, unsigned char *tile) const {
+        mbarrier_wait(&shared.tile, 0);
+        a = uniform(operand(shared_address(tile)));
+    }
+    // The same in registers; the last stage is released.
     template <int COLUMNS>
     DEVICE void load_tile(u32 (&a)[COLUMNS / 16][4], unsigned char *tile) const {
         mbarrier_wait(&shared.tile, 0);
@@ -59,10 +71,20 @@ struct SplitSteps {
     }
 };
 
+template <int COLUMNS, bool STAYS>
+struct TileOperand {
+    typedef u32 Type[COLUMNS / 16][4];
+};
+template <int COLUMNS>
+struct TileOperand<COLUMNS, true> {
+    typedef u32 Type;
+};
+
 template <class List>
 struct ValueSums {
     const SplitSteps<List> &steps;
-    u32 keys[DK / 16][4], p[ROWS / 16][4];  // operands
+    typename TileOperand<DK, TILE_STAYS>::Type keys;
+    u32 p[ROWS / 16][4];  // an operand, too
     float dv[DV / 2], s[ROWS / 2];
 
     DEVICE ValueSums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps) {
@@ -84,7 +106,8 @@ struct ValueSums {
 template <class List>
 struct KeySums {
     const SplitSteps<List> &steps;
-    u32 values[DV / 16][4], ds[ROWS / 16][4];  // operands
+    typename TileOperand<DV, TILE_STAYS>::Type values;
+    u32 ds[ROWS / 16][4];  // an operand, too
     float dk[DK / 2], dp[ROWS / 2];
 
     DEVICE KeySums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps) {
@@ -129,16 +152,29 @@ DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *s
         sums.finish_product(0);
         sums.update_operand();
         for (int step = 1; step < list.steps; ++step) {
-            steps.wait(step);
-            wgmma_fence();
-            sums.begin_product(step);
-            wgmma_commit();
-            sums.begin_sum(step - 1);
-            wgmma_commit();
-            wgmma_wait<1>();
-            sums.finish_product(step);
-            wgmma_wait<0>();
-            steps.release(step - 1);
+            if constexpr (TILE_STAYS) {
+                wgmma_fence();
+                sums.begin_sum(step - 1);
+                wgmma_commit();
+                steps.wait(step);
+                sums.begin_product(step);
+                wgmma_commit();
+                wgmma_wait<1>();
+                steps.release(step - 1);
+                wgmma_wait<0>();
+                sums.finish_product(step);
+            } else {
+                steps.wait(step);
+                wgmma_fence();
+                sums.begin_product(step);
+                wgmma_commit();
+                sums.begin_sum(step - 1);
+                wgmma_commit();
+                wgmma_wait<1>();
+                sums.finish_product(step);
+                wgmma_wait<0>();
+                steps.release(step - 1);
+            }
             sums.update_operand();
         }
         wgmma_fence();
@@ -146,5 +182,5 @@ DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *s
         wgmma_commit();
         wgmma_wait<0>();
     }
-    sums.write(GradientRows(list, list.x.lists, list.x.p.S_kv, static_cast<int>(threadIdx.x) % 128 / 32 * 16), list.x.to);
+    sums.write(gradient_rows(list), list.x.to);
 }

@@ -6,18 +6,32 @@ struct Arguments {
     const i64 *segments, *parts;  // [lists + 1]: see KeyToRows
     KeyGradients to;
     i64 S_kv, tiles;
+#if SMALL_BLOCK
+    BlockTiles blocks;
+#endif
 };
 
 constexpr int WIDTH = 16 * KEY_WARPS;
 constexpr int THREADS = 128;
 
+// The row of dk and dv of key `key` of the tile of a list; negative if there is no such key.
+DEVICE i64 row_of_key(const Arguments &x, i64 list, int key) {
+#if SMALL_BLOCK
+    const i64 position = x.blocks.position(list, key);
+#else
+    const i64 position = list % x.tiles * WIDTH + key;
+#endif
+    return position < x.S_kv ? list / x.tiles * x.S_kv + position : -1;
+}
+
 template <int D>
-DEVICE void sum(const float *parts, int segments, u16 *result, i64 keys_left) {
+DEVICE void sum(const Arguments &x, i64 list, int key0, const float *parts, int segments, u16 *result) {
     for (int i = threadIdx.x; i < KEYS * (D / 4); i += THREADS) {
         const int at = i * 4;
-        if (at / D >= keys_left) return;
+        const i64 row = row_of_key(x, list, key0 + at / D);
+        if (row < 0) continue;
         const float4 total = add_parts(make_float4(0.0f, 0.0f, 0.0f, 0.0f), parts + at, segments, WIDTH * D);
-        *reinterpret_cast<uint2 *>(result + at) = make_uint2(pack(total.x, total.y), pack(total.z, total.w));
+        *reinterpret_cast<uint2 *>(result + row * D + at % D) = make_uint2(pack(total.x, total.y), pack(total.z, total.w));
     }
 }
 
@@ -26,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_parts(const __grid_con
     int key0 = blockIdx.x % (WIDTH / KEYS) * KEYS;
     int segments = static_cast<int>(x.segments[list + 1] - x.segments[list]);
     if (segments == 1) return;  // which wrote its result itself
-    i64 start = list % x.tiles * WIDTH + key0, key = list / x.tiles * x.S_kv + start, part = x.parts[list] * WIDTH + key0;
-    sum<DK>(x.to.part_dk + part * DK, segments, x.to.dk + key * DK, x.S_kv - start);
-    sum<DV>(x.to.part_dv + part * DV, segments, x.to.dv + key * DV, x.S_kv - start);
+    const i64 part = x.parts[list] * WIDTH + key0;
+    sum<DK>(x, list, key0, x.to.part_dk + part * DK, segments, x.to.dk);
+    sum<DV>(x, list, key0, x.to.part_dv + part * DV, segments, x.to.dv);
 }

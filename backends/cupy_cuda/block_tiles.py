@@ -1,0 +1,88 @@
+"""The inverse of the selection for blocks smaller than a tile of keys: of every tile the rows that selected any of its blocks, once each.
+
+A tile is 64 / block_size blocks of about the same popularity (kernels/order_blocks.cu): of adjacent ones a row would often select few.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends._replay import kept_plan
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda.key_to_rows import LONGEST, SEGMENTS_PER_SM, KeyToRows, published, segment_length, sum_counts, with_parts
+from nsa_sel.core.call import Call
+from nsa_sel.errors import BackendError
+
+KEYS = 64  # of a tile
+ENTRY_BYTES = 6  # a row, and its bits
+CHUNK = 64  # rows of a CTA of count_rows.cu and list_rows.cu, as in block_tiles.cuh
+SHARED = CHUNK * (512 // 2 + 1) * 4  # their bytes of shared memory: `RowMasks` of block_tiles.cuh
+SAMPLED = 8  # of so many rows one tells how popular blocks are
+
+
+class BlockLists(NamedTuple):
+    """`KeyToRows`, whose entries are rows, then `BlockTiles` (key_to_rows.cuh)."""
+
+    entries: Tensor  # [capacity] int32; unwritten past the last list's end
+    begins: Tensor  # [lists + 1] int64
+    segments: Tensor  # [lists + 1] int64
+    parts: Tensor  # [lists + 1] int64
+    lists: int
+    tiles: int
+    reach: int
+    segment: int
+    chosen: Tensor  # [capacity] int16
+    slots: Tensor  # [lists, blocks of a tile] int32
+
+    def key_to_rows(self) -> KeyToRows:
+        return KeyToRows(*self[:8])
+
+    def block_tiles(self) -> tuple[Tensor, Tensor]:
+        return self.chosen, self.slots
+
+
+def block_lists_of(call: Call) -> BlockLists:
+    """The lists of a call with blocks of less than 64 keys that divide 64."""
+    B, S, G = call.q.shape[:3]
+    capacity = B * G * S * min(call.selection.n, -(-call.k.shape[2] // KEYS))
+    segment = segment_length(call, KEYS, capacity, LONGEST, SEGMENTS_PER_SM, ENTRY_BYTES)
+    lists: BlockLists = kept_plan(call, ("cupy-cuda block lists",), _build, capacity, segment).value
+    return lists
+
+
+def _build(call: Call, capacity: int, segment: int) -> BlockLists:
+    q, on, size, ranges = call.q, call.q.get_device(), call.selection.block_size, call.disjoint_ranges()
+    B, S, G = q.shape[:3]
+    assert size is not None, "supports_tiles"
+    tiles, blocks, chunks, sampled = (-(-x // y) for x, y in ((call.k.shape[2], KEYS), (call.k.shape[2], size), (S, CHUNK), (S, SAMPLED)))
+    lists, bound = B * G * tiles, call.settings.workspace_bytes
+    needed = ENTRY_BYTES * capacity + 4 * lists * chunks
+    if needed > max(bound, 1 << 20) or max(capacity, lists * chunks) >= 2**31:
+        raise BackendError(
+            f"the list of rows of every KV tile needs {needed} bytes; allowed: {bound} (runtime.workspace_bytes)."
+            " Remedy: raise runtime.workspace_bytes."
+        )
+    popularity, places, slots = (
+        unwritten(q, *x, dtype=torch.int32) for x in ((B * G, blocks), (B * G, blocks), (lists, KEYS // size))
+    )
+    entries, chosen = unwritten(q, capacity, dtype=torch.int32), unwritten(q, capacity, dtype=torch.int16)
+    counts = unwritten(q, lists * chunks + published(lists), dtype=torch.int32)
+    macros, problem = launch.integer_macros(SMALL_BLOCK=size), launch.problem(call, ranges)
+    sampling = launch.integer_macros(SMALL_BLOCK=size, SAMPLED=SAMPLED)
+    launch.clear(popularity.data_ptr(), 4 * B * G * blocks, on)
+    launch.start("count_blocks.cu", sampling, on, B * G * sampled, 128, 0, blocks, sampled, popularity.data_ptr(), problem=problem)
+    launch.start(
+        "order_blocks.cu", sampling, on, B * G, 1024, 0, popularity.data_ptr(), S, call.k.shape[2], blocks, tiles,
+        *launch.pointers(places, slots),
+    )  # fmt: skip
+    numbers = (places.data_ptr(), blocks, tiles, chunks, counts.data_ptr())
+    launch.start("count_rows.cu", macros, on, B * G * chunks, 256, SHARED, *numbers, published(lists) // 4, problem=problem)
+    begins, segments, parts = sum_counts(counts, lists, tiles, chunks, with_parts(segment))
+    launch.start(
+        "list_rows.cu", macros, on, B * G * chunks, 256, SHARED, *numbers, *launch.pointers(begins, entries, chosen), problem=problem
+    )  # fmt: skip
+    return BlockLists(entries, begins, segments, parts, lists, tiles, 1, segment, chosen, slots)

@@ -1,0 +1,56 @@
+// The blocks of every tile (block_tiles.cuh): sorted by what share of the rows that may see a block selected it, in halvings, and else by
+// position. It changes which keys are computed together, and no result beyond rounding.
+//
+// Grid: one CTA per (b, g). A thread has adjacent blocks.
+#include "block_tiles.cuh"
+
+constexpr int THREADS = 1024, CLASSES = 12;  // the last one: fewer than one of 2^11 rows
+
+struct Arguments {
+    const int *counts;  // [B*G, blocks], of every SAMPLED-th row (count_blocks.cu)
+    i64 S, S_kv, blocks, tiles;
+    int *places;  // [B*G, blocks]: tile * TILE_BLOCKS + slot of each block
+    int *slots;   // [B*G, tiles * TILE_BLOCKS]: the reverse; `blocks` where there is none
+};
+
+DEVICE int class_of(const Arguments &x, int block, int count) {
+    const i64 unseen = block * static_cast<i64>(SMALL_BLOCK) - (x.S_kv - x.S), rows = x.S - max(unseen, 0ll);
+    int halvings = 0;
+    while (halvings < CLASSES - 1 && static_cast<i64>(count) * SAMPLED << (halvings + 1) < rows) ++halvings;
+    return halvings;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) order_blocks(const __grid_constant__ Arguments x) {
+    const int blocks = static_cast<int>(x.blocks), share = (blocks + THREADS - 1) / THREADS;
+    const int first = min(static_cast<int>(threadIdx.x) * share, blocks), end = min(first + share, blocks);
+    const i64 bg = blockIdx.x, all_slots = x.tiles * TILE_BLOCKS;
+    const int *counts = x.counts + bg * x.blocks;
+    int *places = x.places + bg * x.blocks, *slots = x.slots + bg * all_slots;
+    int own[CLASSES], upto[CLASSES], all[CLASSES];
+#pragma unroll
+    for (int c = 0; c < CLASSES; ++c) own[c] = 0;
+    for (int block = first; block < end; ++block) {
+        const int kind = class_of(x, block, counts[block]);
+#pragma unroll
+        for (int c = 0; c < CLASSES; ++c) own[c] += c == kind;
+    }
+#pragma unroll
+    for (int c = 0; c < CLASSES; ++c) upto[c] = own[c];
+    block_prefix_sum<THREADS>(upto, all);
+    int before = 0, next[CLASSES];  // of the classes before; where the thread's next block of each class goes
+#pragma unroll
+    for (int c = 0; c < CLASSES; ++c) {
+        next[c] = before + upto[c] - own[c];
+        before += all[c];
+    }
+    for (int block = first; block < end; ++block) {
+        const int kind = class_of(x, block, counts[block]);
+        int place = 0;
+#pragma unroll
+        for (int c = 0; c < CLASSES; ++c)
+            if (c == kind) place = next[c]++;
+        places[block] = place;
+        slots[place] = block;
+    }
+    for (int place = blocks + threadIdx.x; place < all_slots; place += THREADS) slots[place] = blocks;
+}
