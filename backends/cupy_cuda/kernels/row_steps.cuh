@@ -175,15 +175,24 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
 }
 
 #if SMALL_BLOCK
-// Of a tile row, that sees the keys before `limit`: a bit for each key of the tile. starts: of the tile's blocks, one a lane; all lanes call this.
-DEVICE u64 seen_keys(u32 chosen, int limit, int starts) {
-    u64 seen = 0;
+// Which keys of the tile a row sees (Shared::seen), given where its blocks begin, one a lane; all lanes call this.
+template <class List>
+DEVICE void write_seen(const List &list, u16 (&seen)[KEYS / 16][ROWS], int row, int step, int tile_row, int starts) {
+    constexpr int PART = SMALL_BLOCK < 16 ? SMALL_BLOCK : 16;  // keys of a block among a warp's
+    const bool exists = row < list.x.p.S;
+    const u32 chosen = exists ? list.chosen(step, tile_row / H) : 0;
+    const int limit = exists ? row_limit(list.x.p, list.b, row) : 0;
 #pragma unroll
-    for (int slot = 0; slot < TILE_BLOCKS; ++slot) {
-        const int keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), SMALL_BLOCK);  // causality cuts at most one chosen block
-        if (chosen >> slot & 1) seen |= ((u64{1} << keys) - 1) << slot * SMALL_BLOCK;
+    for (int warp = 0; warp < KEYS / 16; ++warp) {
+        u32 bits = 0;
+#pragma unroll
+        for (int key = 0; key < 16; key += PART) {
+            const int slot = (16 * warp + key) / SMALL_BLOCK, offset = (16 * warp + key) % SMALL_BLOCK;
+            const int keys = min(max(limit - __shfl_sync(ALL_LANES, starts, slot) - offset, 0), PART);  // those that causality leaves
+            if (chosen >> slot & 1) bits |= ((1u << keys) - 1) << key;
+        }
+        seen[warp][tile_row] = static_cast<u16>(bits);
     }
-    return seen;
 }
 #endif
 
@@ -207,14 +216,14 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
             const i64 index = exists ? ((list.b * list.x.p.S + rows[i]) * list.x.p.G + list.g) * H + row % H : 0;
             cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);
             cp_async_4(&shared.delta[at.stage][row], list.x.delta + index, exists);
-#if SMALL_BLOCK
-            const u64 seen = seen_keys(exists ? list.chosen(step, row / H) : 0, row_limit(list.x.p, list.b, exists ? rows[i] : 0), starts);
-#pragma unroll
-            for (int warp = 0; warp < KEYS / 16; ++warp) shared.seen[at.stage][warp][row] = static_cast<u16>(seen >> 16 * warp);
-#else
+#if !SMALL_BLOCK
             shared.limit[at.stage][row] = exists ? row_limit(list.x.p, list.b, rows[i]) - list.first_key : 0;
 #endif
         }
+#if SMALL_BLOCK
+#pragma unroll 1  // a producer has few registers
+        for (int i = 0; i < 2; ++i) write_seen(list, shared.seen[at.stage], i ? rows[1] : rows[0], step, lane + 32 * i, starts);
+#endif
         cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
         mbarrier_arrive(&shared.steps.full[at.stage]);
     }
