@@ -66,9 +66,7 @@ def _build(call: Call, capacity: int, segment: int) -> BlockLists:
             f"the list of rows of every KV tile needs {needed} bytes; allowed: {bound} (runtime.workspace_bytes)."
             " Remedy: raise runtime.workspace_bytes."
         )
-    popularity, places, slots = (
-        unwritten(q, *x, dtype=torch.int32) for x in ((B * G, blocks), (B * G, blocks), (lists, KEYS // size))
-    )
+    popularity, places, slots = (unwritten(q, *x, dtype=torch.int32) for x in ((B * G, blocks), (B * G, blocks), (lists, KEYS // size)))
     entries, chosen = unwritten(q, capacity, dtype=torch.int32), unwritten(q, capacity, dtype=torch.int16)
     counts = unwritten(q, lists * chunks + published(lists), dtype=torch.int32)
     macros, problem = launch.integer_macros(SMALL_BLOCK=size), launch.problem(call, ranges)
@@ -76,7 +74,7 @@ def _build(call: Call, capacity: int, segment: int) -> BlockLists:
     launch.clear(popularity.data_ptr(), 4 * B * G * blocks, on)
     launch.start("count_blocks.cu", sampling, on, B * G * sampled, 128, 0, blocks, sampled, popularity.data_ptr(), problem=problem)
     launch.start(
-        "order_blocks.cu", sampling, on, B * G, 1024, 0, popularity.data_ptr(), S, call.k.shape[2], blocks, tiles,
+        "order_blocks.cu", sampling, on, B * G, 512, 0, popularity.data_ptr(), S, call.k.shape[2], blocks, tiles,
         *launch.pointers(places, slots),
     )  # fmt: skip
     numbers = (places.data_ptr(), blocks, tiles, chunks, counts.data_ptr())

@@ -20,8 +20,8 @@ from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends.cupy_cuda import launch
-from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of
+from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, list_gradients, lists_of, most_segments
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
 from nsa_sel.backends.specs import HOPPER_STEPS, HOPPER_TILES
@@ -292,7 +292,7 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
         launch.start(
             "dkdv_groups.cu", macros, q.get_device(), ctas, shape.threads, shape.shared,
             *launch.strided(do), *launch.pointers(lse, delta), *lists, order.data_ptr(), *launch.pointers(*blocks),
-            maps=step_maps(call.k, call.v, q, do, keys=call.selection.block_size if blocks else KEYS),
+            maps=step_maps(call.k, call.v, q, do, keys=small_block(call) or KEYS),
             problem=launch.problem(call, ranges),
         )  # fmt: skip
 

@@ -50,7 +50,9 @@ HOPPERS = {
 OF_LISTS = {"sort_count.cu", "sum_counts.cu", "sort_scatter.cu"}
 OF_JOIN = {"shared_tiles.cu", "join_partials.cu"}
 OF_CUDA_BLOCK = {"block_partials.cu", "block_gradients.cu", "sum_sections.cu"}
-ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")} - OF_CUDA_BLOCK - OF_JOIN
+OF_SMALL_BLOCKS = {"count_blocks.cu", "order_blocks.cu", "count_rows.cu", "list_rows.cu"}
+APART = OF_CUDA_BLOCK | OF_JOIN | OF_SMALL_BLOCKS
+ALL_KERNELS = {file.name for file in (Path(cupy_cuda.__file__).parent / "kernels").glob("*.cu")} - APART
 
 
 def run(shape: str, sm: int) -> None:
@@ -150,6 +152,20 @@ def test_kernels_of_cuda_block_fit(monkeypatch: pytest.MonkeyPatch, h: int, Dk: 
         per_sm = {**per_sm_of, "sort_scatter.cu": 4}.get(kernel["kernel"], 1)  # CTAs
         assert per_sm * (kernel["shared"] + sm90.SYSTEM) <= TARGETS[90][0] * 1024 + sm90.SYSTEM, kernel
         assert per_sm * kernel["registers"] * kernel["threads"] <= 65536, kernel
+        assert kernel["spilled"] == kernel["serialized"] == 0, kernel
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("shape", ["h12-256", "h12-256-small", pytest.param("h16-8", marks=pytest.mark.thorough), "h2-192-16"])
+def test_kernels_of_wide_keys_and_small_blocks_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    call = target_call(shape, 90)
+    do, lse = torch.empty_like(call.q[..., : call.v.shape[3]]).contiguous(), torch.empty(call.q.shape[:4])
+    kernels = compiled(monkeypatch, 90, lambda: sm90.dkdv_groups(call, call.disjoint_ranges(), lse, do, lse))
+    lists = OF_LISTS if shape == "h12-256" else OF_SMALL_BLOCKS | {"sum_counts.cu"}
+    assert {kernel["kernel"] for kernel in kernels} == lists | {"order_segments.cu", "dkdv_groups.cu", "sum_parts.cu"}
+    for kernel in kernels:
+        assert kernel["shared"] <= TARGETS[90][0] * 1024, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65536, kernel
         assert kernel["spilled"] == kernel["serialized"] == 0, kernel
 
 

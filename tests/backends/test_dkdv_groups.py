@@ -41,7 +41,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
 @pytest.mark.parametrize(
     ("h", "S", "G", "Dk", "Dv"),
-    [(2, 150, 1, 64, 64), (3, 70, 2, 64, 128), (4, 90, 2, 64, 64), (16, 20, 1, 128, 64), (16, 30, 1, 192, 128), (3, 60, 1, 192, 64), (12, 26, 1, 256, 256)],
+    [
+        *((2, 150, 1, 64, 64), (3, 70, 2, 64, 128), (4, 90, 2, 64, 64), (16, 20, 1, 128, 64), (16, 30, 1, 192, 128), (3, 60, 1, 192, 64)),
+        (12, 26, 1, 256, 256),
+    ],
 )
 def test_gradients(monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: int, S: int, G: int, Dk: int, Dv: int) -> None:
     """Lists of one segment and of several; steps whose tokens follow each other, and others; tiles that no row selects."""

@@ -4,7 +4,7 @@
 // Grid: one CTA per (b, g). A thread has adjacent blocks.
 #include "block_tiles.cuh"
 
-constexpr int THREADS = 1024, CLASSES = 12;  // the last one: fewer than one of 2^11 rows
+constexpr int THREADS = 512, CLASSES = 12;  // the last one: fewer than one of 2^11 rows
 
 struct Arguments {
     const int *counts;  // [B*G, blocks], of every SAMPLED-th row (count_blocks.cu)

@@ -38,11 +38,13 @@ template <int THREADS, int N>
 DEVICE void block_prefix_sum(int (&x)[N], int (&total)[N]) {
     __shared__ int sums[N][THREADS / 32];
     const int warp = threadIdx.x / 32;
+#pragma unroll
     for (int n = 0; n < N; ++n) {
         x[n] = warp_prefix_sum(x[n]);
         if (threadIdx.x % 32 == 31) sums[n][warp] = x[n];
     }
     __syncthreads();
+#pragma unroll
     for (int n = 0; n < N; ++n) {
         total[n] = 0;
         for (int i = 0; i < THREADS / 32; ++i) {
