@@ -12,6 +12,10 @@
 #pragma once
 #include "row_steps.cuh"
 
+#ifndef HELD_COLUMNS
+#define HELD_COLUMNS 0
+#endif
+
 // What both consumers know of a segment's steps; list: as of row_steps.cuh, and what dkdv_groups.cu adds to it.
 template <class List>
 struct SplitSteps {
@@ -49,50 +53,52 @@ struct SplitSteps {
         __syncwarp();
         exchange.announce(0);
     }
-    // COLUMNS of the tile's keys or values, as operand a, in shared memory.
-    template <int COLUMNS>
-    DEVICE void load_tile(u32 &a, unsigned char *tile) const {
-        mbarrier_wait(&shared.tile, 0);
-        a = uniform(operand(shared_address(tile)));
-    }
-    // The same in registers; the last stage is released.
-    template <int COLUMNS>
-    DEVICE void load_tile(u32 (&a)[COLUMNS / 16][4], unsigned char *tile) const {
-        mbarrier_wait(&shared.tile, 0);
+};
+
+// COLUMNS of the tile's keys or values as operand a: the first HELD in registers, the others in shared memory.
+template <int COLUMNS>
+struct TileOperand {
+    static constexpr int HELD = TILE_STAYS ? HELD_COLUMNS : COLUMNS;
+    u32 held[HELD ? HELD / 16 : 1][4], others;
+
+    // If all are in registers, the last stage is released.
+    template <class List>
+    DEVICE TileOperand(const SplitSteps<List> &steps, unsigned char *tile) : others(uniform(operand(shared_address(tile)))) {
+        mbarrier_wait(&steps.shared.tile, 0);
 #pragma unroll
-        for (int k = 0; k < COLUMNS / 16; ++k) load_operand(a[k], tile, k);
+        for (int k = 0; k < HELD / 16; ++k) load_operand(held[k], tile, k);
+        if (TILE_STAYS) return;
         if (TQ * H < ROWS) {  // as zero_stages
             named_barrier<128>(1 + threadIdx.x / 128);
             for (int i = threadIdx.x % 128; i < COLUMNS * KEYS / 8; i += 128) reinterpret_cast<uint4 *>(tile)[i] = make_uint4(0, 0, 0, 0);
             fence_async_proxy();
         }
         __syncwarp();
-        shared.steps.release(STAGES - 1);
+        steps.shared.steps.release(STAGES - 1);
     }
-};
-
-template <int COLUMNS, bool STAYS>
-struct TileOperand {
-    typedef u32 Type[COLUMNS / 16][4];
-};
-template <int COLUMNS>
-struct TileOperand<COLUMNS, true> {
-    typedef u32 Type;
+    // d = a b^T
+    DEVICE void multiply(float (&d)[ROWS / 2], u32 b) const {
+#pragma unroll
+        for (int k = 0; k < COLUMNS / 16; ++k) {
+            const u32 offset = (k / 4 * PANEL + k % 4 * 32) / 16;
+            if (k < HELD / 16) wgmma_registers_bt(d, held[k], descriptor(b + offset), k > 0);
+            else wgmma_shared(d, descriptor(others + offset), descriptor(b + offset), k > 0);
+        }
+    }
 };
 
 template <class List>
 struct ValueSums {
     const SplitSteps<List> &steps;
-    typename TileOperand<DK, TILE_STAYS>::Type keys;
+    TileOperand<DK> keys;
     u32 p[ROWS / 16][4];  // an operand, too
     float dv[DV / 2], s[ROWS / 2];
 
-    DEVICE ValueSums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps) {
-        steps.template load_tile<DK>(keys, tile);
+    DEVICE ValueSums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps), keys(steps, tile) {
 #pragma unroll
         for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
     }
-    DEVICE void begin_product(int step) { wgmma_a_bt<DK>(s, keys, steps.q_tile(step)); }
+    DEVICE void begin_product(int step) { keys.multiply(s, steps.q_tile(step)); }
     DEVICE void finish_product(int step) {
         exponentiate(s, steps.shared.lse[state_of(step).stage], steps.list.x.p.scale_log2);
         steps.mask(s, step);
@@ -106,16 +112,15 @@ struct ValueSums {
 template <class List>
 struct KeySums {
     const SplitSteps<List> &steps;
-    typename TileOperand<DV, TILE_STAYS>::Type values;
+    TileOperand<DV> values;
     u32 ds[ROWS / 16][4];  // an operand, too
     float dk[DK / 2], dp[ROWS / 2];
 
-    DEVICE KeySums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps) {
-        steps.template load_tile<DV>(values, tile + K_BYTES);
+    DEVICE KeySums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps), values(steps, tile + K_BYTES) {
 #pragma unroll
         for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
     }
-    DEVICE void begin_product(int step) { wgmma_a_bt<DV>(dp, values, steps.do_tile(step)); }
+    DEVICE void begin_product(int step) { values.multiply(dp, steps.do_tile(step)); }
     DEVICE void finish_product(int step) {
         steps.mask(dp, step);
         steps.exchange.wait_full({0, step % 2});
