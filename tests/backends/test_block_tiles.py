@@ -1,4 +1,4 @@
-"""The lists of rows for tiles of small blocks (cupy_cuda/block_tiles.py): every block in one slot, every row once, with its blocks' bits."""
+"""The rows of tiles of small blocks (cupy_cuda/block_tiles.py): every block in one slot, every row once, with bits of its blocks."""
 
 from __future__ import annotations
 
