@@ -20,7 +20,7 @@ from nsa_sel.errors import BackendError
 KEYS = 64  # of a tile
 ENTRY_BYTES = 6  # a row, and its bits
 CHUNK = 64  # rows of a CTA of count_rows.cu and list_rows.cu, as in block_tiles.cuh
-SHARED = CHUNK * (512 // 2 + 1) * 4  # their bytes of shared memory: `RowMasks` of block_tiles.cuh
+MOST_TABLE = 1024  # tiles whose rows they find at once
 SAMPLED = 8  # of so many rows one tells how popular blocks are
 
 
@@ -69,7 +69,9 @@ def _build(call: Call, capacity: int, segment: int) -> BlockLists:
     popularity, places, slots = (unwritten(q, *x, dtype=torch.int32) for x in ((B * G, blocks), (B * G, blocks), (lists, KEYS // size)))
     entries, chosen = unwritten(q, capacity, dtype=torch.int32), unwritten(q, capacity, dtype=torch.int16)
     counts = unwritten(q, lists * chunks + published(lists), dtype=torch.int32)
-    macros, problem = launch.integer_macros(SMALL_BLOCK=size), launch.problem(call, ranges)
+    table = min(MOST_TABLE, 1 << max(6, (tiles - 1).bit_length()))  # of a few sizes: a kernel is compiled anew for each
+    macros, problem = launch.integer_macros(SMALL_BLOCK=size, TABLE=table), launch.problem(call, ranges)
+    shared = CHUNK * (table // 2 + 1) * 4
     sampling = launch.integer_macros(SMALL_BLOCK=size, SAMPLED=SAMPLED)
     launch.clear(popularity.data_ptr(), 4 * B * G * blocks, on)
     launch.start("count_blocks.cu", sampling, on, B * G * sampled, 128, 0, blocks, sampled, popularity.data_ptr(), problem=problem)
@@ -78,9 +80,9 @@ def _build(call: Call, capacity: int, segment: int) -> BlockLists:
         *launch.pointers(places, slots),
     )  # fmt: skip
     numbers = (places.data_ptr(), blocks, tiles, chunks, counts.data_ptr())
-    launch.start("count_rows.cu", macros, on, B * G * chunks, 256, SHARED, *numbers, published(lists) // 4, problem=problem)
+    launch.start("count_rows.cu", macros, on, B * G * chunks, 512, shared, *numbers, published(lists) // 4, problem=problem)
     begins, segments, parts = sum_counts(counts, lists, tiles, chunks, with_parts(segment))
     launch.start(
-        "list_rows.cu", macros, on, B * G * chunks, 256, SHARED, *numbers, *launch.pointers(begins, entries, chosen), problem=problem
+        "list_rows.cu", macros, on, B * G * chunks, 512, shared, *numbers, *launch.pointers(begins, entries, chosen), problem=problem
     )  # fmt: skip
     return BlockLists(entries, begins, segments, parts, lists, tiles, 1, segment, chosen, slots)

@@ -22,8 +22,8 @@ from tests.helpers.emulate import BACKWARDS, GPU, emulated, needs_compiler
     ("B", "S", "G", "S_kv", "n", "block"),
     [
         (2, 70, 2, 150, 9, 4),  # tiles and blocks that the keys end within
-        (1, 300, 1, 40000, 7, 32),  # more tiles than one table holds
-        pytest.param(1, 40, 1, 40000, 30, 4, marks=pytest.mark.thorough),
+        (1, 300, 1, 80000, 7, 32),  # more tiles than one table holds
+        pytest.param(1, 40, 1, 80000, 30, 4, marks=pytest.mark.thorough),
     ],
 )
 def test_lists_hold_every_row_once(

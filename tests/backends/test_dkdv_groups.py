@@ -151,6 +151,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, q_pos: Tensor | None,
     """dk and dv from lse, do and delta, against the oracle."""
     own, lse = oracle_forward(q, k, v, ranges, q_pos=q_pos)
     do, dlse = make_grads(q, v)
+    own, lse = own.to(q.device), lse.to(q.device)
     dlse = torch.where(lse == float("-inf"), 0.0, dlse).float()
     delta = (do.double() * own).sum(-1) - dlse
     with new_memory_is_nan():

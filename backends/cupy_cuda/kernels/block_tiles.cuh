@@ -12,27 +12,38 @@
 
 constexpr int CHUNK = 64;  // rows
 
-// A CTA's rows [first, end) of bg, and their selected blocks of the tiles [tile0, tile0 + TABLE) as bits.
-template <int THREADS>
+// The selected blocks of a CTA's rows, as bits of the tiles [tile0, tile0 + TABLE) in shared memory.
+//
+//   TABLE  tiles at once, a multiple of 2
 struct RowMasks {
-    static constexpr int TABLE = 512, PITCH = TABLE / 2 + 1;  // tiles at once; 32-bit words of a row: rows begin in different banks
+    static constexpr int THREADS = 512, PITCH = TABLE / 2 + 1;  // 32-bit words of a row: rows begin in different banks
 
-    // Every bit of `table` [CHUNK][PITCH]. places: of the blocks of bg (order_blocks.cu).
+    // Every bit of `table` [CHUNK][PITCH], a warp per row. places: of the blocks of bg (order_blocks.cu).
     DEVICE static void mark(const Problem &p, u32 bg, u32 first_row, const int *places, u32 tile0, u32 *table) {
-        const u32 n = p.n, G = p.G, b = bg / G, g = bg % G;
-        const i64 S = p.S;
+        constexpr int EACH = 8;  // ranges of a lane that are loaded together
+        const u32 n = p.n, G = p.G, b = bg / G, g = bg % G, lane = threadIdx.x % 32;
         for (int i = threadIdx.x; i < CHUNK * PITCH; i += THREADS) table[i] = 0;
         __syncthreads();
-#pragma unroll 4
-        for (u32 e = threadIdx.x; e < CHUNK * n; e += THREADS) {
-            const u32 r = e / n;
-            const i64 s = first_row + r;
-            if (s >= S) continue;
-            int start, end;
-            clamped_range(p, ((b * S + s) * G + g) * n + e % n, row_limit(p, b, s), start, end);
-            if (end <= start) continue;
-            const u32 place = places[start / SMALL_BLOCK], tile = place / TILE_BLOCKS - tile0;
-            if (tile < TABLE) atomicOr(&table[r * PITCH + tile / 2], 1u << (tile % 2 * 16 + place % TILE_BLOCKS));
+        for (u32 r = threadIdx.x / 32; r < CHUNK && first_row + r < p.S; r += THREADS / 32) {
+            const i64 s = first_row + r, first_range = ((b * p.S + s) * G + g) * n;
+            const int limit = row_limit(p, b, s);
+            for (u32 first = lane; first - lane < n; first += 32 * EACH) {
+                Range ranges[EACH];
+                int at[EACH];
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) ranges[i] = first + 32 * i < n ? Range(p, range_at(p, first_range + first + 32 * i)) : Range();
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    int start, end;
+                    ranges[i].clamp(p, limit, start, end);
+                    at[i] = end > start ? places[start / SMALL_BLOCK] : -1;
+                }
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    const u32 place = at[i], tile = place / TILE_BLOCKS - tile0;
+                    if (at[i] >= 0 && tile < TABLE) atomicOr(&table[r * PITCH + tile / 2], 1u << (tile % 2 * 16 + place % TILE_BLOCKS));
+                }
+            }
         }
         __syncthreads();
     }

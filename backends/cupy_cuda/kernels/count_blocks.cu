@@ -1,7 +1,7 @@
 // How many of every SAMPLED-th row selected each block: as order_blocks.cu needs no more than an estimate. Sums of integers: in any order.
 //
 // Grid: one CTA per (b, g, row).
-#include "block_tiles.cuh"
+#include "key_to_rows.cuh"
 
 constexpr int THREADS = 128;
 

@@ -5,8 +5,8 @@
 
 #include "block_tiles.cuh"
 
-constexpr int THREADS = 256;
-typedef RowMasks<THREADS> Masks;
+typedef RowMasks Masks;
+constexpr int THREADS = Masks::THREADS;
 
 struct Arguments {
     Problem p;
@@ -16,15 +16,15 @@ struct Arguments {
     i64 published;  // CTAs
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) count_rows(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) count_rows(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];
     u32 *table = reinterpret_cast<u32 *>(memory);
     const u32 chunks = x.chunks, tiles = x.tiles, bg = blockIdx.x / chunks, lane = threadIdx.x % 32;
     Published *published = reinterpret_cast<Published *>(x.counts + gridDim.x * x.tiles);
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < x.published; i += gridDim.x * THREADS) published[i].ready = 0;
-    for (u32 tile0 = 0; tile0 < tiles; tile0 += Masks::TABLE) {
+    for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
         Masks::mark(x.p, bg, blockIdx.x % chunks * CHUNK, x.places + bg * x.blocks, tile0, table);
-        for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(Masks::TABLE)); tile += THREADS / 32) {
+        for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(TABLE)); tile += THREADS / 32) {
             int rows = 0;
 #pragma unroll
             for (u32 r = lane; r < CHUNK; r += 32) rows += __popc(__ballot_sync(ALL_LANES, Masks::chosen(table, r, tile) != 0));

@@ -3,8 +3,8 @@
 // Grid: one CTA per (b, g, chunk of rows), a warp per tile.
 #include "block_tiles.cuh"
 
-constexpr int THREADS = 256;
-typedef RowMasks<THREADS> Masks;
+typedef RowMasks Masks;
+constexpr int THREADS = Masks::THREADS;
 
 struct Arguments {
     Problem p;
@@ -16,14 +16,14 @@ struct Arguments {
     u16 *chosen;        // of each entry
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) list_rows(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) list_rows(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];
     u32 *table = reinterpret_cast<u32 *>(memory);
     const u32 chunks = x.chunks, tiles = x.tiles, bg = blockIdx.x / chunks, lane = threadIdx.x % 32;
     const u32 first_row = blockIdx.x % chunks * CHUNK;
-    for (u32 tile0 = 0; tile0 < tiles; tile0 += Masks::TABLE) {
+    for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
         Masks::mark(x.p, bg, first_row, x.places + bg * x.blocks, tile0, table);
-        for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(Masks::TABLE)); tile += THREADS / 32) {
+        for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(TABLE)); tile += THREADS / 32) {
             i64 at = x.begins[bg * x.tiles + tile0 + tile] + x.counts[blockIdx.x * x.tiles + tile0 + tile];
 #pragma unroll
             for (u32 r = lane; r < CHUNK; r += 32) {

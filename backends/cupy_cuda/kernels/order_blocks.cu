@@ -2,7 +2,7 @@
 // position. It changes which keys are computed together, and no result beyond rounding.
 //
 // Grid: one CTA per (b, g). A thread has adjacent blocks.
-#include "block_tiles.cuh"
+#include "key_to_rows.cuh"
 
 constexpr int THREADS = 512, CLASSES = 12;  // the last one: fewer than one of 2^11 rows
 

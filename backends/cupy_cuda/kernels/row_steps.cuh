@@ -175,24 +175,20 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
 }
 
 #if SMALL_BLOCK
-// Which keys of the tile a row sees (Shared::seen), given where its blocks begin, one a lane; all lanes call this.
+// For each key of the tile a bit, whether listed token number i of a step selected and sees it, given the token's row and where the tile's
+// blocks begin, one a lane; all lanes call this.
 template <class List>
-DEVICE void write_seen(const List &list, u16 (&seen)[KEYS / 16][ROWS], int row, int step, int tile_row, int starts) {
-    constexpr int PART = SMALL_BLOCK < 16 ? SMALL_BLOCK : 16;  // keys of a block among a warp's
+DEVICE uint2 seen_keys(const List &list, int row, int step, int i, int starts) {
     const bool exists = row < list.x.p.S;
-    const u32 chosen = exists ? list.chosen(step, tile_row / H) : 0;
+    const u32 chosen = exists ? list.chosen(step, i) : 0;
     const int limit = exists ? row_limit(list.x.p, list.b, row) : 0;
+    u32 bits[2] = {0, 0};
 #pragma unroll
-    for (int warp = 0; warp < KEYS / 16; ++warp) {
-        u32 bits = 0;
-#pragma unroll
-        for (int key = 0; key < 16; key += PART) {
-            const int slot = (16 * warp + key) / SMALL_BLOCK, offset = (16 * warp + key) % SMALL_BLOCK;
-            const int keys = min(max(limit - __shfl_sync(ALL_LANES, starts, slot) - offset, 0), PART);  // those that causality leaves
-            if (chosen >> slot & 1) bits |= ((1u << keys) - 1) << key;
-        }
-        seen[warp][tile_row] = static_cast<u16>(bits);
+    for (int slot = 0; slot < TILE_BLOCKS; ++slot) {
+        const int first = slot * SMALL_BLOCK, keys = min(limit - __shfl_sync(ALL_LANES, starts, slot), SMALL_BLOCK);  // causality cuts one
+        if (chosen >> slot & 1) bits[first / 32] |= (~0u >> (32 - keys)) << first % 32;
     }
+    return make_uint2(bits[0], bits[1]);
 }
 #endif
 
@@ -209,6 +205,10 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
         const auto at = state_of(step);
         const int rows[2] = {coming[0], coming[1]};
         for (int i = 0; i < 2; ++i) coming[i] = list.row(step + 1, (lane + 32 * i) / H);
+#if SMALL_BLOCK
+        uint2 seen[2];  // before the stage is empty: its consumers wait for this
+        for (int i = 0; i < 2; ++i) seen[i] = seen_keys(list, rows[i], step, (lane + 32 * i) / H, starts);
+#endif
         shared.wait_empty(at);
         for (int i = 0; i < 2; ++i) {
             const int row = lane + 32 * i;
@@ -216,14 +216,14 @@ DEVICE void copy_statistics(const List &list, Shared &shared) {
             const i64 index = exists ? ((list.b * list.x.p.S + rows[i]) * list.x.p.G + list.g) * H + row % H : 0;
             cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);
             cp_async_4(&shared.delta[at.stage][row], list.x.delta + index, exists);
-#if !SMALL_BLOCK
+#if SMALL_BLOCK
+#pragma unroll
+            for (int warp = 0; warp < KEYS / 16; ++warp)
+                shared.seen[at.stage][warp][row] = static_cast<u16>((warp < 2 ? seen[i].x : seen[i].y) >> warp % 2 * 16);
+#else
             shared.limit[at.stage][row] = exists ? row_limit(list.x.p, list.b, rows[i]) - list.first_key : 0;
 #endif
         }
-#if SMALL_BLOCK
-#pragma unroll 1  // a producer has few registers
-        for (int i = 0; i < 2; ++i) write_seen(list, shared.seen[at.stage], i ? rows[1] : rows[0], step, lane + 32 * i, starts);
-#endif
         cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
         mbarrier_arrive(&shared.steps.full[at.stage]);
     }
