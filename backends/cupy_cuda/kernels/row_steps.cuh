@@ -23,10 +23,14 @@ constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
 constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // warpgroups: one has no registers for the sums of wider keys
 constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: two consumers have no registers for it beside their sums
+constexpr bool APART = TILE_STAYS && !ADJACENT;  // q and do of a step arrive and are released apart: there are two stages
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 
+DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
+
 struct Shared {
-    Pipeline<STAGES> steps;
+    Pipeline<STAGES> steps;               // APART: of q and the statistics
+    Pipeline<APART ? STAGES : 1> d_outs;  // APART: of do
     u64 tile;
     float lse[STAGES][ROWS], delta[STAGES][ROWS];
 #if SMALL_BLOCK
@@ -37,6 +41,7 @@ struct Shared {
 
     DEVICE void init() {
         steps.init((BY_TMA ? 1 : 32 * COPY_WARPS) + 32 + 32, 4 * CONSUMERS);  // rows; statistics copied, and written; a lane of every consumer warp
+        if (APART) d_outs.init(BY_TMA ? 1 : 32 * COPY_WARPS, 4 * CONSUMERS);
         mbarrier_init(&tile, 1);
         mbarrier_fence_init();
     }
@@ -46,13 +51,26 @@ struct Shared {
     }
 };
 
+// What comes together of a step.
+struct QAndDo {
+    static constexpr bool HAS_Q = true, HAS_DO = true;
+    DEVICE static void wait_empty(Shared &shared, int step) { shared.wait_empty(state_of(step)); }
+    DEVICE static u64 *full(Shared &shared, int step) { return &shared.steps.full[state_of(step).stage]; }
+};
+struct OnlyQ : QAndDo {
+    static constexpr bool HAS_DO = false;
+};
+struct OnlyDo {
+    static constexpr bool HAS_Q = false, HAS_DO = true;
+    DEVICE static void wait_empty(Shared &shared, int step) { shared.d_outs.wait_empty({step % STAGES, step / STAGES % 2}); }
+    DEVICE static u64 *full(Shared &shared, int step) { return &shared.d_outs.full[step % STAGES]; }
+};
+
 // The consumer's wait for a step. What lanes copied becomes visible to the tensor core by a fence after it.
 DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
     shared.steps.wait_full(at);
     if (!BY_TMA) fence_async_proxy();
 }
-
-DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
 
 #if SMALL_BLOCK
 // One warp: the tile's keys and values, a block per lane.
@@ -99,76 +117,96 @@ struct StepTokens {
 };
 
 // One lane: q and do of a step whose tokens follow each other, from this one on.
-template <class List>
+template <class Part, class List>
 DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int first) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    mbarrier_arrive_expect(full, TQ * H * 2 * (DK + DV));
-    tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, first, b);
-    tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, first, b);
+    mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
+    if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, first, b);
+    if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, first, b);
 }
 
-// One warp: q and do of every step by TMA, one token per lane where they do not follow each other.
+// One warp: q and do of a step by TMA once its stage is empty, one token per lane where they do not follow each other.
+template <class Part, class List>
+DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared, int step, const StepTokens<List> &tokens, bool adjacent) {
+    const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
+    Part::wait_empty(shared, step);
+    unsigned char *q_tile = stages + state_of(step).stage * STAGE_BYTES;
+    u64 *full = Part::full(shared, step);
+    __syncwarp();  // all lanes have seen it: the next phase may pass
+    if (adjacent) {
+        if (lane == 0) load_step<Part>(list, q_tile, full, tokens.rows[0]);
+        return;
+    }
+    if (lane == 0) mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
+    __syncwarp();
+    if (lane >= TQ) return;
+    if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile + lane * H * 128, &list.x.q_token, full, g, tokens.rows[0], b);
+    if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
+}
+
+// One warp: q and do of every step.
 template <class List>
 DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
     typedef StepTokens<List> Tokens;
-    const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     Tokens coming(list, 0);
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
         const Tokens tokens = coming;
         coming = Tokens(list, step + 1);  // read a step ahead: the rows' addresses depend on it
         const bool adjacent = tokens.adjacent();
-        shared.wait_empty(at);
-        unsigned char *q_tile = stages + at.stage * STAGE_BYTES;
-        u64 *full = &shared.steps.full[at.stage];
-        __syncwarp();  // all lanes have seen it: the next phase may pass
-        if (adjacent) {
-            if (lane == 0) load_step(list, q_tile, full, tokens.rows[0]);
-            continue;
-        }
-        if (lane == 0) mbarrier_arrive_expect(full, TQ * H * 2 * (DK + DV));
-        __syncwarp();
-        if (lane >= TQ) continue;
-        tma_load_row_tile<DK>(q_tile + lane * H * 128, &list.x.q_token, full, g, tokens.rows[0], b);
-        tma_load_row_tile<DV>(q_tile + K_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
+        if constexpr (APART) {  // do is released first
+            load_tokens<OnlyDo>(list, stages, shared, step, tokens, adjacent);
+            load_tokens<OnlyQ>(list, stages, shared, step, tokens, adjacent);
+        } else load_tokens<QAndDo>(list, stages, shared, step, tokens, adjacent);
     }
 }
 
-// One of the copy warps, where a token is few bytes. A step whose tokens follow each other comes by TMA. Else four rows of the tile at once,
-// eight lanes a row, of every COPY_WARPS-th four; zeros for rows that do not exist. What is copied arrives by itself, and takes the
-// consumer's fence (wait_for_rows).
+// One of the copy warps, where a token is few bytes: its share of a step once the stage is empty. A step whose tokens follow each other comes
+// by TMA. Else four rows of the tile at once, eight lanes a row, of every COPY_WARPS-th four; zeros for rows that do not exist. What is
+// copied arrives by itself, and takes the consumer's fence (wait_for_rows).
+template <class Part, class List>
+DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier, int step,
+                      const StepTokens<List> &tokens, bool adjacent) {
+    const int lane = threadIdx.x % 32, column = lane % 8;
+    Part::wait_empty(shared, step);
+    unsigned char *q_tile = stages + state_of(step).stage * STAGE_BYTES;
+    u64 *full = Part::full(shared, step);
+    __syncwarp();
+    if (adjacent) {
+        if (copier || lane) mbarrier_arrive(full);
+        else load_step<Part>(list, q_tile, full, tokens.rows[0]);
+        return;
+    }
+#pragma unroll 1
+    for (int four = copier; four < ROWS / 4; four += COPY_WARPS) {
+        const int tile_row = 4 * four + lane / 8, head = tile_row % H;
+        const int last = StepTokens<List>::HALVES - 1;
+        const int row = __shfl_sync(ALL_LANES, 4 * four / H < 32 ? tokens.rows[0] : tokens.rows[last], tile_row / H % 32);
+        const bool exists = row < list.x.p.S;
+        const i64 s = exists ? row : 0;
+        const u16 *q_row = q + s * list.x.p.q.stride_s + head * list.x.p.q.stride_h;
+        const u16 *do_row = d_out + s * list.x.d_out.stride_s + head * list.x.d_out.stride_h;
+        unsigned char *to = q_tile + swizzled(tile_row, column);
+#pragma unroll
+        for (int c = 0; c < (Part::HAS_Q ? DK : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
+#pragma unroll
+        for (int c = 0; c < (Part::HAS_DO ? DV : 0); c += 64)
+            cp_async_16(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
+    }
+    cp_async_mbarrier_arrive(full);
+}
+
+// One of the copy warps: its share of every step.
 template <class List>
 DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
-    typedef StepTokens<List> Tokens;
-    const int lane = threadIdx.x % 32, column = lane % 8;
-    const u16 *q = list.x.p.q.group(list.b, list.g) + column * 8, *d_out = list.x.d_out.group(list.b, list.g) + column * 8;
+    const int column = threadIdx.x % 8 * 8;
+    const u16 *q = list.x.p.q.group(list.b, list.g) + column, *d_out = list.x.d_out.group(list.b, list.g) + column;
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
-        const Tokens tokens(list, step);  // read while the stage is not empty yet
+        const StepTokens<List> tokens(list, step);  // read while the stage is not empty yet
         const bool adjacent = tokens.adjacent();
-        shared.wait_empty(at);
-        __syncwarp();
-        if (adjacent) {
-            u64 *full = &shared.steps.full[at.stage];
-            if (copier || lane) mbarrier_arrive(full);
-            else load_step(list, stages + at.stage * STAGE_BYTES, full, tokens.rows[0]);
-            continue;
-        }
-#pragma unroll 1
-        for (int four = copier; four < ROWS / 4; four += COPY_WARPS) {
-            const int tile_row = 4 * four + lane / 8, head = tile_row % H;
-            const int row = __shfl_sync(ALL_LANES, 4 * four / H < 32 ? tokens.rows[0] : tokens.rows[Tokens::HALVES - 1], tile_row / H % 32);
-            const bool exists = row < list.x.p.S;
-            const i64 s = exists ? row : 0;
-            const u16 *q_row = q + s * list.x.p.q.stride_s + head * list.x.p.q.stride_h;
-            const u16 *do_row = d_out + s * list.x.d_out.stride_s + head * list.x.d_out.stride_h;
-            unsigned char *to = stages + at.stage * STAGE_BYTES + swizzled(tile_row, column);
-#pragma unroll
-            for (int c = 0; c < DK; c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
-#pragma unroll
-            for (int c = 0; c < DV; c += 64) cp_async_16(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
-        }
-        cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
+        if constexpr (APART) {
+            copy_step<OnlyDo>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
+            copy_step<OnlyQ>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
+        } else copy_step<QAndDo>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
     }
     cp_async_commit();
     cp_async_wait<0>();
@@ -235,7 +273,7 @@ DEVICE void produce_boxes(const List &list, unsigned char *stages, Shared &share
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         shared.wait_empty(at);
-        load_step(list, stages + at.stage * STAGE_BYTES, &shared.steps.full[at.stage], list.row(step, 0));
+        load_step<QAndDo>(list, stages + at.stage * STAGE_BYTES, &shared.steps.full[at.stage], list.row(step, 0));
     }
 }
 

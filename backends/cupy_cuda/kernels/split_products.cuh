@@ -36,6 +36,12 @@ struct SplitSteps {
         list.zero_other_tokens(step, stages + at.stage * STAGE_BYTES);
     }
     DEVICE void release(int step) const { shared.steps.release(state_of(step).stage); }
+    // APART: of do.
+    DEVICE void wait_do(int step) const {
+        mbarrier_wait(&shared.d_outs.full[step % STAGES], step / STAGES % 2);
+        if (!BY_TMA) fence_async_proxy();
+    }
+    DEVICE void release_do(int step) const { shared.d_outs.release(step % STAGES); }
     DEVICE void mask(float (&x)[ROWS / 2], int step) const {
 #if SMALL_BLOCK
         mask_keys(x, shared.seen[state_of(step).stage]);
@@ -98,14 +104,20 @@ struct ValueSums {
 #pragma unroll
         for (int i = 0; i < DV / 2; ++i) dv[i] = 0.0f;
     }
+    DEVICE void wait(int step) const { steps.wait(step); }  // for what the product takes
     DEVICE void begin_product(int step) { keys.multiply(s, steps.q_tile(step)); }
     DEVICE void finish_product(int step) {
         exponentiate(s, steps.shared.lse[state_of(step).stage], steps.list.x.p.scale_log2);
         steps.mask(s, step);
         steps.send(s, step);
+        if (APART) steps.release(step);
     }
     DEVICE void update_operand() { as_operand(p, s); }
-    DEVICE void begin_sum(int step) { wgmma_add_a_b<DV>(dv, p, steps.do_tile(step) + TRANSPOSED); }
+    DEVICE void begin_sum(int step) {
+        if (APART) steps.wait_do(step);
+        wgmma_add_a_b<DV>(dv, p, steps.do_tile(step) + TRANSPOSED);
+    }
+    DEVICE void release_sum(int step) const { APART ? steps.release_do(step) : steps.release(step); }
     DEVICE void write(const GradientRows &rows, const KeyGradients &to) { rows.write<DV>(dv, 1.0f, 0, to.part_dv, to.dv); }
 };
 
@@ -120,8 +132,13 @@ struct KeySums {
 #pragma unroll
         for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
     }
+    DEVICE void wait(int step) const { APART ? steps.wait_do(step) : steps.wait(step); }
     DEVICE void begin_product(int step) { values.multiply(dp, steps.do_tile(step)); }
     DEVICE void finish_product(int step) {
+        if (APART) {
+            steps.release_do(step);
+            steps.wait(step);  // the statistics, and q
+        }
         steps.mask(dp, step);
         steps.exchange.wait_full({0, step % 2});
 #pragma unroll
@@ -138,6 +155,7 @@ struct KeySums {
     }
     DEVICE void update_operand() { as_operand(ds, dp); }
     DEVICE void begin_sum(int step) { wgmma_add_a_b<DK>(dk, ds, steps.q_tile(step) + TRANSPOSED); }
+    DEVICE void release_sum(int step) const { steps.release(step); }
     DEVICE void write(const GradientRows &rows, const KeyGradients &to) {
         rows.write<DK>(dk, static_cast<float>(steps.list.x.p.scale), 0, to.part_dk, to.dk);
     }
@@ -149,7 +167,7 @@ DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *s
     const SplitSteps<List> steps(list, stages, shared, exchange);
     Sums sums(steps, tile);
     if (list.steps > 0) {
-        steps.wait(0);
+        sums.wait(0);
         wgmma_fence();
         sums.begin_product(0);
         wgmma_commit();
@@ -161,15 +179,15 @@ DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *s
                 wgmma_fence();
                 sums.begin_sum(step - 1);
                 wgmma_commit();
-                steps.wait(step);
+                sums.wait(step);
                 sums.begin_product(step);
                 wgmma_commit();
                 wgmma_wait<1>();
-                steps.release(step - 1);
+                sums.release_sum(step - 1);
                 wgmma_wait<0>();
                 sums.finish_product(step);
             } else {
-                steps.wait(step);
+                sums.wait(step);
                 wgmma_fence();
                 sums.begin_product(step);
                 wgmma_commit();
@@ -178,7 +196,7 @@ DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *s
                 wgmma_wait<1>();
                 sums.finish_product(step);
                 wgmma_wait<0>();
-                steps.release(step - 1);
+                sums.release_sum(step - 1);
             }
             sums.update_operand();
         }
