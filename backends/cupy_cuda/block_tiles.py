@@ -48,8 +48,9 @@ class BlockLists(NamedTuple):
 def block_lists_of(call: Call) -> BlockLists:
     """The lists of a call with blocks of less than 64 keys that divide 64."""
     B, S, G = call.q.shape[:3]
-    capacity = B * G * S * min(call.selection.n, -(-call.k.shape[2] // KEYS))
-    segment = segment_length(call, KEYS, capacity, LONGEST, SEGMENTS_PER_SM, ENTRY_BYTES)
+    tiles = -(-call.k.shape[2] // KEYS)
+    capacity = B * G * S * min(call.selection.n, tiles)
+    segment = segment_length(call, KEYS, capacity, LONGEST, SEGMENTS_PER_SM, B * G * tiles, ENTRY_BYTES)
     lists: BlockLists = kept_plan(call, ("cupy-cuda block lists",), _build, capacity, segment).value
     return lists
 

@@ -48,15 +48,17 @@ def most_segments(entries: int, segment: int, lists: int) -> int:
     return min(entries, entries // segment + lists)
 
 
-def most_parts(entries: int, segment: int) -> int:
-    """A bound on the segments of lists that have several: such a list is longer than a segment, and has less than twice the segments that
-    its entries fill."""
-    return max(1, min(entries, 2 * entries // segment))
+def most_parts(entries: int, segment: int, lists: int) -> int:
+    """A bound on the segments of those of `lists` lists that have several: such a list is longer than a segment, and has less than one
+    segment more than its entries fill."""
+    return max(1, min(entries, entries // segment + min(lists, entries // segment)))
 
 
-def segment_length(call: Call, width: int, entries: int, most: int, per_sm: int, entry_bytes: int = BYTES) -> int:
+def segment_length(
+    call: Call, width: int, entries: int, most: int, per_sm: int, lists: int | None = None, entry_bytes: int = BYTES
+) -> int:  # fmt: skip
     """Entries of a segment: few enough to give every multiprocessor `per_sm` and for balance, and enough for the segments' float32 parts to
-    fit the workspace beside the lists. most: of one head."""
+    fit the workspace beside the lists. most: of one head. lists: how many; None: as many as there may be segments."""
     h, Dk = call.q.shape[3:]
     part_bytes = 4 * width * (Dk + call.v.shape[-1])
     longest = max(256, min(most, 4096 // h))  # longer if a row brings fewer heads: each segment writes its part
@@ -65,7 +67,7 @@ def segment_length(call: Call, width: int, entries: int, most: int, per_sm: int,
         segment *= 2
     bound = call.settings.workspace_bytes
     budget = max(bound - entry_bytes * entries, bound // 8)
-    while most_parts(entries, segment) * part_bytes > budget and 2 * segment * h < 2**31:
+    while most_parts(entries, segment, entries if lists is None else lists) * part_bytes > budget and 2 * segment * h < 2**31:
         segment *= 2
     return segment
 
@@ -161,7 +163,7 @@ def list_gradients(
     """The same over lists in memory. blocks: the tensors of `BlockTiles` (key_to_rows.cuh), if tiles are of small blocks."""
     assert lists.entries is not None, "of a window or compressed keys"
     entries = lists.entries.shape[0]
-    parts = most_parts(entries, lists.segment)
+    parts = most_parts(entries, lists.segment, lists.lists)
     ctas = most_segments(entries, lists.segment, lists.lists)
     return write_gradients(call, lists, width, parts, lambda values: start(ctas, values), blocks)
 

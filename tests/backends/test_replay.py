@@ -15,7 +15,7 @@ from torch import Tensor
 from nsa_sel.backends import _driver, _replay, cupy_cuda
 from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends._common import backward_of_any_scale
-from nsa_sel.backends.cupy_cuda import key_to_rows, launch, tensor_map
+from nsa_sel.backends.cupy_cuda import block_tiles, key_to_rows, launch, tensor_map
 from nsa_sel.core.call import REPEATED, Call
 from nsa_sel.core.workspace import Workspace
 from nsa_sel.selection import Selection
@@ -172,6 +172,18 @@ def test_a_plan_that_was_replayed_has_its_tensors(driver: list[str]) -> None:
     assert plans[2].begins.data_ptr() - plans[2].entries.data_ptr() > 0  # type: ignore[union-attr]
     assert plans[2].begins.untyped_storage().data_ptr() == plans[2].segments.untyped_storage().data_ptr()
     assert torch.equal(plans[2].begins, plans[3].begins)
+
+
+def test_replayed_lists_of_small_blocks_are_those_that_were_built(driver: list[str], played: list[int]) -> None:
+    """Their counts of blocks are zeroed again."""
+    known: dict[Any, Any] = {REPEATED: True}
+    plans = [block_tiles.block_lists_of(call_of(0, facts)) for facts in (known, known, known, known, None)]
+    assert played
+    for plan in plans[1:]:
+        for name in ("begins", "segments", "parts", "slots"):
+            assert torch.equal(getattr(plan, name), getattr(plans[0], name)), name
+        for name in ("entries", "chosen"):
+            assert torch.equal(*(getattr(x, name)[: int(x.begins[-1])] for x in (plan, plans[0]))), name
 
 
 def moved(x: Tensor) -> Tensor:
