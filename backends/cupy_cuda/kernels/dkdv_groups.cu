@@ -24,8 +24,7 @@
 
 constexpr int NO_END = 0x7fffffff;
 constexpr int CTAS = CONSUMERS == 1 ? 2 : 1;  // of a multiprocessor
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : TILE_STAYS ? 216 : 232;  // a thread
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 1 ? 32 : TILE_STAYS ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 224 : 232, PRODUCER_REGISTERS = CONSUMERS == 1 ? 32 : 40;  // a thread
 
 struct Arguments {
     TensorMap q, d_o, k, v;  // of q and do the tokens of a step

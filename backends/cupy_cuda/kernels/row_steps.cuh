@@ -22,7 +22,7 @@ constexpr bool ADJACENT = false;
 constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
 constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // warpgroups: one has no registers for the sums of wider keys
-constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: two consumers have no registers for it beside their sums
+constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: two consumers have no registers for all of it beside their sums
 constexpr bool APART = TILE_STAYS && !ADJACENT;  // q and do of a step arrive and are released apart: there are two stages
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // of keys and values; of q and do
 

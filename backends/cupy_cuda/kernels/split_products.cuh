@@ -5,16 +5,12 @@
 //
 // p goes from one to the other in float32 through shared memory, where thread t of one writes what thread t of the other reads.
 // Each keeps its operand of the first product, the tile's keys or values, in registers: wgmma then reads half as much shared memory for it,
-// and the memory that the tile came to becomes the last stage of q and do. Beside sums of 256 columns there are no registers for it: it
-// stays in shared memory (TILE_STAYS), beside two stages.
-// The first product of a step and the sum of the step before are in flight together. With TILE_STAYS the sum of a step follows its first
-// product at once, so that a stage is released for the next but one: one consumer multiplies while the other computes p or ds.
+// and the memory that the tile came to becomes the last stage of q and do. The first product of a step and the sum of the step before are
+// in flight together.
+// Beside sums of 256 columns there are registers for a part of it (TILE_STAYS), and two stages beside the tile. There, q and do are released
+// apart, each as soon as both consumers are done with it: while one consumer computes p or ds, the other multiplies.
 #pragma once
 #include "row_steps.cuh"
-
-#ifndef HELD_COLUMNS
-#define HELD_COLUMNS 0
-#endif
 
 // What both consumers know of a segment's steps; list: as of row_steps.cuh, and what dkdv_groups.cu adds to it.
 template <class List>
@@ -64,8 +60,8 @@ struct SplitSteps {
 // COLUMNS of the tile's keys or values as operand a: the first HELD in registers, the others in shared memory.
 template <int COLUMNS>
 struct TileOperand {
-    static constexpr int HELD = TILE_STAYS ? HELD_COLUMNS : COLUMNS;
-    u32 held[HELD ? HELD / 16 : 1][4], others;
+    static constexpr int HELD = TILE_STAYS ? 64 : COLUMNS;
+    u32 held[HELD / 16][4], others;
 
     // If all are in registers, the last stage is released.
     template <class List>
