@@ -1,7 +1,7 @@
 """Hopper's kernels (TMA, wgmma), and which calls they take.
 
 forward_tiles.cu, dq_tiles.cu  tiles of adjacent tokens, with the union of their blocks (tile_union.cu)
-forward_gather.cu              such a forward pass of 256 columns, or over blocks smaller than a step
+forward_gather.cu, dq_gather.cu  the same of 256 columns, or over blocks smaller than a step
 dkdv_groups.cu                 over the lists of key_to_rows.py, whose segments order_segments.cu puts in order
 forward_blocks.cu              rows of whole blocks that share no keys with their neighbors, as when a batch decodes
 """
@@ -95,6 +95,11 @@ def supports_tiles(call: Call, *others: Tensor) -> bool:
     return _fits_tiles(call, bool(others)) and mappable(*others)
 
 
+def supports_dq(call: Call, do: Tensor) -> bool:
+    """Whether they compute dq, whatever computes dk and dv."""
+    return call.q.shape[3] >= HOPPER_TILES.heads[0] and _fits_tiles(call, False) and mappable(do)
+
+
 @known
 def _fits_tiles(call: Call, backward: bool) -> bool:
     _, S, _, h, Dk = call.q.shape
@@ -135,17 +140,17 @@ def forward_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
     return tile_shape(HOPPER_TILES.warpgroups(h, Dk), h, Dk, Dv, 1, exchanged, device.shared_memory)
 
 
-def gather_shape(q: Tensor, v: Tensor, device: DeviceInfo) -> TileShape:
-    """Of forward_gather.cu: `stages` are those of keys; values have one less."""
+def gather_shape(q: Tensor, v: Tensor, device: DeviceInfo, backward: bool = False) -> TileShape:
+    """Of forward_gather.cu, or of dq_gather.cu, which has do, too: `stages` are those of keys; values have one less."""
     (h, Dk), Dv = q.shape[3:], v.shape[-1]
-    consumers, k_bytes, v_bytes = HOPPER_TILES.warpgroups(h, Dk), PANEL * Dk // 64, PANEL * Dv // 64
-    row_bytes = consumers * k_bytes
+    consumers, k_bytes, v_bytes = HOPPER_TILES.warpgroups(h, Dk, backward), PANEL * Dk // 64, PANEL * Dv // 64
+    row_bytes = consumers * (k_bytes + v_bytes * backward)
     values = min(MOST_STAGES - 1, (device.shared_memory - STATIC - row_bytes - k_bytes) // (k_bytes + v_bytes))
-    return TileShape(consumers, HOPPER_TILES.tokens(h, Dk), values + 1, 1, row_bytes + (values + 1) * k_bytes + values * v_bytes)
+    return TileShape(consumers, HOPPER_TILES.tokens(h, Dk, backward), values + 1, 1, row_bytes + (values + 1) * k_bytes + values * v_bytes)
 
 
 def gathers(call: Call) -> bool:
-    """Whether forward_gather.cu computes a call of tiles."""
+    """Whether forward_gather.cu and dq_gather.cu compute a call of tiles."""
     h, Dk = call.q.shape[3:]
     return HOPPER_TILES.gathers(h, Dk, call.v.shape[-1], call.selection.block_size)
 
@@ -162,6 +167,12 @@ def key_maps(call: Call | ChooseCall | WindowCall, keys: int = KEYS) -> tuple[by
     return tensor_map(call.k, keys, 64), tensor_map(call.v, keys, 64)
 
 
+def _tile_maps(call: Call) -> tuple[bytes, bytes]:
+    """The maps of k and v as steps of tiles load them: eight keys with all their columns of blocks that fill no step."""
+    block = call.selection.block_size or KEYS
+    return (key_group_map(call.k), key_group_map(call.v)) if 8 <= block < KEYS else key_maps(call, min(block, KEYS))
+
+
 def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
     B, S, G, h, _ = call.q.shape
@@ -171,10 +182,9 @@ def forward_tiles(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _forward(call: Call, o: Tensor, lse: Tensor) -> None:
-    q, gathered, block = call.q, gathers(call), call.selection.block_size or KEYS
+    q, gathered = call.q, gathers(call)
     source, shape_of = ("forward_gather.cu", gather_shape) if gathered else ("forward_tiles.cu", forward_shape)
-    keys = (key_group_map(call.k), key_group_map(call.v)) if 8 <= block < KEYS else key_maps(call, min(block, KEYS))
-    maps, shape = (row_map(q, ROWS // q.shape[3]), *keys), shape_of(q, call.v, call.device)
+    maps, shape = (row_map(q, ROWS // q.shape[3]), *_tile_maps(call)), shape_of(q, call.v, call.device)
     _start_tiles(source, call, call.disjoint_ranges(), shape, maps, o.data_ptr(), lse.data_ptr())
 
 
@@ -191,10 +201,10 @@ def dq_tiles(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
 
 
 def _dq(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, dq: Tensor, delta: Tensor) -> None:
-    q, h = call.q, call.q.shape[3]
-    shape = dq_shape(q, call.v, call.device)
-    maps = (row_map(q, ROWS // h), row_map(do, ROWS // h), *key_maps(call))
-    _start_tiles("dq_tiles.cu", call, call.disjoint_ranges(), shape, maps, *launch.pointers(o, lse, dlse, dq, delta))
+    q, h, gathered = call.q, call.q.shape[3], gathers(call)
+    shape = gather_shape(q, call.v, call.device, backward=True) if gathered else dq_shape(q, call.v, call.device)
+    maps, source = (row_map(q, ROWS // h), row_map(do, ROWS // h), *_tile_maps(call)), "dq_gather.cu" if gathered else "dq_tiles.cu"
+    _start_tiles(source, call, call.disjoint_ranges(), shape, maps, *launch.pointers(o, lse, dlse, dq, delta))
 
 
 def _start_tiles(source: str, call: Call, ranges: Tensor, shape: TileShape, maps: tuple[bytes, ...], *values: int) -> None:

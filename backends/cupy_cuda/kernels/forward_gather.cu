@@ -45,41 +45,16 @@ struct Attention {
         wgmma_add_a_b<DV, Layout<DV>::GROUP>(acc, p, steps.values_of(step) + (Layout<DV>::NEXT / 16 << 16));
         wgmma_commit();
     }
-    // The units of a step that row r selected.
-    DEVICE u32 selected(const GatheredStep &step, int r) const {
-        if (UNITS == 1 || !rows.bit[r]) return (step.rows & rows.bit[r]) != 0;
-        return steps.shared.selected[step.keys.stage][steps.consumer * TQ + RowPair::row(r) / H];
-    }
-    // -inf in place of logits for units that a row did not select.
-    DEVICE void mask_units(const u32 (&units)[2]) {
-        const int shift = UNIT == 4 ? threadIdx.x % 4 / 2 : 0;  // a lane's two of eight columns
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int i = 0; i < elements<decltype(s)>; ++i)
-                if (!(units[r] >> shift >> i / 2 * 8 / UNIT & 1)) element(s, r, i) = -infinity();
-    }
-    // The same for keys that a row does not see.
-    DEVICE void mask_keys(const GatheredStep &step) {
-        const int *first = steps.shared.first_key[step.keys.stage];
-#pragma unroll
-        for (int i = 0; i < elements<decltype(s)>; ++i) {
-            const int column = column_of(i), key = first[column / UNIT] + column % UNIT;
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                if (hidden(rows.problem, key, rows.limit[r])) element(s, r, i) = -infinity();
-        }
-    }
     // p in place of the logits of a step, whose keys are released, and alpha if a maximum rises. PENDING groups of wgmma are in flight that
     // began later.
     template <int PENDING, bool PARTIAL>
     DEVICE void probabilities(const GatheredStep &step) {
-        const u32 units[2] = {selected(step, 0), selected(step, 1)};
+        const u32 units[2] = {steps.selected(step, rows, 0), steps.selected(step, rows, 1)};
         wgmma_wait<PENDING>();
-        if (PARTIAL) mask_keys(step);
+        if (PARTIAL) steps.mask_keys(s, step, rows, -infinity());
         __syncwarp();  // all lanes have read what comes with the keys
         steps.release_keys(step);
-        if (UNITS > 1) mask_units(units);
+        mask_units(s, units, -infinity());
         float top[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) top[r] = units[r] ? row_max(s, r) : LOWEST;

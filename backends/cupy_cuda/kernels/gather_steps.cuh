@@ -257,8 +257,43 @@ struct GatherReader {
         }
         return END;
     }
+    // The units of a step that row r of a thread selected.
+    DEVICE u32 selected(const GatheredStep &step, const RowPair &rows, int r) const {
+        if (UNITS == 1 || !rows.bit[r]) return (step.rows & rows.bit[r]) != 0;
+        return shared.selected[step.keys.stage][consumer * TQ + RowPair::row(r) / H];
+    }
+    // `value` in place of elements for keys that a row does not see.
+    template <class Tile>
+    DEVICE void mask_keys(Tile &s, const GatheredStep &step, const RowPair &rows, float value) const {
+        constexpr int N = elements<Tile>;
+        const int *first = shared.first_key[step.keys.stage];
+        u32 unseen = 0;  // a bit for each element; not unrolled, for want of registers
+#pragma unroll 1
+        for (int i = 0; i < N; ++i) {
+            const int column = column_of(i), key = first[column / UNIT] + column % UNIT;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) unseen |= static_cast<u32>(hidden(rows.problem, key, rows.limit[r])) << (N * r + i);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (unseen >> (N * r + i) & 1) element(s, r, i) = value;
+    }
     DEVICE u32 keys_of(const GatheredStep &step) const { return uniform(keys + step.keys.stage * (K_BYTES / 16)); }  // an operand
     DEVICE u32 values_of(const GatheredStep &step) const { return uniform(values + step.values.stage * (V_BYTES / 16)); }
     DEVICE void release_keys(const GatheredStep &step) { shared.keys.release(step.keys.stage); }
     DEVICE void release_values(const GatheredStep &step) { shared.values.release(step.values.stage); }
 };
+
+// `value` in place of elements for units that a row did not select; of whole blocks all or none are.
+template <class Tile>
+DEVICE void mask_units(Tile &s, const u32 (&units)[2], float value) {
+    if (UNITS == 1) return;
+    const int shift = UNIT == 4 ? threadIdx.x % 4 / 2 : 0;  // a lane's two of eight columns
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int i = 0; i < elements<Tile>; ++i)
+            if (!(units[r] >> shift >> i / 2 * 8 / UNIT & 1)) element(s, r, i) = value;
+}

@@ -1,0 +1,138 @@
+// dq of tiles of adjacent tokens on Hopper, and delta for dk and dv, as dq_tiles.cu, but for up to 256 columns and for blocks smaller than a
+// step, which steps gather (gather_steps.cuh: units, pipelines, bits; token_tiles.cuh: grid, tiles, masks).
+//
+//   delta = sum(do * o) - dlse,  p = 2^(c q k^T - lse),  ds = p * (do v^T - delta),  dq = scale * sum_j ds_j k_j
+//
+// With 256 columns there is room for two stages of K and one of V beside q and do. Values are released as soon as do v^T is there. A consumer
+// does one thing after another, for want of registers: while one computes ds, the other multiplies.
+#include "gather_steps.cuh"
+#include "row_delta.cuh"
+
+constexpr int Q_BYTES = DK / 64 * PANEL, ROW_BYTES = Q_BYTES + DV / 64 * PANEL;  // of a consumer: q, and with do
+
+struct Arguments {
+    TensorMap q, d_o, k, v;
+    Problem p;
+    TilePlan plan;
+    const u16 *o;             // [B,S,G,h,DV], contiguous
+    const float *lse, *dlse;  // [B,S,G,h]; dlse may be null
+    u16 *dq;                  // [B,S,G,h,DK]
+    float *delta;             // [B,S,G,h]
+};
+
+// What a consumer computes of a tile.
+struct QueryGradient {
+    GatherReader &steps;
+    const u32 q_tile;  // an operand, which do follows
+    const RowPair &rows;
+    const float c;
+    float delta[2], lse[2];  // lse in base 2; infinity for a row without keys
+    float acc[DK / 2], s[KEYS / 2], dp[KEYS / 2];
+    u32 ds[KEYS / 16][4];  // an operand
+
+    DEVICE QueryGradient(GatherReader &reader, u32 q, const RowPair &pair, float scale_log2)
+        : steps(reader), q_tile(q), rows(pair), c(scale_log2) {
+#pragma unroll
+        for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
+    }
+    DEVICE void begin_products(const GatheredStep &step) {
+        wgmma_fence();
+        wgmma_a_bt<DK, Layout<DK>::NEXT, Layout<DK>::GROUP>(s, uniform(q_tile), steps.keys_of(step));
+        wgmma_commit();
+        steps.shared.values.wait_full(step.values);
+        if (COPIES) fence_async_proxy();
+        wgmma_fence();
+        wgmma_a_bt<DV, Layout<DV>::NEXT, Layout<DV>::GROUP>(dp, uniform(q_tile + Q_BYTES / 16), steps.values_of(step));
+        wgmma_commit();
+    }
+    DEVICE void add_sums(const GatheredStep &step) {
+        wgmma_fence();
+        wgmma_add_a_b<DK, Layout<DK>::GROUP>(acc, ds, steps.keys_of(step) + (Layout<DK>::NEXT / 16 << 16));
+        wgmma_commit();
+        wgmma_wait<0>();
+    }
+    // ds from the products of a step, whose values are released.
+    DEVICE void finish_products(const GatheredStep &step, bool partial) {
+        wgmma_wait<0>();
+        steps.release_values(step);
+        float shift[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) shift[r] = UNITS > 1 || step.rows & rows.bit[r] ? lse[r] : infinity();
+        logit_gradients(s, dp, c, shift, delta);
+        const u32 units[2] = {steps.selected(step, rows, 0), steps.selected(step, rows, 1)};
+        mask_units(s, units, 0.0f);
+        if (partial) steps.mask_keys(s, step, rows, 0.0f);
+        as_operand(ds, s);
+    }
+};
+
+// A consumer's steps of a tile.
+DEVICE void differentiate_tile(GatherReader &steps, int partial_steps, Pipeline<1> &q, QueryGradient &math) {
+    GatheredStep step;
+    while (steps.find(step, NO_LIMIT) == STEP) {
+        math.begin_products(step);
+        math.finish_products(step, step.number < partial_steps);
+        math.add_sums(step);
+        steps.release_keys(step);
+    }
+    __syncwarp();  // all lanes have seen q and do, of a tile without steps, too: the next phase may pass
+    q.release(0);  // are not read any more
+}
+
+DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char *values, unsigned char *row_memory, GatherShared &shared,
+                          int consumer) {
+    const Problem &p = x.p;
+    const u32 q_tile = uniform(operand(shared_address(row_memory)));
+    GatherReader steps(shared, consumer, keys, values);
+    TileScheduler scheduler(shared.tiles, x.plan);
+    while (scheduler.next_tile()) {
+        const TokenTile tile(scheduler.number, x.plan, p.G);
+        const RowPair rows(p, tile, consumer);
+        QueryGradient gradient(steps, q_tile, rows, p.scale_log2);
+        steps.begin_tile(steps_of(scheduler.counts.y));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float lse = rows.bit[r] ? x.lse[RowPair::index(p, tile, consumer, r)] : -infinity();
+            gradient.lse[r] = lse == -infinity() ? infinity() : lse * LOG2_E;
+        }
+        shared.q[consumer].wait_full(scheduler.at<1>());
+        RowDelta sums(rows, tile, consumer);
+#pragma unroll 4
+        for (int k = 0; k < DV / 16; ++k) {
+            u32 d_out[4];
+            load_operand(d_out, row_memory + Q_BYTES, k);
+            sums.add(d_out, x.o, k);
+        }
+        sums.finish(gradient.delta, x.dlse, x.delta);
+        differentiate_tile(steps, steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], gradient);
+
+        float scale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) scale[r] = gradient.lse[r] == infinity() ? 0.0f : static_cast<float>(p.scale);
+        write_rows<DK>(gradient.acc, scale, x.dq, p, tile, consumer);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_gather(const __grid_constant__ Arguments x) {
+    extern __shared__ __align__(1024) unsigned char memory[];  // q and do of the consumers, the stages of K, those of V
+    __shared__ GatherShared shared;
+    unsigned char *keys = memory + CONSUMERS * ROW_BYTES, *values = keys + STAGES * K_BYTES;
+    const int warpgroup = threadIdx.x / 128, producer = threadIdx.x / 32 - 4 * CONSUMERS;
+    if (threadIdx.x == 0) shared.init();
+    __syncthreads();
+    if (warpgroup < CONSUMERS) {
+        reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(true);
+        differentiate(x, keys, values, memory + warpgroup * ROW_BYTES, shared, warpgroup);
+        return;
+    }
+    reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS>(false);
+    if (producer == 0) produce_keys(x.k, x.p, x.plan, keys, shared);
+    else if (producer <= LOADERS)
+        produce_part<DV, false>(shared.values, producer - 1, x.v, x.p, x.plan, values, shared, [&](TileScheduler &scheduler, const TokenTile &tile) {
+            if (producer > 1) return;
+#pragma unroll 1
+            for (int i = 0; i < CONSUMERS; ++i) produce_rows<DK, DV>(shared.q[i], scheduler.at<1>(), memory + i * ROW_BYTES, tile, i, x.q, x.d_o);
+        });
+    else if (COPIES && producer == 3)
+        produce_part<DK, true>(shared.keys, 1, x.k, x.p, x.plan, keys, shared, [](TileScheduler &, const TokenTile &) {});
+}
