@@ -43,6 +43,7 @@ HOPPERS = {
     "forward_tiles.cu",
     "forward_gather.cu",
     "dq_tiles.cu",
+    "dq_gather.cu",
     "dkdv_groups.cu",
     "tile_union.cu",
     "order_segments.cu",
@@ -90,13 +91,15 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
         joined = shape == "decode-h16" and sm not in sm80.WITH_CLUSTERS
         assert names == ({"forward_blocks.cu"} if sm == sm90.SM else {"forward_rows.cu", "combine.cu"} if joined else {"forward_rows.cu"})
     elif sm == sm90.SM and sm90.gathers(target_call(shape, sm)):
-        assert names == ALL_KERNELS - {"combine.cu", "forward_rows.cu", *HOPPERS} | {"tile_union.cu", "forward_gather.cu"}
+        others = {"combine.cu", "forward_rows.cu", "dq_rows.cu", *HOPPERS}
+        assert names == ALL_KERNELS - others | {"tile_union.cu", "forward_gather.cu", "dq_gather.cu"}
     elif sm == sm90.SM:
         assert names == ALL_KERNELS - {
             "combine.cu",
             "forward_rows.cu",
             "forward_blocks.cu",
             "forward_gather.cu",
+            "dq_gather.cu",
             "forward_tokens.cu",
             "dq_tiles.cu" if shape == "h1" else "dq_rows.cu",
             *({"dkdv_groups.cu", "order_segments.cu"} if shape == "h1" else {"dkdv_tiles.cu"}),

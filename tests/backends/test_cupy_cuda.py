@@ -16,18 +16,21 @@ from nsa_sel.core.call import Call
 from nsa_sel.core.check import check_call
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
-from nsa_sel.oracle import oracle_mask
+from nsa_sel.oracle import oracle_backward, oracle_mask
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
 from nsa_sel.varlen import selection_attention_varlen
 from tests.helpers.cases import (
     assert_forward,
     assert_gradients,
+    assert_within_twice_baseline,
     edge_selections,
+    gradient_terms,
     make_blocks,
     make_grads,
     make_qkv,
     make_spans,
+    plain_results,
     unused_keys,
 )
 from tests.helpers.emulate import BACKWARDS, EAGER, GPU, LATE_WARP, emulated, needs_compiler
@@ -147,6 +150,41 @@ def check_tiles(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk: int, Dv:
         got = cupy_cuda.forward(call_of(q, *(torch.where(unused, float("nan"), x) for x in (k, v)), selection))
     assert started == ["tile_union.cu", "forward_gather.cu" if block < 64 or Dk == 256 else "forward_tiles.cu"]
     assert_forward(got, q, k, v, selection.ranges)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [pytest.param(0, marks=pytest.mark.thorough), BACKWARDS | EAGER])
+@pytest.mark.parametrize(
+    ("h", "Dk", "Dv", "block", "n"),
+    [
+        (12, 256, 256, 4, 20),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.thorough)
+            for sizes in ((3, 64, 128, 8, 9), (4, 192, 64, 16, 5), (5, 64, 64, 32, 3), (16, 256, 256, 64, 3))
+        ),
+    ],
+)
+def test_dq_of_gathered_steps(monkeypatch: pytest.MonkeyPatch, mode: int, h: int, Dk: int, Dv: int, block: int, n: int) -> None:
+    """More tiles than CTAs, the last one with tokens that do not exist; rows without keys; keys that no row sees hold NaN."""
+    emulated(monkeypatch, mode)
+    S, S_kv = {12: 24, 16: 20}.get(h, 70), 130
+    q, k, v = make_qkv(S=S, G=2, h=h, Dk=Dk, Dv=Dv, S_kv=S_kv, dtype=torch.float16)
+    ranges = make_blocks(1, S, 2, S_kv, n, block).ranges
+    ranges[:, 8:10] = 0
+    ranges[:, -10:][ranges[:, -10:, ..., 0] >= 64] = 0  # nobody sees the end of what others before them see
+    selection, (do, dlse) = Selection(ranges, block), make_grads(q, v)
+    unused = unused_keys(q, k, ranges, None).unsqueeze(-1)
+    assert unused.any()
+    with new_memory_is_nan():
+        call = call_of(q, *(torch.where(unused, float("nan"), x) for x in (k, v)), selection)
+        o, lse = cupy_cuda.forward(call)
+        dlse = torch.where(lse == float("-inf"), 0.0, dlse)
+        assert sm90.supports_dq(call, do)
+        assert sm90.gathers(call)
+        dq, delta = sm90.dq_tiles(call, call.disjoint_ranges(), o, lse, do, dlse)
+    dq_oracle, dq_plain = (of(q, k, v, ranges, do, dlse, None, None)[i] for of, i in ((oracle_backward, 0), (plain_results, 2)))
+    assert_within_twice_baseline(dq, dq_oracle, dq_plain, "dq", gradient_terms(q, k, v, do, None)[0])
+    torch.testing.assert_close(delta, (do.float() * o.float()).sum(-1) - dlse, atol=1e-4, rtol=1e-4)
 
 
 def test_wide_heads(monkeypatch: pytest.MonkeyPatch) -> None:

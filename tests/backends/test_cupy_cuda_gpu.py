@@ -156,7 +156,7 @@ def test_poison_matrix_of_hopper(started: list[str], h: int, Dk: int, Dv: int, b
     check_one_row(run, q, k, v, mask, row)
     ran = ("forward_tiles.cu", "dq_tiles.cu", "dkdv_groups.cu")
     gathered = HOPPER_TILES.gathers(h, Dk, Dv, block)
-    for kernel in ("forward_gather.cu",) if gathered else ran[:1] if h == 1 else ran:
+    for kernel in ("forward_gather.cu", "dq_gather.cu") if gathered else ran[:1] if h == 1 else ran:
         assert_ran(started, kernel)
 
 
@@ -182,10 +182,12 @@ def test_gathered_steps(started: list[str], S: int, h: int, Dk: int, Dv: int, bl
     selection = make_blocks(2, S, G, S_kv, n, block, device="cuda")
     positions = torch.randint(0, S_kv, (2, S), generator=torch.Generator().manual_seed(3)).cuda()
     for q_pos in (None, positions):
-        check_forward("cupy-cuda", q, k, v, selection, q_pos=q_pos)
+        check_both("cupy-cuda", q, k, v, selection, q_pos=q_pos)
         runs = [attend("cupy-cuda", q, k, v, selection, q_pos=q_pos) for _ in range(4)]
         assert all(torch.equal(x, y) for run in runs for x, y in zip(runs[0], run, strict=True))
-    assert_ran(started, "forward_gather.cu")
+    check_deterministic("cupy-cuda", q, k, v, selection, 50 if S == 70 else 3)
+    for kernel in ("forward_gather.cu", "dq_gather.cu"):
+        assert_ran(started, kernel)
 
 
 def test_poison_matrix_of_a_batch_that_decodes(started: list[str]) -> None:

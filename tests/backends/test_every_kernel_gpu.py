@@ -36,8 +36,8 @@ SIZES = (  # B, S, S_kv: prefill of few rows and of many, decoding with few rows
 )
 BLOCK, N = 64, 4
 HOPPERS = {
-    "forward_tiles.cu", "forward_gather.cu", "dq_tiles.cu", "dkdv_groups.cu", "tile_union.cu", "forward_blocks.cu", "forward_tokens.cu",
-    "block_gradients.cu", "sum_sections.cu", "order_segments.cu",
+    "forward_tiles.cu", "forward_gather.cu", "dq_tiles.cu", "dq_gather.cu", "dkdv_groups.cu", "tile_union.cu", "forward_blocks.cu",
+    "forward_tokens.cu", "block_gradients.cu", "sum_sections.cu", "order_segments.cu",
 }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_every_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = {"lengths": LENGTHS * 20, "page_size": 64, "S_q": 4, "h": 4, "Dk": 128, "Dv": 128, "block": 64}
         check_quantized(make_quantized("page", **sizes, dtype=torch.bfloat16, device="cuda"), "cupy-cuda")  # few new tokens over e4m3 keys
         q, k, v = make_qkv(1, 40, 2, 12, 256, 256, S_kv=150, dtype=torch.bfloat16, device="cuda")
-        check_forward("cupy-cuda", q, k, v, make_blocks(1, 40, 2, 150, N, 4, device="cuda"))
+        check_both("cupy-cuda", q, k, v, make_blocks(1, 40, 2, 150, N, 4, device="cuda"))
         q, k, v = make_qkv(1, 300, 2, 16, 128, 128, S_kv=400, dtype=torch.bfloat16, device="cuda")
         check_both("cuda-block", q, k, v, make_blocks(1, 300, 2, 400, N, BLOCK, device="cuda"))
     assert files <= {Path(name).name for name in ran}, f"never ran: {sorted(files - {Path(name).name for name in ran})}"
