@@ -6,7 +6,6 @@
 // With 256 columns there is room for two stages of K and one of V beside q and do. Values are released as soon as do v^T is there. A consumer
 // does one thing after another, for want of registers: while one computes ds, the other multiplies.
 #include "gather_steps.cuh"
-#include "row_delta.cuh"
 
 constexpr int Q_BYTES = DK / 64 * PANEL, ROW_BYTES = Q_BYTES + DV / 64 * PANEL;  // of a consumer: q, and with do
 
@@ -31,7 +30,28 @@ struct QueryGradient {
     u32 ds[KEYS / 16][4];  // an operand
 
     DEVICE QueryGradient(GatherReader &reader, u32 q, const RowPair &pair, float scale_log2)
-        : steps(reader), q_tile(q), rows(pair), c(scale_log2) {
+        : steps(reader), q_tile(q), rows(pair), c(scale_log2) {}
+    // delta, which goes to memory, too. do_tile: do, which has arrived.
+    DEVICE void begin_tile(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *do_tile) {
+        float sum[2] = {0.0f, 0.0f};
+        i64 row[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row[r] = RowPair::index(x.p, tile, consumer, r);
+#pragma unroll
+        for (int i = threadIdx.x % 4; i < DV / 8; i += 4)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (!rows.bit[r]) continue;
+                const uint4 a = *reinterpret_cast<const uint4 *>(do_tile + i / 8 * PANEL + swizzled(RowPair::row(r), i % 8));
+                const uint4 b = *reinterpret_cast<const uint4 *>(x.o + row[r] * DV + i * 8);
+                sum[r] = dot2(a.w, b.w, dot2(a.z, b.z, dot2(a.y, b.y, dot2(a.x, b.x, sum[r]))));
+            }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            delta[r] = quad_sum(sum[r]);
+            if (x.dlse && rows.bit[r]) delta[r] -= x.dlse[row[r]];
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.delta[row[r]] = delta[r];
+        }
 #pragma unroll
         for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
     }
@@ -59,7 +79,9 @@ struct QueryGradient {
 #pragma unroll
         for (int r = 0; r < 2; ++r) shift[r] = UNITS > 1 || step.rows & rows.bit[r] ? lse[r] : infinity();
         logit_gradients(s, dp, c, shift, delta);
-        const u32 units[2] = {steps.selected(step, rows, 0), steps.selected(step, rows, 1)};
+        u32 units[2];  // rows of no token, which are not stored, have those of the last one
+#pragma unroll
+        for (int r = 0; r < 2; ++r) units[r] = steps.selected(step, min(RowPair::row(r) / H, TQ - 1));
         mask_units(s, units, 0.0f);
         if (partial) steps.mask_keys(s, step, rows, 0.0f);
         as_operand(ds, s);
@@ -96,14 +118,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char
             gradient.lse[r] = lse == -infinity() ? infinity() : lse * LOG2_E;
         }
         shared.q[consumer].wait_full(scheduler.at<1>());
-        RowDelta sums(rows, tile, consumer);
-#pragma unroll 4
-        for (int k = 0; k < DV / 16; ++k) {
-            u32 d_out[4];
-            load_operand(d_out, row_memory + Q_BYTES, k);
-            sums.add(d_out, x.o, k);
-        }
-        sums.finish(gradient.delta, x.dlse, x.delta);
+        gradient.begin_tile(x, tile, consumer, row_memory + Q_BYTES);
         differentiate_tile(steps, steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], gradient);
 
         float scale[2];

@@ -5,7 +5,7 @@
 // Of compressed keys or a window a tile has few steps, so that reading o from memory for delta would be a large part of its time: o comes
 // with do. do goes to registers as the operand of do v^T: wgmma then reads half as much shared memory for it, and do (and o) of the next
 // tile can come as soon as this one's are read. q of the next tile comes to a stage of its own.
-#include "row_delta.cuh"
+#include "token_tiles.cuh"
 
 #ifdef BY_ARITHMETIC
 constexpr bool WITH_O = true;
@@ -45,19 +45,28 @@ struct QueryGradient {
         : steps(reader), q_tile(q), rows(pair), c(scale_log2) {}
     // do and delta, which goes to memory, too. do_tile: do and, WITH_O, o, which have arrived.
     DEVICE void load_gradients(const Arguments &x, const TokenTile &tile, int consumer, const unsigned char *do_tile) {
-        RowDelta sums(rows, tile, consumer);
+        float sum[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int k = 0; k < DV / 16; ++k) {
             load_operand(d_out[k], do_tile, k);
-            if (WITH_O) {
-                u32 o[4];
-                load_operand(o, do_tile + DO_BYTES, k);
-                sums.add(d_out[k], o);
-            } else {
-                sums.add(d_out[k], x.o, k);
+            u32 o[4];
+            if (WITH_O) load_operand(o, do_tile + DO_BYTES, k);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (!WITH_O) {
+                    const u16 *row = x.o + RowPair::index(x.p, tile, consumer, i % 2) * DV;
+                    o[i] = rows.bit[i % 2] ? *reinterpret_cast<const u32 *>(row + k * 16 + i / 2 * 8 + threadIdx.x % 4 * 2) : 0u;
+                }
+                sum[i % 2] = dot2(d_out[k][i], o[i], sum[i % 2]);
             }
         }
-        sums.finish(delta, x.dlse, x.delta);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const i64 row = RowPair::index(x.p, tile, consumer, r);
+            delta[r] = quad_sum(sum[r]);
+            if (x.dlse && rows.bit[r]) delta[r] -= x.dlse[row];
+            if (rows.bit[r] && threadIdx.x % 4 == 0) x.delta[row] = delta[r];
+        }
 #pragma unroll
         for (int i = 0; i < DK / 2; ++i) acc[i] = 0.0f;
     }

@@ -49,7 +49,9 @@ struct Attention {
     // began later.
     template <int PENDING, bool PARTIAL>
     DEVICE void probabilities(const GatheredStep &step) {
-        const u32 units[2] = {steps.selected(step, rows, 0), steps.selected(step, rows, 1)};
+        u32 units[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) units[r] = rows.bit[r] ? steps.selected(step, RowPair::row(r) / H) : 0;
         wgmma_wait<PENDING>();
         if (PARTIAL) steps.mask_keys(s, step, rows, -infinity());
         __syncwarp();  // all lanes have read what comes with the keys

@@ -257,10 +257,9 @@ struct GatherReader {
         }
         return END;
     }
-    // The units of a step that row r of a thread selected.
-    DEVICE u32 selected(const GatheredStep &step, const RowPair &rows, int r) const {
-        if (UNITS == 1 || !rows.bit[r]) return (step.rows & rows.bit[r]) != 0;
-        return shared.selected[step.keys.stage][consumer * TQ + RowPair::row(r) / H];
+    // The units of a step that a token of the consumer selected.
+    DEVICE u32 selected(const GatheredStep &step, int token) const {
+        return UNITS == 1 ? step.rows >> token & 1 : shared.selected[step.keys.stage][consumer * TQ + token];
     }
     // `value` in place of elements for keys that a row does not see.
     template <class Tile>

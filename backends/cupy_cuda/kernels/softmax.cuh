@@ -52,6 +52,12 @@ DEVICE void scale_rows(Tile &acc, const float (&alpha)[2]) {
         for (int i = 0; i < elements<Tile>; ++i) element(acc, r, i) *= alpha[r];
 }
 
+// sum + a * b of two elements each.
+DEVICE float dot2(u32 a, u32 b, float sum) {
+    sum += to_float(static_cast<u16>(a)) * to_float(static_cast<u16>(b));
+    return sum + to_float(static_cast<u16>(a >> 16)) * to_float(static_cast<u16>(b >> 16));
+}
+
 // ds = p * (dp - delta) in place of the logits, p = 2^(c s - lse); 0 from column `limit` on.
 template <class Tile>
 DEVICE void logit_gradients(Tile &s, Tile &dp, float c, const float (&lse)[2], const float (&delta)[2], int limit = elements<Tile> * 4) {
