@@ -36,8 +36,7 @@ _CHOICE = {
 }
 
 _WHOLE_STEPS = TileKernels(
-    sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), backward_key_dim_max=192,
-    one_head=True,
+    sm=90, block_multiple=64, blocks_max=16384, heads=(2, 64), key_dims=(64, 128, 192), value_dims=(64, 128), one_head=True
 )  # fmt: skip
 HOPPER_TILES = msgspec.structs.replace(_WHOLE_STEPS, gathered_blocks=(4, 8, 16, 32), wide_dims=(256,))
 ARITHMETIC_TILES = msgspec.structs.replace(_WHOLE_STEPS, block_multiple=1, blocks_max=1 << 24, one_head=False)  # of keys; no plan in memory

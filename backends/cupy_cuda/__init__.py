@@ -52,7 +52,7 @@ def backward_and_delta(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Ten
 def _backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     o, lse, ranges = o.contiguous(), lse.contiguous(), call.disjoint_ranges()
     on_tiles = sm90.supports_tiles(call, do)
-    dq, delta = sm90.dq_tiles(call, o, lse, do, dlse) if sm90.supports_dq(call, do) else sm80.dq_rows(call, ranges, o, lse, do, dlse)
+    dq, delta = sm90.dq_tiles(call, o, lse, do, dlse) if on_tiles else sm80.dq_rows(call, ranges, o, lse, do, dlse)
     return dq, *(sm90.dkdv_groups if on_tiles else sm80.dkdv_tiles)(call, ranges, lse, do, delta), delta
 
 

@@ -95,11 +95,6 @@ def supports_tiles(call: Call, *others: Tensor) -> bool:
     return _fits_tiles(call, bool(others)) and mappable(*others)
 
 
-def supports_dq(call: Call, do: Tensor) -> bool:
-    """Whether they compute dq, whatever computes dk and dv."""
-    return call.q.shape[3] >= HOPPER_TILES.heads[0] and _fits_tiles(call, False) and mappable(do)
-
-
 @known
 def _fits_tiles(call: Call, backward: bool) -> bool:
     _, S, _, h, Dk = call.q.shape

@@ -69,10 +69,8 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
     heads: tuple[int, int]  # fewest and most heads per group
     key_dims: tuple[int, ...]
     value_dims: tuple[int, ...]
-    backward_key_dim_max: int  # columns of keys and of values whose gradients it computes
-    backward_value_dim_max: int = 128
     one_head: bool = False  # the forward pass of many tokens takes one head per group, too
-    # What the forward pass of many tokens takes beside these, with keys and values in pipelines of their own:
+    # What many tokens take beside these, with keys and values in pipelines of their own:
     gathered_blocks: tuple[int, ...] = ()  # blocks smaller than a step, which gathers them
     wide_dims: tuple[int, ...] = ()  # columns of keys and of values, which are equal
     warpgroup_rows: int = 64  # rows (tokens x heads) of one consumer warpgroup
@@ -87,17 +85,14 @@ class TileKernels(msgspec.Struct, frozen=True, kw_only=True):
 
     def fits(self, S: int, S_kv: int, h: int, Dk: int, Dv: int, block_size: int | None, backward: bool = False) -> bool:
         """Whether a pass of these sizes runs on tiles."""
-        if backward and (Dk > self.backward_key_dim_max or Dv > self.backward_value_dim_max):
-            return False
         heads = self.heads[0] if h == 1 and self.one_head and not backward else h
-        takes = self.fits_few(heads, Dk, Dv, block_size) or (not backward and self.gathers(h, Dk, Dv, block_size))
-        if not takes or block_size is None:
+        if block_size is None or not (self.fits_few(heads, Dk, Dv, block_size) or self.gathers(h, Dk, Dv, block_size)):
             return False
         tokens = self.tokens(h, Dk)
         return tokens <= S and S_kv <= self.blocks_max * (2 if tokens <= 32 else 1) * block_size
 
     def gathers(self, h: int, Dk: int, Dv: int, block_size: int | None) -> bool:
-        """Whether a forward pass of these sizes, and of many tokens, has pipelines of their own for keys and values."""
+        """Whether passes of these sizes, and of many tokens, have pipelines of their own for keys and values."""
         if block_size is None or not self.heads[0] <= h <= self.heads[1]:
             return False
         wide = Dk == Dv and Dk in self.wide_dims

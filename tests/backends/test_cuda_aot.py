@@ -93,8 +93,10 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
         joined = shape == "decode-h16" and sm not in sm80.WITH_CLUSTERS
         assert names == ({"forward_blocks.cu"} if sm == sm90.SM else {"forward_rows.cu", "combine.cu"} if joined else {"forward_rows.cu"})
     elif sm == sm90.SM and sm90.gathers(target_call(shape, sm)):
-        others = {"combine.cu", "forward_rows.cu", "dq_rows.cu", *HOPPERS}
-        assert names == ALL_KERNELS - others | {"tile_union.cu", "forward_gather.cu", "dq_gather.cu"}
+        block = target_call(shape, sm).selection.block_size
+        lists = OF_LISTS if block % sm90.KEYS == 0 else OF_SMALL_BLOCKS | {"sum_counts.cu"}
+        gathered = {"tile_union.cu", "forward_gather.cu", "dq_gather.cu"}
+        assert names == gathered | lists | {"order_segments.cu", "dkdv_groups.cu", "sum_parts.cu"}
     elif sm == sm90.SM:
         assert names == ALL_KERNELS - {
             "combine.cu",

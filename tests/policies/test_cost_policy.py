@@ -121,10 +121,11 @@ def test_small_blocks_have_a_preference_of_their_own_in_a_prefill(monkeypatch: p
     policy, offers = load_policy("default"), tuple(Offer(backend) for backend in backends().values())
     for device in (H200, H100):
         decision = make_decision(small, device, policy, settings_for(device), offers)
-        assert (decision.forward, decision.backward, decision.predictions) == ("cupy-cuda", TILE, ())
+        assert (decision.forward, decision.backward, decision.predictions) == ("cupy-cuda", "cupy-cuda", ())
         assert decision.rule.startswith("first of the preference (")
         for changes in ({"h": 1}, {"Dk": 80}, {"S_kv": 4 * 32768 + 1}):  # beyond its tile kernels
-            assert make_decision(replace(small, **changes), device, policy, settings_for(device), offers).forward == TILE
+            decision = make_decision(replace(small, **changes), device, policy, settings_for(device), offers)
+            assert (decision.forward, decision.backward) == (TILE, TILE)
         chunk = replace(small, needs_grad=False, page_size=16)  # TMA reads a step's keys from pages of whole steps
         assert make_decision(chunk, device, policy, settings_for(device), offers).forward == GROUP
         assert make_decision(replace(chunk, page_size=128), device, policy, settings_for(device), offers).forward == "cupy-cuda"
@@ -136,7 +137,7 @@ def test_small_blocks_have_a_preference_of_their_own_in_a_prefill(monkeypatch: p
     file.write_text(f"provenance: mine\nruntime: {{prefer_forward: [{TOKEN}]}}\n")
     monkeypatch.setenv(CONFIG_FLAG, str(file))
     mine = make_decision(small, H200, policy, settings_for(H200), offers)
-    assert (mine.forward, mine.backward) == (TOKEN, TILE)  # the file says nothing of backward
+    assert (mine.forward, mine.backward) == (TOKEN, "cupy-cuda")  # the file says nothing of backward
 
 
 def test_visiting_large_blocks_is_not_predicted() -> None:
