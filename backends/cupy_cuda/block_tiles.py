@@ -5,6 +5,9 @@ A tile is 64 / block_size blocks of about the same popularity (kernels/order_blo
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +19,7 @@ from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.key_to_rows import LONGEST, SEGMENTS_PER_SM, KeyToRows, published, segment_length, sum_counts, with_parts
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
+from nsa_sel.selection import Selection
 
 KEYS = 64  # of a tile
 ENTRY_BYTES = 6  # a row, and its bits
@@ -47,12 +51,36 @@ class BlockLists(NamedTuple):
 
 def block_lists_of(call: Call) -> BlockLists:
     """The lists of a call with blocks of less than 64 keys that divide 64."""
-    B, S, G = call.q.shape[:3]
-    tiles = -(-call.k.shape[2] // KEYS)
-    capacity = B * G * S * min(call.selection.n, tiles)
+    B, _, G = call.q.shape[:3]
+    tiles, capacity = -(-call.k.shape[2] // KEYS), _capacity(call)
     segment = segment_length(call, KEYS, capacity, LONGEST, SEGMENTS_PER_SM, B * G * tiles, ENTRY_BYTES)
     lists: BlockLists = kept_plan(call, ("cupy-cuda block lists",), _build, capacity, segment).value
     return lists
+
+
+def list_bytes(call: Call) -> tuple[int, bool]:
+    """The bytes of the lists, and whether the workspace has room for them."""
+    B, S, G = call.q.shape[:3]
+    counts, capacity = B * G * -(-call.k.shape[2] // KEYS) * -(-S // CHUNK), _capacity(call)
+    needed = ENTRY_BYTES * capacity + 4 * counts
+    return needed, needed <= max(call.settings.workspace_bytes, 1 << 20) and max(capacity, counts) < 2**31
+
+
+def _capacity(call: Call) -> int:
+    """Entries of all lists, at most."""
+    B, S, G = call.q.shape[:3]
+    return B * G * S * min(call.selection.n, -(-call.k.shape[2] // KEYS))
+
+
+def pairs(call: Call) -> Iterator[tuple[Call, tuple[slice, ...], tuple[slice, ...]]]:
+    """The call of each batch entry and group, and where its rows are in [B,S,G] and its keys in [B,G]."""
+    whole, (B, G, S_kv) = call.selection, call.k.shape[:3]
+    for b, g in itertools.product(range(B), range(G)):
+        entry, group = slice(b, b + 1), slice(g, g + 1)
+        rows, keys = (entry, slice(None), group), (entry, group)
+        selection = Selection(call.disjoint_ranges()[rows].contiguous(), whole.block_size, whole.length_bound(S_kv), disjoint=True)
+        q_pos = None if call.q_pos is None else call.q_pos[entry]
+        yield replace(call, q=call.q[rows], k=call.k[keys], v=call.v[keys], selection=selection, q_pos=q_pos, workspace=None), rows, keys
 
 
 def _build(call: Call, capacity: int, segment: int) -> BlockLists:
@@ -60,11 +88,10 @@ def _build(call: Call, capacity: int, segment: int) -> BlockLists:
     B, S, G = q.shape[:3]
     assert size is not None, "supports_tiles"
     tiles, blocks, chunks, sampled = (-(-x // y) for x, y in ((call.k.shape[2], KEYS), (call.k.shape[2], size), (S, CHUNK), (S, SAMPLED)))
-    lists, bound = B * G * tiles, call.settings.workspace_bytes
-    needed = ENTRY_BYTES * capacity + 4 * lists * chunks
-    if needed > max(bound, 1 << 20) or max(capacity, lists * chunks) >= 2**31:
+    lists, (needed, fits) = B * G * tiles, list_bytes(call)
+    if not fits:
         raise BackendError(
-            f"the list of rows of every KV tile needs {needed} bytes; allowed: {bound} (runtime.workspace_bytes)."
+            f"the list of rows of every KV tile needs {needed} bytes; allowed: {call.settings.workspace_bytes} (runtime.workspace_bytes)."
             " Remedy: raise runtime.workspace_bytes."
         )
     popularity, places, slots = (unwritten(q, *x, dtype=torch.int32) for x in ((B * G, blocks), (B * G, blocks), (lists, KEYS // size)))

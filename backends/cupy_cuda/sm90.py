@@ -9,6 +9,7 @@ forward_blocks.cu              rows of whole blocks that share no keys with thei
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._slices import by_parts
 from nsa_sel.backends.cupy_cuda import launch
-from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of
+from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of, list_bytes, pairs
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, list_gradients, lists_of, most_segments
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
@@ -290,6 +291,8 @@ def _build(call: Call, tokens: int) -> TilePlan:
 
 def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dk [B,G,S_kv,Dk] and dv [B,G,S_kv,Dv] from lse and delta [B,S,G,h]."""
+    if small_block(call) and math.prod(call.k.shape[:2]) > 1 and not list_bytes(call)[1]:
+        return _by_pairs(call, lse, do, delta)
     q, (macros, shape, rows), (lists, blocks) = call.q, _groups(call), _lists(call)
     (order,) = kept_plan(call, ("cupy-cuda order",), _order, rows, lists.reach, lists.segment).value
 
@@ -302,6 +305,14 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
         )  # fmt: skip
 
     return list_gradients(call, lists, KEYS, start, blocks)
+
+
+def _by_pairs(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv of one (batch entry, group) after another, where the lists of all of them do not fit the workspace together."""
+    dk, dv = unwritten(call.k, *call.k.shape), unwritten(call.v, *call.v.shape)
+    for pair, rows, keys in pairs(call):
+        dk[keys], dv[keys] = dkdv_groups(pair, pair.disjoint_ranges(), lse[rows].contiguous(), do[rows], delta[rows].contiguous())
+    return dk, dv
 
 
 def _lists(call: Call) -> tuple[KeyToRows, tuple[Tensor, ...]]:

@@ -91,6 +91,19 @@ def test_gradients_of_small_blocks(
     assert lists.parts[-1] > 0  # a list of several segments
 
 
+def test_gradients_of_pairs_whose_lists_do_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch entry and group has lists of its own then; positions of any order."""
+    emulated(monkeypatch)
+    B, S, G, S_kv, block = 2, 20, 2, 90, 16
+    q, k, v = make_qkv(B=B, S=S, G=G, h=16, Dk=64, Dv=64, S_kv=S_kv, dtype=torch.float16)
+    selection = make_blocks(B, S, G, S_kv, 3, block)
+    positions = torch.randint(0, S_kv, (B, S), generator=torch.Generator().manual_seed(1))
+    call = Call(*check_call(q, k, v, selection, None, positions)[:4], positions, 64**-0.5, settings_for(GPU), GPU)
+    monkeypatch.setattr(block_tiles, "ENTRY_BYTES", call.settings.workspace_bytes // (2 * S * 2))
+    assert not block_tiles.list_bytes(call)[1]
+    check(q, k, v, selection.ranges, positions, lambda lse, do, delta: sm90.dkdv_groups(call, call.disjoint_ranges(), lse, do, delta))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))
 @pytest.mark.parametrize(
