@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -56,15 +56,33 @@ PUBLIC = (
 )  # fmt: skip
 
 
-def loaded_by(code: str, **environment: str) -> set[str]:
-    """The top-level names in sys.modules after `code`, in a fresh process without NSA_* flags and Triton's interpreter."""
+# Each set of flags in a child of one process, which has imported what every child would.
+EACH = """
+import json, os, sys
+import nsa_sel, torch.distributed, nsa_sel.compat, nsa_sel.distributed
+nsa_sel.core.registry.load('numba')
+for flags in {flags!r}:
+    child = os.fork()
+    if child == 0:
+        os.environ.update(flags)
+        {calls}
+        print(json.dumps(sorted(sys.modules)), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, flags
+"""
+
+
+def run(code: str) -> list[set[str]]:
+    """What `code` prints last in a fresh process without NSA_* flags and Triton's interpreter: each line a JSON list of modules."""
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_"))}
-    script = f"{code}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True, timeout=1200, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def loaded_by(code: str) -> set[str]:
+    """sys.modules after `code`, in a fresh process."""
+    return run(f"{code}\nimport json, sys; print(json.dumps(sorted(sys.modules)))")[-1]
 
 
 @pytest.mark.parametrize(
@@ -86,20 +104,21 @@ def test_decisions_need_no_kernel_framework(code: str) -> None:
     assert not loaded.intersection((*KERNEL_FRAMEWORKS, *LINKED))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", "NSA_SEL_TRITON_MIN_L": "0"},
-        {"NSA_DEBUG_TRITON": "1", "NSA_DEBUG_TIMING": "1", "NSA_DEBUG_COMPARE": "1"},
-    ],
-    ids=["plain", "triton wanted", "debugging"],
+FLAGS = (
+    {},
+    {"NSA_USE_TRITON_SEL": "1", "NSA_TRITON_SEL_FORCE": "1", "NSA_SEL_TRITON_MIN_L": "0"},
+    {"NSA_DEBUG_TRITON": "1", "NSA_DEBUG_TIMING": "1", "NSA_DEBUG_COMPARE": "1"},
 )
-def test_cpu_calls_never_import_triton(flags: dict[str, str]) -> None:
-    loaded = loaded_by(CPU_CALLS + OTHER_CPU_CALLS + "nsa_sel.core.registry.load('numba')", **flags)
-    assert "torch" in loaded
-    assert not loaded.intersection(("triton", "cupy", "torch._dynamo", *LINKED))
-    assert not any(name.startswith(("nsa_sel.backends.triton", "nsa_sel.backends._triton", "nsa_sel.backends.cupy")) for name in loaded)
+
+
+def test_cpu_calls_never_import_triton() -> None:
+    """Whatever the flags: plain, Triton wanted, debugging."""
+    calls = (CPU_CALLS + OTHER_CPU_CALLS).replace("\n", "\n        ")
+    for flags, loaded in zip(FLAGS, run(EACH.format(flags=FLAGS, calls=calls)), strict=True):
+        assert "torch" in loaded
+        assert not loaded.intersection(("triton", "cupy", "torch._dynamo", *LINKED)), flags
+        for name in loaded:
+            assert not name.startswith(("nsa_sel.backends.triton", "nsa_sel.backends._triton", "nsa_sel.backends.cupy")), flags
 
 
 def test_importing_what_users_import_loads_no_compiler() -> None:
@@ -128,26 +147,17 @@ def every_file() -> list[Path]:
     return sorted({file.resolve() for file in [*ROOT.glob("*.py"), *own]})
 
 
-def imports(nodes: Iterable[ast.AST], lazy: bool) -> Iterator[str]:
-    """The dotted names that statements import; `lazy` includes those inside functions and for type checkers."""
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "relative imports hide the room"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not lazy:
-            continue
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not lazy:
-            yield from imports(node.orelse, lazy)
-        else:
-            yield from imports(ast.iter_child_nodes(node), lazy)
-
-
 @functools.cache
 def all_imports(file: Path) -> frozenset[str]:
-    """Those of a file, inside functions and for type checkers too: several tests read every file."""
-    return frozenset(imports(ast.parse(file.read_text()).body, lazy=True))
+    """The dotted names that a file imports, inside functions and for type checkers too: several tests read every file."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports hide the room"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
 
 
 def files_of_modules() -> dict[str, Path]:
