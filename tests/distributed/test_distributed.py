@@ -87,20 +87,11 @@ def run(command: list[str], log: Path, **more: str) -> str:
 
 
 @pytest.mark.slow
-def test_two_cpu_ranks_pass_all_checks(tmp_path: Path) -> None:
-    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "all"], tmp_path / "log")
-    assert_passed(tmp_path, output, "all")
-
-
-@pytest.mark.thorough
-def test_four_cpu_ranks_pass_all_checks(tmp_path: Path) -> None:
-    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "four"], tmp_path / "log")
-    assert_passed(tmp_path, output, "four")
-
-
-def test_three_cpu_ranks_share_a_layer_and_dead_ranks_are_noticed(tmp_path: Path) -> None:
-    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), "three", "end"], tmp_path / "log")
-    assert_passed(tmp_path, output, "three", "end")
+@pytest.mark.parametrize("words", [("all", "three", "end"), pytest.param(("four",), marks=pytest.mark.thorough)], ids="-".join)
+def test_cpu_ranks_pass_all_checks(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Two ranks all, three ranks those of a shared layer, and dead ranks are noticed; four ranks all."""
+    output = run([sys.executable, "-m", PROGRAM, "cpu", str(tmp_path), *words], tmp_path / "log")
+    assert_passed(tmp_path, output, *words)
 
 
 @pytest.mark.gpu

@@ -274,7 +274,7 @@ def the_document_runs() -> None:
 
 
 def scaling_is_measured() -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(scaling, "IN_A_ROW", 1):
         out = Path(folder) / "rows.jsonl"
         scaling.measure_here(out, DEVICE, quick=True, samples=3, orders=scaling.ORDERS, only="strong")
         rows = [json.loads(line) for line in out.read_text().splitlines()] if rank() == 0 else []
