@@ -1,7 +1,8 @@
 # make demo | test | lint    each in .venv, made when missing or when pyproject.toml or constraints.txt changed; make venv is that alone
 # make test-thorough         the tests marked so: more shapes of compiled kernels, for minutes; CI runs them, `.ci/run` does not
 # make test-one-thread       with OMP_NUM_THREADS=1, the tests that set numbers of threads, compile code that has threads, or make a CPU's
-#                           products: torch itself has one thread in all tests (tests/conftest.py), so the others would do the same again
+#                           products: torch itself has one thread in all tests (tests/conftest.py), so the others would do the same again,
+#                           as would torch's own paths in test_cpu_backends.py, and what test_compile.py only traces
 # make docs                  the API reference, from the docstrings, in build/docs/
 # make report                docs/report/ and the README's picture, from the committed rows
 # make derived               all that follows from the committed rows: matrix tables, profiles, documents' tables, docs/report/
@@ -47,7 +48,8 @@ test-thorough: $(STAMP)
 	$(BIN)/python -m pytest $(SPREAD) -m thorough
 
 test-one-thread: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow and not thorough' -k 'not triton and not cuda and not imports' \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow and not thorough' \
+	-k 'not triton and not cuda and not imports and (numba or not test_cpu_backends) and (inductor or not test_compile)' \
 	tests/backends/test_cpu_backends.py tests/backends/test_numba_cpu.py tests/backends/test_sdpa_packed.py tests/backends/test_sdpa_paths.py \
 	tests/core/test_compile.py tests/core/test_training.py
 
