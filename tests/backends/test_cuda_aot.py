@@ -70,13 +70,14 @@ def run(shape: str, sm: int) -> None:
 @pytest.mark.parametrize(
     ("sm", "shape"),
     [
-        *((sm, "h16") for sm in TARGETS if sm != 89),
+        *((sm, "h16") for sm in (80, 86, 90)),
         (86, "h3-256"),
         (90, "h64-192-128"),
         (90, "h12-256-small"),
         (86, "decode-h16"),
         *((90, shape) for shape in OF_CUDA if shape != "h12"),
         *(pytest.param(sm, "decode-h16", marks=pytest.mark.thorough) for sm in (89, 90, 100)),  # else 8.9 has the constants of 8.6
+        *(pytest.param(sm, "h16", marks=pytest.mark.thorough) for sm in (100, 120)),  # the kernels of 8.0 and 8.6, with their constants
         *(pytest.param(86, shape, marks=pytest.mark.thorough) for shape in ("h64-192-128", "decode-B64-h16")),
         *(pytest.param(90, shape, marks=pytest.mark.thorough) for shape in ("h3-256", "h12")),
     ],
