@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import sys
 import pytest
 
 import nsa_sel
-from tests.core.test_imports import modules
+from tests.core.test_imports import all_imports, modules
 from tests.helpers.paths import ROOT
 
 EXTRAS = ("numba", "typer", "click", "rich", "tabulate", "safetensors", "matplotlib", "PIL", "cupy", "prometheus_client")
@@ -84,8 +83,6 @@ def test_the_public_names_are_shown() -> None:
 def test_one_door_leads_to_bench() -> None:
     doors = set()
     for name, file in modules():
-        nodes = ast.walk(ast.parse(file.read_text()))
-        imported = {n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)}
-        if not name.startswith("bench") and any(module.startswith("nsa_sel.bench") for module in imported):
+        if not name.startswith("bench") and any(target.startswith("nsa_sel.bench") for target in all_imports(file)):
             doors.add(name)
     assert doors <= {"cli.bench_door", "core.warm", "settings.warmup"}  # a warm-up may tune

@@ -124,7 +124,7 @@ def test_installed_wheel_works_away_from_the_checkout(built: Built, tmp_path: Pa
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).strip())
     # Dependencies are this environment's. Its .pth files, the editable install's among them, are not read this way.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", str(built.wheel)], tmp_path)
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", "--no-compile", str(built.wheel)], tmp_path)
     (tmp_path / "use.py").write_text(USE)
     assert run([python, "-I", "use.py", str(site)], tmp_path) == f"nsa-sel {nsa_sel.__version__}\n"
     assert "Usage" in run([str(home / "bin" / "nsa-sel"), "-h"], tmp_path)
