@@ -1,20 +1,23 @@
 """Agreement of ranks: once per class of calls they compare their facts, and all take rank 0's decision.
 
 Facts are compared through the job's store; a rank that waits in vain, or for a process that has ended, raises and names the missing rank.
-Before every exchange, forward and backward, ranks also compare 8 bytes each: a digest of what was agreed, plus the number of the call.
+Before the first exchange of a call, forward and backward, ranks also compare 8 bytes each: a digest of what was agreed, plus the number of
+the call. A rank that fails alone between two exchanges, where nothing is compared, makes no further call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import distributed as dist
+from torch.autograd.graph import Node
 
 from nsa_sel.core import decide
 from nsa_sel.core.backend import REFUSING_KINDS
@@ -52,6 +55,7 @@ class _Group:
     def __init__(self) -> None:
         self.rounds = 0  # of comparing reports
         self.calls = 0  # that this rank has begun
+        self.owed = 0  # exchanges that the ranks agreed on, and this rank failed before, or has still to make in a backward pass
         self.agreed: dict[Any, tuple[Decision, int]] = {}  # class of calls -> decision, digest
         self.last_facts: dict[str, Any] = {}
 
@@ -112,11 +116,40 @@ def check_ranks(group: Any = None, device: torch.device | None = None) -> None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     info = device_info(device)
     _compare_reports(group, _Report(_facts(info, settings_for(info)), {}, None, _state(group).calls))
+    _state(group).owed = 0
 
 
 def begin_call(group: dist.ProcessGroup) -> None:
-    """Count a call before it can fail: a rank that fails alone and continues is then one call ahead, which the others notice."""
-    _state(group).calls += 1
+    """Count a call before it can fail: a rank that fails alone and continues is then one call ahead, which the others notice.
+
+    Raises:
+        NsaSelError: this rank failed between two exchanges of an earlier call, in which the others may wait.
+    """
+    state = _state(group)
+    if state.owed and torch._C._current_graph_task_id() < 0:  # not one that a backward pass recomputes
+        raise NsaSelError(
+            f"rank {group.rank()} failed between two exchanges of an earlier call, and other ranks may wait in the next of them. Remedy:"
+            " restart the job; where all ranks failed alike, call check_ranks() on all of them and continue."
+        )
+    state.calls += 1
+
+
+@contextlib.contextmanager
+def between_exchanges(group: dist.ProcessGroup) -> Iterator[None]:
+    """Where this rank fails now, and it is no error that all ranks raise, it makes no further call."""
+    try:
+        yield
+    except NsaSelError:
+        raise
+    except RuntimeError:
+        _state(group).owed += 1
+        raise
+
+
+def exchanged(group: dist.ProcessGroup) -> None:
+    """One of the exchanges is made for which `Agreed.before_backward` compared once."""
+    state = _state(group)
+    state.owed = max(0, state.owed - 1)
 
 
 class Agreed(NamedTuple):
@@ -129,12 +162,26 @@ class Agreed(NamedTuple):
     mine: Decision
     device: DeviceInfo
     arguments: dict[str, Any]
+    exchanges: dict[str, Node | None] | None  # of a call with several: their nodes of autograd, by name; None: as part of such a call
 
     def before_backward(self, device: torch.device) -> None:
-        """NsaSelError unless all ranks run the backward pass of this call. Called before its exchange."""
-        if not _digests_match(self.group, self.digest + 2 * self.call + 1, device, f"call {self.call}, backward"):
-            facts = _call_facts(self.call, "backward", self.device, self.mine, self.arguments)
+        """NsaSelError unless all ranks run the backward pass of this call, with the same exchanges. Called before the first of them."""
+        if self.exchanges is None:
+            return
+        runs = [node is not None and torch._C._will_engine_execute_node(node) for node in self.exchanges.values()]
+        if runs and not any(runs):
+            return
+        which = sum(run << place for place, run in enumerate(runs)) << 40  # above the number of any call
+        if not _digests_match(self.group, self.digest + 2 * self.call + 1 + which, device, f"call {self.call}, backward"):
+            names = ", ".join(name for name, run in zip(self.exchanges, runs, strict=True) if run)
+            facts = _call_facts(self.call, "backward", self.device, self.mine, {**self.arguments, "exchanges": names})
             _compare_reports(self.group, _Report(facts, {}, None, _state(self.group).calls))
+        _state(self.group).owed += sum(runs)
+
+    def after_backward(self) -> None:
+        """Called after its exchange."""
+        if self.exchanges is None:
+            exchanged(self.group)
 
 
 def agree(
@@ -144,6 +191,7 @@ def agree(
     backend: str | None,
     at: torch.device,
     count: Callable[[Request], Request] | None = None,
+    within: Agreed | None = None,
     **arguments: Any,
 ) -> Agreed:
     """Rank 0's decision for a call that all ranks of `group` make with equal requests.
@@ -159,6 +207,8 @@ def agree(
         backend: a name to force.
         at: the device of this rank's tensors.
         count: adds to the request what only rank 0, which decides, counts of its own rows; once per class.
+        within: a call that this one is part of, whose class says all of this one's facts: there is nothing left to compare but for a
+            class that is new to all ranks.
         arguments: further values that must be equal.
 
     Raises:
@@ -171,7 +221,7 @@ def agree(
     key = (mine.request, device, _digest(mine.settings), mine.override, *sorted(arguments.items()))
     decision, digest = (None, _UNAGREED) if mine.settings.debug_triton else state.agreed.get(key, (None, _UNAGREED))
     sent = _UNAGREED if decision is None else digest + 2 * state.calls
-    match = not state.agreed or _digests_match(group, sent, at, f"call {state.calls}, forward")
+    match = within is not None or not state.agreed or _digests_match(group, sent, at, f"call {state.calls}, forward")
     if decision is None or not match:
         refusals = {
             verdict.backend: "; ".join(str(reason) for reason in reasons)
@@ -188,7 +238,7 @@ def agree(
         if len(state.agreed) >= _CLASSES:
             state.agreed.clear()
         state.agreed[key] = decision, digest
-    return Agreed(decision, group, state.calls, digest, mine, device, arguments)
+    return Agreed(decision, group, state.calls, digest, mine, device, arguments, None if within else {})
 
 
 def _digests_match(group: dist.ProcessGroup, digest: int, device: torch.device, where: str) -> bool:
@@ -198,7 +248,7 @@ def _digests_match(group: dist.ProcessGroup, digest: int, device: torch.device, 
     device-side assert ends the CUDA context before the exchange. A rank that has not agreed yet has no assert: it gets its error when
     reports are compared.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = group.size(), group.rank()
     if ranks == 1:
         return True
     mine = torch.full((1,), digest, dtype=torch.int64, device=device)
@@ -212,7 +262,7 @@ def _digests_match(group: dist.ProcessGroup, digest: int, device: torch.device, 
             f"rank {rank} could not compare its call with those of the other ranks ({where}): {error}. Remedy: look for the first error of"
             " another rank, make the same calls on all ranks, and restart the job."
         ) from error
-    match = (every == mine).all()
+    match = (every == digest).all()
     if device.type == "cpu":
         return bool(match)
     if digest != _UNAGREED:

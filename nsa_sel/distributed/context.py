@@ -98,6 +98,16 @@ def context_parallel_attention(
     return (o, lse) if return_lse else o
 
 
+def attend_within(
+    whole: Agreed, q: Tensor, k: Tensor, v: Tensor, selection: Selection, q_pos: Tensor | None, scale: float, backend: str | None,
+    exchange: cost.Choice,
+) -> Tensor:  # fmt: skip
+    """The o of `context_parallel_attention` as part of the agreed call `whole`, which ranks do not compare again, neither here nor in the
+    backward pass."""
+    part = _checked(*transforms.materialized(q, k, v), selection, q_pos, scale, whole.group)
+    return _attend(part, exchange, False, backend, whole)[0]
+
+
 def check_exchange(exchange: str) -> None:
     """ArgumentError unless such an exchange exists."""
     if exchange not in get_args(cost.Choice):
@@ -147,8 +157,10 @@ def _repeated(x: Any, ranks: int) -> Any:
     return x.as_strided((B, G, ranks * keys, D), (batch, group, 0, number))
 
 
-def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: str | None) -> tuple[Tensor, Tensor]:
-    """o and lse of this rank's rows, by the exchange that the ranks agree on."""
+def _attend(
+    part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: str | None, within: Agreed | None = None
+) -> tuple[Tensor, Tensor]:
+    """o and lse of this rank's rows, by the exchange that the ranks agree on. within: as of `agree`."""
     q, k, v, selection, q_pos, scale, sizes, group = part
     device = device_info(q.device)
     arguments = {
@@ -160,7 +172,7 @@ def _attend(part: _Slice, exchange: cost.Choice, count_blocks: bool, backend: st
         return with_count(request, device, backend, q, selection, _positions(part), for_all_ranks=True)[0]
 
     def agreed(request: Request, **more: Any) -> Agreed:
-        return agree(request, device, group, backend, q.device, counted if request.S == sizes.S else None, **arguments, **more)
+        return agree(request, device, group, backend, q.device, counted if request.S == sizes.S else None, within, **arguments, **more)
 
     done, route, chosen = _planned(part, exchange, count_blocks, agreed)
     target.follow(settings_for(device))
@@ -269,4 +281,5 @@ class _ContextParallel(torch.autograd.Function):
             dk, dv = exchange_all.scatter_sums(dk, dv, ctx.keys, ctx.agreed.group)
         else:
             dk, dv = exchange_blocks.return_sums(dk, dv, ctx.sent, ctx.agreed.group)
+        ctx.agreed.after_backward()
         return None, None, None, None, dq, dk, dv, None

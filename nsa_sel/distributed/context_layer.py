@@ -6,6 +6,7 @@ keys of all slices before its own and the window's last keys; the selected branc
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ from torch import distributed as dist
 
 from nsa_sel.attention_layer import NSAttention
 from nsa_sel.compressed import compressed_attention
+from nsa_sel.core import transforms
 from nsa_sel.core.arguments import check_flag
 from nsa_sel.core.choose_call import Rule
 from nsa_sel.core.gating import gated_sum
 from nsa_sel.distributed import cost
-from nsa_sel.distributed.agreement import group_of
-from nsa_sel.distributed.context import check_exchange, context_parallel_attention
-from nsa_sel.distributed.cut import Ranges, rank_rows
-from nsa_sel.distributed.exchange_near import Reach, with_neighbors
-from nsa_sel.distributed.layer_slice import Options, Slice, Tensors, begin, own_compressed_keys
+from nsa_sel.distributed.agreement import Agreed, between_exchanges, group_of
+from nsa_sel.distributed.context import attend_within, check_exchange
+from nsa_sel.distributed.cut import Cut, Ranges, rank_rows
+from nsa_sel.distributed.exchange_near import Reach, Route, with_neighbors
+from nsa_sel.distributed.layer_slice import NAME, Options, Slice, Tensors, begin, own_compressed_keys
 from nsa_sel.distributed.tensor import layers_of
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
@@ -130,21 +132,38 @@ class ContextOfLayer:
         options = Options(layer.rule, layer.window, None, layer.backend, self.exchange, self.both_ends)
         given = Tensors(q, q_cmp, k_cmp.transpose(1, 2), v_cmp.transpose(1, 2), *others)
         of = begin(given, options, self.group, compressed=False)
-        after = layer.rule.compress_block - layer.rule.compress_stride  # a block that begins in a slice may end in the next ones
-        reach = Reach.of(of.cut.ranks, of.cut.held, lambda rank: of.cut.near(rank, after=after))
-        near = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], [reach], of.agreed)
-        k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
-        v_cmp = _joined([layer.compress_v(v.transpose(1, 2)) for _, v in near], 2)
+        route = _route_before_compression(of.cut, of.rank, layer.rule)
+        with between_exchanges(of.group):
+            near, of.exchanges["before compression"] = with_neighbors([of.tensors.k_cmp], [of.tensors.v_cmp], route, of.group)
+            k_cmp = _joined([layer.compress_k(k.transpose(1, 2)) for k, _ in near], 2)
+            v_cmp = _joined([layer.compress_v(v.transpose(1, 2)) for _, v in near], 2)
         return _attend(of._replace(tensors=of.tensors._replace(k_cmp=k_cmp, v_cmp=v_cmp)))
 
 
 def _attend(of: Slice) -> Tensor:
     """The three branches of a checked call, and their gated sum."""
-    q, q_cmp, _, _, k_slc, v_slc, _, _, gates = of.tensors
-    rule, window, scale, backend, exchange, both_ends = of.options
-    cut, sharing = of.cut, dict[str, Any](group=of.group, exchange=exchange)
+    window, scale, size = of.options.window, of.options.scale, of.cut.size
+    rows = torch.split(of.tensors.q, size, 1)
+    with between_exchanges(of.group):
+        compressed, selected, near = _branches_with_exchanges(of, rows)
+    parts = zip(compressed, torch.split(selected, size, 1), rows, near, torch.split(of.tensors.gates, size, 1), strict=True)
+    sums = [gated_sum(each, own, sliding_window_attention(x, k, v, window, scale=scale), gate) for each, own, x, (k, v), gate in parts]
+    o = _joined(sums, 1)
+    if o.requires_grad:
+        o.register_hook(functools.partial(_before_backward, of.agreed))  # type: ignore[no-untyped-call]
+    return o
+
+
+def _branches_with_exchanges(of: Slice, rows: tuple[Tensor, ...]) -> tuple[list[Tensor], Tensor, list[tuple[Tensor, Tensor]]]:
+    """The compressed branch of each slice, the selected branch of all rows, and keys and values of each slice's window.
+
+    rows: of each slice.
+    """
+    q, q_cmp, _, _, k_slc, v_slc, *_ = of.tensors
+    rule, _, scale, backend, exchange, both_ends = of.options
+    cut, q_pos = of.cut, None
+    assert scale is not None, "begin() fills it in"
     (k_cmp, v_cmp), *near = _received(of)
-    rows = torch.split(q, cut.size, 1)
     chosen = []
     for each, x in zip(cut.held(of.rank), rows if q_cmp is q else torch.split(q_cmp, cut.size, 1), strict=True):
         seen = rule.compressed_keys(each.stop)
@@ -154,21 +173,41 @@ def _attend(of: Slice) -> Tensor:
     if both_ends:
         k_slc, v_slc = near.pop()
         selection = Selection.from_ranges(torch.cat([each.ranges for _, each in chosen], 1), rule.block_size, disjoint=True)
-        sharing["q_pos"] = cut.positions(of.rank, q.device)
-    selected = context_parallel_attention(q, k_slc, v_slc, selection, scale=scale, backend=backend, **sharing)
-    parts = zip(chosen, torch.split(selected, cut.size, 1), rows, near, torch.split(gates, cut.size, 1), strict=True)
-    sums = [
-        gated_sum(compressed, own, sliding_window_attention(x, k, v, window, scale=scale), gate)
-        for (compressed, _), own, x, (k, v), gate in parts
-    ]
-    return _joined(sums, 1)
+        q_pos = cut.positions(of.rank, q.device)
+    selected = attend_within(of.agreed, q, k_slc, v_slc, selection, q_pos, scale, backend, exchange)
+    of.exchanges["selected branch"] = selected.grad_fn
+    return [o for o, _ in chosen], selected, near
+
+
+def _before_backward(agreed: Agreed, do: Tensor) -> None:
+    """Before the first of its exchanges: all of them are behind o."""
+    if torch.is_grad_enabled():
+        transforms.refuse_second_derivative(NAME)
+    agreed.before_backward(do.device)
 
 
 def _received(of: Slice) -> list[tuple[Tensor, Tensor]]:
     """Keys and values: the compressed ones up to the end of the rank's last slice; the window's, of each slice; from both ends those of
     the selected branch, of one slice a rank, as its exchanges take them."""
     _, _, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, _ = of.tensors
-    rule, cut, before = of.options.rule, of.cut, of.options.window - 1
+    keys, values = [k_cmp, k_win], [v_cmp, v_win]
+    if of.cut.both_ends:
+        keys, values = [*keys, k_slc], [*values, v_slc]
+    route = _route_of_branches(of.cut, of.rank, of.options.rule, of.options.window - 1)
+    near, of.exchanges["keys of slices before"] = with_neighbors(keys, values, route, of.group)
+    return near
+
+
+@functools.lru_cache(maxsize=256)
+def _route_before_compression(cut: Cut, rank: int, rule: Rule) -> Route:
+    """A block that begins in a slice may end in the next ones."""
+    after = rule.compress_block - rule.compress_stride
+    return Route.of([Reach.of(cut.ranks, cut.held, lambda each: cut.near(each, after=after))], rank)
+
+
+@functools.lru_cache(maxsize=256)
+def _route_of_branches(cut: Cut, rank: int, rule: Rule, before: int) -> Route:
+    """As `_received`; before: keys that a row sees before itself."""
 
     def compressed_before(rank: int) -> Ranges:
         return (range(rule.compressed_keys(cut.held(rank)[-1].stop)),)
@@ -177,11 +216,9 @@ def _received(of: Slice) -> list[tuple[Tensor, Tensor]]:
         Reach.of(cut.ranks, lambda rank: own_compressed_keys(rule, cut, rank), compressed_before),
         Reach.of(cut.ranks, cut.held, lambda rank: cut.near(rank, before=before)),
     ]
-    keys, values = [k_cmp, k_win], [v_cmp, v_win]
     if cut.both_ends:
         reaches.append(Reach.of(cut.ranks, cut.held, cut.in_turn().held))
-        keys, values = [*keys, k_slc], [*values, v_slc]
-    return with_neighbors(keys, values, reaches, of.agreed)
+    return Route.of(reaches, rank)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.autograd.graph import Node
 
 from nsa_sel.core import transforms
-from nsa_sel.distributed.agreement import Agreed
+from nsa_sel.distributed.agreement import exchanged
 from nsa_sel.distributed.cut import Ranges
 
 
@@ -51,22 +52,56 @@ class Reach(NamedTuple):
         return found
 
 
+class Route(NamedTuple):
+    """One rank's part of a reach. Callers keep it: with many ranks it takes longer to compute than to follow."""
+
+    outgoing: list[list[Part]]  # what each rank wants of this rank
+    sent: list[int]  # keys to each rank
+    received: list[int]  # keys from each rank
+    pieces: list[int]  # keys of each received part
+    order: list[list[int]]  # of each wanted range its received parts, by position
+
+    @classmethod
+    def of(cls, reaches: Sequence[Reach], rank: int) -> Route:
+        """That of several sequences, one after another."""
+        reach = joined(reaches)
+        ranks = range(len(reach.held))
+        outgoing, incoming = [reach.parts(each, rank) for each in ranks], [reach.parts(rank, owner) for owner in ranks]
+        parts = sorted(enumerate(part for each in incoming for part in each), key=lambda piece: piece[1].position)
+        order = [[index for index, part in parts if part.wanted == number] for number in range(len(reach.wanted[rank]))]
+        sent, received = ([sum(part.size for part in each) for each in parts] for parts in (outgoing, incoming))
+        return cls(outgoing, sent, received, [part.size for each in incoming for part in each], order)
+
+    def in_order(self, received: Tensor) -> list[Tensor]:
+        """Of keys that came in the order of owners, those of each range that the rank wants."""
+        if self.order == [[*range(len(self.pieces))]]:
+            return [received]
+        pieces = torch.split(received, self.pieces) if self.pieces else ()
+        return [torch.cat([received[:0], *(pieces[index] for index in each)]) for each in self.order]
+
+
 def with_neighbors(
-    keys: Sequence[Tensor], values: Sequence[Tensor], reaches: Sequence[Reach], agreed: Agreed
-) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
-    """For each range that this rank wants of each pair of keys and values in turn, k [B,G,wanted,Dk] and v [B,G,wanted,Dv], differentiable.
+    keys: Sequence[Tensor], values: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+) -> tuple[list[tuple[Tensor, Tensor]], Node | None]:  # fmt: skip
+    """The keys and values that this rank wants of other ranks and of itself. Every rank calls it, and runs its backward pass.
 
-    k [B,G,held,Dk] and v [B,G,held,Dv] of a pair are of this rank's ranges in turn. One collective sends all of them. Every rank calls it,
-    and runs its backward pass.
+    Args:
+        keys, values: pairs of k [B,G,held,Dk] and v [B,G,held,Dv], of this rank's ranges in turn. One collective sends all of them.
+        route: of these pairs, in turn.
+        group: of ranks that make the same call, and the same backward pass: here they do not compare.
+
+    Returns:
+        For each range that the rank wants of each pair in turn k [B,G,wanted,Dk] and v [B,G,wanted,Dv], differentiable; and the exchange's
+        node in autograd's graph, None without gradients.
     """
-    k, v, reach = torch.cat([*keys], 2), torch.cat([*values], 2), _joined(reaches)
+    k, v = torch.cat([*keys], 2), torch.cat([*values], 2)
     both = torch.cat((k, v), -1).permute(2, 0, 1, 3)
-    received: Tensor = _WithNeighbors.apply(both, reach, agreed)  # type: ignore[no-untyped-call]
-    near = [each.permute(1, 2, 0, 3) for each in _in_order(received, reach, dist.get_rank(agreed.group))]
-    return [(each[..., : k.shape[3]], each[..., k.shape[3] :]) for each in near]
+    received: Tensor = _WithNeighbors.apply(both, route, group)  # type: ignore[no-untyped-call]
+    near = [each.permute(1, 2, 0, 3) for each in route.in_order(received)]
+    return [(each[..., : k.shape[3]], each[..., k.shape[3] :]) for each in near], received.grad_fn
 
 
-def _joined(reaches: Sequence[Reach]) -> Reach:
+def joined(reaches: Sequence[Reach]) -> Reach:
     """That of several sequences, one after another."""
     ranks, first = len(reaches[0].held), 0
     held: list[Ranges] = [()] * ranks
@@ -79,62 +114,32 @@ def _joined(reaches: Sequence[Reach]) -> Reach:
     return Reach(tuple(held), tuple(wanted))
 
 
-def _in_order(received: Tensor, reach: Reach, rank: int) -> list[Tensor]:
-    """Of keys that came in the order of owners, those of each range that the rank wants."""
-    if len(reach.wanted[rank]) == 1 and all(len(held) == 1 for held in reach.held):
-        return [received]
-    parts = [part for owner in range(len(reach.held)) for part in reach.parts(rank, owner)]
-    pieces = sorted(zip(parts, _pieces(received, parts), strict=True), key=lambda piece: piece[0].position)
-    return [torch.cat([received[:0], *(x for part, x in pieces if part.wanted == number)]) for number in range(len(reach.wanted[rank]))]
-
-
 class _WithNeighbors(torch.autograd.Function):
     """Of x [held,B,G,D]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reach: Reach, agreed: Agreed) -> Tensor:
-        ctx.reach, ctx.agreed, ctx.held = reach, agreed, len(x)
-        parts = [[x[part.begin : part.begin + part.size] for part in each] for each in _outgoing(reach, agreed.group)]
-        return _exchanged(x, parts, _totals(_incoming(reach, agreed.group)), agreed.group)
+    def forward(ctx: Any, x: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
+        ctx.route, ctx.group, ctx.held = route, group, len(x)
+        parts = [x[part.begin : part.begin + part.size] for each in route.outgoing for part in each]
+        return _exchanged(torch.cat([x[:0], *parts]), route.sent, route.received, group)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if torch.is_grad_enabled():
             transforms.refuse_second_derivative("context_parallel_nsa_attention")
-        reach, group = ctx.reach, ctx.agreed.group
-        ctx.agreed.before_backward(dx.device)
-        outgoing = _outgoing(reach, group)
-        shares = [[share] for share in torch.split(dx, _totals(_incoming(reach, group)))]
-        received = _exchanged(dx, shares, _totals(outgoing), group)
+        route: Route = ctx.route
+        received = _exchanged(dx.contiguous(), route.received, route.sent, ctx.group)
         total = dx.new_zeros(ctx.held, *dx.shape[1:], dtype=torch.promote_types(dx.dtype, torch.float32))
-        parts = [part for each in outgoing for part in each]
-        for part, share in zip(parts, _pieces(received, parts), strict=True):
-            total[part.begin : part.begin + part.size] += share
+        begin = 0
+        for part in (part for each in route.outgoing for part in each):
+            total[part.begin : part.begin + part.size].add_(received[begin : begin + part.size])
+            begin += part.size
+        exchanged(ctx.group)
         return total.to(dx.dtype), None, None
 
 
-def _incoming(reach: Reach, group: dist.ProcessGroup) -> list[list[Part]]:
-    """What this rank wants of each rank."""
-    return [reach.parts(dist.get_rank(group), owner) for owner in range(len(reach.held))]
-
-
-def _outgoing(reach: Reach, group: dist.ProcessGroup) -> list[list[Part]]:
-    """What each rank wants of this rank."""
-    return [reach.parts(rank, dist.get_rank(group)) for rank in range(len(reach.held))]
-
-
-def _totals(parts: list[list[Part]]) -> list[int]:
-    return [sum(part.size for part in each) for each in parts]
-
-
-def _pieces(x: Tensor, parts: list[Part]) -> tuple[Tensor, ...]:
-    """Of x, which has these parts in turn."""
-    return torch.split(x, [0, *(part.size for part in parts)])[1:]
-
-
-def _exchanged(x: Tensor, parts: list[list[Tensor]], sizes: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send parts[p] of x [keys,...] to rank p; of each rank p come sizes[p] keys, in the order of ranks."""
-    mine = torch.cat([x[:0], *(part for each in parts for part in each)])
-    received = mine.new_empty(sum(sizes), *mine.shape[1:])
-    dist.all_to_all_single(received, mine, sizes, [sum(map(len, each)) for each in parts], group=group)
-    return received
+def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send the next sent[p] keys of x [keys,...] to each rank p; of it come received[p] keys, in the order of ranks."""
+    result = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(result, x, received, sent, group=group)
+    return result

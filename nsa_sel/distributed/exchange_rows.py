@@ -85,6 +85,7 @@ class _ContextParallelRows(torch.autograd.Function):
         call = Call(q, k, v, selection, positions, scale, settings, device)
         dq, dk, dv = run.gradients(call, ctx.decision, o.contiguous(), lse.contiguous(), do, dlse)
         shares = _return_parts(_by_rank(dq, group).contiguous(), group)
+        ctx.agreed.after_backward()
         total = shares.sum(0, dtype=torch.promote_types(dq.dtype, torch.float32)).to(dq.dtype)
         return total.view(len(total), *rows), dk, dv, *(None,) * 5
 

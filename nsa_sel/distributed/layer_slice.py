@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.autograd.graph import Node
 
 from nsa_sel.branches import check_branches
 from nsa_sel.core import transforms
@@ -15,7 +16,8 @@ from nsa_sel.core.arguments import check_flag, check_tensors
 from nsa_sel.core.check_choose import check_choose
 from nsa_sel.core.choose import request_of
 from nsa_sel.core.choose_call import Rule
-from nsa_sel.core.facts import device_info
+from nsa_sel.core.decide import forced
+from nsa_sel.core.facts import device_info, is_aligned
 from nsa_sel.distributed import cost
 from nsa_sel.distributed.agreement import Agreed, agree, begin_call, group_of
 from nsa_sel.distributed.context import check_exchange
@@ -63,8 +65,14 @@ class Slice(NamedTuple):
         return self.agreed.group
 
     @property
+    def exchanges(self) -> dict[str, Node | None]:
+        """That the call has made, as of `Agreed`."""
+        assert self.agreed.exchanges is not None
+        return self.agreed.exchanges
+
+    @property
     def rank(self) -> int:
-        return dist.get_rank(self.group)
+        return self.group.rank()
 
 
 def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> Slice:
@@ -88,11 +96,11 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
     given = cast._replace(q_cmp=cast.q) if given.q_cmp is given.q else cast
     q, q_cmp, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = given
     check_branches(q, q_cmp, (v_cmp, v_slc, v_win), (k_slc, k_win), gates, options.window)
-    S, ranks = q.shape[1], dist.get_world_size(group)
+    S, ranks = q.shape[1], group.size()
     check_flag("both_ends", options.both_ends)
     _check_sizes(S, k_slc.shape[2], options)
     cut = Cut(S // (1 + options.both_ends), ranks, options.both_ends)
-    own = sum(map(len, own_compressed_keys(options.rule, cut, dist.get_rank(group)))) if compressed else S
+    own = sum(map(len, own_compressed_keys(options.rule, cut, group.rank()))) if compressed else S
     if k_cmp.dim() == 4 and k_cmp.shape[2] != own:
         allowed = f"{own}: those that begin in this rank's {S} keys, and end in the sequence"
         raise ArgumentError("k_cmp", f"of {k_cmp.shape[2]} compressed keys", allowed, "compress them with the first keys of the next slice")
@@ -104,6 +112,8 @@ def begin(given: Tensors, options: Options, group: Any, *, compressed: bool) -> 
     facts = dict[str, Any](
         window=options.window, scale=scale, exchange=options.exchange, compressed=compressed, grads=", ".join(grads),
         first=options.rule.first, local=options.rule.local, both_ends=options.both_ends,
+        # With these, all facts of the selected branch, which does not compare its own:
+        selected_backend=options.backend, use_backend=forced(), q_aligned=is_aligned(q.resolve_neg()),
     )  # fmt: skip
     return Slice(given, options, cut, agree(request, device_info(q.device), group, None, q.device, **facts))
 

@@ -38,7 +38,7 @@ from nsa_sel.distributed.agreement import _rank_0_decision, _Report
 from nsa_sel.distributed.cost import Bytes, Sizes, cheapest, obstacle, planned, static_slots
 from nsa_sel.distributed.cut import Cut
 from nsa_sel.distributed.exchange_blocks import chosen
-from nsa_sel.distributed.exchange_near import Reach, _in_order, _joined
+from nsa_sel.distributed.exchange_near import Reach, Route, joined
 from nsa_sel.distributed.exchange_rows import aligned, merge_parts, packed, unpacked
 from nsa_sel.distributed.layer_slice import own_compressed_keys
 from nsa_sel.errors import BackendError, NsaSelError
@@ -146,12 +146,12 @@ def test_calls_outside_a_job_are_refused() -> None:
 
 def test_the_host_does_not_wait_for_a_gpu_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A meta tensor has no numbers to read."""
-    monkeypatch.setattr(agreement, "dist", SimpleNamespace(get_world_size=lambda group: 2, get_rank=lambda group: 1))
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
     monkeypatch.setattr(agreement, "all_gather", lambda every, mine, group: None)
     asked = []
     monkeypatch.setattr(torch, "_assert_async", lambda match, words: asked.append((tuple(match.shape), words)))
     for digest in (agreement._UNAGREED, 5):
-        assert agreement._digests_match(object(), digest, torch.device("meta"), "call 3, backward")  # type: ignore[arg-type]
+        assert agreement._digests_match(group, digest, torch.device("meta"), "call 3, backward")
     assert asked == [((), agreement._assert_message(1, "call 3, backward"))], "a rank that has not agreed gets its error elsewhere"
     assert len(agreement._assert_message(99_999, f"call {2**40}, backward")) < 255, "more is an error of torch"
 
@@ -230,17 +230,17 @@ def test_ranks_send_of_both_ends_what_others_reach() -> None:
     assert reach.parts(0, 0) == [(0, 0, 0, 4), (1, 12, 4, 4)]
     assert reach.parts(0, 1) == [(1, 10, 6, 2)]
     received = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15, 10, 11])
-    assert [x.tolist() for x in _in_order(received, reach, 0)] == [[0, 1, 2, 3], [10, 11, 12, 13, 14, 15]]
+    assert [x.tolist() for x in Route.of([reach], 0).in_order(received)] == [[0, 1, 2, 3], [10, 11, 12, 13, 14, 15]]
 
 
 def test_what_ranks_send_of_several_tensors_lies_one_after_another() -> None:
     of = Reach(((range(2),), (range(2, 4),)), ((range(2),), (range(1, 4),)))
-    assert _joined([of, of]) == (
+    assert joined([of, of]) == (
         ((range(2), range(4, 6)), (range(2, 4), range(6, 8))),
         ((range(2), range(4, 6)), (range(1, 4), range(5, 8))),
     )
     shorter = Reach(((range(1),), (range(1, 1),)), ((range(0),), (range(1),)))
-    assert _joined([shorter, of]).held == ((range(1), range(1, 3)), (range(1, 1), range(3, 5)))
+    assert joined([shorter, of]).held == ((range(1), range(1, 3)), (range(1, 1), range(3, 5)))
 
 
 def test_both_ends_share_the_work() -> None:

@@ -15,8 +15,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import NSAttention, nsa_attention
-from nsa_sel.distributed import check_ranks, context_parallel, context_parallel_nsa_attention, rank_rows, tensor_parallel
+from nsa_sel import NSAttention, nsa_attention, use_backend
+from nsa_sel.distributed import (
+    agreement,
+    check_ranks,
+    context_layer,
+    context_parallel,
+    context_parallel_nsa_attention,
+    exchange_all,
+    rank_rows,
+    tensor_parallel,
+)
 from nsa_sel.errors import ArgumentError, NsaSelError
 from tests.helpers.cases import assert_within_twice_baseline, gradient_terms
 from tests.helpers.ranks import DEVICE, both_ends, mine, rank, ranks
@@ -166,6 +175,63 @@ def sliced_layers_in_autocast_and_checkpoints() -> None:
     assert all(map(torch.equal, *results))
 
 
+def layers_compare_once_in_each_direction() -> None:
+    """However many exchanges there are. A backward pass says which of them it has; one without any compares nothing."""
+    layer, of = context_parallel(layer_of()), agreement._groups[dist.group.WORLD]
+    asked, match = list[str](), agreement._digests_match
+
+    def counted(group: Any, digest: int, device: torch.device, where: str) -> bool:
+        asked.append(where.split(", ")[1])
+        return match(group, digest, device, where)
+
+    agreement._digests_match = counted
+    for exchange in ("gather", "rows"):
+        layer = context_parallel(layer_of(), exchange=exchange, both_ends=True)
+        layer(hidden(24)).sum().backward()  # a class may be new
+        asked.clear()
+        layer(hidden(24)).sum().backward()
+        assert asked == ["forward", "backward"]
+        assert of.owed == 0
+    options = {**SMALL, "backend": "sdpa-packed"}
+    tensors = sliced(call_of(24 * ranks(), torch.float64, options), 24, 4)
+    o = context_parallel_nsa_attention(**tensors, **options)
+    torch.autograd.grad(o.sum(), tensors["gates"], retain_graph=True)
+    asked.clear()
+    torch.autograd.grad(o.sum(), o)
+    torch.autograd.grad(o.sum(), tensors["v_slc"], retain_graph=True)
+    torch.autograd.grad(o.sum(), tensors["v_win"], retain_graph=True)
+    o.sum().backward()
+    assert asked == ["backward"] * 3
+    agreement._digests_match = match
+    o = context_parallel_nsa_attention(**tensors, **options)
+    if DEVICE == "cpu":
+        with pytest.raises(NsaSelError, match=r"exchanges is '(selected branch|keys of slices before)' there"):
+            torch.autograd.grad(o.sum(), tensors["v_win" if rank() else "v_slc"])
+    layer(hidden(24))
+
+
+def ranks_that_fail_between_exchanges_make_no_further_call() -> None:
+    """Others may wait in the next exchange of the failed call, and would mix its bytes with this call's."""
+    layer = context_parallel(layer_of(), exchange="gather")
+    layer(hidden(24)).sum().backward()
+    real = context_layer.compressed_attention, exchange_all.scatter_sums
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    o = layer(hidden(24)).sum()
+    context_layer.compressed_attention = exchange_all.scatter_sums = fails
+    for work in (lambda: layer(hidden(24)), o.backward):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            work()
+        for _ in range(2):
+            with pytest.raises(NsaSelError, match=f"rank {rank()} failed between two exchanges of an earlier call"):
+                layer(hidden(24))
+        check_ranks()  # all of them failed alike
+    context_layer.compressed_attention, exchange_all.scatter_sums = real
+    layer(hidden(24)).sum().backward()
+
+
 def layers_take_slices_of_part_of_the_ranks() -> None:
     """The last rank runs the layer alone meanwhile."""
     first = dist.new_group(list(range(ranks() - 1)))
@@ -207,6 +273,13 @@ def wrong_slices_are_refused() -> None:
     other = context_parallel(layer_of(), both_ends=bool(rank()))
     with pytest.raises(NsaSelError, match="both_ends is True there, False on rank 0"):
         other(hidden(16))
+    layer.backend = "numba" if rank() else "sdpa-packed"
+    with pytest.raises(NsaSelError, match="selected_backend is 'numba' there, 'sdpa-packed' on rank 0"):
+        layer(hidden(16))
+    layer.backend = None
+    words = "use_backend is 'sdpa-packed' there, 'choose-torch' on rank 0"
+    with pytest.raises(NsaSelError, match=words), use_backend("sdpa-packed" if rank() else "choose-torch"):
+        layer(hidden(16))
     other = context_parallel(layer_of())
     with pytest.raises(NsaSelError, match=r"grads is '.*q_cmp.*' there, '' on rank 0"), torch.set_grad_enabled(rank() > 0):
         other(hidden(16))
@@ -280,4 +353,6 @@ ANY_RANKS = (
     sharded_layers_are_the_whole_layer,
     split_layers_are_the_whole_layer,
     groups_that_ranks_do_not_divide_are_refused,
+    layers_compare_once_in_each_direction,
+    ranks_that_fail_between_exchanges_make_no_further_call,
 )
