@@ -41,7 +41,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     B, S, G, _, _ = call.q.shape
     heads = arguments.heads(call)
     programs, sms = B * S * G * _head_tiles(heads.h), multiprocessors(call)
-    if programs <= sms:
+    if programs <= (2 * sms if _small_block(call) else sms):
         config = arguments.kernel_config(call, heads, "triton-group/decode")
         return _forward_ranges(call, heads, config, programs, _split_parts(call, config, programs))
     blocks = "triton-group/decode-blocks" if S <= FEW_TOKENS else "triton-group/forward-blocks"
@@ -93,8 +93,10 @@ def _forward_ranges(call: Call, heads: arguments.Heads, config: KernelConfig, pr
 
 
 def _split_parts(call: Call, config: KernelConfig, programs: int) -> int:
-    """Programs of many warps fill a multiprocessor one by one, others two by two; none walks less than 32 keys."""
-    at_once = multiprocessors(call) * (1 if config.num_warps >= FULL else 2)
+    """Programs of many warps fill a multiprocessor one by one, others two by two, or over small blocks, whose keys' addresses they wait
+    for, as many as have FULL warps; none walks less than 32 keys."""
+    together = FULL // config.num_warps if _small_block(call) else 2
+    at_once = multiprocessors(call) * (1 if config.num_warps >= FULL else together)
     return split_parts(call, programs, at_once, max(32, config.block_l))
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from nsa_sel.backends import triton_group
 from nsa_sel.backends._triton import dkdv
 from nsa_sel.backends._triton.merged_blocks import merged
+from nsa_sel.core.request import DeviceInfo
 from nsa_sel.errors import BackendError
 from nsa_sel.selection import Selection
 from tests.helpers.cases import edge_block_lists, make_blocks, make_call, make_qkv
@@ -44,8 +46,24 @@ def test_lists_of_small_blocks_that_are_easily_mistreated(backend: str, name: st
     check_both(backend, *make_qkv(S=5, G=1, h=2, Dk=16, S_kv=30), selection)
 
 
-def test_small_blocks_are_decoded_in_parts() -> None:
-    check_both("triton-group", *make_qkv(S=1, G=2, h=3, Dk=16, S_kv=250), make_blocks(1, 1, 2, 250, 40, 4))
+@pytest.mark.parametrize(("B", "G", "D", "parts"), [(1, 2, 16, 5), (6, 1, 136, 2)])
+def test_small_blocks_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch, B: int, G: int, D: int, parts: int) -> None:
+    """Fewer rows than the interpreter's multiprocessors, and fewer than twice as many."""
+    joined: list[int] = []
+    combine = triton_group.combine
+    monkeypatch.setattr(triton_group, "combine", lambda *of: (joined.append(of[-1]), combine(*of)))
+    check_both("triton-group", *make_qkv(B=B, S=1, G=G, h=3, Dk=D, S_kv=250), make_blocks(B, 1, G, 250, 40, 4))
+    assert joined == [parts]
+
+
+@pytest.mark.parametrize(
+    ("B", "D", "parts"), [(8, 256, 33), (64, 256, 4), (96, 256, 2), (132, 256, 2), (133, 256, 1), (64, 128, 1), (8, 128, 8)]
+)
+def test_few_warps_share_a_row_of_small_blocks_while_a_multiprocessor_has_room(B: int, D: int, parts: int) -> None:
+    call = make_call(*make_qkv(B=1, S=1, G=2, h=12, Dk=D, S_kv=4096, dtype=torch.bfloat16), make_blocks(1, 1, 2, 4096, 512, 4))
+    call.device = DeviceInfo(kind="cuda", sm=90, name="NVIDIA H100", sm_count=132, shared_memory=227 << 10)
+    config = call.settings.kernel("triton-group/decode" + ("-widest" if D == 256 else ""))
+    assert triton_group._split_parts(call, config, 2 * B) == parts
 
 
 def test_reruns_of_small_blocks_are_bit_equal() -> None:
