@@ -5,9 +5,6 @@ A tile is 64 / block_size blocks of about the same popularity (kernels/order_blo
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +16,6 @@ from nsa_sel.backends.cupy_cuda import launch
 from nsa_sel.backends.cupy_cuda.key_to_rows import LONGEST, SEGMENTS_PER_SM, KeyToRows, published, segment_length, sum_counts, with_parts
 from nsa_sel.core.call import Call
 from nsa_sel.errors import BackendError
-from nsa_sel.selection import Selection
 
 KEYS = 64  # of a tile
 ENTRY_BYTES = 6  # a row, and its bits
@@ -70,17 +66,6 @@ def _capacity(call: Call) -> int:
     """Entries of all lists, at most."""
     B, S, G = call.q.shape[:3]
     return B * G * S * min(call.selection.n, -(-call.k.shape[2] // KEYS))
-
-
-def pairs(call: Call) -> Iterator[tuple[Call, tuple[slice, ...], tuple[slice, ...]]]:
-    """The call of each batch entry and group, and where its rows are in [B,S,G] and its keys in [B,G]."""
-    whole, (B, G, S_kv) = call.selection, call.k.shape[:3]
-    for b, g in itertools.product(range(B), range(G)):
-        entry, group = slice(b, b + 1), slice(g, g + 1)
-        rows, keys = (entry, slice(None), group), (entry, group)
-        selection = Selection(call.disjoint_ranges()[rows].contiguous(), whole.block_size, whole.length_bound(S_kv), disjoint=True)
-        q_pos = None if call.q_pos is None else call.q_pos[entry]
-        yield replace(call, q=call.q[rows], k=call.k[keys], v=call.v[keys], selection=selection, q_pos=q_pos, workspace=None), rows, keys
 
 
 def _build(call: Call, capacity: int, segment: int) -> BlockLists:

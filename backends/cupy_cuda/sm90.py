@@ -9,6 +9,7 @@ forward_blocks.cu              rows of whole blocks that share no keys with thei
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -19,9 +20,9 @@ from nsa_sel.backends._buffers import bits_dtype, temporary, unwritten
 from nsa_sel.backends._common import known
 from nsa_sel.backends._loads import union_keys
 from nsa_sel.backends._replay import kept_plan
-from nsa_sel.backends._slices import by_parts
+from nsa_sel.backends._slices import by_parts, slices
 from nsa_sel.backends.cupy_cuda import launch
-from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of, list_bytes, pairs
+from nsa_sel.backends.cupy_cuda.block_tiles import block_lists_of, list_bytes
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, list_gradients, lists_of, most_segments
 from nsa_sel.backends.cupy_cuda.tensor_map import key_group_map, row_map, tensor_map
@@ -310,8 +311,10 @@ def dkdv_groups(call: Call, ranges: Tensor, lse: Tensor, do: Tensor, delta: Tens
 def _by_pairs(call: Call, lse: Tensor, do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """dk and dv of one (batch entry, group) after another, where the lists of all of them do not fit the workspace together."""
     dk, dv = unwritten(call.k, *call.k.shape), unwritten(call.v, *call.v.shape)
-    for pair, rows, keys in pairs(call):
-        dk[keys], dv[keys] = dkdv_groups(pair, pair.disjoint_ranges(), lse[rows].contiguous(), do[rows], delta[rows].contiguous())
+    for b, g in itertools.product(range(call.k.shape[0]), range(call.k.shape[1])):
+        at = slice(b, b + 1), slice(g, g + 1)
+        for pair, rows in slices(call, *at, call.q.shape[1]):
+            dk[at], dv[at] = dkdv_groups(pair, pair.disjoint_ranges(), lse[rows].contiguous(), do[rows], delta[rows].contiguous())
     return dk, dv
 
 
