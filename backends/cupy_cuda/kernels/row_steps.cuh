@@ -54,16 +54,16 @@ struct Shared {
 // What comes together of a step.
 struct QAndDo {
     static constexpr bool HAS_Q = true, HAS_DO = true;
-    DEVICE static void wait_empty(Shared &shared, int step) { shared.wait_empty(state_of(step)); }
-    DEVICE static u64 *full(Shared &shared, int step) { return &shared.steps.full[state_of(step).stage]; }
+    DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) { shared.wait_empty(at); }
+    DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) { return &shared.steps.full[at.stage]; }
 };
 struct OnlyQ : QAndDo {
     static constexpr bool HAS_DO = false;
 };
 struct OnlyDo {
     static constexpr bool HAS_Q = false, HAS_DO = true;
-    DEVICE static void wait_empty(Shared &shared, int step) { shared.d_outs.wait_empty({step % STAGES, step / STAGES % 2}); }
-    DEVICE static u64 *full(Shared &shared, int step) { return &shared.d_outs.full[step % STAGES]; }
+    DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) { shared.d_outs.wait_empty({at.stage, at.parity}); }
+    DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) { return &shared.d_outs.full[at.stage]; }
 };
 
 // The consumer's wait for a step. What lanes copied becomes visible to the tensor core by a fence after it.
@@ -129,9 +129,9 @@ DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int fi
 template <class Part, class List>
 DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared, int step, const StepTokens<List> &tokens, bool adjacent) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    Part::wait_empty(shared, step);
+    Part::wait_empty(shared, state_of(step));
     unsigned char *q_tile = stages + state_of(step).stage * STAGE_BYTES;
-    u64 *full = Part::full(shared, step);
+    u64 *full = Part::full(shared, state_of(step));
     __syncwarp();  // all lanes have seen it: the next phase may pass
     if (adjacent) {
         if (lane == 0) load_step<Part>(list, q_tile, full, tokens.rows[0]);
@@ -164,16 +164,15 @@ DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shar
 // by TMA. Else four rows of the tile at once, eight lanes a row, of every COPY_WARPS-th four; zeros for rows that do not exist. What is
 // copied arrives by itself, and takes the consumer's fence (wait_for_rows).
 template <class Part, class List>
-DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier, int step,
+DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier, const PipelineState<STAGES> &at,
                       const StepTokens<List> &tokens, bool adjacent) {
     const int lane = threadIdx.x % 32, column = lane % 8;
-    Part::wait_empty(shared, step);
-    unsigned char *q_tile = stages + state_of(step).stage * STAGE_BYTES;
-    u64 *full = Part::full(shared, step);
+    Part::wait_empty(shared, at);
     __syncwarp();
     if (adjacent) {
+        u64 *full = Part::full(shared, at);
         if (copier || lane) mbarrier_arrive(full);
-        else load_step<Part>(list, q_tile, full, tokens.rows[0]);
+        else load_step<Part>(list, stages + at.stage * STAGE_BYTES, full, tokens.rows[0]);
         return;
     }
 #pragma unroll 1
@@ -185,14 +184,14 @@ DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned
         const i64 s = exists ? row : 0;
         const u16 *q_row = q + s * list.x.p.q.stride_s + head * list.x.p.q.stride_h;
         const u16 *do_row = d_out + s * list.x.d_out.stride_s + head * list.x.d_out.stride_h;
-        unsigned char *to = q_tile + swizzled(tile_row, column);
+        unsigned char *to = stages + at.stage * STAGE_BYTES + swizzled(tile_row, column);
 #pragma unroll
         for (int c = 0; c < (Part::HAS_Q ? DK : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
 #pragma unroll
         for (int c = 0; c < (Part::HAS_DO ? DV : 0); c += 64)
             cp_async_16(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
     }
-    cp_async_mbarrier_arrive(full);
+    cp_async_mbarrier_arrive(Part::full(shared, at));
 }
 
 // One of the copy warps: its share of every step.
@@ -201,12 +200,13 @@ DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared,
     const int column = threadIdx.x % 8 * 8;
     const u16 *q = list.x.p.q.group(list.b, list.g) + column, *d_out = list.x.d_out.group(list.b, list.g) + column;
     for (int step = 0; step < list.steps; ++step) {
+        const auto at = state_of(step);
         const StepTokens<List> tokens(list, step);  // read while the stage is not empty yet
         const bool adjacent = tokens.adjacent();
         if constexpr (APART) {
-            copy_step<OnlyDo>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
-            copy_step<OnlyQ>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
-        } else copy_step<QAndDo>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
+            copy_step<OnlyDo>(list, q, d_out, stages, shared, copier, at, tokens, adjacent);
+            copy_step<OnlyQ>(list, q, d_out, stages, shared, copier, at, tokens, adjacent);
+        } else copy_step<QAndDo>(list, q, d_out, stages, shared, copier, at, tokens, adjacent);
     }
     cp_async_commit();
     cp_async_wait<0>();
