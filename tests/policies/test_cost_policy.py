@@ -412,7 +412,7 @@ def test_choices_are_close_on_the_h100() -> None:
     assert_close(found, 150)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_choices_are_close_for_lengths_that_nobody_measured() -> None:
     assert_close(regret.choices_left_out(time_rows(), settings_for(H200)), 250)
 
