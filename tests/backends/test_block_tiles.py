@@ -17,7 +17,7 @@ from tests.helpers.emulate import BACKWARDS, GPU, emulated, needs_compiler
 
 
 @needs_compiler
-@pytest.mark.parametrize("mode", [0, BACKWARDS])
+@pytest.mark.parametrize("mode", [pytest.param(0, marks=pytest.mark.thorough), BACKWARDS])
 @pytest.mark.parametrize(
     ("B", "S", "G", "S_kv", "n", "block"),
     [

@@ -68,7 +68,7 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return kernels
 
 
-@pytest.mark.parametrize(("h", "S", "G"), [(1, 80, 2), (3, 40, 2), (4, 40, 1), (16, 12, 1)])
+@pytest.mark.parametrize(("h", "S", "G"), [(1, 80, 2), (3, 40, 2), pytest.param(4, 40, 1, marks=pytest.mark.thorough), (16, 12, 1)])
 def test_heads(started: list[str], h: int, S: int, G: int) -> None:
     """Rows copied by lanes, and by TMA from 8 heads on; S_kv leaves a cut block, and the rows' own blocks are masked."""
     q, k, v = rows(S=S, G=G, h=h)
@@ -76,7 +76,7 @@ def test_heads(started: list[str], h: int, S: int, G: int) -> None:
     assert started == [kernel for kernel in KERNELS if h != 3 or kernel not in OF_JOIN]
 
 
-@pytest.mark.parametrize("h", [1, 4, 16])
+@pytest.mark.parametrize("h", [1, pytest.param(4, marks=pytest.mark.thorough), 16])
 def test_shared_tiles_and_partials(started: list[str], h: int) -> None:
     """Rows with both, and groups of tokens at a boundary of blocks or at the end, which share fewer."""
     S = 64 // h + 3

@@ -38,7 +38,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SEGMENTS_PER_SM", 64)
 
 
-@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+@pytest.mark.parametrize("mode", [pytest.param(0, marks=pytest.mark.thorough), BACKWARDS | EAGER])
 @pytest.mark.parametrize(
     ("h", "S", "G", "Dk", "Dv"),
     [
@@ -65,9 +65,13 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: i
     assert key_to_rows.lists_of(call, 64).segments[-1] > key_to_rows.lists_of(call, 64).lists > 1
 
 
-@pytest.mark.parametrize("mode", [0, BACKWARDS | EAGER])
+@pytest.mark.parametrize("mode", [pytest.param(0, marks=pytest.mark.thorough), BACKWARDS | EAGER])
 @pytest.mark.parametrize(
-    ("h", "S", "G", "D", "block"), [(12, 40, 2, 256, 4), (2, 90, 1, 64, 4), (16, 30, 1, 64, 8), (3, 60, 1, 64, 16), (8, 40, 1, 64, 32)]
+    ("h", "S", "G", "D", "block"),
+    [
+        *((12, 40, 2, 256, 4), (2, 90, 1, 64, 4), (3, 60, 1, 64, 16)),
+        *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((16, 30, 1, 64, 8), (8, 40, 1, 64, 32))),
+    ],
 )
 def test_gradients_of_small_blocks(
     monkeypatch: pytest.MonkeyPatch, short: None, mode: int, h: int, S: int, G: int, D: int, block: int
