@@ -37,8 +37,8 @@ pytestmark = pytest.mark.slow  # in all: a compiler at work
 
 
 # Bytes. dkdv_tiles.cu: both accumulators of 128 columns take nearly all registers. dq_gather.cu: as do 256 columns, s and dp, and with some
-# sizes a few words are spilled.
-SPILLS = {(80, "dkdv_tiles.cu"): 8, (90, "dq_gather.cu"): 16}
+# sizes a few words are spilled. forward_gather.cu: with three heads of 256 columns, by which no shift divides.
+SPILLS = {(80, "dkdv_tiles.cu"): 8, (90, "dq_gather.cu"): 16, (90, "forward_gather.cu"): 16}
 HOPPERS = {
     "forward_blocks.cu",
     "forward_tokens.cu",
