@@ -1,4 +1,4 @@
-// Tiles of blocks smaller than a tile, and the rows that selected any of a tile's blocks (key_to_rows.py):
+// Tiles of blocks smaller than a tile, and the rows that selected any of a tile's blocks (block_tiles.py):
 //   count_blocks.cu   how many of some rows selected each block
 //   order_blocks.cu   the blocks of every tile
 //   count_rows.cu     how many rows each tile has in each chunk of rows

@@ -5,8 +5,7 @@
 
 #include "block_tiles.cuh"
 
-typedef RowMasks Masks;
-constexpr int THREADS = Masks::THREADS;
+constexpr int THREADS = RowMasks::THREADS;
 
 struct Arguments {
     Problem p;
@@ -23,11 +22,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) count_rows(const __grid
     Published *published = reinterpret_cast<Published *>(x.counts + gridDim.x * x.tiles);
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < x.published; i += gridDim.x * THREADS) published[i].ready = 0;
     for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
-        Masks::mark(x.p, bg, blockIdx.x % chunks * CHUNK, x.places + bg * x.blocks, tile0, table);
+        RowMasks::mark(x.p, bg, blockIdx.x % chunks * CHUNK, x.places + bg * x.blocks, tile0, table);
         for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(TABLE)); tile += THREADS / 32) {
             int rows = 0;
 #pragma unroll
-            for (u32 r = lane; r < CHUNK; r += 32) rows += __popc(__ballot_sync(ALL_LANES, Masks::chosen(table, r, tile) != 0));
+            for (u32 r = lane; r < CHUNK; r += 32) rows += __popc(__ballot_sync(ALL_LANES, RowMasks::chosen(table, r, tile) != 0));
             if (lane == 0) x.counts[blockIdx.x * x.tiles + tile0 + tile] = rows;
         }
         __syncthreads();

@@ -3,8 +3,7 @@
 // Grid: one CTA per (b, g, chunk of rows), a warp per tile.
 #include "block_tiles.cuh"
 
-typedef RowMasks Masks;
-constexpr int THREADS = Masks::THREADS;
+constexpr int THREADS = RowMasks::THREADS;
 
 struct Arguments {
     Problem p;
@@ -22,12 +21,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) list_rows(const __grid_
     const u32 chunks = x.chunks, tiles = x.tiles, bg = blockIdx.x / chunks, lane = threadIdx.x % 32;
     const u32 first_row = blockIdx.x % chunks * CHUNK;
     for (u32 tile0 = 0; tile0 < tiles; tile0 += TABLE) {
-        Masks::mark(x.p, bg, first_row, x.places + bg * x.blocks, tile0, table);
+        RowMasks::mark(x.p, bg, first_row, x.places + bg * x.blocks, tile0, table);
         for (u32 tile = threadIdx.x / 32; tile < min(tiles - tile0, static_cast<u32>(TABLE)); tile += THREADS / 32) {
             i64 at = x.begins[bg * x.tiles + tile0 + tile] + x.counts[blockIdx.x * x.tiles + tile0 + tile];
 #pragma unroll
             for (u32 r = lane; r < CHUNK; r += 32) {
-                const u32 chosen = Masks::chosen(table, r, tile), listed = __ballot_sync(ALL_LANES, chosen != 0);
+                const u32 chosen = RowMasks::chosen(table, r, tile), listed = __ballot_sync(ALL_LANES, chosen != 0);
                 if (chosen) {
                     const i64 to = at + __popc(listed & ((1u << lane) - 1));
                     x.rows[to] = static_cast<int>(first_row + r);
