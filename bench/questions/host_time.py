@@ -19,8 +19,9 @@ Parts, in microseconds:
     beyond the backend          call - backend, or call - node with gradients
     observing, off              call / call without event functions: what observability costs while it is off (a ratio)
     graph, empty graph          the stand-in compiled: a graph of one call, and one of the same arguments without a call
-    further call                what each call beyond the first takes, from functions of nine calls and of one; "further compiled call":
-                                in a graph. "compiling adds" is the difference
+    further call                what each call beyond the first takes, from functions of nine calls and of one: with gradients, what a layer
+                                of a model takes, as one backward pass runs all layers. "further call, new": from block indices; "further
+                                compiled call": in a graph. "compiling adds" is the difference
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ MANY = 9  # calls in a function, for what each beyond the first takes
 NEW = "call, new"
 CALLING, ON_CALLING = ", calling thread", ("call", NEW, "autograd")  # what is also timed there, with gradients
 UNOBSERVED = "call, without observing"
-FURTHER = {"further call": ("many calls", "call"), "further compiled call": ("graph of many", "graph")}  # of MANY calls, and of one
+FURTHER = {  # of MANY calls, and of one
+    "further call": ("many calls", "call"), "further call, new": ("many calls, new", NEW),
+    "further compiled call": ("graph of many", "graph"),
+}  # fmt: skip
 Parts = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]  # microseconds, one a round
 
@@ -100,7 +104,8 @@ def parts(problem: Problem, backend: str) -> Parts:
     call.known[REPEATED] = True  # as calls of a class that was seen before
     forward = registry.load(str(decision.forward)).forward
     found: Parts = {
-        "call": _whole(problem, lambda q, k, v: selection_attention(q, k, v, selection, backend=forced)),
+        "call": _whole(problem, _chain(forced, lambda: selection)),
+        "many calls": _whole(problem, _chain(forced, lambda: selection), MANY),
         "backend": lambda: forward(call)[0],
         "check": lambda: check_call(q, k, v, selection, None, None),
         "decide": lambda: decide(request_of(q, k, v, selection, needs_grad), device_info(q.device), forced),
@@ -110,9 +115,11 @@ def parts(problem: Problem, backend: str) -> Parts:
     size = selection.block_size
     if size is not None:
         indices = selection.block_indices
-        found[NEW] = _whole(
-            problem, lambda q, k, v: selection_attention(q, k, v, Selection.from_blocks(indices, size), backend=forced)
-        )  # fmt: skip
+
+        def new() -> Selection:
+            return Selection.from_blocks(indices, size)
+
+        found |= {NEW: _whole(problem, _chain(forced, new)), "many calls, new": _whole(problem, _chain(forced, new), MANY)}
     if not needs_grad:
         return found
     backward = registry.load(str(decision.backward)).backward
@@ -125,16 +132,11 @@ def parts(problem: Problem, backend: str) -> Parts:
 
 
 def compiled_parts(problem: Problem, compiler: str) -> Parts:
-    """Calls of packed SDPA, or of what stands in for it: many in a function, and compiled by a backend of torch.compile."""
+    """Calls of packed SDPA, or of what stands in for it, compiled by a backend of torch.compile."""
     selection = problem.selection
 
-    def chain(calls: int) -> Callable[..., Tensor]:
-        def work(o: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for _ in range(calls):
-                o = selection_attention(o, k, v, selection, backend=PACKED)
-            return o
-
-        return work
+    def chain() -> Callable[..., Tensor]:  # a function of its own for each graph
+        return _chain(PACKED, lambda: selection)
 
     def empty(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q * k.sum() * v.sum() * selection.ranges.sum()
@@ -142,14 +144,29 @@ def compiled_parts(problem: Problem, compiler: str) -> Parts:
     def compiled(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.compile(work, fullgraph=True, dynamic=True, backend=compiler)
 
-    works = {"many calls": chain(MANY), "graph": compiled(chain(1)), "graph of many": compiled(chain(MANY)), "empty graph": compiled(empty)}
-    return {name: _whole(problem, work) for name, work in works.items()}
+    return {
+        "graph": _whole(problem, compiled(chain())), "graph of many": _whole(problem, compiled(chain()), MANY),
+        "empty graph": _whole(problem, compiled(empty)),
+    }  # fmt: skip
 
 
-def _whole(problem: Problem, work: Callable[..., Tensor]) -> Callable[[], Any]:
-    """The forward, or with gradients both passes."""
-    inputs = problem[1:4]
-    return lambda: torch.autograd.grad(work(*inputs), inputs, problem.do) if problem.q.requires_grad else work(*inputs)
+def _chain(backend: str | None, selection: Callable[[], Selection]) -> Callable[..., Tensor]:
+    """Calls for q, and then a k and a v each; the q of one is what the one before it returned."""
+
+    def work(o: Tensor, *keys_and_values: Tensor) -> Tensor:
+        for k, v in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
+            o = selection_attention(o, k, v, selection(), backend=backend)
+        return o
+
+    return work
+
+
+def _whole(problem: Problem, work: Callable[..., Tensor], calls: int = 1) -> Callable[[], Any]:
+    """The forward, or with gradients both passes, of so many calls. Each has its own k and v, as layers do, or gradients would be added."""
+    _, q, k, v, do = problem
+    own = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(calls - 1) for x in (k, v)]
+    inputs = (q, k, v, *own)
+    return lambda: torch.autograd.grad(work(*inputs), inputs, do) if q.requires_grad else work(*inputs)
 
 
 def empty_forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -225,9 +242,10 @@ def measured(problem: Problem, backend: str, rounds: int, calls: int, compiler: 
     times = {name: taken[1:] for name, taken in times.items()}  # the first round warms up
     least = times["node" if problem.q.requires_grad else "backend"]
     times["beyond the backend"] = _difference(times["call"], least)
-    if compiler:
-        for name, (many, one) in FURTHER.items():
+    for name, (many, one) in FURTHER.items():
+        if many in times:
             times[name] = _difference(times.pop(many), times[one], MANY - 1)
+    if compiler:
         times["compiling adds"] = _difference(times["further compiled call"], times["further call"])
     return times
 

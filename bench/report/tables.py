@@ -144,7 +144,7 @@ def peers(file: str) -> str:
 def overhead() -> str:
     """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
     parts = (
-        "call", "call, new", "backend", "beyond the backend", "check", "decide", "repeat", "decision, cached", "autograd", "node",
+        "call", "call, new", "further call, new", "backend", "beyond the backend", "check", "decide", "repeat", "decision, cached", "autograd", "node",
         "call, calling thread", "call, new, calling thread", "autograd, calling thread",
     )  # fmt: skip
     lines = []

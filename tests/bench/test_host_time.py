@@ -14,7 +14,6 @@ from nsa_sel.bench.questions import host_time
 from nsa_sel.bench.questions.host_time import (
     CALLING,
     CHOSEN,
-    FURTHER,
     MANY,
     NEW,
     NOTHING,
@@ -51,6 +50,7 @@ def test_parts_do_what_they_say(needs_grad: bool) -> None:
     else:
         assert (whole - alone).abs().max() < 1e-6
         assert torch.equal(works[NEW](), whole)
+        assert torch.equal(works["many calls, new"](), works["many calls"]())
     assert works["decision, cached"]() is works["decide"]() is works["repeat"]().decision
     assert nsa_sel.decisions()[-1].override.source == "argument"  # type: ignore[union-attr]
     parts(problem, CHOSEN)["call"]()
@@ -101,20 +101,22 @@ def test_backward_passes_are_timed_on_the_calling_thread_too(monkeypatch: pytest
 
 def test_what_each_further_call_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     more = MANY - 1
-    fake = {"call": 10.0, "many calls": 10.0 + 3 * more, "graph": 50.0, "empty graph": 20.0, "graph of many": 50.0 + 7 * more}
-    monkeypatch.setattr(host_time, "parts", lambda *_: {"call": lambda: fake["call"], "backend": lambda: 4.0})
-    monkeypatch.setattr(host_time, "compiled_parts", lambda *_: {name: lambda ms=ms: ms for name, ms in fake.items() if name != "call"})
+    eager = {"call": 10.0, "many calls": 10.0 + 3 * more, NEW: 20.0, "many calls, new": 20.0 + 5 * more, "backend": 4.0}
+    graphs = {"graph": 50.0, "empty graph": 20.0, "graph of many": 50.0 + 7 * more}
+    monkeypatch.setattr(host_time, "parts", lambda *_: {name: lambda us=us: us for name, us in eager.items()})
+    monkeypatch.setattr(host_time, "compiled_parts", lambda *_: {name: lambda us=us: us for name, us in graphs.items()})
     monkeypatch.setattr(host_time, "microseconds", lambda work, *_: work())
     times = measured(prepared(CASE, "cpu", False), NOTHING, rounds=1, calls=1, compiler="eager")
-    assert (times["further call"], times["further compiled call"], times["compiling adds"]) == ([3.0], [7.0], [4.0])
-    assert not {"many calls", "graph of many"} & set(times)
+    assert (times["further call"], times["further call, new"]) == ([3.0], [5.0])
+    assert (times["further compiled call"], times["compiling adds"]) == ([7.0], [4.0])
+    assert not {"many calls", "many calls, new", "graph of many"} & set(times)
 
 
 def test_compiled_parts_do_the_same() -> None:
     problem = prepared(CASE, "cpu", False)
     works = compiled_parts(problem, "eager")
     assert torch.equal(works["graph"](), parts(problem, PACKED)["call"]())
-    assert torch.equal(works["graph of many"](), works["many calls"]())
+    assert torch.equal(works["graph of many"](), parts(problem, PACKED)["many calls"]())
     assert works["empty graph"]().shape == problem.q.shape
 
 
@@ -129,7 +131,9 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["device"] and row["threads"] == 1 and row["command"] for row in rows)
     assert "observing, off" in capsys.readouterr().out
     of_parts = {(row["backend"], row["part"]) for row in rows}
-    for part in ("graph", "empty graph", *FURTHER, "compiling adds"):
+    for name in names:
+        assert {(name, "further call"), (name, "further call, new")} <= of_parts
+    for part in ("graph", "empty graph", "further compiled call", "compiling adds"):
         assert (NOTHING, part) in of_parts
         assert (CHOSEN, part) not in of_parts
 
