@@ -1,8 +1,8 @@
 """cupy-cuda: CUDA C++ kernels, compiled at run time by NVRTC through CuPy, on torch's stream and torch's memory.
 
-Which kernel computes a call is decided here. sm80.py launches the kernels of every GPU, sm90.py, few_tokens.py and quantized_tokens.py
-those of Hopper, key_to_rows.py builds the lists of rows for dk and dv. compiler.py makes machine code of kernels/*.cu, launch.py starts
-it, tensor_map.py encodes maps for TMA.
+Which kernel computes a call is decided here. sm80.py launches the kernels of every GPU, sm90.py, whole_blocks.py, few_tokens.py and
+quantized_tokens.py those of Hopper, key_to_rows.py builds the lists of rows for dk and dv. compiler.py makes machine code of
+kernels/*.cu, launch.py starts it, tensor_map.py encodes maps for TMA.
 CuPy is imported when a kernel is first compiled or loaded.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._loads import union_keys
-from nsa_sel.backends.cupy_cuda import few_tokens, quantized_tokens, sm80, sm90
+from nsa_sel.backends.cupy_cuda import few_tokens, quantized_tokens, sm80, sm90, whole_blocks
 from nsa_sel.core.call import Call
 
 __all__ = ["backward", "backward_and_delta", "forward", "loaded_keys"]
@@ -26,13 +26,13 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     whole steps.
     """
     if call.scales is not None:
-        return quantized_tokens.forward(call) if quantized_tokens.supports(call) else sm90.forward_blocks(call)
+        return quantized_tokens.forward(call) if quantized_tokens.supports(call) else whole_blocks.forward(call)
     if sm90.supports_tiles(call):
         return sm90.forward_tiles(call)
     if few_tokens.supports(call):
         return few_tokens.forward(call)
-    if sm90.supports_blocks(call):
-        return sm90.forward_blocks(call)
+    if whole_blocks.supports(call):
+        return whole_blocks.forward(call)
     return sm80.forward_rows(call)
 
 

@@ -15,6 +15,7 @@ from nsa_sel.backends._buffers import unwritten
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
 from nsa_sel.backends.cupy_cuda.few_tokens import MOST_ENTRIES
+from nsa_sel.backends.cupy_cuda.whole_blocks import page_scales_of, step_map
 from nsa_sel.backends.specs import E4M3_TILE_ROWS
 from nsa_sel.core.call import Call
 from nsa_sel.core.request import FEW_TOKENS
@@ -70,12 +71,12 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     (B, S, G, h, Dk), Dv = q.shape, call.v.shape[3]
     assert block is not None, "Backend.quantized_by"
     o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
-    bf16, page, page_scales = q.dtype == torch.bfloat16, launch.page_of(call), bool(sm90.page_scales_of(call))
+    bf16, page, page_scales = q.dtype == torch.bfloat16, launch.page_of(call), bool(page_scales_of(call))
     plan = plan_of(S, h, Dk, Dv, block, bf16, call.device.shared_memory, page, page_scales)
     stored = (sm90.loadable(call.k), sm90.loadable(call.v))
     launch.start(
         "forward_tokens.cu", plan.macros, q.get_device(), B * G * plan.tiles, plan.threads, plan.shared,
-        o.data_ptr(), lse.data_ptr(), plan.tiles, *launch.scales(call), maps=tuple(map(sm90.step_map, stored)),
+        o.data_ptr(), lse.data_ptr(), plan.tiles, *launch.scales(call), maps=tuple(map(step_map, stored)),
         problem=launch.problem(call, call.disjoint_ranges()), early=True,
     )  # fmt: skip
     return o, lse

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_sel.backends.cupy_cuda import sm90
+from nsa_sel.backends.cupy_cuda import whole_blocks
 from nsa_sel.core.call import Call
 from nsa_sel.selection import Selection
 from nsa_sel.settings.config import settings_for
@@ -28,13 +28,13 @@ def cache_of(page_size: int | None, **sizes: object) -> Cache:
 def forward(cache: Cache, cluster: int) -> tuple[Tensor, Tensor]:
     """o and lse of four rows, checked, on a GPU that runs four clusters of so many CTAs at once."""
     gpu = msgspec.structs.replace(GPU, sm_count=-(-5 * cluster // 2))
-    assert sm90.cluster_size(4, cache.selection.n, 2 * gpu.sm_count) == cluster
+    assert whole_blocks.cluster_size(4, cache.selection.n, 2 * gpu.sm_count) == cluster
     k, v = (x.transpose(1, 2) for x in cache[1:3])
     scale = cache.q.shape[-1] ** -0.5
     call = Call(cache.q, k, v, cache.selection, None, scale, settings_for(gpu), gpu, cache.cache_seqlens, cache.block_table)
-    assert sm90.supports_blocks(call)
+    assert whole_blocks.supports(call)
     with new_memory_is_nan():
-        found = sm90.forward_blocks(call)
+        found = whole_blocks.forward(call)
     assert_forward(found, cache.q, *gathered(cache), cache.selection.ranges, q_pos=positions(cache))
     return found
 
@@ -82,7 +82,7 @@ def test_few_rows_are_shared_by_as_many_multiprocessors_as_run_at_once(
     work: int, steps: int, cluster: int, first: bool, stages: int
 ) -> None:
     """Of the H200's 132, two CTAs each."""
-    plan = sm90.block_plan(work, 16, 128, 128, steps, 64, True, 132, 227 << 10)
+    plan = whole_blocks.plan_of(work, 16, 128, 128, steps, 64, True, 132, 227 << 10)
     macros = dict(plan.macros)
     assert (macros["CLUSTER"], macros["NEXT_FIRST"], macros["STAGES"]) == (cluster, first, stages)
     assert plan.ctas == work * cluster

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nsa_sel.backends.cupy_cuda import sm90
+from nsa_sel.backends.cupy_cuda import whole_blocks
 from nsa_sel.core import registry
 from nsa_sel.serving import selection_attention_with_kvcache
 from tests.helpers.cache_cases import Cache, check, make_cache
@@ -24,10 +24,10 @@ LENGTHS = (0, 1, 9, 150, 600, 2048)  # of no key, one step, and fewer steps than
 @pytest.fixture(params=[1, 2, 4, 8, 16])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """CTAs of a row, whatever the sizes."""
-    monkeypatch.setattr(sm90, "cluster_size", lambda *sizes: request.param)
-    sm90.block_plan.cache_clear()
+    monkeypatch.setattr(whole_blocks, "cluster_size", lambda *sizes: request.param)
+    whole_blocks.plan_of.cache_clear()
     yield request.param
-    sm90.block_plan.cache_clear()
+    whole_blocks.plan_of.cache_clear()
 
 
 def gpu_cache(page_size: int | None, **sizes: object) -> Cache:
@@ -39,7 +39,7 @@ def gpu_cache(page_size: int | None, **sizes: object) -> Cache:
 @pytest.mark.parametrize("first", [False, True])
 def test_a_cluster_reads_a_cache(cluster: int, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits again, in pages or not, and where a graph starts every kernel before the one ahead has ended."""
-    monkeypatch.setattr(sm90, "next_first", lambda *sizes: first)
+    monkeypatch.setattr(whole_blocks, "next_first", lambda *sizes: first)
     for page_size, sizes in ((64, {}), (None, {}), (128, {"h": 8, "block": 128, "S_q": 3}), (64, {"h": 20, "Dk": 64, "n": 3})):
         cache = gpu_cache(page_size, **sizes)
         wanted = check(cache, "cupy-cuda")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.backends import cupy_cuda
-from nsa_sel.backends.cupy_cuda import sm90
+from nsa_sel.backends.cupy_cuda import whole_blocks
 from nsa_sel.bench.core.cases import Case
 from nsa_sel.bench.core.contenders import Contender, Ready, as_it_is, named, ours
 from nsa_sel.bench.core.parity import Problem, make_problem
@@ -34,7 +34,7 @@ def decoding(sm_count: int) -> Contender:
     def prepare(problem: Problem) -> Ready:
         gpu = msgspec.structs.replace(GPU, sm_count=sm_count)
         call = Call(problem.q, problem.k, problem.v, problem.selection, None, 0.125, settings_for(gpu), gpu)
-        return as_it_is(lambda q, k, v: sm90.forward_blocks(call)[0])
+        return as_it_is(lambda q, k, v: whole_blocks.forward(call)[0])
 
     return Contender(BACKEND, prepare)
 
@@ -54,7 +54,7 @@ def words(problem: Problem, cluster: int) -> Tensor:
 @pytest.mark.parametrize("number", range(len(READING)))
 def test_every_step_of_a_row_is_loaded_and_waited_for(monkeypatch: pytest.MonkeyPatch, sm_count: int, cluster: int, number: int) -> None:
     problem = make_problem(CASE, "cpu")
-    assert sm90.cluster_size(6, CASE.n, 2 * sm_count) == cluster
+    assert whole_blocks.cluster_size(6, CASE.n, 2 * sm_count) == cluster
     for mode in (0, BACKWARDS | EAGER):
         emulated(monkeypatch, mode)
         ready = readings(decoding(sm_count))[number].prepare(problem)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nsa_sel.backends import _driver
-from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90
+from nsa_sel.backends.cupy_cuda import arithmetic, compiler, few_tokens, launch, sm90, whole_blocks
 from tests.helpers.emulate import packed
 from tests.helpers.paths import ROOT
 
@@ -54,7 +54,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, sm: int, work: Callable[[], object
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "clear", lambda *_: None)
-    for module in (sm90, few_tokens, arithmetic):  # the driver makes tensor maps
+    for module in (sm90, whole_blocks, few_tokens, arithmetic):  # the driver makes tensor maps
         for name in ("tensor_map", "row_map", "key_group_map"):
             monkeypatch.setattr(module, name, lambda *_, **__: bytes(_driver.MAP_BYTES), raising=False)
     work()

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from nsa_sel.backends.cupy_cuda import compiler, launch, sm90
+from nsa_sel.backends.cupy_cuda import compiler, launch, sm90, whole_blocks
 from nsa_sel.core.request import DeviceInfo
 from tests.helpers.paths import ROOT
 
@@ -59,7 +59,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, mode: int = 0) -> None:
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "clear", clear)
-    monkeypatch.setattr(sm90, "tensor_map", tensor_map)
+    for module in (sm90, whole_blocks):
+        monkeypatch.setattr(module, "tensor_map", tensor_map)
     monkeypatch.setattr(sm90, "row_map", row_map)
     monkeypatch.setattr(sm90, "key_group_map", lambda x: tensor_map(x, 8, 64))
 

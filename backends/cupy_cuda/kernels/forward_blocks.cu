@@ -88,7 +88,7 @@ struct Shared {
         tma_prefetch(&x.v);
     }
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "sm90.py reserves less");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "whole_blocks.py reserves less");
 
 // Producer warp: K and V of every step of this CTA, and how many keys it has.
 struct Producer {

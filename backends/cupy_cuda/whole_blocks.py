@@ -1,0 +1,133 @@
+"""Rows of whole blocks on Hopper, by forward_blocks.cu: rows that share no keys with their neighbors, as when a batch decodes.
+
+A CTA, or a cluster of them, takes a row. No plan is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_sel.backends._buffers import unwritten
+from nsa_sel.backends.cupy_cuda import launch
+from nsa_sel.backends.cupy_cuda.compiler import Constants, constants
+from nsa_sel.backends.cupy_cuda.sm90 import KEYS, MOST_STAGES, SYSTEM, loadable, mappable, steps_in_pages
+from nsa_sel.backends.cupy_cuda.tensor_map import tensor_map
+from nsa_sel.backends.specs import HOPPER_STEPS
+from nsa_sel.core.call import Call
+
+CONSUMER_WARPS = 4  # one more produces
+# CTAs of a cluster, and the percentage of a GPU's CTAs that such clusters take (cuOccupancyMaxActiveClusters, H200).
+FITTING = {1: 100, 2: 100, 4: 91, 8: 91, 16: 85}
+MANY_STEPS = 8  # of a CTA (`next_first`)
+UNDER_WAY = 1 << 16  # bytes of keys and values that a CTA asks for ahead, where it has a multiprocessor to itself
+
+
+class Plan(NamedTuple):
+    """The launch of forward_blocks.cu: macros, CTAs, bytes of dynamic shared memory."""
+
+    macros: Constants
+    ctas: int
+    shared: int
+
+
+def supports(call: Call) -> bool:
+    """Whether forward_blocks.cu computes this call: rows of blocks of 64 keys or a multiple."""
+    size, steps = call.selection.block_size, HOPPER_STEPS
+    if call.device.sm != steps.sm or size is None or size % steps.keys or not steps_in_pages(call):
+        return False
+    return call.q.shape[4] in steps.dims and call.v.shape[-1] in steps.dims and mappable(call.k, call.v) and launch.aligned(call.q)
+
+
+def head_tiles(h: int) -> int:
+    """CTAs of forward_blocks.cu that the heads of a row take."""
+    return -(-h // (16 * CONSUMER_WARPS))
+
+
+def clusters_at_once(cluster: int, ctas: int) -> int:
+    """How many clusters of so many CTAs run at once where `ctas` CTAs do: those of one are within a GPC, whose number of multiprocessors
+    they seldom divide."""
+    return ctas * FITTING[cluster] // (100 * cluster)
+
+
+def cluster_size(work: int, steps: int, ctas: int) -> int:
+    """CTAs of forward_blocks.cu that share each of `work` (row, heads) of `steps` steps, where `ctas` run at once: as many as there are
+    steps, so long as all clusters run at once."""
+    return max(size for size in FITTING if size == 1 or (size <= steps and work <= clusters_at_once(size, ctas)))
+
+
+def next_first(work: int, steps: int, cluster: int, ctas: int) -> bool:
+    """Whether the next kernel may start as soon as all CTAs of forward_blocks.cu have (NEXT_FIRST); arguments as of `cluster_size`.
+
+    Only where all of its CTAs find room: a part of them would share multiprocessors while others are idle. And only if CTAs have many
+    steps: where the others begin as CTAs end, some share a multiprocessor, too, which costs long CTAs more than starting late.
+    """
+    return 2 * work <= clusters_at_once(cluster, ctas) and steps > MANY_STEPS * cluster
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(
+    work: int, h: int, Dk: int, Dv: int, n: int, block: int, bf16: bool, sm_count: int, shared_memory: int, page: int | None = None,
+    page_scales: bool | None = None,
+) -> Plan:  # fmt: skip
+    """The launch of forward_blocks.cu for `work` (row, heads) of n blocks: two CTAs per multiprocessor, one if a warp has all columns in
+    registers. As many stages as there is room for if all multiprocessors have two; else fewer are faster, because what is under way at
+    once arrives at once, and then waits for its products. page_scales: as of `page_scales_of`."""
+    size, quantized = 2, {}
+    if page_scales is not None:
+        size, quantized = 1, {"E4M3": 1, "PAGE_SCALES": int(page_scales)}
+    head_warps = min(CONSUMER_WARPS, 1 << (-(-h // 16) - 1).bit_length())
+    steps = n * block // KEYS
+    per_sm = 1 if head_warps == CONSUMER_WARPS else 2
+    cluster = cluster_size(work, steps, per_sm * sm_count)
+    heads, step_bytes = 16 * head_warps, size * KEYS * (Dk + Dv)
+    own_bytes = 1024 if page_scales is None else 1280  # `Shared`; for e4m3 it has a factor of each head
+    own_bytes += heads * (4 * Dv + 8 * cluster) if cluster > 1 else 0
+    row_bytes = 2 * heads * (Dk + 8 + KEYS + 8) + own_bytes  # with q and p
+    stages = min(2 * MOST_STAGES // size, ((shared_memory + SYSTEM) // per_sm - SYSTEM - row_bytes) // step_bytes)
+    if cluster > 1:
+        stages = min(stages, -(-steps // cluster))
+    if per_sm == 2 and (cluster > 1 or 10 * work < 9 * per_sm * sm_count):
+        stages = min(stages, max(2, UNDER_WAY // step_bytes))
+    macros = constants(
+        BF16=int(bf16), DK=Dk, DV=Dv, ALIGNED=1, STAGES=stages, HEAD_WARPS=head_warps, PER_SM=per_sm, BLOCK=block, CLUSTER=cluster,
+        NEXT_FIRST=int(next_first(work, steps, cluster, per_sm * sm_count)), SHARED_BYTES=own_bytes, **launch.cache_macros(page),
+        **quantized,
+    )  # fmt: skip
+    ctas = work * cluster if cluster > 1 else min(work, per_sm * sm_count)
+    return Plan(macros, ctas, stages * step_bytes + row_bytes)
+
+
+def page_scales_of(call: Call) -> bool | None:
+    """Whether pages have scales of their own (PAGE_SCALES of e4m3.cuh); None if keys and values are not quantized."""
+    return None if call.scales is None else call.scales.page_keys > 0
+
+
+def step_map(x: Tensor) -> bytes:
+    """The map of k or v in boxes of a step's keys by up to 128 bytes, which are read soon by this call alone."""
+    return tensor_map(x, KEYS, min(x.shape[-1], 128 // x.element_size()), promoted=False)
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """o [B,S,G,h,Dv] and lse [B,S,G,h], with a positive scale."""
+    q, facts, selection = call.q, call.device, call.selection
+    B, S, G, h, Dk = q.shape
+    Dv = call.v.shape[-1]
+    assert selection.block_size is not None, "supports"
+    o, lse = unwritten(q, B, S, G, h, Dv), unwritten(q, B, S, G, h, dtype=torch.float32)
+    work = B * S * G * head_tiles(h)
+    macros, ctas, shared = plan_of(
+        work, h, Dk, Dv, selection.n, selection.block_size, q.dtype == torch.bfloat16, facts.sm_count, facts.shared_memory,
+        launch.page_of(call), page_scales_of(call),
+    )  # fmt: skip
+    ranges, stored = call.disjoint_ranges(), (loadable(call.k), loadable(call.v))
+    launch.start(
+        "forward_blocks.cu", macros, q.get_device(), ctas, 32 * (CONSUMER_WARPS + 1), shared,
+        o.data_ptr(), lse.data_ptr(), head_tiles(h), work, *launch.scales(call),
+        maps=tuple(map(step_map, stored)), problem=launch.problem(call, ranges),
+        early=S == 1 or ctas > work,  # without clusters, rows that share blocks in L2 are slower
+    )  # fmt: skip
+    return o, lse
