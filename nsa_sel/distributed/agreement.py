@@ -2,11 +2,12 @@
 
 Facts are compared through the job's store; a rank that waits in vain, or for a process that has ended, raises and names the missing rank.
 Before the first exchange of a call, forward and backward, ranks also compare 8 bytes each: a digest of what was agreed, plus the number of
-the call. A rank that fails alone between two exchanges, where nothing is compared, makes no further call.
+the call. A rank that fails alone between two exchanges, where nothing is compared, makes no further call and runs no backward pass.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import time
@@ -55,7 +56,7 @@ class _Group:
     def __init__(self) -> None:
         self.rounds = 0  # of comparing reports
         self.calls = 0  # that this rank has begun
-        self.owed = 0  # exchanges that the ranks agreed on, and this rank failed before, or has still to make in a backward pass
+        self.owed = collections.Counter[int]()  # `_backward_pass` -> exchanges that this rank failed before, or has still to make in it
         self.agreed: dict[Any, tuple[Decision, int]] = {}  # class of calls -> decision, digest
         self.last_facts: dict[str, Any] = {}
 
@@ -116,40 +117,52 @@ def check_ranks(group: Any = None, device: torch.device | None = None) -> None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     info = device_info(device)
     _compare_reports(group, _Report(_facts(info, settings_for(info)), {}, None, _state(group).calls))
-    _state(group).owed = 0
+    _state(group).owed.clear()
 
 
 def begin_call(group: dist.ProcessGroup) -> None:
     """Count a call before it can fail: a rank that fails alone and continues is then one call ahead, which the others notice.
 
     Raises:
-        NsaSelError: this rank failed between two exchanges of an earlier call, in which the others may wait.
+        NsaSelError: as `_refuse_after_failure`.
     """
-    state = _state(group)
-    if state.owed and torch._C._current_graph_task_id() < 0:  # not one that a backward pass recomputes
+    _refuse_after_failure(group)
+    _state(group).calls += 1
+
+
+def _refuse_after_failure(group: dist.ProcessGroup) -> None:
+    """NsaSelError where this rank failed between two exchanges of an earlier call or backward pass, in which the others may wait."""
+    running = _backward_pass()
+    if any(running < 0 or owing != running for owing in _state(group).owed):
         raise NsaSelError(
             f"rank {group.rank()} failed between two exchanges of an earlier call, and other ranks may wait in the next of them. Remedy:"
             " restart the job; where all ranks failed alike, call check_ranks() on all of them and continue."
         )
-    state.calls += 1
+
+
+def _backward_pass() -> int:
+    """The number of the backward pass that runs; -1 outside of one."""
+    return torch._C._current_graph_task_id()
 
 
 @contextlib.contextmanager
 def between_exchanges(group: dist.ProcessGroup) -> Iterator[None]:
-    """Where this rank fails now, and it is no error that all ranks raise, it makes no further call."""
+    """Where this rank fails now, and it is no error that all ranks raise, it makes no further call (`_refuse_after_failure`)."""
     try:
         yield
     except NsaSelError:
         raise
     except RuntimeError:
-        _state(group).owed += 1
+        _state(group).owed[_backward_pass()] += 1
         raise
 
 
 def exchanged(group: dist.ProcessGroup) -> None:
     """One of the exchanges is made for which `Agreed.before_backward` compared once."""
-    state = _state(group)
-    state.owed = max(0, state.owed - 1)
+    owed, running = _state(group).owed, _backward_pass()
+    owed[running] -= 1
+    if owed[running] <= 0:
+        del owed[running]
 
 
 class Agreed(NamedTuple):
@@ -165,18 +178,21 @@ class Agreed(NamedTuple):
     exchanges: dict[str, Node | None] | None  # of a call with several: their nodes of autograd, by name; None: as part of such a call
 
     def before_backward(self, device: torch.device) -> None:
-        """NsaSelError unless all ranks run the backward pass of this call, with the same exchanges. Called before the first of them."""
+        """NsaSelError unless all ranks run the backward pass of this call, with the same exchanges, or as `_refuse_after_failure`. Called
+        before the first of them."""
         if self.exchanges is None:
             return
         runs = [node is not None and torch._C._will_engine_execute_node(node) for node in self.exchanges.values()]
         if runs and not any(runs):
             return
+        _refuse_after_failure(self.group)
         which = sum(run << place for place, run in enumerate(runs)) << 40  # above the number of any call
         if not _digests_match(self.group, self.digest + 2 * self.call + 1 + which, device, f"call {self.call}, backward"):
             names = ", ".join(name for name, run in zip(self.exchanges, runs, strict=True) if run)
             facts = _call_facts(self.call, "backward", self.device, self.mine, {**self.arguments, "exchanges": names})
             _compare_reports(self.group, _Report(facts, {}, None, _state(self.group).calls))
-        _state(self.group).owed += sum(runs)
+        if runs:
+            _state(self.group).owed[_backward_pass()] += sum(runs)
 
     def after_backward(self) -> None:
         """Called after its exchange."""

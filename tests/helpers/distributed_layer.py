@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -191,7 +192,7 @@ def layers_compare_once_in_each_direction() -> None:
         asked.clear()
         layer(hidden(24)).sum().backward()
         assert asked == ["forward", "backward"]
-        assert of.owed == 0
+        assert not of.owed
     options = {**SMALL, "backend": "sdpa-packed"}
     tensors = sliced(call_of(24 * ranks(), torch.float64, options), 24, 4)
     o = context_parallel_nsa_attention(**tensors, **options)
@@ -219,17 +220,20 @@ def ranks_that_fail_between_exchanges_make_no_further_call() -> None:
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    o = layer(hidden(24)).sum()
+    o, other = layer(hidden(24)).sum(), layer(hidden(24)).sum()
+    repeated = checkpoint(lambda x: layer(x).square(), hidden(24), use_reentrant=False).sum()
+    backward = functools.partial(torch.autograd.backward, retain_graph=True)
     context_layer.compressed_attention = exchange_all.scatter_sums = fails
     for work in (lambda: layer(hidden(24)), o.backward):
         with pytest.raises(RuntimeError, match="out of memory"):
             work()
-        for _ in range(2):
+        for again in (lambda: backward(other), lambda: backward(repeated), lambda: layer(hidden(24)), lambda: backward(other)):
             with pytest.raises(NsaSelError, match=f"rank {rank()} failed between two exchanges of an earlier call"):
-                layer(hidden(24))
+                again()
         check_ranks()  # all of them failed alike
     context_layer.compressed_attention, exchange_all.scatter_sums = real
-    layer(hidden(24)).sum().backward()
+    for work in (other, repeated, layer(hidden(24)).sum()):
+        work.backward()
 
 
 def layers_take_slices_of_part_of_the_ranks() -> None:
