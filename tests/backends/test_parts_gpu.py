@@ -1,7 +1,8 @@
-"""Passes over tiles in parts of their rows on a GPU: the bits of one pass."""
+"""Passes over tiles in parts of their rows on a GPU: the bits of one pass. dk and dv of one (batch entry, group) after another."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.backends import _slices
+from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.core import registry
 from nsa_sel.core.reset import reset
 from nsa_sel.selection import Selection
@@ -20,7 +22,18 @@ from tests.helpers.poison import new_memory_is_nan
 
 pytestmark = pytest.mark.gpu
 
-needs_cuda = pytest.mark.skipif(bool(registry.missing("cupy-cuda")), reason="; ".join(map(str, registry.missing("cupy-cuda"))))
+LACKING = registry.missing("cupy-cuda")
+needs_cuda = pytest.mark.skipif(bool(LACKING), reason="; ".join(map(str, LACKING)))
+needs_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs SM 9.0")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files of the CUDA kernels that ran."""
+    names: list[str] = []
+    start: Callable[..., None] = launch.start
+    monkeypatch.setattr(launch, "start", lambda source, *rest, **others: (names.append(source), start(source, *rest, **others))[1])
+    return names
 
 
 @pytest.mark.parametrize(
@@ -33,9 +46,9 @@ needs_cuda = pytest.mark.skipif(bool(registry.missing("cupy-cuda")), reason="; "
     ],
 )
 def test_parts_give_the_bits_of_one_pass(
-    monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path], backend: str, h: int, D: int, block: int
+    monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path], started: list[str], backend: str, h: int, D: int, block: int
 ) -> None:
-    """Two parts or more of each pass that has a plan."""
+    """Two parts or more of each pass that has a plan, forward and dq."""
     S = 3090
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=D, S_kv=S, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     do, _ = make_grads(q, v)
@@ -62,7 +75,45 @@ def test_parts_give_the_bits_of_one_pass(
     configure("provenance: a test\nruntime: {workspace_bytes: 32768}\n")
     monkeypatch.setattr(_slices, "LEAST_ROWS", 256)
     reset()
+    started.clear()
     again = results()
-    passes, rest = divmod(sum(parts), S)
-    assert 0 == rest < passes < len(parts)
+    assert sum(parts) == 2 * S
+    assert len(parts) > 2
     assert all(map(torch.equal, whole, again))
+    if backend == "cupy-cuda" and torch.cuda.get_device_capability() == (9, 0):
+        kernels = ("forward_gather.cu", "dq_gather.cu") if D == 256 else ("forward_tiles.cu", "dq_tiles.cu")
+        assert [started.count(name) for name in kernels] == [len(parts) / 2] * 2
+
+
+@needs_cuda
+@needs_hopper
+def test_pairs_whose_lists_do_not_fit_together_have_the_bits_of_their_own_calls(
+    monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]
+) -> None:
+    """QSA's shape: the lists of all four (batch entry, group) are of 1.6 MB, those of one of 0.4 MB."""
+    configure("provenance: a test\nruntime: {workspace_bytes: 1048576}\n")
+    reset()
+    B, S, G, block = 2, 2048, 2, 4
+    q, k, v = make_qkv(B=B, S=S, G=G, h=12, Dk=256, S_kv=S, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    do, _ = make_grads(q, v)
+    scores = torch.rand(B, S, G, S // block, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    ranges = Selection.from_scores(scores, 60, block, S_kv=S).ranges
+    pairs, by_pairs = [], sm90._by_pairs
+    monkeypatch.setattr(sm90, "_by_pairs", lambda call, *rest: (pairs.append(call.q.shape[:3]), by_pairs(call, *rest))[1])
+
+    def gradients(b: slice, g: slice) -> tuple[Tensor, ...]:
+        own = q[b, :, g], k[b, g], v[b, g]
+        with new_memory_is_nan():
+            o, _ = attend("cupy-cuda", *own, Selection(ranges[b, :, g].contiguous(), block, disjoint=True))
+            return torch.autograd.grad(o, own, do[b, :, g])
+
+    found, again = (gradients(slice(B), slice(G)) for _ in range(2))
+    assert pairs == [(B, S, G)] * 2
+    assert all(map(torch.equal, found, again))
+    for b, g in itertools.product(range(B), range(G)):
+        at = slice(b, b + 1), slice(g, g + 1)
+        dq, dk, dv = gradients(*at)
+        assert torch.equal(dq, found[0][at[0], :, at[1]])
+        assert torch.equal(dk, found[1][at])
+        assert torch.equal(dv, found[2][at])
+    assert len(pairs) == 2
