@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -48,3 +49,14 @@ def test_a_faster_interpreter_gives_the_same_bits(interpreter_of_tests: pytest.M
     finally:
         patch_interpreter(interpreter_of_tests)
     assert all(torch.equal(one, other) for one, other in zip(fast, slow, strict=True))
+
+
+def test_numbers_wider_than_their_type_are_refused() -> None:
+    """Also after others of the type have passed."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    for _ in range(2):
+        assert interpreter.TensorHandle(np.zeros(2, np.float32), core.float32).data.size == 2
+        with pytest.raises(ValueError, match="64 bits"):
+            interpreter.TensorHandle(np.zeros(2), core.float32)

@@ -56,11 +56,10 @@ PUBLIC = (
 )  # fmt: skip
 
 
-# Each set of flags in a child of one process, which has imported what every child would.
+# Each set of flags in a child of one process, which has imported what every child would, but for modules of ours, which may read flags.
 EACH = """
 import json, os, sys
-import nsa_sel, torch.distributed, nsa_sel.compat, nsa_sel.distributed
-nsa_sel.core.registry.load('numba')
+import msgspec, numba, torch.distributed, yaml
 for flags in {flags!r}:
     child = os.fork()
     if child == 0:

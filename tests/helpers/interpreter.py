@@ -98,13 +98,14 @@ def remembered_types(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
     semantic, handle = interpreter.TritonSemantic, interpreter.TensorHandle
     plain = SimpleNamespace(
         block=core.block_type.__init__, tensor=core.tensor.__init__, equal=core.dtype.__eq__, np_dtype=interpreter._get_np_dtype,
-        operands=semantic.binary_op_type_checking_impl,
+        operands=semantic.binary_op_type_checking_impl, checked=handle.__post_init__,
     )  # fmt: skip
     blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     spread_types: dict[tuple[str, tuple[int, ...]], Any] = {}
     broadcast_sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
     tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
     np_dtypes: dict[str, Any] = {}
+    widest: dict[str, int] = {}  # name of a dtype -> bytes of a number, which the interpreter has found to be no more than it has
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
         key = str(element_ty), tuple([getattr(size, "value", size) for size in shape])
@@ -126,6 +127,12 @@ def remembered_types(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
         if name not in np_dtypes:
             np_dtypes[name] = plain.np_dtype(tt_dtype)
         return np_dtypes[name]
+
+    def checked(self: Any) -> None:
+        name = self.dtype.name
+        if self.data.itemsize > widest.get(name, 0):
+            plain.checked(self)
+            widest[name] = self.data.itemsize
 
     def operands(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
         alike = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor) and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr()
@@ -154,6 +161,6 @@ def remembered_types(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
     patch.setattr(core.tensor, "__init__", tensor)
     patch.setattr(core.dtype, "__eq__", lambda self, other: self is other or plain.equal(self, other))
     patch.setattr(interpreter, "_get_np_dtype", np_dtype)
-    patch.setattr(handle, "__post_init__", lambda self: None)  # an assertion of the interpreter about its own results
+    patch.setattr(handle, "__post_init__", checked)
     patch.setattr(semantic, "binary_op_type_checking_impl", operands)
     patch.setattr(semantic, "broadcast_impl_value", broadcast)
