@@ -227,7 +227,7 @@ def model_cases() -> list[Case]:
 
 def wide_cases() -> list[Case]:
     """Keys and values of 256 columns over blocks of 64 and of 16 keys: real and random prefills, h 16, 4, 1, and decoding."""
-    sizes = [(kind, S, h) for kind, S in (("real", 1024), ("real", 8192)) for h in (16, 4, 1)] + [("random", 8192, 4), ("random", 32768, 16)]
+    sizes = [("real", S, h) for S in (1024, 8192) for h in (16, 4, 1)] + [("random", 8192, 4), ("random", 32768, 16)]
     found = [prefill(*size, Dk=256)._replace(Dv=256) for size in sizes]
     small = prefill("random", 8192, 16, Dk=256)._replace(case="random-8k-h16-256-b16", Dv=256, n=64, block=16)
     decoding = [Case(f"decode-B{B}-32k-h16-256", "random", B, 1, 32768, 4, 16, 256, 256, 16, 64, "bfloat16") for B in (8, 64)]

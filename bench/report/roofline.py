@@ -30,7 +30,7 @@ class Peaks(NamedTuple):
     source: str
 
 
-# Measured in the runs behind the project's performance notes, 2026-11-21, torch 2.11, as the peers and targets of summary.py.
+# Measured in the runs behind the project's performance notes, 2026-11-21, torch 2.11, as the targets of targets.py.
 PEAKS = {"NVIDIA H200": Peaks(4.28, 785, "the project's performance notes, 2026-11-21")}
 # TB/s of a copy, as in Peaks. The H100's was measured in the run behind bench/results/h100/parallel.jsonl: 2 GiB, torch 2.11, 2026-11-25.
 COPY_TBS = {name: peaks.copy_tbs for name, peaks in PEAKS.items()} | {"NVIDIA H100 80GB HBM3": 3.03}

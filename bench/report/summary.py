@@ -1,4 +1,4 @@
-"""What the rows of `speed` say: times against dense attention, targets, layers, scaling, break-even. Tables in Markdown.
+"""What the rows of `speed` say: times against dense attention, layers, scaling, break-even. Tables in Markdown.
 
 Every function takes rows (one object a measurement; of two of the same case, direction and backend the later one counts) and
 shows what exists: cases and backends without rows are left out. "Ours" is the fastest of `OURS` in each case and direction.
@@ -24,20 +24,6 @@ Table = dict[tuple[str, str], dict[str, Row]]  # by case and direction, in the o
 
 OURS = tuple(name for name in backends() if name != PACKED)
 WORKSPACE = 1 << 30  # bytes, the default bound
-
-
-TARGETS = {  # what a whole call on an H200, plans included, was to take, in ms
-    "fwd": {
-        "real-8k-h16": 0.65, "real-8k-h4": 0.22, "real-8k-h1": 0.12,
-        "random-32k-h16": 5.0, "random-32k-h4": 1.6, "random-32k-h1": 0.5, "random-32k-h16-192": 7.0,
-    },
-    "bwd": {
-        "real-8k-h16": 1.7, "real-8k-h4": 0.58, "real-8k-h1": 0.25,
-        "random-32k-h16": 9.0, "random-32k-h4": 2.8, "random-32k-h1": 0.8,
-    },
-}  # fmt: skip
-
-
 GAINS = (  # what it is, and the names of its cases
     ("8k tokens of text, h = 16 or 4", r"real-8k-h(16|4)"),
     ("8k tokens of text, h = 1", "real-8k-h1"),
@@ -147,27 +133,6 @@ def gains(rows: Iterable[Row], undecided: tuple[str, str] | None = None) -> str:
     lines = [(what, *(cell(names, directions) for directions in (("fwd", "decode"), ("bwd",), ("fwd+bwd",)))) for what, names in GAINS]
     measured = [line for line in lines if set(line[1:]) != {"-"}]
     return table(["queries and keys", "forward", "backward", "both in one call"], measured)
-
-
-def best_peer(of_case: dict[str, Row]) -> Row | None:
-    """Of others' backends that compute the selection and were right, the fastest; None where none was measured."""
-    right = (row for row in of_case.values() if row.get("computes") == "selection" and "wrong" not in row and row["causal"] is not False)
-    return min(right, key=lambda row: row["ms_median"], default=None)
-
-
-def targets_table(rows: Iterable[Row], of_peers: Iterable[Row] = ()) -> str:
-    """Every target whose case has rows: the best measured peer, dense attention, ours, and whether it is met."""
-    index, peers = indexed(rows), indexed(of_peers)
-    lines = []
-    for direction, case, target in ((direction, *one) for direction, targets in TARGETS.items() for one in targets.items()):
-        found = index.get((case, direction), {})
-        best = ours(found)
-        if best is not None:
-            met = "met" if best["ms_median"] <= target else f"missed by {best['ms_median'] / target - 1:.1%}"
-            others = ms(best_peer(peers.get((case, direction), {}))), ms(found.get(DENSE))
-            lines.append((case, direction, *others, f"{target:.3g}", ms(best), short(best), met))
-    headers = ["case", "direction", "best measured peer", "dense cuDNN", "target", "ours", "which", "outcome"]
-    return table(headers, lines, left=2)
 
 
 def close_case(files: dict[str, Iterable[Row]], case: str, direction: str) -> str:

@@ -21,7 +21,7 @@ from nsa_sel.bench.questions import (
     ways_to_choose,
     windows,
 )
-from nsa_sel.bench.report import decode_times, decoding, e4m3_trials, headline, on_paper, server, summary, training
+from nsa_sel.bench.report import decode_times, decoding, e4m3_trials, headline, on_paper, server, summary, targets, training
 from nsa_sel.bench.report import layer as layer_picture
 from nsa_sel.bench.report.ideas import ideas_table
 from nsa_sel.bench.report.sharing import origin, sharing_table
@@ -274,7 +274,7 @@ BY_DOCUMENT: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/training.md": {"speed": training.speed_table, "losses": training.loss_table, "band": training.band_table},
     "docs/kernel-results.md": {
-        "targets": lambda: summary.targets_table(read_rows(H200_ROWS), read_rows(H200_PEERS)),
+        "targets": lambda: targets.targets_table(*map(read_rows, (H200_ROWS, H100_ROWS, H200_PEERS))),
         "cuda": of_h200(cuda),
         "cuda_h100": lambda: cuda(read_rows(H100_ROWS)),
         "kernel_times": kernel_times,

@@ -71,23 +71,9 @@ def test_tables_of_synthetic_rows() -> None:
     assert (layers["4", "1"]["cases"], layers["4", "1"]["slowest layer"]) == ("8", "28-29-0-1")
 
 
-def test_targets_say_what_is_met() -> None:
-    (met, target), (missed, other), *_ = summary.TARGETS["fwd"].items()
-    rows = [row(met, "fwd", "triton-tile", target), row(missed, "fwd", "triton-tile", other * 1.5, 3 << 30)]
-    others = [
-        row(met, "fwd", name, ms) | {"computes": computes, "causal": causal, **wrong}
-        for name, ms, computes, causal, wrong in (
-            ("right", 3.0, "selection", True, {}), ("slower", 4.0, "selection", True, {}), ("dense", 1.0, "every key", True, {}),
-            ("sees the future", 1.0, "selection", False, {}), ("wrong", 1.0, "selection", True, {"wrong": "o is off"}),
-        )
-    ]  # fmt: skip
-    table = table_lines(summary.targets_table(rows, others))
-    assert [line["outcome"] for line in table] == ["met", "missed by 50.0%"]
-    assert [line["best measured peer"] for line in table] == ["3", "-"]  # a figure has a row, or there is none
-    (space,) = table_lines(summary.workspace_table(rows))
+def test_workspaces_are_held_to_a_gibibyte() -> None:
+    (space,) = table_lines(summary.workspace_table([row("one", "fwd", "triton-tile", 1.0, 3 << 30)]))
     assert (space["most, MiB"], space["1 GiB"]) == ("3072", "over by 200%")
-    measured_cases = {case.case for case in (*cases.performance_cases(), *cases.decode_cases())}
-    assert {case for targets in summary.TARGETS.values() for case in targets} <= measured_cases
 
 
 @pytest.mark.parametrize("name", [name for name in dir(summary) if name.endswith("_table")])
