@@ -38,7 +38,8 @@ pytestmark = pytest.mark.slow  # in all: a compiler at work
 
 # Bytes. dkdv_tiles.cu: both accumulators of 128 columns take nearly all registers. dq_gather.cu: as do 256 columns, s and dp, and with some
 # sizes a few words are spilled. forward_gather.cu: with three heads of 256 columns, by which no shift divides.
-SPILLS = {(80, "dkdv_tiles.cu"): 8, (90, "dq_gather.cu"): 16, (90, "forward_gather.cu"): 16}
+# With two heads and blocks of 8 keys dq_gather.cu spills 20 bytes with NVRTC 13.5, 52 with 13.0.
+SPILLS = {(80, "dkdv_tiles.cu"): 8, (90, "dq_gather.cu"): 16, (90, "forward_gather.cu"): 16, (90, "dq_gather.cu", "h2-256-8"): 32}
 HOPPERS = {
     "forward_blocks.cu",
     "forward_tokens.cu",
@@ -75,11 +76,11 @@ def run(shape: str, sm: int) -> None:
         (90, "h64-192-128"),
         (90, "h12-256-small"),
         (86, "decode-h16"),
-        *((90, shape) for shape in OF_CUDA if shape != "h12"),
+        *((90, shape) for shape in OF_CUDA if shape not in ("h12", "h2-256-8")),
         *(pytest.param(sm, "decode-h16", marks=pytest.mark.thorough) for sm in (89, 90, 100)),  # else 8.9 has the constants of 8.6
         *(pytest.param(sm, "h16", marks=pytest.mark.thorough) for sm in (100, 120)),  # the kernels of 8.0 and 8.6, with their constants
         *(pytest.param(86, shape, marks=pytest.mark.thorough) for shape in ("h64-192-128", "decode-B64-h16")),
-        *(pytest.param(90, shape, marks=pytest.mark.thorough) for shape in ("h3-256", "h12")),
+        *(pytest.param(90, shape, marks=pytest.mark.thorough) for shape in ("h3-256", "h12", "h2-256-8")),
     ],
 )
 def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> None:
@@ -87,7 +88,8 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: str) -> No
     for kernel in kernels:
         assert kernel["shared"] <= TARGETS[sm][0] * 1024, kernel
         assert kernel["registers"] * kernel["threads"] <= 65536, kernel
-        assert kernel["spilled"] <= 2 * SPILLS.get((sm, kernel["kernel"]), 0), kernel
+        file = kernel["kernel"]
+        assert kernel["spilled"] <= 2 * SPILLS.get((sm, file, shape), SPILLS.get((sm, file), 0)), kernel
         assert kernel["serialized"] == 0, kernel
     names = {kernel["kernel"] for kernel in kernels}
     if shape.startswith("decode"):

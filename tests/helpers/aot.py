@@ -56,6 +56,7 @@ OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of
     "h1": (1, 2048, 2048, 4, 1, 128, 128, 16, 64, torch.bfloat16),
     "h12-256": (1, 2048, 2048, 2, 12, 256, 256, 32, 64, torch.bfloat16),
     "h16-8": (1, 2048, 2048, 2, 16, 128, 128, 128, 8, torch.bfloat16),
+    "h2-256-8": (1, 2048, 2048, 2, 2, 256, 256, 128, 8, torch.bfloat16),
     "h2-192-16": (1, 2048, 2048, 2, 2, 192, 128, 64, 16, torch.float16),
     "decode-B64-h16": (64, 1, 4096, 4, 16, 128, 128, 16, 64, torch.bfloat16),
     "decode-B16-h64": (16, 1, 4096, 4, 64, 128, 128, 16, 64, torch.bfloat16),
