@@ -62,7 +62,7 @@ class Line(NamedTuple):
     @property
     def of_dense(self) -> float | None:
         """The share that dense attention reaches."""
-        return self.dense and self.all_keys / self.dense["ms_median"] / PEAKS[H200].matmul_tflops * 1e3
+        return None if self.dense is None else self.all_keys / self.dense["ms_median"] / PEAKS[H200].matmul_tflops * 1e3
 
 
 def lines(of_h200: Iterable[Row], of_h100: Iterable[Row], of_peers: Iterable[Row]) -> list[Line]:
