@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_STEPS, launch_class, tile_columns
+from nsa_sel.backends.specs import E4M3_TILE_ROWS, HOPPER_STEPS, WIDEST, launch_class, tile_columns
 from nsa_sel.core.backend import Backend
 from nsa_sel.core.decision import Case
 from nsa_sel.core.request import FEW_TOKENS, SHARING_TOKENS, Request
@@ -176,9 +176,13 @@ def choice_work(request: Request, backward: bool) -> dict[str, float]:
     return counted if backward else {**counted, "ranked": blocks_of(request).visible / 1e9}
 
 
-def of_small_blocks(request: Request) -> bool:
-    """Whether it attends to blocks smaller than those of the rows that cost models are fitted to."""
-    return request.kind == "attend" and request.block_size is not None and request.block_size < SMALLEST_BLOCK
+def beyond_models(request: Request) -> str | None:
+    """What of the request no cost model covers, for it is far from all rows that models are fitted to: of keys and values of 256 columns
+    prices of fewer said a tenth to twice of what was measured (bench/results/h100/wide.jsonl). None where models may cover it."""
+    if request.kind == "attend" and request.block_size is not None and request.block_size < SMALLEST_BLOCK:
+        return f"blocks of less than {SMALLEST_BLOCK} keys"
+    wide = BYTES[request.dtype] == 2 and sum(tile_columns(request.Dk, request.Dv, 2)) > WIDEST
+    return f"keys and values of more than {WIDEST} columns" if wide else None
 
 
 def modelled(backend: Backend, request: Request, backward: bool) -> bool:
@@ -186,10 +190,10 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
 
     Not for paged caches that the backend does not read itself, nor for a prefill over small pages: they were not measured. Not for calls
     that tile kernels do not take: they run on other kernels. Not for a choice of one query per sequence, or without attention: they were
-    not measured. Calls over quantized caches have models of their own. Not for attention to blocks smaller than any that were measured,
-    nor by a backend that visits blocks, to larger ones: bench/results/h100/models.jsonl, models-moba-16k.
+    not measured. Calls over quantized caches have models of their own. Not beyond the models, nor for attention by a backend that visits
+    blocks to larger ones than were measured: bench/results/h100/models.jsonl, models-moba-16k.
     """
-    if of_small_blocks(request) or (backend.shares == "blocks" and (request.block_size or 0) > LARGEST_BLOCK):
+    if beyond_models(request) or (backend.shares == "blocks" and (request.block_size or 0) > LARGEST_BLOCK):
         return False
     if request.kind == "choose" and (request.S == 1 or request.pool is not None):
         return False

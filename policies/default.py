@@ -14,18 +14,23 @@ from nsa_sel.policies import cost, guards, rules
 def preference(case: Case) -> tuple[str, ...]:
     """The order of backends for this direction: measured where a profile exists, else conservative. Of choosers, that of the registry.
 
-    On a GPU prefills over blocks too small for the cost models have an order of their own, unless the user's file sets one; a backend with
-    tile kernels is part of it where these take the call.
+    On a GPU prefills beyond the cost models have an order of their own, unless the user's file sets one; a backend with tile kernels is
+    part of it where these take the call.
     """
     settings, request = case.settings, case.request
     if request.kind == "choose":
         return ()
     own = settings.config_file is not None and settings.sources.get(f"prefer_{case.direction}") == settings.config_file
-    if not own and case.device.kind == "cuda" and cost.of_small_blocks(request) and request.S > FEW_TOKENS:
+    if not own and case.device.kind == "cuda" and cost.beyond_models(request) and request.S > FEW_TOKENS:
         backward = case.direction == "backward"
         by_rows = {x.name for x in SPECS if x.tiles and not (case.device.sm == x.tiles.sm and x.tiles.take(request, backward))}
-        return tuple(name for name in settings.prefer_small_blocks if name not in by_rows)
+        return tuple(name for name in settings.prefer_tiles if name not in by_rows)
     return settings.prefer_forward if case.direction == "forward" else settings.prefer_backward
+
+
+def unpredicted(case: Case) -> str | None:
+    """What of the request no cost model covers; None without costs, too."""
+    return cost.beyond_models(case.request) if case.settings.costs else None
 
 
 POLICY = Policy(
@@ -42,4 +47,5 @@ POLICY = Policy(
     ),
     preference=preference,
     predict=cost.predict,
+    unpredicted=unpredicted,
 )

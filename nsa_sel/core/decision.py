@@ -124,6 +124,7 @@ class Policy(NamedTuple):
     checks: tuple[Check, ...]
     preference: Callable[[Case], tuple[str, ...]]
     predict: Callable[[Case, Backend], float | None]  # milliseconds; None without measurements
+    unpredicted: Callable[[Case], str | None] = lambda _: None  # what of a request no measurement is near to, in words
 
 
 POLICIES = {"default": "nsa_sel.policies.default"}  # name -> module with POLICY; decisions record the name
@@ -225,6 +226,7 @@ def _choose(case: Case, policy: Policy, offers: Sequence[Offer], override: Overr
     else:
         least_L = case.settings.sources.get("sel_triton_min_L", "")
         origin = (source or "built-in") + (f"; least L: {least_L}" if least_L.endswith("(assumed)") else "")
+        origin += f"; no prediction for {beyond}" if (beyond := policy.unpredicted(case)) else ""
         rule = "first of the preference" + (" that no check turned away" if stepped_over else "") + f" ({origin})"
         rule += ", which goes before predicted times" if own and predicted else ""
     return _Choice(tuple(order), reasons, tuple(predictions), by_time, rule, tuple(stepped_over), winner, runner_up)

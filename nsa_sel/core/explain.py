@@ -25,7 +25,7 @@ def check_names(settings: Settings) -> None:
     written = {
         "prefer_forward": (settings.prefer_forward, attending),
         "prefer_backward": (settings.prefer_backward, attending),
-        "prefer_small_blocks": (settings.prefer_small_blocks, attending),
+        "prefer_tiles": (settings.prefer_tiles, attending),
         "costs": (costs, every),
     }
     own = [field for field in written if settings.sources.get(field, "") == settings.config_file]

@@ -68,7 +68,7 @@ class Runtime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     workspace_bytes: int | msgspec.UnsetType = msgspec.UNSET
     prefer_forward: list[str] | msgspec.UnsetType = msgspec.UNSET
     prefer_backward: list[str] | msgspec.UnsetType = msgspec.UNSET
-    prefer_small_blocks: list[str] | msgspec.UnsetType = msgspec.UNSET
+    prefer_tiles: list[str] | msgspec.UnsetType = msgspec.UNSET
     sharing_prior: list[float] | msgspec.UnsetType = msgspec.UNSET
     count_sharing: CountSharing | bool | msgspec.UnsetType = msgspec.UNSET
     autotune: Autotune | bool | msgspec.UnsetType = msgspec.UNSET  # YAML reads on and off as true and false
@@ -193,7 +193,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int
     prefer_forward: tuple[str, ...]
     prefer_backward: tuple[str, ...]
-    prefer_small_blocks: tuple[str, ...] = ()
+    prefer_tiles: tuple[str, ...] = ()
     sharing_prior: tuple[float, ...] = (1.0,) * len(SHARING_TOKENS)
     count_sharing: CountSharing = "off"  # records of older versions have no such field
     triton_off: TritonOff | None = None

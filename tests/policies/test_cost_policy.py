@@ -110,20 +110,31 @@ def test_decoding_has_its_own_models() -> None:
 )
 def test_requests_without_measured_rows_are_not_predicted(changes: dict[str, Any]) -> None:
     decision = ask(replace(SHORT, **changes))
-    wide = "Dk" in changes or "Dv" in changes
+    wide = "Dk" in changes
     assert [p.backend for p in decision.predictions] == ([GROUP] if wide else [])  # the one with a price for wide launches
-    assert (decision.forward, decision.runner_up) == (GROUP, TOKEN)
-    assert decision.rule.startswith("least predicted time" if wide else "first of the preference (")
+    assert (decision.forward, decision.runner_up) == ((TILE, GROUP) if "Dv" in changes else (GROUP, TOKEN))
+    assert decision.rule.startswith("least predicted time" if wide else "first of the preference")
+    assert ("; no prediction for keys and values of more than 320 columns)" in decision.rule) == ("Dv" in changes)
 
 
-def test_small_blocks_have_a_preference_of_their_own_in_a_prefill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    small = replace(SHORT, block_size=4, n=512, needs_grad=True)
+@pytest.mark.parametrize(
+    ("sizes", "beyond"),
+    [
+        ({"block_size": 4, "n": 512}, "blocks of less than 16 keys"),
+        ({"Dk": 256, "Dv": 256}, "keys and values of more than 320 columns"),
+    ],
+)
+def test_prefills_beyond_the_models_have_a_preference_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: dict[str, int], beyond: str
+) -> None:
+    small = replace(SHORT, needs_grad=True, **sizes)
     policy, offers = load_policy("default"), tuple(Offer(backend) for backend in backends().values())
     for device in (H200, H100):
         decision = make_decision(small, device, policy, settings_for(device), offers)
         assert (decision.forward, decision.backward, decision.predictions) == ("cupy-cuda", "cupy-cuda", ())
         assert decision.rule.startswith("first of the preference (")
-        for changes in ({"h": 1}, {"Dk": 80}, {"S_kv": 4 * 32768 + 1}):  # beyond its tile kernels
+        assert f"; no prediction for {beyond})" in decision.rule
+        for changes in ({"h": 1}, {"Dk": 80}, {"S_kv": sizes.get("block_size", 64) * 32768 + 1}):  # beyond its tile kernels
             decision = make_decision(replace(small, **changes), device, policy, settings_for(device), offers)
             assert (decision.forward, decision.backward) == (TILE, TILE)
         chunk = replace(small, needs_grad=False, page_size=16)  # TMA reads a step's keys from pages of whole steps
@@ -333,7 +344,7 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     assert asked(S=1, page_size=64) == asked(S=1) < asked(S=1, page_size=16)
     for facts in ({"h": 65}, {"block_size": 24}, {"Dk": 96}, {"aligned": False}, {"page_size": 32}, {"S": 9}):
         assert asked(**facts) is None, facts
-    for facts in ({"block_size": 16}, {"Dk": 256, "Dv": 256}):
+    for facts in ({"block_size": 16}, {"block_size": 128}):
         assert asked(**facts) is not None, facts
         assert asked("backward", **facts) is not None, facts
         assert asked(**facts, page_size=64) is not None, facts
@@ -345,7 +356,7 @@ def test_cupy_cuda_is_predicted_only_for_its_tile_kernels() -> None:
     for facts in ({"h": 1}, {"block_size": 32}, {"Dk": 96}, {"aligned": False}, {"page_size": 16}):
         assert asked(S=8, **facts) is None, facts
     assert asked("backward", h=4) is not None
-    assert asked("backward", Dk=256) is None
+    assert asked(Dk=256, Dv=256) is asked("backward", Dk=256) is None
     wide, narrow = asked("backward", Dk=192), asked("backward")
     assert wide is not None
     assert narrow is not None
