@@ -23,7 +23,8 @@ SPANS = ("few", "many", "mixed")  # distributions of `span_lengths`
 PREFIX = "prefix"  # as "few", which other benches have
 ALIKE = "alike"  # random, but the tokens of a sequence share most of their scores
 ALIKE_SHARE = 4.0  # standard deviation of what they share, over that of what they don't
-PER_HEAD, HEADS_PER_KV = "per-head", 4  # random, for so many groups of q that share each KV group
+PER_HEAD, PER_HEAD_ALIKE = PER_HEADS = "per-head", "per-head-alike"  # as random and `ALIKE`, by MoBA's rule, for groups that share K and V
+HEADS_PER_KV = 4  # such groups of q for each KV group
 CHOICE = "choose"  # a call of compressed_attention with NSA's sizes, which chooses the n blocks; there is no selection to make
 MANY, MIXED = 8, (2, 4, 8)  # spans of a row that is cut into many; into as many as is drawn for it
 LEAST_BLOCK = 16  # keys: the smallest block that every backend takes
@@ -35,8 +36,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 class Case(NamedTuple):
     """Sizes of one case; `distribution`: random (scores from a normal distribution), `ALIKE`, real (SmolLM2's selections), trained (a
-    model's that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), one of `SPANS`, `PER_HEAD`, where k and
-    v have G / HEADS_PER_KV groups, or `CHOICE`.
+    model's that was trained with NSA), packed (random in each of the sequences of `packed_bounds`), one of `SPANS`, `PER_HEAD` or
+    `PER_HEAD_ALIKE`, where k and v have G / HEADS_PER_KV groups, or `CHOICE`.
 
     `n` ranges a row, of `block` keys each, or of any length where block is 0. These are the keys of a measured row. Which layers a
     real or trained case takes, and how many keys a row of spans selects, is in its name alone (`layers_of`, `length_of`).
@@ -206,23 +207,28 @@ MODELS = {  # docs/models.md: G, h, Dk, Dv, n, block
     "minimax-m3": (4, 16, 128, 128, 16, 128),
     "minicpm4": (2, 16, 128, 128, 64, 64),
     "qsa": (2, 12, 256, 256, 512, 4),
-    "moba": (32, 1, 128, 128, 3, 512),
+    "moba": (32, 1, 128, 128, 3, 512),  # G of q; k and v have 8
 }
 
 
 def model_cases() -> list[Case]:
-    """The shapes of shipped models: 16k rows whose neighbors are alike (QSA's also random, and up to 128k; MoBA's random for each head),
-    and decoding for 64 sequences of 32k keys (QSA's for 8 to 256)."""
+    """The shapes of shipped models: 16k rows whose neighbors are alike (QSA's and MoBA's also random; QSA's up to 128k, MoBA's 32k), and
+    decoding for 64 sequences of 32k keys (QSA's for 8 to 256)."""
     found = []
     for name, (G, h, Dk, Dv, n, block) in MODELS.items():
-        kind, decoded = (PER_HEAD, PER_HEAD) if name == "moba" else (ALIKE, "random")
+        kind, decoded = (PER_HEAD_ALIKE, PER_HEAD) if name == "moba" else (ALIKE, "random")
         found.append(Case(f"models-{name}-16k", kind, 1, 16384, 16384, G, h, Dk, Dv, n, block, "bfloat16"))
         found.append(Case(f"models-{name}-decode-B64-32k", decoded, 64, 1, 32768, G, h, Dk, Dv, n, block, "bfloat16"))
     qsa = next(case for case in found if case.case == "models-qsa-16k")
     longer = [qsa._replace(case=f"models-qsa-{rows >> 10}k", S=rows, S_kv=rows) for rows in (32768, 65536, 131072)]
     decoding = next(case for case in found if case.case == "models-qsa-decode-B64-32k")
     batches = [decoding._replace(case=f"models-qsa-decode-B{B}-32k", B=B) for B in (8, 32, 256)]
-    return [*found, qsa._replace(case="models-qsa-random-16k", distribution="random"), *longer, *batches]
+    moba = next(case for case in found if case.case == "models-moba-16k")
+    of_moba = [
+        moba._replace(case="models-moba-random-16k", distribution=PER_HEAD),
+        moba._replace(case="models-moba-32k", S=32768, S_kv=32768),
+    ]
+    return [*found, qsa._replace(case="models-qsa-random-16k", distribution="random"), *longer, *batches, *of_moba]
 
 
 def wide_cases() -> list[Case]:
@@ -340,13 +346,14 @@ def layer_selection(layers: list[int], device: torch.device | str) -> Selection:
 def random_selection(case: Case, device: torch.device | str, seed: int, at_once: int = SCORES_AT_ONCE) -> Selection:
     """The best blocks by normally distributed scores, drawn for as many rows at a time as `at_once` scores allow.
 
-    The first, the previous and the current block are always among the n. The draws depend on the device and on `at_once`. Of a case that
-    is `ALIKE` the rows of a sequence and group share a part of their scores.
+    The first, the previous and the current block are always among the n, of a MoBA case the current one alone. The draws depend on the
+    device and on `at_once`. Where neighbors are alike, the rows of a sequence and group share a part of their scores.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = -(-case.S_kv // case.block)
     rows = max(1, at_once // (case.B * case.G * blocks))
-    ranges, shared = [], 0.0 if case.distribution != ALIKE else ALIKE_SHARE * _normal(case.B, 1, case.G, blocks, generator)
+    alike = case.distribution in (ALIKE, PER_HEAD_ALIKE)
+    ranges, shared = [], ALIKE_SHARE * _normal(case.B, 1, case.G, blocks, generator) if alike else 0.0
     for start in range(case.S_kv - case.S, case.S_kv, rows):
         position = torch.arange(start, min(start + rows, case.S_kv), device=device)
         ranges.append(random_rows(case, position, generator, shared))
@@ -355,7 +362,7 @@ def random_selection(case: Case, device: torch.device | str, seed: int, at_once:
 
 def random_rows(case: Case, position: Tensor, generator: torch.Generator, shared: Tensor | float = 0.0) -> Tensor:
     """Ranges [B,rows,G,n,2] of random rows at these positions [rows]; shared: what their scores have in common."""
-    first, local = int(case.n > 1), min(2, max(1, case.n - 1))
+    first, local = (0, 1) if case.distribution in PER_HEADS else (int(case.n > 1), min(2, max(1, case.n - 1)))
     scores = shared + _normal(case.B, len(position), case.G, -(-case.S_kv // case.block), generator)
     return Selection.from_scores(scores, case.n, case.block, first, local, S_kv=case.S_kv, q_pos=position).ranges
 
@@ -389,7 +396,7 @@ def make_selection(case: Case, device: torch.device | str, seed: int = 0) -> Sel
     """The selection of a case. A real or trained one is the same for every seed."""
     if case.distribution in (*SPANS, PREFIX):
         return span_selection(case, device, seed)
-    if case.distribution in ("random", ALIKE, PER_HEAD, "packed"):
+    if case.distribution in ("random", ALIKE, *PER_HEADS, "packed"):
         return (packed_selection if case.distribution == "packed" else random_selection)(case, device, seed)
     layers = layers_of(case.case)
     if case.distribution == "trained":
@@ -401,7 +408,7 @@ def make_inputs(case: Case, device: torch.device | str, seed: int = 1) -> tuple[
     """Standard normal q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv] and the gradient do of o, in the case's dtype."""
     generator = torch.Generator(device=device).manual_seed(seed)
     B, S, S_kv, G, h, Dk, Dv = case[2:9]
-    groups = G // HEADS_PER_KV if case.distribution == PER_HEAD else G
+    groups = G // HEADS_PER_KV if case.distribution in PER_HEADS else G
     sizes = (B, S, G, h, Dk), (B, groups, S_kv, Dk), (B, groups, S_kv, Dv), (B, S, G, h, Dv)
     q, k, v, do = (torch.randn(size, device=device, generator=generator, dtype=DTYPES[case.dtype]) for size in sizes)
     return q, k, v, do

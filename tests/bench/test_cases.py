@@ -79,3 +79,19 @@ def test_one_draw_serves_up_to_32k_rows() -> None:
     """Selections of committed rows were drawn at once: they stay what they were."""
     for case in (*cases.performance_cases(), *cases.decode_cases(), *cases.threshold_cases()):
         assert case.B * case.S * case.G * -(-case.S_kv // case.block) <= cases.SCORES_AT_ONCE
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_heads_that_select_by_themselves_force_their_own_block_alone(alike: bool) -> None:
+    """MoBA's rule. With the first and the previous block forced, three blocks would leave nothing to choose, and all heads would agree."""
+    case = next(case for case in cases.model_cases() if case.case == "models-moba-16k")
+    kind = cases.PER_HEAD_ALIKE if alike else cases.PER_HEAD
+    case = case._replace(distribution=kind, S=256, S_kv=2048, G=8, block=128, dtype="float32")
+    blocks = make_selection(case, "cpu").validate().block_indices[0]
+    assert (blocks.max(-1).values == torch.arange(2048 - 256, 2048)[:, None] // 128).all()
+    assert (blocks[:, 0] != blocks[:, 1]).any()
+    assert (blocks[:, :, 0] != 0).any()
+    same = (blocks[1:128] == blocks[:127]).all(-1).float().mean()  # of random ones, 1 in 105 or 91
+    assert (same > 0.2) == alike
+    q, k, v, _ = cases.make_inputs(case, "cpu")
+    assert q.shape[2] == cases.HEADS_PER_KV * k.shape[1] == cases.HEADS_PER_KV * v.shape[1]
