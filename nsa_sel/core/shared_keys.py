@@ -1,8 +1,9 @@
 """Selections of single query heads, or of a few: more groups in the selection than K and V have (MoBA).
 
 q [B,S,Gs,h,Dk] and a selection over [B,S,Gs] meet k [B,G,S_kv,Dk], where Gs = r * G: groups g*r ... g*r + r - 1 of q read KV group g. They
-become r rows of one position in group g. So K and V stay as they are, neither copied nor expanded, and kernels sum dk and dv over all
-rows in float32, in a fixed order. q, o and their gradients are rearranged: a copy of each, unless G is 1.
+become r * S rows of group g, one group of q after the other: neighbors among the rows are tokens of one head, which share more blocks than
+heads of one token do, and tiles of rows load what they share once. So K and V stay as they are, neither copied nor expanded, and kernels
+sum dk and dv over all rows in float32, in a fixed order. q, o and their gradients are rearranged: a copy of each, unless S and G are 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from nsa_sel.core.indices import as_positions
 from nsa_sel.core.plans import capturing
 from nsa_sel.errors import ArgumentError
 from nsa_sel.selection import Selection
+
+WIDE = torch.float64  # of which as many bytes are copied at a time
 
 
 def ratio(q_groups: int, k_groups: int) -> int:
@@ -51,17 +54,45 @@ def one_of(q: Tensor, selection: Selection, r: int) -> tuple[Tensor, Selection]:
 
 
 def as_rows(x: Tensor, r: int) -> Tensor:
-    """x [B,S,Gs,...] as [B,S*r,G,...]."""
-    return torch.unflatten(x, 2, (x.shape[2] // r, r)).transpose(2, 3).flatten(1, 2)
+    """x [B,S,Gs,...] as [B,r*S,G,...]."""
+    return _rearranged(x, r, True)
 
 
 def from_rows(x: Tensor, r: int) -> Tensor:
-    """x [B,S*r,G,...] as [B,S,Gs,...]."""
-    return torch.unflatten(x, 1, (x.shape[1] // r, r)).transpose(2, 3).flatten(2, 3)
+    """x [B,r*S,G,...] as [B,S,Gs,...]."""
+    return _rearranged(x, r, False)
+
+
+def _rearranged(x: Tensor, r: int, to_rows: bool) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _moved(x, r, to_rows)
+    return _Rearranged.apply(x, r, to_rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Rearranged(torch.autograd.Function):
+    """`_moved` by eight bytes at a time, where strides allow: PyTorch copies single elements, at half the memory's speed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, r: int, to_rows: bool) -> Tensor:
+        ctx.numbers = r, to_rows
+        each = WIDE.itemsize // x.element_size()
+        wide = x.stride(-1) == 1 and not any(size % each for size in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+        return _moved(x.view(WIDE), r, to_rows).view(x.dtype) if wide else _moved(x, r, to_rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        r, to_rows = ctx.numbers
+        return _rearranged(gradient, r, not to_rows), None, None
+
+
+def _moved(x: Tensor, r: int, to_rows: bool) -> Tensor:
+    if to_rows:
+        return torch.unflatten(x, 2, (x.shape[2] // r, r)).movedim(3, 1).flatten(1, 2)
+    return torch.unflatten(x, 1, (r, x.shape[1] // r)).movedim(1, 3).flatten(2, 3)
 
 
 def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: int, r: int) -> tuple[Tensor, Selection, Tensor]:
-    """q [B,S*r,G,h,Dk], its selection and positions [B,S*r], of q [B,S,Gs,h,Dk]; the last two are cached in the selection.
+    """q [B,r*S,G,h,Dk], its selection and positions [B,r*S], of q [B,S,Gs,h,Dk]; the last two are cached in the selection.
 
     Args:
         q_pos: [S] or [B,S]; None for S_kv - S + s.
@@ -78,7 +109,7 @@ def call_of_rows(q: Tensor, selection: Selection, q_pos: Tensor | None, S_kv: in
 
     def build() -> tuple[Selection, Tensor]:
         at = torch.arange(S_kv - S, S_kv, device=q.device).expand(B, S) if position is None else position
-        return _with_ranges(selection, as_rows(selection.ranges, r)), at.unsqueeze(2).expand(B, S, r).flatten(1, 2)
+        return _with_ranges(selection, as_rows(selection.ranges, r)), at.repeat(1, r)
 
     if torch.compiler.is_compiling() or capturing(q):  # a replay must follow writes into the ranges
         rows, at = build()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import nsa_sel
 from nsa_sel.core import forward as forward_module
+from nsa_sel.core.shared_keys import as_rows, call_of_rows
 from nsa_sel.errors import ArgumentError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
@@ -70,11 +71,16 @@ def test_backends_get_the_callers_keys_and_values(monkeypatch: pytest.MonkeyPatc
     assert nsa_sel.decisions()[-1].request.G == 3
 
 
-def test_q_is_a_view_where_all_groups_share_one() -> None:
+def test_rows_are_those_of_one_head_after_another() -> None:
+    """Tokens of one head are neighbors, which share more than heads of one token do; q of one token is not copied."""
     q, k, v = shared(G=1, r=4)
     decision = nsa_sel.explain(q, k, v, make_blocks(1, 6, 4, 40, 2, 8))
     assert (decision.request.S, decision.request.G, decision.request.h) == (24, 1, 2)
-    assert nsa_sel.core.shared_keys.as_rows(q, 4).data_ptr() == q.data_ptr()
+    rows, _, at = call_of_rows(q, make_blocks(1, 6, 4, 40, 2, 8), None, 40, 4)
+    assert torch.equal(rows[0, 6:12, 0], q[0, :, 1])
+    assert at.tolist() == [[*range(34, 40)] * 4]
+    token = q[:, :1].contiguous()
+    assert as_rows(token, 4).data_ptr() == token.data_ptr()
 
 
 def test_forward_and_backward_share_one_selection_of_rows() -> None:
