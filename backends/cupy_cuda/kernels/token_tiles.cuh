@@ -159,20 +159,22 @@ DEVICE void produce_steps(const TensorMap &k_map, const TensorMap &v_map, const 
             const int visible = e < partial ? last_visible(p, tile, selected_by) : first + BLOCK;
             for (int key = first; key < first + BLOCK; key += KEYS, ++step, at.next()) {
                 unsigned char *stage = stages + at.stage * STAGE_BYTES;
-                const bool zeroes = key + KEYS > visible;
+                const bool unseen = STEPS > 1 && key >= visible;  // nothing is loaded or computed
+                const bool zeroes = !unseen && key + KEYS > visible;
                 if (PAGE && key > first && in_page(key) == 0) page = key < visible ? page_of(p, tile.b, key) : -1;
                 u64 *landed = zeroes ? &steps.raw : &steps.full[at.stage];
                 steps.wait_empty(at);
                 if (lane < CONSUMERS) {
                     const u64 own = IN_TURNS ? (step % CONSUMERS == lane ? selected_by : 0) : selected_by >> lane * TQ;
-                    steps.rows[at.stage][lane] = static_cast<TokenBits>(own) & TOKEN_MASK;
+                    steps.rows[at.stage][lane] = unseen ? TokenBits{0} : static_cast<TokenBits>(own) & TOKEN_MASK;
                 }
                 if (lane == 0) {
                     steps.keys[at.stage] = key;
                     steps.visible[at.stage] = visible - key;
                 }
                 __syncwarp();
-                if (lane == 0) {
+                if (unseen) steps.announce(at.stage);
+                else if (lane == 0) {
                     mbarrier_arrive_expect(landed, STAGE_BYTES);
                     tma_load_key_tile<DK, ONCE>(stage, &k_map, landed, in_page(key), tile.g, page);
                     tma_load_key_tile<DV, ONCE>(stage + K_BYTES, &v_map, landed, in_page(key), tile.g, page);
