@@ -1,7 +1,8 @@
 """cuda-block: triton-block, which visits every KV block by TMA and wgmma on Hopper (kernels/block_partials.cu, kernels/block_gradients.cu).
 
-Units and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`), and the join of some heads (`_joins`).
-Blocks are visited as tiles of 64 keys. Lists and their segments come from cupy_cuda/key_to_rows.py. NaN as in triton-block.
+Units and the sums of dq are triton-block's; so are calls that the kernels do not take (`takes`), the join of some heads (`_joins`), and
+large blocks, but for dk and dv (dkdv_groups.cu). Other blocks are visited as tiles of 64 keys. Lists and their segments come from
+cupy_cuda/key_to_rows.py. NaN as in triton-block.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nsa_sel.backends._loads import lists_of
 from nsa_sel.backends._replay import kept_plan
 from nsa_sel.backends._triton import arguments
 from nsa_sel.backends._triton.key_to_rows import KeyToRows
+from nsa_sel.backends._triton.large_blocks import is_large
 from nsa_sel.backends._triton.units import Unit, units, workspace_beside_plan
 from nsa_sel.backends.cupy_cuda import launch, sm90
 from nsa_sel.backends.cupy_cuda.compiler import Constants
@@ -51,7 +53,7 @@ class Shared(NamedTuple):
 @forward_of_any_scale
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
-    if not takes(call):
+    if not takes(call) or is_large(call):
         return triton_block.forward(call)
     lists, *cuts = _cut_lists(call, _sizes(call, call.reach(WIDTH)), _partials(call)[1])
     q, k, v = map(sm90.loadable, (call.q, call.k, call.v))  # copies stay until the end
@@ -147,8 +149,11 @@ def _find_shared(call: Call, reach: int, h: int) -> Shared:
 @backward_of_any_scale
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
-    if not takes(call):
+    if not takes(call) or (is_large(call) and not sm90.mappable(call.q, call.k, call.v)):
         return triton_block.backward(call, o, lse, do, dlse)
+    if is_large(call):
+        dq, delta = triton_block.dq_of_large(call, o, lse, do, dlse)
+        return dq, *sm90.dkdv_groups(call, call.disjoint_ranges(), lse, sm90.loadable(do), delta)
     q, k, v, S = call.q, call.k, call.v, call.q.shape[1]
     loaded = [sm90.loadable(x) for x in (k, v, q, do)]  # autograd expands a constant; copies stay until the end
     do = loaded[3]
@@ -175,13 +180,13 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
             "sum_sections.cu", summing, device, count * (WIDTH // KEYS_SUMMED), 128, 0, *to, problem=launch.problem(call, ranges)
         )  # fmt: skip
 
-    return triton_block.sum_of_shares(call, o, lse, do, dlse, lists, visit), dk, dv
+    return triton_block.sum_of_shares(call, o, lse, do, dlse, lists, visit)[0], dk, dv
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
     """Keys that the forward loads: a tile once for each segment of its list of rows, and once for adjacent tokens that share it; not
     counted, at most what the rows select."""
-    if not takes(call):
+    if not takes(call) or is_large(call):
         return triton_block.loaded_keys(call, selected, count)
     if not count:
         return selected

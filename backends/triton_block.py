@@ -22,10 +22,11 @@ from torch import Tensor
 from nsa_sel.backends._buffers import temporary
 from nsa_sel.backends._common import backward_of_any_scale, forward_of_any_scale
 from nsa_sel.backends._loads import piecewise_keys
-from nsa_sel.backends._triton import arguments
-from nsa_sel.backends._triton.dkdv import Gradients, partial_unit, sum_unit
+from nsa_sel.backends._triton import arguments, large_blocks
+from nsa_sel.backends._triton.dkdv import Gradients, key_value_gradients, partial_unit, sum_unit
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
+from nsa_sel.backends._triton.large_blocks import is_large
 from nsa_sel.backends._triton.rows import load_range, row_limit
 from nsa_sel.backends._triton.softmax import LN_2, LOWEST, dot, powers, reciprocal, row_delta, split_products
 from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, row_pointers, store_columns, tile_size
@@ -210,6 +211,9 @@ def delta_kernel(o, do, dlse, delta, stride_do, sizes, total, dims: tl.constexpr
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """o [B,S,G,h,Dv] and lse [B,S,G,h]."""
     heads = arguments.heads(call)
+    if is_large(call):
+        large = _large_plan(call, heads.Dv)
+        return joined_partials(call, large, functools.partial(large_blocks.partials, call, large))
     config = arguments.kernel_config(call, heads, "triton-block/forward")
     plan = _plan(call, tile_width(call, config), heads.Dv, 0)
     partial = _partial(heads, config, call.selection.n * plan.reach, plan.width)
@@ -241,8 +245,10 @@ def joined_partials(call: Call, plan: KeyToRows, visit: Callable[[Unit, Tensor, 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from one visit of every KV block, and a sum over each row's ranges."""
     heads = arguments.heads(call)
+    if is_large(call):
+        dq, delta = dq_of_large(call, o, lse, do, dlse)
+        return dq, *key_value_gradients(call, heads, lse, do, delta, arguments.kernel_config(call, heads, "triton-tile/dkdv"))
     config = arguments.kernel_config(call, heads, "triton-block/backward")
-
     plan = _plan(call, tile_width(call, config), heads.Dk, heads.Dk + heads.Dv)
     sums = Gradients(call, plan, lse)
 
@@ -250,13 +256,30 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None
         partial_unit(call, heads, plan, unit, lse, do, delta, sums, config, part_dq)
         sum_unit(call, heads, plan, unit, sums)
 
-    return sum_of_shares(call, o, lse, do, dlse, plan, visit), sums.dk, sums.dv
+    return sum_of_shares(call, o, lse, do, dlse, plan, visit)[0], sums.dk, sums.dv
+
+
+def dq_of_large(call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dq of blocks that are visited whole, and delta [B,S,G,h] for dk and dv."""
+    plan = _large_plan(call, call.q.shape[4])
+
+    def visit(unit: Unit, delta: Tensor, part_dq: Tensor) -> None:
+        large_blocks.dq_shares(call, plan, unit, lse, do, delta, part_dq)
+
+    return sum_of_shares(call, o, lse, do, dlse, plan, visit)
+
+
+def _large_plan(call: Call, D: int) -> KeyToRows:
+    """The plan of whole blocks, one partial [h, D] each."""
+    block = call.selection.block_size
+    assert block is not None, "is_large"
+    return _plan(call, block, D, 0)
 
 
 def sum_of_shares(
     call: Call, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, plan: KeyToRows, visit: Callable[[Unit, Tensor, Tensor], None]
-) -> Tensor:
-    """dq. visit(unit, delta, part_dq) writes the shares part_dq [pairs, section, n*reach, h, Dk] of a unit's entries."""
+) -> tuple[Tensor, Tensor]:
+    """dq and delta. visit(unit, delta, part_dq) writes the shares part_dq [pairs, section, n*reach, h, Dk] of a unit's entries."""
     heads, n = arguments.heads(call), call.selection.n
     dq, delta = arguments.row_gradients(call, lse)
     rows = lse.numel()
@@ -267,14 +290,18 @@ def sum_of_shares(
     for unit in units(call, plan):
         visit(unit, delta, part_dq)
         sum_dq.launch(_reduce_grid(unit, heads.h), reduced, (arguments.position_strides(call), arguments.sizes(call), unit.rows))
-    return dq
+    return dq, delta
 
 
 def loaded_keys(call: Call, selected: int, count: bool) -> int:
     """Keys that the forward loads: a tile once for each piece of its list of rows; not counted, at most what the rows select."""
     if not count:
         return selected
-    config = call.settings.kernel("triton-block/forward" + arguments.config_suffix(arguments.heads(call)))
+    heads = arguments.heads(call)
+    if is_large(call):
+        large = _large_plan(call, heads.Dv)
+        return piecewise_keys(call, large.width, large.section, large.pairs, large_blocks.tokens(call))
+    config = call.settings.kernel("triton-block/forward" + arguments.config_suffix(heads))
     plan = _plan(call, tile_width(call, config), call.v.shape[3], 0)
     return piecewise_keys(call, plan.width, plan.section, plan.pairs, plan.piece)
 

@@ -23,7 +23,7 @@ STEP = 64  # keys that a kernel loads at once from a page that holds as many
 OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls that load keys in another way than plain ones of whole steps
 NEEDED = ("exact", "exact-wide", "compressed", "compressed-wide")  # terms of products that every backend computes
 SMALLEST_BLOCK = 16  # keys: no row that models are fitted to has smaller blocks
-LARGEST_BLOCK = 128  # keys: none has larger ones, of which a backend that visits blocks writes more partial results than its model knows
+LARGEST_BLOCK = 128  # keys: none has larger ones
 MOST_PARTS = 64  # most programs that share a row of a small batch, about one per multiprocessor
 
 
@@ -190,10 +190,11 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
 
     Not for paged caches that the backend does not read itself, nor for a prefill over small pages: they were not measured. Not for calls
     that tile kernels do not take: they run on other kernels. Not for a choice of one query per sequence, or without attention: they were
-    not measured. Calls over quantized caches have models of their own. Not beyond the models, nor for attention by a backend that visits
-    blocks to larger ones than were measured: bench/results/h100/models.jsonl, models-moba-16k.
+    not measured. Calls over quantized caches have models of their own. Not beyond the models, nor to larger blocks than were measured by a
+    backend that visits blocks without tile kernels: it has other kernels for these, and its model, other prices.
     """
-    if beyond_models(request) or (backend.shares == "blocks" and (request.block_size or 0) > LARGEST_BLOCK):
+    of_other_kernels = backend.shares == "blocks" and backend.tiles is None and (request.block_size or 0) > LARGEST_BLOCK
+    if beyond_models(request) or of_other_kernels:
         return False
     if request.kind == "choose" and (request.S == 1 or request.pool is not None):
         return False

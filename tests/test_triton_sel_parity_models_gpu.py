@@ -26,7 +26,7 @@ MODELS = {
     "minicpm4": (40, 2000, 2, 2, 16, 128, 128, 20, 64),
     "moba": (45, 1600, 8, 2, 1, 128, 128, 3, 512),
 }
-FAST = ("triton-group", "triton-tile", "triton-block", "cupy-cuda")
+FAST = ("triton-group", "triton-tile", "triton-block", "cuda-block", "cupy-cuda")
 LIMITS = {name: registry.backends()[name].limits for name in FAST}
 
 

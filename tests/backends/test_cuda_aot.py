@@ -148,6 +148,7 @@ def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: s
         pytest.param(4, 128, 128, 64, torch.bfloat16, marks=pytest.mark.thorough),  # between 16 and 1
         (1, 128, 128, 128, torch.float16),
         (3, 64, 128, 64, torch.float16),
+        (1, 128, 128, 512, torch.bfloat16),  # visited by Triton
     ],
 )
 def test_kernels_of_cuda_block_fit(monkeypatch: pytest.MonkeyPatch, h: int, Dk: int, Dv: int, block: int, dtype: torch.dtype) -> None:
@@ -156,7 +157,8 @@ def test_kernels_of_cuda_block_fit(monkeypatch: pytest.MonkeyPatch, h: int, Dk: 
     call = Call(*check_call(q, k, v, make_blocks(1, 300, 1, 300, 3, block), None, None)[:4], None, 0.1, settings_for(H200), H200)
     do = q.new_empty(*q.shape[:4], Dv)
     kernels = compiled(monkeypatch, 90, lambda: cuda_block.backward(call, *cuda_block.forward(call), do, None))
-    assert {kernel["kernel"] for kernel in kernels} == {"order_segments.cu"} | OF_LISTS | OF_CUDA_BLOCK | (set() if 64 % h else OF_JOIN)
+    expected = {"dkdv_groups.cu", "sum_parts.cu"} if block == 512 else OF_CUDA_BLOCK | (set() if 64 % h else OF_JOIN)
+    assert {kernel["kernel"] for kernel in kernels} == {"order_segments.cu"} | OF_LISTS | expected
     per_sm_of = {"block_partials.cu": cuda_block.PER_SM, "join_partials.cu": cuda_block.JOIN_PER_SM, "block_gradients.cu": 2}
     for kernel in kernels:
         per_sm = {**per_sm_of, "sort_scatter.cu": 4}.get(kernel["kernel"], 1)  # CTAs

@@ -60,7 +60,7 @@ def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     kernels, start = [], launch.start
 
     def recorded(source: str, *rest: Any, **own: Any) -> None:
-        kernels.extend([source] * (source in KERNELS))
+        kernels.extend([source] * (source in KERNELS or source == "dkdv_groups.cu"))
         start(source, *rest, **own)
 
     monkeypatch.setattr(launch, "start", recorded)
@@ -74,6 +74,30 @@ def test_heads(started: list[str], h: int, S: int, G: int) -> None:
     q, k, v = rows(S=S, G=G, h=h)
     results(q, k, v, make_blocks(1, S, G, 200, 3, 64))
     assert started == [kernel for kernel in KERNELS if h != 3 or kernel not in OF_JOIN]
+
+
+@pytest.mark.parametrize(("h", "S"), [(3, 40), pytest.param(1, 80, marks=pytest.mark.thorough)])
+def test_large_blocks_are_visited_by_triton_and_dk_and_dv_are_sums_over_lists(started: list[str], h: int, S: int) -> None:
+    """One partial for each row and block, for more rows than a step takes: before, within and after a block, in another order than their
+    positions; a row that selects nothing; NaN in keys that nobody reads."""
+    q, k, v = rows(S=S, G=1, h=h, S_kv=600)
+    at = torch.randint(600, (S,), generator=torch.Generator().manual_seed(0))
+    at[:3] = torch.tensor([3, 255, 256])
+    ranges = make_blocks(1, S, 1, 600, 2, 256).ranges
+    ranges[:, 7] = 0
+    results(q, k, v, Selection(ranges, 256), q_pos=at, poison=float("nan"))
+    assert started == ["dkdv_groups.cu"]
+
+
+@pytest.mark.thorough
+def test_large_blocks_in_units(started: list[str]) -> None:
+    """Of some groups, then of sections of rows, with the same results."""
+    q, k, v = rows(S=30, G=2, h=2, S_kv=600)
+    whole = results(q, k, v, make_blocks(1, 30, 2, 600, 2, 256))
+    for workspace in (24_000, 8_000):
+        again = results(q, k, v, make_blocks(1, 30, 2, 600, 2, 256), workspace_bytes=workspace)
+        assert all(torch.equal(x, y) for x, y in zip(again[:3], whole[:3], strict=True))
+    assert started == ["dkdv_groups.cu"] * 3
 
 
 @pytest.mark.parametrize("h", [1, pytest.param(4, marks=pytest.mark.thorough), 16])

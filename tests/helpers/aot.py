@@ -49,6 +49,7 @@ SHAPES = {  # name: (B, S, S_kv, G, h, Dk, Dv, n, block_size, dtype)
     "decode-small": (1, 1, 65536, 2, 12, 256, 256, 512, 4, torch.bfloat16),
     "h1-fp32": (1, 4096, 4096, 2, 1, 64, 64, 8, None, torch.float32),
     "decode-h16": (1, 1, 65536, 4, 16, 128, 128, 16, 64, torch.bfloat16),
+    "h1-large": (1, 2048, 2048, 8, 1, 128, 128, 3, 512, torch.bfloat16),  # blocks that triton-block visits whole
     "positions-h4": (1, 4096, 4096, 4, 4, 128, 128, 16, 64, torch.bfloat16),
 }
 OF_CUDA = {  # likewise, for which cupy-cuda alone has kernels, or constants, of their own

@@ -151,13 +151,16 @@ def test_prefills_beyond_the_models_have_a_preference_of_their_own(
     assert (mine.forward, mine.backward) == (TOKEN, "cupy-cuda")  # the file says nothing of backward
 
 
-def test_visiting_large_blocks_is_not_predicted() -> None:
+def test_visiting_large_blocks_is_predicted_on_hopper() -> None:
     offers = tuple(Offer(backend) for backend in backends().values())
     for block, predicted in ((64, True), (128, True), (512, False)):
         asked = replace(SHORT, block_size=block, n=4, h=1)
         decision = make_decision(asked, H200, load_policy("default"), settings_for(H200), offers)
         found = {p.backend for p in decision.predictions}
-        assert (BLOCK in found, TILE in found) == (predicted, True)
+        assert (BLOCK in found, TILE in found, "cuda-block" in found) == (predicted, True, True)
+    moba = replace(SHORT, S=4 * 16384, S_kv=16384, G=8, h=1, block_size=512, n=3, max_length=1536, needs_grad=True)
+    decision = make_decision(moba, H200, load_policy("default"), settings_for(H200), offers)
+    assert (decision.forward, decision.backward) == ("cuda-block", "cuda-block")
 
 
 def test_ties_and_missing_predictions_keep_the_preference() -> None:

@@ -1,0 +1,226 @@
+"""triton-block's visits of large blocks: each row of a block's list meets all keys of the block, and writes one partial result.
+
+A block of LARGE keys or more has several tiles. Visited tile by tile, each row would write a partial for every one: 8 for a block of 512
+keys (MoBA). Here a program takes a piece of the lists of whole blocks (key_to_rows.py, as wide as a block), ROWS rows at a time, walks
+over the block's keys with the online softmax, and writes o and lse once. Backward the same walk gives the (row, block)'s share of dq;
+dk and dv come from lists of tiles (dkdv.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_sel.backends._triton import arguments
+from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
+from nsa_sel.backends._triton.key_to_rows import KeyToRows, list_start
+from nsa_sel.backends._triton.rows import row_limit
+from nsa_sel.backends._triton.softmax import (
+    LOG2_E,
+    LOWEST,
+    add_product,
+    finish_softmax,
+    p_and_ds,
+    softmax_step,
+    split_products,
+)
+from nsa_sel.backends._triton.tiles import load_columns, load_kv, load_split, load_whole, row_pointers, store_columns, store_split
+from nsa_sel.backends._triton.tma import descriptor
+from nsa_sel.backends._triton.units import Unit, load_entries, piece_bounds
+from nsa_sel.core.call import Call
+from nsa_sel.settings.schema import KernelConfig
+
+LARGE = 256  # keys of a block from which on it is visited whole
+
+
+def is_large(call: Call) -> bool:
+    """Whether the blocks of a call are visited whole."""
+    return (call.selection.block_size or 0) >= LARGE
+
+
+@triton.jit
+def list_of_piece(ends, number, stop, lists, G, WIDTH: tl.constexpr):
+    """List `number`: where its entries within the piece end, its pair b*G + g, b, g, and its first key."""
+    bg = number // lists.tiles % lists.pairs_all
+    e1 = tl.minimum(list_start(ends, number + 1, lists.stretches), stop)
+    return e1, bg, bg // G, bg % G, (number % lists.tiles * WIDTH).to(tl.int32)
+
+
+@triton.jit
+def visible(limit, listed, first, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Steps of BLOCK_L keys from `first` on without a mask: all of a block of WIDTH keys that each listed row sees whole, else none. Then
+    the first key of those with a mask, and one past the last that any of these rows sees. Two loops, because a product in a branch is
+    miscompiled (docs/kernels.md, "Tried without rows")."""
+    end = tl.minimum(first + WIDTH, tl.max(tl.where(listed, limit, 0), 0))
+    steps = tl.where(tl.min(tl.where(listed, limit, first + WIDTH), 0) >= first + WIDTH, WIDTH // BLOCK_L, 0)
+    return steps, tl.where(steps > 0, end, first), end
+
+
+@triton.jit
+def forward_visit(
+    q, k_desc, k_rest_desc, v_desc, k, v, q_pos, part_o, part_lse, entries, ends, piece_list, strides, sizes, lists, scale_log2,
+    dims: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Partial o and lse [pairs, section, N, h] (lse in base 2) of every entry of one piece.
+
+    Grid: one program per piece of the unit's lists. Tiles: q [ROWS, BLOCK_D + BLOCK_REST], k [BLOCK_L, same], v [BLOCK_L, BLOCK_DV], the
+    ROWS being (entry, head) pairs of one list. Steps of rows that see the whole block need no mask; k_desc and others as in triton_tile.py.
+    """
+    S, S_kv, G = sizes
+    h: tl.constexpr = dims.h
+    ACC: tl.constexpr = part_lse.dtype.element_ty
+    BLOCK_DV: tl.constexpr = dims.BLOCK_DV
+    e, stop = piece_bounds(ends, lists)
+    if e < stop:
+        number = tl.load(piece_list + tl.program_id(0))
+        r = tl.arange(0, ROWS)
+        while e < stop:
+            e1, bg, b, g, first = list_of_piece(ends, number, stop, lists, G, WIDTH)
+            first_slot = ((bg - lists.first_pair) * lists.section - lists.first_row) * N * h
+            pairs = (tl.maximum(e1 - e, 0) * h).to(tl.int32)
+            for p0 in range(0, pairs, ROWS):
+                pair = p0 + r
+                listed = pair < pairs
+                entry = load_entries(entries, e, pair, pairs, h)
+                head = pair % h
+                s = (entry // N).to(tl.int64)
+                limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
+                steps, cut, end = visible(limit, listed, first, WIDTH, BLOCK_L)
+                q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, dims.BLOCK_D, dims.BLOCK_REST)
+                acc = tl.zeros([ROWS, BLOCK_DV], ACC)
+                l = tl.zeros([ROWS], ACC)
+                m = tl.full([ROWS], LOWEST, ACC)
+                for step in range(0, steps):
+                    c = first + step * BLOCK_L
+                    k_tile, k_rest, v_tile = load_whole(
+                        k_desc, k_rest_desc, v_desc, k, v, strides, b.to(tl.int32), g.to(tl.int32), c, dims, BLOCK_L
+                    )  # fmt: skip
+                    logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
+                    acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
+                sees = tl.where(listed, limit, 0)
+                for c in range(cut, end, BLOCK_L):
+                    position = c + tl.arange(0, BLOCK_L)
+                    k_tile, k_rest, v_tile = load_kv(k, v, strides, b, g, position, position < end, dims)
+                    logits = split_products(q_tile, q_rest, k_tile, k_rest, dims.BLOCK_REST)
+                    logits = tl.where(position[None, :] < sees[:, None], logits, float("-inf"))
+                    acc, l, m = softmax_step(logits, v_tile, acc, l, m, scale_log2)
+                o_tile, lse_rows = finish_softmax(acc, l, m, scale_log2)
+                slot = first_slot + entry.to(tl.int64) * h + head
+                store_columns(part_o + slot * dims.Dv, o_tile, listed, 0, dims.Dv)
+                tl.store(part_lse + slot, lse_rows, mask=listed)
+            e = tl.maximum(e, e1)
+            number += 1
+
+
+@triton.jit
+def dq_visit(
+    q, k_desc, k_rest_desc, v_desc, k, v, q_pos, lse, do, delta, part_dq, entries, ends, piece_list,
+    strides, stride_do, sizes, lists, scale, scale_log2,
+    dims: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Shares of dq = scale * ds k, part_dq [pairs, section, N, h, Dk], of the entries of one piece; grid and tiles as `forward_visit`."""
+    S, S_kv, G = sizes
+    h: tl.constexpr = dims.h
+    REST: tl.constexpr = dims.BLOCK_REST
+    ACC: tl.constexpr = lse.dtype.element_ty
+    BLOCK_D: tl.constexpr = dims.BLOCK_D
+    e, stop = piece_bounds(ends, lists)
+    if e < stop:
+        number = tl.load(piece_list + tl.program_id(0))
+        r = tl.arange(0, ROWS)
+        while e < stop:
+            e1, bg, b, g, first = list_of_piece(ends, number, stop, lists, G, WIDTH)
+            first_slot = ((bg - lists.first_pair) * lists.section - lists.first_row) * N * h
+            pairs = (tl.maximum(e1 - e, 0) * h).to(tl.int32)
+            for p0 in range(0, pairs, ROWS):
+                pair = p0 + r
+                listed = pair < pairs
+                entry = load_entries(entries, e, pair, pairs, h)
+                head = pair % h
+                s = (entry // N).to(tl.int64)
+                limit = row_limit(q_pos, strides.pos, b, s, S, S_kv)
+                steps, cut, end = visible(limit, listed, first, WIDTH, BLOCK_L)
+                q_tile, q_rest = load_split(row_pointers(q, strides.q, b, g, s, head), listed, dims.Dk, BLOCK_D, REST)
+                do_tile = load_columns(row_pointers(do, stride_do, b, g, s, head), listed, 0, dims.Dv, dims.BLOCK_DV)
+                out = ((b * S + s) * G + g) * h + head
+                lse2 = tl.load(lse + out, mask=listed, other=float("inf")) * LOG2_E
+                delta_rows = tl.load(delta + out, mask=listed, other=0.0)
+                acc = tl.zeros([ROWS, BLOCK_D], ACC)
+                rest = tl.zeros([ROWS, REST], ACC) if REST > 0 else acc
+                for step in range(0, steps):
+                    c = first + step * BLOCK_L
+                    k_tile, k_rest, v_tile = load_whole(
+                        k_desc, k_rest_desc, v_desc, k, v, strides, b.to(tl.int32), g.to(tl.int32), c, dims, BLOCK_L
+                    )  # fmt: skip
+                    logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
+                    _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2)
+                    acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
+                    if REST > 0:
+                        rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
+                sees = tl.where(listed, limit, 0)
+                for c in range(cut, end, BLOCK_L):
+                    position = c + tl.arange(0, BLOCK_L)
+                    k_tile, k_rest, v_tile = load_kv(k, v, strides, b, g, position, position < end, dims)
+                    logits = split_products(q_tile, q_rest, k_tile, k_rest, REST)
+                    seen = position[None, :] < sees[:, None]
+                    _, ds = p_and_ds(logits, do_tile, v_tile, lse2, delta_rows, scale_log2, seen)
+                    ds = tl.where(seen, ds, 0.0)
+                    acc = add_product(acc, ds.to(k_tile.dtype), k_tile)
+                    if REST > 0:
+                        rest = add_product(rest, ds.to(k_tile.dtype), k_rest)
+                slot = part_dq + (first_slot + entry.to(tl.int64) * h + head) * dims.Dk
+                store_split(slot, acc * scale, rest * scale, listed, dims.Dk, REST)
+            e = tl.maximum(e, e1)
+            number += 1
+
+
+def partials(call: Call, plan: KeyToRows, unit: Unit, part_o: Tensor, part_lse: Tensor) -> None:
+    """Write part_o [pairs, section, n, h, Dv] and part_lse [pairs, section, n, h] of a unit's entries."""
+    heads = arguments.heads(call)
+    config = arguments.kernel_config(call, heads, "triton-tile/forward")
+    kernel = _kernel(forward_visit, heads, call.selection.n, plan.width, config)
+    kernel.launch(
+        plan.pieces,
+        (call.q, *_keys(call, kernel, config), call.q_pos, part_o, part_lse, plan.entries, plan.ends, unit.piece_list),
+        (arguments.strides(call), arguments.sizes(call), unit.lists, call.scale_log2()),
+    )
+
+
+def tokens(call: Call) -> int:
+    """Rows that the forward visit attends to at once, which load the block's keys and values once."""
+    heads = arguments.heads(call)
+    return max(1, call.settings.kernel("triton-tile/forward" + arguments.config_suffix(heads)).rows // heads.h)
+
+
+def dq_shares(call: Call, plan: KeyToRows, unit: Unit, lse: Tensor, do: Tensor, delta: Tensor, part_dq: Tensor) -> None:
+    """Write part_dq [pairs, section, n, h, Dk] of a unit's entries."""
+    heads = arguments.heads(call)
+    config = arguments.kernel_config(call, heads, "triton-tile/dq")
+    kernel = _kernel(dq_visit, heads, call.selection.n, plan.width, config)
+    kernel.launch(
+        plan.pieces,
+        (call.q, *_keys(call, kernel, config), call.q_pos, lse, do, delta, part_dq, plan.entries, plan.ends, unit.piece_list),
+        (arguments.strides(call), do.stride()[:4], arguments.sizes(call), unit.lists, call.scale, call.scale_log2()),
+    )
+
+
+def _keys(call: Call, kernel: Kernel, config: KernelConfig) -> tuple[Tensor | TensorDescriptor | None, ...]:
+    """Descriptors of k, the second tile of k, and v, None where pointers load them; k and v."""
+    if config.loads != "tma":
+        return None, None, None, call.k, call.v
+    dims, block_l = kernel.constants["dims"], kernel.constants["BLOCK_L"]
+    rest = descriptor(call.k, block_l, dims.BLOCK_REST) if dims.BLOCK_REST else None
+    return descriptor(call.k, block_l, dims.BLOCK_D), rest, descriptor(call.v, block_l, dims.BLOCK_DV), call.k, call.v
+
+
+@functools.lru_cache(REMEMBERED)
+def _kernel(function: Any, heads: arguments.Heads, n: int, block: int, config: KernelConfig) -> Kernel:
+    return Kernel(
+        function, dims=arguments.split_dims(heads), N=n, WIDTH=block, ROWS=config.rows, BLOCK_L=min(config.block_l, block & -block),
+        **arguments.options(config),
+    )  # fmt: skip
