@@ -144,8 +144,8 @@ def peers(file: str) -> str:
 def overhead() -> str:
     """What a call costs the host beyond its backend, microseconds, and the ratio of a call to one without observing."""
     parts = (
-        "call", "call, new", "further call, new", "backend", "beyond the backend", "check", "decide", "repeat", "decision, cached", "autograd", "node",
-        "call, calling thread", "call, new, calling thread", "autograd, calling thread",
+        "call", "call, new", "further call, new", "backend", "beyond the backend", "check", "decide", "repeat", "decision, cached",
+        "autograd", "node", "call, calling thread", "call, new, calling thread", "autograd, calling thread",
     )  # fmt: skip
     lines = []
     for file in sorted((ROOT / "bench/results").glob("*/overhead.jsonl")):
