@@ -78,7 +78,11 @@ class KeptPlan:
     def value(self) -> Any:
         """The tuple of tensors and numbers."""
         if self._value is None and self._kind is not None:
-            self._value = self._kind(self._view(x) if type(x) is _Part else x for x in self._fields)
+            outer, thread.recording = thread.recording, None  # these views launch nothing, whatever operations PyTorch makes of them
+            try:
+                self._value = self._kind(self._view(x) if type(x) is _Part else x for x in self._fields)
+            finally:
+                thread.recording = outer
         return self._value
 
     def _view(self, part: _Part) -> Tensor:
